@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
     from aioinfer.loop.core import Core
     from aioinfer.observe.metrics.measuring import Measuring
+    from aioinfer.speculation.drafter import Drafter
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Engine", "EngineState", "Prompt"]
@@ -65,14 +66,16 @@ class Engine(Requests):
         *,
         launcher: Callable[[EngineConfig], Launcher] = factory.make_launcher,
         tokenizer: Callable[[EngineConfig], Tokenizer | None] = factory.load_tokenizer,
+        drafter: Drafter | None = None,
     ) -> None:
         """``launcher`` and ``tokenizer`` replace the real ones in tests and simulations; ``tokenizer``
-        is called on a worker thread."""
+        is called on a worker thread. ``drafter`` proposes tokens in place of ``config.speculation``."""
         self.config = config if config is not None else EngineConfig()
         self.default_params = SamplingParams()
         self._chat_format = ChatFormat()
         self._make_launcher = launcher
         self._load_tokenizer = tokenizer
+        self._drafter = drafter
         #: the loop that start() is running on
         self._starting: asyncio.AbstractEventLoop | None = None
         #: from the end of start() on, also when closed
@@ -155,7 +158,7 @@ class Engine(Requests):
             max_running=info.max_running_requests,
         )
         info = factory.completed(info, tokenizer, config)
-        core = Core(config, info, tokenizer, clock_of(intake.loop))
+        core = Core(config, info, tokenizer, clock_of(intake.loop), self._drafter)
         chat_format = await intake.run(
             ChatFormat.of, tokenizer, config.tool_call_parser, config.reasoning_parser
         )

@@ -33,6 +33,7 @@ from aioinfer.scheduling.step import Step
 from aioinfer.stream import StreamCell
 
 if TYPE_CHECKING:
+    from aioinfer.speculation.drafter import Drafter
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["LLM"]
@@ -70,9 +71,10 @@ class LLM:
         *,
         device: Callable[[EngineConfig], Device] = factory.make_device,
         tokenizer: Callable[[EngineConfig], Tokenizer | None] = factory.load_tokenizer,
+        drafter: Drafter | None = None,
     ) -> None:
         """Load the model. Raises ConfigError, OutOfMemory. ``device`` and ``tokenizer`` replace the real
-        ones in tests."""
+        ones in tests; ``drafter`` proposes tokens in place of ``config.speculation``."""
         self.config = config if config is not None else EngineConfig()
         located = factory.located(self.config) if device is factory.make_device else self.config
         self._device: Device | None = device(located)
@@ -88,7 +90,7 @@ class LLM:
             max_running=info.max_running_requests,
         )
         self._overlap_steps = decided.overlap_steps or 0
-        self._core = Core(decided, info, loaded, time.monotonic)
+        self._core = Core(decided, info, loaded, time.monotonic, drafter)
         self._flights: deque[tuple[Step, Flight]] = deque()
         #: requests that have not ended, by key
         self._open: dict[int, StreamCell] = {}
@@ -352,6 +354,7 @@ class LLM:
         self._latest = {}
         self._changing = True
         failed = self._take_ended(self._late(), returned=True)
+        begun, launched = self._core.clock(), list[Step]()
         while len(self._flights) <= self._overlap_steps:
             step = self._core.plan(self._flights[-1][0] if self._flights else None)
             failed += self._take_ended(self._core.take_ended(), returned=True)
@@ -361,9 +364,12 @@ class LLM:
                 if request.key in self._open:
                     self._await(request.key, "running", self._open[request.key].running_timeout)
             self._flights.append((step, _launch(device, step)))
+            launched.append(step)
         idle = not self._flights and not failed
         ended, error = self._read() if self._flights else ([], None)
         ended += failed
+        if len(launched) == 1:
+            self._core.timed(launched[0], self._core.clock() - begun)
         self._changing = False
         if idle and self._open:
             raise EngineError("no step can be planned for the requests that are left")

@@ -20,6 +20,8 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _SEED_LIMIT = 2**63
 _MAX_TOP_LOGPROBS = 20
 _MAX_ROUNDS = 4096
+#: characters or ids of a prediction that are kept
+_LONGEST_PREDICTION = 1 << 22
 
 
 class Bounds(NamedTuple):
@@ -148,6 +150,9 @@ class SamplingParams:
         bad_words: excluded from the output: texts, each as tokenized at the start of an output and after a
             space, or sequences of token ids. Other tokenizations of a text pass.
         diffusion: how blocks are denoised; for diffusion models.
+        speculate: False: nothing is drafted for this request. The output is the same either way.
+        prediction: text or token ids that the output is expected to be much like. It changes nothing but the
+            speed: what agrees with it is generated several tokens at a time. What exceeds the context is cut.
         include_stop: keep the stop string, the match of a stop pattern or the text of the stop token in the
             output text.
     """
@@ -176,6 +181,8 @@ class SamplingParams:
     grammar: Grammar | Schema | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
     diffusion: DiffusionParams | None = None
+    speculate: bool = True
+    prediction: str | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         keep_plain(self, but=_OPEN)
@@ -185,7 +192,7 @@ class SamplingParams:
                 _in_bounds(name, value)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest("min_tokens", f"{self.min_tokens} exceeds max_tokens {self.max_tokens}")
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop", "speculate"):
             _truth(name, getattr(self, name))
         if self.logit_bias is not None:
             # An empty mapping is no bias, also for models that do not support biases.
@@ -205,6 +212,8 @@ class SamplingParams:
         for name, kind in (("grammar", Grammar), ("diffusion", DiffusionParams)):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, exactly(kind, getattr(self, name)))
+        if self.prediction is not None:
+            object.__setattr__(self, "prediction", _prediction(self.prediction))
         for name in ("stop", "stop_regex"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         _check_patterns(self.stop_regex)
@@ -253,6 +262,11 @@ class SamplingParams:
     def masked(self) -> bool:
         """The tokens that may come next depend on the tokens before them."""
         return self.grammar is not None or bool(self.bad_words)
+
+    @property
+    def worked_out(self) -> bool:
+        """Something of them takes long to work out, and is needed before the first token."""
+        return self.masked or (self.speculate and type(self.prediction) is str)
 
     @property
     def structure(self) -> Grammar | None:
@@ -428,6 +442,18 @@ def _token_ids(field: str, ids: Any, most: int | None = None) -> tuple[int, ...]
     for token in tokens:
         _integer(field, token, low, high)
     return tokens
+
+
+def _prediction(given: Any) -> str | tuple[int, ...] | None:
+    """As much of it as any context holds; None for an empty one."""
+    if type(given) is str:
+        text: str = given[:_LONGEST_PREDICTION]
+        if not text.isascii() and _SURROGATE.search(text):
+            raise InvalidRequest("prediction", "has an unpaired surrogate, which no text has")
+        return text or None
+    if isinstance(given, (str, bytes, bytearray, memoryview, Mapping)) or not hasattr(given, "__len__"):
+        raise InvalidRequest("prediction", f"must be text or a list of token ids, got {shown(given)}")
+    return _token_ids("prediction", given[:_LONGEST_PREDICTION], _LONGEST_PREDICTION) or None
 
 
 def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:

@@ -45,8 +45,8 @@ LAYERS: list[set[str]] = [
     {"stream", "observe"},
     # which rows a step computes; pure Python
     {"scheduling"},
-    # how the blocks of diffusion models are denoised
-    {"diffusion"},
+    # how the blocks of diffusion models are denoised; what is drafted for others
+    {"diffusion", "speculation"},
     # from logits to tokens
     {"sampling"},
     # layers, weights and attention backends

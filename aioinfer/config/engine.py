@@ -25,6 +25,9 @@ from aioinfer.settings import shown
 
 __all__ = ["EngineConfig", "policy_names"]
 
+#: ways of drafting
+SPECULATION = ("off", "lookup")
+
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +194,20 @@ class EngineConfig:
         "auto", "overlap", "idle: freeze and collect between steps; python: unchanged; auto: idle on cuda"
     )
 
+    #: Outputs are the same with and without. lookup: what followed the same tokens before, in a request's own
+    #: prediction, prompt and output.
+    speculation: str = option(
+        "lookup",
+        "speculation",
+        "what drafts tokens that a step verifies: off, or lookup in a request's own text",
+    )
+    max_draft_tokens: int = option(
+        15, "speculation", "drafts of one request in a step at most", Bounds(1, 255)
+    )
+    adaptive_drafts: bool = option(
+        True, "speculation", "verify as many drafts as are expected to pay; else all that there are"
+    )
+
     seed: int | None = option(None, "sampling", "seed for the requests that have none")
     fast_forward: bool = option(
         True, "sampling", "append the tokens that a grammar forces without a forward each"
@@ -273,6 +290,10 @@ class EngineConfig:
         _known_parsers(self)
         if self.chat_template is not None and not self.chat_template.strip():
             raise ConfigError("chat_template must name a file or be a template, got an empty text")
+        if self.speculation not in SPECULATION:
+            raise ConfigError(
+                f"speculation must be {' or '.join(SPECULATION)}; got {shown(self.speculation)}"
+            )
         if isinstance(self.policy, str) and self.policy not in policy_names():
             raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {self.policy!r}")
         if self.max_step_tokens < self.max_running_requests:

@@ -77,6 +77,7 @@ GROUPS = {
     "batching": "batching",
     "scheduling": "queue policy and admission",
     "overlap": "overlap and event loop",
+    "speculation": "speculation",
     "sampling": "sampling and grammars",
     "diffusion": "diffusion models",
     "chat": "chats: tool calls, reasoning, template",

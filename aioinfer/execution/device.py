@@ -121,8 +121,8 @@ class DeviceInfo:
 class StepResult(Outcome):
     """What a step brought: what the scheduler reads of it, and what goes with the tokens."""
 
-    #: by row, of sampled tokens, where they were asked for
-    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    #: by row, of its sampled tokens, where they were asked for
+    logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     #: by row, of the prompt's tokens from position ``row.scores[0] + 1`` on
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     #: when the host had it, on the clock of the timeline

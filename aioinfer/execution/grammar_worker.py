@@ -9,6 +9,10 @@ Sampling waits for the mask of exactly that request and position, and only steps
 does not wait for ever: a row whose mask is late is left out (``DEFERRED``), and comes again as soon as the
 scheduler has heard of it. A grammar that leaves no choice for several tokens has them taken at once
 (``FORCED``). Either way the rows launched behind have nothing to go on from and are void.
+
+A row that verifies drafts needs a mask for each of its positions. They are worked out on a copy of the
+matcher while the forward runs; where they are not there in time, or the grammar does not allow a draft, the
+row samples at fewer positions.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ import numpy.typing as npt
 
 from aioinfer.execution.workers import Workers
 from aioinfer.sampling.outcomes import BAD_GRAMMAR, DEFERRED, FORCED
-from aioinfer.text.grammar import GrammarState
+from aioinfer.text.grammar import GrammarState, LookAhead
 
 __all__ = ["Constraints", "GrammarRow", "GrammarWorker"]
 
@@ -45,14 +49,21 @@ class GrammarRow(NamedTuple):
     position: int
     #: the row's own tokens come from the host and not from a row before it
     known: bool
+    #: tokens that the row verifies, from ``position`` on: it samples behind each of them, too
+    drafts: Sequence[int] = ()
 
 
 @dataclass(slots=True)
 class Constraints:
     """What the grammars of a step say."""
 
-    #: int32 [rows, words]; those of rows that do not sample allow everything
+    #: int32 [M, words]: of each row those of its positions, one behind the other; those of rows that do not
+    #: sample allow everything
     masks: npt.NDArray[np.int32]
+    #: [M], among the rows that sample
+    at: list[int]
+    #: of each row that verifies drafts, how many of its positions may sample
+    usable: dict[int, int] = field(default_factory=dict)
     #: among the rows that sample: what stands for their token
     outcomes: dict[int, int] = field(default_factory=dict)
     #: the tokens of those that are ``FORCED``
@@ -77,7 +88,29 @@ class GrammarWorker:
 
     def advance(self, rows: Sequence[GrammarRow], tokens: Sequence[int]) -> None:
         """These rows sampled these ``tokens`` (of all sampling rows): prepare the masks that follow."""
-        self._put([(row.state, (tokens[row.at],)) for row in rows if tokens[row.at] >= 0])
+        work: list[_Tokens] = []
+        for row in rows:
+            # Behind the first draft that was wrong there are outcomes.
+            found = [token for token in tokens[row.at : row.at + 1 + len(row.drafts)] if token >= 0]
+            if found:
+                work.append((row.state, found))
+        self._put(work)
+
+    def look_ahead(self, rows: Sequence[GrammarRow]) -> None:
+        """Work out the masks behind the drafts of these rows, as soon as their states are that far."""
+        states: list[GrammarState] = []
+        with self._changed:
+            for row in rows:
+                ahead = row.state.ahead
+                if not row.drafts or (ahead is not None and ahead.position == row.position):
+                    continue
+                row.state.ahead = LookAhead(row.position, row.drafts)
+                if not row.state.at_work:
+                    states.append(row.state)
+        if states and self._threaded:
+            self._workers.put(_Batch([], ahead=states))
+        else:
+            self._look_ahead(states)
 
     def _put(self, work: list[_Tokens]) -> None:
         for state, _ in work:
@@ -97,12 +130,18 @@ class GrammarWorker:
         """The masks of ``rows``, for a step of which ``sampling`` rows sample; waits for them, in reason."""
         if behind := [row.state for row in rows if row.state.missed is not None]:
             self._catch_up(behind)
-        found = Constraints(np.full((len(rows), len(rows[0].state.mask)), -1, np.int32))
+        self.look_ahead(rows)
+        count = sum(1 + len(row.drafts) for row in rows)
+        found = Constraints(np.full((count, len(rows[0].state.mask)), -1, np.int32), [])
         with self._changed:
             valid = [row for row in rows if row.known or not row.state.unsampled]
             self._wait(valid, alone=len(valid) == sampling)
-            for index, row in enumerate(rows):
-                self._decide(row, index, found)
+            for row in rows:
+                first = len(found.at)
+                self._decide(row, first, found)
+                found.at += range(row.at, row.at + 1 + len(row.drafts))
+                if row.drafts:
+                    self._decide_drafts(row, first, found)
         return found
 
     def close(self) -> None:
@@ -129,6 +168,11 @@ class GrammarWorker:
             for state in prompt:
                 state.slow = state.at_work
             self._rescue()
+        drafted = [row.state for row in rows if row.drafts and not row.state.slow]
+        looking = [state.ahead for state in drafted if state.ahead is not None]
+        if looking:
+            # Without them only the first positions of these rows count.
+            self._changed.wait_for(lambda: all(ahead.masks is not None for ahead in looking), self._patience)
         if alone and late and len(late) == len(rows):
             # Without any of them the step would be for nothing. But others may have come by now.
             self._changed.wait_for(lambda: not all(state.at_work for state in late), self._patience)
@@ -163,8 +207,30 @@ class GrammarWorker:
         else:
             found.masks[index] = state.mask
 
+    def _decide_drafts(self, row: GrammarRow, first: int, found: Constraints) -> None:
+        """The masks behind the first one of a row."""
+        ahead, row.state.ahead = row.state.ahead, None
+        masks: Sequence[npt.NDArray[np.int32]] = ()
+        if row.at not in found.outcomes and ahead is not None and ahead.position == row.position:
+            masks = ahead.masks or ()
+        for offset, mask in enumerate(masks, 1):
+            found.masks[first + offset] = mask
+        found.usable[row.at] = 1 + len(masks)
+
+    def _look_ahead(self, states: Sequence[GrammarState]) -> None:
+        for state in states:
+            ahead = state.ahead
+            masks = [] if ahead is None else state.look_ahead(ahead)
+            with self._changed:
+                if ahead is not None:
+                    ahead.masks = masks
+                self._changed.notify_all()
+
     def _work(self, batch: _Batch) -> None:
         """Accept tokens and fill masks, one call for all rows of a step with the same backend."""
+        if batch.ahead:
+            self._look_ahead(batch.ahead)
+            return
         start, rows = time.monotonic(), len(batch.tokens) + len(batch.accepted)
         with self._changed:
             self._batches.append(batch)
@@ -183,13 +249,18 @@ class GrammarWorker:
                         state.failed = state.dead_end
                 state.slow = slow
                 state.at_work = False
+            ahead = [each for each in states if each.ahead is not None and each.ahead.masks is None]
             self._changed.notify_all()
+        self._look_ahead(ahead)
 
     def _fail(self, batch: _Batch, error: BaseException) -> None:
         """The thread that had this work has ended: so do the requests whose masks it was to compute."""
         with self._changed:
             if batch in self._batches:
                 self._batches.remove(batch)
+            for state in batch.ahead:
+                if state.ahead is not None:
+                    state.ahead.masks = []
             for state in batch.states:
                 if state.at_work:
                     state.fail(f"the thread of its grammar ended: {error!r}")
@@ -213,9 +284,16 @@ class _Batch:
     """Tokens for one thread to accept, with their states, and states for it to fill the masks of. Another
     thread may take them away, until this one has begun with the masks."""
 
-    __slots__ = ("accepted", "states", "tokens")
+    __slots__ = ("accepted", "ahead", "states", "tokens")
 
-    def __init__(self, tokens: list[_Tokens], accepted: list[GrammarState] | None = None) -> None:
+    def __init__(
+        self,
+        tokens: list[_Tokens],
+        accepted: list[GrammarState] | None = None,
+        ahead: Sequence[GrammarState] = (),
+    ) -> None:
+        """``ahead``: states whose drafts are to be looked at, and nothing else."""
+        self.ahead = ahead
         self.tokens = deque(tokens)
         self.accepted: list[GrammarState] = [] if accepted is None else accepted
         #: all that the batch began with

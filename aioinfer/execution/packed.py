@@ -66,7 +66,8 @@ class PackedStep:
 
     sections: Sections
     step_id: int
-    #: rows of one position whose token waits in the relay; they come first
+    #: rows of one position whose token waits in the relay; they come first. Behind them are those that verify
+    #: drafts, whose first token waits there, too
     num_decodes: int
     num_pages: int
     q_lens: list[int]

@@ -67,7 +67,7 @@ class Packer:
                 }
             ),
             step_id=step.id,
-            num_decodes=len(generating) if generating.lengths is None else 0,
+            num_decodes=generating.num_decodes,
             num_pages=placement.block_table.shape[1],
             q_lens=[1] * len(layout.slots) if layout.q_len is None else layout.q_len.tolist(),
             kv_lens=placement.kv_lens,
@@ -91,6 +91,10 @@ class Packer:
     def _input_ids(self, step: Step, cu_q: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Known ids in place; elsewhere the slot on the device has them, or nothing."""
         ids = np.full(step.num_tokens, self._rows.unknown_id, np.int64)
+        generating = step.generating
+        for at, drafts in enumerate(generating.drafts, generating.num_decodes):
+            first = int(cu_q[at]) + 1
+            ids[first : first + len(drafts)] = drafts
         for at, row in enumerate(step.prefilling, step.num_generating):
             first = int(cu_q[at])
             ids[first : first + len(row.ids)] = row.ids

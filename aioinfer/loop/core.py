@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
@@ -28,7 +31,12 @@ from aioinfer.scheduling.faults import PolicyFailed
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.speculation import Speculation
 from aioinfer.scheduling.step import Step
+from aioinfer.speculation.drafter import NO_IDS, Drafter, DraftRequest
+from aioinfer.speculation.drafting import Drafting
+from aioinfer.speculation.lookup import LookupDrafter
+from aioinfer.text.length import ASSUMED_LONGEST
 from aioinfer.text.output import OutputText
 from aioinfer.text.tokenizer import end_of
 
@@ -52,6 +60,7 @@ class Core:
         "_compiler",
         "_compiler_lock",
         "_config",
+        "_drafter",
         "_generation",
         "_newest_step",
         "_next_key",
@@ -71,8 +80,14 @@ class Core:
         info: DeviceInfo,
         tokenizer: Tokenizer | None,
         clock: Callable[[], float],
+        drafter: Drafter | None = None,
     ) -> None:
+        """``drafter``: in place of the config's."""
         self.info = info
+        #: None: nothing is drafted
+        self._drafter = drafter
+        if drafter is None and config.speculation == "lookup" and info.block_size is None:
+            self._drafter = LookupDrafter()
         self.tokenizer = tokenizer
         #: requests whose first row is in the step that was planned last
         self.admitted: list[Request] = []
@@ -100,7 +115,12 @@ class Core:
             snapshots=info.num_snapshots,
             snapshot_tokens=config.state_snapshot_tokens,
         )
-        return Scheduler(memory, config, self._generation.batch(memory, config))
+        speculation = None
+        if self._drafter is not None:
+            speculation = Speculation(
+                self._drafter, info.vocab_size, config.max_draft_tokens, adaptive=config.adaptive_drafts
+            )
+        return Scheduler(memory, config, self._generation.batch(memory, config, speculation))
 
     def start_over(self) -> None:
         """Forget all requests and all KV, for a scheduler that an exception left half changed. No step may be
@@ -161,15 +181,34 @@ class Core:
             raise Rejected(f"{queued} prompt tokens are waiting already (max_queued_tokens)")
 
     def prepare(self, prompt: PromptSource, params: SamplingParams) -> Prepared:
-        """Tokenize a prompt, and compile the grammar that masks its output. May take long: on any thread.
+        """Tokenize a prompt, and :meth:`complete` it. May take long: on any thread. Raises InvalidRequest."""
+        return self.complete(prompt.encode(), params)
+
+    def complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Prepared:
+        """Compile the grammar that masks the output, and tokenize what it is predicted to be. May take long
+        if the parameters say so (``worked_out``).
 
         Raises InvalidRequest, also if the extra for grammars is missing.
         """
-        ids = prompt.encode()
-        return Prepared(ids, self.compile(params, ids))
+        return Prepared(prompt_ids, self._compile(params, prompt_ids), self._prediction(params))
 
-    def compile(self, params: SamplingParams, prompt_ids: Sequence[int]) -> GrammarState | None:
-        """The second half of :meth:`prepare`; None for an output that nothing masks."""
+    def _prediction(self, params: SamplingParams) -> npt.NDArray[np.int32] | None:
+        """int32 [P]; what exceeds the context is cut."""
+        given, most = params.prediction, self.info.max_model_len
+        if given is None or not self._speculates(params):
+            return None
+        if isinstance(given, str):
+            assert self.tokenizer is not None
+            longest = self.tokenizer.longest_token or ASSUMED_LONGEST
+            given = self.tokenizer.encode_part(given[: most * longest])
+        return np.asarray(given[:most], np.int32)
+
+    def _speculates(self, params: SamplingParams) -> bool:
+        # What a recurrent state has taken in cannot be taken back.
+        return self._drafter is not None and params.speculate and self.info.num_snapshots is None
+
+    def _compile(self, params: SamplingParams, prompt_ids: Sequence[int]) -> GrammarState | None:
+        """None for an output that nothing masks."""
         if not params.masked:
             return None
         from aioinfer.text.grammar import GrammarState, TokenBounds
@@ -191,12 +230,17 @@ class Core:
         # steps, too: without snapshots all would be computed again from the first token on.
         forwards = self._config.fast_forward and params.logprobs is None and self.info.num_snapshots != 0
         least_forced = (self._config.overlap_steps or 0) + 2 if forwards else 0
+        suggests = self._speculates(params)
+        if suggests and least_forced:
+            # Fewer of them are drafts, which void nothing.
+            least_forced = max(least_forced, self._config.max_draft_tokens + 2)
         refusal: InvalidRequest | None = None
         for _ in range(1 if params.structure is None else 2):
             backend, matcher = self._matcher(params)
             try:
                 return GrammarState.start(
-                    backend, matcher, len(prompt_ids), self.info.vocab_size, least_forced, bounds
+                    *(backend, matcher, len(prompt_ids), self.info.vocab_size, least_forced, bounds),
+                    suggests=suggests,
                 )
             except InvalidRequest as refused:
                 refusal = refused
@@ -258,6 +302,10 @@ class Core:
             cursor=cursor,
             arrivals=self._arrivals,
         )
+        if self._speculates(params):
+            prompt = np.frombuffer(request.token_key(0, len(prompt_ids)), np.int32)
+            prediction = NO_IDS if prepared.prediction is None else prepared.prediction
+            request.drafting = Drafting(DraftRequest(prompt, prediction, request.label or ""))
         request.state = RequestState.WAITING
         try:
             self.scheduler.submit(request)
@@ -288,6 +336,11 @@ class Core:
         check_range("stop_token_ids", params.stop_token_ids, vocab_size)
         check_range("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
         check_range("logit_bias", tuple(params.logit_bias or ()), vocab_size)
+        if isinstance(params.prediction, str):
+            if self.tokenizer is None:
+                raise InvalidRequest("prediction", "the model has no tokenizer: give token ids")
+        elif params.prediction is not None:
+            check_range("prediction", params.prediction, vocab_size)
         for word in params.bad_words:
             if not isinstance(word, str):
                 check_range("bad_words", word, vocab_size)
@@ -380,6 +433,10 @@ class Core:
         updated = dict.fromkeys([*advanced, *(self.texts.catch_up(seconds) if searching else ())])
         return [request for request in updated if not request.text_behind]
 
+    def timed(self, step: Step, seconds: float) -> None:
+        """A step has taken so long, from the end of the one before it: what drafts cost follows from that."""
+        self.scheduler.queues.batch.timed(step, seconds)
+
     def catch_up(self, seconds: float) -> list[Request]:
         """Search for stop patterns in the text of steps that are resolved; returns the updated requests."""
         return self.texts.catch_up(seconds)
@@ -420,18 +477,20 @@ class Core:
         """Keep exactly one record per token. Returns requests that ended here and are not ``advanced``."""
         ended: list[Request] = []
         decodes = step.generating.requests
-        for index, logprob in result.logprobs.items():
+        for index, logprobs in result.logprobs.items():
             request = (
                 decodes[index] if index < len(decodes) else step.prefilling[index - len(decodes)].request
             )
-            if len(request.logprobs) < len(request.output_ids):
-                request.logprobs.append(logprob)
-        for index, logprobs in result.prompt_logprobs.items():
+            # Behind the end of the output there are none.
+            missing = len(request.output_ids) - len(request.logprobs)
+            if missing > 0:
+                request.logprobs += logprobs[:missing]
+        for index, scored in result.prompt_logprobs.items():
             row = step.prefilling[index - len(decodes)]
             if row.scores is None or step.id <= row.request.recovery.junk_until:
                 continue
             try:
-                _extend(row.request.prompt_logprobs, row.scores[0], logprobs)
+                _extend(row.request.prompt_logprobs, row.scores[0], scored)
             except BaseException as error:
                 self.texts.end(row.request, error)
                 if row.request not in advanced:

@@ -321,7 +321,7 @@ class Driver:
 
     def _resolve(self, flight: StepHandle) -> None:
         """Commit a flight that has landed and report the requests that it updated."""
-        self._last_progress = self._clock()
+        before, self._last_progress = self._last_progress, self._clock()
         self._cancel_timer()
         start = now()
         step, error, result, what = flight.step, flight.error, flight.result, "resolve"
@@ -334,6 +334,7 @@ class Driver:
                 self._observers.stepped(step, flight.delay)
             if self._pace is not None:
                 self._pace.landed(step, flight.launched_at, self._last_progress, flight.delay)
+            self._core.timed(step, self._last_progress - before)
             try:
                 updated = self._core.resolve(step, result, _SEARCHING)
             except (KeyboardInterrupt, SystemExit):

@@ -20,6 +20,7 @@ from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.queues import RunningBatch
 from aioinfer.scheduling.request import MakeCursor
+from aioinfer.scheduling.speculation import Speculation
 from aioinfer.scheduling.token_batch import TokenBatch
 
 __all__ = ["BlockGeneration", "Generation", "TokenGeneration", "generation"]
@@ -46,8 +47,10 @@ class Generation(Protocol):
     def cursor(self, params: SamplingParams) -> MakeCursor | None:
         """What makes the cursor of a request; None: the default one."""
 
-    def batch(self, memory: Memory, config: EngineConfig) -> RunningBatch:
-        """A new batch for a scheduler."""
+    def batch(
+        self, memory: Memory, config: EngineConfig, speculation: Speculation | None = None
+    ) -> RunningBatch:
+        """A new batch for a scheduler. ``speculation``: what drafts tokens; blocks have no use for it."""
 
 
 class TokenGeneration:
@@ -63,8 +66,10 @@ class TokenGeneration:
     def cursor(self, params: SamplingParams) -> MakeCursor | None:
         return None
 
-    def batch(self, memory: Memory, config: EngineConfig) -> RunningBatch:
-        return TokenBatch(config.max_running_requests, memory.pages.page_size)
+    def batch(
+        self, memory: Memory, config: EngineConfig, speculation: Speculation | None = None
+    ) -> RunningBatch:
+        return TokenBatch(memory, config.max_running_requests, speculation)
 
 
 class BlockGeneration:
@@ -105,7 +110,9 @@ class BlockGeneration:
             drafts=diffusion.draft,
         )
 
-    def batch(self, memory: Memory, config: EngineConfig) -> RunningBatch:
+    def batch(
+        self, memory: Memory, config: EngineConfig, speculation: Speculation | None = None
+    ) -> RunningBatch:
         return BlockBatch(memory, config, self._block_size)
 
 

@@ -259,14 +259,13 @@ class Preparation:
         """The token ids are known, or could not be made."""
         if error is not None:
             self._end(None, _own(error))
-        elif self._params.masked:
+        elif self._params.worked_out:
             self._compilers.submit(self)
         else:
-            self._end(Prepared(self._source.encode(), None), None)
+            self._end(self._core.complete(self._source.encode(), self._params), None)
 
     def call(self) -> Prepared:
-        ids = self._source.encode()
-        return Prepared(ids, self._core.compile(self._params, ids))
+        return self._core.complete(self._source.encode(), self._params)
 
     def ended(self, result: Prepared | None, error: BaseException | None) -> None:
         self._end(result, error)

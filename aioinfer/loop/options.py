@@ -17,6 +17,9 @@ from aioinfer.plain import keep_plain, plain
 from aioinfer.text.length import ASSUMED_LONGEST, exceeds_bytes
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.tokenizer import Tokenizer
@@ -109,6 +112,8 @@ class Prepared(NamedTuple):
     prompt_ids: Sequence[int]
     #: what masks the output, if anything does
     grammar: GrammarState | None
+    #: the tokens of the caller's prediction, int32 [P]
+    prediction: npt.NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,8 +145,8 @@ class Runtime:
             raise
         request = self.core.new_request(params, options)
         cell = StreamCell(request, options.running_timeout, options.max_lag)
-        if prompt.ids is not None and not params.masked:
-            self._submit(request, Prepared(prompt.ids, None))
+        if prompt.ids is not None and not params.worked_out:
+            self._submit(request, self.core.complete(prompt.ids, params))
         else:
             prepared = functools.partial(self._prepared, request)
             preparation = self._intake.prepare(self.core, prompt, params, prepared)

@@ -78,6 +78,10 @@ class EngineStats:
     deferred_rows: int
     #: output tokens that a grammar forced, appended without sampling
     forced_tokens: int
+    #: speculation: rows that verified drafts, these drafts, and those of them that were right
+    verified_rows: int
+    drafted_tokens: int
+    accepted_tokens: int
     #: tokens of admitted requests, and those of them found in the prefix cache
     queried_tokens: int = _gauge(lambda s, _: s.memory.queried_tokens)
     cached_tokens: int = _gauge(lambda s, _: s.memory.hit_tokens)
@@ -115,6 +119,11 @@ class EngineStats:
     def pages_in_use(self) -> int:
         """Pages held by requests or by steps in flight; all other pages can be allocated."""
         return self.pages_total - self.pages_free - self.pages_evictable
+
+    @property
+    def rejected_tokens(self) -> int:
+        """Drafts that were verified and not right, those behind a wrong one included."""
+        return self.drafted_tokens - self.accepted_tokens
 
     @property
     def kv_usage(self) -> float:

@@ -16,8 +16,9 @@ from aioinfer.sampling.filters import apply_further, floors
 from aioinfer.sampling.logits_processors import LogitsProcessors
 from aioinfer.sampling.logprobs import Logprobs, TorchLogprobs
 from aioinfer.sampling.noise import gumbel_of_keys, row_keys
-from aioinfer.sampling.outcomes import BAD_LOGITS
+from aioinfer.sampling.outcomes import BAD_LOGITS, NO_TOKEN
 from aioinfer.sampling.penalties import Penalise, Penalties, penalised
+from aioinfer.sampling.verification import Drafts, accepted, select
 
 __all__ = ["Sampler"]
 
@@ -125,18 +126,55 @@ class Sampler:
         """
         if batch.penalty_resets:
             self._penalties.reset(batch.penalty_resets)
-        split = self._on_host and logits.shape[1] > _MANY_TOKENS and len(logits) > 1
-        if split and not (batch.all_greedy or batch.filters):
-            rows = zip(logits.split(1), _single_rows(batch), strict=True)
-            tokens = torch.cat([self._rows(line, row) for line, row in rows])
-        else:
-            tokens = self._rows(logits, batch)
+        tokens = self._all_rows(logits, batch)
         if batch.any_penalty:
             self._penalties.record(batch, tokens)
         return tokens
 
+    def verify(
+        self, logits: torch.Tensor, batch: SamplingBatch, drafts: Drafts
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for a step with rows that verify drafts; arguments as of :meth:`sample`.
+
+        Returns:
+            [S] int64: as of :meth:`sample`, and NO_TOKEN behind the first draft of a row that is not what was
+            sampled
+            [S] int64: slots; that of a row at its last token, 0 elsewhere
+        """
+        if batch.penalty_resets:
+            self._penalties.reset(batch.penalty_resets)
+        tokens = self._by_level(logits, batch, drafts) if drafts.levels else self._all_rows(logits, batch)
+        counts, last = accepted(tokens, drafts)
+        tokens = torch.where(counts, tokens, NO_TOKEN)
+        if batch.any_penalty and not drafts.levels:
+            self._penalties.record(batch, tokens)
+        return tokens, torch.where(last, batch.slots, 0)
+
+    def _by_level(self, logits: torch.Tensor, batch: SamplingBatch, drafts: Drafts) -> torch.Tensor:
+        """All first positions, then all second ones and so on, each with the counts of those before it."""
+        tokens = torch.full_like(batch.slots, NO_TOKEN)
+        going = torch.ones_like(batch.slots, dtype=torch.bool)
+        for at in drafts.levels:
+            if self._device.type == "cpu":
+                at = at[going[drafts.start[at]]]
+            part = select(batch, at, _COLUMNS)
+            found = self._all_rows(logits[at], part)
+            begun = going[drafts.start[at]]
+            found = torch.where(begun, found, NO_TOKEN)
+            self._penalties.record(part, found)
+            tokens[at] = found
+            going[drafts.start[at]] = begun & (found == drafts.expected[at])
+        return tokens
+
+    def _all_rows(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """:meth:`sample` without the counts of penalties, a row at a time where that is faster."""
+        split = self._on_host and logits.shape[1] > _MANY_TOKENS and len(logits) > 1
+        if split and not (batch.all_greedy or batch.filters):
+            rows = zip(logits.split(1), _single_rows(batch), strict=True)
+            return torch.cat([self._rows(line, row) for line, row in rows])
+        return self._rows(logits, batch)
+
     def _rows(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """:meth:`sample` without the counts of penalties."""
         if batch.any_penalty:
             logits = self._penalties.apply(logits, batch)
         # Native kernels write bans into the logits and restore them; further filters must see them before.

@@ -259,6 +259,9 @@ class BlockBatch:
             queues.finish(request, reason)
         return len(request.output_ids) > before or cursor.drafts
 
+    def timed(self, step: Step, seconds: float) -> None:
+        """Nothing follows from it."""
+
     def audit(self) -> None:
         """Assert that every request is described correctly."""
         for index, request in enumerate(self.requests):

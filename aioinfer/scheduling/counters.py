@@ -34,3 +34,7 @@ class SchedulerCounters:
     deferred_rows: int = 0
     #: tokens taken without sampling them, because a grammar left no choice
     forced_tokens: int = 0
+    #: rows that verified drafts, these drafts, and those of them that were right
+    verified_rows: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0

@@ -14,6 +14,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
+from aioinfer.speculation.drafting import DraftSource
+
 if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
     from aioinfer.outputs import Draft, FinishReason, TokenLogprob
@@ -160,6 +162,9 @@ class Cursor(ABC):
         self._computed = self._committed = computed
         self.relay_ready = self.prefilled = False
 
+    def shorten(self, tokens: int) -> None:  # noqa: B027 - blocks bring what they are
+        """A launched row has brought so many tokens less than it could have."""
+
     def score(self, stop: int) -> tuple[int, int] | None:
         """Positions up to ``stop`` whose next token of the prompt has to be scored; marks them scored."""
         return None
@@ -179,7 +184,7 @@ class TokenCursor(Cursor):
     While the request is in the batch, how far it is computed is a number in the batch's columns.
     """
 
-    __slots__ = ("_prompt_logprobs", "_sampled", "_scored")
+    __slots__ = ("_prompt_logprobs", "_sampled", "_scored", "drafted", "source", "verifying")
 
     def __init__(
         self,
@@ -195,6 +200,12 @@ class TokenCursor(Cursor):
         self._prompt_logprobs = prompt_logprobs
         #: positions whose next token of the prompt has been scored by launched steps
         self._scored = 0
+        #: the step in flight in which drafts are verified, 0 if there is none, and how many. Until it has
+        #: resolved, ``computed`` and ``length`` are upper bounds and no other row is launched
+        self.verifying = 0
+        self.drafted = 0
+        #: and where they come from
+        self.source = DraftSource.TEXT
 
     @property
     def computed(self) -> int:
@@ -242,6 +253,16 @@ class TokenCursor(Cursor):
         self._computed = computed
         self._sampled = computed + 1 - self._prompt_length
 
+    def shorten(self, tokens: int) -> None:
+        """The row that verifies drafts has brought so many tokens less than it could have; nothing of the
+        request is in flight."""
+        self.verifying = 0
+        if self.batch is not None:
+            self.batch.computed[self.row] -= tokens
+        else:
+            self._computed = max(0, self._computed - tokens)
+            self._sampled -= tokens
+
     def restart(self, cached: int) -> None:
         if self._prompt_logprobs is not None:
             self._scored = len(self._prompt_logprobs)
@@ -252,3 +273,4 @@ class TokenCursor(Cursor):
     def rewind(self, computed: int) -> None:
         super().rewind(computed)
         self._sampled = len(self._output_ids)
+        self.verifying = 0

@@ -23,3 +23,6 @@ class Outcome:
     blocks: dict[int, BlockState] = field(default_factory=dict)
     #: forwards that the step took
     rounds: int = 1
+    #: by row, of those with drafts that sampled: its tokens, from the one in ``tokens`` on. The last entry
+    #: may be one of the outcomes, which then stands for the token behind the others
+    runs: dict[int, list[int]] = field(default_factory=dict)

@@ -88,6 +88,9 @@ class RunningBatch(Protocol):
     def resolve(self, step: Step, outcome: Outcome, queues: RequestQueues) -> list[Request]:
         """Commit what a step's rows brought; returns the requests that changed, in row order."""
 
+    def timed(self, step: Step, seconds: float) -> None:
+        """A step that has resolved took so long."""
+
     def audit(self) -> None:
         """Assert that every request in the batch is described correctly."""
 
@@ -294,6 +297,12 @@ class RequestQueues:
             self._dequeue(request)
             request.rewind(0)
             self._enqueue(request)
+
+    def shorten(self, request: Request, tokens: int) -> None:
+        """What a launched row has brought is so many tokens less than it could have been."""
+        if request.state is RequestState.WAITING and request.key not in self.shelved:
+            self.queued_tokens -= tokens
+        request.cursor.shorten(tokens)
 
     def start_over(self, request: Request) -> None:
         """A step that holds the request failed: what came of later ones is junk. It loses slot and pages,

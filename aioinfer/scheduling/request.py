@@ -16,6 +16,7 @@ from aioinfer.text.output import OutputText
 if TYPE_CHECKING:
     from aioinfer.params import SamplingParams
     from aioinfer.scheduling.states import RequestStates
+    from aioinfer.speculation.drafting import Drafting
     from aioinfer.text.grammar import GrammarState
 
 __all__ = ["Allocation", "MakeCursor", "ParkedFor", "Recovery", "Request", "RequestState"]
@@ -132,6 +133,7 @@ class Request:
         "arrival",
         "consumer",
         "cursor",
+        "drafting",
         "error",
         "finish_reason",
         "finished_at",
@@ -220,6 +222,8 @@ class Request:
 
         self.kv = Allocation()
         self.recovery = Recovery()
+        #: what is drafted for it; None: nothing is
+        self.drafting: Drafting | None = None
         self._prompt_key: bytes | None = None
         self.set_prompt(
             key,

@@ -57,7 +57,7 @@ class Scheduler:
     ) -> None:
         """``config`` leaves nothing open that concerns scheduling. ``batch``: by default of tokens."""
         if batch is None:
-            batch = TokenBatch(config.max_running_requests, memory.pages.page_size)
+            batch = TokenBatch(memory, config.max_running_requests)
         policy = policy_class(config.policy)(memory, config.seed or 0)
         leaders = PrefixLeaders(memory, config.share_prefix_tokens)
         self.config = config

@@ -6,8 +6,10 @@ steps are of this kind. ``prefilling`` are rows whose tokens the host knows. A t
 
     q_len      input                                                        result
     1          relay[slot]                                                  the token behind it
-    B, 2B      blocks[slot], and of a diffusion model the block behind it   the block after one more round
-    chunk      tokens that the host knows                                   the token behind them, or none
+    1 + k      relay[slot], then k drafts                                   the tokens behind those that are
+    right B, 2B      blocks[slot], and of a diffusion model the block behind it   the block after one more
+    round chunk      tokens that the host knows                                   the token behind them, or
+    none
 """
 
 from __future__ import annotations
@@ -123,6 +125,8 @@ class Row:
     #: cells of recurrent state, if the model has any: see :class:`~aioinfer.scheduling.states.StateCells`
     state_read: int = 0
     state_write: int = 0
+    #: of a decode: what may follow its token. They are the row's last positions, and each position samples
+    drafts: Sequence[int] = ()
 
     @property
     def kv_length(self) -> int:
@@ -160,9 +164,16 @@ class Generating:
     new_requests: dict[int, NewRequestData] = field(default_factory=dict)
     #: requests whose last token, by length, is sampled here
     ending: list[Request] = field(default_factory=list)
+    #: drafts of the last rows, which verify them: see :mod:`aioinfer.speculation`
+    drafts: list[Sequence[int]] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.requests)
+
+    @property
+    def num_decodes(self) -> int:
+        """Rows of one token without drafts; they come first."""
+        return 0 if self.unit > 1 else len(self.requests) - len(self.drafts)
 
     @property
     def num_tokens(self) -> int:
@@ -181,6 +192,8 @@ class Generating:
             row = Row(request, slot, start, length, (), True, pages, first, new, blocks=blocks)
             row.state_read = row.state_write = slot
             rows.append(row)
+        for row, drafts in zip(rows[self.num_decodes :], self.drafts, strict=False):
+            row.drafts = drafts
         return rows
 
 

@@ -2,6 +2,12 @@
 
 Most rows of most steps are decodes: one more token of a request whose prompt is computed. They are kept
 in arrays, so that planning a step costs a few array operations and no object per token.
+
+A decode may carry drafts, which it verifies: see :mod:`aioinfer.speculation`. How many tokens it brings is
+known when it has resolved, so nothing follows it in flight; it may itself follow a decode in flight::
+
+    decode    ─┤ relay ├─ decode ─┤ relay ├─ verify d1 d2 d3 ──── resolved: 1 to 4 tokens ──── decode, or
+    verify
 """
 
 from __future__ import annotations
@@ -14,34 +20,59 @@ import numpy.typing as npt
 
 from aioinfer.errors import ConstraintFailed
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED
+from aioinfer.scheduling.counters import SchedulerCounters
 from aioinfer.scheduling.cursor import TokenCursor
 from aioinfer.scheduling.recovery import without_junk
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.step import NO_ROWS, Generating, Outcome, Row, Step, TableUpdate
 
 if TYPE_CHECKING:
+    from aioinfer.scheduling.memory import Memory
     from aioinfer.scheduling.queues import RequestQueues
+    from aioinfer.scheduling.speculation import Speculation
 
 __all__ = ["TokenBatch"]
 
 #: longest prefill chunk of a request whose prompt's tokens are scored: the logits of all of them take room
 _MAX_SCORED = 64
+#: requests per request that verifies drafts from which on the others do not wait for it
+_FEW = 8
 
 
 class TokenBatch:
     """Rows in no particular order; a row that leaves is replaced by the last one. See
     :class:`~aioinfer.scheduling.queues.RunningBatch`."""
 
-    __slots__ = ("_columns", "_joining", "_page_size", "_stale", "_turn", "capacity", "computed", "last_step",
-                 "limit", "requests", "slots")  # fmt: skip
+    __slots__ = (
+        "_columns",
+        "_joining",
+        "_memory",
+        "_num_verifying",
+        "_page_size",
+        "_speculation",
+        "_stale",
+        "_turn",
+        "capacity",
+        "computed",
+        "last_step",
+        "limit",
+        "requests",
+        "slots",
+        "verifying",
+    )
 
     unit = 1
     locked = False
 
-    def __init__(self, size: int, page_size: int) -> None:
-        self._page_size = page_size
-        self._columns = np.zeros((4, size), np.int64)
-        self.slots, self.computed, self.capacity, self.limit = self._columns
+    def __init__(self, memory: Memory, size: int, speculation: Speculation | None = None) -> None:
+        """``size``: requests at most. ``speculation``: None if no row has drafts."""
+        self._memory = memory
+        self._page_size = memory.pages.page_size
+        self._speculation = speculation
+        self._columns = np.zeros((5, size), np.int64)
+        self.slots, self.computed, self.capacity, self.limit, self.verifying = self._columns
+        #: rows of the batch whose drafts are being verified
+        self._num_verifying = 0
         self.requests: list[Request] = []
         #: requests whose page table the device does not know completely
         self._stale: dict[int, Request] = {}
@@ -59,8 +90,10 @@ class TokenBatch:
         index, kv, cursor = len(self.requests), request.kv, request.cursor
         if cursor.length >= request.max_length:
             return  # its last token is in flight
-        capacity = len(kv.pages) * self._page_size
-        self._columns[:, index] = (kv.slot, cursor.computed, capacity, request.max_length)
+        assert isinstance(cursor, TokenCursor)
+        capacity, verifying = len(kv.pages) * self._page_size, cursor.verifying > 0
+        self._columns[:, index] = (kv.slot, cursor.computed, capacity, request.max_length, verifying)
+        self._num_verifying += verifying
         self.requests.append(request)
         cursor.batch, cursor.row = self, index
         if kv.sent_pages < len(kv.pages):
@@ -72,6 +105,7 @@ class TokenBatch:
         index, last, computed = cursor.row, len(self.requests) - 1, cursor.computed
         cursor.batch, cursor.row = None, -1
         cursor.leave_batch(computed)
+        self._num_verifying -= cursor.verifying > 0
         request.kv.last_step = max(request.kv.last_step, self.last_step)
         mover = self.requests.pop()
         if index != last:
@@ -98,7 +132,9 @@ class TokenBatch:
 
     def out_of_pages(self) -> list[Request]:
         count = len(self.requests)
-        rows = np.flatnonzero(self.computed[:count] >= self.capacity[:count])
+        # No request loses its pages for drafts of another one.
+        full = self.computed[:count] >= self.capacity[:count]
+        rows = np.flatnonzero(full & (self.verifying[:count] == 0) if self._num_verifying else full)
         return sorted((self.requests[row] for row in rows.tolist()), key=_by_arrival)
 
     def changed_pages(self, request: Request) -> None:
@@ -112,17 +148,19 @@ class TokenBatch:
     # -- plan -----------------------------------------------------------------------------------
 
     def may_plan(self, *, in_flight: bool) -> bool:
-        return True
+        # Behind a step that verifies, only the requests without drafts could have a row. Where these are few,
+        # all advance faster together.
+        return self._num_verifying * _FEW < max(1, len(self.requests))
 
     def longest_chunk(self, request: Request) -> int | None:
         return None if request.params.prompt_logprobs is None else _MAX_SCORED
 
     def launch(self, step_id: int, without: Collection[Request], most: int) -> Generating:
-        count = len(self.requests)
+        count = len(self.requests) - self._num_verifying
         if count <= len(without) or most <= 0:
             return NO_ROWS
         self.last_step = step_id
-        if not without and count <= most:
+        if not without and count <= most and not self._num_verifying:
             requests = self.requests.copy()
             slots, starts = self.slots[:count].copy(), self.computed[:count].copy()
             self.computed[:count] += 1
@@ -132,17 +170,69 @@ class TokenBatch:
             requests = [self.requests[row] for row in rows.tolist()]
             slots, starts, limits = self.slots[rows], self.computed[rows], self.limit[rows]
             self.computed[rows] += 1
+        drafts: dict[int, Sequence[int]] = {}
+        if self._speculation is not None:
+            drafts = self._speculation.drafts(requests, starts.tolist(), most - len(requests))
+        if drafts:
+            drafts = self._with_pages(requests, starts, drafts)
         tables = self._tell_pages(requests) if self._stale else []
         ending = [requests[row] for row in np.flatnonzero(starts + 2 >= limits).tolist()]
         for request in ending:
             self.remove(request)
-        return Generating(requests, slots, starts, tables=tables, ending=ending)
+        if not drafts:
+            return Generating(requests, slots, starts, tables=tables, ending=ending)
+        return self._verify(Generating(requests, slots, starts, tables=tables, ending=ending), drafts)
+
+    def _with_pages(
+        self, requests: Sequence[Request], starts: npt.NDArray[np.int64], drafts: dict[int, Sequence[int]]
+    ) -> dict[int, Sequence[int]]:
+        """The drafts that have pages, or get some that no other request needs."""
+        found: dict[int, Sequence[int]] = {}
+        memory = self._memory
+        for row, ids in drafts.items():
+            request, start = requests[row], int(starts[row])
+            pages = request.kv.pages
+            while len(pages) * self._page_size < start + 1 + len(ids):
+                if memory.available <= len(self.requests) or not memory.grow(request):
+                    break
+                self.changed_pages(request)
+            fitting = ids[: len(pages) * self._page_size - start - 1]
+            if len(fitting):
+                found[row] = fitting
+        return found
+
+    def _verify(self, decodes: Generating, drafts: dict[int, Sequence[int]]) -> Generating:
+        """The same rows, those with ``drafts`` last."""
+        requests, count = decodes.requests, len(decodes.requests)
+        order = np.asarray([row for row in range(count) if row not in drafts] + [*drafts], np.int64)
+        lengths = np.ones(count, np.int64)
+        lengths[count - len(drafts) :] += [len(ids) for ids in drafts.values()]
+        for row, ids in drafts.items():
+            cursor = requests[row].cursor
+            assert isinstance(cursor, TokenCursor)
+            self.computed[cursor.row] += len(ids)
+            self.verifying[cursor.row] = 1
+            cursor.verifying, cursor.drafted = self.last_step, len(ids)
+            if (drafting := requests[row].drafting) is not None:
+                cursor.source = drafting.source
+        self._num_verifying += len(drafts)
+        return Generating(
+            [requests[row] for row in order.tolist()],
+            decodes.slots[order],
+            decodes.starts[order],
+            lengths,
+            tables=decodes.tables,
+            ending=decodes.ending,
+            drafts=list(drafts.values()),
+        )
 
     def _choose(self, without: Collection[Request], most: int) -> npt.NDArray[np.int64]:
         """Rows in turn, so that all requests advance when not all fit into a step."""
         rows = np.arange(len(self.requests))
         if without:
             rows = np.delete(rows, [request.cursor.row for request in without])
+        if self._num_verifying:
+            rows = rows[self.verifying[rows] == 0]
         if len(rows) <= most:
             return rows
         start = int(np.searchsorted(rows, self._turn % len(self.requests)))
@@ -168,7 +258,10 @@ class TokenBatch:
             tokens = without_junk(step, tokens)
         updated: list[Request] = []
         generating = step.generating
-        for index, (request, token) in enumerate(zip(generating.requests, tokens, strict=False)):
+        decodes = generating.requests
+        if generating.drafts:
+            decodes = decodes[: generating.num_decodes]
+        for index, (request, token) in enumerate(zip(decodes, tokens, strict=False)):
             if request.state is RequestState.FINISHED:
                 counters.late_tokens += 1
             elif token < 0:
@@ -179,6 +272,8 @@ class TokenBatch:
                 if token in request.stop_ids:
                     request.stop_reason = token
                     queues.finish(request, "stop")
+        for index in range(len(decodes), len(generating)):
+            updated += self._resolve_verified(index, step, tokens[index], outcome, queues)
         for request in generating.ending:
             if request.known >= request.max_length:
                 queues.finish(request, "length")
@@ -189,15 +284,60 @@ class TokenBatch:
                 updated += _resolve_chunk(step, row, tokens[index], forced.get(index, ()), queues)
         return updated
 
+    def timed(self, step: Step, seconds: float) -> None:
+        if self._speculation is not None:
+            self._speculation.observe(step, seconds)
+
+    def _resolve_verified(
+        self, index: int, step: Step, token: int, outcome: Outcome, queues: RequestQueues
+    ) -> Sequence[Request]:
+        """Commit the tokens of a row that verified drafts."""
+        request, counters = step.generating.requests[index], queues.counters
+        drafts = step.generating.drafts[index - step.generating.num_decodes]
+        run = outcome.runs.get(index, (token,)) if token >= 0 else (token,)
+        if request.state is RequestState.FINISHED:
+            counters.late_tokens += len(run)
+            return ()
+        cursor = request.cursor
+        assert isinstance(cursor, TokenCursor)
+        if cursor.verifying == step.id:
+            if cursor.batch is self:
+                self.verifying[cursor.row] = 0
+                self._num_verifying -= 1
+            queues.shorten(request, len(drafts) + 1 - len(run))
+        if token < 0:
+            return _unsampled(request, step, token, outcome.forced.get(index, ()), queues)
+        self._count(request, len(drafts), len(run) - 1, counters)
+        for at, found in enumerate(run):
+            if found < 0:
+                _unsampled(request, step, found, outcome.forced.get(index, ()), queues)
+            elif (reason := request.append(found)) is not None:
+                counters.late_tokens += len(run) - 1 - at
+                queues.finish(request, reason)
+                break
+        return (request,)
+
+    def _count(self, request: Request, drafted: int, accepted: int, counters: SchedulerCounters) -> None:
+        counters.verified_rows += 1
+        counters.drafted_tokens += drafted
+        counters.accepted_tokens += accepted
+        cursor = request.cursor
+        assert isinstance(cursor, TokenCursor)
+        if request.drafting is not None:
+            request.drafting.verified(cursor.source, drafted, accepted)
+
     def audit(self) -> None:
         """Assert that the columns say what the requests do. O(rows)."""
         assert not self._joining
+        count = len(self.requests)
+        assert self._num_verifying == int(self.verifying[:count].sum())
         for index, request in enumerate(self.requests):
             assert request.cursor.batch is self
             assert request.cursor.row == index
-            row = [int(column[index]) for column in (self.slots, self.capacity, self.limit)]
+            row = [int(column[index]) for column in (self.slots, self.capacity, self.limit, self.verifying)]
             capacity = len(request.kv.pages) * self._page_size
-            assert row == [request.kv.slot, capacity, request.max_length], request
+            verifying = isinstance(request.cursor, TokenCursor) and request.cursor.verifying > 0
+            assert row == [request.kv.slot, capacity, request.max_length, verifying], request
 
 
 def _resolve_chunk(

@@ -8,13 +8,14 @@ read: every KV cell must hold the right position of exactly the reader's own tok
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from aioinfer.execution.device import CompletedFlight, DeviceInfo, DeviceLost, Progress, StepResult
-from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
+from aioinfer.execution.grammar_worker import Constraints, GrammarRow, GrammarWorker
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
@@ -193,14 +194,21 @@ class ToyDevice:
         result = StepResult([])
         for index, (row, state) in enumerate(zip(rows, states, strict=True)):
             forced: list[int] = []
-            result.tokens.append(self._sample(row, state, forced))
+            run = self._verify(row, state, forced) if row.drafts else [self._sample(row, state[-1], forced)]
+            result.tokens.append(run[0])
+            if row.drafts:
+                result.runs[index] = run
             if forced:
                 result.forced[index] = forced
-        for index, (row, token) in enumerate(zip(rows, result.tokens, strict=True)):
             tenant = self._tenants[row.slot]
             assert tenant is not None
-            if token >= 0 and tenant.params.logprobs is not None:
-                result.logprobs[index] = toy_logprob(row.kv_length, token)
+            if tenant.params.logprobs is not None and run[0] >= 0:
+                first = row.kv_length - len(row.drafts)
+                found = [toy_logprob(at, token) for at, token in enumerate(run, first) if token >= 0]
+                result.logprobs[index] = found
+        for index, row in enumerate(rows):
+            tenant = self._tenants[row.slot]
+            assert tenant is not None
             if row.scores is not None:
                 ids = [-1] * len(tenant.prompt_ids) if self._doomed_row(row) else tenant.prompt_ids
                 result.prompt_logprobs[index] = [
@@ -226,8 +234,8 @@ class ToyDevice:
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _write(self, row: Row, table: list[int]) -> int:
-        """Write a row's KV; returns the hash of its sequence up to the row's end."""
+    def _write(self, row: Row, table: list[int]) -> list[int]:
+        """Write a row's KV; returns the hashes of its sequence up to those of its positions that sample."""
         expected = self._expected[row.slot]
         if row.new_request is not None:
             self._doomed.discard(row.request.key)
@@ -238,9 +246,9 @@ class ToyDevice:
                 row, expected, [*row.new_request.prompt_ids, *row.new_request.output_ids][: row.start]
             )
         if self._doomed_row(row) or (not row.ids and row.request.key in self._void):
-            return self._write_junk(row, table)
+            return [self._write_junk(row, table)] * (1 + len(row.drafts))
         self._void.discard(row.request.key)
-        ids = row.ids or self._read_relay(row)
+        ids = row.ids or [*self._read_relay(row), *row.drafts]
         if len(ids) != row.length or row.length < 1:
             raise TaintError(f"{row.request}: {len(ids)} ids for {row.length} positions")
         if len(expected) != row.start:
@@ -262,7 +270,7 @@ class ToyDevice:
         self._state[cells[row.start :]] = expected[row.start :]
         if self._states is not None:
             self._states.write(row, expected[-1])
-        return expected[-1]
+        return expected[-1 - len(row.drafts) :]
 
     def _write_junk(self, row: Row, table: list[int]) -> int:
         """What a row without anything to go on from does to its own cells, and what it samples from."""
@@ -289,8 +297,9 @@ class ToyDevice:
             raise TaintError(f"{row.request}: its relay cell was never written")
         return [token]
 
-    def _sample(self, row: Row, state: int, forced: list[int]) -> int:
-        """The next token of a row; ``forced`` gets the row's tokens if they are not sampled."""
+    def _sample(self, row: Row, state: int, forced: list[int], constraint: _Constraint | None = None) -> int:
+        """The next token of a row; ``forced`` gets the row's tokens if they are not sampled. ``constraint``:
+        that of a row that samples more than once."""
         if not row.samples:
             return NO_TOKEN
         tenant = self._tenants[row.slot]
@@ -307,7 +316,11 @@ class ToyDevice:
         elif tenant.grammar is None:
             token = self._next(row, state, tenant)
         else:
-            token = self._constrained(row, state, tenant, tenant.grammar, forced)
+            alone = constraint is None
+            constraint = constraint or _Constraint(self.masks, tenant.grammar, row)
+            token = self._constrained(row, state, tenant, constraint, forced)
+            if alone:
+                constraint.sampled([token])
         if token in (DEFERRED, FORCED):
             self._void.add(row.request.key)
             return token
@@ -317,24 +330,43 @@ class ToyDevice:
             self._doomed.add(row.request.key)
         return token
 
+    def _verify(self, row: Row, states: list[int], forced: list[int]) -> list[int]:
+        """The tokens of a row as long as they are its drafts, and the one behind. Other drafts were never
+        part of the sequence."""
+        if self._states is not None:
+            raise TaintError(f"{row.request}: drafts of a model with recurrent state cannot be taken back")
+        tenant = self._tenants[row.slot]
+        constraint = None
+        if tenant is not None and tenant.grammar is not None:
+            constraint = _Constraint(self.masks, tenant.grammar, row)
+        run: list[int] = []
+        first = row.length - len(row.drafts)
+        for offset, state in enumerate(states):
+            if offset and constraint is not None and offset >= constraint.usable:
+                break
+            position = replace(row, length=first + offset, drafts=())
+            run.append(self._sample(position, state, forced, constraint))
+            if offset == len(row.drafts) or run[-1] != row.drafts[offset]:
+                break
+        if constraint is not None:
+            constraint.sampled(run)
+        expected = self._expected[row.slot]
+        del expected[row.start + first + len(run) - 1 :]
+        return run
+
     def _constrained(
         self,
         row: Row,
         state: int,
         tenant: NewRequestData,
-        grammar: GrammarState,
+        constraint: _Constraint,
         forced: list[int],
     ) -> int:
         """The first token from the one it would have been on that the grammar allows."""
-        rows = [GrammarRow(0, grammar, row.kv_length, bool(row.ids))]
-        found = self.masks.collect(rows, 1)
-        if found.outcomes:
-            forced += found.forced.get(0, [])
-            return found.outcomes[0]
-        (mask,) = found.masks
-        token = self._allowed(row, self._next(row, state, tenant), mask)
-        self.masks.advance(rows, [token])
-        return token
+        found = constraint.next(forced)
+        if isinstance(found, int):
+            return found
+        return self._allowed(row, self._next(row, state, tenant), found)
 
     def _next(self, row: Row, state: int, tenant: NewRequestData) -> int:
         """The token of a row, of a sequence with this hash, if nothing constrains it."""
@@ -354,6 +386,38 @@ def _follow(row: Row, state: int, tenant: NewRequestData, count: int, vocab_size
         tokens.append(_next_token(state, tenant, row.output_index + index, vocab_size))
         state = _mix(state, tokens[-1])
     return tokens
+
+
+class _Constraint:
+    """The masks of a row with a grammar, position by position."""
+
+    def __init__(self, worker: GrammarWorker, state: GrammarState, row: Row) -> None:
+        self._worker = worker
+        position = row.kv_length - len(row.drafts)
+        self._rows = [GrammarRow(0, state, position, bool(row.ids), row.drafts)]
+        self._found: Constraints | None = None
+        self._next = 0
+
+    @property
+    def usable(self) -> int:
+        """Positions that may sample."""
+        return 1 if self._found is None else self._found.usable.get(0, 1)
+
+    def next(self, forced: list[int]) -> npt.NDArray[np.int32] | int:
+        """The mask of the next position; an outcome if it samples nothing."""
+        if self._found is None:
+            self._found = self._worker.collect(self._rows, 1)
+            if self._found.outcomes:
+                forced += self._found.forced.get(0, [])
+                return self._found.outcomes[0]
+        self._next += 1
+        mask: npt.NDArray[np.int32] = self._found.masks[self._next - 1]
+        return mask
+
+    def sampled(self, run: list[int]) -> None:
+        """The row has brought these tokens and outcomes."""
+        if self._found is not None:
+            self._worker.advance(self._rows, run)
 
 
 @dataclass(frozen=True, slots=True)

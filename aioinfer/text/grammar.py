@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -21,7 +22,7 @@ import numpy.typing as npt
 from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar_spec import Grammar
 
-__all__ = ["Compiler", "GrammarBackend", "GrammarState", "Matcher", "TokenBounds"]
+__all__ = ["Compiler", "GrammarBackend", "GrammarState", "LookAhead", "Matcher", "TokenBounds"]
 
 _KNOWN_GRAMMARS = 256
 #: maximum forced tokens appended at once; the others follow after the next sampled token
@@ -97,6 +98,17 @@ class TokenBounds:
         return self._early if position < self._until else self._late
 
 
+@dataclass(slots=True)
+class LookAhead:
+    """Drafts of an output and the masks behind them."""
+
+    #: in the sequence, of the first draft
+    position: int
+    drafts: Sequence[int]
+    #: the masks behind the first drafts; None: they are not known yet
+    masks: list[npt.NDArray[np.int32]] | None = None
+
+
 class GrammarState:
     """A request's matcher, and the mask of the position that it has reached.
 
@@ -104,6 +116,8 @@ class GrammarState:
     """
 
     __slots__ = (
+        "_using",
+        "ahead",
         "at_work",
         "backend",
         "begin",
@@ -119,6 +133,8 @@ class GrammarState:
         "origin",
         "position",
         "slow",
+        "suggested",
+        "suggests",
         "unsampled",
     )
 
@@ -130,6 +146,8 @@ class GrammarState:
         vocab_size: int,
         least_forced: int = 0,
         bounds: TokenBounds | None = None,
+        *,
+        suggests: bool = False,
     ) -> None:
         self.backend = backend
         self.matcher = matcher
@@ -150,6 +168,8 @@ class GrammarState:
         self.forced: list[int] = []
         #: a shorter run of forced tokens is sampled like other tokens; 0: every run is
         self.least_forced = least_forced
+        #: such a run is wanted as a draft
+        self.suggests = suggests
         #: the position where a run that was too long to be forced is short enough
         self.force_from = 0
         #: a token was sampled and the mask behind it is not computed yet
@@ -158,6 +178,13 @@ class GrammarState:
         self.slow = False
         #: its newest row sampled nothing, so rows launched behind it have no input token
         self.unsampled = False
+        #: of the row that is to sample next, if that verifies drafts
+        self.ahead: LookAhead | None = None
+        #: a position and the tokens that will be there: forced, but fewer than ``least_forced``. Replaced as
+        #: a whole, so that any thread may read it
+        self.suggested: tuple[int, Sequence[int]] = (0, ())
+        #: held by the thread that uses ``matcher``
+        self._using = threading.Lock()
 
     @classmethod
     def start(
@@ -168,13 +195,16 @@ class GrammarState:
         vocab_size: int,
         least_forced: int = 0,
         bounds: TokenBounds | None = None,
+        *,
+        suggests: bool = False,
     ) -> GrammarState:
         """The state of a new output whose first token is at ``position``, with the mask for it.
 
-        Runs of ``least_forced`` or more forced tokens are appended without sampling; 0: none are. Raises
-        InvalidRequest if no first token is allowed; a dead end behind forced tokens fails the output later.
+        Runs of ``least_forced`` or more forced tokens are appended without sampling; 0: none are. Shorter
+        ones are drafts if it ``suggests`` any. Raises InvalidRequest if no first token is allowed; a dead end
+        behind forced tokens fails the output later.
         """
-        state = cls(backend, matcher, position, vocab_size, least_forced, bounds)
+        state = cls(backend, matcher, position, vocab_size, least_forced, bounds, suggests=suggests)
         state.follow()
         backend.fill([matcher], [state.mask])
         state.restrict(state.mask)
@@ -189,7 +219,8 @@ class GrammarState:
         its next mask is computed. This state may still be in use by the worker."""
         vocab_size = 32 * len(self.mask)
         other = GrammarState(
-            self.backend, self.origin.copy(), self.begin, vocab_size, self.least_forced, self.bounds
+            *(self.backend, self.origin.copy(), self.begin, vocab_size, self.least_forced, self.bounds),
+            suggests=self.suggests,
         )
         other.missed = tuple(output_ids)
         return other
@@ -207,14 +238,39 @@ class GrammarState:
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by ``tokens``, then by the tokens that the grammar forces behind them."""
         try:
-            for token in tokens:
-                if not self.matcher.accept(token):
-                    self._refused(token)
-                    return
-                self.position += 1
-            self.follow()
+            with self._using:
+                for token in tokens:
+                    if not self.matcher.accept(token):
+                        self._refused(token)
+                        return
+                    self.position += 1
+                self.follow()
         except BaseException as error:  # panics of Rust libraries are not Exceptions
             self.fail(f"its grammar failed: {error}")
+
+    def look_ahead(self, ahead: LookAhead) -> list[npt.NDArray[np.int32]]:
+        """The masks behind each of the drafts, up to the first that is not allowed. The matcher stays where
+        it is; there are none if it is elsewhere."""
+        masks: list[npt.NDArray[np.int32]] = []
+        try:
+            with self._using:
+                if self.failed is not None or self.position != ahead.position:
+                    return masks
+                matcher = self.matcher.copy()
+            for at, token in enumerate(ahead.drafts, ahead.position):
+                allowed = self.bounds is None or self.bounds.allow(token, at)
+                if not (allowed and matcher.accept(token)):
+                    break
+                mask = np.zeros_like(self.mask)
+                self.backend.fill([matcher], [mask])
+                if self.bounds is not None:
+                    self.bounds.restrict(mask, at + 1)
+                if matcher.error is not None or not mask.any():
+                    break  # the row behind finds out
+                masks.append(mask)
+        except BaseException:  # panics of Rust libraries are not Exceptions
+            pass  # it shows where the tokens are accepted
+        return masks
 
     def fail(self, reason: str) -> None:
         """The backend or the engine made an error."""
@@ -228,10 +284,11 @@ class GrammarState:
 
     def follow(self) -> None:
         """Advance by the forced tokens, if the run has ``least_forced`` or more."""
-        if not self.least_forced or self.position < self.force_from:
+        if not (self.least_forced or self.suggests) or self.position < self.force_from:
             return
         ahead = self.matcher.forced()
-        if len(ahead) < self.least_forced:
+        if not self.least_forced or len(ahead) < self.least_forced:
+            self.suggested = (self.position, ahead)
             return
         if (excess := len(ahead) - _MOST_TOKENIZED // self.least_forced) > 0:
             # Masks of one token lead through it as well, and they are made without the interpreter's lock.

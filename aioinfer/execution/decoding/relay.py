@@ -36,6 +36,10 @@ class Relay:
             # ended; its row must not fail the step for the others.
             input_ids[:num_decodes] = self._cells[slots[:num_decodes]].clamp_(min=0)
 
+    def gather_at(self, input_ids: torch.Tensor, slots: torch.Tensor, at: torch.Tensor) -> None:
+        """Fill in the tokens of rows that verify drafts: those of ``slots`` at the indices ``at``."""
+        input_ids[at] = self._cells[slots].clamp_(min=0)
+
     def scatter(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Leave the sampled tokens for the next step."""
         self._cells[slots] = tokens

@@ -28,6 +28,7 @@ from aioinfer.sampling.batch import FilterRows, PenaltyReset, SamplingBatch
 from aioinfer.sampling.logprobs import Logprobs
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.sampling.sampler import Sampler
+from aioinfer.sampling.verification import DraftRows, Drafts
 from aioinfer.scheduling.step import NO_ROWS, Generating, NewRequestData, Step
 
 __all__ = ["TokenDecoding", "TokenKind", "TokenPacker", "TokenWork"]
@@ -39,7 +40,10 @@ _NO_SCORES = np.empty(0, np.int64)
 class TokenWork:
     """What sampling needs of a step besides its sections, which are, for S sampling rows and E scored
     positions: logits_rows[S + E], sample_slots[S], sample_positions[S], seeds[S], top_k[S], banned_rows and
-    banned_ids, score_ids[E], and bias_rows, bias_ids and bias_bits, the bits of a float32."""
+    banned_ids, score_ids[E], and bias_rows, bias_ids and bias_bits, the bits of a float32.
+
+    A row that verifies k drafts has 1 + k sampling rows, and the section ``relayed`` has the indices of the
+    tokens of such rows that wait in the relay."""
 
     #: index of the row behind each sampling row
     sample_rows: list[int]
@@ -51,6 +55,8 @@ class TokenWork:
     scores: list[tuple[int, int, int]]
     num_banned: int
     score_ids: npt.NDArray[np.int64]
+    #: of the rows that verify drafts; None if there are none
+    drafts: DraftRows | None = None
 
     @property
     def plain(self) -> bool:
@@ -97,11 +103,18 @@ class TokenPacker:
         slots, cu_q, kv_len = layout.slots, layout.placement.cu_q, layout.placement.kv_len
         sample_slots, sample_positions, logits_rows = slots, kv_len, cu_q[:-1]
         sample_rows = list(range(len(slots)))
+        drafts: DraftRows | None = None
         if layout.q_len is not None:
             sample_rows = sample_rows[: step.num_generating]
             sample_rows += [at for at, row in enumerate(step.prefilling, step.num_generating) if row.samples]
-            sample_slots, sample_positions = slots[sample_rows], kv_len[sample_rows]
-            logits_rows = cu_q[1:][sample_rows] - 1
+            behind = np.zeros(len(sample_rows), np.int64)
+            if step.generating.drafts:
+                given = step.generating.drafts
+                drafts = DraftRows.of(step.generating.num_decodes, given, len(sample_rows))
+                sample_rows = np.asarray(sample_rows)[drafts.rows].tolist()
+                behind = drafts.behind
+            sample_slots, sample_positions = slots[sample_rows], kv_len[sample_rows] - behind
+            logits_rows = cu_q[1:][sample_rows] - 1 - behind
         sampling = self._table.metadata(sample_slots)
         score_rows, score_ids, scores = _scores(step, cu_q)
         banned_rows, banned_ids = sampling.banned(sample_positions)
@@ -119,15 +132,36 @@ class TokenPacker:
             "bias_ids": bias_ids,
             "bias_bits": bias_bits,
         }
-        grammars = [
-            GrammarRow(row, state, int(sample_positions[row]), row >= step.num_generating)
-            for row, state in sampling.grammars
-        ]
+        if drafts is not None:
+            sections["relayed"] = cu_q[step.generating.num_decodes : step.num_generating]
+        grammars = _grammar_rows(step, sampling, sample_rows, sample_positions, drafts)
         # A step that cannot be packed leaves its resets to the next one.
         resets, self._resets = list(self._resets.values()), {}
         return sections, TokenWork(
-            sample_rows, sampling, resets, grammars, scores, len(banned_ids), score_ids
+            sample_rows, sampling, resets, grammars, scores, len(banned_ids), score_ids, drafts
         )
+
+
+def _grammar_rows(
+    step: Step,
+    sampling: SamplingMetadata,
+    sample_rows: Sequence[int],
+    sample_positions: npt.NDArray[np.int64],
+    rows: DraftRows | None,
+) -> list[GrammarRow]:
+    """Of the rows with grammars, one each."""
+    found: list[GrammarRow] = []
+    for at, state in sampling.grammars:
+        row = sample_rows[at]
+        drafts: Sequence[int] = ()
+        number = row - step.generating.num_decodes
+        if rows is not None and 0 <= number < len(rows.first):
+            if at != rows.first[number]:
+                continue  # the row is there by its first position
+            drafts = step.generating.drafts[number]
+        known = row >= step.num_generating
+        found.append(GrammarRow(at, state, int(sample_positions[at]), known, drafts))
+    return found
 
 
 def _scores(
@@ -169,7 +203,15 @@ class TokenDecoding:
     def gather(
         self, packed: PackedStep, parts: dict[str, torch.Tensor], transfer: Transfer
     ) -> tuple[torch.Tensor, None]:
-        self.relay.gather(parts["input_ids"], parts["slots"], packed.num_decodes)
+        decodes, work = packed.num_decodes, packed.work
+        self.relay.gather(parts["input_ids"], parts["slots"], decodes)
+        if work.drafts is not None:
+            relayed = parts["relayed"]
+            slots = parts["slots"][decodes : decodes + len(relayed)]
+            self.relay.gather_at(parts["input_ids"], slots, relayed)
+            if work.grammars:
+                # Their masks are made while the forward runs.
+                self.grammars.look_ahead(work.grammars)
         return parts["logits_rows"], None
 
     def again(self, packed: PackedStep, parts: dict[str, torch.Tensor], state: Any, rounds: int) -> bool:
@@ -201,16 +243,21 @@ class TokenDecoding:
             processors.apply_masks_(logits, transfer.send(rows), transfer.send(masks))
         outcomes: dict[int, int] = {}
         forced: dict[int, list[int]] = {}
+        usable: Mapping[int, int] = {}
         if work.grammars:
             transfer.await_last_result()
-            found = self._constrain(logits, work.grammars, transfer)
-            outcomes, forced = found.outcomes, found.forced
+            found = self._constrain(logits, work, transfer)
+            outcomes, forced, usable = found.outcomes, found.forced, found.usable
             masked = now()
-        tokens = self.sampler.sample(logits, sampling)
+        last = sampling.slots
+        if work.drafts is None:
+            tokens = self.sampler.sample(logits, sampling)
+        else:
+            tokens, last = self.sampler.verify(logits, sampling, _drafts(work, usable, transfer))
         if outcomes:
             at, values = transfer.send(np.asarray([*outcomes.items()], np.int64).T)
             tokens[at] = values
-        self.relay.scatter(sampling.slots, tokens)
+        self.relay.scatter(last, tokens)
         scored = score_ids
         if logprobs is not None:
             asked = transfer.send(np.asarray([row for row, _ in work.sampling.logprobs], np.int64))
@@ -223,12 +270,12 @@ class TokenDecoding:
         rows += range(len(work.sample_rows), len(logits))
         return self.sampler.logprobs(logits[transfer.send(np.asarray(rows, np.int64))], work.top)
 
-    def _constrain(
-        self, logits: torch.Tensor, grammars: Sequence[GrammarRow], transfer: Transfer
-    ) -> Constraints:
+    def _constrain(self, logits: torch.Tensor, work: TokenWork, transfer: Transfer) -> Constraints:
         """Apply the masks of this step, which were made while its forward ran."""
-        found = self.grammars.collect(grammars, len(logits))
-        rows = np.asarray([row.at for row in grammars], np.int64)
+        grammars = work.grammars
+        num_rows = len(logits) if work.drafts is None else len(set(work.sample_rows))
+        found = self.grammars.collect(grammars, num_rows)
+        rows = np.asarray(found.at, np.int64)
         self.sampler.logits_processors.apply_masks_(logits, transfer.send(rows), transfer.send(found.masks))
         return found
 
@@ -238,8 +285,11 @@ class TokenDecoding:
         values = [copy.tolist() for copy in copies]
         tokens: list[int] = values.pop(0) if work.sample_rows else []
         result = StepResult([NO_TOKEN] * len(packed.q_lens))
-        for row, token in zip(work.sample_rows, tokens, strict=True):
-            result.tokens[row] = token
+        if work.drafts is None:
+            for row, token in zip(work.sample_rows, tokens, strict=True):
+                result.tokens[row] = token
+        else:
+            _read_runs(result, work, work.drafts, tokens)
         result.forced = {work.sample_rows[at]: ids for at, ids in output.forced.items()}
         if values:
             _read_logprobs(result, work, tokens, *values)
@@ -264,6 +314,29 @@ class TokenDecoding:
             page_size=page_size,
             states=states,
         )
+
+
+def _drafts(work: TokenWork, usable: Mapping[int, int], transfer: Transfer) -> Drafts:
+    assert work.drafts is not None
+    levels = work.drafts.levels() if work.sampling.any_penalty else []
+    return Drafts(
+        transfer.send(work.drafts.start),
+        transfer.send(work.drafts.cut(usable)),
+        [transfer.send(level) for level in levels],
+    )
+
+
+def _read_runs(result: StepResult, work: TokenWork, drafts: DraftRows, tokens: Sequence[int]) -> None:
+    """Tokens of rows, some of which have several: up to the first that is void."""
+    verified = frozenset(drafts.first)
+    run: list[int] = []
+    for at, (row, token) in enumerate(zip(work.sample_rows, tokens, strict=True)):
+        if at == drafts.start[at]:
+            result.tokens[row] = token
+            if at in verified:
+                run = result.runs[row] = [token]
+        elif token != NO_TOKEN:
+            run.append(token)
 
 
 def _tensors(
@@ -292,7 +365,10 @@ def _read_logprobs(
         return TokenLogprob(token, logprob, likeliest)
 
     for sampled, count in work.sampling.logprobs:
-        result.logprobs[work.sample_rows[sampled]] = entry(tokens[sampled], count)
+        # Of an outcome and a void token, too, though nobody asks for those.
+        found = entry(tokens[sampled], count)
+        if tokens[sampled] >= 0:
+            result.logprobs.setdefault(work.sample_rows[sampled], []).append(found)
     ids = iter(work.score_ids.tolist())
     for row, number, count in work.scores:
         result.prompt_logprobs[row] = [entry(next(ids), count) for _ in range(number)]

@@ -1,0 +1,152 @@
+"""Speculation: which drafts the rows of a step verify, and what that has brought.
+
+A draft costs a position of the step and brings a token if it is right. So many are verified that the step is
+expected to bring the most tokens per second: from what steps of a size take (:class:`StepCosts`), and from
+how many drafts of a request were right lately (:class:`Drafting`). That may be none.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from aioinfer.speculation.costs import StepCosts
+from aioinfer.speculation.drafter import Drafter
+from aioinfer.speculation.drafting import Drafting, DraftSource
+
+if TYPE_CHECKING:
+    from aioinfer.scheduling.request import Request
+    from aioinfer.scheduling.step import Step
+
+__all__ = ["Speculation"]
+
+_log = logging.getLogger("aioinfer")
+
+#: what verifying must promise to bring in tokens per second, as a factor, before it is worth a try
+_WORTH = 1.01
+#: once in so many steps a request is asked for drafts although they are not expected to pay
+_PROBE = 16
+#: drafts that are less likely than this to be right are never verified
+_LEAST = 0.02
+
+
+class Speculation:
+    """Of one scheduler. ``adaptive``: verify as many drafts as pay; else all that are proposed."""
+
+    __slots__ = ("_decodes", "_drafter", "_most", "_turn", "_verifies", "_vocab_size", "adaptive")
+
+    def __init__(self, drafter: Drafter, vocab_size: int, most: int, *, adaptive: bool = True) -> None:
+        """``most``: drafts of a row at most."""
+        self._drafter = drafter
+        self._vocab_size = vocab_size
+        self._most = most
+        self.adaptive = adaptive
+        self._turn = 0
+        #: of steps without and with drafts: only the latter are waited for before another one is planned
+        self._decodes = StepCosts()
+        self._verifies = StepCosts()
+
+    def drafts(
+        self, requests: Sequence[Request], starts: Iterable[int], room: int
+    ) -> dict[int, Sequence[int]]:
+        """The drafts of the next step by row, for rows of ``requests`` that begin at ``starts``; at most
+        ``room`` in all. Few rows have any."""
+        self._turn += 1
+        rows = [
+            (row, request, start, request.drafting)
+            for row, (request, start) in enumerate(zip(requests, starts, strict=True))
+            if request.drafting is not None and not request.drafting.failed
+        ]
+        if not rows or room <= 0:
+            return {}
+        least = self._least_chance(len(requests)) if self.adaptive else 0.0
+        proposals: dict[int, tuple[Drafting, Sequence[int]]] = {}
+        for row, request, start, drafting in rows:
+            most = min(self._most, room, request.max_length - start - 2)
+            if most <= 0 or (drafting.best < least and (self._turn + request.key) % _PROBE):
+                continue
+            ids = self._proposal(request, drafting, start, most)
+            if len(ids):
+                proposals[row] = (drafting, ids)
+        if not self.adaptive:
+            return _in_turn({row: ids for row, (_, ids) in proposals.items()}, room)
+        return self._worthwhile(proposals, len(requests), room)
+
+    def observe(self, step: Step, seconds: float) -> None:
+        """A step took so long, the time included in which the device waited for it to be planned."""
+        if not step.prefilling and seconds > 0:
+            costs = self._verifies if step.generating.drafts else self._decodes
+            costs.observe(step.num_tokens, seconds)
+
+    # -- inside ---------------------------------------------------------------------------------
+
+    def _proposal(self, request: Request, drafting: Drafting, start: int, most: int) -> Sequence[int]:
+        """What may follow position ``start``, whose own token the host may not know yet."""
+        pending = start + 1 - request.known
+        if request.grammar is not None:
+            position, forced = request.grammar.suggested
+            if ids := forced[max(0, start + 1 - position) :][:most] if position <= start + 1 else ():
+                drafting.source = DraftSource.GRAMMAR
+                return ids
+        drafting.request.extend(request.output_ids)
+        try:
+            ids = self._drafter.propose(drafting.request, most + pending)[pending : most + pending]
+            for at, token in enumerate(ids):
+                # Behind an end there is nothing to verify.
+                if not 0 <= token < self._vocab_size or token in request.stop_ids:
+                    ids = ids[:at]
+                    break
+        except Exception as error:
+            drafting.failed = True
+            _log.error("%s: its drafter raised, and proposes nothing more", request, exc_info=error)
+            return ()
+        drafting.source = DraftSource.PREDICTION if drafting.request.predicted else DraftSource.TEXT
+        return ids
+
+    def _least_chance(self, rows: int) -> float:
+        """How likely the first draft must be right to pay."""
+        before = self._decodes.of(rows)
+        return max(_LEAST, (self._seconds(rows + 1) - before) * rows / before)
+
+    def _seconds(self, positions: int) -> float:
+        """Of a step with drafts."""
+        return (self._verifies or self._decodes).of(positions)
+
+    def _worthwhile(
+        self, proposals: Mapping[int, tuple[Drafting, Sequence[int]]], rows: int, room: int
+    ) -> dict[int, Sequence[int]]:
+        """The likeliest drafts, as many as make the step bring the most tokens per second."""
+        chances: list[tuple[float, int]] = []
+        for row, (drafting, ids) in proposals.items():
+            chance = 1.0
+            for _ in ids:
+                chance *= drafting.rate
+                if chance < _LEAST:
+                    break
+                chances.append((chance, row))
+        # Of one row, a later draft is never likelier than an earlier one.
+        chances.sort(key=lambda each: -each[0])
+        best, most, tokens = 0, _WORTH * rows / self._decodes.of(rows), float(rows)
+        for count, (chance, _) in enumerate(chances[:room], 1):
+            tokens += chance
+            if (rate := tokens / self._seconds(rows + count)) > most:
+                best, most = count, rate
+        counts: dict[int, int] = {}
+        for _, row in chances[:best]:
+            counts[row] = counts.get(row, 0) + 1
+        for row, (drafting, _) in proposals.items():
+            if row not in counts:
+                drafting.unused()
+        return {row: proposals[row][1][:count] for row, count in counts.items()}
+
+
+def _in_turn(proposals: Mapping[int, Sequence[int]], room: int) -> dict[int, Sequence[int]]:
+    """As far as there is room."""
+    chosen: dict[int, Sequence[int]] = {}
+    for row, ids in proposals.items():
+        if room <= 0:
+            break
+        chosen[row] = ids[:room]
+        room -= len(chosen[row])
+    return chosen

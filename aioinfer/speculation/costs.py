@@ -1,0 +1,64 @@
+"""StepCosts: how long steps take, by their number of positions, learned from those that ran."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+
+__all__ = ["StepCosts"]
+
+#: weight of the newest step
+_NEWEST = 0.2
+#: a step that took more than so many times what its size takes was disturbed, and counts as that much
+_MOST = 2.0
+#: what a position more is expected to cost until it is known, in steps of one position
+_PER_POSITION = 0.04
+#: positions from which on sizes are counted in steps of an eighth
+_EXACT = 32
+
+
+class StepCosts:
+    """Seconds of steps without prefill. Sizes that did not occur are interpolated."""
+
+    __slots__ = ("_known", "_sizes")
+
+    def __init__(self) -> None:
+        self._known: dict[int, float] = {}
+        #: of ``_known``, rising
+        self._sizes: list[int] = []
+
+    def __bool__(self) -> bool:
+        """Anything is known."""
+        return bool(self._known)
+
+    def observe(self, positions: int, seconds: float) -> None:
+        """A step of so many positions took so long."""
+        size = _bucket(positions)
+        known = self._known.get(size)
+        if known is None:
+            self._sizes.insert(bisect_left(self._sizes, size), size)
+            self._known[size] = seconds
+        else:
+            self._known[size] = known + _NEWEST * (min(seconds, _MOST * known) - known)
+
+    def of(self, positions: int) -> float:
+        """Seconds that a step is expected to take; relative to one position while nothing is known."""
+        sizes, known = self._sizes, self._known
+        if not sizes:
+            return 1.0 + _PER_POSITION * (positions - 1)
+        at = bisect_left(sizes, positions)
+        if at < len(sizes) and sizes[at] == positions:
+            return known[positions]
+        if 0 < at < len(sizes):
+            low, high = sizes[at - 1], sizes[at]
+            share = (positions - low) / (high - low)
+            return known[low] + share * (known[high] - known[low])
+        nearest = sizes[0] if at == 0 else sizes[-1]
+        one = known[nearest] / (1.0 + _PER_POSITION * (nearest - 1))
+        return max(known[nearest] + one * _PER_POSITION * (positions - nearest), 0.5 * known[nearest])
+
+
+def _bucket(positions: int) -> int:
+    if positions <= _EXACT:
+        return positions
+    step = 1 << (positions.bit_length() - 4)
+    return positions // step * step

@@ -1,0 +1,87 @@
+"""Drafting: the drafts of one request, and how many of them have turned out right."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from aioinfer.speculation.drafter import DraftRequest
+
+__all__ = ["DraftSource", "Drafting"]
+
+#: weight of the newest draft
+_NEWEST = 0.125
+#: what a proposal that is not used does to the expectation: it moves so far back to the first one
+_FORGET = 0.02
+
+
+class DraftSource(Enum):
+    """What drafts come from. The value is the chance that one of them is right if those before it are, as
+    long as nothing else is known."""
+
+    #: the drafter: the request's own text, for example
+    TEXT = 0.6
+    #: the caller's prediction
+    PREDICTION = 0.9
+    #: the request's grammar, which allows nothing else
+    GRAMMAR = 0.99
+
+
+class Drafting:
+    """Belongs to a request that speculates."""
+
+    __slots__ = (
+        "_rates",
+        "accepted",
+        "accepted_prediction",
+        "failed",
+        "rejected",
+        "rejected_prediction",
+        "request",
+        "source",
+    )
+
+    def __init__(self, request: DraftRequest) -> None:
+        self.request = request
+        #: of the latest proposal
+        self.source = DraftSource.TEXT
+        self._rates = {source: source.value for source in DraftSource}
+        #: its drafter has raised
+        self.failed = False
+        #: drafts that were verified
+        self.accepted = 0
+        self.rejected = 0
+        #: those of them that came from the prediction
+        self.accepted_prediction = 0
+        self.rejected_prediction = 0
+
+    @property
+    def best(self) -> float:
+        """The largest chance that a first draft of text may have."""
+        rates = self._rates
+        text = rates[DraftSource.TEXT]
+        return max(text, rates[DraftSource.PREDICTION]) if len(self.request.prediction) else text
+
+    @property
+    def rate(self) -> float:
+        """The chance that a draft of the latest proposal is right if those before it are."""
+        return self._rates[self.source]
+
+    def unused(self) -> None:
+        """The latest proposal was not verified."""
+        self._rates[self.source] += _FORGET * (self.source.value - self._rates[self.source])
+
+    def verified(self, source: DraftSource, drafted: int, accepted: int) -> None:
+        """Of ``drafted`` tokens the first ``accepted`` were right."""
+        rejected = drafted - accepted
+        self.accepted += accepted
+        self.rejected += rejected
+        if source is DraftSource.PREDICTION:
+            self.accepted_prediction += accepted
+            self.rejected_prediction += rejected
+        rate = self._rates[source]
+        for _ in range(accepted):
+            rate += _NEWEST * (1.0 - rate)
+        if rejected:
+            # Those behind the first wrong one say nothing.
+            rate -= _NEWEST * rate
+        self._rates[source] = rate

@@ -1,0 +1,102 @@
+"""Lookup: what followed the last time that these tokens were there, in a prediction or in the request's own
+text.
+
+Prompt lookup decoding (Saxena, 2023), in the text of one request only: nothing is shared between requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from aioinfer.speculation.drafter import NO_IDS, DraftRequest
+
+__all__ = ["LookupDrafter"]
+
+#: tokens that have to be the same at least, and from which on more of them make no difference
+_LEAST, _MOST = 2, 8
+#: places that are compared further, the newest of those with the same last token; and the text that is looked
+#: through for so many before the rest is
+_PLACES, _RECENT = 64, 4096
+
+_Ids = npt.NDArray[np.int32]
+
+
+class LookupDrafter:
+    """Looks in the prediction first, then in prompt and output, newest first. See
+    :class:`~aioinfer.speculation.drafter.Drafter`."""
+
+    def propose(self, request: DraftRequest, most: int) -> Sequence[int]:
+        """int32 array."""
+        tokens = request.tokens
+        request.predicted = False
+        if len(request.prediction):
+            found = self._predicted(request, tokens, most)
+            if len(found):
+                request.predicted = True
+                return found
+        place = _last_place(tokens, tokens[:-1])
+        return NO_IDS if place is None else _repeated(tokens[place + 1 :], most)
+
+    def _predicted(self, request: DraftRequest, tokens: _Ids, most: int) -> _Ids:
+        """What follows in the prediction, whose tokens the output has used up to a point."""
+        prediction = request.prediction
+        read, at = request.memory if isinstance(request.memory, tuple) else (request.prompt_length, 0)
+        new = tokens[read:]
+        if not np.array_equal(prediction[at : at + len(new)], new):
+            # The output has left the prediction. It comes back where both have the same tokens again.
+            place = _next_place(tokens[request.prompt_length :], prediction, at)
+            if place is None:
+                return NO_IDS
+            at = place + 1
+        else:
+            at += len(new)
+        request.memory = (len(tokens), at)
+        return prediction[at : at + most]
+
+
+def _last_place(tokens: _Ids, text: _Ids) -> int | None:
+    """The last index in ``text`` up to which it has as many of the last ``tokens`` as possible."""
+    found, length = _longest(tokens, text, _places(text, tokens[-1]))
+    return int(found[-1]) if length >= _LEAST else None
+
+
+def _next_place(tokens: _Ids, text: _Ids, at: int) -> int | None:
+    """The same, with the first index from ``at`` on, or else the last one before."""
+    if not len(tokens):
+        return None
+    ahead = np.flatnonzero(text[at:] == tokens[-1])[:_PLACES] + at
+    found, length = _longest(tokens, text, ahead)
+    if length >= _LEAST:
+        return int(found[0])
+    found, length = _longest(tokens, text, _places(text[:at], tokens[-1]))
+    return int(found[-1]) if length >= _LEAST else None
+
+
+def _places(text: _Ids, token: np.int32) -> npt.NDArray[np.int64]:
+    """Where ``text`` has ``token``, rising; the newest places, if there are many."""
+    recent = max(0, len(text) - _RECENT)
+    found = np.flatnonzero(text[recent:] == token) + recent
+    if recent and len(found) < _PLACES:
+        found = np.flatnonzero(text == token)
+    return found[-_PLACES:]
+
+
+def _longest(tokens: _Ids, text: _Ids, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
+    """Of ``places``, where ``text`` has the last token, those where the most tokens before are the same, too;
+    and how many these are."""
+    length = min(len(places), 1)
+    while length and length < min(_MOST, len(tokens)):
+        further = places[places >= length]
+        further = further[text[further - length] == tokens[-1 - length]]
+        if not len(further):
+            break
+        places, length = further, length + 1
+    return places, length
+
+
+def _repeated(ids: _Ids, count: int) -> _Ids:
+    """The first ``count`` of ``ids``; text that goes on behind its end repeats itself."""
+    return ids[:count] if len(ids) >= count else np.resize(ids, count)
