@@ -8,23 +8,20 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest, Rejected, StepFailed
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
-from aioinfer.loop import factory
 from aioinfer.loop.copies import check_range
 from aioinfer.loop.generation import generation
 from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource, RequestOptions
+from aioinfer.loop.preparing import Preparing
 from aioinfer.loop.texts import Texts
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.faults import PolicyFailed
@@ -36,13 +33,10 @@ from aioinfer.scheduling.step import Step
 from aioinfer.speculation.drafter import NO_IDS, Drafter, DraftRequest
 from aioinfer.speculation.drafting import Drafting
 from aioinfer.speculation.lookup import LookupDrafter
-from aioinfer.text.length import ASSUMED_LONGEST
 from aioinfer.text.output import OutputText
-from aioinfer.text.tokenizer import end_of
 
 if TYPE_CHECKING:
     from aioinfer.outputs import TokenLogprob
-    from aioinfer.text.grammar import Compiler, GrammarBackend, GrammarState, Matcher
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Core"]
@@ -57,13 +51,12 @@ class Core:
 
     __slots__ = (
         "_arrivals",
-        "_compiler",
-        "_compiler_lock",
         "_config",
         "_drafter",
         "_generation",
         "_newest_step",
         "_next_key",
+        "_preparing",
         "_seeds",
         "admitted",
         "clock",
@@ -103,8 +96,7 @@ class Core:
         self._seeds = random.Random(config.seed)
         self._next_key = 0
         self._arrivals = 0
-        self._compiler: Compiler | None = None
-        self._compiler_lock = threading.Lock()
+        self._preparing = Preparing(config, info, tokenizer, drafts=self._drafter is not None)
 
     def _new_scheduler(self) -> Scheduler:
         config, info = self._config, self.info
@@ -185,93 +177,10 @@ class Core:
         return self.complete(prompt.encode(), params)
 
     def complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Prepared:
-        """Compile the grammar that masks the output, and tokenize what it is predicted to be. May take long
-        if the parameters say so (``worked_out``).
-
-        Raises InvalidRequest, also if the extra for grammars is missing.
-        """
-        return Prepared(prompt_ids, self._compile(params, prompt_ids), self._prediction(params))
-
-    def _prediction(self, params: SamplingParams) -> npt.NDArray[np.int32] | None:
-        """int32 [P]; what exceeds the context is cut."""
-        given, most = params.prediction, self.info.max_model_len
-        if given is None or not self._speculates(params):
-            return None
-        if isinstance(given, str):
-            assert self.tokenizer is not None
-            longest = self.tokenizer.longest_token or ASSUMED_LONGEST
-            given = self.tokenizer.encode_part(given[: most * longest])
-        return np.asarray(given[:most], np.int32)
-
-    def _speculates(self, params: SamplingParams) -> bool:
-        # What a recurrent state has taken in cannot be taken back.
-        return self._drafter is not None and params.speculate and self.info.num_snapshots is None
-
-    def _compile(self, params: SamplingParams, prompt_ids: Sequence[int]) -> GrammarState | None:
-        """None for an output that nothing masks."""
-        if not params.masked:
-            return None
-        from aioinfer.text.grammar import GrammarState, TokenBounds
-
-        if params.structure is not None and params.structure.reasoning is not None:
-            end = "" if self.tokenizer is None else end_of(prompt_ids, self.tokenizer)
-            params = replace(params, grammar=params.structure.behind(end))
-
-        bounds = None
-        if params.bad_words or params.allowed_token_ids is not None:
-            bounds = TokenBounds(
-                self.info.vocab_size,
-                allowed=params.allowed_token_ids,
-                ends=self._stop_ids(params),
-                until=len(prompt_ids) + params.min_tokens,
-            )
-        # Forced tokens are not sampled, so they have no logprobs. They also void the steps in flight, so
-        # there must be more of them than those steps would have sampled. A recurrent state is void with these
-        # steps, too: without snapshots all would be computed again from the first token on.
-        forwards = self._config.fast_forward and params.logprobs is None and self.info.num_snapshots != 0
-        least_forced = (self._config.overlap_steps or 0) + 2 if forwards else 0
-        suggests = self._speculates(params)
-        if suggests and least_forced:
-            # Fewer of them are drafts, which void nothing.
-            least_forced = max(least_forced, self._config.max_draft_tokens + 2)
-        refusal: InvalidRequest | None = None
-        for _ in range(1 if params.structure is None else 2):
-            backend, matcher = self._matcher(params)
-            try:
-                return GrammarState.start(
-                    *(backend, matcher, len(prompt_ids), self.info.vocab_size, least_forced, bounds),
-                    suggests=suggests,
-                )
-            except InvalidRequest as refused:
-                refusal = refused
-            if params.structure is not None:
-                # Copies of a matcher share llguidance's budget, and earlier outputs may have used it up.
-                self._grammar_compiler().forget(params.structure)
-        assert refusal is not None
-        raise _of_all(params, refusal)
-
-    def _matcher(self, params: SamplingParams) -> tuple[GrammarBackend, Matcher]:
-        """A matcher of the grammar and the bad words of a new output. Raises InvalidRequest."""
-        from aioinfer.text.bad_words import BadWordsBackend, BadWordsMatcher, spell  # rarely needed
-
-        backend: GrammarBackend | None = None
-        matcher: Matcher | None = None
-        if params.structure is not None:
-            compiler = self._grammar_compiler()
-            backend, matcher = compiler.backend, compiler.matcher(params.structure)
-        if params.bad_words:
-            words = spell(params.bad_words, self.tokenizer)
-            matcher = BadWordsMatcher(words, backend, matcher)
-            backend = BadWordsBackend()
-        assert backend is not None
-        assert matcher is not None
-        return backend, matcher
-
-    def _grammar_compiler(self) -> Compiler:
-        with self._compiler_lock:
-            if self._compiler is None:
-                self._compiler = factory.grammar_compiler(self._config, self.tokenizer, self.info)
-            return self._compiler
+        """Work out what a request needs besides its prompt. May take long, then on any thread, if the
+        parameters say so (``worked_out``). Raises InvalidRequest, also if the extra for grammars is
+        missing."""
+        return self._preparing.complete(prompt_ids, params, self.stop_ids(params))
 
     def submit(self, request: Request, prepared: Prepared) -> None:
         """Queue a request that is PREPARING and passed :meth:`check`. Raises InvalidRequest, Rejected, and
@@ -295,14 +204,14 @@ class Core:
             self._next_key,
             prompt_ids,
             seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
-            stop_ids=self._stop_ids(params),
+            stop_ids=self.stop_ids(params),
             max_length=max_length,
             text=self._output_text(prompt_ids, params),
             grammar=prepared.grammar,
             cursor=cursor,
             arrivals=self._arrivals,
         )
-        if self._speculates(params):
+        if self._preparing.speculates(params):
             prompt = np.frombuffer(request.token_key(0, len(prompt_ids)), np.int32)
             prediction = NO_IDS if prepared.prediction is None else prepared.prediction
             request.drafting = Drafting(DraftRequest(prompt, prediction, request.label or ""))
@@ -324,7 +233,8 @@ class Core:
             if given > most:
                 raise InvalidRequest(field, f"{given} exceeds the limit of {most} ({setting})")
 
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end an output."""
         ends = frozenset() if params.ignore_eos else self.info.eos_token_ids
         return ends.union(params.stop_token_ids) if params.stop_token_ids else ends
 
@@ -355,7 +265,7 @@ class Core:
             self._check_size(params.structure)
         if not params.min_tokens:
             return
-        ends, allowed = self._stop_ids(params), params.allowed_token_ids
+        ends, allowed = self.stop_ids(params), params.allowed_token_ids
         if allowed is not None and ends.issuperset(allowed):
             raise InvalidRequest(
                 "allowed_token_ids",
@@ -504,10 +414,3 @@ def _extend(known: list[TokenLogprob], first: int, logprobs: Sequence[TokenLogpr
     there = len(known) - first
     if there >= 0:
         known += logprobs[there:]
-
-
-def _of_all(params: SamplingParams, refused: InvalidRequest) -> InvalidRequest:
-    """The refusal of an output whose constraints allow no first token, by the names of all of them."""
-    field, *others = params.constraints
-    together = f"together with {', '.join(others)}: " if others else ""
-    return InvalidRequest(field, f"{together}{refused.message}", code=refused.code)

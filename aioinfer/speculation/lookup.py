@@ -29,16 +29,15 @@ class LookupDrafter:
     :class:`~aioinfer.speculation.drafter.Drafter`."""
 
     def propose(self, request: DraftRequest, most: int) -> Sequence[int]:
-        """int32 array."""
         tokens = request.tokens
         request.predicted = False
         if len(request.prediction):
-            found = self._predicted(request, tokens, most)
-            if len(found):
+            found: list[int] = self._predicted(request, tokens, most).tolist()
+            if found:
                 request.predicted = True
                 return found
         place = _last_place(tokens, tokens[:-1])
-        return NO_IDS if place is None else _repeated(tokens[place + 1 :], most)
+        return () if place is None else _repeated(tokens[place + 1 :], most)
 
     def _predicted(self, request: DraftRequest, tokens: _Ids, most: int) -> _Ids:
         """What follows in the prediction, whose tokens the output has used up to a point."""
@@ -97,6 +96,7 @@ def _longest(tokens: _Ids, text: _Ids, places: npt.NDArray[np.int64]) -> tuple[n
     return places, length
 
 
-def _repeated(ids: _Ids, count: int) -> _Ids:
+def _repeated(ids: _Ids, count: int) -> list[int]:
     """The first ``count`` of ``ids``; text that goes on behind its end repeats itself."""
-    return ids[:count] if len(ids) >= count else np.resize(ids, count)
+    found: list[int] = (ids[:count] if len(ids) >= count else np.resize(ids, count)).tolist()
+    return found

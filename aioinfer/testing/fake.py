@@ -11,7 +11,7 @@ import copy
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from aioinfer.config import EngineConfig
@@ -111,6 +111,8 @@ class FakeEngine(Engine):
         config = config or EngineConfig(
             model="fake", num_pages=4096, overlap_steps=0, tool_call_parser="hermes", reasoning_parser="qwen3"
         )
+        # A step brings one token of an answer, at its own pace.
+        config = replace(config, speculation="off")
         super().__init__(config, launcher=self._new_launcher, tokenizer=lambda _: FakeTokenizer())
         self.answers = answers
         self.delay = delay

@@ -6,6 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from aioinfer.config import EngineConfig
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.step import NewRequestData, Row, Step
@@ -95,14 +98,14 @@ class FakeDevice(ToyDevice):
         # Timers can be early by the resolution of a clock.
         return 0 if self._wait(row, self._clock()) > 1e-4 else None
 
-    def _write(self, row: Row, table: list[int]) -> int:
+    def _write(self, row: Row, table: list[int]) -> list[int]:
         """Nothing depends on memory here, and checking it would take time for every token before this one."""
         if row.new_request is not None:
             self._doomed.discard(row.request.key)
             self._tenants[row.slot] = row.new_request
         if row.ids:
             self._void.discard(row.request.key)
-        return _SOUND
+        return [_SOUND] * (1 + len(row.drafts))
 
     def _next(self, row: Row, state: int, tenant: NewRequestData) -> int:
         script = self._scripts[row.request]
@@ -111,7 +114,7 @@ class FakeDevice(ToyDevice):
             return content[row.output_index] + 1
         return _END if row.output_index >= tenant.params.min_tokens else b" "[0] + 1
 
-    def _allowed(self, row: Row, token: int, mask: Sequence[int]) -> int:
+    def _allowed(self, row: Row, token: int, mask: npt.NDArray[np.int32]) -> int:
         """The token, or where the answer breaks the grammar the next one of a short text."""
 
         def allows(token: int) -> bool:

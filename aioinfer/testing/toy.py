@@ -372,7 +372,7 @@ class ToyDevice:
         """The token of a row, of a sequence with this hash, if nothing constrains it."""
         return _next_token(state, tenant, row.output_index, self.vocab_size)
 
-    def _allowed(self, row: Row, token: int, mask: Sequence[int]) -> int:
+    def _allowed(self, row: Row, token: int, mask: npt.NDArray[np.int32]) -> int:
         """A token that the mask of a grammar allows, in the place of this one."""
         while not mask[token // 32] >> (token % 32) & 1:
             token = (token + 1) % self.vocab_size

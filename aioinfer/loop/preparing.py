@@ -1,0 +1,141 @@
+"""Preparing: what a request needs before its first token, besides the tokens of its prompt."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from aioinfer.config import EngineConfig
+from aioinfer.errors import InvalidRequest
+from aioinfer.execution.device import DeviceInfo
+from aioinfer.loop import factory
+from aioinfer.loop.options import Prepared
+from aioinfer.params import SamplingParams
+from aioinfer.text.length import ASSUMED_LONGEST
+from aioinfer.text.tokenizer import end_of
+
+if TYPE_CHECKING:
+    from aioinfer.text.grammar import Compiler, GrammarBackend, GrammarState, Matcher
+    from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = ["Preparing"]
+
+
+class Preparing:
+    """Of one engine. May be used by several threads. ``drafts``: the engine has a drafter."""
+
+    __slots__ = ("_compiler", "_compiler_lock", "_config", "_drafts", "_info", "_tokenizer")
+
+    def __init__(
+        self, config: EngineConfig, info: DeviceInfo, tokenizer: Tokenizer | None, *, drafts: bool
+    ) -> None:
+        self._config = config
+        self._info = info
+        self._tokenizer = tokenizer
+        self._drafts = drafts
+        self._compiler: Compiler | None = None
+        self._compiler_lock = threading.Lock()
+
+    def complete(
+        self, prompt_ids: Sequence[int], params: SamplingParams, stop_ids: frozenset[int]
+    ) -> Prepared:
+        """Compile the grammar that masks the output, and tokenize what it is predicted to be; ``stop_ids``
+        end it.
+
+        Raises InvalidRequest, also if the extra for grammars is missing.
+        """
+        grammar = self._grammar(params, prompt_ids, stop_ids) if params.masked else None
+        return Prepared(prompt_ids, grammar, self._prediction(params))
+
+    def speculates(self, params: SamplingParams) -> bool:
+        """Tokens of such a request are drafted."""
+        # What a recurrent state has taken in cannot be taken back.
+        return self._drafts and params.speculate and self._info.num_snapshots is None
+
+    def _prediction(self, params: SamplingParams) -> npt.NDArray[np.int32] | None:
+        """int32 [P]; what exceeds the context is cut."""
+        given, most = params.prediction, self._info.max_model_len
+        if given is None or not self.speculates(params):
+            return None
+        if isinstance(given, str):
+            assert self._tokenizer is not None
+            longest = self._tokenizer.longest_token or ASSUMED_LONGEST
+            given = self._tokenizer.encode_part(given[: most * longest])
+        return np.asarray(given[:most], np.int32)
+
+    def _grammar(
+        self, params: SamplingParams, prompt_ids: Sequence[int], stop_ids: frozenset[int]
+    ) -> GrammarState:
+        from aioinfer.text.grammar import GrammarState, TokenBounds
+
+        if params.structure is not None and params.structure.reasoning is not None:
+            end = "" if self._tokenizer is None else end_of(prompt_ids, self._tokenizer)
+            params = replace(params, grammar=params.structure.behind(end))
+
+        bounds = None
+        if params.bad_words or params.allowed_token_ids is not None:
+            bounds = TokenBounds(
+                self._info.vocab_size,
+                allowed=params.allowed_token_ids,
+                ends=stop_ids,
+                until=len(prompt_ids) + params.min_tokens,
+            )
+        # Forced tokens are not sampled, so they have no logprobs. They also void the steps in flight, so
+        # there must be more of them than those steps would have sampled. A recurrent state is void with these
+        # steps, too: without snapshots all would be computed again from the first token on.
+        forwards = self._config.fast_forward and params.logprobs is None and self._info.num_snapshots != 0
+        least_forced = (self._config.overlap_steps or 0) + 2 if forwards else 0
+        suggests = self.speculates(params)
+        if suggests and least_forced:
+            # Fewer of them are drafts, which void nothing.
+            least_forced = max(least_forced, self._config.max_draft_tokens + 2)
+        refusal: InvalidRequest | None = None
+        for _ in range(1 if params.structure is None else 2):
+            backend, matcher = self._matcher(params)
+            try:
+                return GrammarState.start(
+                    *(backend, matcher, len(prompt_ids), self._info.vocab_size, least_forced, bounds),
+                    suggests=suggests,
+                )
+            except InvalidRequest as refused:
+                refusal = refused
+            if params.structure is not None:
+                # Copies of a matcher share llguidance's budget, and earlier outputs may have used it up.
+                self._grammar_compiler().forget(params.structure)
+        assert refusal is not None
+        raise _of_all(params, refusal)
+
+    def _matcher(self, params: SamplingParams) -> tuple[GrammarBackend, Matcher]:
+        """A matcher of the grammar and the bad words of a new output. Raises InvalidRequest."""
+        from aioinfer.text.bad_words import BadWordsBackend, BadWordsMatcher, spell  # rarely needed
+
+        backend: GrammarBackend | None = None
+        matcher: Matcher | None = None
+        if params.structure is not None:
+            compiler = self._grammar_compiler()
+            backend, matcher = compiler.backend, compiler.matcher(params.structure)
+        if params.bad_words:
+            words = spell(params.bad_words, self._tokenizer)
+            matcher = BadWordsMatcher(words, backend, matcher)
+            backend = BadWordsBackend()
+        assert backend is not None
+        assert matcher is not None
+        return backend, matcher
+
+    def _grammar_compiler(self) -> Compiler:
+        with self._compiler_lock:
+            if self._compiler is None:
+                self._compiler = factory.grammar_compiler(self._config, self._tokenizer, self._info)
+            return self._compiler
+
+
+def _of_all(params: SamplingParams, refused: InvalidRequest) -> InvalidRequest:
+    """The refusal of an output whose constraints allow no first token, by the names of all of them."""
+    field, *others = params.constraints
+    together = f"together with {', '.join(others)}: " if others else ""
+    return InvalidRequest(field, f"{together}{refused.message}", code=refused.code)
