@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from enum import Enum
+from typing import TYPE_CHECKING
 
-from aioinfer.speculation.drafter import DraftRequest
+if TYPE_CHECKING:
+    from aioinfer.speculation.drafter import DraftRequest
 
 __all__ = ["DraftSource", "Drafting"]
 

@@ -43,7 +43,7 @@ PROMPT = [{"role": "user", "content": "Answer in JSON."}]
 
 async def outputs(params: Sequence[SamplingParams], *, retract: int = 0, **config: Any) -> Any:
     """Token ids and texts of all, run together, and the statistics of the engine."""
-    async with Engine(EngineConfig(threads=1, dtype="float32", **config)) as engine:
+    async with Engine(EngineConfig(threads=1, dtype="float32", speculation="off", **config)) as engine:
         retract_every(engine, retract)
         results = await asyncio.gather(*[engine.generate(PROMPT, each) for each in params])
         for result in results:
@@ -82,7 +82,7 @@ async def test_fast_forward_saves_steps_and_changes_nothing(window: Any) -> None
 )
 async def test_a_dead_end_behind_forced_tokens_is_not_reached_before_them(choices: list[str]) -> None:
     async def outcome(max_tokens: int, **config: Any) -> Any:
-        async with Engine(EngineConfig(threads=1, dtype="float32", **config)) as engine:
+        async with Engine(EngineConfig(threads=1, dtype="float32", speculation="off", **config)) as engine:
             assert engine.tokenizer is not None
             spelled = [engine.tokenizer.decode([token]) for token in range(engine.info.vocab_size)]
             dead_end = [[token] for token, text in enumerate(spelled) if text.strip().startswith("k")]
@@ -116,7 +116,7 @@ async def test_no_patience_changes_nothing(window: Any) -> None:
 
 async def test_what_is_not_sampled_has_no_logprob_so_all_is_sampled_where_they_are_wanted() -> None:
     plain, _ = await outputs(params())
-    async with Engine(EngineConfig(threads=1, dtype="float32")) as engine:
+    async with Engine(EngineConfig(threads=1, dtype="float32", speculation="off")) as engine:
         results = await asyncio.gather(*[engine.generate(PROMPT, each) for each in params(logprobs=1)])
         assert engine.stats().forced_tokens == 0
     for result, (ids, _, _) in zip(results, plain, strict=True):
@@ -170,7 +170,9 @@ class Hanging:
 @pytest.mark.parametrize("window", grid([1], [0, 2]))
 async def test_a_grammar_that_hangs_delays_only_its_own_rows(window: Any) -> None:
     go_on = threading.Event()
-    async with Engine(EngineConfig(threads=1, overlap_steps=window, grammar_patience=0.001)) as engine:
+    async with Engine(
+        EngineConfig(threads=1, overlap_steps=window, grammar_patience=0.001, speculation="off")
+    ) as engine:
         core = engine._core
         bound = SamplingParams(temperature=1.0, seed=1, max_tokens=12, grammar=Grammar("regex", "[a-z]+"))
         free = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -246,13 +246,19 @@ class Shortage(TorchDevice):
             logprobs = sampler.logprobs
 
             def sample(self, *arguments: Any) -> Any:
-                tokens = sampler.sample(*arguments)
+                return self._sampled(sampler.sample(*arguments))
+
+            def verify(self, *arguments: Any) -> Any:
+                return self._sampled(sampler.verify(*arguments))
+
+            def _sampled(self, found: Any) -> Any:
                 if next(samples) == at.get("sampler"):
                     raise StepOutOfMemory("in the sampler")
-                return tokens
+                return found
 
         class GrammarWorker:
             advance = grammars.advance
+            look_ahead = grammars.look_ahead
 
             def collect(self, *arguments: Any) -> Any:
                 found = grammars.collect(*arguments)
@@ -312,6 +318,9 @@ async def test_grammars_penalties_and_logprobs_start_over_with_their_requests(
         launch_mode=mode,
         prefix_cache=at % 2 == 0,
         chunk_size=40,
+        # Without drafts, more tokens are forced.
+        speculation="off" if place == "forced" else "lookup",
+        adaptive_drafts=False,
     )
     device = Shortage(config, place, at)
     launcher = ThreadLauncher if mode == "thread" else InlineLauncher

@@ -36,7 +36,9 @@ class Watched(TimedLauncher):
 
 def engine_of(step_time: Any, **settings: Any) -> tuple[Engine, Watched]:
     # Without a tokenizer: text that waits for its rest would make tokens late.
-    config = EngineConfig(model="toy", page_size=4, num_pages=400, max_running_requests=8, **settings)
+    config = EngineConfig(
+        model="toy", page_size=4, num_pages=400, max_running_requests=8, speculation="off", **settings
+    )
     device = ToyDevice(num_pages=400, page_size=4, num_slots=config.num_slots)
     launcher = Watched(device, step_time)
     return Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: None), launcher

@@ -102,6 +102,8 @@ VALUES: dict[type, dict[str, Any]] = {
         "grammar": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 1}}},
         "bad_words": ["word", [1, 2], (3,)],
         "diffusion": DiffusionParams(),
+        "speculate": False,
+        "prediction": "text",
     },
     DiffusionParams: {
         "algorithm": "joint_threshold",

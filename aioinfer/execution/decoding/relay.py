@@ -29,16 +29,22 @@ class Relay:
     def device(self) -> torch.device:
         return self._cells.device
 
-    def gather(self, input_ids: torch.Tensor, slots: torch.Tensor, num_decodes: int) -> None:
-        """Fill in the tokens of the decode rows, which are the first of ``input_ids``."""
+    def gather(
+        self,
+        input_ids: torch.Tensor,
+        slots: torch.Tensor,
+        num_decodes: int,
+        verified: torch.Tensor | None = None,
+    ) -> None:
+        """Fill in the tokens of the decode rows, which are the first of ``input_ids``; and those with which
+        the rows behind them begin that verify drafts, at the indices ``verified``."""
+        # A cell is poison only if the step that should have written it failed. That request has
+        # ended; its row must not fail the step for the others.
         if num_decodes:
-            # A cell is poison only if the step that should have written it failed. That request has
-            # ended; its row must not fail the step for the others.
             input_ids[:num_decodes] = self._cells[slots[:num_decodes]].clamp_(min=0)
-
-    def gather_at(self, input_ids: torch.Tensor, slots: torch.Tensor, at: torch.Tensor) -> None:
-        """Fill in the tokens of rows that verify drafts: those of ``slots`` at the indices ``at``."""
-        input_ids[at] = self._cells[slots].clamp_(min=0)
+        if verified is not None:
+            behind = slots[num_decodes : num_decodes + len(verified)]
+            input_ids[verified] = self._cells[behind].clamp_(min=0)
 
     def scatter(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Leave the sampled tokens for the next step."""

@@ -42,8 +42,8 @@ class TokenWork:
     positions: logits_rows[S + E], sample_slots[S], sample_positions[S], seeds[S], top_k[S], banned_rows and
     banned_ids, score_ids[E], and bias_rows, bias_ids and bias_bits, the bits of a float32.
 
-    A row that verifies k drafts has 1 + k sampling rows, and the section ``relayed`` has the indices of the
-    tokens of such rows that wait in the relay."""
+    A row that verifies k drafts has 1 + k sampling rows, and the section ``verified`` has the indices of the
+    tokens with which such rows begin."""
 
     #: index of the row behind each sampling row
     sample_rows: list[int]
@@ -133,7 +133,7 @@ class TokenPacker:
             "bias_bits": bias_bits,
         }
         if drafts is not None:
-            sections["relayed"] = cu_q[step.generating.num_decodes : step.num_generating]
+            sections["verified"] = cu_q[step.generating.num_decodes : step.num_generating]
         grammars = _grammar_rows(step, sampling, sample_rows, sample_positions, drafts)
         # A step that cannot be packed leaves its resets to the next one.
         resets, self._resets = list(self._resets.values()), {}
@@ -203,15 +203,11 @@ class TokenDecoding:
     def gather(
         self, packed: PackedStep, parts: dict[str, torch.Tensor], transfer: Transfer
     ) -> tuple[torch.Tensor, None]:
-        decodes, work = packed.num_decodes, packed.work
-        self.relay.gather(parts["input_ids"], parts["slots"], decodes)
-        if work.drafts is not None:
-            relayed = parts["relayed"]
-            slots = parts["slots"][decodes : decodes + len(relayed)]
-            self.relay.gather_at(parts["input_ids"], slots, relayed)
-            if work.grammars:
-                # Their masks are made while the forward runs.
-                self.grammars.look_ahead(work.grammars)
+        work: TokenWork = packed.work
+        self.relay.gather(parts["input_ids"], parts["slots"], packed.num_decodes, parts.get("verified"))
+        if work.drafts is not None and work.grammars:
+            # Their masks are made while the forward runs.
+            self.grammars.look_ahead(work.grammars)
         return parts["logits_rows"], None
 
     def again(self, packed: PackedStep, parts: dict[str, torch.Tensor], state: Any, rounds: int) -> bool:
