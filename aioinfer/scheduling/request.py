@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
@@ -405,7 +406,15 @@ class Request:
 
     @property
     def usage(self) -> Usage:
-        return Usage(len(self.prompt_ids), self._with_text, self.kv.cached_tokens)
+        usage = Usage(len(self.prompt_ids), self._with_text, self.kv.cached_tokens)
+        if self.drafting is None:
+            return usage
+        drafting = self.drafting
+        return replace(
+            usage,
+            accepted_prediction_tokens=drafting.accepted_prediction,
+            rejected_prediction_tokens=drafting.rejected_prediction,
+        )
 
     @property
     def _with_text(self) -> int:

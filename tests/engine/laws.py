@@ -34,6 +34,8 @@ class LawChecker:
         self.page_tenant: dict[int, tuple[int, int]] = {}
         self.slot_tenant: dict[int, tuple[int, int]] = {}
         self.ended: set[int] = set()
+        #: by request and life, the newest step with drafts of it
+        self.verifying: dict[tuple[int, int], int] = {}
         #: a step ran out of memory: then, and only then, the eldest is retracted
         self.running_out = False
 
@@ -80,6 +82,13 @@ class LawChecker:
         for page in request.kv.pages[: request.kv.cached_pages]:
             assert self.page_written.get(page, 0) <= self.resolved, f"cached page {page} is not resolved"
         tenant = (request.key, request.recovery.retractions)
+        void = max(request.recovery.void_until, request.recovery.junk_until)
+        assert self.verifying.get(tenant, 0) <= max(self.resolved, void), "a row behind drafts in flight"
+        if row.drafts:
+            assert not row.ids
+            assert row.length == 1 + len(row.drafts)
+            assert row.kv_length < request.max_length, "the last draft may be the last token, and is no input"
+            self.verifying[tenant] = step.id
         for page in request.kv.pages[-(-row.start // size) : stop]:
             landed = self.page_touched.get(page, 0) <= self.resolved
             assert landed or self.page_tenant[page] == tenant, f"page {page} reused in flight"
@@ -147,6 +156,9 @@ class LawChecker:
             late_tokens=counters.late_tokens,
             deferred_rows=counters.deferred_rows,
             forced_tokens=counters.forced_tokens,
+            verified_rows=counters.verified_rows,
+            accepted_tokens=counters.accepted_tokens,
+            rejected_tokens=counters.drafted_tokens - counters.accepted_tokens,
             hit_tokens=memory.hit_tokens,
             snapshot_hits=memory.snapshot_hits,
             held_back=admitter.held,
@@ -249,7 +261,8 @@ class BlockLaws(LawChecker):
 
     def totals(self) -> Counter[str]:
         counts = super().totals()
-        for never in ("deferred_rows", "forced_tokens", "snapshot_hits"):
+        never_there = ("deferred_rows", "forced_tokens", "snapshot_hits")
+        for never in (*never_there, "verified_rows", "accepted_tokens", "rejected_tokens"):
             del counts[never]
         counts.update({"ended_in_mid_block": self.ended_in_mid_block, "multi_steps": self.multi_steps})
         return counts

@@ -20,6 +20,7 @@ from aioinfer.testing import ToyTokenizer, VirtualLoop
 from tests.engine.block_worlds import make_block_world
 from tests.engine.laws import LawChecker, watch
 from tests.engine.worlds import VOCAB, Claim, Injected, World, make_world
+from tests.speculation.drafters import name_of
 
 
 async def lifetime(world: World, number: int) -> None:
@@ -50,7 +51,9 @@ async def lifetime(world: World, number: int) -> None:
         ["read", "read", "await", "cancel", "cancel", "close", "break", "drop", "slow", "timeout", "never"]
     )
     try:
-        stream = engine.generate(text if as_text else ids, params, **timeouts, **scheduling)
+        stream = engine.generate(
+            text if as_text else ids, params, request_id=name_of(params), **timeouts, **scheduling
+        )
     except (errors.Rejected, errors.EngineFailed) as error:
         assert isinstance(error, errors.Rejected) or world.device.lost
         world.counts["rejected"] += 1

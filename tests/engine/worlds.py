@@ -17,6 +17,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Row, Step
 from aioinfer.testing import TimedLauncher, ToyDevice, ToyTokenizer, toy_generate
 from aioinfer.testing.toy import toy_logprob
+from tests.speculation.drafters import KINDS, Guesser
 
 VOCAB = 64
 
@@ -118,6 +119,7 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
     max_running = rng.randint(1, 8)
     num_pages = rng.randint(8, 40) if page_size > 1 else rng.randint(24, 60)
     settings: dict[str, Any] = {"overlap_steps": rng.choice([0, 1, 2]), "admission": admission}
+    drafting, drafter = random_drafting(random.Random(seed + 5))
     config = EngineConfig(
         model="toy",
         page_size=page_size,
@@ -132,6 +134,7 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         prefix_cache=prefix_cache,
         share_prefix_tokens=rng.choice([0, 4, 8]),
         **settings,
+        **drafting,
         **random_switches(rng),
     )
     dice = random.Random(seed + 1)
@@ -145,7 +148,7 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         return 0 if row.request.params.logprobs is not None else dice.choice([0, 1, 2, 9])
 
     # Of its own dice, so that the others fall as they did before there were states.
-    snapshots = random.Random(seed + 3).choice([None, None, 0, 1, 2, 3, 8, 100])
+    snapshots = random.Random(seed + 3).choice([*[None] * 6, 0, 1, 2, 3, 8, 100])
     device = ToyDevice(
         num_pages=num_pages,
         page_size=page_size,
@@ -161,8 +164,18 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         device, lambda step: dice.choice([0.0, 0.001, 0.01, 0.03]) + 1e-4 * step.num_tokens
     )
     tokenizer = ToyTokenizer(VOCAB, looks_up=seed % 2 == 1)
-    engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: tokenizer)
+    engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: tokenizer, drafter=drafter)
     return World(rng, engine, device, launcher, random_params, verify)
+
+
+def random_drafting(rng: random.Random) -> tuple[dict[str, Any], Guesser | None]:
+    """Settings of speculation, and a drafter in place of the config's in most engines."""
+    drafter = Guesser(rng.choice(KINDS), rng, VOCAB) if rng.random() < 0.8 else None
+    return {
+        "speculation": rng.choice(["off", "lookup"]),
+        "max_draft_tokens": rng.choice([1, 2, 5, 15]),
+        "adaptive_drafts": rng.random() < 0.3,
+    }, drafter
 
 
 def random_params(rng: random.Random) -> SamplingParams:

@@ -1,0 +1,446 @@
+"""Drafts change the speed and nothing else: the toy device with every drafter, draft length and setting."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from aioinfer import errors
+from aioinfer.config import EngineConfig
+from aioinfer.llm import LLM
+from aioinfer.outputs import Result
+from aioinfer.params import Grammar, SamplingParams
+from aioinfer.sampling.outcomes import BAD_LOGITS
+from aioinfer.scheduling.audit import audit, check_idle
+from aioinfer.scheduling.step import NewRequestData, Row
+from aioinfer.speculation.drafter import Drafter, DraftRequest
+from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
+from aioinfer.testing.toy import toy_logprob
+from tests.engine.laws import watch_core
+from tests.engine.worlds import ended
+from tests.speculation.drafters import KINDS, Guesser, name_of
+from tests.tiers import grid, scaled
+
+PROMPT = [3, 1, 4, 1, 5]
+
+
+def toy(
+    drafter: Drafter | None = None, *, device: type[ToyDevice] = ToyDevice, pages: int = 200, **config: Any
+) -> LLM:
+    settings = {"page_size": 4, "adaptive_drafts": False, **config}
+    return LLM(
+        EngineConfig(model="toy", **settings),
+        device=lambda config: device(num_pages=pages, page_size=config.page_size, num_slots=config.num_slots),
+        tokenizer=lambda _: ToyTokenizer(),
+        drafter=drafter,
+    )
+
+
+def run(llm: LLM, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[Result | Exception]:
+    """All at once, under the laws."""
+    watch_core(llm._core)
+    keys = [llm.add_request(*request) for request in requests]
+    for key, (_, params) in zip(keys, requests, strict=True):
+        drafting = llm._open[key].request.drafting
+        if drafting is not None:
+            drafting.request.name = name_of(params)
+    found: dict[int, Any] = {}
+    while llm.has_unfinished():
+        found |= llm.step()
+        audit(llm._core.scheduler)
+    check_idle(llm._core.scheduler)
+    return [found[key] for key in keys]
+
+
+def alike(one: Result, other: Result) -> None:
+    """But for the times, and what was in the cache."""
+    for field in dataclasses.fields(Result):
+        if field.name not in ("metrics", "usage", "request_id"):
+            assert getattr(one, field.name) == getattr(other, field.name), field.name
+    assert one.usage.completion_tokens == other.usage.completion_tokens
+    assert one.usage.prompt_tokens == other.usage.prompt_tokens
+
+
+def random_requests(rng: random.Random) -> list[tuple[list[int], SamplingParams]]:
+    found = []
+    for _ in range(rng.randrange(1, 8)):
+        params = SamplingParams(
+            temperature=rng.choice([0, 1]),
+            seed=rng.randrange(100),
+            max_tokens=rng.choice([1, 2, 3, 10, 40]),
+            ignore_eos=rng.random() < 0.5,
+            logprobs=rng.choice([None, 0]),
+            stop=rng.choice([(), ("a",), ("ab", "ü")]),
+            stop_token_ids=rng.choice([(), (7, 9)]),
+            stop_regex=rng.choice([(), ("[x-z]{2}",)]),
+        )
+        found.append(([rng.randrange(1, 64) for _ in range(rng.choice([1, 5, 20]))], params))
+    return found
+
+
+@pytest.mark.parametrize("seed", range(scaled(400, 80)))
+def test_outputs_are_those_without_drafts(seed: int) -> None:
+    """Ids, text, logprobs, reasons and usage, at any window, page, chunk and draft length, with
+    retractions."""
+    rng = random.Random(seed)
+    page = rng.choice([1, 2, 4, 8])
+    config = {
+        "page_size": page,
+        "max_running_requests": rng.choice([1, 3, 8]),
+        "overlap_steps": rng.choice([0, 1, 2]),
+        "max_draft_tokens": rng.choice([1, 2, 5, 15]),
+        "chunk_size": rng.choice([4, 16]),
+        "max_step_tokens": rng.choice([8, 32]),
+        "max_decode_rows": rng.choice([None, 2]),
+        "mixed": rng.random() < 0.7,
+        "prefix_cache": rng.random() < 0.7,
+        "adaptive_drafts": rng.random() < 0.3,
+    }
+    pages = -(-rng.choice([64, 100, 400]) // page)
+    requests = random_requests(rng)
+    with toy(speculation="off", pages=400 // page) as plain:
+        wanted = run(plain, requests)
+    with toy(Guesser(rng.choice(KINDS), rng), pages=pages, **config) as drafting:
+        found = run(drafting, requests)
+        stats = drafting.stats()
+    for one, other in zip(found, wanted, strict=True):
+        assert isinstance(one, Result)
+        assert isinstance(other, Result)
+        alike(one, other)
+    assert stats.rejected_tokens >= 0
+
+
+@pytest.mark.parametrize("most", [1, 4, 15])
+@pytest.mark.parametrize("count", [1, 2, 17, 40])
+def test_right_drafts_take_as_few_steps_as_there_can_be(most: int, count: int) -> None:
+    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    with toy(Guesser("right", random.Random(0)), max_draft_tokens=most, overlap_steps=0) as llm:
+        (result,) = run(llm, [(PROMPT, params)])
+        stats = llm.stats()
+    assert isinstance(result, Result)
+    assert len(result.token_ids) == count
+    assert stats.steps == 1 + math.ceil((count - 1) / (most + 1))
+    assert stats.rejected_tokens == 0
+    assert stats.accepted_tokens + stats.verified_rows == stats.output_tokens - (
+        stats.steps - stats.verified_rows
+    )
+
+
+def test_wrong_drafts_take_a_step_for_each_token() -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with toy(Guesser("wrong", random.Random(0)), overlap_steps=0) as llm:
+        run(llm, [(PROMPT, params)])
+        stats = llm.stats()
+    assert stats.steps == 20
+    assert stats.accepted_tokens == 0
+    assert stats.drafted_tokens > 100
+
+
+def test_without_drafts_steps_are_plain_decodes() -> None:
+    """The launched steps are those of an engine that never drafts."""
+    steps: list[list[Any]] = []
+    seen: list[Any]
+
+    class Seeing(ToyDevice):
+        def prepare(self, step: Any) -> Any:
+            seen.append((step.id, step.generating.lengths, step.generating.drafts, step.num_tokens))
+            return super().prepare(step)
+
+    for settings in ({"speculation": "off"}, {"drafter": Guesser("none", random.Random(0))}):
+        seen = []
+        with toy(device=Seeing, **settings) as llm:
+            run(
+                llm,
+                [
+                    (PROMPT, SamplingParams(max_tokens=30, seed=1)),
+                    (PROMPT, SamplingParams(seed=2, max_tokens=9)),
+                ],
+            )
+        steps.append(seen)
+    assert steps[0] == steps[1]
+    assert all(lengths is None and not drafts for _, lengths, drafts, _ in steps[0])
+
+
+# -- ends at every offset of a run ---------------------------------------------------------------------
+
+
+def outputs(count: int = 30) -> list[int]:
+    return toy_generate(PROMPT, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("offset", range(9))
+@pytest.mark.parametrize("end", ["token", "text", "regex", "length"])
+def test_an_output_ends_at_any_offset_of_a_run(end: str, offset: int, overlap: int) -> None:
+    """The second run of 6 begins with the eighth token; nothing behind the end is in ids, text or
+    logprobs."""
+    ids = outputs()
+    at = 4 + offset
+    text = ToyTokenizer().decode(ids[at - 1 : at + 1])
+    stops: dict[str, dict[str, Any]] = {
+        "token": {"stop_token_ids": (ids[at],)},
+        "text": {"stop": (text,)},
+        "regex": {"stop_regex": (text.replace(".", r"\."),)},
+        "length": {"max_tokens": at + 1},
+    }
+    params = SamplingParams(temperature=0, ignore_eos=True, logprobs=0, **{"max_tokens": 30, **stops[end]})
+    results = []
+    for drafter in (None, Guesser("right", random.Random(0))):
+        with toy(drafter, speculation="off", max_draft_tokens=5, overlap_steps=overlap) as llm:
+            results += run(llm, [(PROMPT, params)])
+    alike(results[1], results[0])
+    first = ids.index(ids[at]) if end == "token" else at
+    assert len(results[1].token_ids) <= first + 1
+    assert results[1].logprobs == [
+        toy_logprob(len(PROMPT) + place, token) for place, token in enumerate(results[1].token_ids)
+    ]
+    assert results[1].finish_reason == ("length" if end == "length" else "stop")
+
+
+def test_a_stop_token_within_the_drafts_ends_the_drafts() -> None:
+    """Nothing behind it is verified."""
+    ids = outputs()
+    params = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=(ids[9],), ignore_eos=True)
+    with toy(Guesser("right", random.Random(0)), max_draft_tokens=15, overlap_steps=0) as llm:
+        (result,) = run(llm, [(PROMPT, params)])
+        stats = llm.stats()
+    assert isinstance(result, Result)
+    assert result.token_ids == ids[: ids.index(ids[9]) + 1]
+    assert stats.late_tokens == stats.rejected_tokens == 0
+
+
+def test_the_first_of_two_ends_in_one_run_counts() -> None:
+    ids = outputs()
+    rng = random.Random(5)
+    for _ in range(scaled(200, 40)):
+        token, text, length = (rng.randrange(2, 20) for _ in range(3))
+        params = SamplingParams(
+            temperature=0,
+            ignore_eos=True,
+            max_tokens=length + 1,
+            stop_token_ids=(ids[token],),
+            stop=(ToyTokenizer().decode(ids[text - 1 : text + 1]),),
+        )
+        with toy(Guesser("right", random.Random(0)), max_draft_tokens=rng.choice([3, 15])) as llm:
+            (result,) = run(llm, [(PROMPT, params)])
+        assert isinstance(result, Result)
+        assert (result.token_ids, result.text, result.finish_reason) == ended(ids[: length + 1], params), (
+            params
+        )
+
+
+# -- what else can end or change a run -----------------------------------------------------------------
+
+
+class Broken(ToyDevice):
+    """The logits of one position are not finite."""
+
+    at = 0
+
+    def _next(self, row: Row, state: int, tenant: NewRequestData) -> int:
+        return BAD_LOGITS if row.output_index == self.at else super()._next(row, state, tenant)
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+def test_bad_logits_at_any_offset_fail_their_request_behind_the_tokens_before(at: int) -> None:
+    broken = type("Broken", (Broken,), {"at": at})
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with toy(Guesser("right", random.Random(0)), device=broken, max_draft_tokens=4) as llm:
+        key = llm.add_request(PROMPT, params)
+        with pytest.raises(errors.StepFailed, match="finite"):
+            while llm.has_unfinished():
+                llm.step()
+        del key
+        check_idle(llm._core.scheduler)
+
+
+@pytest.mark.parametrize("overlap", [0, 1, 2])
+def test_a_request_that_is_retracted_amid_a_run_keeps_what_the_run_brings(overlap: int) -> None:
+    """Again and again, wherever its row is."""
+    params = SamplingParams(temperature=1, seed=4, max_tokens=40, ignore_eos=True, logprobs=0)
+    with toy(Guesser("partly", random.Random(3)), overlap_steps=overlap, max_draft_tokens=6) as llm:
+        watch_core(llm._core)
+        keys = [llm.add_request([*PROMPT, number], params) for number in range(3)]
+        for key in keys:
+            llm._open[key].request.drafting.request.name = "4"  # type: ignore[union-attr]
+        found: dict[int, Any] = {}
+        turn = 0
+        while llm.has_unfinished():
+            turn += 1
+            scheduler = llm._core.scheduler
+            if turn % 3 == 0 and (victim := scheduler._victim()) is not None:
+                # Between launching and reading, as where another request needs its pages.
+                scheduler.queues.retract(victim)
+            found |= llm.step()
+            audit(scheduler)
+        check_idle(llm._core.scheduler)
+        assert llm.stats().retractions > 2
+    for number, key in enumerate(keys):
+        assert found[key].token_ids == toy_generate([*PROMPT, number], params, seed=4)
+
+
+def test_drafts_never_cost_another_request_its_pages() -> None:
+    """Where pages are short, fewer tokens are drafted."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    requests = [([number] * 4, params) for number in range(1, 5)]
+    stats = []
+    for drafter in (None, Guesser("wrong", random.Random(0))):
+        with toy(drafter, pages=16, speculation="off", prefix_cache=False, overlap_steps=0) as llm:
+            run(llm, requests)
+            stats.append(llm.stats())
+    assert stats[1].retractions == stats[0].retractions
+    assert stats[1].verified_rows > 0
+
+
+# -- drafters ------------------------------------------------------------------------------------------
+
+
+def test_a_drafter_that_raises_is_asked_no_more_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    class Raising:
+        calls = 0
+
+        def propose(self, request: DraftRequest, most: int) -> Sequence[int]:
+            self.calls += 1
+            if request.name == "bad":
+                raise ValueError("no idea")
+            return Guesser("right", random.Random(0)).propose(request, most)
+
+    drafter = Raising()
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with toy(drafter) as llm:
+        keys = [llm.add_request(PROMPT, params) for _ in range(2)]
+        llm._open[keys[0]].request.drafting.request.name = "bad"  # type: ignore[union-attr]
+        llm._open[keys[1]].request.drafting.request.name = "0"  # type: ignore[union-attr]
+        found: dict[int, Any] = {}
+        while llm.has_unfinished():
+            found |= llm.step()
+    assert [found[key].token_ids for key in keys] == [outputs(20)] * 2
+    assert sum("no idea" in str(record.exc_info) for record in caplog.records) == 1
+
+
+def test_what_a_drafter_sees_cannot_be_written_to() -> None:
+    class Writing:
+        def propose(self, request: DraftRequest, most: int) -> Sequence[int]:
+            with pytest.raises(ValueError, match="read-only"):
+                request.tokens[0] = 1
+            seen.append((request.tokens.tolist(), request.prediction.tolist(), request.prompt_length))
+            return []
+
+    seen: list[Any] = []
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, prediction=[9, 8])
+    with toy(Writing(), overlap_steps=0) as llm:
+        llm.generate([PROMPT], params)
+    assert [tokens for tokens, _, _ in seen] == [[*PROMPT, *outputs(count)] for count in (1, 2)]
+    assert {(tuple(prediction), length) for _, prediction, length in seen} == {((9, 8), 5)}
+
+
+@pytest.mark.parametrize("how", ["engine", "request"])
+def test_nothing_is_drafted_where_that_is_switched_off(how: str) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, speculate=how != "request")
+    with toy(speculation="off" if how == "engine" else "lookup") as llm:
+        llm.generate([[1, 2, 3, 1, 2, 3]], params)
+        assert llm.stats().verified_rows == 0
+
+
+def test_a_prediction_is_verified_from_the_first_token_on() -> None:
+    ids = outputs()
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, prediction=ids)
+    with toy(overlap_steps=0) as llm:
+        (result,) = llm.generate([PROMPT], params)
+        stats = llm.stats()
+    assert result.token_ids == ids
+    assert stats.steps == 3
+    assert (result.usage.accepted_prediction_tokens, result.usage.rejected_prediction_tokens) == (27, 0)
+
+
+def test_an_output_that_leaves_its_prediction_comes_back_to_it() -> None:
+    ids = outputs()
+    params = SamplingParams(
+        temperature=0, max_tokens=30, ignore_eos=True, prediction=[*ids[:9], 63, 63, *ids[11:]]
+    )
+    with toy(overlap_steps=0, max_draft_tokens=5) as llm:
+        (result,) = llm.generate([PROMPT], params)
+    assert result.token_ids == ids
+    usage = result.usage
+    assert usage.rejected_prediction_tokens > 0
+    assert usage.accepted_prediction_tokens >= 18
+
+
+@pytest.mark.parametrize(
+    "prediction", [[64], [-1], "x" * 3 + "\ud800", {"a": 1}, 7, b"ab", [1.5], ["a"], True, [True]]
+)
+def test_a_prediction_that_makes_no_sense_is_refused_by_name(prediction: Any) -> None:
+    with toy() as llm, pytest.raises(errors.InvalidRequest) as caught:
+        llm.generate([PROMPT], SamplingParams(prediction=prediction))
+    assert caught.value.field == "prediction"
+
+
+@pytest.mark.parametrize("prediction", ["", (), [], None])
+def test_an_empty_prediction_is_none(prediction: Any) -> None:
+    assert SamplingParams(prediction=prediction).prediction is None
+
+
+def test_a_prediction_that_is_too_long_is_cut() -> None:
+    with toy(max_model_len=50, pages=20) as llm:
+        (result,) = llm.generate([PROMPT], SamplingParams(max_tokens=9, prediction=[5] * 100_000))
+        (text,) = llm.generate([PROMPT], SamplingParams(max_tokens=9, prediction="a" * 3_000_000, seed=1))
+    assert len(result.token_ids) == len(text.token_ids) == 9
+
+
+# -- grammars ------------------------------------------------------------------------------------------
+
+
+def words(count: int) -> Grammar:
+    # No token of the toy is a single a.
+    return Grammar("regex", f"(bcd|cde|def|eeee|f){{{count}}}")
+
+
+@pytest.mark.parametrize("overlap", grid([1], [0, 2]))
+@pytest.mark.parametrize("kind", ["right", "random", "mixed", "lookup"])
+@pytest.mark.parametrize("seed", range(scaled(10, 3)))
+def test_grammars_give_the_same_with_drafts(kind: str, overlap: int, seed: int) -> None:
+    rng = random.Random(seed)
+    requests = [
+        (
+            [rng.randrange(1, 64) for _ in range(6)],
+            SamplingParams(
+                temperature=rng.choice([0, 1]),
+                seed=rng.randrange(9),
+                max_tokens=rng.choice([7, 60]),
+                grammar=words(rng.choice([3, 12])) if rng.random() < 0.8 else None,
+                bad_words=[(rng.randrange(1, 64),)] if rng.random() < 0.3 else (),
+                logprobs=rng.choice([None, 0]),
+            ),
+        )
+        for _ in range(4)
+    ]
+    with toy(speculation="off", fast_forward=False) as plain:
+        wanted = run(plain, requests)
+    drafter = None if kind == "lookup" else Guesser(kind, rng)
+    with toy(drafter, overlap_steps=overlap, max_draft_tokens=rng.choice([2, 8])) as llm:
+        found = run(llm, requests)
+        verified = llm.stats().verified_rows
+    for one, other in zip(found, wanted, strict=True):
+        assert isinstance(one, Result)
+        assert isinstance(other, Result)
+        alike(one, other)
+    assert verified > 0 or kind == "random"
+
+
+def test_tokens_that_a_grammar_forces_are_verified_as_drafts() -> None:
+    """They void nothing, and have logprobs."""
+    literal = "bcdebcdebcde"
+    params = SamplingParams(temperature=0, max_tokens=40, grammar=Grammar("regex", literal), logprobs=0)
+    with toy(Guesser("none", random.Random(0)), overlap_steps=0) as llm:
+        (result,) = run(llm, [(PROMPT, params)])
+        stats = llm.stats()
+    assert isinstance(result, Result)
+    assert result.text == literal
+    assert stats.deferred_rows == stats.rejected_tokens == 0
+    assert stats.accepted_tokens > 5
+    assert len(result.logprobs or ()) == len(result.token_ids)
