@@ -47,7 +47,7 @@ class DraftRows:
     def of(cls, num_before: int, drafts: Sequence[Sequence[int]], num_rows: int) -> DraftRows:
         """Of ``num_rows`` rows that sample, those behind the first ``num_before`` have ``drafts``."""
         counts = np.ones(num_rows, np.int64)
-        counts[num_before : num_before + len(drafts)] += [len(ids) for ids in drafts]
+        counts[num_before : num_before + len(drafts)] += np.asarray([len(ids) for ids in drafts], np.int64)
         first = np.cumsum(counts) - counts
         rows = np.repeat(np.arange(num_rows), counts)
         start = first[rows]

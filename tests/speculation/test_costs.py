@@ -1,0 +1,186 @@
+"""How many drafts a step verifies: as many as pay."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aioinfer.params import SamplingParams
+from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.speculation import Speculation
+from aioinfer.scheduling.step import Generating, Step
+from aioinfer.speculation.costs import StepCosts
+from aioinfer.speculation.drafter import DraftRequest
+from aioinfer.speculation.drafting import Drafting, DraftSource
+
+
+class Always:
+    """Proposes as many tokens as are wanted."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def propose(self, request: DraftRequest, most: int) -> Sequence[int]:
+        self.asked += 1
+        return [5] * most
+
+
+def requests(count: int) -> list[Request]:
+    made = []
+    for key in range(1, count + 1):
+        request = Request(key, [1, 2, 3], SamplingParams(), seed=0, stop_ids=frozenset(), max_length=1000)
+        request.drafting = Drafting(DraftRequest(np.asarray([1, 2, 3], np.int32)))
+        made.append(request)
+    return made
+
+
+def observed(speculation: Speculation, seconds: dict[int, float], *, drafts: bool) -> None:
+    for positions, took in seconds.items():
+        nobody: Any = None
+        generating = Generating([nobody], np.zeros(1, np.int64), np.zeros(1, np.int64))
+        if drafts:
+            generating.drafts = [[1]]
+        speculation.observe(Step(1, generating, (), positions), took)
+
+
+def chosen(speculation: Speculation, batch: list[Request], room: int = 1000) -> list[int]:
+    found = speculation.drafts(batch, [request.known - 1 for request in batch], room)
+    return [len(found.get(row, ())) for row in range(len(batch))]
+
+
+def rate(request: Request, right: float) -> None:
+    """The request's drafts have been right that often for long."""
+    assert request.drafting is not None
+    request.drafting._rates[DraftSource.TEXT] = right
+
+
+def test_drafts_that_cost_little_and_are_right_are_many() -> None:
+    speculation, batch = Speculation(Always(), 64, 15), requests(1)
+    observed(speculation, {1: 1.0}, drafts=False)
+    observed(speculation, {1: 1.0, 16: 1.6}, drafts=True)
+    rate(batch[0], 0.98)
+    assert chosen(speculation, batch) == [15]
+
+
+def test_drafts_that_are_wrong_are_none() -> None:
+    speculation, batch = Speculation(Always(), 64, 15), requests(1)
+    observed(speculation, {1: 1.0}, drafts=False)
+    observed(speculation, {2: 1.05, 16: 1.6}, drafts=True)
+    rate(batch[0], 0.01)
+    assert chosen(speculation, batch) == [0]
+
+
+def test_the_cost_of_waiting_for_a_step_counts() -> None:
+    """A step with drafts takes half as long again, however few they are."""
+    speculation, batch = Speculation(Always(), 64, 15), requests(1)
+    observed(speculation, {1: 1.0}, drafts=False)
+    observed(speculation, {2: 1.5, 16: 1.6}, drafts=True)
+    rate(batch[0], 0.3)
+    assert chosen(speculation, batch) == [0]
+    rate(batch[0], 0.9)
+    assert chosen(speculation, batch)[0] > 4
+
+
+def test_a_full_batch_verifies_for_requests_that_are_often_right_only() -> None:
+    """32 rows, where one more costs half of what a token is worth."""
+    speculation, batch = Speculation(Always(), 64, 15), requests(32)
+    observed(speculation, {32: 1.0}, drafts=False)
+    observed(speculation, {32: 1.0, 64: 1.5, 128: 2.5}, drafts=True)
+    for request in batch:
+        rate(request, 0.2)
+    rate(batch[7], 0.95)
+    counts = chosen(speculation, batch)
+    assert counts[7] > 5
+    assert sum(counts) == counts[7]
+
+
+def test_steps_go_up_to_a_size_that_costs_no_more() -> None:
+    """Kernels compute rows in blocks: the fifth row costs much, those up to the eighth nothing."""
+    speculation, batch = Speculation(Always(), 64, 15), requests(1)
+    observed(speculation, {1: 1.0}, drafts=False)
+    times = {size: 1.0 if size <= 4 else 1.8 if size <= 8 else 4.0 for size in range(1, 17)}
+    observed(speculation, times, drafts=True)
+    rate(batch[0], 0.9)
+    assert chosen(speculation, batch) == [3]
+    rate(batch[0], 0.999)
+    assert chosen(speculation, batch) == [7]
+
+
+def test_there_are_no_more_drafts_than_room() -> None:
+    speculation, batch = Speculation(Always(), 64, 15), requests(3)
+    for request in batch:
+        rate(request, 0.99)
+    assert sum(chosen(speculation, batch, room=7)) == 7
+    assert chosen(speculation, batch, room=0) == [0, 0, 0]
+    fixed = Speculation(Always(), 64, 4, adaptive=False)
+    assert chosen(fixed, batch, room=6) == [4, 2, 0]
+    assert chosen(fixed, batch) == [4, 4, 4]
+
+
+def test_requests_that_are_never_right_are_hardly_asked() -> None:
+    drafter = Always()
+    speculation, batch = Speculation(drafter, 64, 15), requests(32)
+    observed(speculation, {32: 1.0}, drafts=False)
+    observed(speculation, {33: 1.02}, drafts=True)
+    for request in batch:
+        rate(request, 0.1)
+    for _ in range(64):
+        chosen(speculation, batch)
+    assert drafter.asked <= 32 * 64 / 8
+
+
+def test_a_rate_follows_what_turns_out_right() -> None:
+    drafting = requests(1)[0].drafting
+    assert drafting is not None
+    for _ in range(50):
+        drafting.verified(DraftSource.TEXT, 4, 4)
+    assert drafting.rate > 0.95
+    for _ in range(50):
+        drafting.verified(DraftSource.TEXT, 4, 0)
+    assert drafting.rate < 0.05
+    assert (drafting.accepted, drafting.rejected) == (200, 200)
+    for _ in range(500):
+        drafting.unused()
+    assert drafting.rate == pytest.approx(DraftSource.TEXT.value, abs=0.01)
+
+
+# -- costs ---------------------------------------------------------------------------------------------
+
+
+def test_sizes_between_known_ones_are_interpolated() -> None:
+    costs = StepCosts()
+    assert not costs
+    assert costs.of(2) > costs.of(1) > 0
+    costs.observe(1, 1.0)
+    costs.observe(5, 3.0)
+    assert costs.of(3) == pytest.approx(2.0)
+    assert costs.of(1) == 1.0
+    assert costs.of(9) > 3.0
+
+
+def test_a_step_that_was_disturbed_changes_little() -> None:
+    costs = StepCosts()
+    for _ in range(10):
+        costs.observe(4, 1.0)
+    costs.observe(4, 500.0)
+    assert costs.of(4) < 1.3
+
+
+def test_costs_follow_steps_that_become_longer() -> None:
+    costs = StepCosts()
+    for _ in range(60):
+        costs.observe(4, 1.0)
+    for _ in range(60):
+        costs.observe(4, 5.0)
+    assert costs.of(4) == pytest.approx(5.0, rel=0.05)
+
+
+def test_few_sizes_are_kept() -> None:
+    rng, costs = random.Random(0), StepCosts()
+    for _ in range(10_000):
+        costs.observe(rng.randrange(1, 5000), 1.0)
+    assert len(costs._sizes) < 120
