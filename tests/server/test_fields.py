@@ -175,6 +175,8 @@ CHANGES: dict[str, Any] = {
     "min_new_tokens": 2,
     "n_predict": 5,
     "random_seed": 1,
+    "prediction": {"type": "content", "content": "An answer."},
+    "speculate": False,
     "prompt_logprobs": 2,
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,

@@ -27,6 +27,7 @@ from aioinfer.chat.schemas import (
 )
 from aioinfer.chat.tools import MAX_TOOLS
 from aioinfer.loop.options import MAX_LABEL
+from aioinfer.server.openai.prediction import PREDICTION
 
 __all__ = ["CHAT", "COMPLETION", "MAX_CHOICES", "NESTED", "REQUEST_ID", "VERBOSITIES"]
 
@@ -118,6 +119,13 @@ _COMMON: Table = {
     ),
     "return_token_ids": Honoured("choices have `token_ids`, and the answer `prompt_token_ids`", schema=FLAG),
     "return_tokens_as_token_ids": Honoured("logprobs name tokens as `token_id:5`", schema=FLAG),
+    "prediction": Honoured(
+        "OpenAI's object of what the answer is expected to be: as far as it is, it comes sooner, and `usage` "
+        "counts how many tokens of it were",
+        "prediction",
+        schema=PREDICTION,
+    ),
+    "speculate": Honoured("false: nothing is drafted; the answer is the same", "speculate"),
     "add_special_tokens": Honoured(
         "the special tokens that the model expects around a text; by default added to a text prompt and not "
         "to a chat, whose template has them. Token ids are taken as they are",
@@ -136,7 +144,6 @@ _COMMON: Table = {
     "safety_identifier": _BOOKKEEPING,
     "metadata": _BOOKKEEPING,
     "prompt_cache_retention": Harmless("how long a prefix stays cached"),
-    "prediction": Harmless("a guess at the answer, for speed"),
     "keep_alive": Harmless("how long a model stays loaded"),
     # OpenAI's
     "store": Unsupported((False,), "nothing is stored"),

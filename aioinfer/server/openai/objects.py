@@ -21,6 +21,13 @@ class PromptDetails(TypedDict):
     cached_tokens: int
 
 
+class CompletionDetails(TypedDict):
+    """Tokens of the prediction that were verified: those that were right, and the others."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class Usage(TypedDict):
     """Tokens of a call; a prompt counts once for all its choices."""
 
@@ -28,6 +35,8 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    #: of calls with a prediction
+    completion_tokens_details: NotRequired[CompletionDetails]
 
 
 class FunctionCall(TypedDict):

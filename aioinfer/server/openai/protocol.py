@@ -11,7 +11,7 @@ import json
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.openai.diffusion import parse_diffusion
 from aioinfer.server.openai.extras import MAX_TOKENS, Extras, parse_extras
 from aioinfer.server.openai.fields import CHAT, COMPLETION, MAX_CHOICES, NESTED, REQUEST_ID
+from aioinfer.server.openai.prediction import parse_prediction
 
 __all__ = [
     "Call",
@@ -295,7 +296,7 @@ def _sampling(
     for name, rule in table.items():
         if not isinstance(rule, Honoured) or rule.param is None or body.get(name) is None:
             continue
-        value = _bias(body[name]) if name == "logit_bias" else body[name]
+        value = _CONVERTED[name](body[name]) if name in _CONVERTED else body[name]
         if name == "n_predict" and value == -1:
             value = None  # no limit, in llama.cpp
         if rule.param in names and values[rule.param] != value:
@@ -338,6 +339,10 @@ def _bias(value: Any) -> Any:
         if not _TOKEN_ID.fullmatch(token):
             raise InvalidRequest("logit_bias", f"{shown(token)} is not a token id")
     return {int(token): bias for token, bias in value.items()}
+
+
+#: fields that have another form as parameters
+_CONVERTED: Mapping[str, Callable[[Any], Any]] = {"logit_bias": _bias, "prediction": parse_prediction}
 
 
 def flag_of(body: Mapping[str, Any], name: str, path: str = "") -> bool:

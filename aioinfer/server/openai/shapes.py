@@ -165,16 +165,23 @@ def _further(chunk: Chunk, call: Call) -> dict[str, Any]:
     return found
 
 
-def usage_body(usages: Sequence[Usage], n: int) -> dict[str, Any]:
-    """``usage`` of a call with ``n`` choices per prompt; a prompt counts once."""
+def usage_body(usages: Sequence[Usage], call: Call) -> dict[str, Any]:
+    """``usage`` of a call, of its choices; a prompt counts once."""
+    n = call.n
     prompt = sum(usage.prompt_tokens for usage in usages[::n])
     completion = sum(usage.completion_tokens for usage in usages)
-    return {
+    found: dict[str, Any] = {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[::n])},
     }
+    if call.params.prediction is not None:
+        found["completion_tokens_details"] = {
+            name: sum(getattr(usage, name) for usage in usages)
+            for name in ("accepted_prediction_tokens", "rejected_prediction_tokens")
+        }
+    return found
 
 
 @lru_cache(maxsize=1024)

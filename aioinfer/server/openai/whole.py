@@ -36,7 +36,7 @@ async def whole_answer(
         body.add("," if index else "")
         await _choice(body, call, shape, index, echo, result, speller, reader, pace)
         await pace()
-    usage = usage_body([result.usage for result in results], call.n)
+    usage = usage_body([result.usage for result in results], call)
     body.add(f'],"usage":{json.dumps(usage)}')
     if shape.prompt_beside:
         await _prompt(body, call, results[0], speller, pace)

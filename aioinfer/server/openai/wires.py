@@ -107,7 +107,7 @@ class OpenAIAnswer:
 
     async def close(self, usages: Sequence[Usage], events: Events) -> None:
         if self._call.include_usage:
-            await events.send(self._shape.usage(self._call, usage_body(usages, self._call.n)))
+            await events.send(self._shape.usage(self._call, usage_body(usages, self._call)))
         await events.end(_DONE)
 
     async def fail(self, failure: Failure, events: Events) -> None:
@@ -127,7 +127,7 @@ class OpenAIAnswer:
             return None
         self._sent[index] += len(chunk.token_ids)
         usage = replace(self._context.usage(index), completion_tokens=self._sent[index])
-        return usage_body([usage], 1)
+        return usage_body([usage], self._call)
 
 
 async def _ids(ids: Sequence[int], pace: Pace) -> str:

@@ -1,0 +1,92 @@
+"""OpenAI's ``prediction``: the same answer, sooner, and how much of it was expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import aiohttp
+import pytest
+
+from tests.server.conftest import Bundled, Served, Serving
+
+STORY: Any = [{"role": "user", "content": "Write a short story about Mira."}]
+
+
+async def test_the_openai_client_reads_how_much_of_a_prediction_was_right(bundled: Bundled) -> None:
+    """As text and as parts, streamed or not; the answer is that without one."""
+    async with bundled() as client:
+        asked: Any = {"model": "tiny-chat", "messages": STORY, "temperature": 0, "max_tokens": 120}
+        plain = await client.chat.completions.create(**asked)
+        text = plain.choices[0].message.content
+        assert text is not None
+        assert plain.usage is not None
+        assert plain.usage.completion_tokens_details is None
+        forms: list[Any] = [text, [{"type": "text", "text": text[:40]}, {"type": "text", "text": text[40:]}]]
+        for content in forms:
+            answer = await client.chat.completions.create(
+                **asked, prediction={"type": "content", "content": content}
+            )
+            assert answer.choices[0].message.content == text
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == plain.usage.completion_tokens
+            details = answer.usage.completion_tokens_details
+            assert details is not None
+            assert details.accepted_prediction_tokens is not None
+            assert details.accepted_prediction_tokens > 20
+        stream = await client.chat.completions.create(
+            **asked,
+            prediction={"type": "content", "content": "Something else altogether, again and again."},
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+        chunks = [chunk async for chunk in stream]
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+        usage = chunks[-1].usage
+        assert usage is not None
+        assert usage.completion_tokens_details is not None
+        assert usage.completion_tokens_details.accepted_prediction_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("prediction", "param"),
+    [
+        ("text", "prediction"),
+        ([], "prediction"),
+        ({"content": "x"}, "prediction.type"),
+        ({"type": "text", "content": "x"}, "prediction.type"),
+        ({"type": "content"}, "prediction.content"),
+        ({"type": "content", "content": 5}, "prediction.content"),
+        ({"type": "content", "content": [5]}, "prediction.content[0]"),
+        (
+            {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "image"}]},
+            "prediction.content[1]",
+        ),
+        ({"type": "content", "content": [{"type": "text", "text": 1}]}, "prediction.content[0].text"),
+        ({"type": "content", "content": "x", "more": 1}, "prediction.more"),
+        ({"type": "content", "content": "\ud800"}, "prediction"),
+    ],
+)
+async def test_a_prediction_of_another_form_is_refused_by_its_field(
+    serving: Serving, prediction: Any, param: str
+) -> None:
+    async with serving() as served:
+        answer = await _post(served, {"messages": STORY, "prediction": prediction})
+    assert answer["error"]["param"] == param
+
+
+async def test_an_empty_or_far_too_long_prediction_is_accepted(serving: Serving) -> None:
+    async with serving() as served:
+        for content in ("", [], "word " * 50_000):
+            prediction = {"type": "content", "content": content}
+            answer = await _post(served, {"messages": STORY, "prediction": prediction, "max_tokens": 3})
+            assert answer["choices"], answer
+        answer = await _post(served, {"messages": STORY, "speculate": False, "max_tokens": 3})
+        assert answer["choices"], answer
+
+
+async def _post(served: Served, body: Any) -> Any:
+    async with (
+        aiohttp.ClientSession() as session,
+        session.post(f"{served.url}/v1/chat/completions", json={"model": "toy", **body}) as response,
+    ):
+        return await response.json()
