@@ -27,6 +27,7 @@ BENCHES = {
     "diffusion": "a diffusion model in lock-step, first done first out, and with each further optimisation",
     "kernels": "linear layers on a CPU: formats of weights, shapes, numbers of rows",
     "families": "own code against transformers' code on a CPU, family by family",
+    "speculation": "what drafts bring and cost, beside plain decoding in the same engine",
     "cpu": "this engine and others on a CPU, in turns: decode, prefill, memory; --serve for their servers",
     "fanout": "tokens to many clients: events/s against a bare aiohttp writer, the loop, the device, memory",
     "attack": "hostile requests: how long ordinary clients wait beside them, and what is left behind",
