@@ -6,13 +6,14 @@ environment over the file, the file over the defaults below. A field's metadata 
 and its bounds.
 """
 
-from aioinfer.config.engine import EngineConfig, policy_names
+from aioinfer.config.engine import SPECULATION, EngineConfig, policy_names
 from aioinfer.config.options import GROUPS
 from aioinfer.config.server import ServerConfig, is_loopback
 from aioinfer.settings import load_settings, parse_setting, value_names
 
 __all__ = [
     "GROUPS",
+    "SPECULATION",
     "EngineConfig",
     "ServerConfig",
     "is_loopback",

@@ -290,10 +290,8 @@ class EngineConfig:
         _known_parsers(self)
         if self.chat_template is not None and not self.chat_template.strip():
             raise ConfigError("chat_template must name a file or be a template, got an empty text")
-        if self.speculation not in SPECULATION:
-            raise ConfigError(
-                f"speculation must be {' or '.join(SPECULATION)}; got {shown(self.speculation)}"
-            )
+        if not self.speculation.strip() or "\0" in self.speculation:
+            raise ConfigError(f"speculation must be off, lookup or a model, got {shown(self.speculation)}")
         if isinstance(self.policy, str) and self.policy not in policy_names():
             raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {self.policy!r}")
         if self.max_step_tokens < self.max_running_requests:

@@ -19,7 +19,8 @@ from aioinfer.execution.packing import Packer
 from aioinfer.execution.runner import Runner
 from aioinfer.execution.sizing import PoolSize, check_pool, cpu_budget, cuda_budget, fit_states, size_pool
 from aioinfer.execution.warmup import measure
-from aioinfer.model.attention.backend import make_attention
+from aioinfer.model.attention.backend import choose_attention, make_attention
+from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.backend import Backend as ModelBackend
 from aioinfer.model.spec import CausalLM, ModelSpec, Progress
@@ -40,11 +41,15 @@ class Parts:
     device: torch.device
     grammars: GrammarWorker
     lane: DeviceLane
+    #: drafts for the model
+    draft: CausalLM | None = None
 
     @property
     def page_bytes(self) -> int:
-        spec, config = self.model.spec, self.config
-        return KVPool.bytes_per_page(spec.kv_layers, config.page_size, spec.dtype)
+        """Of both models: they have the same pages."""
+        models = [self.model] if self.draft is None else [self.model, self.draft]
+        page_size = self.config.page_size
+        return sum(KVPool.bytes_per_page(each.spec.kv_layers, page_size, each.spec.dtype) for each in models)
 
     def packer(self, max_len: int, graph_rows: int = 0) -> Packer:
         """For sequences of up to ``max_len`` positions."""
@@ -56,19 +61,32 @@ class Parts:
     def runner(self, num_pages: int, num_snapshots: int | None = None) -> Runner:
         """Runs steps over new pools."""
         spec, config = self.model.spec, self.config
-        attention = make_attention(
-            self.attention,
-            spec.kv_layers,
-            num_pages=num_pages,
-            page_size=config.page_size,
-            dtype=spec.dtype,
-            device=self.device,
-        )
+        attention = self._attention(self.model, self.attention, num_pages)
         decoding = self.kind.decoding(config, self.device, self.grammars)
+        if self.draft is not None:
+            from aioinfer.execution.decoding.draft_model import DraftModel
+            from aioinfer.execution.decoding.tokens import TokenDecoding
+
+            assert isinstance(decoding, TokenDecoding)
+            small = self.draft.spec
+            chosen = choose_attention(self.device, small.head_dims, small.dtype, config.attention_backend)
+            pool = self._attention(self.draft, chosen, num_pages)
+            decoding.draft_model = DraftModel(self.draft, pool, decoding.sampler)
         states = None
         if spec.states:
             states = StatePool(spec.states, config.num_slots + (num_snapshots or 0), self.device)
         return Runner(self.model, attention, decoding, self.lane, states)
+
+    def _attention(self, model: CausalLM, backend: ModelBackend, num_pages: int) -> Attention:
+        """Over a new pool."""
+        return make_attention(
+            backend,
+            model.spec.kv_layers,
+            num_pages=num_pages,
+            page_size=self.config.page_size,
+            dtype=model.spec.dtype,
+            device=self.device,
+        )
 
     def graphs(self, runner: Runner, max_len: int, sizes: list[int]) -> StepGraphs:
         """Of these numbers of rows, not captured yet."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from aioinfer.execution.paging import Placement, Tables
+from aioinfer.execution.paging import PageTables, Placement, Tables
 from aioinfer.scheduling.step import MultiStepBudget
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ class Layout:
     placement: Placement
     #: captured decodes may compute this step
     captured: bool
+    #: where further positions of its slots lie
+    tables: PageTables
 
 
 @dataclass(slots=True)

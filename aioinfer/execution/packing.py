@@ -12,7 +12,7 @@ import numpy.typing as npt
 from aioinfer.execution.decoding.base import RowPacker
 from aioinfer.execution.packed import Layout, PackedStep, Sections
 from aioinfer.execution.paging import PageTables
-from aioinfer.scheduling.step import Step
+from aioinfer.scheduling.step import UNDRAWN, Step
 
 __all__ = ["Packer"]
 
@@ -86,7 +86,7 @@ class Packer:
             q_len = np.concatenate((first, [row.length for row in prefilling]))
         captured = q_len is None and len(slots) <= self._graph_rows
         placement = self._tables.place(slots, starts, q_len, with_tables=not captured)
-        return Layout(slots, starts, q_len, placement, captured)
+        return Layout(slots, starts, q_len, placement, captured, self._tables)
 
     def _input_ids(self, step: Step, cu_q: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Known ids in place; elsewhere the slot on the device has them, or nothing."""
@@ -94,7 +94,7 @@ class Packer:
         generating = step.generating
         for at, drafts in enumerate(generating.drafts, generating.num_decodes):
             first = int(cu_q[at]) + 1
-            ids[first : first + len(drafts)] = drafts
+            ids[first : first + len(drafts)] = self._rows.unknown_id if drafts[0] == UNDRAWN else drafts
         for at, row in enumerate(step.prefilling, step.num_generating):
             first = int(cu_q[at])
             ids[first : first + len(row.ids)] = row.ids

@@ -6,11 +6,14 @@ Torch is imported when the device is opened, on the launch thread, and not befor
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from aioinfer.config import EngineConfig
+from aioinfer.checkpoint.locate import locate
+from aioinfer.config import SPECULATION, EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
+from aioinfer.execution.draft_checks import check_draft
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.memory import memory_available
 from aioinfer.execution.opening import preload_torch
@@ -71,14 +74,17 @@ class TorchDevice:
                 self._threads_before = before
                 torch.set_num_threads(threads)
         try:
-            model = self._load(device, progress)
+            if self._drafts:
+                check_draft(config.model_path, locate(config.speculation))
+            model = self._load(config.model_path, device, progress)
             spec = model.spec
             decoding = kind(spec)
             config = fitted(decoding.fit(config), spec, device)
             choice = choose_attention(device, spec.head_dims, spec.dtype, config.attention_backend)
             if config.deterministic and not model.invariant:
                 raise ConfigError(f"deterministic: {why_variant(spec.architecture, choice.name)}")
-            parts = Parts(config, decoding, model, choice, device, self._grammars, self.lane)
+            draft = self._load_draft(spec, device, progress)
+            parts = Parts(config, decoding, model, choice, device, self._grammars, self.lane, draft)
             self._backend, size = build(parts, self._capture, progress)
         except ThreadsUnavailable as error:
             raise ConfigError(f"threads: {error}") from error
@@ -114,13 +120,32 @@ class TorchDevice:
             length_reason=_length_reason(config, spec, size, device),
         )
 
-    def _load(self, device: torch.device, progress: Progress | None) -> CausalLM:
+    @property
+    def _drafts(self) -> bool:
+        """A model drafts."""
+        return self._config.speculation not in SPECULATION
+
+    def _load_draft(
+        self, target: ModelSpec, device: torch.device, progress: Progress | None
+    ) -> CausalLM | None:
+        if not self._drafts:
+            return None
+        if target.block_size or target.states:
+            raise ConfigError(
+                f"speculation: nothing can be drafted for {target.architecture}: use off or lookup"
+            )
+        draft = self._load(locate(self._config.speculation), device, progress)
+        if draft.spec.block_size or draft.spec.states:
+            raise ConfigError(f"speculation: {draft.spec.architecture} cannot draft")
+        return draft
+
+    def _load(self, path: Path, device: torch.device, progress: Progress | None) -> CausalLM:
         from aioinfer.model.loader import load_model
 
         config = self._config
         on_cpu = device.type == "cpu"
         return load_model(
-            config.model_path,
+            path,
             dtype=config.dtype,
             device=device,
             load_format=config.load_format,

@@ -15,7 +15,7 @@ import numpy as np
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
-from aioinfer.config import EngineConfig
+from aioinfer.config import SPECULATION, EngineConfig
 from aioinfer.errors import InvalidRequest, Rejected, StepFailed
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop.copies import check_range
@@ -79,7 +79,7 @@ class Core:
         self.info = info
         #: None: nothing is drafted
         self._drafter = drafter
-        if drafter is None and config.speculation == "lookup" and info.block_size is None:
+        if drafter is None and config.speculation != "off" and info.block_size is None:
             self._drafter = LookupDrafter()
         self.tokenizer = tokenizer
         #: requests whose first row is in the step that was planned last
@@ -110,7 +110,9 @@ class Core:
         speculation = None
         if self._drafter is not None:
             speculation = Speculation(
-                self._drafter, info.vocab_size, config.max_draft_tokens, adaptive=config.adaptive_drafts
+                *(self._drafter, info.vocab_size, config.max_draft_tokens),
+                adaptive=config.adaptive_drafts,
+                catch_up=0 if config.speculation in SPECULATION else config.chunk_size,
             )
         return Scheduler(memory, config, self._generation.batch(memory, config, speculation))
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioinfer.checkpoint.files import Checkpoint, checkpoint_at
 from aioinfer.checkpoint.locate import Progress, locate
-from aioinfer.config import EngineConfig
+from aioinfer.config import SPECULATION, EngineConfig
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.execution.device import Device, DeviceInfo
 from aioinfer.params import SamplingParams
@@ -36,10 +36,13 @@ _GENERATION = "generation_config.json"
 
 
 def located(config: EngineConfig, progress: Progress | None = None) -> EngineConfig:
-    """The config with the directory or file of its model, which is downloaded if that is allowed and needed.
-    Blocks. Raises ConfigError, and what ``progress`` raises."""
-    path = locate(config.model, fetch=bool(config.download), progress=progress)
-    return dataclasses.replace(config, model=str(path))
+    """The config with the directories or files of its models, which are downloaded if that is allowed and
+    needed. Blocks. Raises ConfigError, and what ``progress`` raises."""
+    fetch = bool(config.download)
+    found: dict[str, Any] = {"model": str(locate(config.model, fetch=fetch, progress=progress))}
+    if config.speculation not in SPECULATION:
+        found["speculation"] = str(locate(config.speculation, fetch=fetch, progress=progress))
+    return dataclasses.replace(config, **found)
 
 
 def import_parts(policy: str | type) -> None:

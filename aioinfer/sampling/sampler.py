@@ -20,7 +20,7 @@ from aioinfer.sampling.outcomes import BAD_LOGITS, NO_TOKEN
 from aioinfer.sampling.penalties import Penalise, Penalties, penalised
 from aioinfer.sampling.verification import Drafts, accepted, select
 
-__all__ = ["Sampler"]
+__all__ = ["COLUMNS", "Sampler"]
 
 _NEVER = float("-inf")
 #: lower temperatures are raised to this one: no division by 0 (greedy rows) or denormals
@@ -29,7 +29,7 @@ _MIN_TEMPERATURE = 1e-37
 #: in the cache, and a row skips the filters that it does not use
 _MANY_TOKENS = 4096
 #: fields of a batch that have an entry per row
-_COLUMNS = (
+COLUMNS = (
     *("slots", "positions", "seeds", "temperature", "top_p", "min_p", "top_k"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
@@ -150,6 +150,10 @@ class Sampler:
             self._penalties.record(batch, tokens)
         return tokens, torch.where(last, batch.slots, 0)
 
+    def draw(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+        """As :meth:`sample`, for tokens that are not sampled yet: nothing is counted."""
+        return self._all_rows(logits, batch)
+
     def _by_level(self, logits: torch.Tensor, batch: SamplingBatch, drafts: Drafts) -> torch.Tensor:
         """All first positions, then all second ones and so on, each with the counts of those before it."""
         tokens = torch.full_like(batch.slots, NO_TOKEN)
@@ -157,7 +161,7 @@ class Sampler:
         for at in drafts.levels:
             if self._device.type == "cpu":
                 at = at[going[drafts.start[at]]]
-            part = select(batch, at, _COLUMNS)
+            part = select(batch, at, COLUMNS)
             found = self._all_rows(logits[at], part)
             begun = going[drafts.start[at]]
             found = torch.where(begun, found, NO_TOKEN)
@@ -245,7 +249,7 @@ def _single_rows(batch: SamplingBatch) -> Iterator[SamplingBatch]:
             banned = batch.banned_ids[batch.banned_rows == at]
         yield replace(
             batch,
-            **{name: getattr(batch, name)[at : at + 1] for name in _COLUMNS},
+            **{name: getattr(batch, name)[at : at + 1] for name in COLUMNS},
             all_greedy=greedy,
             any_top_k=top_k,
             any_top_p=top_p,

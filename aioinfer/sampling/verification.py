@@ -53,7 +53,7 @@ class DraftRows:
         start = first[rows]
         expected = np.full(len(rows), _NONE, np.int64)
         for at, ids in enumerate(drafts, num_before):
-            expected[first[at] : first[at] + len(ids)] = ids
+            expected[first[at] : first[at] + len(ids)] = ids  # those that are not drawn yet are -1, too
         behind = counts[rows] - 1 - (np.arange(len(rows)) - start)
         return cls(rows, behind, start, expected, first[num_before : num_before + len(drafts)].tolist())
 

@@ -336,12 +336,17 @@ class Request:
     def restart(self, cached: int = 0) -> None:
         """The KV is gone except for ``cached`` positions; the tokens stay."""
         self.cursor.restart(cached)
-        self.kv.forget_device()
+        self._forget_device()
 
     def rewind(self, computed: int) -> None:
         """Continue from ``computed`` positions of known tokens, as if the slot had just been taken."""
         self.cursor.rewind(computed)
+        self._forget_device()
+
+    def _forget_device(self) -> None:
         self.kv.forget_device()
+        if self.drafting is not None:
+            self.drafting.computed = 0
 
     # -- tokens ---------------------------------------------------------------------------------
 

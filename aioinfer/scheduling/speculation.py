@@ -11,13 +11,14 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from aioinfer.scheduling.step import UNDRAWN, DraftInput
 from aioinfer.speculation.costs import StepCosts
 from aioinfer.speculation.drafter import Drafter
 from aioinfer.speculation.drafting import Drafting, DraftSource
 
 if TYPE_CHECKING:
     from aioinfer.scheduling.request import Request
-    from aioinfer.scheduling.step import Step
+    from aioinfer.scheduling.step import Generating, Step
 
 __all__ = ["Speculation"]
 
@@ -34,15 +35,24 @@ _LEAST = 0.02
 class Speculation:
     """Of one scheduler. ``adaptive``: verify as many drafts as pay; else all that are proposed."""
 
-    __slots__ = ("_decodes", "_drafter", "_most", "_turn", "_verifies", "_vocab_size", "adaptive")
+    __slots__ = (
+        *("_behind", "_catch_up", "_decodes", "_drafter", "_most", "_turn", "_verifies", "_vocab_size"),
+        "adaptive",
+    )
 
-    def __init__(self, drafter: Drafter, vocab_size: int, most: int, *, adaptive: bool = True) -> None:
-        """``most``: drafts of a row at most."""
+    def __init__(
+        self, drafter: Drafter, vocab_size: int, most: int, *, adaptive: bool = True, catch_up: int = 0
+    ) -> None:
+        """``most``: drafts of a row at most. ``catch_up``: with a draft model on the device, positions that
+        it may compute for one request in a step; it drafts where there is no prediction. 0: there is none."""
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._most = most
         self.adaptive = adaptive
         self._turn = 0
+        self._catch_up = catch_up
+        #: that the draft model has to catch up with before it can draft for it
+        self._behind: Request | None = None
         #: of steps without and with drafts: only the latter are waited for before another one is planned
         self._decodes = StepCosts()
         self._verifies = StepCosts()
@@ -58,6 +68,7 @@ class Speculation:
             for row, (request, start) in enumerate(zip(requests, starts, strict=True))
             if request.drafting is not None and not request.drafting.failed
         ]
+        self._behind = None
         if not rows or room <= 0:
             return {}
         least = self._least_chance(len(requests)) if self.adaptive else 0.0
@@ -72,6 +83,25 @@ class Speculation:
         if not self.adaptive:
             return _in_turn({row: ids for row, (_, ids) in proposals.items()}, room)
         return self._worthwhile(proposals, len(requests), room)
+
+    def draft_inputs(self, decodes: Generating) -> list[DraftInput]:
+        """What a draft model computes in a step with these rows, whose drafts were chosen."""
+        found: list[DraftInput] = []
+        if not self._catch_up:
+            return found
+        for row, drafts in enumerate(decodes.drafts, decodes.num_decodes):
+            if drafts[0] == UNDRAWN:
+                request, start = decodes.requests[row], int(decodes.starts[row])
+                assert request.drafting is not None
+                first = request.drafting.computed
+                found.append(DraftInput(request.kv.slot, first, request.known_ids(first, start), row))
+        behind = self._behind
+        if behind is not None and behind.drafting is not None and behind.cursor.batch is not None:
+            first = behind.drafting.computed
+            stop = min(first + self._catch_up, behind.known - 1)
+            found.append(DraftInput(behind.kv.slot, first, behind.known_ids(first, stop), -1))
+            behind.drafting.computed = stop
+        return found
 
     def observe(self, step: Step, seconds: float) -> None:
         """A step took so long, the time included in which the device waited for it to be planned."""
@@ -102,7 +132,20 @@ class Speculation:
             _log.error("%s: its drafter raised, and proposes nothing more", request, exc_info=error)
             return ()
         drafting.source = DraftSource.PREDICTION if drafting.request.predicted else DraftSource.TEXT
+        if self._catch_up and not drafting.request.predicted:
+            return self._undrawn(request, drafting, start, most)
         return ids
+
+    def _undrawn(self, request: Request, drafting: Drafting, start: int, most: int) -> Sequence[int]:
+        """Drafts of a draft model, if it can make any now: masks would have to know them."""
+        missing = start - drafting.computed
+        if request.grammar is not None or start > request.known:
+            return ()
+        if missing > self._catch_up:
+            self._behind = self._behind or request
+            return ()
+        drafting.source = DraftSource.MODEL
+        return [UNDRAWN] * most
 
     def _least_chance(self, rows: int) -> float:
         """How likely the first draft must be right to pay."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_ROWS",
+    "UNDRAWN",
+    "DraftInput",
     "Generating",
     "MultiStepBudget",
     "NewRequestData",
@@ -41,6 +43,8 @@ __all__ = [
     "new_request_data",
 ]
 
+#: in the place of a draft that a model draws on the device
+UNDRAWN = -1
 #: slot, index of the first page in its table, pages
 TableUpdate = tuple[int, int, Sequence[int]]
 
@@ -144,6 +148,17 @@ class Row:
         return self.kv_length - len(self.request.prompt_ids)
 
 
+class DraftInput(NamedTuple):
+    """What a draft model computes of one request in a step, for its KV."""
+
+    slot: int
+    #: the first position, and the tokens from there on
+    start: int
+    ids: Sequence[int]
+    #: the row whose own token follows and whose drafts are drawn behind it; -1: none
+    row: int
+
+
 @dataclass(slots=True)
 class Generating:
     """The rows of a step whose input lives on the device, as columns of G entries. Never changed: not
@@ -166,6 +181,8 @@ class Generating:
     ending: list[Request] = field(default_factory=list)
     #: drafts of the last rows, which verify them: see :mod:`aioinfer.speculation`
     drafts: list[Sequence[int]] = field(default_factory=list)
+    #: of a draft model
+    draft_inputs: list[DraftInput] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.requests)

@@ -24,7 +24,7 @@ from aioinfer.scheduling.counters import SchedulerCounters
 from aioinfer.scheduling.cursor import TokenCursor
 from aioinfer.scheduling.recovery import without_junk
 from aioinfer.scheduling.request import Request, RequestState
-from aioinfer.scheduling.step import NO_ROWS, Generating, Outcome, Row, Step, TableUpdate
+from aioinfer.scheduling.step import NO_ROWS, UNDRAWN, Generating, Outcome, Row, Step, TableUpdate
 
 if TYPE_CHECKING:
     from aioinfer.scheduling.memory import Memory
@@ -179,9 +179,12 @@ class TokenBatch:
         ending = [requests[row] for row in np.flatnonzero(starts + 2 >= limits).tolist()]
         for request in ending:
             self.remove(request)
-        if not drafts:
-            return Generating(requests, slots, starts, tables=tables, ending=ending)
-        return self._verify(Generating(requests, slots, starts, tables=tables, ending=ending), drafts)
+        decodes = Generating(requests, slots, starts, tables=tables, ending=ending)
+        if drafts:
+            decodes = self._verify(decodes, drafts)
+        if self._speculation is not None:
+            decodes.draft_inputs = self._speculation.draft_inputs(decodes)
+        return decodes
 
     def _with_pages(
         self, requests: Sequence[Request], starts: npt.NDArray[np.int64], drafts: dict[int, Sequence[int]]
@@ -308,6 +311,10 @@ class TokenBatch:
         if token < 0:
             return _unsampled(request, step, token, outcome.forced.get(index, ()), queues)
         self._count(request, len(drafts), len(run) - 1, counters)
+        if drafts[0] == UNDRAWN and request.drafting is not None:
+            # The last draft was not computed, and of the others those are of use that were right.
+            start = int(step.generating.starts[index])
+            request.drafting.computed = start + 1 + min(len(run) - 1, len(drafts) - 1)
         for at, found in enumerate(run):
             if found < 0:
                 _unsampled(request, step, found, outcome.forced.get(index, ()), queues)

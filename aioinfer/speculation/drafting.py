@@ -22,6 +22,8 @@ class DraftSource(Enum):
 
     #: the drafter: the request's own text, for example
     TEXT = 0.6
+    #: a draft model
+    MODEL = 0.7
     #: the caller's prediction
     PREDICTION = 0.9
     #: the request's grammar, which allows nothing else
@@ -35,6 +37,7 @@ class Drafting:
         "_rates",
         "accepted",
         "accepted_prediction",
+        "computed",
         "failed",
         "rejected",
         "rejected_prediction",
@@ -47,6 +50,8 @@ class Drafting:
         #: of the latest proposal
         self.source = DraftSource.TEXT
         self._rates = {source: source.value for source in DraftSource}
+        #: positions that a draft model has computed: with the tokens that are there
+        self.computed = 0
         #: its drafter has raised
         self.failed = False
         #: drafts that were verified
@@ -60,8 +65,8 @@ class Drafting:
     def best(self) -> float:
         """The largest chance that a first draft of text may have."""
         rates = self._rates
-        text = rates[DraftSource.TEXT]
-        return max(text, rates[DraftSource.PREDICTION]) if len(self.request.prediction) else text
+        best = max(rates[DraftSource.TEXT], rates[DraftSource.MODEL])
+        return max(best, rates[DraftSource.PREDICTION]) if len(self.request.prediction) else best
 
     @property
     def rate(self) -> float:

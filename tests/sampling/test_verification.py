@@ -13,7 +13,7 @@ import torch
 
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 from aioinfer.sampling.outcomes import BAD_LOGITS, NO_TOKEN
-from aioinfer.sampling.sampler import _COLUMNS, Sampler
+from aioinfer.sampling.sampler import COLUMNS, Sampler
 from aioinfer.sampling.verification import DraftRows, Drafts, accepted, select
 from tests.tiers import scaled
 
@@ -129,7 +129,7 @@ def test_a_row_with_drafts_draws_what_one_token_after_the_other_does(backend: st
     for row, number in enumerate(count):
         for offset in range(number):
             at = int(begins[row]) + offset
-            (token,) = plain.sample(logits[at : at + 1], select(batch, torch.tensor([at]), _COLUMNS)).tolist()
+            (token,) = plain.sample(logits[at : at + 1], select(batch, torch.tensor([at]), COLUMNS)).tolist()
             expected[row].append(token)
             if offset == number - 1:
                 break
@@ -163,7 +163,7 @@ def test_selected_rows_keep_their_bans_and_filters() -> None:
     rng = random.Random(0)
     batch = random_batch(rng, [1, 2, 3, 4])
     batch.banned_rows, batch.banned_ids = torch.tensor([3, 0, 3]), torch.tensor([10, 11, 12])
-    part = select(batch, torch.tensor([3, 1]), _COLUMNS)
+    part = select(batch, torch.tensor([3, 1]), COLUMNS)
     assert part.slots.tolist() == [4, 2]
     assert part.banned_rows is not None
     assert part.banned_ids is not None

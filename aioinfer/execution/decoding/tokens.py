@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +12,7 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.execution.decoding.base import Output, Transfer
+from aioinfer.execution.decoding.draft_model import DraftForward, DraftModel, draft_forwards
 from aioinfer.execution.decoding.relay import Relay
 from aioinfer.execution.decoding.sampling_metadata import FLOAT_FIELDS, SamplingMetadata, SamplingTable
 from aioinfer.execution.decoding.token_graphs import CapturedTokens
@@ -33,6 +34,8 @@ from aioinfer.scheduling.step import NO_ROWS, Generating, NewRequestData, Step
 
 __all__ = ["TokenDecoding", "TokenKind", "TokenPacker", "TokenWork"]
 
+#: the sampling rows of which drafts were drawn on the device, and these drafts, int64 [D] each
+_Drawn: TypeAlias = "tuple[torch.Tensor, torch.Tensor] | None"
 _NO_SCORES = np.empty(0, np.int64)
 
 
@@ -57,6 +60,8 @@ class TokenWork:
     score_ids: npt.NDArray[np.int64]
     #: of the rows that verify drafts; None if there are none
     drafts: DraftRows | None = None
+    #: of a draft model
+    draft_forwards: Sequence[DraftForward] = ()
 
     @property
     def plain(self) -> bool:
@@ -135,10 +140,14 @@ class TokenPacker:
         if drafts is not None:
             sections["verified"] = cu_q[step.generating.num_decodes : step.num_generating]
         grammars = _grammar_rows(step, sampling, sample_rows, sample_positions, drafts)
+        forwards: Sequence[DraftForward] = ()
+        if step.generating.draft_inputs:
+            forwards = draft_forwards(step, layout, [] if drafts is None else drafts.first)
         # A step that cannot be packed leaves its resets to the next one.
         resets, self._resets = list(self._resets.values()), {}
         return sections, TokenWork(
-            sample_rows, sampling, resets, grammars, scores, len(banned_ids), score_ids, drafts
+            *(sample_rows, sampling, resets, grammars, scores, len(banned_ids), score_ids, drafts),
+            draft_forwards=forwards,
         )
 
 
@@ -187,12 +196,13 @@ def _scores(
 class TokenDecoding:
     """Samples. See :class:`~aioinfer.execution.decoding.base.Decoding`."""
 
-    __slots__ = ("grammars", "relay", "sampler")
+    __slots__ = ("draft_model", "grammars", "relay", "sampler")
 
     def __init__(self, sampler: Sampler, relay: Relay, grammars: GrammarWorker) -> None:
         self.sampler = sampler
         self.relay = relay
         self.grammars = grammars
+        self.draft_model: DraftModel | None = None
 
     def warm_up(self) -> None:
         self.sampler.warm_up()
@@ -202,13 +212,18 @@ class TokenDecoding:
 
     def gather(
         self, packed: PackedStep, parts: dict[str, torch.Tensor], transfer: Transfer
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[torch.Tensor, _Drawn]:
         work: TokenWork = packed.work
         self.relay.gather(parts["input_ids"], parts["slots"], packed.num_decodes, parts.get("verified"))
         if work.drafts is not None and work.grammars:
             # Their masks are made while the forward runs.
             self.grammars.look_ahead(work.grammars)
-        return parts["logits_rows"], None
+        drawn: _Drawn = None
+        if work.draft_forwards:
+            assert self.draft_model is not None
+            batch = _sampling_batch(work, parts, transfer)
+            drawn = self.draft_model.draw(work.draft_forwards, parts["input_ids"], batch, transfer)
+        return parts["logits_rows"], drawn
 
     def again(self, packed: PackedStep, parts: dict[str, torch.Tensor], state: Any, rounds: int) -> bool:
         return False
@@ -218,7 +233,7 @@ class TokenDecoding:
         logits: torch.Tensor,
         packed: PackedStep,
         parts: dict[str, torch.Tensor],
-        state: None,
+        state: _Drawn,
         transfer: Transfer,
     ) -> Output:
         work: TokenWork = packed.work
@@ -249,7 +264,10 @@ class TokenDecoding:
         if work.drafts is None:
             tokens = self.sampler.sample(logits, sampling)
         else:
-            tokens, last = self.sampler.verify(logits, sampling, _drafts(work, usable, transfer))
+            drafts = _drafts(work, usable, transfer)
+            if state is not None:
+                drafts.expected[state[0]] = state[1]
+            tokens, last = self.sampler.verify(logits, sampling, drafts)
         if outcomes:
             at, values = transfer.send(np.asarray([*outcomes.items()], np.int64).T)
             tokens[at] = values

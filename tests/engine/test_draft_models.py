@@ -1,0 +1,148 @@
+"""Draft models change no bit of an output, and a good one saves steps."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aioinfer.config import EngineConfig
+from aioinfer.errors import ConfigError
+from aioinfer.llm import LLM
+from aioinfer.params import SamplingParams
+from tests.engine.test_speculation import alike
+from tests.engine.test_speculative_models import SAMPLERS, asked, run
+from tests.model.checkpoints import make_checkpoint
+from tests.model.harness import require
+from tests.tiers import grid, scaled
+
+BUNDLED = EngineConfig().model_path
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with noise in its weights: often right, and often not."""
+    folder = tmp_path_factory.mktemp("models") / "disturbed"
+    shutil.copytree(BUNDLED, folder)
+    weights = load_file(folder / "model.safetensors")
+    torch.manual_seed(0)
+    for tensor in weights.values():
+        if tensor.dim() > 1:
+            tensor += (
+                0.06 * tensor.float().std() * torch.randn_like(tensor, dtype=torch.float32).to(tensor.dtype)
+            )
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "sampler", grid(["greedy", "penalised"], [each for each in SAMPLERS if each[0] in "wh"])
+)
+def test_outputs_have_the_bits_of_those_without_drafts(sampler: str, disturbed: Path) -> None:
+    """Whatever windows, chunks and pages; with retraction; and the same model as its own drafter."""
+    require("native")
+    requests = asked(scaled(200, 40), sampler)
+    wanted = run(requests, retract=False, speculation="off")
+    for number, (draft, most) in enumerate([(BUNDLED, 4), (disturbed, 3), (disturbed, 8), (disturbed, 1)]):
+        rng = random.Random(number)
+        found = run(
+            requests,
+            retract=number % 2 == 1,
+            speculation=str(draft),
+            max_draft_tokens=most,
+            overlap_steps=number % 3,
+            page_size=rng.choice([8, 16]),
+            chunk_size=rng.choice([16, 512]),
+        )
+        for one, other in zip(found, wanted, strict=True):
+            alike(one, other)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0, 2.5])
+def test_a_model_that_drafts_for_itself_is_always_right(temperature: float) -> None:
+    """It has the target's noise. In deterministic bfloat16, a row of any length gives the same bits."""
+    require("native")
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=60, ignore_eos=True, top_p=0.95)
+    config = EngineConfig(
+        threads=1, deterministic=True, speculation="tiny-chat", max_draft_tokens=5, adaptive_drafts=False
+    )
+    with LLM(config) as llm:
+        llm.generate(["Once upon a time"], params)
+        stats = llm.stats()
+    assert stats.rejected_tokens == 0
+    assert stats.accepted_tokens >= 48
+
+
+def test_a_long_prompt_is_caught_up_with_step_by_step() -> None:
+    """The draft model computes a chunk of it per step, and drafts when it has all."""
+    require("native")
+    prompt = [3 + at % 400 for at in range(200)]
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    settings: dict[str, Any] = {"threads": 1, "deterministic": True, "chunk_size": 16, "overlap_steps": 0}
+    with LLM(EngineConfig(speculation="off", **settings)) as plain:
+        (wanted,) = plain.generate([prompt], params)
+    config = EngineConfig(speculation="tiny-chat", adaptive_drafts=False, max_draft_tokens=5, **settings)
+    with LLM(config) as llm:
+        (found,) = llm.generate([prompt], params)
+        stats = llm.stats()
+    alike(found, wanted)
+    assert stats.rejected_tokens == 0
+    assert 13 + 12 < stats.steps < 13 + 12 + 10
+
+
+def test_requests_with_grammars_are_not_drafted_by_a_model() -> None:
+    params = SamplingParams(
+        max_tokens=30, grammar={"type": "object", "properties": {"a": {"type": "integer"}}}
+    )
+    with LLM(EngineConfig(threads=1, speculation="tiny-chat", adaptive_drafts=False)) as llm:
+        (result,) = llm.generate([[{"role": "user", "content": "JSON, please"}]], params)
+    assert isinstance(json.loads(result.text), dict)
+
+
+# -- what cannot draft ---------------------------------------------------------------------------------
+
+
+def started(model: str | Path, draft: str | Path) -> None:
+    with LLM(EngineConfig(model=str(model), speculation=str(draft), threads=1, dtype="float32")):
+        pass
+
+
+def test_a_draft_model_with_other_tokens_is_refused_before_weights_are_read(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    shutil.copytree(BUNDLED, other)
+    (other / "model.safetensors").unlink()
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = list(vocab)[40:42]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"speculation: other has another tokenizer .*\(model\)"):
+        started("tiny-chat", other)
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 600}))
+    with pytest.raises(ConfigError, match="speculation: other has 600 tokens"):
+        started("tiny-chat", other)
+
+
+def test_models_of_other_kinds_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="speculation: "):
+        started("tiny-chat", "tiny-diffusion")
+    with pytest.raises(ConfigError, match="speculation: "):
+        started("tiny-diffusion", "tiny-chat")
+    path = make_checkpoint("lfm2", tmp_path / "lfm2")
+    folder = path[0] if isinstance(path, tuple) else path
+    with pytest.raises(ConfigError, match="speculation: nothing can be drafted for"):
+        started(folder, folder)
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "", " ", "a\0b"])
+def test_a_draft_model_that_is_not_there_is_an_error_of_its_setting(name: str) -> None:
+    with pytest.raises(ConfigError, match="no-such-model|speculation"):
+        started("tiny-chat", name)
