@@ -76,7 +76,7 @@ class TorchDevice:
         try:
             if self._drafts:
                 check_draft(config.model_path, locate(config.speculation))
-            model = self._load(config.model_path, device, progress)
+            model = self._load(device, progress)
             spec = model.spec
             decoding = kind(spec)
             config = fitted(decoding.fit(config), spec, device)
@@ -134,18 +134,19 @@ class TorchDevice:
             raise ConfigError(
                 f"speculation: nothing can be drafted for {target.architecture}: use off or lookup"
             )
-        draft = self._load(locate(self._config.speculation), device, progress)
+        draft = self._load(device, progress, locate(self._config.speculation))
         if draft.spec.block_size or draft.spec.states:
             raise ConfigError(f"speculation: {draft.spec.architecture} cannot draft")
         return draft
 
-    def _load(self, path: Path, device: torch.device, progress: Progress | None) -> CausalLM:
+    def _load(self, device: torch.device, progress: Progress | None, path: Path | None = None) -> CausalLM:
+        """The model at ``path``, by default the config's."""
         from aioinfer.model.loader import load_model
 
         config = self._config
         on_cpu = device.type == "cpu"
         return load_model(
-            path,
+            path or config.model_path,
             dtype=config.dtype,
             device=device,
             load_format=config.load_format,
