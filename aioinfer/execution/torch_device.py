@@ -115,6 +115,7 @@ class TorchDevice:
             kv_bytes=size.num_pages * parts.page_bytes,
             num_snapshots=size.num_snapshots,
             state_bytes=size.state_bytes,
+            draft_unit=None if draft is None else draft.spec.unit,
             max_running_requests=fewer_requests(self._config, config),
             model_positions=spec.max_model_len,
             length_reason=_length_reason(config, spec, size, device),
@@ -135,8 +136,16 @@ class TorchDevice:
                 f"speculation: nothing can be drafted for {target.architecture}: use off or lookup"
             )
         draft = self._load(device, progress, locate(self._config.speculation))
-        if draft.spec.block_size or draft.spec.states:
-            raise ConfigError(f"speculation: {draft.spec.architecture} cannot draft")
+        if draft.spec.states:
+            raise ConfigError(
+                f"speculation: {draft.spec.architecture} has a recurrent state, and cannot draft"
+            )
+        if self._config.page_size % draft.spec.unit:
+            name, unit = draft.spec.architecture, draft.spec.unit
+            raise ConfigError(
+                f"page_size must be a multiple of {unit}, the block of {name}, which drafts; got "
+                f"{self._config.page_size}"
+            )
         return draft
 
     def _load(self, device: torch.device, progress: Progress | None, path: Path | None = None) -> CausalLM:

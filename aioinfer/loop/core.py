@@ -15,7 +15,7 @@ import numpy as np
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
-from aioinfer.config import SPECULATION, EngineConfig
+from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest, Rejected, StepFailed
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop.copies import check_range
@@ -112,7 +112,8 @@ class Core:
             speculation = Speculation(
                 *(self._drafter, info.vocab_size, config.max_draft_tokens),
                 adaptive=config.adaptive_drafts,
-                catch_up=0 if config.speculation in SPECULATION else config.chunk_size,
+                catch_up=0 if info.draft_unit is None else config.chunk_size,
+                draft_unit=info.draft_unit or 1,
             )
         return Scheduler(memory, config, self._generation.batch(memory, config, speculation))
 

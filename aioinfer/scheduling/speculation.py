@@ -37,11 +37,18 @@ class Speculation:
 
     __slots__ = (
         *("_behind", "_catch_up", "_decodes", "_drafter", "_most", "_turn", "_verifies", "_vocab_size"),
-        "adaptive",
+        *("adaptive", "draft_unit"),
     )
 
     def __init__(
-        self, drafter: Drafter, vocab_size: int, most: int, *, adaptive: bool = True, catch_up: int = 0
+        self,
+        drafter: Drafter,
+        vocab_size: int,
+        most: int,
+        *,
+        adaptive: bool = True,
+        catch_up: int = 0,
+        draft_unit: int = 1,
     ) -> None:
         """``most``: drafts of a row at most. ``catch_up``: with a draft model on the device, positions that
         it may compute for one request in a step; it drafts where there is no prediction. 0: there is none."""
@@ -50,7 +57,9 @@ class Speculation:
         self._most = most
         self.adaptive = adaptive
         self._turn = 0
-        self._catch_up = catch_up
+        self._catch_up = catch_up // draft_unit * draft_unit
+        #: positions that the draft model drafts at a time: of a diffusion model, a block
+        self.draft_unit = draft_unit
         #: that the draft model has to catch up with before it can draft for it
         self._behind: Request | None = None
         #: of steps without and with drafts: only the latter are waited for before another one is planned
@@ -98,7 +107,7 @@ class Speculation:
         behind = self._behind
         if behind is not None and behind.drafting is not None and behind.cursor.batch is not None:
             first = behind.drafting.computed
-            stop = min(first + self._catch_up, behind.known - 1)
+            stop = min(first + self._catch_up, (behind.known - 1) // self.draft_unit * self.draft_unit)
             found.append(DraftInput(behind.kv.slot, first, behind.known_ids(first, stop), -1))
             behind.drafting.computed = stop
         return found
@@ -138,6 +147,7 @@ class Speculation:
 
     def _undrawn(self, request: Request, drafting: Drafting, start: int, most: int) -> Sequence[int]:
         """Drafts of a draft model, if it can make any now: masks would have to know them."""
+        drafting.computed -= drafting.computed % self.draft_unit
         missing = start - drafting.computed
         if request.grammar is not None or start > request.known:
             return ()
@@ -145,6 +155,8 @@ class Speculation:
             self._behind = self._behind or request
             return ()
         drafting.source = DraftSource.MODEL
+        if self.draft_unit > 1:
+            most = min(most, self.draft_unit - (start + 1) % self.draft_unit)
         return [UNDRAWN] * most
 
     def _least_chance(self, rows: int) -> float:

@@ -181,8 +181,9 @@ class Generating:
     ending: list[Request] = field(default_factory=list)
     #: drafts of the last rows, which verify them: see :mod:`aioinfer.speculation`
     drafts: list[Sequence[int]] = field(default_factory=list)
-    #: of a draft model
+    #: of a draft model, and what it drafts at a time: 1, or the positions of a block
     draft_inputs: list[DraftInput] = field(default_factory=list)
+    draft_unit: int = 1
 
     def __len__(self) -> int:
         return len(self.requests)

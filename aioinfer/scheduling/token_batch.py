@@ -184,6 +184,7 @@ class TokenBatch:
             decodes = self._verify(decodes, drafts)
         if self._speculation is not None:
             decodes.draft_inputs = self._speculation.draft_inputs(decodes)
+            decodes.draft_unit = self._speculation.draft_unit
         return decodes
 
     def _with_pages(

@@ -46,11 +46,14 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "sampler", grid(["greedy", "penalised"], [each for each in SAMPLERS if each[0] in "wh"])
 )
 def test_outputs_have_the_bits_of_those_without_drafts(sampler: str, disturbed: Path) -> None:
-    """Whatever windows, chunks and pages; with retraction; and the same model as its own drafter."""
+    """Whatever windows, chunks and pages; with retraction; by the same model, another one, and a diffusion
+    model."""
     require("native")
     requests = asked(scaled(200, 40), sampler)
     wanted = run(requests, retract=False, speculation="off")
-    for number, (draft, most) in enumerate([(BUNDLED, 4), (disturbed, 3), (disturbed, 8), (disturbed, 1)]):
+    drafts: list[tuple[Any, int]] = [(BUNDLED, 4), (disturbed, 3), (disturbed, 8), (disturbed, 1)]
+    drafts += [("tiny-diffusion", most) for most in (15, 15, 3)]
+    for number, (draft, most) in enumerate(drafts):
         rng = random.Random(number)
         found = run(
             requests,
@@ -58,7 +61,7 @@ def test_outputs_have_the_bits_of_those_without_drafts(sampler: str, disturbed: 
             speculation=str(draft),
             max_draft_tokens=most,
             overlap_steps=number % 3,
-            page_size=rng.choice([8, 16]),
+            page_size=rng.choice([16, 32]),
             chunk_size=rng.choice([16, 512]),
         )
         for one, other in zip(found, wanted, strict=True):
@@ -104,6 +107,36 @@ def test_requests_with_grammars_are_not_drafted_by_a_model() -> None:
     assert isinstance(json.loads(result.text), list)
 
 
+def test_a_diffusion_model_drafts_the_rest_of_a_block() -> None:
+    """Both demo models answer such questions alike."""
+    require("native")
+    params = SamplingParams(temperature=0, max_tokens=60)
+    questions = [[{"role": "user", "content": "What is 17 + 25?"}], [{"role": "user", "content": "Hello!"}]]
+    with LLM(EngineConfig(threads=1, deterministic=True, speculation="off")) as plain:
+        wanted = plain.generate(questions, params)
+        steps = plain.stats().steps
+    config = EngineConfig(threads=1, deterministic=True, speculation="tiny-diffusion", adaptive_drafts=False)
+    with LLM(config) as llm:
+        found = llm.generate(questions, params)
+        stats = llm.stats()
+    for one, other in zip(found, wanted, strict=True):
+        alike(one, other)
+    assert stats.steps < steps / 3
+    assert stats.accepted_tokens > 20
+
+
+@pytest.mark.parametrize("prompt", range(1, 40))
+def test_blocks_are_drafted_from_any_position(prompt: int) -> None:
+    params = SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True)
+    ids = [[3 + at % 400 for at in range(prompt)]]
+    with LLM(EngineConfig(threads=1, speculation="off")) as plain:
+        wanted = plain.generate(ids, params)
+    settings: dict[str, Any] = {"speculation": "tiny-diffusion", "adaptive_drafts": False, "chunk_size": 16}
+    with LLM(EngineConfig(threads=1, **settings)) as llm:
+        alike(llm.generate(ids, params)[0], wanted[0])
+        assert llm.stats().verified_rows > 0
+
+
 # -- what cannot draft ---------------------------------------------------------------------------------
 
 
@@ -130,8 +163,6 @@ def test_a_draft_model_with_other_tokens_is_refused_before_weights_are_read(tmp_
 
 
 def test_models_of_other_kinds_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="speculation: "):
-        started("tiny-chat", "tiny-diffusion")
     with pytest.raises(ConfigError, match="speculation: "):
         started("tiny-diffusion", "tiny-chat")
     folder = tmp_path / "lfm2"

@@ -9,6 +9,10 @@ before::
     ...
     target        the row's own, d1, d2 ...                         samples s1, s2 ...
 
+A diffusion model drafts the rest of a block in one forward, as if that were enough to denoise it::
+
+    forward 0     blocks that it lacks, the row's own, masks        draws d1 up to the end of the block
+
 It draws with the parameters and the noise of the target: the same seed, position and token
 (:mod:`aioinfer.sampling.noise`). Where both models find the same tokens likely, both then draw the same one,
 at any temperature (Daliri, Musco and Suresh, arXiv 2408.07978).
@@ -17,7 +21,7 @@ at any temperature (Daliri, Musco and Suresh, arXiv 2408.07978).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -41,76 +45,124 @@ if TYPE_CHECKING:
 __all__ = ["DraftForward", "DraftModel", "draft_forwards"]
 
 _Ints = npt.NDArray[np.int64]
+_NONE = np.empty(0, np.int64)
+#: in the place of a mask token
+MASKED = -1
 
 
 @dataclass(frozen=True, slots=True)
 class DraftForward:
-    """One forward of the draft model: V of its R rows draw a token. All arrays are int64."""
+    """One forward of the draft model, which draws V tokens. All arrays are int64."""
 
-    #: [T]; in the first forward, 0 where the row's own token goes
+    #: [T]
     input_ids: _Ints
     placement: Placement
     q_lens: list[int]
-    #: [V] indices of the tokens behind which is drawn, and the positions of what is drawn
+    #: [O] indices here, and in the step's input ids, of tokens that the host does not know: those with which
+    #: rows begin, or drafts of the forward before
+    own: _Ints
+    own_from: _Ints
+    #: [V] indices of the tokens whose logits are drawn from, and the positions of what is drawn
     logits_rows: _Ints
     positions: _Ints
-    #: [V] sampling row of the step whose parameters they are drawn with, and of which they are the expected
-    #: token
+    #: [V] sampling rows of the step with whose parameters they are drawn, and of which they are the expected
+    #: tokens
     sampling_rows: _Ints
-    #: [V] index in the step's input ids where the token goes; its own token is one place before the first
+    #: [V] indices in the step's input ids where they go
     into: _Ints
 
 
 def draft_forwards(step: Step, layout: Layout, first: Sequence[int]) -> list[DraftForward]:
     """What a draft model computes before a step. ``first``: first sampling row of each row with drafts."""
-    generating = step.generating
-    before = generating.num_decodes
-    drawing = sorted(
-        (each for each in generating.draft_inputs if each.row >= 0),
-        key=lambda each: -len(generating.drafts[each.row - before]),
-    )
-    inputs = [*drawing, *(each for each in generating.draft_inputs if each.row < 0)]
-    if not inputs:
+    rows, unit = _Rows(step, layout, first), step.generating.draft_unit
+    if not rows.inputs:
         return []
-    rows = np.asarray([each.row for each in drawing], np.int64)
-    counts = [len(generating.drafts[row - before]) for row in rows.tolist()]
-    starts = generating.starts[rows]
-    sampling = np.asarray([first[row - before] for row in rows.tolist()], np.int64)
-    into = layout.placement.cu_q[rows] + 1
-    slots = np.asarray([each.slot for each in inputs], np.int64)
-    lengths = np.asarray([len(each.ids) + (each.row >= 0) for each in inputs], np.int64)
-    placement = layout.tables.place(
-        slots, np.asarray([each.start for each in inputs], np.int64), lengths, with_tables=True
-    )
-    ids = np.concatenate([np.asarray([*each.ids, *[0] * (each.row >= 0)], np.int64) for each in inputs])
-    last = placement.cu_q[1 : 1 + len(rows)] - 1
-    found = [DraftForward(ids, placement, lengths.tolist(), last, starts + 1, sampling, into)]
-    for number in range(1, max(counts, default=0)):
-        going = sum(count > number for count in counts)
-        at = starts[:going] + number
-        one = layout.tables.place(slots[:going], at, None, with_tables=True)
-        found.append(
-            DraftForward(
-                np.zeros(going, np.int64),
-                one,
-                [1] * going,
-                np.arange(going),
-                at + 1,
-                sampling[:going] + number,
-                into[:going] + number,
-            )
+    if unit > 1:
+        return [_block_forward(rows, layout, unit)]
+    further = range(1, max(rows.counts, default=0))
+    return [_first_forward(rows, layout), *(_next_forward(rows, layout, number) for number in further)]
+
+
+class _Rows:
+    """The rows of a step that a draft model draws for, most drafts first, and behind them those that it only
+    catches up with."""
+
+    def __init__(self, step: Step, layout: Layout, first: Sequence[int]) -> None:
+        generating = step.generating
+        before = generating.num_decodes
+        drawing = sorted(
+            (each for each in generating.draft_inputs if each.row >= 0),
+            key=lambda each: -len(generating.drafts[each.row - before]),
         )
-    return found
+        self.inputs = [*drawing, *(each for each in generating.draft_inputs if each.row < 0)]
+        rows = np.asarray([each.row for each in drawing], np.int64)
+        self.counts = [len(generating.drafts[row - before]) for row in rows.tolist()]
+        #: by drawing row: position of its own token, index of that in the step's input ids, first sampling
+        #: row
+        self.starts = generating.starts[rows]
+        self.own = layout.placement.cu_q[rows]
+        self.sampling = np.asarray([first[row - before] for row in rows.tolist()], np.int64)
+        self.slots = np.asarray([each.slot for each in self.inputs], np.int64)
+
+    def placed(self, layout: Layout, ids: Sequence[Sequence[int]]) -> tuple[_Ints, Placement, list[int]]:
+        """The rows with these tokens, each from where it begins."""
+        lengths = [len(each) for each in ids]
+        starts = np.asarray([each.start for each in self.inputs], np.int64)
+        placement = layout.tables.place(self.slots, starts, np.asarray(lengths, np.int64), with_tables=True)
+        return np.concatenate([np.asarray(each, np.int64) for each in ids]), placement, lengths
+
+
+def _first_forward(rows: _Rows, layout: Layout) -> DraftForward:
+    """The tokens that are missing, and the rows' own, behind each of which the first draft is drawn."""
+    placed = rows.placed(layout, [[*each.ids, *[0] * (each.row >= 0)] for each in rows.inputs])
+    last = placed[1].cu_q[1 : 1 + len(rows.counts)] - 1
+    return DraftForward(*placed, last, rows.own, last, rows.starts + 1, rows.sampling, rows.own + 1)
+
+
+def _next_forward(rows: _Rows, layout: Layout, number: int) -> DraftForward:
+    """Draft ``number``, behind which the next is drawn."""
+    count = sum(each > number for each in rows.counts)
+    at, own, each = rows.starts[:count] + number, rows.own[:count] + number, np.arange(count)
+    placement = layout.tables.place(rows.slots[:count], at, None, with_tables=True)
+    sampling = rows.sampling[:count] + number
+    return DraftForward(
+        *(np.zeros(count, np.int64), placement, [1] * count), *(each, own, each, at + 1, sampling, own + 1)
+    )
+
+
+def _block_forward(rows: _Rows, layout: Layout, unit: int) -> DraftForward:
+    """Whole blocks from the first that is missing to that of the first draft, which is masked from there
+    on."""
+    ids: list[list[int]] = []
+    own: list[int] = []
+    columns: list[list[_Ints]] = [[], [], [], []]
+    first = 0
+    for at, each in enumerate(rows.inputs):
+        known = list(each.ids)
+        if each.row >= 0:
+            start = int(rows.starts[at])
+            stop = (start + 1) // unit * unit + unit
+            own.append(first + len(known))
+            drawn = np.arange(1, rows.counts[at] + 1)
+            found = own[-1] + drawn, start + drawn, rows.sampling[at] + drawn - 1, rows.own[at] + drawn
+            for column, values in zip(columns, found, strict=True):
+                column.append(values)
+            known += [0, *[MASKED] * (stop - start - 1)]
+        ids.append(known)
+        first += len(known)
+    drawing = [np.concatenate(column) if column else _NONE for column in columns]
+    return DraftForward(*rows.placed(layout, ids), np.asarray(own, np.int64), rows.own, *drawing)
 
 
 class DraftModel:
     """Launch thread only."""
 
-    __slots__ = ("_attention", "_model", "_sampler")
+    __slots__ = ("_attention", "_mask_id", "_model", "_sampler")
 
     def __init__(self, model: CausalLM, attention: Attention, sampler: Sampler) -> None:
         """``sampler``: that of the target."""
         self._model = model
+        self._mask_id = model.spec.mask_token_id
         self._attention = attention
         self._sampler = sampler
 
@@ -129,25 +181,23 @@ class DraftModel:
         import torch
 
         rows, drafts = [], []
-        tokens = input_ids[:0]
-        for number, forward in enumerate(forwards):
+        for forward in forwards:
             ids, at = transfer.send(forward.input_ids), transfer.send(forward.logits_rows)
-            into, sampling = transfer.send(forward.into), transfer.send(forward.sampling_rows)
-            count = len(forward.logits_rows)
-            ids[at] = tokens[:count] if number else input_ids[into - 1]
+            if self._mask_id is not None:
+                ids = torch.where(ids == MASKED, self._mask_id, ids)
+            ids[transfer.send(forward.own)] = input_ids[transfer.send(forward.own_from)]
             logits = self._model.forward(_batch(forward, ids, at, transfer), self._attention)
-            if not count:
+            if not len(forward.logits_rows):
                 continue
+            sampling = transfer.send(forward.sampling_rows)
             part = select(batch, sampling, COLUMNS)
-            tokens = self._sampler.draw(
-                logits.float(), replace(part, positions=transfer.send(forward.positions))
-            )
+            part.positions = transfer.send(forward.positions)
             # What cannot be drawn is a draft that is wrong.
-            tokens.clamp_(min=0)
-            input_ids[into] = tokens
+            tokens = self._sampler.draw(logits.float(), part).clamp_(min=0)
+            input_ids[transfer.send(forward.into)] = tokens
             rows.append(sampling)
             drafts.append(tokens)
-        return (torch.cat(rows), torch.cat(drafts)) if rows else (tokens, tokens)
+        return (torch.cat(rows), torch.cat(drafts)) if rows else (input_ids[:0], input_ids[:0])
 
 
 def _batch(forward: DraftForward, ids: torch.Tensor, at: torch.Tensor, transfer: Transfer) -> Batch:
