@@ -162,6 +162,9 @@ _COUNTERS = (
     _counter("late_tokens", "Tokens computed for requests that had ended.", unit="tokens"),
     _counter("forced_tokens", "Output tokens that a grammar forced.", unit="tokens"),
     _counter("deferred_rows", "Rows without a sample: late grammar masks, or forced tokens."),
+    _counter("speculation_verified_rows", "Rows that verified drafts.", "verified_rows"),
+    _counter("speculation_drafted_tokens", "Drafts that were verified.", "drafted_tokens", unit="tokens"),
+    _counter("speculation_accepted_tokens", "Of these, the right ones.", "accepted_tokens", unit="tokens"),
     _counter("prefix_cache_queried_tokens", "Tokens of admitted requests.", "queried_tokens", unit="tokens"),
     _counter("prefix_cache_hit_tokens", "Of these, tokens found cached.", "cached_tokens", unit="tokens"),
     _counter("snapshot_hits", "Starts of a request from a kept recurrent state."),
@@ -240,6 +243,9 @@ VLLM: tuple[Value | Distribution, ...] = (
     _vllm("counter", "num_preemptions", "Retractions.", lambda s: s.stats.retractions),
     _vllm("counter", "prefix_cache_queries", "Tokens looked up.", lambda s: s.stats.queried_tokens),
     _vllm("counter", "prefix_cache_hits", "Tokens found cached.", lambda s: s.stats.cached_tokens),
+    _vllm("counter", "spec_decode_num_drafts", "Rows with drafts.", lambda s: s.stats.verified_rows),
+    _vllm("counter", "spec_decode_num_draft_tokens", "Drafts.", lambda s: s.stats.drafted_tokens),
+    _vllm("counter", "spec_decode_num_accepted_tokens", "Right drafts.", lambda s: s.stats.accepted_tokens),
     Distribution("vllm:time_to_first_token_seconds", "From arrival to the first token.", "ttft"),
     Distribution(
         "vllm:inter_token_latency_seconds", "Between reads of tokens.", "gap", bounds=histograms.VLLM_GAP
