@@ -8,6 +8,7 @@ how many drafts of a request were right lately (:class:`Drafting`). That may be 
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -30,14 +31,21 @@ _WORTH = 1.01
 _PROBE = 16
 #: drafts that are less likely than this to be right are never verified
 _LEAST = 0.02
+#: numbers of drafts that are looked at to see whether any would pay
+_SOME = (1, 3, 7, 15)
+#: how many of them are expected to be right, by the chance of each one behind right ones
+_EXPECTED = [
+    (chance, [chance * (1 - chance**count) / (1 - chance) for count in _SOME])
+    for chance in (_LEAST, 0.05, *(tenth / 10 for tenth in range(1, 10)), 0.95, 0.99)
+]
 
 
 class Speculation:
     """Of one scheduler. ``adaptive``: verify as many drafts as pay; else all that are proposed."""
 
     __slots__ = (
-        *("_behind", "_catch_up", "_decodes", "_drafter", "_most", "_turn", "_verifies", "_vocab_size"),
-        *("adaptive", "draft_unit"),
+        *("_behind", "_catch_up", "_decodes", "_drafter", "_most", "_turn", "_usual", "_verifies"),
+        *("_vocab_size", "adaptive", "draft_unit"),
     )
 
     def __init__(
@@ -58,13 +66,15 @@ class Speculation:
         self.adaptive = adaptive
         self._turn = 0
         self._catch_up = catch_up // draft_unit * draft_unit
+        #: what drafts come from where there is no prediction
+        self._usual = DraftSource.MODEL if catch_up else DraftSource.TEXT
         #: positions that the draft model drafts at a time: of a diffusion model, a block
         self.draft_unit = draft_unit
         #: that the draft model has to catch up with before it can draft for it
         self._behind: Request | None = None
         #: of steps without and with drafts: only the latter are waited for before another one is planned
         self._decodes = StepCosts()
-        self._verifies = StepCosts()
+        self._verifies = StepCosts(like=self._decodes)
 
     def drafts(
         self, requests: Sequence[Request], starts: Iterable[int], room: int
@@ -84,7 +94,11 @@ class Speculation:
         proposals: dict[int, tuple[Drafting, Sequence[int]]] = {}
         for row, request, start, drafting in rows:
             most = min(self._most, room, request.max_length - start - 2)
-            if most <= 0 or (drafting.best < least and (self._turn + request.key) % _PROBE):
+            if most <= 0 or (
+                request.grammar is None
+                and drafting.best(self._usual) < least
+                and (self._turn + request.key) % _PROBE
+            ):
                 continue
             ids = self._proposal(request, drafting, start, most)
             if len(ids):
@@ -160,13 +174,13 @@ class Speculation:
         return [UNDRAWN] * most
 
     def _least_chance(self, rows: int) -> float:
-        """How likely the first draft must be right to pay."""
-        before = self._decodes.of(rows)
-        return max(_LEAST, (self._seconds(rows + 1) - before) * rows / before)
-
-    def _seconds(self, positions: int) -> float:
-        """Of a step with drafts."""
-        return (self._verifies or self._decodes).of(positions)
+        """How likely a draft must be right for any number of them to pay."""
+        token = self._decodes.of(rows) / rows
+        needed = [self._verifies.of(rows + count) / token - rows for count in _SOME]
+        for chance, tokens in _EXPECTED:
+            if any(map(operator.gt, tokens, needed)):
+                return chance
+        return 1.0
 
     def _worthwhile(
         self, proposals: Mapping[int, tuple[Drafting, Sequence[int]]], rows: int, room: int
@@ -185,8 +199,10 @@ class Speculation:
         best, most, tokens = 0, _WORTH * rows / self._decodes.of(rows), float(rows)
         for count, (chance, _) in enumerate(chances[:room], 1):
             tokens += chance
-            if (rate := tokens / self._seconds(rows + count)) > most:
+            if (rate := tokens / self._verifies.of(rows + count)) > most:
                 best, most = count, rate
+        if proposals and not best:
+            self._verifies.hope()
         counts: dict[int, int] = {}
         for _, row in chances[:best]:
             counts[row] = counts.get(row, 0) + 1

@@ -8,8 +8,11 @@ __all__ = ["StepCosts"]
 
 #: weight of the newest step
 _NEWEST = 0.2
-#: a step that took more than so many times what its size takes was disturbed, and counts as that much
+#: a step that took more than so many times what its size takes was disturbed, and counts as that much: the
+#: first one of its size, too, in which code may have been loaded
 _MOST = 2.0
+#: how much less steps are expected to take each time that they are not worth a try
+_HOPE = 0.01
 #: what a position more is expected to cost until it is known, in steps of one position
 _PER_POSITION = 0.04
 #: positions from which on sizes are counted in steps of an eighth
@@ -19,22 +22,32 @@ _EXACT = 32
 class StepCosts:
     """Seconds of steps without prefill. Sizes that did not occur are interpolated."""
 
-    __slots__ = ("_known", "_sizes")
+    __slots__ = ("_hope", "_known", "_like", "_sizes")
 
-    def __init__(self) -> None:
+    def __init__(self, like: StepCosts | None = None) -> None:
+        """``like``: of steps that these are expected to be like while nothing is known, and never hoped to be
+        faster than."""
+        self._like = like
+        #: factor of all that is known
+        self._hope = 1.0
         self._known: dict[int, float] = {}
         #: of ``_known``, rising
         self._sizes: list[int] = []
 
     def __bool__(self) -> bool:
         """Anything is known."""
-        return bool(self._known)
+        return bool(self._known or self._like)
 
     def observe(self, positions: int, seconds: float) -> None:
         """A step of so many positions took so long."""
         size = _bucket(positions)
+        if self._hope < 1.0:
+            if seconds <= self.of(size):
+                self._known = {each: took * self._hope for each, took in self._known.items()}
+            self._hope = 1.0
         known = self._known.get(size)
         if known is None:
+            seconds = min(seconds, _MOST * self.of(size)) if self else seconds
             self._sizes.insert(bisect_left(self._sizes, size), size)
             self._known[size] = seconds
         else:
@@ -42,9 +55,14 @@ class StepCosts:
 
     def of(self, positions: int) -> float:
         """Seconds that a step is expected to take; relative to one position while nothing is known."""
+        least = self._like.of(positions) if self._like else 0.0
+        if self._sizes:
+            measured = self._measured(positions)
+            return measured if self._hope == 1.0 else max(self._hope * measured, min(measured, least))
+        return least or 1.0 + _PER_POSITION * (positions - 1)
+
+    def _measured(self, positions: int) -> float:
         sizes, known = self._sizes, self._known
-        if not sizes:
-            return 1.0 + _PER_POSITION * (positions - 1)
         at = bisect_left(sizes, positions)
         if at < len(sizes) and sizes[at] == positions:
             return known[positions]
@@ -55,6 +73,11 @@ class StepCosts:
         nearest = sizes[0] if at == 0 else sizes[-1]
         one = known[nearest] / (1.0 + _PER_POSITION * (nearest - 1))
         return max(known[nearest] + one * _PER_POSITION * (positions - nearest), 0.5 * known[nearest])
+
+    def hope(self) -> None:
+        """Such steps are not worth their time: expect a little less, until one of them runs. Else a wrong
+        measurement would never be corrected."""
+        self._hope *= 1.0 - _HOPE
 
 
 def _bucket(positions: int) -> int:

@@ -61,12 +61,10 @@ class Drafting:
         self.accepted_prediction = 0
         self.rejected_prediction = 0
 
-    @property
-    def best(self) -> float:
-        """The largest chance that a first draft of text may have."""
-        rates = self._rates
-        best = max(rates[DraftSource.TEXT], rates[DraftSource.MODEL])
-        return max(best, rates[DraftSource.PREDICTION]) if len(self.request.prediction) else best
+    def best(self, source: DraftSource) -> float:
+        """The largest chance that a first draft may have, from this source or the prediction."""
+        best = self._rates[source]
+        return max(best, self._rates[DraftSource.PREDICTION]) if len(self.request.prediction) else best
 
     @property
     def rate(self) -> float:
