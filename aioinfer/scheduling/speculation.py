@@ -26,11 +26,13 @@ __all__ = ["Speculation"]
 _log = logging.getLogger("aioinfer")
 
 #: what verifying must promise to bring in tokens per second, as a factor, before it is worth a try
-_WORTH = 1.01
+_WORTH = 1.03
 #: once in so many steps a request is asked for drafts although they are not expected to pay
 _PROBE = 16
 #: drafts that are less likely than this to be right are never verified
 _LEAST = 0.02
+#: so many equal tokens before a draft say more than fewer do
+_LONG = 4
 #: numbers of drafts that are looked at to see whether any would pay
 _SOME = (1, 3, 7, 15)
 #: how many of them are expected to be right, by the chance of each one behind right ones
@@ -155,6 +157,8 @@ class Speculation:
             _log.error("%s: its drafter raised, and proposes nothing more", request, exc_info=error)
             return ()
         drafting.source = DraftSource.PREDICTION if drafting.request.predicted else DraftSource.TEXT
+        if 0 < drafting.request.matched < _LONG and not drafting.request.predicted:
+            drafting.source = DraftSource.SHORT
         if self._catch_up and not drafting.request.predicted:
             return self._undrawn(request, drafting, start, most)
         return ids

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 
 __all__ = ["StepCosts"]
 
@@ -68,16 +68,26 @@ class StepCosts:
             return known[positions]
         if 0 < at < len(sizes):
             low, high = sizes[at - 1], sizes[at]
-            share = (positions - low) / (high - low)
-            return known[low] + share * (known[high] - known[low])
+            return _between(positions, low, known[low], high, known[high])
+        if at == 0 and self._like is not None and (below := self._like.known_below(positions)) is not None:
+            return _between(positions, *below, sizes[0], known[sizes[0]])
         nearest = sizes[0] if at == 0 else sizes[-1]
         one = known[nearest] / (1.0 + _PER_POSITION * (nearest - 1))
         return max(known[nearest] + one * _PER_POSITION * (positions - nearest), 0.5 * known[nearest])
+
+    def known_below(self, positions: int) -> tuple[int, float] | None:
+        """The largest known size of no more positions, and its seconds."""
+        at = bisect_right(self._sizes, positions)
+        return None if at == 0 else (self._sizes[at - 1], self._known[self._sizes[at - 1]])
 
     def hope(self) -> None:
         """Such steps are not worth their time: expect a little less, until one of them runs. Else a wrong
         measurement would never be corrected."""
         self._hope *= 1.0 - _HOPE
+
+
+def _between(positions: int, low: int, low_seconds: float, high: int, high_seconds: float) -> float:
+    return low_seconds + (positions - low) / (high - low) * (high_seconds - low_seconds)
 
 
 def _bucket(positions: int) -> int:

@@ -38,7 +38,9 @@ class Drafter(Protocol):
 class DraftRequest:
     """What a drafter sees of a request."""
 
-    __slots__ = ("_buffer", "_length", "memory", "name", "predicted", "prediction", "prompt_length")
+    __slots__ = (
+        *("_buffer", "_length", "matched", "memory", "name", "predicted", "prediction", "prompt_length"),
+    )
 
     def __init__(
         self,
@@ -55,6 +57,8 @@ class DraftRequest:
         self.memory: object = None
         #: the latest proposal came from the prediction
         self.predicted = False
+        #: or from text where so many tokens were the same; 0: that is not known
+        self.matched = 0
         self._buffer = prompt_ids
         self._length = len(prompt_ids)
 

@@ -22,6 +22,8 @@ class DraftSource(Enum):
 
     #: the drafter: the request's own text, for example
     TEXT = 0.6
+    #: the request's own text, where few tokens were the same
+    SHORT = 0.2
     #: a draft model
     MODEL = 0.7
     #: the caller's prediction
@@ -64,6 +66,8 @@ class Drafting:
     def best(self, source: DraftSource) -> float:
         """The largest chance that a first draft may have, from this source or the prediction."""
         best = self._rates[source]
+        if source is DraftSource.TEXT:
+            best = max(best, self._rates[DraftSource.SHORT])
         return max(best, self._rates[DraftSource.PREDICTION]) if len(self.request.prediction) else best
 
     @property

@@ -36,7 +36,7 @@ class LookupDrafter:
             if found:
                 request.predicted = True
                 return found
-        place = _last_place(tokens, tokens[:-1])
+        place, request.matched = _last_place(tokens, tokens[:-1])
         return () if place is None else _repeated(tokens[place + 1 :], most)
 
     def _predicted(self, request: DraftRequest, tokens: _Ids, most: int) -> _Ids:
@@ -56,10 +56,11 @@ class LookupDrafter:
         return prediction[at : at + most]
 
 
-def _last_place(tokens: _Ids, text: _Ids) -> int | None:
-    """The last index in ``text`` up to which it has as many of the last ``tokens`` as possible."""
+def _last_place(tokens: _Ids, text: _Ids) -> tuple[int | None, int]:
+    """The last index in ``text`` up to which it has as many of the last ``tokens`` as possible, and how many
+    these are."""
     found, length = _longest(tokens, text, _places(text, tokens[-1]))
-    return int(found[-1]) if length >= _LEAST else None
+    return (int(found[-1]), length) if length >= _LEAST else (None, 0)
 
 
 def _next_place(tokens: _Ids, text: _Ids, at: int) -> int | None:

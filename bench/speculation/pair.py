@@ -19,7 +19,7 @@ DRAFT_LAYERS = 2
 #: a vocabulary like that of Llama 2, because both models have the head
 _VOCAB = 32_768
 #: what the layers of the target alone are multiplied with where they add to the residual stream
-_SMALL = 0.06
+_SMALL = 0.02
 
 
 def find_pair(name: str, place: Path) -> tuple[Path, Path]:

@@ -206,6 +206,25 @@ def test_the_overlap_bench_runs_every_way(tmp_path: Path, device: list[str]) -> 
 
 
 @battery(PROGRAM)
+def test_the_speculation_bench_compares_with_and_without_drafts(tmp_path: Path) -> None:
+    options = "--only oracle edits free pair lookup --model tiny --output 12 --rounds 1 --items 2 --threads 1"
+    file = tmp_path / "lines.jsonl"
+    command = [sys.executable, "-m", "bench", "speculation", *options.split(), "--json", str(file)]
+    command += ["--place", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    sections = json.loads(file.read_text())["sections"]
+    assert [*sections] == ["oracle", "edits", "free", "pair", "lookup"]
+    for name in ("oracle", "edits", "free", "pair"):
+        for row in sections[name]["rows"]:
+            assert row["tok_s"] > 0 < row["plain_tok_s"]
+            assert row["outputs"] > 0 == row["differing"]
+    assert all(row["accepted"] == 1 for row in sections["oracle"]["rows"])
+    assert not any(row["accepted_tokens"] for row in sections["free"]["rows"])
+    assert all(row["us"] > 0 for row in sections["lookup"]["rows"])
+
+
+@battery(PROGRAM)
 def test_the_diffusion_bench_compares_all_ways_on_the_same_requests(tmp_path: Path) -> None:
     options = (
         "--shape tiny --variation 0 --concurrency 1 2 --fresh 0 1 --rounds 1 --requests 4 --per-client 1"
