@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from aioinfer.observe.stats import EngineStats
     from aioinfer.outputs import Chunk, Draft, RequestMetrics, Result, Usage
     from aioinfer.params import DiffusionParams, Grammar, SamplingParams
+    from aioinfer.resuming.record import StreamCheckpoint
     from aioinfer.stream import Stream
 
 __version__ = "0.1.0"
@@ -76,6 +77,7 @@ _HOME = {
     "ServerConfig": "config",
     "StepFailed": "errors",
     "Stream": "stream",
+    "StreamCheckpoint": "resuming.record",
     "TimedOut": "errors",
     "Usage": "outputs",
     "WrongLoop": "errors",
@@ -113,6 +115,7 @@ __all__ = [
     "ServerConfig",
     "StepFailed",
     "Stream",
+    "StreamCheckpoint",
     "TimedOut",
     "ToolCall",
     "Usage",

@@ -150,6 +150,7 @@ class Engine(Requests):
 
         info = await launcher.start(progress)
         tokenizer = await intake.run(self._load_tokenizer, config)
+        fingerprint = await intake.run(factory.fingerprint, config)
         defaults = await intake.run(factory.default_params, config, info)
         config = factory.decide(
             config,
@@ -157,7 +158,7 @@ class Engine(Requests):
             asynchronous=launcher.asynchronous,
             max_running=info.max_running_requests,
         )
-        info = factory.completed(info, tokenizer, config)
+        info = factory.completed(info, tokenizer, config, fingerprint)
         core = Core(config, info, tokenizer, clock_of(intake.loop), self._drafter)
         chat_format = await intake.run(
             ChatFormat.of, tokenizer, config.tool_call_parser, config.reasoning_parser

@@ -123,3 +123,8 @@ class Result:
     prompt_logprobs: list[TokenLogprob | None] | None = None
     #: the caller's name for the request, or one that was made for it
     request_id: str = field(default="", compare=False)
+    #: how many tokens were there when the request was restored from a checkpoint
+    resumed: int = field(default=0, compare=False)
+    #: the output is that of a request that was never interrupted, to the bit: every engine that had a part in
+    #: it had the same arithmetic and was deterministic. True also where nothing was restored
+    identical: bool = field(default=True, compare=False)

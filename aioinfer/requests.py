@@ -23,6 +23,7 @@ from aioinfer.loop.options import (
 from aioinfer.loop.runtime import Runtime
 from aioinfer.mapping import MapProgress, OnError, Prompts, ResultMap
 from aioinfer.params import SamplingParams, Schema, inherited
+from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
@@ -122,11 +123,56 @@ class Requests(ABC):
             error.request_id = options.request_id
             raise
 
+    def restore(
+        self,
+        checkpoint: StreamCheckpoint,
+        *,
+        waiting_timeout: float | None = None,
+        running_timeout: float | None = None,
+        max_lag: int | None = None,
+        request_id: str | None = None,
+    ) -> Stream:
+        """Queue a request that goes on where a checkpoint was taken, in this engine or another one.
+
+        The stream delivers what its consumer had not read, then what follows; its result has the whole
+        output. Where all engines have the same arithmetic and are deterministic, that is the output of a
+        request that was never interrupted, to the bit (``Result.identical``); else the tokens behind the
+        checkpoint can differ from those that would have come. Penalties, grammars, stops, logprobs and usage
+        go on in both cases. Options are as in :meth:`generate`; ``request_id`` is by default that of the
+        checkpoint.
+
+        Raises as :meth:`generate`; InvalidRequest with the field ``checkpoint`` if it is of another model or
+        does not make sense. What only its text shows is raised by the stream.
+        """
+        runtime = self._serving()
+        if not isinstance(checkpoint, StreamCheckpoint):
+            raise InvalidRequest("checkpoint", f"must be a StreamCheckpoint, got {shown(checkpoint)}")
+        options = RequestOptions(
+            priority=checkpoint.priority,
+            cache_salt=checkpoint.cache_salt,
+            routing_key=checkpoint.routing_key,
+            waiting_timeout=self.config.waiting_timeout if waiting_timeout is None else waiting_timeout,
+            running_timeout=self.config.running_timeout if running_timeout is None else running_timeout,
+            max_lag=self.config.max_lag if max_lag is None else max_lag,
+            request_id=request_id or checkpoint.request_id or None,
+        )
+        try:
+            source = runtime.core.source(list(checkpoint.prompt_token_ids))
+            return self._queue(runtime, source, checkpoint.params, options, checkpoint)
+        except AioInferError as error:
+            error.request_id = options.request_id
+            raise
+
     def _queue(
-        self, runtime: Runtime, prompt: PromptSource, params: SamplingParams, options: RequestOptions
+        self,
+        runtime: Runtime,
+        prompt: PromptSource,
+        params: SamplingParams,
+        options: RequestOptions,
+        checkpoint: StreamCheckpoint | None = None,
     ) -> Stream:
         """The way of every request; engines in tests add to it."""
-        return runtime.generate(prompt, params, options)
+        return runtime.generate(prompt, params, options, checkpoint)
 
     def chat(
         self,

@@ -12,11 +12,14 @@ from asyncio import get_running_loop
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from enum import Enum
 from types import TracebackType
-from typing import Any, NoReturn, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, SupportsIndex
 
 from aioinfer.errors import AioInferError, Cancelled
 from aioinfer.outputs import Chunk, FinishReason, RequestMetrics, Result, Usage
 from aioinfer.scheduling.request import ParkedFor, Request, RequestState
+
+if TYPE_CHECKING:
+    from aioinfer.resuming.record import StreamCheckpoint
 
 __all__ = ["Lane", "Outlet", "Stream", "StreamCell", "request_of", "when_ended"]
 
@@ -48,6 +51,9 @@ class StreamOwner(Protocol):
 
     def caught_up(self, request: Request) -> None:
         """Continue a request that was parked for its consumer, who has read enough. On the engine's loop."""
+
+    def checkpoint(self, request: Request) -> StreamCheckpoint:
+        """How far the request has come. Raises RuntimeError."""
 
 
 class _Callback:
@@ -277,6 +283,14 @@ class Stream(Coroutine[Any, Any, Result]):
                 raise Cancelled("the stream was closed before its prompt was tokenized")
             raise RuntimeError("the prompt has not been tokenized yet")
         return self._cell.request.result()
+
+    def checkpoint(self) -> StreamCheckpoint:
+        """How far the request has come, for :meth:`aioinfer.Engine.restore`: also when it was aborted, or the
+        engine failed or was closed. Does not wait.
+
+        Raises RuntimeError before the prompt is tokenized, and when the output is complete.
+        """
+        return self._owner.checkpoint(self._cell.request)
 
     # -- async for ------------------------------------------------------------------------------
 

@@ -43,8 +43,8 @@ LAYERS: list[set[str]] = [
     {"execution"},
     # what a caller reads: streams; statistics and traces
     {"stream", "observe"},
-    # which rows a step computes; pure Python
-    {"scheduling"},
+    # which rows a step computes; pure Python. How far a stream has come, as a record
+    {"scheduling", "resuming"},
     # how the blocks of diffusion models are denoised; what is drafted for others
     {"diffusion", "speculation"},
     # from logits to tokens

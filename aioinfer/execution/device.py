@@ -88,6 +88,12 @@ class DeviceInfo:
     #: of the engine, as resolved for this device
     overlap_steps: int | None = None
     deterministic: bool = False
+    #: the model's name, and what tells its files from others: see :mod:`aioinfer.checkpoint.identity`
+    model: str = ""
+    fingerprint: str = ""
+    #: the arithmetic: deterministic engines of one model where it is equal compute the same tokens and
+    #: logprobs, to the bit
+    numerics: str = ""
 
     @property
     def decisions(self) -> str:

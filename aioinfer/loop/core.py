@@ -22,6 +22,7 @@ from aioinfer.loop.copies import check_range
 from aioinfer.loop.generation import generation
 from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.preparing import Preparing
+from aioinfer.loop.resumption import Resumption
 from aioinfer.loop.texts import Texts
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.faults import PolicyFailed
@@ -37,6 +38,8 @@ from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
     from aioinfer.outputs import TokenLogprob
+    from aioinfer.resuming.record import StreamCheckpoint
+    from aioinfer.stream import StreamCell
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Core"]
@@ -179,17 +182,28 @@ class Core:
         """Tokenize a prompt, and :meth:`complete` it. May take long: on any thread. Raises InvalidRequest."""
         return self.complete(prompt.encode(), params)
 
-    def complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Prepared:
+    def complete(
+        self, prompt_ids: Sequence[int], params: SamplingParams, checkpoint: StreamCheckpoint | None = None
+    ) -> Prepared:
         """Work out what a request needs besides its prompt. May take long, then on any thread, if the
-        parameters say so (``worked_out``). Raises InvalidRequest, also if the extra for grammars is
-        missing."""
-        return self._preparing.complete(prompt_ids, params, self.stop_ids(params))
+        parameters say so (``worked_out``) and with a checkpoint. Raises InvalidRequest, also if the extra for
+        grammars is missing."""
+        prepared = self._preparing.complete(prompt_ids, params, self.stop_ids(params))
+        if checkpoint is None:
+            return prepared
+        text = self._output_text(prompt_ids, params)
+        grammar = prepared.grammar
+        if grammar is not None and checkpoint.token_ids:
+            grammar = grammar.restarted(checkpoint.token_ids)
+        resumption = Resumption.prepare(checkpoint, text, self.info)
+        return prepared._replace(grammar=grammar, resumption=resumption)
 
-    def submit(self, request: Request, prepared: Prepared) -> None:
-        """Queue a request that is PREPARING and passed :meth:`check`. Raises InvalidRequest, Rejected, and
-        StepFailed if the queue's policy raises; nothing is changed then."""
-        prompt_ids, params = prepared.prompt_ids, request.params
-        self.check_queue(tokens=len(prompt_ids))
+    def submit(self, request: Request, prepared: Prepared, cell: StreamCell | None = None) -> None:
+        """Queue a request that is PREPARING and passed :meth:`check`; ``cell``: of its consumer. Raises
+        InvalidRequest, Rejected, and StepFailed if the queue's policy raises; nothing is changed then."""
+        prompt_ids, params, resumption = prepared.prompt_ids, request.params, prepared.resumption
+        known = 0 if resumption is None else len(resumption.checkpoint.token_ids)
+        self.check_queue(tokens=len(prompt_ids) + known)
         cursor = self._generation.cursor(params)
         max_length = self.info.max_model_len
         if len(prompt_ids) + params.min_tokens > max_length:
@@ -203,17 +217,25 @@ class Core:
             max_length = min(max_length, len(prompt_ids) + params.max_tokens)
         self._next_key += 1
         self._arrivals += not request.queue_behind
+        if resumption is None:
+            seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+            text = self._output_text(prompt_ids, params)
+        else:
+            seed, text = resumption.checkpoint.seed, resumption.text
+            resumption.begin(request)
         request.set_prompt(
             self._next_key,
             prompt_ids,
-            seed=self._seeds.getrandbits(63) if params.seed is None else params.seed,
+            seed=seed,
             stop_ids=self.stop_ids(params),
             max_length=max_length,
-            text=self._output_text(prompt_ids, params),
+            text=text,
             grammar=prepared.grammar,
             cursor=cursor,
             arrivals=self._arrivals,
         )
+        if resumption is not None:
+            resumption.place(request, cell)
         if self._preparing.speculates(params):
             prompt = np.frombuffer(request.token_key(0, len(prompt_ids)), np.int32)
             prediction = NO_IDS if prepared.prediction is None else prepared.prediction

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from aioinfer import __version__
 from aioinfer.checkpoint.files import Checkpoint, checkpoint_at
 from aioinfer.checkpoint.locate import Progress, locate
 from aioinfer.config import SPECULATION, EngineConfig
@@ -119,7 +120,22 @@ def with_end_tokens(info: DeviceInfo, tokenizer: Tokenizer | None) -> DeviceInfo
     return dataclasses.replace(info, eos_token_ids=info.eos_token_ids | tokenizer.eos_token_ids)
 
 
-def completed(info: DeviceInfo, tokenizer: Tokenizer | None, config: EngineConfig) -> DeviceInfo:
+def fingerprint(config: EngineConfig) -> str:
+    """What tells the model of a config from others. Blocks."""
+    from aioinfer.checkpoint.identity import digest
+
+    checkpoint = _checkpoint(config)
+    if config.load_format == "random" or checkpoint is None:
+        return f"name-{config.model_name}"
+    try:
+        return f"files-{digest(checkpoint.files())}"
+    except ConfigError:
+        return f"name-{config.model_name}"  # a device that stands in for the real one has opened without them
+
+
+def completed(
+    info: DeviceInfo, tokenizer: Tokenizer | None, config: EngineConfig, fingerprint: str = ""
+) -> DeviceInfo:
     """``info`` with the end tokens of the tokenizer, and with what the engine decided; ``config`` leaves
     nothing open: see :func:`decide`."""
     info = with_end_tokens(info, tokenizer)
@@ -128,7 +144,18 @@ def completed(info: DeviceInfo, tokenizer: Tokenizer | None, config: EngineConfi
         page_size=config.page_size if info.page_size is None else info.page_size,
         overlap_steps=config.overlap_steps,
         deterministic=config.deterministic,
+        model=config.model_name,
+        fingerprint=fingerprint,
+        numerics=_numerics(info, config),
     )
+
+
+def _numerics(info: DeviceInfo, config: EngineConfig) -> str:
+    """Sizes of pages, steps and queues, and the number of threads, are no part of it."""
+    kernels = [f"{part} {name.partition(' (')[0]}" for part, name in sorted(info.kernels.items())]
+    device = info.device.partition(":")[0]
+    parts = [__version__, info.implementation, info.dtype, config.quantization, device, *kernels]
+    return ", ".join(filter(None, parts))
 
 
 def decide(

@@ -15,6 +15,7 @@ from aioinfer.params import SamplingParams
 
 if TYPE_CHECKING:
     from aioinfer.loop.core import Core
+    from aioinfer.resuming.record import StreamCheckpoint
 
 __all__ = ["Intake", "Preparation"]
 
@@ -54,11 +55,16 @@ class Intake:
         return await self.loop.run_in_executor(self._workers, call, *arguments)
 
     def prepare(
-        self, core: Core, source: PromptSource, params: SamplingParams, prepared: Prepare
+        self,
+        core: Core,
+        source: PromptSource,
+        params: SamplingParams,
+        prepared: Prepare,
+        checkpoint: StreamCheckpoint | None = None,
     ) -> Preparation:
-        """Make the token ids of a prompt and the grammar of its output on worker threads, then call
-        ``prepared``, in a later turn of the loop."""
-        preparation = Preparation(core, source, params, prepared, self._grammars)
+        """Make the token ids of a prompt, the grammar of its output and the text of a checkpoint on worker
+        threads, then call ``prepared``, in a later turn of the loop."""
+        preparation = Preparation(core, source, params, prepared, self._grammars, checkpoint)
         if source.ids is not None:
             preparation.encoded(None)
             return preparation
@@ -227,7 +233,16 @@ class _Encoding:
 class Preparation:
     """The part of one request in the work on its prompt and its grammar."""
 
-    __slots__ = ("_compilers", "_core", "_params", "_prepared", "_source", "encoding", "least_tokens")
+    __slots__ = (
+        "_checkpoint",
+        "_compilers",
+        "_core",
+        "_params",
+        "_prepared",
+        "_source",
+        "encoding",
+        "least_tokens",
+    )
 
     def __init__(
         self,
@@ -236,7 +251,9 @@ class Preparation:
         params: SamplingParams,
         prepared: Prepare,
         compilers: _Lane,
+        checkpoint: StreamCheckpoint | None = None,
     ) -> None:
+        self._checkpoint = checkpoint
         self._core = core
         self._source = source
         self._params = params
@@ -259,13 +276,13 @@ class Preparation:
         """The token ids are known, or could not be made."""
         if error is not None:
             self._end(None, _own(error))
-        elif self._params.worked_out:
+        elif self._params.worked_out or self._checkpoint is not None:
             self._compilers.submit(self)
         else:
             self._end(self._core.complete(self._source.encode(), self._params), None)
 
     def call(self) -> Prepared:
-        return self._core.complete(self._source.encode(), self._params)
+        return self._core.complete(self._source.encode(), self._params, self._checkpoint)
 
     def ended(self, result: Prepared | None, error: BaseException | None) -> None:
         self._end(result, error)

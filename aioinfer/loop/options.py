@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from aioinfer.execution.device import DeviceInfo
+    from aioinfer.loop.resumption import Resumption
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.tokenizer import Tokenizer
 
@@ -114,6 +115,8 @@ class Prepared(NamedTuple):
     grammar: GrammarState | None
     #: the tokens of the caller's prediction, int32 [P]
     prediction: npt.NDArray[np.int32] | None = None
+    #: the output that there is already
+    resumption: Resumption | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,12 @@ from aioinfer.loop.copies import check_ids
 from aioinfer.loop.driver import Driver
 from aioinfer.loop.options import Prepared, PromptSource, RequestOptions
 from aioinfer.loop.pacing import Pace
+from aioinfer.loop.resumption import check, take
 from aioinfer.loop.tuning import Tuning
 from aioinfer.observe.observers import Observers
 from aioinfer.observe.stats import EngineStats
 from aioinfer.params import SamplingParams
+from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.stream import Lane, Outlet, Stream, StreamCell
@@ -99,6 +101,8 @@ class Runtime:
         self.loop = asyncio.get_running_loop()
         self.config = config
         self.core = core
+        #: also when the core is gone
+        self.info = core.info
         self.launcher = launcher
         self.state = EngineState.RUNNING
         #: why it is FAILED
@@ -135,21 +139,32 @@ class Runtime:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def generate(self, prompt: PromptSource, params: SamplingParams, options: RequestOptions) -> Stream:
-        """Queue a request, at once or when its prompt is prepared. Raises InvalidRequest, Rejected."""
+    def generate(
+        self,
+        prompt: PromptSource,
+        params: SamplingParams,
+        options: RequestOptions,
+        checkpoint: StreamCheckpoint | None = None,
+    ) -> Stream:
+        """Queue a request, at once or when its prompt is prepared, with the output that a checkpoint has.
+        Raises InvalidRequest, Rejected."""
         self.core.check(params)
+        least = prompt.least_tokens
+        if checkpoint is not None:
+            check(checkpoint, self.core.info, self.core.stop_ids(params))
+            least += len(checkpoint.token_ids)
         try:
-            self.core.check_queue(len(self._preparing), prompt.least_tokens, self._preparing_tokens)
+            self.core.check_queue(len(self._preparing), least, self._preparing_tokens)
         except Rejected:
             self.observers.rejected()
             raise
         request = self.core.new_request(params, options)
         cell = StreamCell(request, options.running_timeout, options.max_lag)
-        if prompt.ids is not None and not params.worked_out:
+        if prompt.ids is not None and not params.worked_out and checkpoint is None:
             self._submit(request, self.core.complete(prompt.ids, params))
         else:
             prepared = functools.partial(self._prepared, request)
-            preparation = self._intake.prepare(self.core, prompt, params, prepared)
+            preparation = self._intake.prepare(self.core, prompt, params, prepared, checkpoint)
             self._preparing[request] = preparation
             self._preparing_tokens += preparation.least_tokens
         self._open[request] = None
@@ -205,7 +220,7 @@ class Runtime:
     def _submit(self, request: Request, prepared: Prepared) -> None:
         self.driver.work_arrives()
         try:
-            self.core.submit(request, prepared)
+            self.core.submit(request, prepared, _cell(request))
         except (RequestError, EngineError):
             raise
         except Exception as cause:
@@ -313,6 +328,10 @@ class Runtime:
     def _abandon(self, request: Request) -> None:
         if not request.ended:
             self.end(request, None)
+
+    def checkpoint(self, request: Request) -> StreamCheckpoint:
+        """How far a request has come. Raises RuntimeError."""
+        return take(request, _cell(request), self.info)
 
     def caught_up(self, request: Request) -> None:
         """The consumer of a request that is parked for it has read enough: the request goes on."""

@@ -97,8 +97,8 @@ class Tracer(Observer):
                 span.set_attribute(_REQUEST_ID, called)
             if request.admitted_at is not None:
                 span.add_event("admitted", timestamp=stamp(request.admitted_at))
-            if request.token_times:
-                span.add_event("first token", timestamp=stamp(request.token_times[0]))
+            if times := request.computed_times:
+                span.add_event("first token", timestamp=stamp(times[0]))
             if request.error is not None:
                 # The message may quote what the request said.
                 span.set_status(StatusCode.ERROR)
@@ -138,6 +138,6 @@ def _answered(request: Request) -> dict[str, _ATTRIBUTE]:
     }
     if request.finish_reason is not None:
         found["gen_ai.response.finish_reasons"] = [request.finish_reason]
-    if request.token_times:
-        found["gen_ai.response.time_to_first_chunk"] = request.token_times[0] - request.arrival
+    if times := request.computed_times:
+        found["gen_ai.response.time_to_first_chunk"] = times[0] - request.arrival
     return found

@@ -146,6 +146,17 @@ class BlockCursor(Cursor):
     def trim(self, count: int) -> None:
         del self._step_map[count:]
 
+    @property
+    def under_way(self) -> BlockState | None:
+        """The newest state of the block that is not done, if it has one."""
+        block = self.block
+        return None if block is None or block.done or block.start != self.block_start else block
+
+    def take_up(self, step_map: Sequence[int], block: BlockState | None) -> None:
+        """Go on with an output that was begun elsewhere: its rounds, and the block that is not done."""
+        self._step_map += step_map
+        self.block = block
+
     # -- rounds ---------------------------------------------------------------------------------
 
     @property

@@ -139,6 +139,7 @@ class Request:
         "finish_reason",
         "finished_at",
         "grammar",
+        "identical",
         "key",
         "kv",
         "label",
@@ -156,6 +157,7 @@ class Request:
         "prompt_logprobs",
         "queue_behind",
         "recovery",
+        "resumed",
         "routing_key",
         "seed",
         "state",
@@ -220,6 +222,10 @@ class Request:
         self.token_times: list[float] = []
         #: some tokens have no text yet
         self.text_behind = False
+
+        #: output tokens that it began with, and whether the output is that of an undisturbed request
+        self.resumed = 0
+        self.identical = True
 
         self.kv = Allocation()
         self.recovery = Recovery()
@@ -427,6 +433,11 @@ class Request:
         return len(self.token_times) if self.text_behind else len(self.output_ids)
 
     @property
+    def computed_times(self) -> list[float]:
+        """The times of the tokens that it did not begin with."""
+        return self.token_times[self.resumed :] if self.resumed else self.token_times
+
+    @property
     def metrics(self) -> RequestMetrics:
         return RequestMetrics(self.arrival, self.admitted_at, self.finished_at, tuple(self.token_times))
 
@@ -446,6 +457,8 @@ class Request:
             step_map=None if step_map is None else list(step_map[:count]),
             prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs],
             request_id=self.request_id,
+            resumed=self.resumed,
+            identical=self.identical,
         )
 
     @property

@@ -21,6 +21,7 @@ from aioinfer.execution.device import DeviceLost
 from aioinfer.loop.options import PromptSource, RequestOptions
 from aioinfer.loop.runtime import Runtime
 from aioinfer.params import SamplingParams
+from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.scheduling.request import Request
 from aioinfer.stream import Stream, request_of
 from aioinfer.testing.fake_device import FakeDevice, FakeTokenizer, Script
@@ -143,17 +144,22 @@ class FakeEngine(Engine):
         return TimedLauncher(device, device.seconds)
 
     def _queue(
-        self, runtime: Runtime, prompt: PromptSource, params: SamplingParams, options: RequestOptions
+        self,
+        runtime: Runtime,
+        prompt: PromptSource,
+        params: SamplingParams,
+        options: RequestOptions,
+        checkpoint: StreamCheckpoint | None = None,
     ) -> Stream:
         text = _text(prompt)
         if text is None:
-            return super()._queue(runtime, prompt, params, options)  # whose stream says why
+            return super()._queue(runtime, prompt, params, options, checkpoint)  # whose stream says why
         self.requests.append(FakeRequest(text, params, options))
         answer = self._answer(text)
         error = answer.error
         if isinstance(error, (InvalidRequest, Rejected)) and not answer.text:
             raise copy.copy(error)
-        stream = super()._queue(runtime, prompt, params, options)
+        stream = super()._queue(runtime, prompt, params, options, checkpoint)
         request = request_of(stream)
         assert self._device is not None
         unscripted = self._answers is None
@@ -165,6 +171,7 @@ class FakeEngine(Engine):
                 self.pace if answer.pace is None else answer.pace,
                 None if error is None else lambda: _fail(runtime, request, error),
             ),
+            0 if checkpoint is None else len(checkpoint.token_ids),
         )
         return stream
 

@@ -66,12 +66,12 @@ class FakeDevice(ToyDevice):
         self._scripts: dict[Request, Script] = {}
         self._most = 64
 
-    def play(self, request: Request, script: Script) -> None:
-        """The answer to a request. Called before its first step."""
+    def play(self, request: Request, script: Script, begun: int = 0) -> None:
+        """The answer to a request, of which ``begun`` tokens are there. Called before its first step."""
         if len(self._scripts) >= self._most:
             self._scripts = {each: found for each, found in self._scripts.items() if not each.ended}
             self._most = 2 * len(self._scripts) + 64
-        script.due = self._clock() + script.delay
+        script.due = self._clock() + script.delay - begun * script.pace
         self._scripts[request] = script
 
     def seconds(self, step: Step) -> float:

@@ -104,8 +104,8 @@ class ScriptedDevice(TorchDevice):
         super().__init__(config)
         self._variation = variation
 
-    def _load(self, device: torch.device, progress: Progress | None) -> CausalLM:
-        return _Scripted(super()._load(device, progress), device, 8.0, self._variation)
+    def _load(self, device: torch.device, progress: Progress | None, path: Path | None = None) -> CausalLM:
+        return _Scripted(super()._load(device, progress, path), device, 8.0, self._variation)
 
 
 class _Scripted:

@@ -164,6 +164,18 @@ def test_steps_in_flight_are_computed_in_their_order() -> None:
         assert runner.run(run()) == "x" * 300
 
 
+async def test_an_interrupted_answer_goes_on() -> None:
+    answer = "a longer answer than that"
+    async with FakeEngine(answers=[answer, answer]) as engine:
+        stream = engine.generate("tell me")
+        read = (await anext(stream)).text
+        checkpoint = stream.checkpoint()
+        stream.close()
+        async for chunk in engine.restore(checkpoint):
+            read += chunk.text
+    assert read == answer
+
+
 async def test_clients_of_the_server_are_tested_without_a_model() -> None:
     calling = Answer("Look.", tool_calls=[("weather", {"city": "Rome"})])
     tools: Any = [{"type": "function", "function": {"name": "weather"}}]

@@ -54,7 +54,7 @@ def ended(times: list[float], **more: Any) -> Any:
         "finish_reason": "stop",
         "error": None,
     }
-    return SimpleNamespace(token_times=times, **{**fields, **more})
+    return SimpleNamespace(token_times=times, computed_times=times, **{**fields, **more})
 
 
 # -- histograms ----------------------------------------------------------------------------------------

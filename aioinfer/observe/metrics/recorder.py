@@ -137,7 +137,7 @@ class Recorder(Observer):
             self.rejections += isinstance(request.error, Rejected)
         self.finished[reason] += 1
         arrival, admitted, finished = request.arrival, request.admitted_at, request.finished_at
-        times = request.token_times
+        times = request.computed_times
         if request.key:
             self.prompt_tokens.observe(len(request.prompt_ids))
             self.output_tokens.observe(len(times))

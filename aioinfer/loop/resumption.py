@@ -1,0 +1,184 @@
+"""Resumption: how a request begins that has an output already.
+
+It is what a retracted request is: its tokens are known, and its KV is computed again. So penalties, noise,
+grammars and stops continue as if nothing had happened. The output never becomes a part of the prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from aioinfer.diffusion.state import BlockState
+from aioinfer.errors import InvalidRequest
+from aioinfer.loop.copies import check_ids
+from aioinfer.resuming.record import StreamCheckpoint
+from aioinfer.scheduling.block_cursor import BlockCursor
+from aioinfer.text.stop import TooSlow
+
+if TYPE_CHECKING:
+    from aioinfer.execution.device import DeviceInfo
+    from aioinfer.scheduling.request import Request
+    from aioinfer.stream import StreamCell
+    from aioinfer.text.output import OutputText
+
+__all__ = ["Resumption", "check", "take"]
+
+_FIELD = "checkpoint"
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """What a request is given before it is queued."""
+
+    checkpoint: StreamCheckpoint
+    #: of all its tokens
+    text: OutputText
+    #: the output is that of an undisturbed request, to the bit
+    identical: bool
+
+    @classmethod
+    def prepare(cls, checkpoint: StreamCheckpoint, text: OutputText, info: DeviceInfo) -> Resumption:
+        """Push all tokens through ``text``, which is new. May take long. Raises InvalidRequest: the output
+        had ended with one of them, or the consumer has read more than they are."""
+        for at, token in enumerate(checkpoint.token_ids):
+            try:
+                stop = text.push(token)
+            except TooSlow as error:
+                raise InvalidRequest("stop_regex", str(error)) from error
+            if stop is not None:
+                raise InvalidRequest(_FIELD, f"token_ids: the output ends with token {at}: {stop!r} stops it")
+        released, read = text.text, checkpoint.delivered_characters
+        if read > len(released):
+            message = f"delivered_characters: {read}, and the text has {len(released)}"
+            raise InvalidRequest(_FIELD, message)
+        text.pieces[:] = [piece for piece in (released[:read], released[read:]) if piece]
+        same = checkpoint.numerics == info.numerics and info.deterministic
+        return cls(checkpoint, text, checkpoint.identical and same)
+
+    def begin(self, request: Request) -> None:
+        """Before the request gets its prompt: the lists of its output."""
+        checkpoint = self.checkpoint
+        request.output_ids += checkpoint.token_ids
+        request.logprobs += checkpoint.logprobs
+        request.prompt_logprobs += checkpoint.prompt_logprobs
+        request.token_times += [request.arrival] * len(checkpoint.token_ids)
+        request.resumed, request.identical = len(checkpoint.token_ids), self.identical
+
+    def place(self, request: Request, cell: StreamCell | None) -> None:
+        """Behind that: cursors of the request and of its consumer."""
+        checkpoint, cursor = self.checkpoint, request.cursor
+        if isinstance(cursor, BlockCursor):
+            cursor.take_up(checkpoint.step_map or (), checkpoint.block)
+        # As behind a retraction, but that no row was launched: what is scored is not scored again.
+        request.restart()
+        request.rewind(0)
+        if cell is not None:
+            cell.taken_ids = checkpoint.delivered_tokens
+            cell.taken_pieces = int(checkpoint.delivered_characters > 0)
+
+
+def check(checkpoint: StreamCheckpoint, info: DeviceInfo, stop_ids: frozenset[int]) -> None:
+    """Raise InvalidRequest for a checkpoint that this engine cannot go on with."""
+    if checkpoint.fingerprint != info.fingerprint:
+        raise InvalidRequest(
+            _FIELD,
+            f"is of the model {checkpoint.model!r} with other files than this engine's ({info.model!r}): "
+            f"{checkpoint.fingerprint} and {info.fingerprint}",
+        )
+    ids, params = checkpoint.token_ids, checkpoint.params
+    try:
+        check_ids("token_ids", ids, info.vocab_size)
+    except InvalidRequest as error:
+        raise InvalidRequest(_FIELD, f"token_ids: {error.message}") from None
+    end = next((at for at, token in enumerate(ids) if token in stop_ids), None)
+    if end is not None:
+        raise InvalidRequest(_FIELD, f"token_ids: the output ends with token {end}, which stops it")
+    if params.max_tokens is not None and len(ids) >= params.max_tokens:
+        raise InvalidRequest(_FIELD, "token_ids: the output is complete: it has max_tokens")
+    most = info.max_model_len
+    if len(checkpoint.prompt_token_ids) + len(ids) >= most:
+        message = f"prompt and output leave no room in this engine's context of {most} tokens"
+        raise InvalidRequest(_FIELD, message, code="context_length_exceeded")
+    _check_lists(checkpoint)
+    _check_blocks(checkpoint, info.block_size)
+
+
+def _check_lists(checkpoint: StreamCheckpoint) -> None:
+    ids, params = checkpoint.token_ids, checkpoint.params
+    wanted = 0 if params.logprobs is None else len(ids)
+    scored = 0 if params.prompt_logprobs is None else len(checkpoint.prompt_token_ids) - 1
+    for name, count, least, most in (
+        ("logprobs", len(checkpoint.logprobs), wanted, wanted),
+        ("prompt_logprobs", len(checkpoint.prompt_logprobs), 0, scored),
+        ("delivered_tokens", checkpoint.delivered_tokens, 0, len(ids)),
+    ):
+        if not least <= count <= most:
+            raise InvalidRequest(_FIELD, f"{name}: {count}, where {least} to {most} are possible")
+
+
+def _check_blocks(checkpoint: StreamCheckpoint, size: int | None) -> None:
+    ids, steps, block = checkpoint.token_ids, checkpoint.step_map, checkpoint.block
+    if size is None:
+        if steps is not None or block is not None:
+            raise InvalidRequest(_FIELD, "is of a diffusion model, and this engine's is none")
+        return
+    if steps is None or len(steps) != len(ids):
+        raise InvalidRequest(_FIELD, f"step_map: must have one entry for each of {len(ids)} tokens")
+    known = len(checkpoint.prompt_token_ids) + len(ids)
+    start = known - known % size
+    if block is None:
+        if known > max(start, len(checkpoint.prompt_token_ids)):
+            raise InvalidRequest(_FIELD, "block: is missing, and the output ends within it")
+        return
+    if block.start != start or any(
+        len(each) != size for each in (block.ids, block.known, block.written_in, block.logprobs)
+    ):
+        raise InvalidRequest(_FIELD, f"block: is not the one of {size} positions at the output's end")
+
+
+def take(request: Request, cell: StreamCell, info: DeviceInfo) -> StreamCheckpoint:
+    """How far a request has come. Raises RuntimeError before its prompt is tokenized, and if its output is
+    complete."""
+    if not request.key:
+        raise RuntimeError("the prompt has not been tokenized yet")
+    if request.finished and request.finish_reason != "abort":
+        raise RuntimeError("the output is complete: there is nothing to go on with")
+    count = len(request.token_times)
+    cursor, block = request.cursor, None
+    identical = request.identical and info.deterministic
+    if isinstance(cursor, BlockCursor):
+        block = cursor.under_way
+        known = len(request.prompt_ids) + count
+        start = known - known % cursor.block_size
+        if known > max(start, len(request.prompt_ids)) and (block is None or block.start != start):
+            # Its text is late, and the rounds of this block are gone: it goes on from its tokens.
+            block = _from_tokens(request, start, known, cursor.block_size, info)
+            identical = False
+    taken = sum(map(len, request.text.pieces[: cell.taken_pieces]))
+    scored = request.params.logprobs is not None
+    return StreamCheckpoint(
+        fingerprint=info.fingerprint,
+        model=info.model,
+        numerics=info.numerics,
+        identical=identical,
+        prompt_token_ids=tuple(request.prompt_ids),
+        params=request.params,
+        seed=request.seed,
+        token_ids=tuple(request.output_ids[:count]),
+        delivered_tokens=min(cell.taken_ids, count),
+        delivered_characters=taken,
+        logprobs=tuple(request.logprobs[:count]) if scored else (),
+        prompt_logprobs=tuple(request.prompt_logprobs),
+        step_map=None if cursor.step_map is None else tuple(cursor.step_map[:count]),
+        block=block,
+        request_id=request.request_id,
+        priority=request.priority,
+        cache_salt=request.namespace,
+        routing_key=request.routing_key,
+    )
+
+
+def _from_tokens(request: Request, start: int, known: int, size: int, info: DeviceInfo) -> BlockState:
+    assert info.mask_token_id is not None
+    return BlockState.unknown(start, request.known_ids(start, known), size, info.mask_token_id)
