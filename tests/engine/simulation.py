@@ -8,10 +8,10 @@ import gc
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from aioinfer import errors
+from aioinfer import Chunk, StreamCheckpoint, errors
 from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.device import DeviceLost, StepOutOfMemory
 from aioinfer.scheduling.audit import audit, check_idle
@@ -48,7 +48,10 @@ async def lifetime(world: World, number: int) -> None:
         "max_lag": rng.choice([None, None, None, 1, 3]),
     }
     behaviour = rng.choice(
-        ["read", "read", "await", "cancel", "cancel", "close", "break", "drop", "slow", "timeout", "never"]
+        [
+            *("read", "read", "await", "cancel", "cancel", "close", "break", "drop", "slow", "timeout"),
+            *("never", "restore"),
+        ]
     )
     try:
         stream = engine.generate(
@@ -126,7 +129,7 @@ async def _read(world: World, stream: Stream, behaviour: str, started: asyncio.E
     started.set()
     try:
         async with asyncio.timeout(rng.uniform(0, 0.05) if behaviour == "timeout" else None):
-            async for chunk in stream:
+            async for chunk in _restored(world, stream, limit) if behaviour == "restore" else stream:
                 assert reason is None, "a chunk came after the last one"
                 assert chunk.text or chunk.token_ids or chunk.finish_reason or chunk.draft
                 ids += chunk.token_ids
@@ -148,6 +151,25 @@ async def _read(world: World, stream: Stream, behaviour: str, started: asyncio.E
     if reason is None:
         return "left", ids, "".join(texts), None
     return "finished", ids, "".join(texts), reason
+
+
+async def _restored(world: World, stream: Stream, limit: int) -> AsyncIterator[Chunk]:
+    """The chunks of a stream that is cut now and then, and goes on from its checkpoint."""
+    chunks = 0
+    while True:
+        cut = False
+        async for chunk in stream:
+            yield chunk
+            chunks += 1
+            cut = chunks % limit == 0 and not stream.done
+            if cut:
+                break
+        if not cut:
+            return
+        stored = stream.checkpoint().to_json()
+        stream.close()
+        world.restored += 1
+        stream = world.engine.restore(StreamCheckpoint.from_json(stored))
 
 
 async def operate(world: World) -> None:

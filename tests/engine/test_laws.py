@@ -21,10 +21,13 @@ def test_random_lifetimes_keep_every_law(block: int) -> None:
     """6 blocks of 125 worlds of 80 lifetimes: 60,000 in all. The quick tier has 3,000."""
     counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
+    restored = 0
     for seed in range(block * WORLDS, (block + 1) * WORLDS):
         world, checker = simulate(seed, LIFETIMES)
         counts += world.counts
         totals += checker.totals()
+        restored += world.restored
+    assert restored > LIFETIMES
     assert counts.total() == LIFETIMES * WORLDS
     assert len(COMBINATIONS) * 2 <= WORLDS
     # The worlds are worth something only if every way to end, and every device of the scheduler, did occur.

@@ -54,6 +54,8 @@ class World:
     claims: list[Claim] = field(default_factory=list)
     outcomes: list[tuple[Any, ...]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    #: times that a stream was cut and went on from its checkpoint
+    restored: int = 0
 
 
 #: policy, admission, mixed, prefix cache
