@@ -451,9 +451,14 @@ def _prediction(given: Any) -> str | tuple[int, ...] | None:
         if not text.isascii() and _SURROGATE.search(text):
             raise InvalidRequest("prediction", "has an unpaired surrogate, which no text has")
         return text or None
-    if isinstance(given, (str, bytes, bytearray, memoryview, Mapping)) or not hasattr(given, "__len__"):
+    refused = isinstance(given, (str, bytes, bytearray, memoryview, Mapping)) or not hasattr(given, "__len__")
+    try:
+        ids = () if refused else given[:_LONGEST_PREDICTION]
+    except TypeError:  # a set, for example
+        refused = True
+    if refused:
         raise InvalidRequest("prediction", f"must be text or a list of token ids, got {shown(given)}")
-    return _token_ids("prediction", given[:_LONGEST_PREDICTION], _LONGEST_PREDICTION) or None
+    return _token_ids("prediction", ids, _LONGEST_PREDICTION) or None
 
 
 def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:

@@ -79,6 +79,8 @@ class DeviceInfo:
     state_bytes: int = 0
     #: what a draft model drafts at a time: 1, or the positions of a block; None: there is none
     draft_unit: int | None = None
+    #: positions that the draft model knows
+    draft_length: int = 0
     #: requests that can hold a slot, if memory has states for fewer than the config asks for
     max_running_requests: int | None = None
     #: positions that the model knows

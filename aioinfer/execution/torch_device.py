@@ -6,6 +6,8 @@ Torch is imported when the device is opened, on the launch thread, and not befor
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,7 +77,8 @@ class TorchDevice:
                 torch.set_num_threads(threads)
         try:
             if self._drafts:
-                check_draft(config.model_path, locate(config.speculation))
+                with _of_speculation():
+                    check_draft(config.model_path, locate(config.speculation))
             model = self._load(device, progress)
             spec = model.spec
             decoding = kind(spec)
@@ -116,6 +119,7 @@ class TorchDevice:
             num_snapshots=size.num_snapshots,
             state_bytes=size.state_bytes,
             draft_unit=None if draft is None else draft.spec.unit,
+            draft_length=0 if draft is None else draft.spec.max_model_len,
             max_running_requests=fewer_requests(self._config, config),
             model_positions=spec.max_model_len,
             length_reason=_length_reason(config, spec, size, device),
@@ -135,7 +139,8 @@ class TorchDevice:
             raise ConfigError(
                 f"speculation: nothing can be drafted for {target.architecture}: use off or lookup"
             )
-        draft = self._load(device, progress, locate(self._config.speculation))
+        with _of_speculation():
+            draft = self._load(device, progress, locate(self._config.speculation))
         if draft.spec.states:
             raise ConfigError(
                 f"speculation: {draft.spec.architecture} has a recurrent state, and cannot draft"
@@ -242,3 +247,13 @@ def _describe(spec: ModelSpec, device: torch.device, capacity: int, kernels: str
     model = f"{spec.architecture}{part}, {size:.1f} M parameters, {dtype} on {device.type}"
     experts = f", {spec.expert_kernels} experts" if spec.expert_kernels else ""
     return f"{model}, {kernels} attention{experts}, {capacity} KV positions"
+
+
+@contextmanager
+def _of_speculation() -> Iterator[None]:
+    """Errors of a draft model name the setting that it comes from."""
+    try:
+        yield
+    except ConfigError as error:
+        message = str(error).removeprefix("model: ").removeprefix("speculation: ")
+        raise ConfigError(f"speculation: {message}") from error

@@ -16,7 +16,7 @@ import numpy as np
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
-from aioinfer.errors import InvalidRequest, Rejected, StepFailed
+from aioinfer.errors import ConfigError, InvalidRequest, Rejected, StepFailed, shown
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop.copies import check_range
 from aioinfer.loop.generation import generation
@@ -80,6 +80,8 @@ class Core:
     ) -> None:
         """``drafter``: in place of the config's."""
         self.info = info
+        if drafter is not None and not callable(getattr(drafter, "propose", None)):
+            raise ConfigError(f"drafter: has no method propose, got {shown(drafter)}")
         #: None: nothing is drafted
         self._drafter = drafter
         if drafter is None and config.speculation != "off" and info.block_size is None:
@@ -117,6 +119,7 @@ class Core:
                 adaptive=config.adaptive_drafts,
                 catch_up=0 if info.draft_unit is None else config.chunk_size,
                 draft_unit=info.draft_unit or 1,
+                draft_length=info.draft_length,
             )
         return Scheduler(memory, config, self._generation.batch(memory, config, speculation))
 
@@ -275,7 +278,7 @@ class Core:
             if self.tokenizer is None:
                 raise InvalidRequest("prediction", "the model has no tokenizer: give token ids")
         elif params.prediction is not None:
-            check_range("prediction", params.prediction, vocab_size)
+            check_range("prediction", params.prediction[: self.info.max_model_len], vocab_size)
         for word in params.bad_words:
             if not isinstance(word, str):
                 check_range("bad_words", word, vocab_size)

@@ -328,6 +328,7 @@ class Driver:
         if isinstance(error, DeviceLost):
             raise error
         if error is None:
+            what = "resolve drafts" if step.generating.drafts else what
             assert result is not None
             self._timeline.noticed(flight.delay)
             if self._observers:

@@ -42,7 +42,10 @@ def located(config: EngineConfig, progress: Progress | None = None) -> EngineCon
     fetch = bool(config.download)
     found: dict[str, Any] = {"model": str(locate(config.model, fetch=fetch, progress=progress))}
     if config.speculation not in SPECULATION:
-        found["speculation"] = str(locate(config.speculation, fetch=fetch, progress=progress))
+        try:
+            found["speculation"] = str(locate(config.speculation, fetch=fetch, progress=progress))
+        except ConfigError as error:
+            raise ConfigError(f"speculation: {str(error).removeprefix('model: ')}") from error
     return dataclasses.replace(config, **found)
 
 

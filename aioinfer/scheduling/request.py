@@ -386,6 +386,8 @@ class Request:
 
     def trim(self, count: int) -> None:
         """Forget all but the first ``count`` output tokens, of a request that has ended."""
+        if self.drafting is not None:
+            self.drafting.cut(len(self.output_ids) - count)
         del self.output_ids[count:]
         del self.logprobs[count:]
         self.cursor.trim(count)

@@ -46,8 +46,8 @@ class Speculation:
     """Of one scheduler. ``adaptive``: verify as many drafts as pay; else all that are proposed."""
 
     __slots__ = (
-        *("_behind", "_catch_up", "_decodes", "_drafter", "_most", "_turn", "_usual", "_verifies"),
-        *("_vocab_size", "adaptive", "draft_unit"),
+        *("_behind", "_catch_up", "_decodes", "_drafter", "_length", "_most", "_turn", "_usual"),
+        *("_verifies", "_vocab_size", "adaptive", "draft_unit"),
     )
 
     def __init__(
@@ -59,9 +59,11 @@ class Speculation:
         adaptive: bool = True,
         catch_up: int = 0,
         draft_unit: int = 1,
+        draft_length: int = 0,
     ) -> None:
         """``most``: drafts of a row at most. ``catch_up``: with a draft model on the device, positions that
-        it may compute for one request in a step; it drafts where there is no prediction. 0: there is none."""
+        it may compute for one request in a step; it drafts where there is no prediction. 0: there is none.
+        ``draft_length``: positions that it knows."""
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._most = most
@@ -72,6 +74,7 @@ class Speculation:
         self._usual = DraftSource.MODEL if catch_up else DraftSource.TEXT
         #: positions that the draft model drafts at a time: of a diffusion model, a block
         self.draft_unit = draft_unit
+        self._length = draft_length // draft_unit * draft_unit
         #: that the draft model has to catch up with before it can draft for it
         self._behind: Request | None = None
         #: of steps without and with drafts: only the latter are waited for before another one is planned
@@ -141,24 +144,28 @@ class Speculation:
         pending = start + 1 - request.known
         if request.grammar is not None:
             position, forced = request.grammar.suggested
-            if ids := forced[max(0, start + 1 - position) :][:most] if position <= start + 1 else ():
+            if known := forced[max(0, start + 1 - position) :][:most] if position <= start + 1 else ():
                 drafting.source = DraftSource.GRAMMAR
-                return ids
+                return known
         drafting.request.extend(request.output_ids)
+        # A copy: the drafter may write to its own again.
+        ids: list[int] = []
         try:
-            ids = self._drafter.propose(drafting.request, most + pending)[pending : most + pending]
-            for at, token in enumerate(ids):
+            for proposed in self._drafter.propose(drafting.request, most + pending)[pending : most + pending]:
+                token = operator.index(proposed)
                 # Behind an end there is nothing to verify.
                 if not 0 <= token < self._vocab_size or token in request.stop_ids:
-                    ids = ids[:at]
                     break
-        except Exception as error:
+                ids.append(token)
+            drafting.source = DraftSource.PREDICTION if drafting.request.predicted else DraftSource.TEXT
+            if 0 < drafting.request.matched < _LONG and not drafting.request.predicted:
+                drafting.source = DraftSource.SHORT
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # panics of libraries in Rust are no Exceptions
             drafting.failed = True
             _log.error("%s: its drafter raised, and proposes nothing more", request, exc_info=error)
             return ()
-        drafting.source = DraftSource.PREDICTION if drafting.request.predicted else DraftSource.TEXT
-        if 0 < drafting.request.matched < _LONG and not drafting.request.predicted:
-            drafting.source = DraftSource.SHORT
         if self._catch_up and not drafting.request.predicted:
             return self._undrawn(request, drafting, start, most)
         return ids
@@ -167,7 +174,8 @@ class Speculation:
         """Drafts of a draft model, if it can make any now: masks would have to know them."""
         drafting.computed -= drafting.computed % self.draft_unit
         missing = start - drafting.computed
-        if request.grammar is not None or start > request.known:
+        most = min(most, self._length - start)
+        if request.grammar is not None or start > request.known or most <= 0:
             return ()
         if missing > self._catch_up:
             self._behind = self._behind or request

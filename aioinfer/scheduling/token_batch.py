@@ -88,9 +88,9 @@ class TokenBatch:
 
     def add(self, request: Request) -> None:
         index, kv, cursor = len(self.requests), request.kv, request.cursor
-        if cursor.length >= request.max_length:
-            return  # its last token is in flight
         assert isinstance(cursor, TokenCursor)
+        if cursor.length >= request.max_length and not cursor.verifying:
+            return  # its last token is in flight, for certain
         capacity, verifying = len(kv.pages) * self._page_size, cursor.verifying > 0
         self._columns[:, index] = (kv.slot, cursor.computed, capacity, request.max_length, verifying)
         self._num_verifying += verifying
@@ -321,6 +321,8 @@ class TokenBatch:
                 _unsampled(request, step, found, outcome.forced.get(index, ()), queues)
             elif (reason := request.append(found)) is not None:
                 counters.late_tokens += len(run) - 1 - at
+                if request.drafting is not None:
+                    request.drafting.cut(len(run) - 1 - at)
                 queues.finish(request, reason)
                 break
         return (request,)

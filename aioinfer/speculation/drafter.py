@@ -27,7 +27,7 @@ NO_IDS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 
 class Drafter(Protocol):
-    """Proposes tokens. Called on the thread that plans steps, with every step of a request: it must take
+    """Proposes tokens. Called on the thread that plans steps, for most steps of a request: it must take
     microseconds. What it raises ends its proposals for that request, and nothing else."""
 
     def propose(self, request: DraftRequest, most: int) -> Sequence[int]:

@@ -36,6 +36,8 @@ class Drafting:
     """Belongs to a request that speculates."""
 
     __slots__ = (
+        "_last",
+        "_predicted",
         "_rates",
         "accepted",
         "accepted_prediction",
@@ -49,8 +51,12 @@ class Drafting:
 
     def __init__(self, request: DraftRequest) -> None:
         self.request = request
+        #: there is a prediction
+        self._predicted = len(request.prediction) > 0
         #: of the latest proposal
         self.source = DraftSource.TEXT
+        #: of the latest row that verified drafts: their source, and how many were right
+        self._last = (DraftSource.TEXT, 0)
         self._rates = {source: source.value for source in DraftSource}
         #: positions that a draft model has computed: with the tokens that are there
         self.computed = 0
@@ -68,7 +74,7 @@ class Drafting:
         best = self._rates[source]
         if source is DraftSource.TEXT:
             best = max(best, self._rates[DraftSource.SHORT])
-        return max(best, self._rates[DraftSource.PREDICTION]) if len(self.request.prediction) else best
+        return max(best, self._rates[DraftSource.PREDICTION]) if self._predicted else best
 
     @property
     def rate(self) -> float:
@@ -81,6 +87,7 @@ class Drafting:
 
     def verified(self, source: DraftSource, drafted: int, accepted: int) -> None:
         """Of ``drafted`` tokens the first ``accepted`` were right."""
+        self._last = (source, accepted)
         rejected = drafted - accepted
         self.accepted += accepted
         self.rejected += rejected
@@ -94,3 +101,12 @@ class Drafting:
             # Those behind the first wrong one say nothing.
             rate -= _NEWEST * rate
         self._rates[source] = rate
+
+    def cut(self, tokens: int) -> None:
+        """The last ``tokens`` of the output were dropped, since a stop came before them."""
+        source, accepted = self._last
+        # The token behind the right drafts was sampled without one.
+        dropped = min(accepted, max(0, tokens - 1))
+        self._last = (source, accepted - dropped)
+        if source is DraftSource.PREDICTION:
+            self.accepted_prediction -= dropped

@@ -178,7 +178,7 @@ async def operate(world: World) -> None:
     while True:
         await asyncio.sleep(dice.expovariate(1 / 0.02))
         try:
-            match dice.choices(["pause", "flush", "look", "retract"], [3, 1, 3, 3])[0]:
+            match dice.choices(["pause", "flush", "look", "retract", "park"], [3, 1, 3, 3, 3])[0]:
                 case "pause":
                     await world.engine.pause()
                     assert not world.engine.stats().steps_in_flight
@@ -189,6 +189,8 @@ async def operate(world: World) -> None:
                     assert not world.engine.stats().pages_evictable
                 case "retract":
                     retract_one(world.engine)
+                case "park":
+                    park_and_unpark(world.engine)
                 case "look":
                     stats = world.engine.stats()
                     assert stats.snapshots_cached <= (world.engine.info.num_snapshots or 0)
@@ -197,6 +199,17 @@ async def operate(world: World) -> None:
                     assert stats.prefilling + stats.decoding <= stats.running
         except errors.EngineFailed:
             return
+
+
+def park_and_unpark(engine: Engine) -> None:
+    """As if the consumers of all requests lagged, and read on at once, whatever is in flight."""
+    runtime = engine._started()
+    queues = runtime.core.scheduler.queues
+    for request in [*queues.running.values()]:
+        if not request.parked and not request.finished:
+            queues.park(request)
+            queues.unpark(request)
+    runtime.driver.wake()
 
 
 def retract_one(engine: Engine) -> None:
