@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import ssl
-from collections.abc import Iterator
+from array import array
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -94,6 +96,59 @@ async def test_what_a_full_socket_does_not_take_follows_in_order(sender: Sender)
     assert await client.read(200_000) == b"".join(frames)
     client.close()
     neighbour.close()
+
+
+async def test_frames_of_one_socket_in_a_batch_stay_in_order_when_it_takes_a_part(sender: Sender) -> None:
+    def sent(sockets: array[int], frames: Sequence[bytes]) -> Sequence[int]:
+        taken.append([*sockets])
+        assert len(frames) == len(sockets)
+        return [
+            socket.socket.send(files[each], frame[:3]) for each, frame in zip(sockets, frames, strict=True)
+        ]
+
+    class Short(Sender):
+        """Room for 3 bytes of each frame, and then for more."""
+
+        def __init__(self) -> None: ...
+
+        send = staticmethod(sent)  # type: ignore[assignment]
+
+    first, neighbour = await Connected.pair(), await Connected.pair()
+    choices = [Connected(first.transport, first.other) for _ in range(3)]
+    taken: list[list[int]] = []
+    files = {each.socket: socket.socket(fileno=os.dup(each.socket)) for each in (first, neighbour)}
+    writer = FrameWriter(Short())
+    for turn in range(2):
+        for number, choice in enumerate(choices):
+            writer.add(b"<%d of %d>" % (number, turn), choice, first.unsent)
+            writer.add(b"!", neighbour, neighbour.unsent)
+        writer.send()
+    expected = b"".join(b"<%d of %d>" % (number, turn) for turn in range(2) for number in range(3))
+    assert await first.read(len(expected)) == expected
+    assert await neighbour.read(6) == b"!" * 6
+    assert taken == [[first.socket, neighbour.socket]] * 2
+    for client in (first, neighbour):
+        files[client.socket].close()
+        client.close()
+
+
+async def test_all_targets_of_a_socket_fail_with_it(sender: Sender) -> None:
+    client = await Connected.pair()
+
+    class Broken(Connected):
+        def write(self, data: bytes) -> None:
+            raise ValueError(f"{len(data)} bytes")
+
+    targets = [Broken(client.transport, client.other) for _ in range(2)]
+    for each in targets:
+        each.transport = each  # type: ignore[assignment]
+    client.other.close()
+    writer = FrameWriter(sender)
+    for each in targets:
+        writer.add(b"frame", each, 0)
+    writer.send()
+    assert [[str(error) for error in each.failures] for each in targets] == [["10 bytes"]] * 2
+    client.close()
 
 
 async def test_a_client_that_has_left_disturbs_no_other(sender: Sender) -> None:

@@ -40,20 +40,26 @@ class Target(Protocol):
 class FrameWriter:
     """Collects frames and sends them in one native call; without a sender, writes each at once.
 
+    Several targets may write to one socket, as the choices of one answer do. Their frames are sent as one, so
+    that nothing comes between the part that the socket takes and the rest.
+
     Between :meth:`add` and :meth:`send` no other callback of the loop may run: a transport could be closed
     there, and its descriptor be that of another file.
     """
 
-    __slots__ = ("_frames", "_sender", "_sockets", "_targets")
+    __slots__ = ("_frames", "_places", "_sender", "_sockets", "_targets")
 
     def __init__(self, sender: Sender | None = None) -> None:
         self._sender = sender
         self._frames: list[bytes] = []
-        self._targets: list[Target] = []
+        #: by frame, those that wrote to it
+        self._targets: list[list[Target]] = []
         self._sockets = array("i")
+        #: by socket, where its frame is
+        self._places: dict[int, int] = {}
 
     def add(self, frame: bytes, target: Target, unsent: int) -> None:
-        """One more frame for a target whose transport is open; not two for one before :meth:`send`.
+        """One more frame for a target whose transport is open; behind those of its socket before it.
 
         Args:
             unsent: bytes that the transport still has to send: they go first.
@@ -61,25 +67,31 @@ class FrameWriter:
         if self._sender is None or unsent or target.socket < 0:
             target.transport.write(frame)
             return
+        place = self._places.setdefault(target.socket, len(self._frames))
+        if place < len(self._frames):
+            self._frames[place] += frame
+            self._targets[place].append(target)
+            return
         self._frames.append(frame)
-        self._targets.append(target)
+        self._targets.append([target])
         self._sockets.append(target.socket)
 
     def send(self) -> None:
-        """Send what was added. A target that cannot be written to fails alone."""
+        """Send what was added. A socket that cannot be written to fails alone, with all its targets."""
         if not self._frames:
             return
         assert self._sender is not None
         frames, targets, sockets = self._frames, self._targets, self._sockets
-        self._frames, self._targets, self._sockets = [], [], array("i")
+        self._frames, self._targets, self._sockets, self._places = [], [], array("i"), {}
         sent = self._sender.send(sockets, frames)
-        for frame, target, taken in zip(frames, targets, sent, strict=True):
+        for frame, writers, taken in zip(frames, targets, sent, strict=True):
             if taken < len(frame):
                 # The transport keeps the rest, and finds out what is wrong with a socket that took nothing.
                 try:
-                    target.transport.write(frame[taken:])
+                    writers[0].transport.write(frame[taken:])
                 except Exception as error:
-                    target.fail(error)
+                    for target in writers:
+                        target.fail(error)
 
 
 async def load_writer() -> FrameWriter:
