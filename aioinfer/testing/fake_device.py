@@ -74,6 +74,10 @@ class FakeDevice(ToyDevice):
         script.due = self._clock() + script.delay - begun * script.pace
         self._scripts[request] = script
 
+    def _script(self, row: Row) -> Script:
+        """Of a request that has ended meanwhile, of which a step in flight still has a row: an empty one."""
+        return self._scripts.get(row.request) or Script(b"", 0.0, 0.0, None)
+
     def seconds(self, step: Step) -> float:
         """How long a step takes: until the first of its requests may have a token."""
         now = self._clock()
@@ -81,14 +85,14 @@ class FakeDevice(ToyDevice):
         return min(min(waits, default=0.0), _LONGEST_STEP)
 
     def _wait(self, row: Row, now: float) -> float:
-        script = self._scripts[row.request]
+        script = self._script(row)
         if script.failed:
             return _LONGEST_STEP
         return max(0.0, script.due + row.output_index * script.pace - now)
 
     def _due(self, row: Row) -> int | None:
         """As ``defer`` of the toy: 0 for a row that has no token yet."""
-        script = self._scripts[row.request]
+        script = self._script(row)
         content = script.content or b""
         if script.fail is not None and row.output_index >= len(content):
             if not script.failed:
@@ -108,7 +112,7 @@ class FakeDevice(ToyDevice):
         return [_SOUND] * (1 + len(row.drafts))
 
     def _next(self, row: Row, state: int, tenant: NewRequestData) -> int:
-        script = self._scripts[row.request]
+        script = self._script(row)
         content = script.content or b""
         if row.output_index < len(content):
             return content[row.output_index] + 1
@@ -120,7 +124,7 @@ class FakeDevice(ToyDevice):
         def allows(token: int) -> bool:
             return bool(mask[token // 32] >> (token % 32) & 1)
 
-        script = self._scripts[row.request]
+        script = self._script(row)
         if not script.off and allows(token):
             return token
         script.off = True
