@@ -34,4 +34,6 @@ async def main(model: str, question: str) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 3:
+        sys.exit(f"usage: {sys.argv[0]} MODEL QUESTION")
     asyncio.run(main(*sys.argv[1:]))

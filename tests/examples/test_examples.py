@@ -36,3 +36,12 @@ def test_the_diffusion_example_shows_a_block_filling_up() -> None:
     )
     assert wrong.returncode == 1
     assert wrong.stderr == "threshold: is not a parameter of factor\n"
+
+
+@battery(PROGRAM)
+def test_the_agent_says_what_it_is_called_with() -> None:
+    done = subprocess.run(
+        [sys.executable, "examples/agent.py"], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1
+    assert done.stderr == "usage: examples/agent.py MODEL QUESTION\n"
