@@ -133,6 +133,8 @@ def check_type(name: str, value: Any, options: tuple[Any, ...]) -> None:
     kind = type(value)
     if kind in options or (kind is int and float in options):
         return
+    if type in options and isinstance(value, type):  # a class of any metaclass
+        return
     if kind is bool:
         raise ConfigError(f"{name} must not be true or false, got {shown(value)}")
     if any(kind is type(option) and value == option for option in options):  # 1.0 equals the option 1

@@ -11,6 +11,7 @@ which sort, and which fall back to first come, first served beyond ``SORT_LIMIT`
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -31,12 +32,15 @@ SORT_LIMIT = 128
 
 def policy_class(policy: str | type) -> type[Policy]:
     """The policy that a config names, or is given. Raises KeyError for an unknown name, and ConfigError for
-    a class that is no policy."""
+    a class that is no policy, or an abstract one."""
     if isinstance(policy, str):
         found: type[Policy] = plugins.load(plugins.POLICIES, policy.replace("-", "_"))
         return found
     if not issubclass(policy, Policy):
         raise ConfigError(f"policy must be a subclass of {Policy.__module__}.Policy, got {shown(policy)}")
+    if inspect.isabstract(policy):
+        lacks = ", ".join(sorted(policy.__abstractmethods__))
+        raise ConfigError(f"the policy {policy.__name__} is abstract: it lacks {lacks}")
     return policy
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -75,6 +76,23 @@ async def test_a_class_that_is_no_policy_is_refused_when_the_engine_starts(polic
     engine = FakeEngine(config=EngineConfig(model="fake", policy=policy))
     with pytest.raises(ConfigError, match=r"policy must be a subclass of aioinfer\.scheduling"):
         await engine.start()
+
+
+class Abstract(Policy, abc.ABC):
+    @abc.abstractmethod
+    def cost(self, request: Request) -> int: ...
+
+
+class Concrete(Abstract):
+    def cost(self, request: Request) -> int:
+        return 1
+
+
+async def test_a_policy_may_be_made_of_an_abstract_class_and_not_be_one() -> None:
+    async with FakeEngine("x", config=EngineConfig(model="fake", num_pages=64, policy=Concrete)) as engine:
+        assert (await engine.generate("a")).text == "x"
+    with pytest.raises(ConfigError, match=r"the policy Abstract is abstract: it lacks cost"):
+        await FakeEngine(config=EngineConfig(model="fake", num_pages=64, policy=Abstract)).start()
 
 
 @pytest.mark.parametrize("policy", ["no-such", Queue("fcfs").policy, 5])
