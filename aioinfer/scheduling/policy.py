@@ -24,7 +24,7 @@ from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request
 from aioinfer.settings import shown
 
-__all__ = ["CacheAware", "Policy", "Ranked", "policy_class"]
+__all__ = ["CacheAware", "Policy", "Ranked", "make_policy", "policy_class"]
 
 #: with more waiting requests than this, cache-aware policies do not sort
 SORT_LIMIT = 128
@@ -42,6 +42,15 @@ def policy_class(policy: str | type) -> type[Policy]:
         lacks = ", ".join(sorted(policy.__abstractmethods__))
         raise ConfigError(f"the policy {policy.__name__} is abstract: it lacks {lacks}")
     return policy
+
+
+def make_policy(policy: str | type, memory: Memory, seed: int) -> Policy:
+    """An empty queue. Raises as :func:`policy_class`, and ConfigError if the constructor raises."""
+    cls = policy_class(policy)
+    try:
+        return cls(memory, seed)
+    except Exception as error:
+        raise ConfigError(f"the policy {cls.__name__} could not be made: {error!r}") from error
 
 
 class Policy:

@@ -15,7 +15,7 @@ from aioinfer.outputs import FinishReason
 from aioinfer.scheduling.admission import Admitter, PrefixLeaders, StepBudget
 from aioinfer.scheduling.faults import PlanFaults, PolicyFailed
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import policy_class
+from aioinfer.scheduling.policy import make_policy
 from aioinfer.scheduling.queues import RequestQueues, RunningBatch
 from aioinfer.scheduling.recovery import StepCap, struck
 from aioinfer.scheduling.request import Request, RequestState
@@ -58,7 +58,7 @@ class Scheduler:
         """``config`` leaves nothing open that concerns scheduling. ``batch``: by default of tokens."""
         if batch is None:
             batch = TokenBatch(memory, config.max_running_requests)
-        policy = policy_class(config.policy)(memory, config.seed or 0)
+        policy = make_policy(config.policy, memory, config.seed or 0)
         leaders = PrefixLeaders(memory, config.share_prefix_tokens)
         self.config = config
         self.queues = RequestQueues(memory, policy, batch, leaders)

@@ -95,6 +95,22 @@ async def test_a_policy_may_be_made_of_an_abstract_class_and_not_be_one() -> Non
         await FakeEngine(config=EngineConfig(model="fake", num_pages=64, policy=Abstract)).start()
 
 
+class Fails(Policy):
+    def __init__(self, memory: Memory, seed: int = 0) -> None:
+        raise OSError("no table")
+
+
+class TakesNothing(Policy):
+    def __init__(self) -> None: ...
+
+
+@pytest.mark.parametrize(("policy", "cause"), [(Fails, "no table"), (TakesNothing, "positional argument")])
+async def test_a_policy_that_cannot_be_made_is_named_when_the_engine_starts(policy: type, cause: str) -> None:
+    engine = FakeEngine(config=EngineConfig(model="fake", num_pages=64, policy=policy))
+    with pytest.raises(ConfigError, match=f"the policy {policy.__name__} could not be made: .*{cause}"):
+        await engine.start()
+
+
 @pytest.mark.parametrize("policy", ["no-such", Queue("fcfs").policy, 5])
 def test_a_policy_is_a_known_name_or_a_class(policy: Any) -> None:
     with pytest.raises(ConfigError, match="policy must be one of"):
