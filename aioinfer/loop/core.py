@@ -247,6 +247,7 @@ class Core:
         try:
             self.scheduler.submit(request)
         except PolicyFailed as cause:
+            _log.error("%s could not be queued", request, exc_info=cause)
             raise StepFailed(f"the request could not be queued: {cause}") from cause
 
     def _check_stops(self, params: SamplingParams) -> None:

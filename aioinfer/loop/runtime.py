@@ -224,6 +224,7 @@ class Runtime:
         except (RequestError, EngineError):
             raise
         except Exception as cause:
+            _log.error("%s could not be queued", request, exc_info=cause)
             raise StepFailed(f"the request could not be queued: {cause}") from cause
         _cell(request).notify()
         self.driver.wake()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
@@ -13,7 +14,7 @@ from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import token_key
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig, policy_names
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, StepFailed
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import SORT_LIMIT, Policy, Ranked, policy_class
@@ -109,6 +110,20 @@ async def test_a_policy_that_cannot_be_made_is_named_when_the_engine_starts(poli
     engine = FakeEngine(config=EngineConfig(model="fake", num_pages=64, policy=policy))
     with pytest.raises(ConfigError, match=f"the policy {policy.__name__} could not be made: .*{cause}"):
         await engine.start()
+
+
+async def test_what_a_policy_raises_for_an_arrival_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Unranked(Ranked):
+        def rank(self, request: Request) -> int:
+            raise KeyError("tenant")
+
+    config = EngineConfig(model="fake", num_pages=64, policy=Unranked)
+    async with FakeEngine("x", config=config) as engine:
+        with caplog.at_level(logging.ERROR, "aioinfer"), pytest.raises(StepFailed, match="tenant"):
+            await engine.generate("a")
+    (record,) = caplog.records
+    assert record.exc_info
+    assert "KeyError: 'tenant'" in caplog.text
 
 
 @pytest.mark.parametrize("policy", ["no-such", Queue("fcfs").policy, 5])
