@@ -230,6 +230,17 @@ async def test_a_body_without_end_is_refused_at_the_limit_and_received_no_furthe
         assert exchange.incoming.qsize() > 1000 - 16 - 8
 
 
+@pytest.mark.parametrize("length", ["many", "", "-1", "1_0"])
+async def test_a_length_that_is_no_number_is_a_400(length: str) -> None:
+    async with engine() as one:
+        headers = [("content-length", length)]
+        exchange = Exchange("POST", "/v1/completions", parts=[b"{}"], headers=headers)
+        await exchange.run(asgi_app(one))
+        assert exchange.status == 400
+        assert exchange.json()["error"]["type"] == "invalid_request_error"
+        assert "Content-Length" in exchange.json()["error"]["message"]
+
+
 async def test_what_nobody_reads_of_a_body_is_not_kept_and_in_no_ones_way() -> None:
     async with engine() as one:
         exchange = Exchange("GET", "/debug/steps", parts=[b" " * (1 << 16)] * 100)

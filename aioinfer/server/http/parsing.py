@@ -11,6 +11,7 @@ from aiohttp import web
 
 from aioinfer.errors import InvalidRequest
 from aioinfer.server.http.bodies import encoding_of
+from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.http.limits import Limits, too_large
 
 __all__ = ["BodyParser", "decompress", "plain", "refuse_large"]
@@ -29,8 +30,14 @@ _DEFLATED = 8
 
 
 def refuse_large(request: web.Request, limit: int) -> None:
-    """Raise Refused (413) for a body that is longer than ``limit`` bytes, before any of it is read."""
-    if (request.content_length or 0) > limit:
+    """Raise Refused for a body that is longer than ``limit`` bytes (413), or whose length is no number (400),
+    before any of it is read."""
+    length = request.headers.get("Content-Length", "0")
+    # Servers of ASGI may leave the check to their applications.
+    if not (length.isascii() and length.isdecimal()):
+        message = f"the Content-Length {length[:100]!r} is not a number of bytes"
+        raise Refused(Failure(400, "invalid_request_error", message, close=True))
+    if len(length) > 20 or int(length) > limit:
         raise too_large(limit)
 
 
