@@ -39,7 +39,7 @@ def policy_class(policy: str | type) -> type[Policy]:
     if not issubclass(policy, Policy):
         raise ConfigError(f"policy must be a subclass of {Policy.__module__}.Policy, got {shown(policy)}")
     if inspect.isabstract(policy):
-        lacks = ", ".join(sorted(policy.__abstractmethods__))
+        lacks = ", ".join(sorted(getattr(policy, "__abstractmethods__", ())))
         raise ConfigError(f"the policy {policy.__name__} is abstract: it lacks {lacks}")
     return policy
 
