@@ -34,18 +34,22 @@ class RequestMetrics:
 
     The clock is the system's monotonic one, on every event loop, except in loops with a time of their own.
 
-    ``token_times`` has one entry per output token: when the loop read it.
+    ``token_times`` has one entry per output token: when the loop read it. Tokens that a restored request
+    began with have its arrival there.
     """
 
     arrival: float
     admitted: float | None
     finished: float | None
     token_times: tuple[float, ...]
+    #: so many of them are of tokens that the request began with
+    resumed: int = 0
 
     @property
     def ttft(self) -> float | None:
-        """Time to first token: seconds from arrival to the first token."""
-        return self.token_times[0] - self.arrival if self.token_times else None
+        """Time to first token: seconds from arrival to the first token that was computed."""
+        times = self.token_times[self.resumed :]
+        return times[0] - self.arrival if times else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from aioinfer.loop.copies import check_range
 from aioinfer.loop.generation import generation
 from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.preparing import Preparing
-from aioinfer.loop.resumption import Resumption
+from aioinfer.loop.resumption import Resumption, replay
 from aioinfer.loop.texts import Texts
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.faults import PolicyFailed
@@ -197,7 +197,7 @@ class Core:
         text = self._output_text(prompt_ids, params)
         grammar = prepared.grammar
         if grammar is not None and checkpoint.token_ids:
-            grammar = grammar.restarted(checkpoint.token_ids)
+            grammar = replay(grammar, checkpoint)
         resumption = Resumption.prepare(checkpoint, text, self.info)
         return prepared._replace(grammar=grammar, resumption=resumption)
 

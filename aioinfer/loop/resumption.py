@@ -6,12 +6,15 @@ grammars and stops continue as if nothing had happened. The output never becomes
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aioinfer.diffusion.state import BlockState
 from aioinfer.errors import InvalidRequest
 from aioinfer.loop.copies import check_ids
+from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.text.stop import TooSlow
@@ -20,11 +23,14 @@ if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.scheduling.request import Request
     from aioinfer.stream import StreamCell
+    from aioinfer.text.grammar import GrammarState
     from aioinfer.text.output import OutputText
 
-__all__ = ["Resumption", "check", "take"]
+__all__ = ["Resumption", "check", "replay", "take"]
 
 _FIELD = "checkpoint"
+#: rounds of a block
+_MOST_ROUNDS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +84,16 @@ class Resumption:
             cell.taken_pieces = int(checkpoint.delivered_characters > 0)
 
 
+def replay(grammar: GrammarState, checkpoint: StreamCheckpoint) -> GrammarState:
+    """The state of a grammar behind the output. May take long. Raises InvalidRequest: it refuses a token."""
+    ids = checkpoint.token_ids
+    tried = grammar.restarted(ids)
+    tried.accept(ids)
+    if tried.failed is not None:
+        raise InvalidRequest(_FIELD, f"token_ids: {tried.failed}")
+    return grammar.restarted(ids)
+
+
 def check(checkpoint: StreamCheckpoint, info: DeviceInfo, stop_ids: frozenset[int]) -> None:
     """Raise InvalidRequest for a checkpoint that this engine cannot go on with."""
     if checkpoint.fingerprint != info.fingerprint:
@@ -100,8 +116,10 @@ def check(checkpoint: StreamCheckpoint, info: DeviceInfo, stop_ids: frozenset[in
     if len(checkpoint.prompt_token_ids) + len(ids) >= most:
         message = f"prompt and output leave no room in this engine's context of {most} tokens"
         raise InvalidRequest(_FIELD, message, code="context_length_exceeded")
+    if params.seed is not None and params.seed != checkpoint.seed:
+        raise InvalidRequest(_FIELD, "seed: is not that of the params")
     _check_lists(checkpoint)
-    _check_blocks(checkpoint, info.block_size)
+    _check_blocks(checkpoint, info)
 
 
 def _check_lists(checkpoint: StreamCheckpoint) -> None:
@@ -117,8 +135,9 @@ def _check_lists(checkpoint: StreamCheckpoint) -> None:
             raise InvalidRequest(_FIELD, f"{name}: {count}, where {least} to {most} are possible")
 
 
-def _check_blocks(checkpoint: StreamCheckpoint, size: int | None) -> None:
+def _check_blocks(checkpoint: StreamCheckpoint, info: DeviceInfo) -> None:
     ids, steps, block = checkpoint.token_ids, checkpoint.step_map, checkpoint.block
+    size = info.block_size
     if size is None:
         if steps is not None or block is not None:
             raise InvalidRequest(_FIELD, "is of a diffusion model, and this engine's is none")
@@ -135,6 +154,31 @@ def _check_blocks(checkpoint: StreamCheckpoint, size: int | None) -> None:
         len(each) != size for each in (block.ids, block.known, block.written_in, block.logprobs)
     ):
         raise InvalidRequest(_FIELD, f"block: is not the one of {size} positions at the output's end")
+    sequence = [*checkpoint.prompt_token_ids, *ids]
+    _check_state(block, sequence[start:], checkpoint.params, info)
+
+
+def _check_state(
+    block: BlockState, sequence: Sequence[int], params: SamplingParams, info: DeviceInfo
+) -> None:
+    """``sequence``: the tokens of prompt and output in the block."""
+    from aioinfer.diffusion.registry import algorithm_class  # needs torch, which the device has, too
+
+    algorithm = algorithm_class((params.diffusion or DiffusionParams()).algorithm)
+    rest = [*zip(block.known, block.ids, strict=True)][len(sequence) :]
+    for name, right in (
+        ("ids", all(0 <= token < info.vocab_size for token in block.ids)),
+        ("known", all(block.known[: len(sequence)]) and list(block.ids[: len(sequence)]) == [*sequence]),
+        ("known", all(known is not (token == info.mask_token_id) for known, token in rest)),
+        ("logprobs", all(map(math.isfinite, block.logprobs))),
+        ("rounds", block.rounds < _MOST_ROUNDS),
+        ("written_in", all(-1 <= each < _MOST_ROUNDS for each in block.written_in)),
+        ("private", len(block.private) == len(algorithm.counters)),
+        ("private", all(0 <= each < _MOST_ROUNDS for each in block.private)),
+        ("done", not (block.done or block.failed)),
+    ):
+        if not right:
+            raise InvalidRequest(_FIELD, f"block: {name}: no block that is under way has these values")
 
 
 def take(request: Request, cell: StreamCell, info: DeviceInfo) -> StreamCheckpoint:
@@ -142,7 +186,7 @@ def take(request: Request, cell: StreamCell, info: DeviceInfo) -> StreamCheckpoi
     complete."""
     if not request.key:
         raise RuntimeError("the prompt has not been tokenized yet")
-    if request.finished and request.finish_reason != "abort":
+    if request.ended and request.finish_reason != "abort":
         raise RuntimeError("the output is complete: there is nothing to go on with")
     count = len(request.token_times)
     cursor, block = request.cursor, None

@@ -39,7 +39,10 @@ def params_of(record: Any) -> SamplingParams:
     if bias is not None:
         if not (isinstance(bias, list) and all(isinstance(each, list) and len(each) == 2 for each in bias)):
             raise InvalidRequest("logit_bias", "must be a list of pairs")
-        values["logit_bias"] = dict(bias)
+        try:
+            values["logit_bias"] = dict(bias)
+        except TypeError as error:
+            raise InvalidRequest("logit_bias", str(error)) from None
     made: SamplingParams = _made(SamplingParams, values)
     return made
 

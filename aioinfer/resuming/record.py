@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -81,12 +82,12 @@ class StreamCheckpoint:
         """
         try:
             record = json.loads(text)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError, TypeError) as error:
             raise InvalidRequest(_FIELD, f"is not JSON, or truncated: {error}") from None
         if not isinstance(record, dict):
             raise InvalidRequest(_FIELD, f"must be an object, got {shown(record)}")
         version = record.pop("version", None)
-        if version != VERSION or isinstance(version, bool):
+        if version != VERSION or type(version) is not int:
             raise InvalidRequest(_FIELD, f"has version {shown(version)}; this release reads {VERSION}")
         for problem, names in (
             ("is not known", record.keys() - _READERS.keys()),
@@ -130,7 +131,13 @@ def _count(value: Any) -> int:
 def _float(value: Any) -> float:
     if type(value) not in (int, float):
         raise InvalidRequest(_FIELD, f"must be a number, got {shown(value)}")
-    return float(value)
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.nan
+    if math.isnan(found) or found > 0:
+        raise InvalidRequest(_FIELD, f"must be a logprob, got {shown(value)}")
+    return found
 
 
 def _text(value: Any) -> str:

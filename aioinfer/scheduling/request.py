@@ -441,7 +441,8 @@ class Request:
 
     @property
     def metrics(self) -> RequestMetrics:
-        return RequestMetrics(self.arrival, self.admitted_at, self.finished_at, tuple(self.token_times))
+        times = tuple(self.token_times)
+        return RequestMetrics(self.arrival, self.admitted_at, self.finished_at, times, self.resumed)
 
     def result(self) -> Result:
         """What there is of the output; final once the request has finished."""

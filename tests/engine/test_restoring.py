@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -411,6 +412,68 @@ async def test_what_makes_no_sense_here_is_refused_before_anything_is_queued(mak
                 await stream
             assert caught.value.field == "checkpoint"
         assert len((await engine.restore(checkpoint)).token_ids) == 20
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"logprobs": [[1, 10**400, []]]},
+        {"logprobs": [[1, float("nan"), []]]},
+        {"params": {"logit_bias": [[[1], 2]]}},
+        {"version": 1.0},
+    ],
+    ids=str,
+)
+async def test_values_that_no_record_has_are_refused(make_engine: MakeEngine, change: Any) -> None:
+    async with make_engine() as engine:
+        record = json.loads((await some(engine)).to_json())
+    refused(json.dumps({**record, **change}))
+    for other in (None, 5, []):
+        refused(other)  # type: ignore[arg-type]
+
+
+async def test_a_block_that_cannot_be_is_refused_before_anything_is_queued() -> None:
+    params = SamplingParams(
+        max_tokens=40, ignore_eos=True, diffusion=DiffusionParams(algorithm="static_steps")
+    )
+    async with Engine(EngineConfig(model="tiny-diffusion", threads=1)) as engine:
+        size = engine.info.block_size or 0
+        stream = engine.generate("copy: banana\n", params)
+        await stream.accepted()
+        while (checkpoint := stream.checkpoint()).block is None:
+            await asyncio.sleep(0)
+        record = json.loads(checkpoint.to_json())
+        stream.close()
+        changes: list[tuple[str, Any]] = [
+            *(("ids", [bad] * size) for bad in (10**9, -1, -(2**63))),
+            *(("private", bad) for bad in ([0] * 50, [2**62], [-1])),
+            *(("known", bad) for bad in ([True] * size, [False] * size)),
+            ("failed", True),
+            ("done", True),
+            ("rounds", 2**63 - 1),
+            ("logprobs", [-math.inf] * size),
+            ("written_in", [2**40] * size),
+            ("start", record["block"]["start"] + size),
+        ]
+        for name, value in changes:
+            other = {**record, "block": {**record["block"], name: value}}
+            with pytest.raises(InvalidRequest) as caught:
+                engine.restore(StreamCheckpoint.from_json(json.dumps(other)))
+            assert caught.value.field == "checkpoint"
+        assert engine.stats().arriving == engine.stats().waiting == 0
+        assert len((await engine.restore(checkpoint)).token_ids) == 40
+
+
+async def test_an_output_that_its_grammar_refuses_is_no_checkpoint() -> None:
+    async with Engine(EngineConfig(threads=1)) as engine:
+        stream = engine.generate("Hello", SamplingParams(max_tokens=20, seed=1, grammar=SCHEMA))
+        await anext(stream)
+        record = json.loads(stream.checkpoint().to_json())
+        stream.close()
+        other = {**record, "token_ids": [500] * 10, "delivered_tokens": 0, "delivered_characters": 0}
+        with pytest.raises(InvalidRequest, match="token_ids") as caught:
+            await engine.restore(StreamCheckpoint.from_json(json.dumps(other)))
+        assert caught.value.field == "checkpoint"
 
 
 # -- on the demo models --------------------------------------------------------------------------------
