@@ -196,6 +196,9 @@ class Scheduler:
         try:
             eldest = queues.waiting.eldest()
             chosen = self.admitter.choose(budget, room, Outlook(memory, reserve), self._urgent)
+            if not (chosen or queues.running) and queues.waiting and self.admitter.head() is None:
+                # Nothing would ever be planned again.
+                raise LookupError(f"its order has none of the {len(queues.waiting)} requests that wait")
         except Exception as error:
             self.faults.end(queues.waiting, PolicyFailed.because(queues.waiting, error))
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -55,6 +56,28 @@ async def test_a_policy_that_cannot_be_made_is_an_error_of_its_setting(
 ) -> None:
     with pytest.raises(ConfigError, match=f"policy {policy.__name__}.*{why}"):
         await make_engine(policy=policy).start()
+
+
+class Silent(Policy):
+    """Offers nothing while ``quiet``."""
+
+    quiet = True
+
+    def order(self) -> Iterator[Request]:
+        return iter(()) if self.quiet else super().order()
+
+
+async def test_a_policy_that_offers_nothing_ends_the_requests_that_wait(make_engine: MakeEngine) -> None:
+    params = SamplingParams(max_tokens=3, ignore_eos=True)
+    async with make_engine(policy=Silent) as engine:
+        with pytest.raises(StepFailed) as caught:
+            await engine.generate([1, 2], params)
+        assert "silent" in str(caught.value.__cause__)
+        Silent.quiet = False
+        try:
+            assert len((await engine.generate([1, 2], params)).token_ids) == 3
+        finally:
+            Silent.quiet = True
 
 
 async def test_a_policy_that_cannot_queue_a_request_is_logged(
