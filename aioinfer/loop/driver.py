@@ -328,8 +328,8 @@ class Driver:
         if isinstance(error, DeviceLost):
             raise error
         if error is None:
-            what = "resolve drafts" if step.generating.drafts else what
             assert result is not None
+            what = "verify" if step.generating.drafts else what
             self._timeline.noticed(flight.delay)
             if self._observers:
                 self._observers.stepped(step, flight.delay)
