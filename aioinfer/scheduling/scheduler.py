@@ -210,9 +210,12 @@ class Scheduler:
                     break
                 admitted = True
                 reserve.add(request)
-                yield from self._chunk(request, budget, most)
+                rows = self._chunk(request, budget, most)
             except Exception as error:
                 self.faults.end([request], error)
+                continue
+            # Once its rows are given away, the request cannot be ended apart from the step.
+            yield from rows
         if not admitted or eldest is None or eldest not in queues.waiting:
             return
         if not queues.leaders.holds_back(eldest):
