@@ -19,6 +19,7 @@ from aioinfer.native import sending
 from aioinfer.native.build import BuildFailed, build_sockets
 from aioinfer.native.sending import Sender, load_sender
 from aioinfer.server.http.frames import FrameWriter, descriptor, load_writer
+from tests.model.harness import require
 from tests.native.compilers import WORKS, Compiler, calls, compiler
 
 __all__ = ["compiler"]
@@ -26,9 +27,9 @@ __all__ = ["compiler"]
 
 @pytest.fixture(scope="module")
 def sender() -> Sender:
+    require("native")
     found = load_sender()
-    if found is None:
-        pytest.skip("there is no compiler for the native sender")
+    assert found is not None, "there is a compiler, and it cannot build the sender"
     return found
 
 
