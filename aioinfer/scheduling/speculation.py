@@ -29,6 +29,9 @@ _log = logging.getLogger("aioinfer")
 _WORTH = 1.03
 #: once in so many steps a request is asked for drafts although they are not expected to pay
 _PROBE = 16
+#: what asking a drafter takes, in seconds, and the share of a step that may go into it
+_ASKING = 1e-5
+_ASKING_SHARE = 0.02
 #: drafts that are less likely than this to be right are never verified
 _LEAST = 0.02
 #: so many equal tokens before a draft say more than fewer do
@@ -46,8 +49,8 @@ class Speculation:
     """Of one scheduler. ``adaptive``: verify as many drafts as pay; else all that are proposed."""
 
     __slots__ = (
-        *("_behind", "_catch_up", "_decodes", "_drafter", "_length", "_most", "_turn", "_usual"),
-        *("_verifies", "_vocab_size", "adaptive", "draft_unit"),
+        *("_behind", "_catch_up", "_decodes", "_drafter", "_first", "_hot", "_length", "_most", "_turn"),
+        *("_usual", "_verifies", "_vocab_size", "adaptive", "draft_unit"),
     )
 
     def __init__(
@@ -69,6 +72,9 @@ class Speculation:
         self._most = most
         self.adaptive = adaptive
         self._turn = 0
+        #: the row that is asked next, and requests whose drafts were verified last, which go first
+        self._first = 0
+        self._hot: set[int] = set()
         self._catch_up = catch_up // draft_unit * draft_unit
         #: what drafts come from where there is no prediction
         self._usual = DraftSource.MODEL if catch_up else DraftSource.TEXT
@@ -82,22 +88,22 @@ class Speculation:
         self._verifies = StepCosts(like=self._decodes)
 
     def drafts(
-        self, requests: Sequence[Request], starts: Iterable[int], room: int
+        self, requests: Sequence[Request], starts: Sequence[int], room: int
     ) -> dict[int, Sequence[int]]:
         """The drafts of the next step by row, for rows of ``requests`` that begin at ``starts``; at most
         ``room`` in all. Few rows have any."""
         self._turn += 1
-        rows = [
-            (row, request, start, request.drafting)
-            for row, (request, start) in enumerate(zip(requests, starts, strict=True))
-            if request.drafting is not None and not request.drafting.failed
-        ]
         self._behind = None
-        if not rows or room <= 0:
+        if not requests or room <= 0:
             return {}
+        if self.adaptive and not self._decodes:
+            return {}  # what a step without drafts takes is learned first
         least = self._least_chance(len(requests)) if self.adaptive else 0.0
         proposals: dict[int, tuple[Drafting, Sequence[int]]] = {}
-        for row, request, start, drafting in rows:
+        for row in self._asked(requests):
+            request, start, drafting = requests[row], starts[row], requests[row].drafting
+            if drafting is None or drafting.failed:
+                continue
             most = min(self._most, room, request.max_length - start - 2)
             if most <= 0 or (
                 request.grammar is None
@@ -110,7 +116,9 @@ class Speculation:
                 proposals[row] = (drafting, ids)
         if not self.adaptive:
             return _in_turn({row: ids for row, (_, ids) in proposals.items()}, room)
-        return self._worthwhile(proposals, len(requests), room)
+        chosen = self._worthwhile(proposals, len(requests), room)
+        self._hot.update(requests[row].key for row in chosen)
+        return chosen
 
     def draft_inputs(self, decodes: Generating) -> list[DraftInput]:
         """What a draft model computes in a step with these rows, whose drafts were chosen."""
@@ -138,6 +146,22 @@ class Speculation:
             costs.observe(step.num_tokens, seconds)
 
     # -- inside ---------------------------------------------------------------------------------
+
+    def _asked(self, requests: Sequence[Request]) -> Iterable[int]:
+        """The rows that are asked for drafts: all, or as many as a short step of many rows has time for. Those
+        whose drafts were verified last go first, the others in turn."""
+        rows = len(requests)
+        hot, self._hot = self._hot, set()
+        if not self.adaptive:
+            return range(rows)
+        asks = int(_ASKING_SHARE / _ASKING * self._decodes.of(rows)) + 1
+        if asks >= rows:
+            return range(rows)
+        again = [row for row, request in enumerate(requests) if request.key in hot] if hot else []
+        again = again[: asks * 3 // 4]
+        first, count = self._first % rows, asks - len(again)
+        self._first = (first + count) % rows
+        return dict.fromkeys([*again, *(row % rows for row in range(first, first + count))])
 
     def _proposal(self, request: Request, drafting: Drafting, start: int, most: int) -> Sequence[int]:
         """What may follow position ``start``, whose own token the host may not know yet."""
