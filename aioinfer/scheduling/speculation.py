@@ -148,8 +148,8 @@ class Speculation:
     # -- inside ---------------------------------------------------------------------------------
 
     def _asked(self, requests: Sequence[Request]) -> Iterable[int]:
-        """The rows that are asked for drafts: all, or as many as a short step of many rows has time for. Those
-        whose drafts were verified last go first, the others in turn."""
+        """The rows that are asked for drafts: all, or as many as a short step of many rows has time for.
+        Those whose drafts were verified last go first, the others in turn."""
         rows = len(requests)
         hot, self._hot = self._hot, set()
         if not self.adaptive:
