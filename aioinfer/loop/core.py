@@ -32,7 +32,7 @@ from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.speculation import Speculation
 from aioinfer.scheduling.step import Step
 from aioinfer.speculation.drafter import NO_IDS, Drafter, DraftRequest
-from aioinfer.speculation.drafting import Drafting
+from aioinfer.speculation.drafting import Drafting, UsualRates
 from aioinfer.speculation.lookup import LookupDrafter
 from aioinfer.text.output import OutputText
 
@@ -61,6 +61,7 @@ class Core:
         "_next_key",
         "_preparing",
         "_seeds",
+        "_usual_rates",
         "admitted",
         "clock",
         "ended",
@@ -82,6 +83,7 @@ class Core:
         self.info = info
         if drafter is not None and not callable(getattr(drafter, "propose", None)):
             raise ConfigError(f"drafter: has no method propose, got {shown(drafter)}")
+        self._usual_rates = UsualRates()
         #: None: nothing is drafted
         self._drafter = drafter
         if drafter is None and config.speculation != "off" and info.block_size is None:
@@ -242,7 +244,8 @@ class Core:
         if self._preparing.speculates(params):
             prompt = np.frombuffer(request.token_key(0, len(prompt_ids)), np.int32)
             prediction = NO_IDS if prepared.prediction is None else prepared.prediction
-            request.drafting = Drafting(DraftRequest(prompt, prediction, request.label or ""))
+            drafts = DraftRequest(prompt, prediction, request.label or "")
+            request.drafting = Drafting(drafts, self._usual_rates)
         request.state = RequestState.WAITING
         try:
             self.scheduler.submit(request)

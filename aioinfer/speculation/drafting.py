@@ -8,10 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from aioinfer.speculation.drafter import DraftRequest
 
-__all__ = ["DraftSource", "Drafting"]
+__all__ = ["DraftSource", "Drafting", "UsualRates"]
 
 #: weight of the newest draft
 _NEWEST = 0.125
+#: and of it in what is usual
+_NEWEST_OF_ALL = 0.01
+#: the share of its first expectation below which a source is not expected to fall for a new request
+_FLOOR = 1 / 3
 #: what a proposal that is not used does to the expectation: it moves so far back to the first one
 _FORGET = 0.02
 
@@ -32,6 +36,23 @@ class DraftSource(Enum):
     GRAMMAR = 0.99
 
 
+class UsualRates:
+    """How often drafts were right lately, of all requests of an engine: what a new one expects of its own."""
+
+    __slots__ = ("_rates",)
+
+    def __init__(self) -> None:
+        self._rates = {source: source.value for source in DraftSource}
+
+    def of(self, source: DraftSource) -> float:
+        """The chance that a draft is right if those before it are."""
+        return max(self._rates[source], _FLOOR * source.value)
+
+    def verified(self, source: DraftSource, accepted: int, rejected: bool) -> None:
+        """So many drafts of a row were right, and one behind them perhaps was not."""
+        self._rates[source] = _moved(self._rates[source], accepted, rejected, _NEWEST_OF_ALL)
+
+
 class Drafting:
     """Belongs to a request that speculates."""
 
@@ -39,6 +60,7 @@ class Drafting:
         "_last",
         "_predicted",
         "_rates",
+        "_usual",
         "accepted",
         "accepted_prediction",
         "computed",
@@ -49,15 +71,16 @@ class Drafting:
         "source",
     )
 
-    def __init__(self, request: DraftRequest) -> None:
+    def __init__(self, request: DraftRequest, usual: UsualRates | None = None) -> None:
         self.request = request
+        self._usual = usual or UsualRates()
         #: there is a prediction
         self._predicted = len(request.prediction) > 0
         #: of the latest proposal
         self.source = DraftSource.TEXT
         #: of the latest row that verified drafts: their source, and how many were right
         self._last = (DraftSource.TEXT, 0)
-        self._rates = {source: source.value for source in DraftSource}
+        self._rates = {source: self._usual.of(source) for source in DraftSource}
         #: positions that a draft model has computed: with the tokens that are there
         self.computed = 0
         #: its drafter has raised
@@ -83,7 +106,7 @@ class Drafting:
 
     def unused(self) -> None:
         """The latest proposal was not verified."""
-        self._rates[self.source] += _FORGET * (self.source.value - self._rates[self.source])
+        self._rates[self.source] += _FORGET * (self._usual.of(self.source) - self._rates[self.source])
 
     def verified(self, source: DraftSource, drafted: int, accepted: int) -> None:
         """Of ``drafted`` tokens the first ``accepted`` were right."""
@@ -94,13 +117,9 @@ class Drafting:
         if source is DraftSource.PREDICTION:
             self.accepted_prediction += accepted
             self.rejected_prediction += rejected
-        rate = self._rates[source]
-        for _ in range(accepted):
-            rate += _NEWEST * (1.0 - rate)
-        if rejected:
-            # Those behind the first wrong one say nothing.
-            rate -= _NEWEST * rate
-        self._rates[source] = rate
+        # Those behind the first wrong one say nothing.
+        self._rates[source] = _moved(self._rates[source], accepted, rejected > 0, _NEWEST)
+        self._usual.verified(source, accepted, rejected > 0)
 
     def cut(self, tokens: int) -> None:
         """The last ``tokens`` of the output were dropped, since a stop came before them."""
@@ -110,3 +129,8 @@ class Drafting:
         self._last = (source, accepted - dropped)
         if source is DraftSource.PREDICTION:
             self.accepted_prediction -= dropped
+
+
+def _moved(rate: float, accepted: int, rejected: bool, weight: float) -> float:
+    rate = 1.0 - (1.0 - rate) * (1.0 - weight) ** accepted
+    return rate - weight * rate if rejected else rate

@@ -15,7 +15,7 @@ from aioinfer.scheduling.speculation import Speculation
 from aioinfer.scheduling.step import Generating, Step
 from aioinfer.speculation.costs import StepCosts
 from aioinfer.speculation.drafter import DraftRequest
-from aioinfer.speculation.drafting import Drafting, DraftSource
+from aioinfer.speculation.drafting import Drafting, DraftSource, UsualRates
 
 
 class Always:
@@ -185,7 +185,22 @@ def test_a_rate_follows_what_turns_out_right() -> None:
     assert (drafting.accepted, drafting.rejected) == (200, 200)
     for _ in range(500):
         drafting.unused()
-    assert drafting.rate == pytest.approx(DraftSource.TEXT.value, abs=0.01)
+    usual = drafting._usual.of(DraftSource.TEXT)
+    assert DraftSource.TEXT.value / 3 <= usual < DraftSource.TEXT.value + 0.4
+    assert drafting.rate == pytest.approx(usual, abs=0.01)
+
+
+def test_a_new_request_expects_what_was_usual_of_others() -> None:
+    usual = UsualRates()
+    nothing = DraftRequest(np.asarray([1], np.int32))
+    assert Drafting(nothing, usual).rate == DraftSource.TEXT.value
+    for right, least, most in ((0, 0.19, 0.21), (4, 0.95, 1.0)):
+        for _ in range(1000):
+            Drafting(nothing, usual).verified(DraftSource.TEXT, 4, right)
+        assert least < Drafting(nothing, usual).rate < most
+    assert usual.of(DraftSource.PREDICTION) == DraftSource.PREDICTION.value
+    # Engines share nothing.
+    assert Drafting(nothing).rate == DraftSource.TEXT.value
 
 
 def test_a_cost_that_was_measured_wrongly_is_measured_again() -> None:
