@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from aioinfer.scheduling.step import UNDRAWN, DraftInput
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from aioinfer.scheduling.request import Request
     from aioinfer.scheduling.step import Generating, Step
 
-__all__ = ["Speculation"]
+__all__ = ["FEW", "Speculation"]
 
 _log = logging.getLogger("aioinfer")
 
+#: requests per request that verifies drafts from which on the others do not wait for it
+FEW = 8
 #: what verifying must promise to bring in tokens per second, as a factor, before it is worth a try
 _WORTH = 1.03
 #: once in so many steps a request is asked for drafts although they are not expected to pay
@@ -32,6 +34,10 @@ _PROBE = 16
 #: what asking a drafter takes, in seconds, and the share of a step that may go into it
 _ASKING = 1e-5
 _ASKING_SHARE = 0.02
+#: where not all are asked and no drafts are worth it, only one in so many steps asks at all
+_LONGEST_PAUSE = 16
+#: steps for which a request whose drafts were verified is asked before others: overlap takes it out of one
+_WARM = 3
 #: drafts that are less likely than this to be right are never verified
 _LEAST = 0.02
 #: so many equal tokens before a draft say more than fewer do
@@ -49,8 +55,8 @@ class Speculation:
     """Of one scheduler. ``adaptive``: verify as many drafts as pay; else all that are proposed."""
 
     __slots__ = (
-        *("_behind", "_catch_up", "_decodes", "_drafter", "_first", "_hot", "_length", "_most", "_turn"),
-        *("_usual", "_verifies", "_vocab_size", "adaptive", "draft_unit"),
+        *("_behind", "_catch_up", "_decodes", "_drafter", "_first", "_hot", "_length", "_most", "_pause"),
+        *("_turn", "_usual", "_verifies", "_vocab_size", "adaptive", "draft_unit", "overlap"),
     )
 
     def __init__(
@@ -60,21 +66,26 @@ class Speculation:
         most: int,
         *,
         adaptive: bool = True,
+        overlap: bool = True,
         catch_up: int = 0,
         draft_unit: int = 1,
         draft_length: int = 0,
     ) -> None:
-        """``most``: drafts of a row at most. ``catch_up``: with a draft model on the device, positions that
-        it may compute for one request in a step; it drafts where there is no prediction. 0: there is none.
-        ``draft_length``: positions that it knows."""
+        """``most``: drafts of a row at most. ``overlap``: steps are planned before the last one has been
+        read, without the few rows that verified drafts in it. ``catch_up``: with a draft model on the device,
+        positions that it may compute for one request in a step; it drafts where there is no prediction.
+        0: there is none. ``draft_length``: positions that it knows."""
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._most = most
         self.adaptive = adaptive
+        self.overlap = overlap
         self._turn = 0
-        #: the row that is asked next, and requests whose drafts were verified last, which go first
+        #: the row that is asked next, and when drafts of requests were verified lately, which go first
         self._first = 0
-        self._hot: set[int] = set()
+        self._hot: dict[int, int] = {}
+        #: where not all rows are asked: steps from one that asks some to the next one that does
+        self._pause = 1
         self._catch_up = catch_up // draft_unit * draft_unit
         #: what drafts come from where there is no prediction
         self._usual = DraftSource.MODEL if catch_up else DraftSource.TEXT
@@ -98,9 +109,10 @@ class Speculation:
             return {}
         if self.adaptive and not self._decodes:
             return {}  # what a step without drafts takes is learned first
-        least = self._least_chance(len(requests)) if self.adaptive else 0.0
+        asked = self._asked(requests)
+        least = self._least_chance(len(requests)) if asked and self.adaptive else 0.0
         proposals: dict[int, tuple[Drafting, Sequence[int]]] = {}
-        for row in self._asked(requests):
+        for row in asked:
             request, start, drafting = requests[row], starts[row], requests[row].drafting
             if drafting is None or drafting.failed:
                 continue
@@ -117,7 +129,9 @@ class Speculation:
         if not self.adaptive:
             return _in_turn({row: ids for row, (_, ids) in proposals.items()}, room)
         chosen = self._worthwhile(proposals, len(requests), room)
-        self._hot.update(requests[row].key for row in chosen)
+        self._hot.update((requests[row].key, self._turn) for row in chosen)
+        if asked:
+            self._pause = 1 if chosen else min(2 * self._pause, _LONGEST_PAUSE)
         return chosen
 
     def draft_inputs(self, decodes: Generating) -> list[DraftInput]:
@@ -147,16 +161,18 @@ class Speculation:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _asked(self, requests: Sequence[Request]) -> Iterable[int]:
+    def _asked(self, requests: Sequence[Request]) -> Collection[int]:
         """The rows that are asked for drafts: all, or as many as a short step of many rows has time for.
-        Those whose drafts were verified last go first, the others in turn."""
+        Those whose drafts were verified last go first, the others in turn. None in a pause."""
         rows = len(requests)
-        hot, self._hot = self._hot, set()
         if not self.adaptive:
             return range(rows)
         asks = int(_ASKING_SHARE / _ASKING * self._decodes.of(rows)) + 1
         if asks >= rows:
             return range(rows)
+        if self._turn % self._pause:
+            return ()
+        hot = self._hot = {key: turn for key, turn in self._hot.items() if self._turn - turn <= _WARM}
         again = [row for row, request in enumerate(requests) if request.key in hot] if hot else []
         again = again[: asks * 3 // 4]
         first, count = self._first % rows, asks - len(again)
@@ -233,9 +249,13 @@ class Speculation:
         # Of one row, a later draft is never likelier than an earlier one.
         chances.sort(key=lambda each: -each[0])
         best, most, tokens = 0, _WORTH * rows / self._decodes.of(rows), float(rows)
-        for count, (chance, _) in enumerate(chances[:room], 1):
+        verifying: set[int] = set()
+        for count, (chance, row) in enumerate(chances[:room], 1):
             tokens += chance
-            if (rate := tokens / self._verifies.of(rows + count)) > most:
+            verifying.add(row)
+            # Few miss the step behind, and the one token that it would have brought each.
+            missed = len(verifying) if self.overlap and len(verifying) * FEW < rows else 0
+            if (rate := (tokens - missed) / self._verifies.of(rows + count)) > most:
                 best, most = count, rate
         if proposals and not best:
             self._verifies.hope()

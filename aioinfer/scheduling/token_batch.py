@@ -24,6 +24,7 @@ from aioinfer.scheduling.counters import SchedulerCounters
 from aioinfer.scheduling.cursor import TokenCursor
 from aioinfer.scheduling.recovery import without_junk
 from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.speculation import FEW
 from aioinfer.scheduling.step import NO_ROWS, UNDRAWN, Generating, Outcome, Row, Step, TableUpdate
 
 if TYPE_CHECKING:
@@ -35,8 +36,6 @@ __all__ = ["TokenBatch"]
 
 #: longest prefill chunk of a request whose prompt's tokens are scored: the logits of all of them take room
 _MAX_SCORED = 64
-#: requests per request that verifies drafts from which on the others do not wait for it
-_FEW = 8
 
 
 class TokenBatch:
@@ -150,7 +149,7 @@ class TokenBatch:
     def may_plan(self, *, in_flight: bool) -> bool:
         # Behind a step that verifies, only the requests without drafts could have a row. Where these are few,
         # all advance faster together.
-        return self._num_verifying * _FEW < max(1, len(self.requests))
+        return self._num_verifying * FEW < max(1, len(self.requests))
 
     def longest_chunk(self, request: Request) -> int | None:
         return None if request.params.prompt_logprobs is None else _MAX_SCORED

@@ -133,7 +133,7 @@ def test_in_many_short_rows_few_are_asked_in_a_step_and_all_in_turn() -> None:
             asked.append(id(request))
             return super().propose(request, most)
 
-    speculation, batch = Speculation(Noting(), 64, 1), requests(100)
+    speculation, batch = Speculation(Noting(), 64, 1, overlap=False), requests(100)
     observed(speculation, {100: 0.006}, drafts=False)
     observed(speculation, {101: 0.006, 200: 0.006}, drafts=True)
     for request in batch:
@@ -147,6 +147,37 @@ def test_in_many_short_rows_few_are_asked_in_a_step_and_all_in_turn() -> None:
         before = set(asked)
         seen |= before
     assert len(seen) == len(batch)
+
+
+def test_where_drafts_of_many_short_rows_do_not_pay_few_steps_ask() -> None:
+    drafter = Always()
+    speculation, batch = Speculation(drafter, 64, 15), requests(100)
+    observed(speculation, {100: 0.006}, drafts=False)
+    observed(speculation, {101: 0.1, 200: 0.1}, drafts=True)
+    asking = 0
+    for _ in range(320):
+        before = drafter.asked
+        assert not sum(chosen(speculation, batch))
+        asking += drafter.asked > before
+    assert 10 <= asking <= 25
+    observed(speculation, {101: 0.006, 200: 0.006}, drafts=True)
+    for request in batch:
+        rate(request, 0.99)
+    found = [sum(chosen(speculation, batch)) for _ in range(32)]
+    assert sum(map(bool, found)) > 16
+
+
+def test_a_row_that_overlap_takes_out_of_the_next_step_must_bring_more_than_that() -> None:
+    """A tenth of the rows misses the step behind; all of them are waited for."""
+    for overlap, right, drafted in ((True, 0.4, 0), (False, 0.4, 2), (True, 0.9, 2)):
+        speculation, batch = Speculation(Always(), 64, 3, overlap=overlap), requests(20)
+        observed(speculation, {20: 1.0}, drafts=False)
+        observed(speculation, {21: 1.0, 26: 1.0}, drafts=True)
+        for request in batch:
+            rate(request, 0.0)
+        for request in batch[:2]:
+            rate(request, right)
+        assert sum(map(bool, chosen(speculation, batch))) == drafted, (overlap, right)
 
 
 def test_there_are_no_more_drafts_than_room() -> None:
