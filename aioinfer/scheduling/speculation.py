@@ -57,6 +57,7 @@ class Speculation:
     __slots__ = (
         *("_behind", "_catch_up", "_decodes", "_drafter", "_first", "_hot", "_length", "_most", "_pause"),
         *("_turn", "_usual", "_verifies", "_vocab_size", "adaptive", "draft_unit", "overlap"),
+        "_verified",
     )
 
     def __init__(
@@ -97,6 +98,8 @@ class Speculation:
         #: of steps without and with drafts: only the latter are waited for before another one is planned
         self._decodes = StepCosts()
         self._verifies = StepCosts(like=self._decodes)
+        #: positions and seconds of the last step, if it had drafts
+        self._verified: tuple[int, float] | None = None
 
     def drafts(
         self, requests: Sequence[Request], starts: Sequence[int], room: int
@@ -155,9 +158,19 @@ class Speculation:
 
     def observe(self, step: Step, seconds: float) -> None:
         """A step took so long, the time included in which the device waited for it to be planned."""
-        if not step.prefilling and seconds > 0:
-            costs = self._verifies if step.generating.drafts else self._decodes
-            costs.observe(step.num_tokens, seconds)
+        verified, self._verified = self._verified, None
+        positions = 0 if step.prefilling or seconds <= 0 else step.num_tokens
+        drafts = bool(step.generating.drafts)
+        if verified is not None:
+            if positions and not drafts:
+                # It was planned when the drafts had been read: the time that this took is theirs.
+                waited = max(0.0, seconds - self._decodes.of(positions))
+                verified = (verified[0], verified[1] + waited)
+            self._verifies.observe(*verified)
+        elif positions and not drafts:
+            self._decodes.observe(positions, seconds)
+        if positions and drafts:
+            self._verified = (positions, seconds)
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -63,6 +63,19 @@ def rate(request: Request, right: float) -> None:
     request.drafting._rates[DraftSource.TEXT] = right
 
 
+def test_the_wait_behind_a_step_with_drafts_is_a_cost_of_the_drafts() -> None:
+    """What follows is planned when they have been read; plain steps overlap."""
+    speculation, batch = Speculation(Always(), 64, 15), requests(1)
+    observed(speculation, {1: 1.0}, drafts=False)
+    for _ in range(50):
+        once(speculation, 2, 1.1, drafts=True)
+        once(speculation, 1, 1.5, drafts=False)
+    rate(batch[0], 0.4)
+    assert chosen(speculation, batch) == [0]
+    observed(speculation, {2: 1.1}, drafts=True)
+    assert chosen(speculation, batch) != [0]
+
+
 def test_drafts_that_cost_little_and_are_right_are_many() -> None:
     speculation, batch = Speculation(Always(), 64, 15), requests(1)
     observed(speculation, {1: 1.0}, drafts=False)
@@ -248,6 +261,8 @@ def test_a_cost_that_was_measured_wrongly_is_measured_again() -> None:
             assert batch[0].drafting is not None
             batch[0].drafting.verified(DraftSource.TEXT, count, count)
             once(speculation, 1 + count, 1.3, drafts=True)
+        else:
+            once(speculation, 1, 1.0, drafts=False)
     assert 0 < tried < 2500
     assert chosen(speculation, batch)[0] > 4
 
