@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.config import EngineConfig
+from aioinfer.engine_like import EngineLike
 from aioinfer.errors import EngineClosed, EngineError
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.execution.opening import Opening
@@ -23,16 +23,14 @@ from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.options import Prompt, check_timeout
 from aioinfer.loop.runtime import EngineState, Runtime, asyncio_loop, require_loop
+from aioinfer.observe.observers import Observer
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
 from aioinfer.observe.tracing import require_api
 from aioinfer.params import SamplingParams
-from aioinfer.requests import Requests
 from aioinfer.threadsafe import ThreadsafeEngine
 
 if TYPE_CHECKING:
-    from prometheus_client import CollectorRegistry
-
     from aioinfer.execution.launcher import Launcher
     from aioinfer.loop.core import Core
     from aioinfer.observe.metrics.measuring import Measuring
@@ -44,7 +42,7 @@ __all__ = ["Engine", "EngineState", "Prompt"]
 _log = logging.getLogger("aioinfer")
 
 
-class Engine(Requests):
+class Engine(EngineLike):
     """A language model inside this event loop.
 
     ::
@@ -195,16 +193,6 @@ class Engine(Requests):
         seconds = self.config.drain_timeout if timeout is None else timeout
         await self._runtime.aclose(seconds if drain else None)
 
-    async def __aenter__(self) -> Self:
-        await self.start()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Drain for up to ``config.drain_timeout`` seconds, and close; after an exception, close at once."""
-        await self.aclose(drain=kind is None)
-
     def _reset(self, state: EngineState) -> None:
         self._idle = state
         self._starting = self._runtime = None
@@ -228,7 +216,7 @@ class Engine(Requests):
         """The running engine for other threads than that of its loop, and for other loops; it can be used
         until the engine is closed. Raises EngineClosed, EngineFailed, WrongLoop."""
         runtime = self._serving()
-        return ThreadsafeEngine(self, runtime.core, runtime.loop)
+        return ThreadsafeEngine(self, runtime, runtime.loop)
 
     # -- pausing --------------------------------------------------------------------------------
 
@@ -260,21 +248,18 @@ class Engine(Requests):
         runtime.driver.wake()
         return freed
 
+    def cached_tokens(self, token_ids: Sequence[int], *, cache_salt: str = "") -> int:
+        """How many of these tokens, from the first on, are in the prefix cache at this moment.
+
+        Raises EngineClosed, EngineFailed, WrongLoop.
+        """
+        return self._serving().core.scheduler.memory.cached_tokens(token_ids, cache_salt)
+
     # -- observing ------------------------------------------------------------------------------
 
     @property
     def state(self) -> EngineState:
         return self._idle if self._runtime is None else self._runtime.state
-
-    @property
-    def closed(self) -> bool:
-        """Nothing more comes from it until it is started again."""
-        return self.state in (EngineState.NEW, EngineState.CLOSED)
-
-    @property
-    def ready(self) -> bool:
-        """Requests are accepted."""
-        return self.state is EngineState.RUNNING
 
     @property
     def info(self) -> DeviceInfo:
@@ -298,36 +283,6 @@ class Engine(Requests):
         """A snapshot, cheap enough to take every second. Raises EngineClosed before the start."""
         return self._started().stats()
 
-    def register(
-        self,
-        registry: CollectorRegistry,
-        *,
-        engine: str = "0",
-        model_name: str | None = None,
-        vllm: bool = False,
-    ) -> None:
-        """Show the metrics of this engine in a registry of ``prometheus_client``, until it is closed.
-
-        Before the start, too. Gauges and counters are read when the registry is collected, on any thread;
-        histograms count from here on. docs/monitoring.md lists the metrics.
-
-        Args:
-            registry: ``prometheus_client.REGISTRY``, for example, or one of your own.
-            engine: value of the label that tells engines of one registry apart.
-            model_name: value of that label; default: the model's name in the config.
-            vllm: the names of vLLM as well; the same for all engines of a registry.
-
-        Raises ConfigError: the engine or its labels are in the registry already, or a metric's name is.
-        """
-        from aioinfer.observe.metrics.collector import Labels
-
-        name = self.config.model_name if model_name is None else model_name
-        self.measuring.register(registry, Labels(name, engine), vllm=vllm)
-
-    def unregister(self, registry: CollectorRegistry) -> None:
-        """Undo :meth:`register`. Raises ConfigError: the engine is not in the registry."""
-        self.measuring.unregister(registry)
-
     @property
     def measuring(self) -> Measuring:
         """What the metrics are made of; histograms count from the first look at it on."""
@@ -338,6 +293,11 @@ class Engine(Requests):
             if self._runtime is not None and self._loop is not None:
                 observing.measure(self._runtime, self._measuring)
         return self._measuring
+
+    def observe(self, observer: Observer) -> None:
+        """Tell an observer of requests and steps, until the engine is closed. Raises EngineClosed before the
+        start."""
+        self._started().observers.add(observer)
 
     @property
     def timeline(self) -> Timeline:

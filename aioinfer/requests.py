@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Protocol, Unpack
 
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.chat.asking import ChatRequest, chat_request
@@ -20,7 +20,6 @@ from aioinfer.loop.options import (
     PromptSource,
     RequestOptions,
 )
-from aioinfer.loop.runtime import Runtime
 from aioinfer.mapping import MapProgress, OnError, Prompts, ResultMap
 from aioinfer.params import SamplingParams, Schema, inherited
 from aioinfer.resuming.record import StreamCheckpoint
@@ -29,10 +28,38 @@ from aioinfer.stream import Stream
 if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Requests"]
+__all__ = ["Requests", "Serving"]
 
 #: choices of one prompt, as in the HTTP API
 _MOST_CHOICES = 128
+
+
+class Serving(Protocol):
+    """What is running and takes requests."""
+
+    def source(
+        self,
+        prompt: Prompt,
+        template_kwargs: Mapping[str, Any] | None = None,
+        form: PromptForm | None = None,
+    ) -> PromptSource:
+        """A prompt, checked and copied; one that was made here already is returned unchanged. On any thread.
+        Raises InvalidRequest."""
+
+    def generate(
+        self,
+        prompt: PromptSource,
+        params: SamplingParams,
+        options: RequestOptions,
+        checkpoint: StreamCheckpoint | None = None,
+    ) -> Stream:
+        """Queue a request, with the output that a checkpoint has. Raises InvalidRequest, Rejected."""
+
+    async def encode(self, prompt: PromptSource) -> Sequence[int]:
+        """The token ids of a prompt. Raises InvalidRequest, EngineClosed."""
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids. Raises InvalidRequest."""
 
 
 class Requests(ABC):
@@ -53,8 +80,8 @@ class Requests(ABC):
         """Nothing more comes from it until it is started again."""
 
     @abstractmethod
-    def _serving(self) -> Runtime:
-        """The runtime, if it accepts requests. Raises EngineClosed, EngineFailed, WrongLoop."""
+    def _serving(self) -> Serving:
+        """What takes the requests. Raises EngineClosed, EngineFailed, WrongLoop."""
 
     @property
     @abstractmethod
@@ -104,7 +131,7 @@ class Requests(ABC):
             Rejected: the queue is full.
             EngineClosed, EngineFailed, WrongLoop: the engine cannot serve it here and now.
         """
-        runtime = self._serving()
+        serving = self._serving()
         params = inherited(params, self.default_params)
         options = RequestOptions(
             priority=priority,
@@ -117,8 +144,8 @@ class Requests(ABC):
             request_id=request_id,
         )
         try:
-            source = runtime.core.source(prompt, chat_template_kwargs)
-            return self._queue(runtime, source, params, options)
+            source = serving.source(prompt, chat_template_kwargs)
+            return self._queue(serving, source, params, options)
         except AioInferError as error:
             error.request_id = options.request_id
             raise
@@ -144,7 +171,7 @@ class Requests(ABC):
         Raises as :meth:`generate`; InvalidRequest with the field ``checkpoint`` if it is of another model or
         does not make sense. What only its text shows is raised by the stream.
         """
-        runtime = self._serving()
+        serving = self._serving()
         if not isinstance(checkpoint, StreamCheckpoint):
             raise InvalidRequest("checkpoint", f"must be a StreamCheckpoint, got {shown(checkpoint)}")
         options = RequestOptions(
@@ -157,22 +184,34 @@ class Requests(ABC):
             request_id=request_id or checkpoint.request_id or None,
         )
         try:
-            source = runtime.core.source(list(checkpoint.prompt_token_ids))
-            return self._queue(runtime, source, checkpoint.params, options, checkpoint)
+            source = serving.source(list(checkpoint.prompt_token_ids))
+            return self._queue(serving, source, checkpoint.params, options, checkpoint)
         except AioInferError as error:
             error.request_id = options.request_id
             raise
 
+    def queue(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        checkpoint: StreamCheckpoint | None = None,
+    ) -> Stream:
+        """As :meth:`generate` and :meth:`restore`, for what another engine has prepared: nothing that is not
+        given is taken from the model or the config."""
+        serving = self._serving()
+        return self._queue(serving, serving.source(list(prompt_ids)), params, options, checkpoint)
+
     def _queue(
         self,
-        runtime: Runtime,
+        serving: Serving,
         prompt: PromptSource,
         params: SamplingParams,
         options: RequestOptions,
         checkpoint: StreamCheckpoint | None = None,
     ) -> Stream:
         """The way of every request; engines in tests add to it."""
-        return runtime.generate(prompt, params, options, checkpoint)
+        return serving.generate(prompt, params, options, checkpoint)
 
     def chat(
         self,
@@ -340,7 +379,7 @@ class Requests(ABC):
         form: PromptForm | None = PromptForm(add_special_tokens, truncate_prompt_tokens)
         if form == PromptForm():
             form = None
-        return self._serving().core.source(prompt, chat_template_kwargs, form)
+        return self._serving().source(prompt, chat_template_kwargs, form)
 
     async def tokenize(
         self,
@@ -354,11 +393,11 @@ class Requests(ABC):
         There may be more of them than the context length; a text that certainly has is refused. Raises as
         :meth:`prompt`.
         """
-        runtime = self._serving()
+        serving = self._serving()
         form = None
         if not isinstance(prompt, PromptSource):
             form = PromptForm(add_special_tokens, counted=True)
-        return list(await runtime.encode(runtime.core.source(prompt, chat_template_kwargs, form)))
+        return list(await serving.encode(serving.source(prompt, chat_template_kwargs, form)))
 
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, made on a worker thread. Raises as :meth:`prompt`, by the field "tokens"."""

@@ -27,8 +27,7 @@ from aioinfer.params import SamplingParams, inherited
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
-    from aioinfer.loop.core import Core
-    from aioinfer.requests import Requests
+    from aioinfer.requests import Requests, Serving
 
 __all__ = ["RemoteStream", "ThreadsafeEngine"]
 
@@ -44,9 +43,9 @@ class ThreadsafeEngine:
     is nothing to close: it lasts as long as the engine.
     """
 
-    def __init__(self, engine: Requests, core: Core, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: Requests, serving: Serving, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
-        self._core = core
+        self._serving = serving
         self._loop = loop
         self._defaults = engine.default_params
         self._format = engine.chat_format
@@ -68,7 +67,7 @@ class ThreadsafeEngine:
 
         Raises InvalidRequest; Rejected if too many requests are on their way to the loop; EngineClosed.
         """
-        source = self._core.source(prompt, chat_template_kwargs)
+        source = self._serving.source(prompt, chat_template_kwargs)
         params = inherited(params, self._defaults)
 
         async def make() -> Stream:
@@ -100,7 +99,7 @@ class ThreadsafeEngine:
             chat_template_kwargs=chat_template_kwargs,
         )
         try:
-            source = self._core.source(asked.messages, asked.template_kwargs)
+            source = self._serving.source(asked.messages, asked.template_kwargs)
         except RequestError as error:
             raise renamed(error, asked.names) from error.__cause__
 

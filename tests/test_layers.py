@@ -27,8 +27,12 @@ LAYERS: list[set[str]] = [
     {"cli"},
     # the HTTP API over an engine; scripted engines, the toy device, simulated launchers and clocks
     {"server", "testing"},
+    # several engines that look like one
+    {"parallel"},
     # what an application holds: the engine in its event loop, and the one without a loop
     {"engine", "llm"},
+    # what both kinds have that an application starts
+    {"engine_like"},
     # an engine for other threads
     {"threadsafe"},
     # what an engine takes: the part of it that makes requests

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from aioinfer.chat.answers import AnswerReader
 from aioinfer.config import ServerConfig
-from aioinfer.engine import Engine
+from aioinfer.engine_like import EngineLike
 from aioinfer.errors import Rejected, RequestError
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import Chunk, Result, Usage
@@ -46,7 +46,7 @@ class Generation:
     """Calls of one engine: parsed, generated, and written whole or as events."""
 
     def __init__(
-        self, engine: Engine, config: ServerConfig, models: Sequence[str], metrics: Metrics | None = None
+        self, engine: EngineLike, config: ServerConfig, models: Sequence[str], metrics: Metrics | None = None
     ) -> None:
         """``models``: the names of the model, that of answers to calls without a name first."""
         self._engine = engine

@@ -8,7 +8,7 @@ from dataclasses import replace
 from aiohttp import web
 
 from aioinfer.config import ServerConfig
-from aioinfer.engine import Engine
+from aioinfer.engine_like import EngineLike
 from aioinfer.errors import ConfigError
 from aioinfer.observe.tracing import within
 from aioinfer.server.anthropic.endpoints import COUNT_ENDPOINT, MESSAGES_ENDPOINT
@@ -42,7 +42,7 @@ _WITHOUT = {METRICS.path: ", or metrics=False", PAGE.path: ", or another path fo
 class Routes:
     """The endpoints and their handlers; added to an application by :func:`aioinfer.server.setup`."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, keys: Keys) -> None:
+    def __init__(self, engine: EngineLike, config: ServerConfig, keys: Keys) -> None:
         models = config.model_names or (engine.config.model_name,)
         self._engine = engine
         self._keys = keys

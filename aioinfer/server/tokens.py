@@ -12,7 +12,8 @@ from aiohttp import web
 from aioinfer.chat.fields import Honoured, Table, Unsupported
 from aioinfer.chat.schemas import FLAG, array, integer, text
 from aioinfer.config import ServerConfig
-from aioinfer.engine import Engine, Prompt
+from aioinfer.engine import Prompt
+from aioinfer.engine_like import EngineLike
 from aioinfer.errors import EngineClosed, InvalidRequest
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.pace import Pace
@@ -121,7 +122,7 @@ class _Asked:
 class Tokens:
     """The handlers, of one engine."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, generation: Generation) -> None:
+    def __init__(self, engine: EngineLike, config: ServerConfig, generation: Generation) -> None:
         self._engine = engine
         self._config = config
         self._generation = generation

@@ -7,7 +7,8 @@ import asyncio
 from aiohttp import hdrs, web
 
 from aioinfer.config import ServerConfig
-from aioinfer.engine import Engine, EngineState
+from aioinfer.engine import EngineState
+from aioinfer.engine_like import EngineLike
 from aioinfer.observe.feed import StepFeed
 from aioinfer.server.http.access import WebAccess
 from aioinfer.server.http.disconnects import ClientGone, Watcher
@@ -41,7 +42,7 @@ class Watching:
     their number, and there is none without clients. A client that reads slowly misses frames.
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig, keys: Keys) -> None:
+    def __init__(self, engine: EngineLike, config: ServerConfig, keys: Keys) -> None:
         self._engine = engine
         self._config = config
         self._keys = keys

@@ -21,6 +21,7 @@ from aioinfer.execution.device import DeviceLost
 from aioinfer.loop.options import PromptSource, RequestOptions
 from aioinfer.loop.runtime import Runtime
 from aioinfer.params import SamplingParams
+from aioinfer.requests import Serving
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.scheduling.request import Request
 from aioinfer.stream import Stream, request_of
@@ -145,7 +146,7 @@ class FakeEngine(Engine):
 
     def _queue(
         self,
-        runtime: Runtime,
+        serving: Serving,
         prompt: PromptSource,
         params: SamplingParams,
         options: RequestOptions,
@@ -153,14 +154,14 @@ class FakeEngine(Engine):
     ) -> Stream:
         text = _text(prompt)
         if text is None:
-            return super()._queue(runtime, prompt, params, options, checkpoint)  # whose stream says why
+            return super()._queue(serving, prompt, params, options, checkpoint)  # whose stream says why
         self.requests.append(FakeRequest(text, params, options))
         answer = self._answer(text)
         error = answer.error
         if isinstance(error, (InvalidRequest, Rejected)) and not answer.text:
             raise copy.copy(error)
-        stream = super()._queue(runtime, prompt, params, options, checkpoint)
-        request = request_of(stream)
+        stream = super()._queue(serving, prompt, params, options, checkpoint)
+        request, runtime = request_of(stream), self._serving()
         assert self._device is not None
         unscripted = self._answers is None
         self._device.play(

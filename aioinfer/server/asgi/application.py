@@ -10,7 +10,8 @@ from collections.abc import Callable
 from aiohttp import web
 
 from aioinfer.config import ServerConfig
-from aioinfer.engine import Engine, EngineState
+from aioinfer.engine import EngineState
+from aioinfer.engine_like import EngineLike
 from aioinfer.errors import AioInferError
 from aioinfer.loop.runtime import asyncio_loop
 from aioinfer.server.asgi.exchange import Exchange
@@ -35,7 +36,7 @@ class AsgiApplication:
     application, that one does; requests get 503 before.
     """
 
-    def __init__(self, engine: Engine, config: ServerConfig, make: Callable[[], web.Application]) -> None:
+    def __init__(self, engine: EngineLike, config: ServerConfig, make: Callable[[], web.Application]) -> None:
         """``make`` makes the aiohttp application, one for each event loop. Raises what it raises."""
         self._engine = engine
         self._make = make

@@ -1,0 +1,134 @@
+"""EngineLike: what an application and the server hold: one engine, or a dispatcher of several."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from aioinfer.execution.device import DeviceInfo, Progress
+from aioinfer.loop.runtime import EngineState
+from aioinfer.observe.stats import EngineStats
+from aioinfer.observe.timeline import Timeline
+from aioinfer.requests import Requests
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
+    from aioinfer.observe.metrics.measuring import Measuring
+    from aioinfer.threadsafe import ThreadsafeEngine
+
+__all__ = ["EngineLike"]
+
+
+class EngineLike(Requests):
+    """Takes requests, as :class:`~aioinfer.requests.Requests`, is started and closed, and can be observed."""
+
+    # -- life -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def start(self, progress: Progress | None = None) -> None:
+        """Begin to serve on the running loop."""
+
+    @abstractmethod
+    async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
+        """Stop serving. Idempotent; with ``drain``, open requests may finish first."""
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Drain for up to ``config.drain_timeout`` seconds, and close; after an exception, close at once."""
+        await self.aclose(drain=kind is None)
+
+    @abstractmethod
+    def threadsafe(self) -> ThreadsafeEngine:
+        """The same for other threads than that of its loop, and for other loops."""
+
+    # -- pausing --------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Launch no more steps; returns when those in flight have resolved."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """Go on after :meth:`pause`. Idempotent."""
+
+    @abstractmethod
+    def flush_cache(self) -> int:
+        """Forget all cached prefixes; returns how many pages that freed at once."""
+
+    # -- observing ------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def state(self) -> EngineState:
+        """Where it is between its start and its end."""
+
+    @property
+    def closed(self) -> bool:
+        """Nothing more comes from it until it is started again."""
+        return self.state in (EngineState.NEW, EngineState.CLOSED)
+
+    @property
+    def ready(self) -> bool:
+        """Requests are accepted."""
+        return self.state is EngineState.RUNNING
+
+    @property
+    def degraded(self) -> bool:
+        """A part of it does not take requests: of a dispatcher, a replica."""
+        return False
+
+    @property
+    @abstractmethod
+    def info(self) -> DeviceInfo:
+        """Limits of model and device, and what was decided at the start. Raises EngineClosed before that."""
+
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """A snapshot, cheap enough to take every second. Raises EngineClosed before the start."""
+
+    @property
+    @abstractmethod
+    def timeline(self) -> Timeline:
+        """Recent events of loop, launch thread and device. Raises EngineClosed before the start."""
+
+    @property
+    @abstractmethod
+    def measuring(self) -> Measuring:
+        """What the metrics are made of; histograms count from the first look at it on."""
+
+    def register(
+        self,
+        registry: CollectorRegistry,
+        *,
+        engine: str = "0",
+        model_name: str | None = None,
+        vllm: bool = False,
+    ) -> None:
+        """Show the metrics in a registry of ``prometheus_client``, until it is closed.
+
+        Before the start, too. Gauges and counters are read when the registry is collected, on any thread;
+        histograms count from here on. docs/monitoring.md lists the metrics.
+
+        Args:
+            registry: ``prometheus_client.REGISTRY``, for example, or one of your own.
+            engine: value of the label that tells engines of one registry apart.
+            model_name: value of that label; default: the model's name in the config.
+            vllm: the names of vLLM as well; the same for all engines of a registry.
+
+        Raises ConfigError: the engine or its labels are in the registry already, or a metric's name is.
+        """
+        from aioinfer.observe.metrics.collector import Labels
+
+        name = self.config.model_name if model_name is None else model_name
+        self.measuring.register(registry, Labels(name, engine), vllm=vllm)
+
+    def unregister(self, registry: CollectorRegistry) -> None:
+        """Undo :meth:`register`. Raises ConfigError: the engine is not in the registry."""
+        self.measuring.unregister(registry)
