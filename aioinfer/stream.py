@@ -21,7 +21,7 @@ from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 if TYPE_CHECKING:
     from aioinfer.resuming.record import StreamCheckpoint
 
-__all__ = ["Lane", "Outlet", "Stream", "StreamCell", "request_of", "when_ended"]
+__all__ = ["Lane", "Outlet", "Stream", "StreamCell", "request_of", "tell_lanes", "when_ended"]
 
 
 class Want(Enum):
@@ -142,8 +142,12 @@ class StreamCell:
         """Tokens that the consumer could read and has not. (A waiting consumer has read all that there is;
         the other tokens are then held back for a stop string, or it waits for the whole result. One with an
         outlet always waits, and has read all unless that is blocked.)"""
-        reading = self.waiter is not None if self.outlet is None else not self.blocked
-        return 0 if reading else len(self.request.token_times) - self.taken_ids
+        return 0 if self.reading else len(self.request.token_times) - self.taken_ids
+
+    @property
+    def reading(self) -> bool:
+        """The consumer waits, or has an outlet that is not blocked."""
+        return self.waiter is not None if self.outlet is None else not self.blocked
 
     @property
     def lags(self) -> bool:
@@ -476,6 +480,29 @@ class Stream(Coroutine[Any, Any, Result]):
         if isinstance(error, AioInferError) and error.request_id is None:
             error.request_id = self.request_id
         raise error
+
+
+def tell_lanes(requests: Sequence[Request]) -> list[Request]:
+    """Tell the outlets of requests that have moved, lane by lane; returns the other requests, and those that
+    have ended or whose consumer can lag."""
+    others: list[Request] = []
+    lane: Lane | None = None
+    outlets: list[Outlet] = []
+    for request in requests:
+        cell = request.consumer
+        assert isinstance(cell, StreamCell)
+        outlet = cell.outlet
+        if outlet is None or cell.max_lag is not None or request.state is RequestState.FINISHED:
+            others.append(request)
+            continue
+        if outlet.lane is not lane:
+            if lane is not None:
+                lane.moved(outlets)
+            lane, outlets = outlet.lane, []
+        outlets.append(outlet)
+    if lane is not None:
+        lane.moved(outlets)
+    return others
 
 
 def request_of(stream: Stream) -> Request:

@@ -16,15 +16,15 @@ import numpy as np
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
-from aioinfer.errors import ConfigError, InvalidRequest, Rejected, StepFailed, shown
+from aioinfer.errors import ConfigError, Rejected, StepFailed, shown
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
-from aioinfer.loop.copies import check_range
+from aioinfer.loop.checks import Checks
 from aioinfer.loop.generation import generation
 from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.preparing import Preparing
 from aioinfer.loop.resumption import Resumption, replay
 from aioinfer.loop.texts import Texts
-from aioinfer.params import Grammar, SamplingParams
+from aioinfer.params import SamplingParams
 from aioinfer.scheduling.faults import PolicyFailed
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request, RequestState
@@ -54,6 +54,7 @@ class Core:
 
     __slots__ = (
         "_arrivals",
+        "_checks",
         "_config",
         "_drafter",
         "_generation",
@@ -92,6 +93,7 @@ class Core:
         #: requests whose first row is in the step that was planned last
         self.admitted: list[Request] = []
         self._generation = generation(info.block_size)
+        self._checks = Checks(config, info, tokenizer)
         self._config = config
         #: requests that ended because planning raised, until :meth:`take_ended`
         self.ended: list[Request] = []
@@ -164,15 +166,7 @@ class Core:
     ) -> PromptSource:
         """A prompt, checked and copied; one that is a source of this core already is returned unchanged.
         Raises InvalidRequest."""
-        if not isinstance(prompt, PromptSource):
-            return PromptSource(prompt, self.tokenizer, self.info, template_kwargs, form or PromptForm())
-        if not prompt.is_for(self.info):
-            raise InvalidRequest("prompt", "was made by another engine, or before this one was started again")
-        if template_kwargs is not None:
-            raise InvalidRequest("chat_template_kwargs", "belong to the call that made the prompt")
-        if form is not None:
-            raise InvalidRequest("prompt", "has its form from the call that made it")
-        return prompt
+        return PromptSource.of(prompt, self.tokenizer, self.info, template_kwargs, form)
 
     def check_queue(self, arriving: int = 0, tokens: int = 0, arriving_tokens: int = 0) -> None:
         """Raise Rejected if the queue is full. ``arriving`` requests are PREPARING and count as queued, with
@@ -212,13 +206,7 @@ class Core:
         self.check_queue(tokens=len(prompt_ids) + known)
         cursor = self._generation.cursor(params)
         max_length = self.info.max_model_len
-        if len(prompt_ids) + params.min_tokens > max_length:
-            raise InvalidRequest(
-                "min_tokens",
-                f"{params.min_tokens} behind {len(prompt_ids)} tokens exceed this model's maximum context "
-                f"length of {max_length} tokens",
-                code="context_length_exceeded",
-            )
+        self._checks.check_length(params, len(prompt_ids))
         if params.max_tokens is not None:
             max_length = min(max_length, len(prompt_ids) + params.max_tokens)
         self._next_key += 1
@@ -254,65 +242,14 @@ class Core:
             _log.error("%s could not be queued", request, exc_info=cause)
             raise StepFailed(f"the request could not be queued: {cause}") from cause
 
-    def _check_stops(self, params: SamplingParams) -> None:
-        """Raise InvalidRequest for more stops than the config allows."""
-        config, length = self._config, sum(map(len, params.stop))
-        for field, given, setting in (
-            ("stop", len(params.stop), "max_stop_strings"),
-            ("stop", length, "max_stop_characters"),
-            ("stop_regex", len(params.stop_regex), "max_stop_patterns"),
-        ):
-            most: int = getattr(config, setting)
-            if given > most:
-                raise InvalidRequest(field, f"{given} exceeds the limit of {most} ({setting})")
-
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end an output."""
-        ends = frozenset() if params.ignore_eos else self.info.eos_token_ids
-        return ends.union(params.stop_token_ids) if params.stop_token_ids else ends
+        return self._checks.stop_ids(params)
 
     def check(self, params: SamplingParams) -> None:
         """Raise InvalidRequest for parameters that this model cannot serve, and for constraints that allow no
         token, as far as that needs no mask."""
-        self._check_stops(params)
-        vocab_size = self.info.vocab_size
-        check_range("stop_token_ids", params.stop_token_ids, vocab_size)
-        check_range("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
-        check_range("logit_bias", tuple(params.logit_bias or ()), vocab_size)
-        if isinstance(params.prediction, str):
-            if self.tokenizer is None:
-                raise InvalidRequest("prediction", "the model has no tokenizer: give token ids")
-        elif params.prediction is not None:
-            check_range("prediction", params.prediction[: self.info.max_model_len], vocab_size)
-        for word in params.bad_words:
-            if not isinstance(word, str):
-                check_range("bad_words", word, vocab_size)
-        if self.tokenizer is None and (params.stop or params.stop_regex):
-            field = "stop" if params.stop else "stop_regex"
-            raise InvalidRequest(field, "the engine has no tokenizer, so there is no text to match")
-        for field in ("min_tokens", "ignore_eos"):
-            if params.grammar is not None and getattr(params, field):
-                raise InvalidRequest(field, "cannot be combined with a grammar, which says when to end")
-        self._generation.check(params)
-        if params.structure is not None:
-            self._check_size(params.structure)
-        if not params.min_tokens:
-            return
-        ends, allowed = self.stop_ids(params), params.allowed_token_ids
-        if allowed is not None and ends.issuperset(allowed):
-            raise InvalidRequest(
-                "allowed_token_ids",
-                f"are end tokens or stop_token_ids, which min_tokens {params.min_tokens} excludes at first",
-            )
-        if len(ends) >= self.info.vocab_size:
-            raise InvalidRequest(
-                "min_tokens", "excludes every token: stop_token_ids has the whole vocabulary"
-            )
-
-    def _check_size(self, grammar: Grammar) -> None:
-        text, most = grammar.text, self._config.max_grammar_bytes
-        if 4 * len(text) > most and (size := len(text.encode(errors="replace"))) > most:
-            raise InvalidRequest("grammar", f"has {size} bytes, and max_grammar_bytes is {most}")
+        self._checks.check(params)
 
     def _output_text(self, prompt_ids: Sequence[int], params: SamplingParams) -> OutputText:
         if self.tokenizer is None:

@@ -10,16 +10,28 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aioinfer.errors import EngineClosed, EngineError, InvalidRequest
 from aioinfer.execution.workers import WorkerExecutor
+from aioinfer.loop.copies import check_ids
 from aioinfer.loop.options import Prepared, PromptSource
 from aioinfer.params import SamplingParams
 
 if TYPE_CHECKING:
-    from aioinfer.loop.core import Core
     from aioinfer.resuming.record import StreamCheckpoint
+    from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Intake", "Preparation"]
+__all__ = ["Asks", "Completes", "Encoding", "Intake", "Preparation"]
 
 _T = TypeVar("_T")
+
+
+class Completes(Protocol):
+    """What knows how to prepare requests."""
+
+    def complete(
+        self, prompt_ids: Sequence[int], params: SamplingParams, checkpoint: StreamCheckpoint | None = None
+    ) -> Prepared:
+        """As in Core."""
+
+
 #: called on the loop with what a preparation made, or with why it failed
 Prepare = Callable[[Prepared | None, BaseException | None], None]
 
@@ -36,7 +48,8 @@ class Intake:
     withdrawn, and leaves nothing behind.
     """
 
-    __slots__ = ("_asking", "_compilers", "_encodings", "_grammars", "_long", "_short", "_workers", "loop")
+    __slots__ = ("_asking", "_compilers", "_decoding", "_encodings", "_grammars", "_long", "_short",
+                 "_workers", "loop")  # fmt: skip
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -46,7 +59,8 @@ class Intake:
         self._long = _Lane(loop, self._workers, 1)
         self._grammars = _Lane(loop, self._compilers, _THREADS)
         #: prompts that are being tokenized, each once for all requests that wait for it
-        self._encodings: dict[PromptSource, _Encoding] = {}
+        self._encodings: dict[PromptSource, Encoding] = {}
+        self._decoding = asyncio.Lock()
         #: coroutines that wait for one of them
         self._asking: set[_Asking] = set()
 
@@ -56,7 +70,7 @@ class Intake:
 
     def prepare(
         self,
-        core: Core,
+        core: Completes,
         source: PromptSource,
         params: SamplingParams,
         prepared: Prepare,
@@ -68,7 +82,7 @@ class Intake:
         if source.ids is not None:
             preparation.encoded(None)
             return preparation
-        self._encode(source, preparation)
+        self.join(source, preparation)
         return preparation
 
     async def encode(self, source: PromptSource) -> Sequence[int]:
@@ -77,7 +91,7 @@ class Intake:
         if source.ids is None:
             asking = _Asking(self.loop.create_future())
             self._asking.add(asking)
-            self._encode(source, asking)
+            self.join(source, asking)
             try:
                 await asking.known
             finally:
@@ -86,13 +100,30 @@ class Intake:
                     asking.encoding.leave(asking)
         return source.encode()
 
-    def _encode(self, source: PromptSource, asking: _Asks) -> None:
+    def join(self, source: PromptSource, asking: Asks) -> None:
+        """Have ``asking`` told when the token ids of a prompt are known."""
         encoding = self._encodings.get(source)
         if encoding is None:
             lane = self._long if source.size > _LONG else self._short
-            encoding = _Encoding(source, lane, self._encodings)
+            encoding = Encoding(source, lane, self._encodings)
             lane.submit(encoding)
         encoding.join(asking)
+
+    async def decode(
+        self, tokenizer: Tokenizer | None, ids: Sequence[int], vocab_size: int, *, skip_special_tokens: bool
+    ) -> str:
+        """The text of token ids. Raises InvalidRequest."""
+        if tokenizer is None:
+            raise InvalidRequest("tokens", "the model has no tokenizer")
+        items = list(ids)
+
+        def text() -> str:
+            check_ids("tokens", items, vocab_size)
+            return tokenizer.decode(items, skip_special_tokens=skip_special_tokens)
+
+        # One at a time: prompts of others have their turns between.
+        async with self._decoding:
+            return await self.run(text)
 
     @property
     def waiting(self) -> int:
@@ -128,11 +159,11 @@ class _Job(Protocol):
         """On the loop, after the call."""
 
 
-class _Asks(Protocol):
+class Asks(Protocol):
     """What waits for the token ids of a prompt."""
 
     #: while they are made
-    encoding: _Encoding | None
+    encoding: Encoding | None
 
     def encoded(self, error: BaseException | None) -> None:
         """They are known, or could not be made."""
@@ -145,7 +176,7 @@ class _Asking:
 
     def __init__(self, known: asyncio.Future[None]) -> None:
         self.known = known
-        self.encoding: _Encoding | None = None
+        self.encoding: Encoding | None = None
 
     def encoded(self, error: BaseException | None) -> None:
         if self.known.done():
@@ -197,24 +228,24 @@ class _Lane:
         job.ended(None if error is not None else future.result(), error)
 
 
-class _Encoding:
+class Encoding:
     """The tokenizing of one prompt, for all preparations that need it."""
 
     __slots__ = ("_lane", "_open", "_preparations", "_source")
 
-    def __init__(self, source: PromptSource, lane: _Lane, encodings: dict[PromptSource, _Encoding]) -> None:
+    def __init__(self, source: PromptSource, lane: _Lane, encodings: dict[PromptSource, Encoding]) -> None:
         """It is in ``encodings`` until it has ended, or until all preparations have left before it began."""
         self._source = source
         self._lane = lane
         self._open = encodings
-        self._preparations: dict[_Asks, None] = {}
+        self._preparations: dict[Asks, None] = {}
         encodings[source] = self
 
-    def join(self, preparation: _Asks) -> None:
+    def join(self, preparation: Asks) -> None:
         self._preparations[preparation] = None
         preparation.encoding = self
 
-    def leave(self, preparation: _Asks) -> None:
+    def leave(self, preparation: Asks) -> None:
         del self._preparations[preparation]
         if not self._preparations and self in self._lane.waiting:
             self._lane.withdraw(self)
@@ -246,7 +277,7 @@ class Preparation:
 
     def __init__(
         self,
-        core: Core,
+        core: Completes,
         source: PromptSource,
         params: SamplingParams,
         prepared: Prepare,
@@ -260,7 +291,7 @@ class Preparation:
         self._prepared: Prepare | None = prepared
         self._compilers = compilers
         #: while the prompt is tokenized
-        self.encoding: _Encoding | None = None
+        self.encoding: Encoding | None = None
         #: the prompt has at least this many tokens, as far as that was known
         self.least_tokens = source.least_tokens
 

@@ -282,6 +282,27 @@ class PromptSource:
         check_ids("prompt", ids, self._info.vocab_size)
         return ids
 
+    @classmethod
+    def of(
+        cls,
+        prompt: Prompt,
+        tokenizer: Tokenizer | None,
+        info: DeviceInfo,
+        template_kwargs: Mapping[str, Any] | None = None,
+        form: PromptForm | None = None,
+    ) -> PromptSource:
+        """A prompt, checked and copied; one that was made for this model already is returned unchanged.
+        Raises InvalidRequest."""
+        if not isinstance(prompt, PromptSource):
+            return cls(prompt, tokenizer, info, template_kwargs, form or PromptForm())
+        if not prompt.is_for(info):
+            raise InvalidRequest("prompt", "was made by another engine, or before this one was started again")
+        if template_kwargs is not None:
+            raise InvalidRequest("chat_template_kwargs", "belong to the call that made the prompt")
+        if form is not None:
+            raise InvalidRequest("prompt", "has its form from the call that made it")
+        return prompt
+
     def is_for(self, info: DeviceInfo) -> bool:
         """It was made for this model, as it was loaded."""
         return self._info is info

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import (
@@ -23,9 +23,8 @@ from aioinfer.errors import (
     TimedOut,
     WrongLoop,
 )
-from aioinfer.loop.copies import check_ids
 from aioinfer.loop.driver import Driver
-from aioinfer.loop.options import Prepared, PromptSource, RequestOptions
+from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.pacing import Pace
 from aioinfer.loop.resumption import check, take
 from aioinfer.loop.tuning import Tuning
@@ -35,14 +34,14 @@ from aioinfer.params import SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.request import Request, RequestState
-from aioinfer.stream import Lane, Outlet, Stream, StreamCell
+from aioinfer.stream import Stream, StreamCell, tell_lanes
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
     from aioinfer.loop.core import Core
     from aioinfer.loop.intake import Intake, Preparation
 
-__all__ = ["EngineState", "Runtime", "asyncio_loop", "require_loop"]
+__all__ = ["EngineState", "Runtime", "asyncio_loop", "require_loop", "running_loop"]
 
 _log = logging.getLogger("aioinfer")
 
@@ -58,7 +57,8 @@ class EngineState(Enum):
     CLOSED = "closed"
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The running loop, if there is one."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -67,7 +67,7 @@ def _running_loop() -> asyncio.AbstractEventLoop | None:
 
 def asyncio_loop() -> asyncio.AbstractEventLoop:
     """The running loop. Raises WrongLoop where there is none, under trio for example."""
-    loop = _running_loop()
+    loop = running_loop()
     if loop is None:
         raise WrongLoop(
             "an engine runs on an asyncio event loop, and none is running here. Under trio, say, "
@@ -79,7 +79,7 @@ def asyncio_loop() -> asyncio.AbstractEventLoop:
 
 def require_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Raise WrongLoop unless ``loop`` is the running one."""
-    running = _running_loop()
+    running = running_loop()
     if running is not loop:
         where = "there is no running loop here" if running is None else "this is another one"
         raise WrongLoop(
@@ -114,7 +114,6 @@ class Runtime:
         #: at least so many tokens have their prompts
         self._preparing_tokens = 0
         self._intake = intake
-        self._decoding = asyncio.Lock()
         #: what follows the requests and steps; empty unless asked for
         self.observers = Observers()
         self.tuning = Tuning.of(
@@ -138,6 +137,16 @@ class Runtime:
         self._drained: asyncio.Future[None] | None = None
 
     # -- requests -------------------------------------------------------------------------------
+
+    def source(
+        self,
+        prompt: Prompt,
+        template_kwargs: Mapping[str, Any] | None = None,
+        form: PromptForm | None = None,
+    ) -> PromptSource:
+        """A prompt, checked and copied; one that was made here already is returned unchanged. On any thread.
+        Raises InvalidRequest."""
+        return self.core.source(prompt, template_kwargs, form)
 
     def generate(
         self,
@@ -182,18 +191,10 @@ class Runtime:
 
     async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of token ids. Raises InvalidRequest."""
-        tokenizer, vocab_size = self.core.tokenizer, self.core.info.vocab_size
-        if tokenizer is None:
-            raise InvalidRequest("tokens", "the model has no tokenizer")
-        items = list(ids)
-
-        def text() -> str:
-            check_ids("tokens", items, vocab_size)
-            return tokenizer.decode(items, skip_special_tokens=skip_special_tokens)
-
-        # One at a time: prompts of others have their turns between.
-        async with self._decoding:
-            return await self._intake.run(text)
+        core = self.core
+        return await self._intake.decode(
+            core.tokenizer, ids, core.info.vocab_size, skip_special_tokens=skip_special_tokens
+        )
 
     def _prepared(self, request: Request, prepared: Prepared | None, error: BaseException | None) -> None:
         self._leave_preparing(request)
@@ -240,9 +241,11 @@ class Runtime:
     # -- as DriverEvents ------------------------------------------------------------------------
 
     def admitted(self, request: Request) -> None:
-        """Replace the request's waiting deadline by its running deadline."""
+        """Replace the request's waiting deadline by its running deadline, and tell its outlet."""
         cell = _cell(request)
         cell.cancel_timer()
+        if cell.outlet is not None:
+            cell.outlet.lane.moved((cell.outlet,))
         if cell.running_timeout is not None:
             self._set_timer(request, "running", cell.running_timeout)
 
@@ -259,23 +262,7 @@ class Runtime:
 
     def moved(self, requests: list[Request]) -> list[Request]:
         """As in DriverEvents: the streams with an outlet, lane by lane."""
-        others: list[Request] = []
-        lane: Lane | None = None
-        outlets: list[Outlet] = []
-        for request in requests:
-            cell = _cell(request)
-            outlet = cell.outlet
-            if outlet is None or cell.max_lag is not None or request.state is RequestState.FINISHED:
-                others.append(request)
-                continue
-            if outlet.lane is not lane:
-                if lane is not None:
-                    lane.moved(outlets)
-                lane, outlets = outlet.lane, []
-            outlets.append(outlet)
-        if lane is not None:
-            lane.moved(outlets)
-        return others
+        return tell_lanes(requests)
 
     def audit(self) -> None:
         """As in DriverEvents."""
@@ -298,6 +285,7 @@ class Runtime:
         self.state = EngineState.FAILED
         self._end_all(self._failed_error)
         self.driver.stop()
+        self.observers.failed(cause)
 
     def _failed_error(self) -> EngineFailed:
         error = EngineFailed(f"the engine is lost: {self.failure}")
@@ -313,7 +301,7 @@ class Runtime:
 
     def abandon(self, request: Request) -> None:
         """The consumer closed its stream, on any loop and thread."""
-        if _running_loop() is self.loop:
+        if running_loop() is self.loop:
             self._abandon(request)
         else:
             self.abandon_later(request)

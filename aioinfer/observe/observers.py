@@ -30,6 +30,9 @@ class Observer:
     def stepped(self, step: Step, lag: float) -> None:
         """A step was computed; the loop reads it ``lag`` seconds after its end."""
 
+    def failed(self, cause: BaseException) -> None:
+        """The engine is lost, and its streams have ended."""
+
     def closed(self) -> None:
         """The engine is closed; nothing follows."""
 
@@ -51,6 +54,13 @@ class Observers:
     def add(self, observer: Observer) -> None:
         self._each = (*self._each, observer)
 
+    def dismiss(self, *kinds: type[Observer]) -> None:
+        """Close those of these classes, and forget them."""
+        gone = [each for each in self._each if isinstance(each, kinds)]
+        self._each = tuple(each for each in self._each if each not in gone)
+        for each in gone:
+            each.closed()
+
     def find(self, kind: type[_Kind]) -> _Kind | None:
         """The first one of a class."""
         return next((each for each in self._each if isinstance(each, kind)), None)
@@ -66,6 +76,9 @@ class Observers:
 
     def stepped(self, step: Step, lag: float) -> None:
         self._tell("stepped", step, lag)
+
+    def failed(self, cause: BaseException) -> None:
+        self._tell("failed", cause)
 
     def closed(self) -> None:
         self._tell("closed")

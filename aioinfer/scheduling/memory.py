@@ -12,10 +12,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from aioinfer.cache.pages import PageAllocator
-from aioinfer.cache.radix import Lock, Node, RadixTree
+from aioinfer.cache.radix import Lock, Node, RadixTree, token_key
 from aioinfer.cache.slots import SlotPool
 from aioinfer.cache.snapshots import SnapshotPool, SnapshotTree
 from aioinfer.scheduling.request import Request
@@ -110,6 +110,12 @@ class Memory:
     def uncached(self, request: Request) -> int:
         """Tokens of a waiting request that admission would have to compute."""
         return request.length - self.lookup(request)[0] * self.pages.page_size
+
+    def cached_tokens(self, token_ids: Sequence[int], namespace: str) -> int:
+        """How many of these tokens are cached, from the first on."""
+        if self.tree is None:
+            return 0
+        return self.tree.match(token_key(token_ids), namespace) * self.pages.page_size
 
     def fits(self, request: Request, reserve: int) -> bool:
         """Whether a waiting request finds its pages with ``reserve`` more to spare. Never too pessimistic."""

@@ -76,7 +76,7 @@ async def lifetime(world: World, number: int) -> None:
         assert isinstance(error.__cause__, StepOutOfMemory)
         outcome = ("out of memory",)
     except errors.EngineFailed as error:
-        assert isinstance(error.__cause__, DeviceLost)
+        assert isinstance(error.__cause__, (DeviceLost, errors.EngineFailed))
         outcome = ("engine failed",)
     world.counts[str(outcome[0])] += 1
     world.outcomes.append((number, behaviour, *outcome))

@@ -1,0 +1,100 @@
+"""Checks: which parameters of a request a model can serve."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from aioinfer.config import EngineConfig
+from aioinfer.errors import InvalidRequest
+from aioinfer.loop.copies import check_range
+from aioinfer.loop.generation import generation
+from aioinfer.params import Grammar, SamplingParams
+
+if TYPE_CHECKING:
+    from aioinfer.execution.device import DeviceInfo
+    from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = ["Checks"]
+
+
+class Checks:
+    """Of one model and config."""
+
+    __slots__ = ("_config", "_generation", "_has_text", "_info")
+
+    def __init__(self, config: EngineConfig, info: DeviceInfo, tokenizer: Tokenizer | None) -> None:
+        self._config = config
+        self._info = info
+        self._has_text = tokenizer is not None
+        self._generation = generation(info.block_size)
+
+    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Tokens that end an output."""
+        ends = frozenset() if params.ignore_eos else self._info.eos_token_ids
+        return ends.union(params.stop_token_ids) if params.stop_token_ids else ends
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise InvalidRequest for parameters that this model cannot serve, and for constraints that allow no
+        token, as far as that needs no mask."""
+        self._check_stops(params)
+        vocab_size = self._info.vocab_size
+        check_range("stop_token_ids", params.stop_token_ids, vocab_size)
+        check_range("allowed_token_ids", params.allowed_token_ids or (), vocab_size)
+        check_range("logit_bias", tuple(params.logit_bias or ()), vocab_size)
+        if isinstance(params.prediction, str):
+            if not self._has_text:
+                raise InvalidRequest("prediction", "the model has no tokenizer: give token ids")
+        elif params.prediction is not None:
+            check_range("prediction", params.prediction[: self._info.max_model_len], vocab_size)
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                check_range("bad_words", word, vocab_size)
+        if not self._has_text and (params.stop or params.stop_regex):
+            field = "stop" if params.stop else "stop_regex"
+            raise InvalidRequest(field, "the engine has no tokenizer, so there is no text to match")
+        for field in ("min_tokens", "ignore_eos"):
+            if params.grammar is not None and getattr(params, field):
+                raise InvalidRequest(field, "cannot be combined with a grammar, which says when to end")
+        self._generation.check(params)
+        if params.structure is not None:
+            self._check_size(params.structure)
+        if not params.min_tokens:
+            return
+        ends, allowed = self.stop_ids(params), params.allowed_token_ids
+        if allowed is not None and ends.issuperset(allowed):
+            raise InvalidRequest(
+                "allowed_token_ids",
+                f"are end tokens or stop_token_ids, which min_tokens {params.min_tokens} excludes at first",
+            )
+        if len(ends) >= self._info.vocab_size:
+            raise InvalidRequest(
+                "min_tokens", "excludes every token: stop_token_ids has the whole vocabulary"
+            )
+
+    def check_length(self, params: SamplingParams, prompt_tokens: int) -> None:
+        """Raise InvalidRequest if there is no room for ``min_tokens`` behind the prompt."""
+        longest = self._info.max_model_len
+        if prompt_tokens + params.min_tokens > longest:
+            raise InvalidRequest(
+                "min_tokens",
+                f"{params.min_tokens} behind {prompt_tokens} tokens exceed this model's maximum context "
+                f"length of {longest} tokens",
+                code="context_length_exceeded",
+            )
+
+    def _check_stops(self, params: SamplingParams) -> None:
+        """Raise InvalidRequest for more stops than the config allows."""
+        config, length = self._config, sum(map(len, params.stop))
+        for field, given, setting in (
+            ("stop", len(params.stop), "max_stop_strings"),
+            ("stop", length, "max_stop_characters"),
+            ("stop_regex", len(params.stop_regex), "max_stop_patterns"),
+        ):
+            most: int = getattr(config, setting)
+            if given > most:
+                raise InvalidRequest(field, f"{given} exceeds the limit of {most} ({setting})")
+
+    def _check_size(self, grammar: Grammar) -> None:
+        text, most = grammar.text, self._config.max_grammar_bytes
+        if 4 * len(text) > most and (size := len(text.encode(errors="replace"))) > most:
+            raise InvalidRequest("grammar", f"has {size} bytes, and max_grammar_bytes is {most}")
