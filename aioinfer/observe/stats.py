@@ -6,7 +6,7 @@ A gauge is one line here: a field and where it is read. A counter is a field of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +124,11 @@ class EngineStats:
     def rejected_tokens(self) -> int:
         """Drafts that were verified and not right, those behind a wrong one included."""
         return self.drafted_tokens - self.accepted_tokens
+
+    @property
+    def parts(self) -> Sequence[EngineStats]:
+        """Of each engine that takes requests: of this one, or of those of a dispatcher."""
+        return (self,)
 
     @property
     def kv_usage(self) -> float:

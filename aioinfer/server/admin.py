@@ -17,7 +17,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from aioinfer.config import ServerConfig, is_loopback
-from aioinfer.engine import Engine
+from aioinfer.engine_like import EngineLike
 from aioinfer.errors import InvalidRequest
 from aioinfer.server.http.access import host_name
 from aioinfer.server.http.failures import Failure, Refused, as_failure
@@ -33,7 +33,7 @@ _LEVELS = ("debug", "info", "warning", "error")
 _LONGEST_TRACE = 60.0
 
 
-def admin_application(engine: Engine, config: ServerConfig) -> web.Application:
+def admin_application(engine: EngineLike, config: ServerConfig) -> web.Application:
     """The admin routes of an engine."""
     routes = _AdminRoutes(engine, config)
     app = web.Application(middlewares=[recorded, _guard(config)], client_max_size=_LARGEST_BODY)
@@ -54,7 +54,7 @@ def admin_application(engine: Engine, config: ServerConfig) -> web.Application:
 
 
 class _AdminRoutes:
-    def __init__(self, engine: Engine, config: ServerConfig) -> None:
+    def __init__(self, engine: EngineLike, config: ServerConfig) -> None:
         self._engine = engine
         self._config = config
 

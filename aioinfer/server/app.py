@@ -14,7 +14,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from aioinfer.config import ServerConfig
-from aioinfer.engine import Engine, EngineState
+from aioinfer.engine import EngineState
+from aioinfer.engine_like import EngineLike
 from aioinfer.errors import ConfigError
 from aioinfer.server.admin import ADMIN_HOST, admin_application
 from aioinfer.server.asgi.application import AsgiApplication
@@ -37,7 +38,7 @@ _MIB = 1 << 20
 
 def setup(
     app: web.Application,
-    engine: Engine,
+    engine: EngineLike,
     prefix: str = "/v1",
     *,
     health: str | None = "../health",
@@ -61,13 +62,13 @@ def setup(
     _drained(app, _mount(app, engine, prefix, health, config or ServerConfig(), playground=playground))
 
 
-def create_app(engine: Engine, config: ServerConfig | None = None) -> web.Application:
+def create_app(engine: EngineLike, config: ServerConfig | None = None) -> web.Application:
     """A new application: the routes, checks of Host and Origin, and OpenAI's error objects for every other
     path. It starts, drains and closes the engine as :func:`setup` says."""
     return _whole_application(engine, config or ServerConfig())
 
 
-def asgi_app(engine: Engine, config: ServerConfig | None = None) -> AsgiApplication:
+def asgi_app(engine: EngineLike, config: ServerConfig | None = None) -> AsgiApplication:
     """The application of :func:`create_app` for ASGI servers and frameworks: the same routes, checks and
     answers.
 
@@ -89,7 +90,7 @@ def asgi_app(engine: Engine, config: ServerConfig | None = None) -> AsgiApplicat
 
 
 async def serve(
-    engine: Engine,
+    engine: EngineLike,
     config: ServerConfig | None = None,
     *,
     stop: asyncio.Event | None = None,
@@ -116,7 +117,7 @@ async def serve(
 
 
 async def _serve(
-    engine: Engine,
+    engine: EngineLike,
     config: ServerConfig,
     stop: asyncio.Event,
     ready: Callable[[str], None] | None,
@@ -184,7 +185,7 @@ def _url(bound: Bound, config: ServerConfig) -> str:
 class _Mount:
     """The life of an engine in an application: started and closed with it if it was not started before."""
 
-    def __init__(self, engine: Engine, routes: Routes, drain_timeout: float) -> None:
+    def __init__(self, engine: EngineLike, routes: Routes, drain_timeout: float) -> None:
         self._engine = engine
         self._routes = routes
         self._drain_timeout = drain_timeout
@@ -224,7 +225,7 @@ async def _drain(app: web.Application) -> None:
 
 def _mount(
     app: web.Application,
-    engine: Engine,
+    engine: EngineLike,
     prefix: str,
     health: str | None,
     config: ServerConfig,
@@ -248,14 +249,14 @@ def _mount(
     return mount
 
 
-def _whole_application(engine: Engine, config: ServerConfig, *outer: Middleware) -> web.Application:
+def _whole_application(engine: EngineLike, config: ServerConfig, *outer: Middleware) -> web.Application:
     """A server's application, which drains its engine itself."""
     app = _application(config, *outer)
     _drained(app, _mount_whole(app, engine, config))
     return app
 
 
-def _mount_whole(app: web.Application, engine: Engine, config: ServerConfig) -> _Mount:
+def _mount_whole(app: web.Application, engine: EngineLike, config: ServerConfig) -> _Mount:
     """The engine of a server of its own, with all its routes."""
     playground = PAGE.path if config.playground else None
     return _mount(app, engine, "/v1", HEALTH.path, config, whole=True, playground=playground)

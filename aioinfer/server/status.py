@@ -12,7 +12,8 @@ from aiohttp import web
 
 from aioinfer import __version__
 from aioinfer.config import ServerConfig
-from aioinfer.engine import Engine
+from aioinfer.engine import EngineState
+from aioinfer.engine_like import EngineLike
 from aioinfer.server.http.access import WebAccess
 from aioinfer.server.http.keys import Keys
 from aioinfer.server.openai.objects import Model, Models, Permission
@@ -23,7 +24,8 @@ __all__ = ["HEALTH", "OPEN_PATHS", "TRACE", "Status"]
 
 
 class Health(TypedDict):
-    """``status`` is ``ok``, ``stalled`` if steps do not finish, or the state of the engine."""
+    """``status`` is ``ok``, ``degraded`` if one of several engines does not serve and another does,
+    ``stalled`` if steps do not finish, or the state of the engine."""
 
     status: str
 
@@ -80,7 +82,7 @@ OPEN_PATHS = frozenset({HEALTH.path, _READY.path, _PING.path, _LIVE.path})
 class Status:
     """The handlers, of one engine."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, models: Sequence[str], keys: Keys) -> None:
+    def __init__(self, engine: EngineLike, config: ServerConfig, models: Sequence[str], keys: Keys) -> None:
         self._engine = engine
         self._config = config
         self._models = models
@@ -116,11 +118,18 @@ class Status:
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """200 while requests are accepted and steps finish, 503 otherwise."""
-        status = self._engine.state.value
-        if self._engine.ready:
-            stalled = self._engine.stats().stalled > self._config.stall_timeout
-            status = "stalled" if stalled else "ok"
-        return web.json_response({"status": status}, status=200 if status == "ok" else 503)
+        status = self._status()
+        return web.json_response({"status": status}, status=200 if status in ("ok", "degraded") else 503)
+
+    def _status(self) -> str:
+        engine = self._engine
+        if not engine.ready:
+            state = engine.state
+            return "starting" if state is EngineState.RUNNING else state.value  # its only replica is
+        stalled = [each.stalled > self._config.stall_timeout for each in engine.stats().parts]
+        if all(stalled):
+            return "stalled"
+        return "degraded" if engine.degraded or any(stalled) else "ok"
 
     async def live(self, request: web.Request) -> web.StreamResponse:
         return web.json_response({"status": "ok"})

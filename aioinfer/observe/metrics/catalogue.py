@@ -15,14 +15,14 @@ from aioinfer.observe.metrics.recorder import Snapshot
 
 __all__ = ["OWN", "VLLM", "Distribution", "Value"]
 
-_Read = Callable[[Snapshot], float | Mapping[str, float]]
+_Read = Callable[[Snapshot], float | Mapping[str, float] | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
     """A gauge or counter. ``name`` is without the suffix ``_total`` of counters.
 
-    ``read`` returns one value or, with a ``label``, one for each of its values.
+    ``read`` returns one value or, with a ``label``, one for each of its values; None where there is none.
     """
 
     name: str
@@ -180,6 +180,38 @@ _COUNTERS = (
     _counter("forward_seconds", "Time by part of the forward.", unit="seconds", label="part"),
 )
 
+#: values of ReplicaState
+_REPLICA_STATES = ("starting", "ready", "draining", "lost", "closed")
+
+
+def _replicas(snapshot: Snapshot) -> Mapping[str, float] | None:
+    replicas: Any = getattr(snapshot.stats, "replicas", None)
+    if replicas is None:
+        return None
+    states = [each.state for each in replicas]
+    return {state: states.count(state) for state in _REPLICA_STATES}
+
+
+def _dispatched(name: str, help: str, field: str, unit: str = "") -> Value:
+    """A counter of dispatchers."""
+    return Value(
+        f"aioinfer_{name}", "counter", help, lambda snapshot: getattr(snapshot.stats, field, None), unit
+    )
+
+
+#: what only a dispatcher of several engines has
+_DISPATCHED = (
+    Value("aioinfer_replicas", "gauge", "Engines of a dispatcher by state.", _replicas, label="state"),
+    _dispatched("resumed", "Streams of a dispatcher that went on in another engine.", "resumed"),
+    _dispatched(
+        "resume_seconds",
+        "Time from the loss of an engine to the next token, over all its streams.",
+        "resume_seconds",
+        "seconds",
+    ),
+    _dispatched("diverged", "Attempts that brought other tokens than those delivered.", "diverged"),
+)
+
 _SECONDS = "seconds"
 _TOKENS = "tokens"
 
@@ -217,7 +249,7 @@ _DISTRIBUTIONS = (
     ),
 )
 
-OWN: tuple[Value | Distribution, ...] = (*_GAUGES, *_COUNTERS, *_DISTRIBUTIONS)
+OWN: tuple[Value | Distribution, ...] = (*_GAUGES, *_COUNTERS, *_DISPATCHED, *_DISTRIBUTIONS)
 
 
 def _vllm(kind: str, name: str, help: str, read: _Read, label: str | None = None) -> Value:

@@ -79,6 +79,8 @@ def _values(entry: Value, readings: Iterable[Reading]) -> Metric:
     name = f"{entry.name}_total" if entry.kind == "counter" else entry.name
     for labels, snapshot, _ in readings:
         found = entry.read(snapshot)
+        if found is None:
+            continue
         if isinstance(found, Mapping):
             assert entry.label is not None
             for key, value in found.items():

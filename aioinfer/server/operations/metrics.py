@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from aiohttp import web
 
 from aioinfer.config import ServerConfig
-from aioinfer.engine import Engine
+from aioinfer.engine_like import EngineLike
 from aioinfer.server.http.access import WebAccess
 from aioinfer.server.http.keys import Keys
 from aioinfer.server.openapi.endpoints import Endpoint
@@ -29,7 +29,7 @@ _ENGINE = "0"
 class Metrics:
     """Answers scrapes in the text format or, if ``Accept`` asks for it, in OpenMetrics."""
 
-    def __init__(self, engine: Engine, config: ServerConfig, model: str, keys: Keys) -> None:
+    def __init__(self, engine: EngineLike, config: ServerConfig, model: str, keys: Keys) -> None:
         self._engine = engine
         self._model = model
         self._vllm = config.vllm_metrics

@@ -1,0 +1,507 @@
+"""Dispatcher: several engines that look like one."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, get_args
+
+from aioinfer import __version__
+from aioinfer.chat.answers import ChatFormat
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine, EngineState
+from aioinfer.engine_like import EngineLike
+from aioinfer.errors import ConfigError, EngineClosed, EngineError, shown
+from aioinfer.loop.clock import clock_of
+from aioinfer.loop.intake import Intake
+from aioinfer.loop.options import check_timeout
+from aioinfer.loop.runtime import asyncio_loop, require_loop
+from aioinfer.observe.observers import Observer, Observers
+from aioinfer.observe.reporter import Reporter
+from aioinfer.observe.tracing import Tracer
+from aioinfer.parallel.dispatching import Dispatching, OnLoss, close_all
+from aioinfer.parallel.front import Front, bring_up
+from aioinfer.parallel.local import LocalReplica
+from aioinfer.parallel.placing import Placing
+from aioinfer.parallel.policies import RoutingPolicy, routing_policy
+from aioinfer.parallel.processes import Supervisor, remote_replicas
+from aioinfer.parallel.replica import Replica, ReplicaState
+from aioinfer.parallel.stats import DispatcherStats, ReplicaStats, add_counts, summed, with_counts
+from aioinfer.params import SamplingParams
+from aioinfer.threadsafe import ThreadsafeEngine
+
+if TYPE_CHECKING:
+    from aioinfer.execution.device import DeviceInfo, Progress
+    from aioinfer.observe.metrics.measuring import Measuring
+    from aioinfer.observe.timeline import Timeline
+    from aioinfer.scheduling.step import Step
+    from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = ["Dispatcher"]
+
+_log = logging.getLogger("aioinfer")
+
+
+class Dispatcher(EngineLike):
+    """Several engines of one model, used as one.
+
+    ::
+
+        engines = [Engine(EngineConfig(model=..., device=f"cuda:{index}")) for index in range(4)]
+        async with Dispatcher(engines) as dispatcher:
+            async for chunk in dispatcher.generate("Once upon a time"):
+                print(chunk.text, end="")
+
+    It has everything that an :class:`~aioinfer.Engine` has. Requests wait in one queue and go to the engine
+    that the policy chooses, once that has room. When an engine is lost, its streams go on in others, from the
+    token that was delivered last: see ``on_loss``. The engines are started and closed with it, and belong to
+    it meanwhile.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine] = (),
+        *,
+        config: EngineConfig | None = None,
+        processes: int = 0,
+        addresses: Sequence[str] = (),
+        token: str = "",
+        policy: str | RoutingPolicy = "prefix",
+        on_loss: OnLoss = "continue",
+    ) -> None:
+        """``policy``: round_robin, total_requests, total_tokens, prefix, p2c, hash, or a
+        :class:`~aioinfer.parallel.RoutingPolicy`.
+
+        ``on_loss``: what becomes of a stream whose engine is lost. "continue": it goes on, preferably where
+        its tokens will be exactly those that would have come, else with the same prompt and output
+        (``Result.identical`` tells); "identical": it goes on where they are, or fails; "fail": it fails.
+        A request that two engines in turn were lost with, before its next token, fails.
+
+        ``processes``: instead of engines on this loop, so many engines with ``config`` in child processes,
+        which are started again when they are lost; after three losses in a minute without a finished request
+        one stays down. On a CPU they share its cores, and of several GPUs each has one.
+
+        ``addresses``: instead of these, replicas that somebody else has started (``aioinfer replica``), by
+        HOST:PORT or the path of a Unix socket, with their ``token``. ``config`` says which model it is, for
+        prompts and chats here. One that is lost is connected to again, for as long as it takes.
+
+        Limits, deadlines, ``policy`` "priority" and ``seed`` are those of the first engine's config, and
+        count for all together; other queue policies order what waits in an engine.
+
+        Raises ConfigError.
+        """
+        remote = remote_replicas(engines, config, processes, addresses, token)
+        given = isinstance(engines, Sequence) and len(engines) > 0 and all(map(_is_engine, engines))
+        if not (given or remote):
+            raise ConfigError(f"engines must be one or more Engines, got {shown(engines)}")
+        if len({id(each) for each in engines}) < len(engines):
+            raise ConfigError("engines: one is there twice")
+        if on_loss not in get_args(OnLoss):
+            raise ConfigError(f"on_loss must be one of {', '.join(get_args(OnLoss))}, got {shown(on_loss)}")
+        self.config = engines[0].config if engines else config or EngineConfig()
+        self.default_params = SamplingParams()
+        self._policy = routing_policy(policy, self.config.seed)
+        self._on_loss: OnLoss = on_loss
+        self._replicas: list[Replica] = [
+            self._replica_of(engine, f"local-{number}") for number, engine in enumerate(engines)
+        ]
+        self._replicas += remote
+        self._supervisor: Supervisor | None = None
+        self._named = len(engines)
+        self._chat_format = ChatFormat()
+        self._running: Dispatching | None = None
+        self._idle = EngineState.NEW
+        self._closing: asyncio.Task[None] | None = None
+        self._measuring: Measuring | None = None
+        #: replicas that are being restarted or removed
+        self._changed: set[Replica] = set()
+        #: what engines have counted that are gone
+        self._past: Counter[str] = Counter()
+        #: by request: engines that join are, too
+        self._paused = False
+        self._front: Front
+
+    # -- life -----------------------------------------------------------------------------------
+
+    async def start(self, progress: Progress | None = None) -> None:
+        """Start the engines that are not started, one by one, and begin to serve on the running loop.
+
+        Raises as :meth:`aioinfer.Engine.start`, and ConfigError for engines of different models. Then, and
+        when it is cancelled, all of them are closed.
+        """
+        loop = asyncio_loop()
+        await self._forget_dead_loop()
+        if self.state not in (EngineState.NEW, EngineState.CLOSED):
+            raise EngineError(f"the dispatcher cannot be started: it is {self.state.value}")
+        self._running, self._closing, self._idle = None, None, EngineState.STARTING
+        self._paused = False
+        self._past.clear()
+        try:
+            self._running = await self._begin(loop, progress)
+            for replica in self._replicas:
+                await replica.start(self._running)
+        except BaseException:
+            self._running, self._idle = None, EngineState.CLOSED
+            try:
+                await close_all(self._replicas)
+            except Exception:
+                _log.exception("an engine of a dispatcher that did not start could not be closed")
+            raise
+        self._supervisor = Supervisor(self.restart)
+        self._running.when_lost = self._supervisor.lost
+        self._observe(self._running)
+
+    async def _begin(self, loop: asyncio.AbstractEventLoop, progress: Progress | None) -> Dispatching:
+        from aioinfer.loop.factory import import_parts
+
+        intake = Intake(loop)
+        try:
+            await intake.run(import_parts, self.config.policy)
+            front = self._front = await bring_up(self.config, self._replicas, intake, progress)
+            self._check_alike()
+        except BaseException:
+            await intake.aclose()
+            raise
+        self.default_params, self._chat_format = front.default_params, front.chat_format
+        return Dispatching(
+            self.config,
+            Placing(self._replicas, self._policy),
+            intake,
+            front.info,
+            front.tokenizer,
+            clock_of(loop),
+            on_loss=self._on_loss,
+        )
+
+    def _check_alike(self) -> None:
+        for replica in self._replicas[1:]:
+            _check_same_model(replica, self._replicas[0].info)
+
+    async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
+        """Stop serving, and close the engines. As :meth:`aioinfer.Engine.aclose`."""
+        await self._forget_dead_loop()
+        running = self._running
+        if running is None or running.closed:
+            if self.state is EngineState.STARTING:
+                raise EngineError("the dispatcher is still starting")
+            self._idle = EngineState.CLOSED
+            if self._measuring is not None:
+                self._measuring.closed()
+            return
+        require_loop(running.loop)
+        if timeout != 0:
+            check_timeout("timeout", timeout)
+        running.state = EngineState.DRAINING
+        if self._closing is None:
+            seconds = self.config.drain_timeout if timeout is None else timeout
+            closing = self._close(running, seconds if drain else 0.0)
+            self._closing = running.loop.create_task(closing, name="aioinfer-closing")
+        elif not drain:
+            running.cut_short()
+        await asyncio.shield(self._closing)
+
+    async def _forget_dead_loop(self) -> None:
+        """A dispatcher that outlived its loop is closed, and so are its engines."""
+        running = self._running
+        if running is not None and not running.closed and running.loop.is_closed():
+            running.outlive_loop()
+            await close_all(self._replicas)
+
+    async def _close(self, running: Dispatching, drain: float) -> None:
+        if self._supervisor is not None:
+            await self._supervisor.aclose()
+        await running.close(drain, self._replicas)
+
+    def threadsafe(self) -> ThreadsafeEngine:
+        """As :meth:`aioinfer.Engine.threadsafe`."""
+        running = self._serving()
+        return ThreadsafeEngine(self, running, running.loop)
+
+    # -- replicas -------------------------------------------------------------------------------
+
+    async def add(self, engine: Engine) -> str:
+        """Start another engine, and send requests to it; returns the name of the replica.
+
+        Raises as :meth:`start`, and EngineClosed.
+        """
+        running = self._started()
+        running.check_loop()
+        if not _is_engine(engine):
+            raise ConfigError(f"engine must be an Engine, got {shown(engine)}")
+        if any(isinstance(each, LocalReplica) and each.engine is engine for each in self._replicas):
+            raise ConfigError("the engine belongs to the dispatcher already")
+        replica = self._replica_of(engine, f"local-{self._named}")
+        self._named += 1
+        self._replicas.append(replica)
+        try:
+            await self._launch(running, replica)
+            _check_same_model(replica, running.info)
+            await self._join(running, replica)
+        except BaseException:
+            self._replicas.remove(replica)
+            if not engine.closed and engine.state is not EngineState.STARTING:
+                await replica.aclose()
+            raise
+        return replica.name
+
+    async def remove(self, name: str) -> None:
+        """Let the streams of a replica go on in others, and close its engine. Where there is no other one,
+        wait for their ends first. Raises ConfigError: no such replica, or it is being changed."""
+        running = self._started()
+        with self._changing(name) as replica:
+            running.drain(replica)
+            await running.emptied(replica)
+            self._replicas.remove(replica)
+            running.placing.replicas.remove(replica)
+            running.left()
+            await self._end(replica)
+
+    async def restart(self, name: str | None = None) -> None:
+        """Close and start the engine of one replica, also one that is lost; or of all, one after the other.
+        Streams go on in the others meanwhile. Raises as :meth:`remove` and :meth:`start`."""
+        for each in [name] if name is not None else [replica.name for replica in self._replicas]:
+            await self._restart(each)
+
+    async def _restart(self, name: str) -> None:
+        running = self._started()
+        with self._changing(name) as replica:
+            running.drain(replica)
+            await running.emptied(replica)
+            try:
+                await self._end(replica)
+                await self._launch(running, replica)
+                await self._join(running, replica)
+            except BaseException as error:
+                if not running.closing:
+                    replica.state = ReplicaState.STARTING  # or was closed on the way there
+                    running.lost(replica, error)
+                raise
+
+    async def _end(self, replica: Replica) -> None:
+        before = replica.stats()
+        try:
+            await replica.aclose()
+        finally:
+            add_counts(self._past, replica.stats() or before)
+
+    async def _launch(self, running: Dispatching, replica: Replica) -> None:
+        """Start an engine, unless the dispatcher closes: it would outlive that."""
+        running.check_open()
+        await replica.launch()
+        try:
+            running.check_open()
+        except EngineClosed:
+            await replica.aclose()
+            raise
+
+    async def _join(self, running: Dispatching, replica: Replica) -> None:
+        await replica.start(running)
+        self._follow(running, replica)
+        if self._paused:
+            await replica.pause()
+        if replica not in running.placing.replicas:
+            running.placing.replicas.append(replica)
+        running.joined()
+
+    @contextmanager
+    def _changing(self, name: str) -> Iterator[Replica]:
+        """One at a time may take a replica away. Raises ConfigError."""
+        running = self._started()
+        running.check_loop()
+        running.check_open()
+        replica = self._replica(name)
+        if replica.state is ReplicaState.STARTING or replica in self._changed:
+            raise ConfigError(f"the replica {name} is being started, restarted or removed already")
+        self._changed.add(replica)
+        try:
+            yield replica
+        finally:
+            self._changed.discard(replica)
+
+    def _replica_of(self, engine: Engine, name: str) -> LocalReplica:
+        """How an engine is used; tests put a wire between."""
+        return LocalReplica(engine, name)
+
+    def _replica(self, name: str) -> Replica:
+        for replica in self._replicas:
+            if replica.name == name:
+                return replica
+        names = ", ".join(each.name for each in self._replicas)
+        raise ConfigError(f"there is no replica {shown(name)}; there are {names}")
+
+    # -- pausing --------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """As :meth:`aioinfer.Engine.pause`, of all engines."""
+        running = self._serving()
+        self._paused = True
+        await asyncio.gather(*(each.pause() for each in running.placing.ready))
+        running.check_serving()
+
+    def resume(self) -> None:
+        """As :meth:`aioinfer.Engine.resume`, of all engines."""
+        self._paused = False
+        if self._running is not None:
+            self._running.check_loop()
+            for replica in self._running.placing.ready:
+                replica.resume()
+
+    def flush_cache(self) -> int:
+        """As :meth:`aioinfer.Engine.flush_cache`, of all engines."""
+        return sum(each.flush_cache() for each in self._serving().placing.ready)
+
+    # -- observing ------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> EngineState:
+        """FAILED while no replica is left; it is RUNNING again when one joins."""
+        return self._idle if self._running is None else self._running.state
+
+    @property
+    def ready(self) -> bool:
+        """Requests are accepted."""
+        running = self._running
+        return running is not None and running.state is EngineState.RUNNING and bool(running.placing.ready)
+
+    @property
+    def degraded(self) -> bool:
+        """Some replicas do not take requests: they are lost, or start, or drain."""
+        return any(each.state is not ReplicaState.READY for each in self._replicas)
+
+    @property
+    def info(self) -> DeviceInfo:
+        """Of the first engine."""
+        return self._started().info
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """As :attr:`aioinfer.Engine.tokenizer`."""
+        return self._started().tokenizer
+
+    @property
+    def chat_format(self) -> ChatFormat:
+        """As :attr:`aioinfer.Engine.chat_format`."""
+        return self._chat_format
+
+    def stats(self) -> DispatcherStats:
+        """The sum over the replicas, and each of them. Raises EngineClosed before the start."""
+        running = self._started()
+        each = tuple(_stats_of(replica) for replica in self._replicas)
+        counted = [found.stats for found in each if found.stats is not None and found.state != "lost"]
+        total = summed(counted, self._front.stats)
+        total["state"] = running.state.value
+        total["arriving"] += running.queue.arriving
+        total["waiting"] += len(running.queue)
+        total["waiting_tokens"] += running.queue.tokens
+        return DispatcherStats(
+            **total,
+            replicas=each,
+            resumed=running.resumed,
+            diverged=running.diverged,
+            resume_seconds=running.resume_seconds,
+        )
+
+    @property
+    def timeline(self) -> Timeline:
+        """Of the first engine; each engine has its own, and those in other processes keep theirs. Raises
+        EngineClosed before the start."""
+        self._started()
+        first = self._replicas[0]
+        return first.engine.timeline if isinstance(first, LocalReplica) else self._front.timeline
+
+    @property
+    def measuring(self) -> Measuring:
+        """As :attr:`aioinfer.Engine.measuring`."""
+        if self._measuring is None:
+            from aioinfer.observe.metrics.measuring import Measuring
+
+            self._measuring = Measuring()
+            if self._running is not None and not self._running.closed:
+                self._measure(self._measuring)
+        return self._measuring
+
+    def _observe(self, running: Dispatching) -> None:
+        """What an engine does, too, when it starts."""
+        if self._measuring is not None:
+            self._measure(self._measuring)
+        if self.config.tracing:
+            running.observers.add(Tracer(self.config.model_name, __version__, running.clock))
+        if self.config.stats_interval:
+            seconds = self.config.stats_interval
+            running.observers.add(Reporter(running.loop, seconds, self._counted, running.clock))
+
+    def _counted(self) -> DispatcherStats:
+        return with_counts(self.stats(), self._past)
+
+    def _measure(self, measuring: Measuring) -> None:
+        running, info = self._started(), self._started().info
+        facts = {
+            "version": __version__,
+            "device": info.device or info.description,
+            "dtype": info.dtype,
+            "page_size": str(info.page_size or self.config.page_size),
+            "prefix_cache": str(self.config.prefix_cache).lower(),
+            "policy": str(self.config.policy),
+        }
+        measuring.begin(
+            running.observers,
+            running.loop,
+            info.max_model_len,
+            facts,
+            lambda: (self._counted(), running.unread),
+        )
+        for replica in running.placing.ready:
+            self._follow(running, replica)
+
+    def _follow(self, running: Dispatching, replica: Replica) -> None:
+        """Steps of a replica are steps of the dispatcher, for what observes that."""
+        if self._measuring is not None and isinstance(replica, LocalReplica):
+            replica.engine.observe(_Steps(running.observers))
+
+    def _started(self) -> Dispatching:
+        if self._running is None:
+            raise EngineClosed(f"the dispatcher is {self.state.value}")
+        return self._running
+
+    def _serving(self) -> Dispatching:
+        running = self._started()
+        running.check_serving()
+        return running
+
+
+class _Steps(Observer):
+    """Passes on the steps of an engine."""
+
+    def __init__(self, observers: Observers) -> None:
+        self._observers = observers
+
+    def stepped(self, step: Step, lag: float) -> None:
+        self._observers.stepped(step, lag)
+
+
+def _stats_of(replica: Replica) -> ReplicaStats:
+    return ReplicaStats(
+        name=replica.name,
+        state=replica.state.value,
+        cause=None if replica.cause is None else str(replica.cause),
+        requests=replica.load.requests,
+        backlog=replica.load.backlog,
+        stats=replica.stats(),
+    )
+
+
+def _is_engine(given: object) -> bool:
+    return isinstance(given, Engine)
+
+
+def _check_same_model(replica: Replica, known: DeviceInfo) -> None:
+    found = replica.info
+    for name in ("fingerprint", "vocab_size", "block_size", "max_model_len"):
+        if getattr(known, name) != getattr(found, name):
+            raise ConfigError(
+                f"{replica.name} has {name} {getattr(found, name)}, not {getattr(known, name)}: "
+                "the engines of a dispatcher must have one model"
+            )

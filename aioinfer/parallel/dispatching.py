@@ -1,0 +1,598 @@
+"""Dispatching: a started dispatcher. It keeps the record of every stream and decides who computes it.
+
+::
+
+    generate() ── queue ── pump ──► attempt ──► replica          the record of a stream outlives its attempts
+                    ▲                  │
+                    └── lost, moved ───┴── rows ──► record ──► stream
+
+Requests wait here and not in the replicas: one is sent when a replica has a slot and little to prefill. So
+order, priorities, deadlines and limits hold for all replicas together, a replica that joins has work at once,
+and one that is lost takes little with it. There is no task per stream and no timer but deadlines.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from aioinfer.config import EngineConfig
+from aioinfer.errors import (
+    EngineClosed,
+    EngineError,
+    EngineFailed,
+    Rejected,
+    RequestError,
+    StepFailed,
+    TimedOut,
+)
+from aioinfer.loop.checks import Checks
+from aioinfer.loop.intake import Intake
+from aioinfer.loop.options import Prompt, PromptForm, PromptSource, RequestOptions
+from aioinfer.loop.resumption import check
+from aioinfer.loop.runtime import EngineState, require_loop, running_loop
+from aioinfer.observe.observers import Observers
+from aioinfer.parallel.placing import Placement, Placing
+from aioinfer.parallel.queue import RecordQueue
+from aioinfer.parallel.record import Attempt, Diverged, Ending, Record
+from aioinfer.parallel.replica import Replica, ReplicaState, Rows
+from aioinfer.params import SamplingParams
+from aioinfer.resuming.record import StreamCheckpoint
+from aioinfer.scheduling.request import ParkedFor, Request, RequestState
+from aioinfer.stream import Stream, StreamCell, tell_lanes
+
+if TYPE_CHECKING:
+    from aioinfer.execution.device import DeviceInfo
+    from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = ["Dispatching", "OnLoss", "close_all"]
+
+_log = logging.getLogger("aioinfer")
+
+OnLoss = Literal["identical", "continue", "fail"]
+
+#: requests that are sent in one turn of the loop
+_MOST_SENT = 32
+#: replicas that may be lost with a request at one and the same token: perhaps it is the reason
+_MOST_LOSSES = 2
+_READER = frozenset({ParkedFor.READER})
+#: seconds that are left when none are: the timer for it runs next
+_SOON = 1e-6
+
+
+class Dispatching:
+    """Belongs to the loop on which it is made. Streams know it as their owner, replicas as what they report
+    to, and the dispatcher as what takes requests."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        placing: Placing,
+        intake: Intake,
+        info: DeviceInfo,
+        tokenizer: Tokenizer | None,
+        clock: Callable[[], float],
+        *,
+        on_loss: OnLoss,
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.config = config
+        self.info = info
+        self.tokenizer = tokenizer
+        self.placing = placing
+        self.clock = clock
+        self.on_loss = on_loss
+        self.observers = Observers()
+        self.state = EngineState.RUNNING
+        #: of streams that went on elsewhere; of attempts that brought something else; of rows that came late
+        self.resumed, self.diverged, self.late_tokens = 0, 0, 0
+        #: seconds from a loss to the next token, of streams that have that, in all
+        self.resume_seconds = 0.0
+        self._checks = Checks(config, info, tokenizer)
+        self._intake = intake
+        self.queue = RecordQueue(config, info, tokenizer, self._checks, intake, self)
+        self._open: dict[Record, None] = {}
+        self._attempts = 0
+        #: a pump is scheduled
+        self._due = False
+        #: told of each replica that is lost
+        self.when_lost: Callable[[Replica], None] | None = None
+        #: set while something waits for the ends of a replica's requests
+        self._emptied: asyncio.Future[None] | None = None
+        #: set while closing waits for the open streams
+        self._drained: asyncio.Future[None] | None = None
+
+    # -- as Serving -----------------------------------------------------------------------------
+
+    def source(
+        self,
+        prompt: Prompt,
+        template_kwargs: Mapping[str, Any] | None = None,
+        form: PromptForm | None = None,
+    ) -> PromptSource:
+        """As in Serving."""
+        return PromptSource.of(prompt, self.tokenizer, self.info, template_kwargs, form)
+
+    def generate(
+        self,
+        prompt: PromptSource,
+        params: SamplingParams,
+        options: RequestOptions,
+        checkpoint: StreamCheckpoint | None = None,
+    ) -> Stream:
+        """As in Serving."""
+        self._checks.check(params)
+        if checkpoint is not None:
+            check(checkpoint, self.info, self._checks.stop_ids(params))
+        record = Record.arriving(params, options, self.clock())
+        cell = StreamCell(record, options.running_timeout, options.max_lag)
+        try:
+            self.queue.check(prompt.least_tokens)
+            self.queue.arrive(record, prompt, checkpoint)
+        except Rejected:
+            self.observers.rejected()
+            raise
+        self._open[record] = None
+        self._pump_soon()
+        if self.observers:
+            self.observers.opened(record, chat=prompt.chat)
+        self._set_timer(record)
+        return Stream(self, cell)
+
+    async def encode(self, prompt: PromptSource) -> Sequence[int]:
+        """As in Serving."""
+        return await self._intake.encode(prompt)
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """As in Serving."""
+        return await self._intake.decode(
+            self.tokenizer, ids, self.info.vocab_size, skip_special_tokens=skip_special_tokens
+        )
+
+    def check_serving(self) -> None:
+        """Raise WrongLoop, EngineFailed or EngineClosed unless requests are accepted here and now."""
+        self.check_loop()
+        if self.state is EngineState.FAILED:
+            raise self._no_replica()
+        if self.state is not EngineState.RUNNING:
+            raise EngineClosed(f"the dispatcher is {self.state.value}")
+
+    # -- as QueueEvents -------------------------------------------------------------------------
+
+    def accepted(self, record: Record) -> None:
+        """As in QueueEvents."""
+        _cell(record).notify()
+        self._pump_soon()
+
+    def refused(self, record: Record, error: RequestError | EngineError) -> None:
+        """As in QueueEvents."""
+        self.end(record, error)
+
+    # -- the pump -------------------------------------------------------------------------------
+
+    def _pump_soon(self) -> None:
+        if not self._due:
+            self._due = True
+            self.loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Send what replicas have room for, in the order of the queue."""
+        self._due = False
+        if self.state is EngineState.CLOSED:
+            return
+        for _ in range(_MOST_SENT):
+            record = self.queue.first
+            if record is None or not self._send_or_refuse(record):
+                return
+        self._pump_soon()
+
+    def _send_or_refuse(self, record: Record) -> bool:
+        """Whether the next one may try."""
+        wanted = self._wanted(record)
+        if wanted is not None and not self.placing.computes(wanted):
+            if self.placing.computes(wanted, soon=True):
+                self.queue.set_aside(record)
+            else:
+                self.end(record, self._lost_for_good(record, "no replica left has the same arithmetic"))
+            return True
+        try:
+            placement = self.placing.choose(record, wanted)
+        except Exception as cause:  # a policy of the application
+            _log.error("%s could not be placed", record, exc_info=cause)
+            self.end(record, _step_failed("the policy chose no replica", cause))
+            return True
+        if placement is None:
+            return False
+        replica = placement.replica
+        try:
+            self._send(record, placement)
+        except Rejected as error:
+            if not self.placing.full(replica):
+                self.end(record, error)  # others fill it
+        except (EngineFailed, EngineClosed) as error:
+            self.lost(replica, error)
+        except (RequestError, EngineError) as error:
+            self.end(record, error)
+        except Exception as cause:
+            _log.error("%s could not be sent to %s", record, replica.name, exc_info=cause)
+            self.end(record, _step_failed("the request could not be sent", cause))
+        return True
+
+    def _wanted(self, record: Record) -> str | None:
+        """The arithmetic that an output must go on with. None: any."""
+        begun = record.output_ids and record.identical
+        return record.numerics if self.on_loss == "identical" and begun else None
+
+    def _send(self, record: Record, placement: Placement) -> None:
+        self._attempts += 1
+        attempt = Attempt(record, placement.replica, self._attempts)
+        checkpoint = record.checkpoint(self.info) if record.output_ids else None
+        self.placing.place(attempt, placement)
+        try:
+            placement.replica.submit(attempt, checkpoint, *self._time_left(record))
+        except BaseException:
+            self.placing.ended(attempt)
+            attempt.ended = True
+            raise
+        self.queue.remove(record)
+        _cell(record).cancel_timer()
+        record.attempt = attempt
+        if not record.output_ids:
+            record.numerics = placement.replica.info.numerics
+
+    def _time_left(self, record: Record) -> tuple[float | None, float | None]:
+        """Seconds until the first step, and from there on."""
+        options, passed = record.options, self.clock()
+        waiting, running = options.waiting_timeout, options.running_timeout
+        if record.admitted_at is not None:
+            waiting = None
+            running = None if running is None else max(_SOON, running - (passed - record.admitted_at))
+        elif waiting is not None:
+            waiting = max(_SOON, waiting - (passed - record.arrival))
+        return waiting, running
+
+    # -- as ReplicaEvents -----------------------------------------------------------------------
+
+    def moved(self, rows: Sequence[tuple[Attempt, Rows]]) -> None:
+        """As in ReplicaEvents."""
+        told: list[Request] = []
+        for attempt, brought in rows:
+            if attempt.ended:
+                self.late_tokens += len(brought.ids)
+                continue
+            try:
+                moved = self._take(attempt, brought)
+                if brought.ending is not None:
+                    self._finish(attempt, brought.ending)
+                elif moved:
+                    told.append(attempt.record)
+            except Diverged as error:
+                self._diverged(attempt, error)
+            except ValueError as error:
+                self.lost(attempt.replica, error)
+        for request in tell_lanes(told):
+            cell = _cell(request)
+            cell.notify()
+            if cell.max_lag is not None:
+                self._parks(_record(request), cell)
+
+    def _parks(self, record: Record, cell: StreamCell) -> None:
+        """The replica parks what its consumer does not read, as far as it knows; here is how far that is."""
+        if cell.lags:
+            record.parked_for = _READER
+        elif record.attempt is not None:
+            record.attempt.replica.caught_up(record.attempt)
+
+    def _take(self, attempt: Attempt, rows: Rows) -> bool:
+        record = attempt.record
+        if record.admitted_at is None and rows.admitted_at is not None:
+            record.admitted_at = rows.admitted_at
+            record.state = RequestState.RUNNING
+        if not rows.identical:
+            record.identical = False
+        if not attempt.resumes:
+            record.kv.cached_tokens = rows.cached_tokens
+        more = attempt.bring(rows)
+        if len(rows.prompt_logprobs) > len(record.prompt_logprobs):
+            record.prompt_logprobs[:] = rows.prompt_logprobs
+        if rows.ids and attempt.uncached:
+            self.placing.begun(attempt)
+            self._pump_soon()
+        if more and record.lost_at is not None:
+            self.resume_seconds += self.clock() - record.lost_at
+            record.lost_at = None
+        if rows.draft is not None:
+            record.redrafted(rows.draft)
+            return True
+        return more
+
+    def _finish(self, attempt: Attempt, ending: Ending) -> None:
+        record, error = attempt.record, ending.error
+        self._leave(attempt)
+        if isinstance(error, Rejected) and self.placing.full(attempt.replica):
+            self._again(record)
+            return
+        if isinstance(error, TimedOut):
+            # The replica knows the time that was left.
+            seconds = getattr(record.options, f"{error.phase}_timeout")
+            ending.error = TimedOut(error.phase, seconds)
+        record.finish(ending, self.clock())
+        self._ended(record)
+
+    def leaving(self, replica: Replica) -> None:
+        """As in ReplicaEvents."""
+        self.drain(replica)
+
+    def lost(self, replica: Replica, cause: BaseException) -> None:
+        """As in ReplicaEvents."""
+        if replica.state in (ReplicaState.LOST, ReplicaState.CLOSED):
+            return
+        _log.error("the replica %s is lost with %d requests: %s", replica.name, replica.load.requests, cause)
+        replica.state, replica.cause = ReplicaState.LOST, cause
+        for attempt in list(replica.load.attempts.values()):
+            self._lose(attempt, cause)
+        self.queue.take_back()
+        self._check_left()
+        self._pump_soon()
+        if self.when_lost is not None:
+            self.when_lost(replica)
+
+    def _diverged(self, attempt: Attempt, error: Diverged) -> None:
+        _log.error("%s on %s: %s", attempt.record, attempt.replica.name, error)
+        self.diverged += 1
+        self._lose(attempt, error)
+
+    def _lose(self, attempt: Attempt, cause: BaseException) -> None:
+        """Nothing more comes of this attempt: its stream goes on elsewhere, or fails."""
+        record = attempt.record
+        begun = attempt.replica.begun(attempt)
+        self._leave(attempt, abort=True)
+        if begun:
+            if len(record.output_ids) > record.lost_length:
+                record.losses.clear()
+            record.losses.append(cause)
+            record.lost_length = len(record.output_ids)
+        if self.on_loss == "fail":
+            self.end(record, self._lost_for_good(record, "its replica is lost", cause))
+        elif len(record.losses) >= _MOST_LOSSES:
+            self.end(record, self._lost_for_good(record, f"{len(record.losses)} replicas were lost with it"))
+        else:
+            self._again(record)
+
+    def _again(self, record: Record) -> None:
+        """Another attempt, when a replica has room."""
+        if record.lost_at is None and record.admitted_at is not None:
+            record.lost_at = self.clock()
+        self.resumed += record.admitted_at is not None
+        self._set_timer(record)
+        self.queue.add(record)
+        self._pump_soon()
+
+    def _leave(self, attempt: Attempt, *, abort: bool = False) -> None:
+        attempt.ended = True
+        if attempt.record.attempt is attempt:
+            attempt.record.attempt = None
+        self.placing.ended(attempt)
+        self._pump_soon()
+        if self._emptied is not None and not self._emptied.done():
+            self._emptied.set_result(None)
+        if abort:
+            attempt.replica.abort(attempt)
+
+    # -- replicas -------------------------------------------------------------------------------
+
+    def drain(self, replica: Replica) -> None:
+        """Send its streams elsewhere. It gets no new ones. What can go on nowhere else is finished here."""
+        if replica.state is not ReplicaState.READY:
+            return
+        replica.state = ReplicaState.DRAINING
+        for attempt in list(replica.load.attempts.values()):
+            if self.placing.computes(self._wanted(attempt.record)):
+                self._leave(attempt, abort=True)
+                self._again(attempt.record)
+
+    async def emptied(self, replica: Replica) -> None:
+        """Wait until nothing is computed on a replica that is draining, or until it is lost."""
+        while replica.load.requests and replica.state is not ReplicaState.LOST:
+            if self._emptied is None or self._emptied.done():
+                self._emptied = self.loop.create_future()
+            await asyncio.shield(self._emptied)
+
+    def left(self) -> None:
+        """A replica is gone."""
+        self.queue.take_back()
+        self._check_left()
+        self._pump_soon()
+
+    def joined(self) -> None:
+        """A replica is ready."""
+        self.queue.take_back()
+        if self.state is EngineState.FAILED:
+            self.state = EngineState.RUNNING
+        self._pump_soon()
+
+    def _check_left(self) -> None:
+        """With the last replica, all streams end."""
+        if self.placing.alive or self.state not in (EngineState.RUNNING, EngineState.DRAINING):
+            return
+        if self.state is EngineState.RUNNING:
+            self.state = EngineState.FAILED
+        self._end_all(self._no_replica)
+
+    def _no_replica(self) -> EngineFailed:
+        causes = [f"{each.name}: {each.cause}" for each in self.placing.replicas if each.cause is not None]
+        error = EngineFailed(f"no replica is left: {'; '.join(causes)}")
+        error.__cause__ = next((each.cause for each in self.placing.replicas if each.cause), None)
+        return error
+
+    def _lost_for_good(self, record: Record, reason: str, cause: BaseException | None = None) -> EngineFailed:
+        causes = [cause] if cause is not None else record.losses
+        causes = causes or [each.cause for each in self.placing.replicas if each.cause is not None]
+        error = EngineFailed(f"{reason}: {'; '.join(map(str, causes))}")
+        error.__cause__ = causes[-1] if causes else None
+        return error
+
+    # -- as StreamOwner -------------------------------------------------------------------------
+
+    def check_loop(self) -> None:
+        """Raise WrongLoop on any other loop than the dispatcher's; once closed, any loop will do."""
+        if self.state is not EngineState.CLOSED:
+            require_loop(self.loop)
+
+    def abandon(self, request: Request) -> None:
+        """As in StreamOwner."""
+        if running_loop() is self.loop:
+            self._abandon(request)
+        else:
+            self.abandon_later(request)
+
+    def abandon_later(self, request: Request) -> None:
+        """As in StreamOwner."""
+        if self.state is not EngineState.CLOSED:
+            try:
+                self.loop.call_soon_threadsafe(self._abandon, request)
+            except RuntimeError:
+                pass  # the loop is closed, and nothing runs any more
+
+    def _abandon(self, request: Request) -> None:
+        if not request.ended:
+            self.end(_record(request), None)
+
+    def caught_up(self, request: Request) -> None:
+        """As in StreamOwner."""
+        record = _record(request)
+        record.parked_for = frozenset()
+        if record.attempt is not None:
+            record.attempt.replica.caught_up(record.attempt)
+
+    def checkpoint(self, request: Request) -> StreamCheckpoint:
+        """As in StreamOwner."""
+        record = _record(request)
+        if not record.key:
+            raise RuntimeError("the prompt has not been tokenized yet")
+        if record.ended and record.finish_reason != "abort":
+            raise RuntimeError("the output is complete: there is nothing to go on with")
+        return record.read_checkpoint(self.info)
+
+    # -- endings --------------------------------------------------------------------------------
+
+    def _set_timer(self, record: Record) -> None:
+        """For its deadline while no replica has it, which would know it."""
+        left = self._time_left(record)
+        phase, seconds = ("waiting", left[0]) if record.admitted_at is None else ("running", left[1])
+        if seconds is not None:
+            _cell(record).timer = self.loop.call_later(seconds, self._expire, record, phase)
+
+    def _expire(self, record: Record, phase: str) -> None:
+        _cell(record).timer = None
+        self.end(record, TimedOut(phase, getattr(record.options, f"{phase}_timeout")))
+
+    def end(self, record: Record, error: RequestError | EngineError | None) -> None:
+        """End a stream, whatever its state."""
+        attempt = record.attempt
+        if attempt is not None:
+            self._leave(attempt, abort=True)
+        record.finish(Ending("abort", error=error), self.clock())
+        self._ended(record)
+
+    def _ended(self, record: Record) -> None:
+        self.queue.remove(record)
+        if record in self._open:
+            del self._open[record]
+            if self.observers:
+                self.observers.ended(record)
+        cell = _cell(record)
+        cell.cancel_timer()
+        cell.notify()
+        if not self._open:
+            self._set_drained()
+
+    def _end_all(self, make_error: Callable[[], EngineError]) -> None:
+        for record in list(self._open):
+            self.end(record, make_error())
+        self._set_drained()
+
+    @property
+    def closed(self) -> bool:
+        """Nothing more comes from it."""
+        return self.state is EngineState.CLOSED
+
+    def outlive_loop(self) -> None:
+        """The loop was closed before the dispatcher."""
+        self.state = EngineState.CLOSED
+        for record in list(self._open):
+            record.finish(Ending("abort", error=EngineClosed("the event loop was closed")), self.clock())
+        self._open.clear()
+        self._intake.close()
+        self.observers.closed()
+
+    @property
+    def closing(self) -> bool:
+        """No replica may begin any more."""
+        return self.state in (EngineState.DRAINING, EngineState.CLOSED)
+
+    def check_open(self) -> None:
+        """Raise EngineClosed when no replica may begin any more."""
+        if self.closing:
+            raise EngineClosed("the dispatcher was closed")
+
+    async def close(self, drain: float, closing: Sequence[Replica]) -> None:
+        """End the streams, after ``drain`` seconds at most, and the replicas."""
+        try:
+            if drain > 0 and self._open and self.state is EngineState.DRAINING and self.placing.alive:
+                self._drained = self.loop.create_future()
+                timer = self.loop.call_later(drain, self._set_drained)
+                try:
+                    await self._drained
+                finally:
+                    timer.cancel()
+        finally:
+            self._end_all(lambda: EngineClosed("the dispatcher was closed"))
+            self._intake.close()
+            try:
+                # One that is starting is closed by what starts it.
+                await close_all([each for each in closing if each.state is not ReplicaState.STARTING])
+            finally:
+                self.state = EngineState.CLOSED
+                self.observers.closed()
+
+    def cut_short(self) -> None:
+        """Do not wait for the open streams any longer."""
+        self._set_drained()
+
+    def _set_drained(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    # -- observing ------------------------------------------------------------------------------
+
+    @property
+    def unread(self) -> int:
+        """Tokens that the readers of open streams have not taken; O(open streams)."""
+        return sum(_cell(record).unread for record in self._open)
+
+
+async def close_all(replicas: Iterable[Replica]) -> None:
+    """Side by side, and each of them, whatever another one raises; that is raised at the end."""
+    ends = await asyncio.gather(*(each.aclose() for each in replicas), return_exceptions=True)
+    for end in ends:
+        if end is not None:
+            raise end
+
+
+def _step_failed(what: str, cause: Exception) -> StepFailed:
+    error = StepFailed(f"{what}: {cause!r}")
+    error.__cause__ = cause
+    return error
+
+
+def _cell(record: Request) -> StreamCell:
+    assert isinstance(record.consumer, StreamCell)
+    return record.consumer
+
+
+def _record(request: Request) -> Record:
+    assert isinstance(request, Record)
+    return request

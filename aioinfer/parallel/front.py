@@ -1,0 +1,100 @@
+"""Front: what a dispatcher itself knows of the model that its replicas compute."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from aioinfer.chat.answers import ChatFormat
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.errors import EngineError
+from aioinfer.execution.device import DeviceInfo, Progress
+from aioinfer.execution.opening import Opening
+from aioinfer.loop import factory
+from aioinfer.loop.intake import Intake
+from aioinfer.observe.stats import EngineStats
+from aioinfer.observe.timeline import Timeline
+from aioinfer.parallel.replica import Replica
+from aioinfer.params import SamplingParams
+
+if TYPE_CHECKING:
+    from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = ["Front", "bring_up"]
+
+
+class Front(NamedTuple):
+    """Of its first replica when it started, or of the model's files."""
+
+    info: DeviceInfo
+    #: has the fields of a sum of none
+    stats: EngineStats
+    tokenizer: Tokenizer | None
+    default_params: SamplingParams
+    chat_format: ChatFormat
+    timeline: Timeline
+
+    @classmethod
+    def of(cls, engine: Engine) -> Self:
+        """That of an engine that has started."""
+        return cls(
+            engine.info,
+            engine.stats(),
+            engine.tokenizer,
+            engine.default_params,
+            engine.chat_format,
+            engine.timeline,
+        )
+
+    @classmethod
+    async def load(cls, config: EngineConfig, intake: Intake, info: DeviceInfo, stats: EngineStats) -> Self:
+        """Read the tokenizer and what else the model's files say; ``config``: located. Raises ConfigError."""
+        tokenizer = await intake.run(factory.load_tokenizer, config)
+        params = await intake.run(factory.default_params, config, info)
+        chat_format = await intake.run(
+            ChatFormat.of, tokenizer, config.tool_call_parser, config.reasoning_parser
+        )
+        return cls(info, stats, tokenizer, params, chat_format, Timeline())
+
+
+async def bring_up(
+    config: EngineConfig, replicas: Sequence[Replica], intake: Intake, progress: Progress | None
+) -> Front:
+    """Launch the replicas, those elsewhere side by side. Raises as they do."""
+    first = replicas[0]
+    engine: Engine | None = getattr(first, "engine", None)
+    if engine is not None:
+        for replica in replicas:
+            await replica.launch(progress)
+        return Front.of(engine)
+    config = await _located(config, intake, progress)
+    await _all(replica.launch() for replica in replicas)
+    stats = first.stats()
+    if stats is None:
+        raise EngineError(f"the replica {first.name} was lost while others started")
+    return await Front.load(config, intake, first.info, stats)
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All of these at once. If one raises, the others are cancelled, and it is raised."""
+    tasks = [asyncio.ensure_future(each) for each in works]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _located(config: EngineConfig, intake: Intake, progress: Progress | None) -> EngineConfig:
+    """The config with its model's place on this machine, downloaded if need be. Raises ConfigError."""
+    opening = Opening(progress)
+    try:
+        return await intake.run(factory.located, config, opening)
+    except asyncio.CancelledError:
+        opening.cancel()
+        raise

@@ -1,0 +1,193 @@
+"""LocalReplica: an engine on the dispatcher's own loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from aioinfer.engine import Engine, EngineState
+from aioinfer.errors import EngineClosed, EngineFailed
+from aioinfer.observe.observers import Observer
+from aioinfer.observe.reporter import Reporter
+from aioinfer.observe.tracing import Tracer
+from aioinfer.parallel.reading import Reading, options_of
+from aioinfer.parallel.record import Attempt
+from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
+from aioinfer.stream import Outlet, Stream, StreamCell
+
+if TYPE_CHECKING:
+    from aioinfer.execution.device import DeviceInfo, Progress
+    from aioinfer.observe.stats import EngineStats
+    from aioinfer.resuming.record import StreamCheckpoint
+
+__all__ = ["LocalReplica"]
+
+
+class LocalReplica(Replica):
+    """Attempts are streams of the engine, read by an outlet: one call per step takes what it brought to all
+    of them, and no task waits for any."""
+
+    def __init__(self, engine: Engine, name: str) -> None:
+        super().__init__(name)
+        self.engine = engine
+        self._events: ReplicaEvents | None = None
+        #: of its last start
+        self._info: DeviceInfo | None = None
+
+    @property
+    def info(self) -> DeviceInfo:
+        return self._info or self.engine.info
+
+    @property
+    def slots(self) -> int:
+        most = self.info.max_running_requests
+        own = self.engine.config.max_running_requests
+        return own if most is None else min(own, most)
+
+    @property
+    def step_tokens(self) -> int:
+        return self.engine.config.max_step_tokens
+
+    async def launch(self, progress: Progress | None = None) -> None:
+        """Start the engine, if it is not started. Raises as :meth:`aioinfer.Engine.start`; EngineFailed and
+        WrongLoop of one that is."""
+        self.state = ReplicaState.STARTING
+        if self.engine.closed:
+            await self.engine.start(progress)
+        else:
+            self.engine.cached_tokens(())  # raises unless it serves here
+        self._info = self.engine.info
+
+    async def start(self, events: ReplicaEvents) -> None:
+        self._events = events
+        self.state, self.cause = ReplicaState.READY, None
+        self.engine.observe(_Watch(self))
+        # The dispatcher has its own: a stream is one span, whatever becomes of its attempts.
+        self.engine._started().observers.dismiss(Tracer, Reporter)
+
+    @property
+    def serves(self) -> bool:
+        """It computes, or finishes what it has: nobody here has closed its engine."""
+        return self.state in (ReplicaState.READY, ReplicaState.DRAINING)
+
+    # -- attempts -------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        attempt: Attempt,
+        checkpoint: StreamCheckpoint | None,
+        waiting: float | None,
+        running: float | None,
+    ) -> None:
+        record = attempt.record
+        stream = self.engine.queue(
+            record.prompt_ids, attempt.params, options_of(record, waiting, running), checkpoint
+        )
+        reading = _Reading(self, attempt, stream, 0 if checkpoint is None else len(checkpoint.token_ids))
+        attempt.handle = reading
+        reading.begin()
+
+    def abort(self, attempt: Attempt) -> None:
+        reading, attempt.handle = attempt.handle, None
+        if reading is not None:
+            reading.leave()
+
+    def begun(self, attempt: Attempt) -> bool:
+        return attempt.handle is not None and attempt.handle.request.admitted_at is not None
+
+    def caught_up(self, attempt: Attempt) -> None:
+        if attempt.handle is not None:
+            attempt.handle.mirror()
+            attempt.handle.stream.caught_up()
+
+    def moved(self, outlets: Sequence[Outlet]) -> None:
+        """As in Lane: a step has moved these."""
+        assert self._events is not None
+        rows: list[tuple[Attempt, Rows]] = []
+        for reading in cast("Sequence[_Reading]", outlets):
+            if reading.stream.cell.max_lag is not None:
+                reading.mirror()
+            if reading.news:
+                rows.append((reading.attempt, reading.take()))
+        if rows:
+            self._events.moved(rows)
+
+    def finished(self, reading: Reading) -> None:
+        """As in ReadingLane."""
+        assert self._events is not None
+        assert isinstance(reading, _Reading)
+        attempt, request = reading.attempt, reading.request
+        error = request.error
+        if isinstance(error, (EngineFailed, EngineClosed)) or self.engine.state in _GONE:
+            cause = error if error is None or error.__cause__ is None else error.__cause__
+            self._events.lost(self, cause or EngineClosed("its engine was closed"))
+            return
+        attempt.handle = None
+        self._events.moved([(attempt, reading.take(reading.ending()))])
+
+    def failed(self, cause: BaseException) -> None:
+        assert self._events is not None
+        self._events.lost(self, cause)
+
+    # -- the engine -----------------------------------------------------------------------------
+
+    def cached(self, token_ids: Sequence[int], namespace: str) -> int:
+        return self.engine.cached_tokens(token_ids, cache_salt=namespace) if self.engine.ready else 0
+
+    def stats(self) -> EngineStats | None:
+        try:
+            return self.engine.stats()
+        except EngineClosed:
+            return None  # it is starting
+
+    async def pause(self) -> None:
+        if self.engine.ready:
+            with contextlib.suppress(EngineFailed, EngineClosed):  # which is noticed elsewhere
+                await self.engine.pause()
+
+    def resume(self) -> None:
+        self.engine.resume()
+
+    def flush_cache(self) -> int:
+        return self.engine.flush_cache() if self.engine.ready else 0
+
+    async def aclose(self) -> None:
+        if self.state is not ReplicaState.LOST:
+            self.state = ReplicaState.CLOSED
+        await self.engine.aclose()
+
+
+_GONE = (EngineState.FAILED, EngineState.CLOSED)
+
+
+class _Watch(Observer):
+    """Sees an engine that is lost, or closed by somebody else, while it has nothing to do."""
+
+    def __init__(self, replica: LocalReplica) -> None:
+        self._replica = replica
+        self._loop = asyncio.get_running_loop()
+
+    def failed(self, cause: BaseException) -> None:
+        self._replica.failed(cause)
+
+    def closed(self) -> None:
+        if self._replica.serves and not self._loop.is_closed():
+            self._replica.failed(EngineClosed("its engine was closed"))
+
+
+class _Reading(Reading):
+    """One whose consumer's position is at hand."""
+
+    __slots__ = ("attempt",)
+
+    def __init__(self, replica: LocalReplica, attempt: Attempt, stream: Stream, resumed: int) -> None:
+        super().__init__(replica, stream, resumed)
+        self.attempt = attempt
+
+    def mirror(self) -> None:
+        """What the consumer has not read is unread here, too."""
+        own, consumer = self.stream.cell, self.attempt.record.consumer
+        assert isinstance(consumer, StreamCell)
+        own.taken_ids, own.blocked = consumer.taken_ids, not consumer.reading

@@ -1,0 +1,150 @@
+"""Placing: the replicas of a dispatcher, what each has to do, and which of them gets a request."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from aioinfer.parallel.policies import Candidate, RoutingPolicy
+from aioinfer.parallel.record import Attempt, Record
+from aioinfer.parallel.replica import Replica, ReplicaState, take_away
+
+__all__ = ["Placement", "Placing"]
+
+#: steps of prefill that a replica may have in its own queue
+_STEPS = 2
+#: pages of a prompt that are looked at
+_MOST_PAGES = 512
+_READY = ReplicaState.READY
+
+
+class Placement(NamedTuple):
+    """Where a request goes."""
+
+    replica: Replica
+    #: tokens to compute before the first one, and hashes of its prefixes
+    uncached: int
+    pages: Sequence[int]
+
+
+class Placing:
+    """A replica has room if it has a slot and less than two steps of prefill to do, or nothing at all. Of
+    what outputs need that have begun elsewhere, it gets half a step at a time, so that its own go on."""
+
+    def __init__(self, replicas: Sequence[Replica], policy: RoutingPolicy) -> None:
+        self.replicas = list(replicas)
+        self.policy = policy
+        #: that refused a request, until one of theirs ends
+        self._full: set[Replica] = set()
+        #: how many attempts have a prefix, on all replicas, by the hashes of its pages
+        self._sharing: Counter[int] = Counter()
+
+    @property
+    def ready(self) -> list[Replica]:
+        """Those that take requests."""
+        return [each for each in self.replicas if each.state is _READY]
+
+    @property
+    def alive(self) -> bool:
+        """Something computes, or is about to."""
+        return any(each.state not in (ReplicaState.LOST, ReplicaState.CLOSED) for each in self.replicas)
+
+    def computes(self, numerics: str | None, *, soon: bool = False) -> bool:
+        """A replica that takes requests has this arithmetic; ``soon``: one that does or is about to. None:
+        there is one."""
+        states = (_READY, ReplicaState.DRAINING, ReplicaState.STARTING) if soon else (_READY,)
+        return any(
+            each.state in states and (numerics is None or each.info.numerics == numerics)
+            for each in self.replicas
+        )
+
+    def choose(self, record: Record, numerics: str | None = None) -> Placement | None:
+        """Who computes a record; None: none has room. ``numerics``: of the arithmetic that it must have."""
+        free = [each for each in self.ready if self._has_room(each, record)]
+        if record.output_ids:
+            wanted = numerics or record.numerics
+            same = [each for each in free if each.info.numerics == wanted]
+            free = same if same or numerics is not None else free
+        if not free:
+            return None
+        known, pages, candidates = record.known, list[int](), list[Candidate]()
+        if self.policy.looks_at_prefixes:
+            size = free[0].page_size
+            ids, pages = record.known_ids(0, known), _pages(record, size)
+            shares = self._shares(pages, size, known)
+            for each in free:
+                there, coming = _cached(each, ids, record, pages)
+                uncached = known - max(there, coming)
+                share = min(shares[min((known - uncached) // size, len(pages))], uncached)
+                # What others there compute for it, too, is in the backlog: it is no load of theirs alone.
+                share -= min(max(0, coming - there), each.load.backlog)
+                candidates.append(Candidate(each, uncached, share))
+        else:
+            candidates = [Candidate(each, known, known) for each in free]
+        chosen = self.policy.choose(record, candidates)
+        return Placement(chosen, next(each.uncached for each in candidates if each.replica is chosen), pages)
+
+    def place(self, attempt: Attempt, placement: Placement) -> None:
+        """An attempt goes to its replica: from now on it counts there."""
+        record = attempt.record
+        most, rest = record.params.max_tokens, record.max_length - len(record.prompt_ids)
+        attempt.uncached, attempt.pages = placement.uncached, placement.pages
+        attempt.tokens = len(record.prompt_ids) + (rest if most is None else min(most, rest))
+        attempt.replica.load.add(attempt)
+        self._sharing.update(attempt.pages)
+
+    def begun(self, attempt: Attempt) -> None:
+        """Its first token is there."""
+        attempt.replica.load.begun(attempt)
+
+    def ended(self, attempt: Attempt) -> None:
+        """It counts no longer."""
+        attempt.replica.load.remove(attempt)
+        take_away(self._sharing, attempt.pages)
+        self._full.discard(attempt.replica)
+
+    def _shares(self, pages: Sequence[int], page_size: int, known: int) -> list[float]:
+        """By the number of leading pages that a replica has, what a request bears of computing the others:
+        each token is divided by the open requests that have it, with this one."""
+        shares = [float(known - len(pages) * page_size)]
+        for page in reversed(pages):
+            shares.append(shares[-1] + page_size / (1 + self._sharing[page]))
+        return shares[::-1]
+
+    def full(self, replica: Replica) -> bool:
+        """It refused a request: the next one waits until one of its own has ended; whether it has any."""
+        if replica.load.requests:
+            self._full.add(replica)
+        return replica.load.requests > 0
+
+    def _has_room(self, replica: Replica, record: Record) -> bool:
+        load = replica.load
+        if not load.requests:
+            return True
+        if replica in self._full or load.requests >= replica.slots:
+            return False
+        if record.output_ids and load.resuming >= max(1, replica.step_tokens // 2):
+            return False
+        return load.backlog < _STEPS * replica.step_tokens
+
+
+def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequence[int]) -> tuple[int, int]:
+    """How many of the known tokens it has, and has or is about to have for another request."""
+    coming = 0
+    for page in pages:
+        if not replica.load.pages[page]:
+            break
+        coming += replica.page_size
+    most = len(ids) - 1  # the last known token is always computed
+    return min(replica.cached(ids, record.namespace), most), min(coming, most)
+
+
+def _pages(record: Record, page_size: int) -> list[int]:
+    """A hash for each prefix of whole pages."""
+    size, found, last = 4 * page_size, list[int](), hash(record.namespace)
+    key = record.token_key(0, record.known)
+    for start in range(0, min(len(key) // size, _MOST_PAGES) * size, size):
+        last = hash((last, key[start : start + size]))
+        found.append(last)
+    return found

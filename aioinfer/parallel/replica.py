@@ -1,0 +1,229 @@
+"""Replica: one engine of a dispatcher, wherever it runs.
+
+It reports what its steps bring to :class:`ReplicaEvents`, once per step, and asks nothing. The dispatcher
+numbers its attempts and knows from these alone how much each replica has to do: see :class:`Load`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from aioinfer.execution.device import DeviceInfo, Progress
+    from aioinfer.observe.stats import EngineStats
+    from aioinfer.outputs import Draft, TokenLogprob
+    from aioinfer.parallel.record import Attempt, Ending
+    from aioinfer.resuming.record import StreamCheckpoint
+
+__all__ = ["Load", "Replica", "ReplicaEvents", "ReplicaState", "Rows", "take_away"]
+
+
+class ReplicaState(Enum):
+    """``STARTING -> READY -> DRAINING -> CLOSED``, and LOST from any of these."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    LOST = "lost"
+    CLOSED = "closed"
+
+
+class Rows:
+    """What a step brought one attempt, or several steps did. Lists are as long as ``ids`` or empty."""
+
+    __slots__ = ("admitted_at", "at", "cached_tokens", "draft", "ending", "first", "identical", "ids",
+                 "logprobs", "prompt_logprobs", "steps", "text", "times")  # fmt: skip
+
+    def __init__(
+        self,
+        first: int,
+        at: int,
+        ids: Sequence[int] = (),
+        text: str = "",
+        times: Sequence[float] = (),
+        *,
+        admitted_at: float | None = None,
+        cached_tokens: int = 0,
+        identical: bool = True,
+        logprobs: Sequence[TokenLogprob] = (),
+        prompt_logprobs: Sequence[TokenLogprob] = (),
+        steps: Sequence[int] = (),
+        draft: Callable[[], Draft | None] | None = None,
+        ending: Ending | None = None,
+    ) -> None:
+        #: index in the output of the first of ``ids``, and in its text of the first character of ``text``
+        self.first = first
+        self.at = at
+        self.ids = ids
+        self.text = text
+        #: when the loop read them
+        self.times = times
+        self.admitted_at = admitted_at
+        self.cached_tokens = cached_tokens
+        #: the output is that of an undisturbed request
+        self.identical = identical
+        self.logprobs = logprobs
+        #: all that are known by now
+        self.prompt_logprobs = prompt_logprobs
+        #: of a diffusion model, the rounds that wrote the tokens
+        self.steps = steps
+        #: makes the newest draft; None: there is no new one
+        self.draft = draft
+        #: nothing follows. It comes with the last tokens: an output is never complete and without its end
+        self.ending = ending
+
+
+class ReplicaEvents(Protocol):
+    """What a replica reports, on the dispatcher's loop, perhaps amid a step: nothing is raised."""
+
+    def moved(self, rows: Sequence[tuple[Attempt, Rows]]) -> None:
+        """What a step brought these attempts. Ignored for those that have ended."""
+
+    def leaving(self, replica: Replica) -> None:
+        """It is about to end: its streams should go on elsewhere."""
+
+    def lost(self, replica: Replica, cause: BaseException) -> None:
+        """Nothing more comes from it. Idempotent."""
+
+
+class Load:
+    """What a replica has to do, by the attempts that were sent to it and have not ended."""
+
+    __slots__ = ("attempts", "backlog", "pages", "resuming", "tokens")
+
+    def __init__(self) -> None:
+        self.attempts: dict[int, Attempt] = {}
+        #: prompt tokens that it has to compute, of attempts without a first token
+        self.backlog = 0
+        #: and those of them that belong to outputs which have begun
+        self.resuming = 0
+        #: prompt and possible output of all attempts
+        self.tokens = 0
+        #: how many attempts have a prefix, by the hashes of its pages
+        self.pages: Counter[int] = Counter()
+
+    @property
+    def requests(self) -> int:
+        return len(self.attempts)
+
+    def add(self, attempt: Attempt) -> None:
+        self.attempts[attempt.number] = attempt
+        self.tokens += attempt.tokens
+        self.backlog += attempt.uncached
+        if attempt.resumes:
+            self.resuming += attempt.uncached
+        self.pages.update(attempt.pages)
+
+    def begun(self, attempt: Attempt) -> None:
+        """Its first token is there: its prompt is computed."""
+        self.backlog -= attempt.uncached
+        if attempt.resumes:
+            self.resuming -= attempt.uncached
+        attempt.uncached = 0
+
+    def remove(self, attempt: Attempt) -> None:
+        self.begun(attempt)
+        del self.attempts[attempt.number]
+        self.tokens -= attempt.tokens
+        take_away(self.pages, attempt.pages)
+
+
+def take_away(counts: Counter[int], pages: Sequence[int]) -> None:
+    """Undo ``counts.update(pages)``."""
+    for page in pages:
+        counts[page] -= 1
+        if not counts[page]:
+            del counts[page]
+
+
+class Replica(ABC):
+    """One engine of a dispatcher. The dispatcher alone calls these, on its loop."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.state = ReplicaState.STARTING
+        #: why it is LOST
+        self.cause: BaseException | None = None
+        self.load = Load()
+
+    @property
+    @abstractmethod
+    def info(self) -> DeviceInfo:
+        """Known when it has started."""
+
+    @property
+    @abstractmethod
+    def slots(self) -> int:
+        """Requests that it computes at the same time, at most."""
+
+    @property
+    @abstractmethod
+    def step_tokens(self) -> int:
+        """Tokens of a step, at most."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page of its prefix cache."""
+        return self.info.page_size or 16
+
+    @abstractmethod
+    async def launch(self, progress: Progress | None = None) -> None:
+        """Have it started, if it is not. Raises ConfigError, EngineError, OutOfMemory."""
+
+    @abstractmethod
+    async def start(self, events: ReplicaEvents) -> None:
+        """Begin to report. Raises EngineError."""
+
+    @abstractmethod
+    def submit(
+        self,
+        attempt: Attempt,
+        checkpoint: StreamCheckpoint | None,
+        waiting: float | None,
+        running: float | None,
+    ) -> None:
+        """Compute an attempt, from a checkpoint on or from the beginning; ``waiting`` and ``running``:
+        seconds that are left. Raises Rejected: not now; EngineError: it is lost; RequestError."""
+
+    @abstractmethod
+    def abort(self, attempt: Attempt) -> None:
+        """Nothing more is wanted of it. On a replica that is lost, too, and amid a step."""
+
+    @abstractmethod
+    def begun(self, attempt: Attempt) -> bool:
+        """It has had a row in a step, as far as that is known."""
+
+    @abstractmethod
+    def caught_up(self, attempt: Attempt) -> None:
+        """The consumer has read enough for a request that was parked for it."""
+
+    def cached(self, token_ids: Sequence[int], namespace: str) -> int:
+        """Of these tokens, how many from the first on have their KV there, as far as that is known."""
+        return 0
+
+    @abstractmethod
+    def stats(self) -> EngineStats | None:
+        """None: unknown, of one that is lost, for example."""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """As :meth:`aioinfer.Engine.pause`."""
+
+    @abstractmethod
+    def resume(self) -> None:
+        """As :meth:`aioinfer.Engine.resume`."""
+
+    @abstractmethod
+    def flush_cache(self) -> int:
+        """As :meth:`aioinfer.Engine.flush_cache`."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """End it. Idempotent."""
+
+    def __repr__(self) -> str:
+        return f"<Replica {self.name} {self.state.value} requests={self.load.requests}>"
