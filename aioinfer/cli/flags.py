@@ -33,6 +33,9 @@ COMMON = (
     "served_model_name",
     "access_log",
     "cors_origins",
+    "socket",
+    "address",
+    "replica_token",
 )
 _ALL = "all"
 

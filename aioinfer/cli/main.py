@@ -1,5 +1,5 @@
-"""The command line: ``aioinfer serve``, ``chat``, ``generate``, ``bench``, ``trace``, ``models``, ``key`` and
-``doctor``.
+"""The command line: ``aioinfer serve``, ``replica``, ``chat``, ``generate``, ``bench``, ``trace``,
+``models``, ``key`` and ``doctor``.
 
 The only room of the package that handles signals, configures logging and chooses an event loop. Flags
 are generated from the fields of the config dataclasses; ``--help`` does not import torch.
@@ -26,9 +26,10 @@ from aioinfer import __version__
 from aioinfer.cli.bench import bench
 from aioinfer.cli.chat import chat
 from aioinfer.cli.flags import Parser, add_common, add_settings, read_settings
+from aioinfer.cli.replica import run_replica
 from aioinfer.cli.serving import serve_model
 from aioinfer.cli.terminal import Progress, interrupted, loop_factory
-from aioinfer.config import EngineConfig, ServerConfig
+from aioinfer.config import EngineConfig, ReplicaConfig, ServerConfig
 from aioinfer.errors import AioInferError, ConfigError
 
 __all__ = ["add_settings", "main", "read_settings"]
@@ -213,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     _add_model(serve)
     add_settings(serve, EngineConfig, ServerConfig)
+    _add_replica(commands)
     _add_chat(commands)
     _add_generate(commands)
     _add_bench(commands)
@@ -226,6 +228,17 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(doctor)
     add_settings(doctor, EngineConfig)
     return parser
+
+
+def _add_replica(commands: Any) -> None:
+    parser = _command(
+        commands, "replica", "[MODEL]", "run an engine for a dispatcher in another process", run_replica
+    )
+    _add_model(parser)
+    parser.add_argument(
+        "--with-parent", action="store_true", help="end when standard input does, at once: with its parent"
+    )
+    add_settings(parser, EngineConfig, ReplicaConfig)
 
 
 def _add_chat(commands: Any) -> None:

@@ -19,6 +19,7 @@ from aioinfer.cli.terminal import Progress, interrupted
 from aioinfer.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
+    from aioinfer.engine_like import EngineLike
     from aioinfer.server.http.listening import Bound
 
 __all__ = ["serve_model"]
@@ -55,14 +56,13 @@ def _reporting(config: EngineConfig) -> EngineConfig:
 
 
 async def _serve_on(bound: Bound, engine_config: EngineConfig, config: ServerConfig) -> int:
-    from aioinfer.engine import Engine
     from aioinfer.loop.tuning import FROZEN
     from aioinfer.server import serve
 
     if config.access_log:
         _log_accesses(config.access_log_format)
     engine_config = _reporting(engine_config)
-    engine = Engine(engine_config)
+    engine = _engine(engine_config, config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     aborting: list[asyncio.Task[None]] = []
@@ -94,7 +94,8 @@ async def _serve_on(bound: Bound, engine_config: EngineConfig, config: ServerCon
         frozen = FROZEN.hold(True)
 
         def ready(url: str) -> None:
-            _banner(engine.info.description, time.monotonic() - started, url, config, engine.config)
+            several = f"{config.replicas} replicas: " if config.replicas > 1 else ""
+            _banner(several + engine.info.description, time.monotonic() - started, url, config, engine.config)
             for admin in bound.admin:
                 print(f"Admin routes on {_shown(admin.getsockname())}", flush=True)
 
@@ -104,6 +105,19 @@ async def _serve_on(bound: Bound, engine_config: EngineConfig, config: ServerCon
         stopped.cancel()
         await asyncio.gather(engine.aclose(), *aborting)
     return 0
+
+
+def _engine(engine_config: EngineConfig, config: ServerConfig) -> EngineLike:
+    """One engine, or several in child processes."""
+    if config.replicas > 1:
+        from aioinfer.parallel import Dispatcher
+
+        return Dispatcher(
+            processes=config.replicas, config=engine_config, policy=config.routing, on_loss=config.on_loss
+        )
+    from aioinfer.engine import Engine
+
+    return Engine(engine_config)
 
 
 def _log_accesses(form: str) -> None:

@@ -8,6 +8,7 @@ and its bounds.
 
 from aioinfer.config.engine import SPECULATION, EngineConfig, policy_names
 from aioinfer.config.options import GROUPS
+from aioinfer.config.replica import ReplicaConfig
 from aioinfer.config.server import ServerConfig, is_loopback
 from aioinfer.settings import load_settings, parse_setting, value_names
 
@@ -15,6 +16,7 @@ __all__ = [
     "GROUPS",
     "SPECULATION",
     "EngineConfig",
+    "ReplicaConfig",
     "ServerConfig",
     "is_loopback",
     "load_settings",

@@ -85,6 +85,7 @@ GROUPS = {
     "observing": "metrics, log lines and traces",
     "server": "HTTP server",
     "connections": "HTTP connections",
+    "replicas": "several engines that serve as one",
 }
 
 

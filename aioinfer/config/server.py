@@ -67,6 +67,21 @@ class ServerConfig:
         None, "server", "origins of web pages that may use the server, as in https://a.b,https://c.d; *: any"
     )
 
+    replicas: int = option(
+        1,
+        "replicas",
+        "engines that serve as one, each in a child process; 1: in this process",
+        Bounds(1, 256),
+    )
+    routing: Literal["round_robin", "total_requests", "total_tokens", "prefix", "p2c", "hash"] = option(
+        "prefix", "replicas", "which replica a request goes to"
+    )
+    on_loss: Literal["identical", "continue", "fail"] = option(
+        "continue",
+        "replicas",
+        "a stream whose replica is lost goes on where it is identical, anywhere, or fails",
+    )
+
     max_body_mib: float | None = option(
         None,
         "connections",

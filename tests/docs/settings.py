@@ -12,7 +12,7 @@ import types
 import typing
 from typing import Any
 
-from aioinfer.config import GROUPS, EngineConfig, ServerConfig
+from aioinfer.config import GROUPS, EngineConfig, ReplicaConfig, ServerConfig
 from aioinfer.settings import shown_bound
 from tests.docs.pages import ROOT
 
@@ -67,7 +67,7 @@ def _values(hint: Any, bounds: Any) -> str:
 
 def rewritten(page: str) -> str:
     """The page with its tables made anew."""
-    for cls in (EngineConfig, ServerConfig):
+    for cls in (EngineConfig, ServerConfig, ReplicaConfig):
         mark = re.escape(cls.__name__)
         parts = re.split(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", page, flags=re.S)
         assert len(parts) == 4, f"docs/settings.md needs one place for {cls.__name__}"

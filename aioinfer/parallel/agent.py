@@ -1,0 +1,391 @@
+"""Agent: what makes an engine a replica of a dispatcher in another process.
+
+It listens, and one dispatcher at a time has it: the first one that shows the token and wants this model. What
+steps bring is not copied for the wire: an agent notes which streams have moved, and when the socket takes
+more, it takes what is new in each of them. So while a dispatcher does not read, nothing piles up but the
+outputs themselves, and what it gets then is one frame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+from aioinfer.errors import EngineClosed, EngineError, EngineFailed, RequestError
+from aioinfer.loop.clock import clock_of
+from aioinfer.observe.observers import Observer
+from aioinfer.parallel.columns import pack_rows
+from aioinfer.parallel.connection import BEAT, Connection
+from aioinfer.parallel.frames import LIMIT, PROTOCOL, FrameError, Kind
+from aioinfer.parallel.messages import Abort, Hello, Read, Reason, Stats, Submit, Welcome
+from aioinfer.parallel.reading import Reading
+from aioinfer.parallel.record import Ending
+from aioinfer.parallel.replica import Rows
+from aioinfer.stream import Outlet, Stream
+
+if TYPE_CHECKING:
+    from aioinfer.engine import Engine
+
+__all__ = ["Agent"]
+
+_log = logging.getLogger("aioinfer")
+
+#: seconds in which a connection must have shown its token
+_PATIENCE = 5.0
+#: seconds without any frame from a dispatcher, which sends one per BEAT: its host is gone
+_SILENCE = 30.0
+#: seconds for the last frames of a connection that is closed
+_FAREWELL = 1.0
+#: tokens, and characters of their text, from which on rows go into another frame
+_MOST = 1 << 18
+
+
+class Agent:
+    """Serves one engine to one dispatcher. It belongs to the loop of the engine, which must have started."""
+
+    def __init__(self, engine: Engine, *, token: str = "") -> None:
+        """``token``: what a dispatcher must show; empty: nothing, for sockets that only it can reach."""
+        self.engine = engine
+        self.token = token
+        self.session: _Session | None = None
+        self.leaving = False
+        self._drained = asyncio.Event()
+        #: connections that were refused, by reason
+        self.refused: Counter[str] = Counter()
+        self._sessions: set[_Session] = set()
+        #: done when the engine is lost
+        self.lost: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+        engine.observe(_Watch(self))
+
+    def connect(self) -> Connection:
+        """The protocol of a new connection, for ``loop.create_server`` and ``create_unix_server``."""
+        session = _Session(self)
+        self._sessions.add(session)
+        return session.connection
+
+    async def drain(self) -> None:
+        """Tell the dispatcher to have its streams go on elsewhere, and wait until nothing is computed: what
+        can go on nowhere else is finished here."""
+        self.leaving = True
+        if self.session is not None:
+            self.session.connection.send(Kind.LEAVING)
+        self.emptied()
+        await self._drained.wait()
+
+    def emptied(self) -> None:
+        """A stream has ended, or all have."""
+        if self.leaving and (self.session is None or not self.session.open):
+            self._drained.set()
+
+    async def aclose(self) -> None:
+        """End the connections and what is computed for them. The engine goes on. Idempotent."""
+        sessions = list(self._sessions)
+        for session in sessions:
+            session.connection.finish()
+        if sessions:
+            await asyncio.wait([session.connection.gone for session in sessions], timeout=_FAREWELL)
+        for session in sessions:
+            session.connection.abort()
+
+    def failed(self, cause: BaseException) -> None:
+        """The engine is lost."""
+        if not self.lost.done():
+            self.lost.set_result(cause)
+        if self.session is not None:
+            self.session.lost(cause)
+
+    def refuse(self, reason: str, what: str) -> None:
+        """Count a connection, and log the first one that is refused for this reason."""
+        self.refused[reason] += 1
+        log = _log.warning if self.refused[reason] == 1 else _log.debug
+        log("a connection to this replica is refused: %s", what)
+
+    def gone(self, session: _Session) -> None:
+        """Its connection is closed."""
+        self._sessions.discard(session)
+        if self.session is session:
+            self.session = None
+            self.emptied()
+
+    def why_not(self, hello: Hello) -> tuple[str, str] | None:
+        """The reason to refuse a dispatcher, in a word and in a sentence."""
+        if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
+            return "token", "the token is not that of this replica"
+        if hello.protocol != PROTOCOL:
+            return "protocol", f"it speaks protocol {hello.protocol}, and this replica {PROTOCOL}"
+        known = self.engine.info.fingerprint
+        if hello.fingerprint and hello.fingerprint != known:
+            return "fingerprint", f"it wants the model {hello.fingerprint}, and this replica has {known}"
+        if not self.engine.ready or self.leaving:
+            return "closing", f"the engine of this replica is {self.engine.state.value}"
+        if self.session is not None:
+            return "taken", "another dispatcher has this replica"
+        return None
+
+
+class _Watch(Observer):
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def failed(self, cause: BaseException) -> None:
+        self._agent.failed(cause)
+
+
+class _Reading(Reading):
+    """The stream of an attempt that a dispatcher knows by its number."""
+
+    __slots__ = ("_admitted", "_scored", "ended", "number")
+
+    def __init__(self, session: _Session, number: int, stream: Stream, resumed: int) -> None:
+        super().__init__(session, stream, resumed)
+        self.number = number
+        self.ended = False
+        self._admitted = False
+        #: logprobs of the prompt that were sent
+        self._scored = 0
+
+    @property
+    def news(self) -> bool:
+        return self.ended or super().news or (self.request.admitted_at is not None and not self._admitted)
+
+    def take_new(self) -> Rows:
+        """As :meth:`take`, without what was sent before."""
+        rows = self.take(self.ending() if self.ended else None)
+        if self._admitted:
+            rows.admitted_at = None
+        self._admitted = self.request.admitted_at is not None
+        rows.prompt_logprobs = rows.prompt_logprobs[self._scored :]
+        self._scored += len(rows.prompt_logprobs)
+        return rows
+
+
+class _Session:
+    """A connection from a dispatcher, perhaps. Readings know it as their lane."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._loop = asyncio.get_running_loop()
+        self._clock = clock_of(self._loop)
+        self.connection = Connection(self)
+        self._trusted = self._refused = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._silent = 0
+        #: by attempt, what is computed
+        self.open: dict[int, _Reading] = {}
+        #: what may have news
+        self._moved: dict[_Reading, None] = {}
+        #: attempts that were not queued
+        self._unqueued: list[tuple[int, Rows]] = []
+        #: why its engine is lost, and whether that was sent
+        self._cause: BaseException | None = None
+        self._told = False
+
+    # -- as End -----------------------------------------------------------------------------------
+
+    def connected(self) -> None:
+        """As in End."""
+        self._timer = self._loop.call_later(_PATIENCE, self._no_hello)
+
+    def received(self, kind: Kind, payload: bytes) -> None:
+        """As in End."""
+        if not self._trusted:
+            if not self._refused:
+                self._hello(kind, payload)
+            return
+        match kind:
+            case Kind.SUBMIT:
+                self._submit(Submit.unpack(payload))
+            case Kind.ABORT:
+                self._abort(Abort.unpack(payload))
+            case Kind.READ:
+                self._read(*Read.unpack(payload))
+            case Kind.PAUSE:
+                self._pause()
+            case Kind.RESUME:
+                self._agent.engine.resume()
+            case Kind.FLUSH:
+                if self._agent.engine.ready:
+                    self._agent.engine.flush_cache()
+            case Kind.PING:
+                pass
+            case _:
+                raise FrameError(f"{kind.name} is nothing that a dispatcher sends")
+
+    def fill(self) -> bool:
+        """As in End: one frame of what is new."""
+        rows, self._unqueued = self._unqueued, []
+        size = 0
+        while self._moved and size < _MOST:
+            reading = next(iter(self._moved))
+            del self._moved[reading]
+            if reading.number in self.open and reading.news:
+                found = reading.take_new()
+                rows.append((reading.number, found))
+                size += len(found.ids) + len(found.text) + 20 * len(found.prompt_logprobs)
+                if reading.ended:
+                    del self.open[reading.number]
+        if rows:
+            self._send_rows(rows)
+            self._agent.emptied()
+        if self._cause is not None and not (self._moved or self._told):
+            self._told = True
+            self.connection.send(Kind.LOST, Reason.pack(str(self._cause)))
+            self._loop.call_soon(self.connection.finish)
+        return bool(self._moved)
+
+    def ended(self, cause: BaseException | None) -> None:
+        """As in End: nobody reads any more."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if cause is not None and not self._refused:
+            _log.warning("the connection of a dispatcher has ended: %s", cause)
+        elif not (self._trusted or self._refused):
+            self._agent.refuse("silent", "it has shown no token")
+        readings, self.open = list(self.open.values()), {}
+        self._moved.clear()
+        for reading in readings:
+            reading.leave()
+        if self._trusted and self._agent.engine.ready:
+            self._agent.engine.resume()
+        self._agent.gone(self)
+
+    # -- handshake --------------------------------------------------------------------------------
+
+    def _hello(self, kind: Kind, payload: bytes) -> None:
+        if kind is not Kind.HELLO:
+            raise FrameError(f"{kind.name} before the token was shown")
+        agent = self._agent
+        why = agent.why_not(Hello.unpack(payload))
+        if why is not None:
+            agent.refuse(*why)
+            self._refused = True
+            self.connection.send(Kind.REFUSED, Reason.pack(why[1]))
+            self._loop.call_soon(self.connection.finish)
+            return
+        engine = agent.engine
+        most = engine.info.max_running_requests
+        own = engine.config.max_running_requests
+        welcome = Welcome(
+            engine.info,
+            own if most is None else min(own, most),
+            engine.config.max_step_tokens,
+            engine.stats(),
+        )
+        self._trusted = True
+        agent.session = self
+        self.connection.trust(LIMIT)
+        self.connection.send(Kind.WELCOME, welcome.pack())
+        assert self._timer is not None
+        self._timer.cancel()
+        self._timer = self._loop.call_later(BEAT, self._beat)
+
+    def _no_hello(self) -> None:
+        self.connection.abort()
+
+    def _beat(self) -> None:
+        """Say that the replica is alive, and how it is."""
+        self._timer = self._loop.call_later(BEAT, self._beat)
+        connection = self.connection
+        self._silent = 0 if connection.heard else self._silent + 1
+        connection.heard = False
+        if self._silent * BEAT > _SILENCE:
+            connection.abort(FrameError(f"no frame for {_SILENCE:g} s"))
+        elif not connection.full:
+            connection.send(Kind.STATS, Stats.pack(self._agent.engine.stats()))
+
+    # -- attempts ---------------------------------------------------------------------------------
+
+    def _submit(self, order: Submit) -> None:
+        if order.number in self.open:
+            raise FrameError(f"attempt {order.number} is there already")
+        try:
+            if order.refused is not None:
+                raise order.refused
+            stream = self._agent.engine.queue(order.prompt_ids, order.params, order.options, order.checkpoint)
+        except (EngineFailed, EngineClosed) as error:
+            self.lost(error)
+            return
+        except (RequestError, EngineError) as error:
+            self._unqueued.append((order.number, Rows(0, 0, ending=Ending("abort", error=error))))
+            self.connection.write_soon()
+            return
+        resumed = 0 if order.checkpoint is None else len(order.checkpoint.token_ids)
+        reading = _Reading(self, order.number, stream, resumed)
+        self.open[order.number] = reading
+        cell = stream.cell
+        # Its consumer is elsewhere, and tells how far it has read.
+        cell.taken_ids, cell.blocked = order.read, cell.max_lag is not None
+        reading.begin()
+
+    def _abort(self, number: int) -> None:
+        reading = self.open.pop(number, None)  # else it has ended meanwhile
+        if reading is not None:
+            reading.leave()
+            self._agent.emptied()
+
+    def _read(self, number: int, tokens: int) -> None:
+        reading = self.open.get(number)
+        if reading is None or reading.ended:
+            return
+        cell = reading.stream.cell
+        cell.taken_ids = max(cell.taken_ids, min(tokens, len(reading.request.token_times)))
+        if not cell.lags:
+            reading.stream.caught_up()
+
+    def _send_rows(self, rows: Sequence[tuple[int, Rows]]) -> None:
+        """One frame, or several if that is too large."""
+        try:
+            self.connection.send(Kind.ROWS, pack_rows(rows, self._clock()))
+        except FrameError as error:
+            if len(rows) == 1:
+                self._drop(rows[0][0], error)
+                return
+            half = len(rows) // 2
+            self._send_rows(rows[:half])
+            self._send_rows(rows[half:])
+
+    def _drop(self, number: int, error: FrameError) -> None:
+        """End a request whose rows cannot be sent."""
+        self._abort(number)
+        ending = Ending("abort", error=EngineError(f"what a step brought cannot be sent: {error}"))
+        self.connection.send(Kind.ROWS, pack_rows([(number, Rows(0, 0, ending=ending))], self._clock()))
+
+    # -- as ReadingLane ---------------------------------------------------------------------------
+
+    def moved(self, outlets: Sequence[Outlet]) -> None:
+        """As in Lane."""
+        for reading in cast("Sequence[_Reading]", outlets):
+            self._moved[reading] = None
+        if not self.connection.full:
+            self.connection.write_soon()
+
+    def finished(self, reading: Reading) -> None:
+        """As in ReadingLane."""
+        assert isinstance(reading, _Reading)
+        error = reading.request.error
+        if isinstance(error, (EngineFailed, EngineClosed)):
+            self.lost(error.__cause__ or error)
+        else:
+            reading.ended = True
+            self.moved((reading,))
+
+    def lost(self, cause: BaseException) -> None:
+        """The engine is lost: what it computes has not ended, and may go on elsewhere."""
+        if self._cause is None:
+            self._cause = cause
+            self.connection.write_soon()
+
+    # -- the engine -------------------------------------------------------------------------------
+
+    def _pause(self) -> None:
+        task = self._loop.create_task(self._agent.engine.pause(), name="aioinfer-pausing")
+        task.add_done_callback(self._paused)
+
+    def _paused(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:
+            return  # the engine is lost or closed, which is told otherwise
+        self.connection.send(Kind.PAUSED)

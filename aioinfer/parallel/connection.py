@@ -1,0 +1,130 @@
+"""Connection: frames over a stream socket, for both of its ends. A protocol, so that there is no task."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol, cast
+
+from aioinfer.parallel.frames import HANDSHAKE_LIMIT, FrameError, FrameReader, Kind, frame
+
+__all__ = ["BEAT", "MISSES", "Connection", "End"]
+
+#: seconds between two frames of a replica, at most, and so many times this without any: it is lost
+BEAT = 0.25
+MISSES = 3
+
+
+class End(Protocol):
+    """What a connection tells, on its loop."""
+
+    def connected(self) -> None:
+        """Frames can be sent."""
+
+    def received(self, kind: Kind, payload: bytes) -> None:
+        """A frame. Raises FrameError, which ends the connection."""
+
+    def fill(self) -> bool:
+        """The socket takes more: this may send what has waited for it. Once per turn of the loop in which
+        something is sent, before it is. Whether there is more."""
+
+    def ended(self, cause: BaseException | None) -> None:
+        """Nothing follows. Once. ``cause``: what was wrong; None: the peer closed it, or this end did."""
+
+
+class Connection(asyncio.Protocol):
+    """What is sent in a turn of the loop is written in the next one, in one call."""
+
+    def __init__(self, end: End) -> None:
+        self._end = end
+        self._loop = asyncio.get_running_loop()
+        self._frames = FrameReader(HANDSHAKE_LIMIT)
+        self._transport: asyncio.Transport | None = None
+        self._out: list[bytes] = []
+        self._due = self._full = False
+        self._cause: BaseException | None = None
+        #: a frame has come since this was last set to False
+        self.heard = False
+        self.closed = False
+        #: done when the socket is closed
+        self.gone: asyncio.Future[None] = self._loop.create_future()
+
+    # -- as asyncio.Protocol ----------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._end.connected()
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            for kind, payload in self._frames.feed(data):
+                if self.closed:
+                    return
+                self.heard = True
+                self._end.received(kind, payload)
+        except FrameError as error:
+            self.abort(error)
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        self.write_soon()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._cause is None:
+            self._cause = exc
+        self.closed = True
+        if not self.gone.done():
+            self.gone.set_result(None)
+            self._end.ended(self._cause)
+
+    # -- for its end ------------------------------------------------------------------------------
+
+    @property
+    def full(self) -> bool:
+        """The socket takes nothing at the moment: what is sent would wait in memory."""
+        return self._full
+
+    def trust(self, limit: int) -> None:
+        """From now on, frames may have so many bytes."""
+        self._frames.limit = limit
+
+    def send(self, kind: Kind, payload: bytes = b"") -> None:
+        """Send a frame. Raises FrameError: it is too large."""
+        if not self.closed:
+            self._out.append(frame(kind, payload))
+            self.write_soon()
+
+    def write_soon(self) -> None:
+        """Call :meth:`End.fill`, and write, in the next turn of the loop."""
+        if not self._due and not self.closed:
+            self._due = True
+            self._loop.call_soon(self._write)
+
+    def _write(self) -> None:
+        more = False
+        if not (self.closed or self._transport is None):
+            more = not self._full and self._end.fill()
+            if self._out:
+                data, self._out = b"".join(self._out), []
+                self._transport.write(data)
+        self._due = False
+        if more and not self._full:  # else it is called when the socket takes more
+            self.write_soon()
+
+    def finish(self) -> None:
+        """Write what was sent, and close the socket. Nothing more is received."""
+        if not self.closed:
+            self._write()
+            self.closed = True
+            if self._transport is not None:
+                self._transport.close()
+
+    def abort(self, cause: BaseException | None = None) -> None:
+        """Close the socket at once, whatever was sent. Idempotent."""
+        if not self.closed:
+            self._cause = cause
+        self.closed = True
+        if self._transport is not None and not self.gone.done():
+            self._transport.abort()

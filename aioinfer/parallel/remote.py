@@ -1,0 +1,405 @@
+"""SocketReplica: an engine in another process, or on another machine, behind a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from aioinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest, shown
+from aioinfer.loop.clock import clock_of
+from aioinfer.outputs import Draft, TokenLogprob
+from aioinfer.parallel.columns import unpack_rows
+from aioinfer.parallel.connection import BEAT, MISSES, Connection
+from aioinfer.parallel.frames import LIMIT, FrameError, Kind
+from aioinfer.parallel.messages import Abort, Hello, Read, Reason, Stats, Submit, Welcome
+from aioinfer.parallel.reading import options_of
+from aioinfer.parallel.record import Attempt, Record
+from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
+from aioinfer.scheduling.request import ParkedFor
+from aioinfer.stream import StreamCell
+
+if TYPE_CHECKING:
+    from aioinfer.execution.device import DeviceInfo, Progress
+    from aioinfer.observe.stats import EngineStats
+    from aioinfer.resuming.record import StreamCheckpoint
+    from aioinfer.scheduling.request import Request
+
+__all__ = ["Connect", "SocketReplica", "connector"]
+
+_log = logging.getLogger("aioinfer")
+
+#: seconds in which a replica must have answered
+_PATIENCE = 10.0
+_READER = frozenset({ParkedFor.READER})
+
+#: opens a connection with the protocol that it is given
+Connect = Callable[[Callable[[], asyncio.Protocol]], Awaitable[Any]]
+
+
+def connector(address: str) -> Connect:
+    """How to connect to ``HOST:PORT``, or to the path of a Unix socket. Raises ConfigError."""
+
+    async def unix(protocol: Callable[[], asyncio.Protocol]) -> Any:
+        async with asyncio.timeout(_PATIENCE):
+            return await asyncio.get_running_loop().create_unix_connection(protocol, address)
+
+    async def tcp(protocol: Callable[[], asyncio.Protocol]) -> Any:
+        async with asyncio.timeout(_PATIENCE):
+            return await asyncio.get_running_loop().create_connection(protocol, host.strip("[]"), int(port))
+
+    if "/" in address:
+        return unix
+    host, _, port = address.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ConfigError(f"a replica's address must be HOST:PORT or a path, got {shown(address)}")
+    return tcp
+
+
+class _Sent:
+    """An attempt that the replica has."""
+
+    __slots__ = ("admitted_at", "attempt", "cached_tokens", "prompt_logprobs", "read")
+
+    def __init__(self, attempt: Attempt, read: int) -> None:
+        self.attempt = attempt
+        self.admitted_at: float | None = None
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[TokenLogprob] = []
+        #: tokens that the replica knows to be read
+        self.read = read
+
+
+class SocketReplica(Replica):
+    """What it computes comes in one frame per step; a socket that is closed, or silent for three quarters of
+    a second, is the end of it. It can be launched again then."""
+
+    def __init__(self, address: str | Connect, name: str, *, token: str = "", fingerprint: str = "") -> None:
+        """``address``: as in :func:`connector`, or what connects. ``fingerprint``: of the model that it must
+        have; empty: any. Raises ConfigError."""
+        super().__init__(name)
+        self._connect = connector(address) if isinstance(address, str) else address
+        self._token = token
+        self._fingerprint = fingerprint
+        #: launches that were refused, by either side, by reason
+        self.refused: Counter[str] = Counter()
+        #: attempts that it has brought to an end since it was launched
+        self.completed = 0
+        #: rows of attempts that are not wanted any more
+        self.late_rows = 0
+        self._events: ReplicaEvents | None = None
+        self._link: _Link | None = None
+        self._welcome: Welcome | None = None
+        self._stats: EngineStats | None = None
+
+    @property
+    def info(self) -> DeviceInfo:
+        return self._known.info
+
+    @property
+    def slots(self) -> int:
+        return self._known.slots
+
+    @property
+    def step_tokens(self) -> int:
+        return self._known.step_tokens
+
+    @property
+    def _known(self) -> Welcome:
+        if self._welcome is None:
+            raise EngineError(f"the replica {self.name} has not started")
+        return self._welcome
+
+    # -- life -------------------------------------------------------------------------------------
+
+    async def launch(self, progress: Progress | None = None) -> None:
+        """Connect. Raises ConfigError: it is refused, by either side; EngineError: there is no answer."""
+        await self._disconnect()
+        self.state, self.completed, self._stats = ReplicaState.STARTING, 0, None
+        link = _Link(self)
+        try:
+            await self._connect(lambda: link.connection)
+            async with asyncio.timeout(_PATIENCE):
+                link.connection.send(Kind.HELLO, Hello(self._token, self._fingerprint).pack())
+                welcome = await link.welcome
+        except (OSError, TimeoutError) as error:
+            link.connection.abort()
+            raise EngineError(f"the replica {self.name} does not answer: {error!r}") from error
+        except ConfigError as error:
+            link.connection.abort()
+            self._refuse(str(error))
+            raise
+        except BaseException:
+            link.connection.abort()
+            raise
+        if self._fingerprint and welcome.info.fingerprint != self._fingerprint:
+            link.connection.abort()
+            found = welcome.info.fingerprint
+            why = f"the replica {self.name} has the model {found}, and not {self._fingerprint}"
+            self._refuse(why)
+            raise ConfigError(why)
+        self._link, self._welcome, self._stats = link, welcome, welcome.stats
+
+    def _refuse(self, why: str) -> None:
+        self.refused[why] += 1
+        log = _log.warning if self.refused[why] == 1 else _log.debug
+        log("the replica %s is not used: %s", self.name, why)
+
+    async def start(self, events: ReplicaEvents) -> None:
+        if self._link is None or self._link.connection.closed:
+            raise EngineError(f"the replica {self.name} is not connected")
+        self._events = events
+        self.state, self.cause = ReplicaState.READY, None
+        self._link.begin()
+
+    async def aclose(self) -> None:
+        await self._disconnect()
+        if self.state is not ReplicaState.LOST:
+            self.state = ReplicaState.CLOSED
+
+    async def _disconnect(self) -> None:
+        link, self._link = self._link, None
+        if link is not None:
+            link.closing = True
+            link.connection.abort()
+            await asyncio.wait([link.connection.gone])
+
+    # -- attempts ---------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        attempt: Attempt,
+        checkpoint: StreamCheckpoint | None,
+        waiting: float | None,
+        running: float | None,
+    ) -> None:
+        link, record = self._link, attempt.record
+        if link is None or link.connection.closed:
+            raise EngineFailed(f"the replica {self.name} is not connected")
+        sent = _Sent(attempt, _read(record))
+        order = Submit(
+            attempt.number,
+            record.prompt_ids,
+            attempt.params,
+            options_of(record, waiting, running),
+            checkpoint,
+            sent.read,
+        )
+        try:
+            link.connection.send(Kind.SUBMIT, order.pack())
+        except FrameError as error:
+            raise InvalidRequest("prompt", f"the request cannot be sent to a replica: {error}") from error
+        attempt.handle = sent
+        link.sent[attempt.number] = sent
+
+    def abort(self, attempt: Attempt) -> None:
+        attempt.handle = None
+        link = self._link
+        if link is not None and link.sent.pop(attempt.number, None) is not None:
+            link.connection.send(Kind.ABORT, Abort.pack(attempt.number))
+
+    def begun(self, attempt: Attempt) -> bool:
+        return attempt.handle is not None and attempt.handle.admitted_at is not None
+
+    def caught_up(self, attempt: Attempt) -> None:
+        if self._link is not None and attempt.handle is not None:
+            self._link.tell_read(attempt.handle)
+
+    # -- as what a link reports to ----------------------------------------------------------------
+
+    def moved(self, rows: list[tuple[Attempt, Rows]]) -> None:
+        if self._events is not None:
+            self._events.moved(rows)
+
+    def measured(self, stats: EngineStats) -> None:
+        self._stats = stats
+
+    def leaving(self) -> None:
+        if self._events is not None:
+            self._events.leaving(self)
+
+    def lost(self, cause: BaseException) -> None:
+        if self._events is not None:
+            self._events.lost(self, cause)
+
+    # -- the engine -------------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats | None:
+        """As of a quarter of a second ago, or as of when it was lost."""
+        return self._stats
+
+    async def pause(self) -> None:
+        link = self._link
+        if link is not None and not link.connection.closed:
+            link.connection.send(Kind.PAUSE)
+            paused = link.connection.gone.get_loop().create_future()
+            link.pausing.append(paused)
+            await paused
+
+    def resume(self) -> None:
+        if self._link is not None:
+            self._link.connection.send(Kind.RESUME)
+
+    def flush_cache(self) -> int:
+        """The pages that can be freed, as of its last statistics."""
+        if self._link is None or self._stats is None:
+            return 0
+        self._link.connection.send(Kind.FLUSH)
+        return self._stats.pages_evictable
+
+
+class _Link:
+    """One connection to a replica: its end here."""
+
+    def __init__(self, replica: SocketReplica) -> None:
+        self._replica = replica
+        self._loop = asyncio.get_running_loop()
+        self._clock = clock_of(self._loop)
+        self.connection = Connection(self)
+        #: what the replica is
+        self.welcome: asyncio.Future[Welcome] = self._loop.create_future()
+        #: attempts by number
+        self.sent: dict[int, _Sent] = {}
+        #: what waits until no step is in flight
+        self.pausing: list[asyncio.Future[None]] = []
+        #: this end closes it
+        self.closing = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._misses = 0
+
+    def begin(self) -> None:
+        """From now on, the replica has to be heard."""
+        self._timer = self._loop.call_later(BEAT, self._beat)
+
+    def _beat(self) -> None:
+        # It counts looks and not seconds: when this loop has stood still, nothing was read meanwhile.
+        self._timer = self._loop.call_later(BEAT, self._beat)
+        connection = self.connection
+        self._misses = 0 if connection.heard else self._misses + 1
+        connection.heard = False
+        if self._misses >= MISSES:
+            connection.abort(EngineFailed(f"no frame for {MISSES * BEAT:g} s"))
+        else:
+            connection.send(Kind.PING)
+
+    # -- as End -----------------------------------------------------------------------------------
+
+    def connected(self) -> None:
+        """As in End."""
+        self.connection.trust(LIMIT)
+
+    def received(self, kind: Kind, payload: bytes) -> None:
+        """As in End."""
+        if not self.welcome.done():
+            self._answer(kind, payload)
+            return
+        match kind:
+            case Kind.ROWS:
+                self._rows(unpack_rows(payload, self._clock()))
+            case Kind.STATS:
+                self._replica.measured(Stats.unpack(payload))
+            case Kind.PAUSED:
+                if self.pausing:
+                    _set(self.pausing.pop(0))
+            case Kind.LEAVING:
+                self._replica.leaving()
+            case Kind.LOST:
+                self.connection.abort(EngineFailed(Reason.unpack(payload)))
+            case _:
+                raise FrameError(f"{kind.name} is nothing that a replica sends")
+
+    def fill(self) -> bool:
+        """As in End."""
+        return False
+
+    def ended(self, cause: BaseException | None) -> None:
+        """As in End."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for paused in self.pausing:
+            _set(paused)
+        if not self.welcome.done():
+            self.welcome.set_exception(cause or EngineError("it has closed the connection"))
+            self.welcome.exception()  # whoever waited may have left
+        elif not self.closing:
+            self._replica.lost(cause or EngineFailed("its connection was closed"))
+
+    def _answer(self, kind: Kind, payload: bytes) -> None:
+        if kind is Kind.WELCOME:
+            self.welcome.set_result(Welcome.unpack(payload))
+        elif kind is Kind.REFUSED:
+            self.welcome.set_exception(ConfigError(f"it refuses: {Reason.unpack(payload)}"))
+        else:
+            raise FrameError(f"{kind.name} in answer to HELLO")
+
+    # -- rows -------------------------------------------------------------------------------------
+
+    def _rows(self, rows: list[tuple[int, Rows]]) -> None:
+        found: list[tuple[Attempt, Rows]] = []
+        lagging: list[_Sent] = []
+        vocabulary = self._replica.info.vocab_size
+        for number, row in rows:
+            if row.ids and max(row.ids) >= vocabulary:
+                raise FrameError(f"a token {max(row.ids)} that is not in the vocabulary")
+            sent = self.sent.get(number)
+            if sent is None:
+                self._replica.late_rows += 1
+                continue
+            attempt = sent.attempt
+            self._complete(sent, row)
+            found.append((attempt, row))
+            if row.ending is not None:
+                del self.sent[number]
+                attempt.handle = None
+                self._replica.completed += row.ending.error is None
+            elif attempt.record.options.max_lag is not None:
+                lagging.append(sent)
+        if found:
+            self._replica.moved(found)
+        for sent in lagging:
+            self.tell_read(sent)
+
+    def _complete(self, sent: _Sent, row: Rows) -> None:
+        """What is sent once is known from then on."""
+        if row.admitted_at is not None:
+            sent.admitted_at, sent.cached_tokens = row.admitted_at, row.cached_tokens
+        row.admitted_at, row.cached_tokens = sent.admitted_at, sent.cached_tokens
+        sent.prompt_logprobs += row.prompt_logprobs
+        row.prompt_logprobs = sent.prompt_logprobs
+        if row.draft is not None:
+            row.draft = _newest(row.draft(), sent.attempt.record)
+
+    # -- what consumers have read -----------------------------------------------------------------
+
+    def tell_read(self, sent: _Sent) -> None:
+        """Tell the replica how far the consumer has read: at half of what it may leave unread, or later when
+        it has read more. The replica parks a request by what it was told."""
+        attempt, record = sent.attempt, sent.attempt.record
+        most = record.options.max_lag
+        if attempt.ended or most is None:
+            return
+        read = _read(record)
+        if read - sent.read > most // 2:
+            sent.read = read
+            self.connection.send(Kind.READ, Read.pack(attempt.number, read))
+        elif len(record.output_ids) - sent.read > most // 2:
+            record.parked_for = _READER  # with what it reads next
+
+
+def _read(record: Record) -> int:
+    """Tokens of the output that its consumer has read, or waits for."""
+    cell = record.consumer
+    assert isinstance(cell, StreamCell)
+    return len(record.token_times) if cell.reading else cell.taken_ids
+
+
+def _newest(draft: Draft | None, record: Request) -> Callable[[], Draft | None]:
+    """A draft is behind the output, until that goes on."""
+    return lambda: draft if draft is not None and draft.start == len(record.output_ids) else None
+
+
+def _set(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
