@@ -11,7 +11,7 @@ import pytest
 
 from aioinfer.cli.flags import COMMON
 from aioinfer.cli.main import main
-from aioinfer.config import GROUPS, EngineConfig, ServerConfig
+from aioinfer.config import GROUPS, EngineConfig, ReplicaConfig, ServerConfig
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -92,7 +92,7 @@ def test_help_is_short_and_names_every_group(capsys: pytest.CaptureFixture[str])
         assert any(line.split()[:1] == [group] and title in line for line in shown.splitlines()), group
     for name in SETTINGS:
         assert (f"  --{name.replace('_', '-')} " in shown) == (name in COMMON), name
-    assert set(COMMON) <= SETTINGS.keys()
+    assert set(COMMON) <= SETTINGS.keys() | {item.name for item in dataclasses.fields(ReplicaConfig)}
     assert "--config" in shown
 
 
@@ -123,7 +123,7 @@ def test_help_on_nothing_is_a_short_error(topic: str, capsys: pytest.CaptureFixt
     assert len(complaint) < 700
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "doctor", "trace", "models"])
+@pytest.mark.parametrize("command", ["serve", "replica", "generate", "doctor", "trace", "models"])
 def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert shown_help(capsys, command, "--help").startswith(f"usage: aioinfer {command}")
 

@@ -29,7 +29,7 @@ import pytest
 from aioinfer.checkpoint.locate import PACKAGED
 from aioinfer.cli.flags import read_settings
 from aioinfer.cli.main import _parser
-from aioinfer.config import EngineConfig, ServerConfig
+from aioinfer.config import EngineConfig, ReplicaConfig, ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.server import serve
 from tests.docs import fields, metrics, settings
@@ -138,7 +138,8 @@ def _aioinfer(arguments: list[str], *_: Any) -> None:
             raise
         return
     if "model_argument" in options:
-        for cls in (EngineConfig, ServerConfig):
+        other = ReplicaConfig if "with_parent" in options else ServerConfig
+        for cls in (EngineConfig, other):
             read_settings(cls, options)
 
 
@@ -434,7 +435,7 @@ def _flags() -> frozenset[str]:
     """The options of every parser of the repository, by their text in its source, and of the configs."""
     made = {
         f"--{name.replace('_', '-')}"
-        for cls in (EngineConfig, ServerConfig)
+        for cls in (EngineConfig, ServerConfig, ReplicaConfig)
         for name in cls.__dataclass_fields__
     }
     files = [*ROOT.glob("aioinfer/cli/*.py"), *ROOT.glob("bench/**/*.py"), *ROOT.glob("examples/*.py")]

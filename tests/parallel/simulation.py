@@ -1,0 +1,117 @@
+"""Random lifetimes of streams of a dispatcher, in virtual time, while replicas come and go."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import time
+from collections import Counter
+from typing import Any
+
+from aioinfer.errors import EngineFailed
+from aioinfer.parallel import Dispatcher
+from aioinfer.parallel.record import Ending, Record
+from aioinfer.parallel.replica import ReplicaState
+from aioinfer.testing import VirtualLoop
+from tests.engine.simulation import lifetime, settle
+from tests.engine.worlds import World
+from tests.parallel.worlds import check_loads, check_sums, disturb, make_dispatcher_world, may_fail
+
+__all__ = ["simulate"]
+
+
+async def run_world(world: World, dispatcher: Dispatcher, lifetimes: int) -> None:
+    await dispatcher.start()
+    disturbing = asyncio.ensure_future(disturb(world, dispatcher))
+    async with asyncio.TaskGroup() as group:
+        for number in range(lifetimes):
+            group.create_task(lifetime(world, number))
+        group.create_task(_until_all_have_arrived(disturbing, group))
+    disturbing.cancel()
+    await asyncio.wait([disturbing])
+    if not disturbing.cancelled():
+        disturbing.result()
+    gc.collect()
+    await asyncio.sleep(2.0)  # what is lost last is noticed by its silence
+    world.verify(world, world.claims)
+    running = dispatcher._started()
+    assert not running._open, "a stream has not ended"
+    assert not len(running.queue)
+    assert not running.queue.tokens
+    for replica in dispatcher._replicas:
+        assert not replica.load.requests
+        assert replica.load.backlog == replica.load.tokens == replica.load.resuming == 0
+        assert not replica.load.pages
+        if replica.state is ReplicaState.READY:
+            engine: Any = replica
+            await settle(engine.engine)
+    check_loads(dispatcher)
+    check_sums(dispatcher)
+    world.counts["moved"] += running.resumed
+    world.counts["late tokens"] += running.late_tokens
+    assert not running.diverged
+    await dispatcher.aclose()
+
+
+async def _until_all_have_arrived(disturbing: asyncio.Task[None], group: asyncio.TaskGroup) -> None:
+    """An operator that fails ends the world."""
+    while True:
+        await asyncio.sleep(0.05)
+        assert asyncio.get_running_loop().time() < 200, "a stream does not end"
+        if disturbing.done():
+            disturbing.result()
+        tasks = [each for each in group._tasks if each is not asyncio.current_task()]
+        if not tasks:
+            return
+
+
+def simulate(seed: int, lifetimes: int) -> World:
+    """Run one world to its end. Every failure names the seed."""
+    finish = Record.finish
+
+    world, dispatcher = make_dispatcher_world(seed)
+
+    def once(self: Record, ending: Ending, now: float) -> None:
+        record = self
+        assert not record.finished, "a stream ended twice"
+        if isinstance(ending.error, EngineFailed):
+            assert may_fail(dispatcher, record, ending.error), f"{record} failed: {ending.error}"
+            world.counts["streams lost"] += 1
+        finish(record, ending, now)
+
+    loop = VirtualLoop(seed, shuffle=seed % 2 == 1, executor_delay=0.003)
+    raised: list[dict[str, Any]] = []
+    loop.set_exception_handler(lambda _, context: raised.append(context))
+    Record.finish = once  # type: ignore[method-assign]
+    try:
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(run_world(world, dispatcher, lifetimes))
+        wrong = [each for each in raised if "never retrieved" not in each["message"]]
+        assert not wrong, wrong
+    except BaseException as error:
+        error.add_note(f"seed={seed} lifetimes={lifetimes} {dispatcher._policy} {dispatcher._on_loss}")
+        raise
+    finally:
+        Record.finish = finish  # type: ignore[method-assign]
+    return world
+
+
+def main() -> None:
+    """``python -m tests.parallel.simulation --lifetimes 20000``: as many as one likes."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--lifetimes", type=int, default=20_000)
+    parser.add_argument("--per-world", type=int, default=60)
+    parser.add_argument("--first-seed", type=int, default=0)
+    options = parser.parse_args()
+    started = time.perf_counter()
+    counts: Counter[str] = Counter()
+    worlds = -(-options.lifetimes // options.per_world)
+    for seed in range(options.first_seed, options.first_seed + worlds):
+        counts += simulate(seed, options.per_world).counts
+    print(f"{worlds} worlds, {time.perf_counter() - started:.1f} s: every law held")
+    print(dict(counts.most_common()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,487 @@
+"""A stream whose replica is lost goes on in another one: ids, text, logprobs, reasons and usage are those of
+a stream that nothing happened to."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.errors import AioInferError, EngineFailed
+from aioinfer.execution.device import DeviceLost
+from aioinfer.outputs import Result
+from aioinfer.parallel import Dispatcher
+from aioinfer.parallel.local import LocalReplica
+from aioinfer.parallel.record import Attempt, Record
+from aioinfer.parallel.replica import Rows
+from aioinfer.params import SamplingParams
+from aioinfer.resuming.record import StreamCheckpoint
+from aioinfer.stream import Stream
+from aioinfer.testing import TimedLauncher, ToyDevice, ToyTokenizer, VirtualLoop
+from examples.training.tasks import TASKS, held_out
+from tests.engine.test_restoring import DIFFUSION, KINDS, same
+from tests.model.harness import require
+from tests.tiers import PLANTED_BUG, battery, grid
+
+LONGEST = 96
+
+
+def toy(seed: int, **settings: Any) -> Engine:
+    """Seconds of its steps are dice."""
+    config = EngineConfig(
+        model="toy",
+        seed=seed,
+        page_size=(4, 8)[seed % 2],
+        overlap_steps=(0, 2)[seed % 2],
+        deterministic=True,
+        max_running_requests=8,
+        **settings,
+    )
+    dice = random.Random(seed)
+
+    def launcher(_: EngineConfig) -> TimedLauncher:
+        device = ToyDevice(
+            num_pages=64, page_size=config.page_size, num_slots=config.num_slots, max_model_len=LONGEST
+        )
+        return TimedLauncher(device, lambda _: dice.choice([0.001, 0.01]))
+
+    return Engine(config, launcher=launcher, tokenizer=lambda _: ToyTokenizer())
+
+
+def lose(replica: Any, cause: str = "it is gone") -> None:
+    """Its device does not answer any more."""
+    assert isinstance(replica, LocalReplica)
+    runtime = replica.engine._runtime
+    assert runtime is not None
+    runtime.lost(DeviceLost(cause))
+
+
+def attempt_of(stream: Stream) -> Attempt:
+    record = stream._cell.request
+    assert isinstance(record, Record)
+    assert record.attempt is not None
+    return record.attempt
+
+
+async def interrupted(
+    dispatcher: Dispatcher, prompt: Any, params: SamplingParams, at: int
+) -> tuple[Result, str, list[int], bool]:
+    """The result of a stream whose replica is lost once it has ``at`` tokens, what was read, and whether
+    it was lost at all. The replica is there again afterwards."""
+    stream = dispatcher.generate(prompt, params)
+    record, lost = stream._cell.request, False
+    assert isinstance(record, Record)
+
+    async def loses() -> None:
+        nonlocal lost
+        while not record.ended:
+            if record.attempt is not None and len(record.output_ids) >= at:
+                lost = True
+                lose(record.attempt.replica)
+                return
+            await asyncio.sleep(0.0002)
+
+    losing = asyncio.ensure_future(loses())
+    text, ids = "", list[int]()
+    async for chunk in stream:
+        text += chunk.text
+        ids += chunk.token_ids
+    await losing
+    for found in dispatcher.stats().replicas:
+        if found.state == "lost":
+            await dispatcher.restart(found.name)
+    return stream.result(), text, ids, lost
+
+
+def in_virtual_time(work: Callable[[], Any]) -> None:
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(1)) as runner:
+        runner.run(work())
+
+
+def toy_requests() -> list[tuple[list[int], SamplingParams]]:
+    """With every parameter that the toy has."""
+    rng = random.Random(7)
+    asked = []
+    for number, kind in enumerate(KINDS.values()):
+        if "grammar" in kind or "bad_words" in kind:
+            continue
+        chosen = {
+            name: [token % 64 for token in value]
+            if name in ("stop_token_ids", "allowed_token_ids")
+            else value
+            for name, value in kind.items()
+        }
+        if "stop" in chosen:
+            chosen["stop"] = ("q", "zz")
+        # Every other one has the seed that the dispatcher draws.
+        seed = number if number % 2 else None
+        prompt = [rng.randrange(1, 64) for _ in range(rng.randint(1, 9))]
+        asked.append((prompt, SamplingParams(seed=seed, max_tokens=24, **chosen)))
+    return asked
+
+
+async def lose_everywhere(every: int = 1) -> int:
+    """Lose the replica of every kind of request at every token; how many were lost."""
+    losses = 0
+    async with Dispatcher([toy(1), toy(2)]) as dispatcher:
+        running = dispatcher._started()
+        for prompt, params in toy_requests():
+            seeds = running.queue._seeds.getstate()
+            wanted = await dispatcher.generate(prompt, params)
+            for at in range(0, len(wanted.token_ids), every):
+                running.queue._seeds.setstate(seeds)
+                found, text, ids, lost = await interrupted(dispatcher, prompt, params, at)
+                same(found, wanted)
+                assert (text, ids) == (wanted.text, wanted.token_ids)
+                assert found.identical
+                assert found.resumed == 0
+                assert list(found.metrics.token_times) == sorted(found.metrics.token_times)  # type: ignore[union-attr]
+                losses += lost
+        assert running.diverged == 0
+        assert running.resumed >= losses / 2
+    return losses
+
+
+@pytest.mark.parametrize("every", grid([5], [1]))
+def test_a_replica_may_be_lost_at_any_token(every: int) -> None:
+    async def work() -> None:
+        assert await lose_everywhere(every) > 200 / every
+
+    in_virtual_time(work)
+
+
+# -- bugs ----------------------------------------------------------------------------------------------
+
+
+def unpinned(patch: pytest.MonkeyPatch) -> None:
+    """Every replica draws a seed of its own."""
+    patch.setattr(Attempt, "params", property(lambda self: self.record.params))
+
+
+def with_checkpoint(**values: Callable[[StreamCheckpoint], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    make = Record.checkpoint
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        def other(self: Record, info: Any) -> StreamCheckpoint:
+            found = make(self, info)
+            return dataclasses.replace(found, **{name: value(found) for name, value in values.items()})
+
+        patch.setattr(Record, "checkpoint", other)
+
+    return plant
+
+
+def one_further(patch: pytest.MonkeyPatch) -> None:
+    """The index of the first token is off by one."""
+    bring = Attempt.bring
+
+    def wrong(self: Attempt, rows: Rows) -> bool:
+        if self.resumes:
+            rows.first += 1
+        return bring(self, rows)
+
+    patch.setattr(Attempt, "bring", wrong)
+
+
+def one_back(patch: pytest.MonkeyPatch) -> None:
+    bring = Attempt.bring
+
+    def wrong(self: Attempt, rows: Rows) -> bool:
+        if self.resumes:
+            rows.first = max(0, rows.first - 1)
+        return bring(self, rows)
+
+    patch.setattr(Attempt, "bring", wrong)
+
+
+def text_by_tokens(patch: pytest.MonkeyPatch) -> None:
+    """Text is skipped by what the tokens say, and not by what the record has."""
+    bring = Attempt.bring
+
+    def wrong(self: Attempt, rows: Rows) -> bool:
+        if self.resumes and rows.at == 0:
+            known = len(self.record.output_ids)
+            text = ToyTokenizer().decode(self.record.output_ids[:known], skip_special_tokens=True)
+            rows.at, rows.text = self.record.characters, rows.text[len(text) :]
+        return bring(self, rows)
+
+    patch.setattr(Attempt, "bring", wrong)
+
+
+def folded(patch: pytest.MonkeyPatch) -> None:
+    """The output becomes a part of the prompt."""
+    queue = Engine.queue
+
+    def wrong(self: Engine, ids: Any, params: Any, options: Any, checkpoint: Any = None) -> Stream:
+        known = () if checkpoint is None else checkpoint.token_ids
+        return queue(self, [*ids, *known], params, options)
+
+    patch.setattr(Engine, "queue", wrong)
+
+
+def endless(patch: pytest.MonkeyPatch) -> None:
+    """What goes on may have as many tokens again."""
+    params = Attempt.params.fget  # type: ignore[attr-defined]
+
+    def wrong(self: Attempt) -> SamplingParams:
+        found: SamplingParams = params(self)
+        return found.changed(max_tokens=None) if self.resumes else found
+
+    patch.setattr(Attempt, "params", property(wrong))
+
+
+BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
+    "seed not pinned": unpinned,
+    "another seed": with_checkpoint(
+        seed=lambda it: it.seed + 1, params=lambda it: it.params.changed(seed=it.seed + 1)
+    ),
+    "output folded into the prompt": folded,
+    "first index one further": one_further,
+    "first index one back": one_back,
+    "text skipped by its tokens": text_by_tokens,
+    "no end": endless,
+}
+
+
+@battery(PLANTED_BUG)
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
+    BUGS[bug](monkeypatch)
+
+    async def work() -> None:
+        async with asyncio.timeout(10_000):
+            await lose_everywhere(3)
+
+    with pytest.raises((AssertionError, AioInferError, TimeoutError, IndexError, KeyError)):
+        in_virtual_time(work)
+
+
+# -- poison, and what a caller may choose --------------------------------------------------------------
+
+
+def test_a_request_ends_with_the_second_replica_that_is_lost_at_the_same_token() -> None:
+    async def work() -> None:
+        async with Dispatcher([toy(1), toy(2), toy(3)]) as dispatcher:
+            other = dispatcher.generate([7, 7], SamplingParams(max_tokens=60, ignore_eos=True))
+            stream = dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
+            for _ in range(5):
+                await anext(stream)
+            lose(attempt_of(stream).replica, "first")
+            while stream._cell.request.attempt is None or not _begun(stream):  # type: ignore[attr-defined]
+                await asyncio.sleep(0.0001)
+            lose(attempt_of(stream).replica, "second")
+            with pytest.raises(EngineFailed, match="first; second") as failed:
+                async for _ in stream:
+                    pass
+            assert str(failed.value.__cause__) == "second"
+            assert dispatcher.ready
+            assert dispatcher.degraded
+            # The third one has never seen it.
+            assert (await other).finish_reason == "length"
+
+    in_virtual_time(work)
+
+
+def _begun(stream: Stream) -> bool:
+    attempt = attempt_of(stream)
+    return attempt.replica.begun(attempt)
+
+
+def test_a_stream_outlives_as_many_replicas_as_it_has_tokens_between() -> None:
+    async def work() -> None:
+        async with Dispatcher([toy(1), toy(2)]) as dispatcher:
+            params = SamplingParams(max_tokens=60, ignore_eos=True, seed=3)
+            wanted = await dispatcher.generate([1, 2, 3], params)
+            stream = dispatcher.generate([1, 2, 3], params)
+            losses, ids = 0, list[int]()
+            async for chunk in stream:
+                ids += chunk.token_ids
+                if len(ids) > 8 * (losses + 1) and stream._cell.request.attempt is not None:  # type: ignore[attr-defined]
+                    lost = attempt_of(stream).replica
+                    lose(lost)
+                    await dispatcher.restart(lost.name)
+                    losses += 1
+            assert losses >= 4
+            same(stream.result(), wanted)
+            assert ids == wanted.token_ids
+
+    in_virtual_time(work)
+
+
+@pytest.mark.parametrize(("on_loss", "other"), [("continue", True), ("identical", True), ("fail", False)])
+def test_a_caller_chooses_what_becomes_of_a_stream(on_loss: Any, other: bool) -> None:
+    """``other``: the replica that is left has another arithmetic."""
+
+    async def work() -> None:
+        engines = [toy(1), toy(2, **({"quantization": "int8"} if other else {}))]
+        async with Dispatcher(engines, on_loss=on_loss, policy="round_robin") as dispatcher:
+            stream = dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
+            await anext(stream)
+            lose(attempt_of(stream).replica)
+            if on_loss == "continue":
+                result = await stream
+                assert len(result.token_ids) == 40
+                assert not result.identical
+            else:
+                with pytest.raises(EngineFailed):
+                    await stream
+            # What has not begun goes anywhere.
+            assert len((await dispatcher.generate([1], SamplingParams(max_tokens=3))).token_ids) <= 3
+
+    in_virtual_time(work)
+
+
+def test_with_the_last_replica_all_streams_end_and_work_goes_on_when_one_joins() -> None:
+    async def work() -> None:
+        async with Dispatcher([toy(1), toy(2)]) as dispatcher:
+            params = SamplingParams(max_tokens=50, ignore_eos=True)
+            streams = [dispatcher.generate([number, 5], params) for number in range(1, 30)]
+            await anext(streams[0])
+            for replica in list(dispatcher._replicas):
+                lose(replica, f"end of {replica.name}")
+            for stream in streams:
+                with pytest.raises(EngineFailed, match="end of local"):
+                    await stream
+            assert not dispatcher.ready
+            with pytest.raises(EngineFailed, match="no replica is left: local-0: end of local-0; local-1"):
+                dispatcher.generate([1])
+            await dispatcher.restart("local-1")
+            assert dispatcher.ready
+            assert len((await dispatcher.generate([1], params)).token_ids) == 50
+            assert [each.state for each in dispatcher.stats().replicas] == ["lost", "ready"]
+
+    in_virtual_time(work)
+
+
+def test_survivors_take_interrupted_streams_half_a_step_at_a_time() -> None:
+    """Their own streams go on meanwhile."""
+
+    async def work() -> None:
+        engines = [toy(number, max_step_tokens=32, chunk_size=32) for number in (2, 4)]
+        async with Dispatcher(engines, policy="round_robin") as dispatcher:
+            params = SamplingParams(max_tokens=30, ignore_eos=True)
+            streams = [dispatcher.generate([number] * 40, params) for number in range(1, 9)]
+            for stream in streams:
+                await anext(stream)
+            survivor, lost = dispatcher._replicas
+            lose(lost)
+            most = 0
+            while any(not stream.done for stream in streams):
+                most = max(most, survivor.load.resuming)
+                await asyncio.sleep(0.0005)
+            # Less than half a step, and one more.
+            assert 0 < most < 16 + 70
+            assert survivor.load.resuming == 0
+
+    in_virtual_time(work)
+
+
+# -- real models ---------------------------------------------------------------------------------------
+
+
+async def lose_some(
+    engines: Sequence[Engine], asked: Sequence[tuple[Any, SamplingParams]], rounds: int
+) -> int:
+    """All requests at once, and a replica is lost amid them; how many streams went on elsewhere."""
+    async with Dispatcher(engines) as dispatcher:
+        running = dispatcher._started()
+        wanted = await asyncio.gather(*[dispatcher.generate(*each) for each in asked])
+        total = sum(len(result.token_ids) for result in wanted)
+        most, read, victim = 0, 0, dispatcher._replicas[0]
+
+        async def consume(each: tuple[Any, SamplingParams]) -> tuple[Result, str, list[int]]:
+            nonlocal read
+            stream, text, ids = dispatcher.generate(*each), "", list[int]()
+            async for chunk in stream:
+                text += chunk.text
+                ids += chunk.token_ids
+                before, read = read, read + len(chunk.token_ids)
+                if before < most <= read:
+                    lose(victim)
+            return stream.result(), text, ids
+
+        for turn in range(rounds):
+            most, read = total * (turn + 1) // (rounds + 2), 0
+            victim = dispatcher._replicas[turn % len(engines)]
+            found = await asyncio.gather(*[consume(each) for each in asked])
+            for (result, text, ids), undisturbed in zip(found, wanted, strict=True):
+                same(result, undisturbed)
+                assert (text, ids) == (undisturbed.text, undisturbed.token_ids)
+                assert result.identical
+            await dispatcher.restart(victim.name)
+        assert running.diverged == 0
+        return running.resumed
+
+
+def chat_engines() -> list[Engine]:
+    return [
+        Engine(EngineConfig(threads=1, deterministic=True, page_size=16)),
+        Engine(EngineConfig(threads=2, deterministic=True, page_size=32, overlap_steps=0)),
+    ]
+
+
+def chat_requests() -> list[tuple[Any, SamplingParams]]:
+    prompts = [held_out(task, 1)[-1].messages for task in sorted(TASKS)]
+    return [
+        (prompts[number % len(prompts)], SamplingParams(**{"seed": number, "max_tokens": 32, **kind}))
+        for number, kind in enumerate(KINDS.values())
+    ]
+
+
+def diffusion_engines() -> list[Engine]:
+    shared: dict[str, Any] = {"model": "tiny-diffusion", "threads": 1, "deterministic": True}
+    return [Engine(EngineConfig(**shared)), Engine(EngineConfig(**shared, page_size=32))]
+
+
+def diffusion_requests() -> list[tuple[Any, SamplingParams]]:
+    return [
+        (f"copy: {word}\n", SamplingParams(seed=number, max_tokens=40, ignore_eos=True, **kind))
+        for number, kind in enumerate(DIFFUSION.values())
+        for word in ("banana", "a longer text to copy")
+    ]
+
+
+@pytest.mark.parametrize("rounds", grid([2], [8]))
+async def test_every_kind_of_request_to_the_bundled_model_goes_on(rounds: int) -> None:
+    require("native")
+    assert await lose_some(chat_engines(), chat_requests(), rounds) > rounds
+
+
+@pytest.mark.parametrize("rounds", grid([2], [8]))
+async def test_blocks_go_on_too(rounds: int) -> None:
+    require("native")
+    assert await lose_some(diffusion_engines(), diffusion_requests(), rounds) > rounds
+
+
+@battery(PLANTED_BUG)
+async def test_a_grammar_at_its_root_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("native")
+    monkeypatch.setattr("aioinfer.loop.core.replay", lambda grammar, checkpoint: grammar)
+    with pytest.raises((AssertionError, AioInferError, TimeoutError)):
+        async with asyncio.timeout(5):  # one that never ends is found, too
+            await lose_some(chat_engines(), chat_requests(), 8)
+
+
+@battery(PLANTED_BUG)
+async def test_a_block_boundary_that_is_rounded_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    require("native")
+    checkpoint = Record.checkpoint
+
+    def wrong(self: Record, info: Any) -> StreamCheckpoint:
+        return dataclasses.replace(
+            checkpoint(self, info),
+            token_ids=tuple(self.output_ids),
+            logprobs=tuple(self.logprobs),
+            delivered_tokens=len(self.output_ids),
+            step_map=tuple(self.cursor.step_map or ()),
+        )
+
+    monkeypatch.setattr(Record, "checkpoint", wrong)
+    with pytest.raises((AssertionError, AioInferError)):
+        await lose_some(diffusion_engines(), diffusion_requests(), 8)

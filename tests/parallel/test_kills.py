@@ -1,0 +1,24 @@
+"""The kill test on a small scale: ``python -m tests.parallel.kills`` has the large one."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.model.harness import require
+from tests.parallel.kills import run
+from tests.tiers import PROGRAM, battery
+
+
+@battery(PROGRAM)
+@pytest.mark.parametrize(
+    ("model", "streams", "rolling"),
+    [("tiny-chat", 60, False), ("tiny-diffusion", 40, False), ("tiny-chat", 200, True)],
+)
+def test_no_answer_shows_that_replicas_were_killed(model: str, streams: int, rolling: bool) -> None:
+    require("native")
+    found = asyncio.run(run(model, streams, clients=12, every=0.1 if rolling else 1.0, rolling=rolling, seed=0))
+    assert found["failed"] == found["differing"] == found["diverged"] == 0, found
+    assert found["streams"] == streams
+    assert found["kills"] or found["rolled"]

@@ -1,0 +1,423 @@
+"""Engines in child processes: they start, are lost, come back, and leave nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from aioinfer import Engine, EngineConfig, SamplingParams
+from aioinfer.errors import ConfigError, EngineError, EngineFailed
+from aioinfer.parallel import Dispatcher
+from aioinfer.parallel.processes import ProcessReplica, Supervisor, _environment, child_config
+from aioinfer.parallel.remote import SocketReplica
+from aioinfer.parallel.replica import ReplicaState
+from tests.tiers import PROGRAM, battery
+
+CONFIG = EngineConfig(model="tiny-chat", deterministic=True, threads=1, kv_memory_gib=0.1)
+
+
+@pytest.fixture(autouse=True)
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where directories of children are, which are gone afterwards, as the children are."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(psutil.Process().children(recursive=True))
+    yield tmp_path
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith("aioinfer-")]
+    left = [each for each in psutil.Process().children(recursive=True) if each not in before]
+    assert not left, left
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+# -- what a child is told ------------------------------------------------------------------------------
+
+
+def test_a_child_has_the_settings_of_the_config_and_its_share_of_the_cores(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("aioinfer.parallel.processes._cores", lambda: 8)
+    config = EngineConfig(model="tiny-chat", max_running_requests=3, kv_memory_gib=1e-6, device="cpu")
+    found = child_config(config, 3)
+    assert found.pop("download") is False
+    assert found.pop("threads") == 2
+    assert EngineConfig(**yaml.safe_load(yaml.safe_dump(found))) == config
+    assert child_config(EngineConfig(threads=5), 3)["threads"] == 5
+    assert child_config(EngineConfig(stats_interval=5, tracing=True), 1).keys() == {"download", "threads"}
+    assert child_config(EngineConfig(), 30)["threads"] == 1
+    assert child_config(EngineConfig(download=True), 1)["download"] is True
+
+
+def test_what_no_file_can_hold_is_refused() -> None:
+    from aioinfer.scheduling.policy import Policy
+
+    class Own(Policy):
+        pass
+
+    with pytest.raises(ConfigError, match="policy must be a name for replicas in other processes"):
+        Dispatcher(processes=2, config=EngineConfig(policy=Own))
+
+
+def test_settings_of_the_environment_do_not_win_over_those_of_the_config(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AIOINFER_MODEL", "another")
+    monkeypatch.setenv("AIOINFER_REPLICA_TOKEN", "x")
+    monkeypatch.setenv("AIOINFER_CACHE", "kept")
+    found = _environment(CONFIG, 0)
+    assert "AIOINFER_MODEL" not in found
+    assert "AIOINFER_REPLICA_TOKEN" not in found
+    assert found["AIOINFER_CACHE"] == "kept"
+
+
+@pytest.mark.parametrize(
+    ("visible", "number", "device", "expected"),
+    [
+        ("0,1,2", 4, "auto", "1"),
+        ("GPU-a, GPU-b", 1, "cuda", "GPU-b"),
+        ("3", 5, "cuda", "3"),
+        ("0,1", 1, "cpu", "0,1"),
+        ("", 1, "auto", ""),
+    ],
+)
+def test_of_several_gpus_each_child_sees_one(
+    visible: str, number: int, device: Any, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert _environment(EngineConfig(device=device), number)["CUDA_VISIBLE_DEVICES"] == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"processes": -1}, "processes must be in"),
+        ({"processes": 1000}, "processes must be in"),
+        ({"processes": True}, "processes must be in"),
+        ({"processes": 1, "engines": [Engine()]}, "one of engines, processes and addresses"),
+        ({}, "engines must be one or more Engines"),
+        ({"config": CONFIG, "engines": [Engine()]}, "config: that of an engine belongs to the engine"),
+        ({"addresses": "/a/path"}, "addresses must be a list of texts"),
+        ({"addresses": ["nowhere"]}, "address must be HOST:PORT or a path"),
+        ({"addresses": ["/a"], "processes": 2}, "one of engines, processes and addresses"),
+    ],
+)
+def test_replicas_that_make_no_sense_are_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Dispatcher(**values)
+
+
+# -- children that are no replicas ---------------------------------------------------------------------
+
+
+def program(replica: ProcessReplica, source: str) -> None:
+    """Run this in place of aioinfer."""
+    replica.command = [sys.executable, "-c", textwrap.dedent(source)]
+
+
+async def test_a_child_that_ends_is_an_error_with_its_status() -> None:
+    replica = ProcessReplica(CONFIG, "it")
+    program(replica, "raise SystemExit(3)")
+    with pytest.raises(EngineError, match="the replica it has ended with status 3"):
+        await replica.launch()
+    assert replica.pid is None
+
+
+async def test_a_start_that_is_cancelled_ends_the_child() -> None:
+    replica = ProcessReplica(CONFIG, "it")
+    program(replica, "import time; time.sleep(600)")
+    launching = asyncio.ensure_future(replica.launch())
+    await until(lambda: replica.pid)
+    pid = replica.pid
+    assert pid is not None
+    launching.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await launching
+    assert not psutil.pid_exists(pid)
+
+
+async def test_the_directory_of_a_child_is_for_its_user_only(directory: Path) -> None:
+    replica = ProcessReplica(CONFIG, "it")
+    program(replica, "import sys; sys.stdin.read()")
+    launching = asyncio.ensure_future(replica.launch())
+    await until(lambda: replica.pid)
+    (name,) = os.listdir(directory)
+    private = directory / name
+    assert private.stat().st_mode & 0o777 == 0o700
+    settings = yaml.safe_load((private / "settings.yaml").read_text("utf-8"))
+    assert settings["deterministic"] is True
+    assert settings["socket"] == str(private / "socket")
+    launching.cancel()
+    await asyncio.wait([launching])
+
+
+async def test_if_one_child_does_not_start_none_does() -> None:
+    dispatcher = Dispatcher(processes=3, config=CONFIG)
+    for replica in dispatcher._replicas:
+        program(replica, "import time; time.sleep(600)")  # type: ignore[arg-type]
+    program(dispatcher._replicas[1], "raise SystemExit(4)")  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="process-1 has ended with status 4"):
+        await dispatcher.start()
+    assert dispatcher.closed
+
+
+# -- the supervisor ------------------------------------------------------------------------------------
+
+
+class Restarts:
+    """A dispatcher that counts restarts, which fail."""
+
+    def __init__(self, replica: SocketReplica | None = None) -> None:
+        self.replica = replica or ProcessReplica(CONFIG, "it")
+        self.count = 0
+        self.delays: list[float] = []
+        self.supervisor = Supervisor(self.restart)
+
+    def lose(self) -> None:
+        self.replica.state = ReplicaState.LOST
+        self.supervisor.lost(self.replica)
+        timer = self.supervisor._timers.get("it")
+        if timer is not None:
+            self.delays.append(timer.when() - asyncio.get_running_loop().time())
+
+    async def restart(self, name: str) -> None:
+        assert name == "it"
+        self.count += 1
+        self.lose()
+        raise EngineError("no")
+
+
+async def test_a_replica_is_started_later_each_time_and_not_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("aioinfer.parallel.processes._BACKOFF", 0.05)
+    restarts = Restarts()
+    restarts.lose()
+    await until(lambda: "it stays down" in caplog.text)
+    assert restarts.count == 2
+    assert restarts.delays == pytest.approx([0.05, 0.1], abs=0.01)
+    assert not restarts.supervisor._timers
+    await restarts.supervisor.aclose()
+
+
+async def test_a_replica_that_works_is_always_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioinfer.parallel.processes._BACKOFF", 0.001)
+    restarts = Restarts()
+    restarts.replica.completed = 1
+    restarts.lose()
+    await until(lambda: restarts.count > 5)
+    assert max(restarts.delays) <= 0.0011
+    await restarts.supervisor.aclose()
+
+
+async def test_a_replica_that_is_lost_twice_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody has tried to restart it meanwhile."""
+    monkeypatch.setattr("aioinfer.parallel.processes._BACKOFF", 0.005)
+    restarts = Restarts()
+    restarts.lose()
+    restarts.lose()
+    restarts.lose = lambda: None  # type: ignore[method-assign]
+    await until(lambda: restarts.count)
+    await asyncio.sleep(0.02)
+    assert restarts.count == 1
+    await restarts.supervisor.aclose()
+
+
+async def test_a_replica_that_somebody_has_restarted_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioinfer.parallel.processes._BACKOFF", 0.005)
+    restarts = Restarts()
+    restarts.lose()
+    restarts.replica.state = ReplicaState.READY
+    await until(lambda: not restarts.supervisor._timers)
+    assert not restarts.count
+    await restarts.supervisor.aclose()
+
+
+async def test_a_replica_of_somebody_else_is_tried_for_as_long_as_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("aioinfer.parallel.processes._BACKOFF", 0.001)
+    monkeypatch.setattr("aioinfer.parallel.processes._LONGEST", 0.004)
+    restarts = Restarts(SocketReplica("/nowhere", "it"))
+    restarts.lose()
+    await until(lambda: restarts.count > 8)
+    assert max(restarts.delays) <= 0.005
+    await restarts.supervisor.aclose()
+
+
+async def test_failures_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioinfer.parallel.processes._BACKOFF", 0.001)
+    monkeypatch.setattr("aioinfer.parallel.processes._WINDOW", 0.0)
+    restarts = Restarts()
+    restarts.lose()
+    await until(lambda: restarts.count > 5)
+    await restarts.supervisor.aclose()
+    count = restarts.count
+    await asyncio.sleep(0.02)
+    assert restarts.count == count
+
+
+# -- children ------------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def dispatching(processes: int, **options: Any) -> AsyncIterator[Dispatcher]:
+    async with asyncio.timeout(120):
+        dispatcher = Dispatcher(processes=processes, config=CONFIG, **options)
+        await dispatcher.start()
+        try:
+            yield dispatcher
+        finally:
+            await dispatcher.aclose()
+
+
+def pid_of(replica: Any) -> int:
+    assert replica.pid is not None
+    return int(replica.pid)
+
+
+PARAMS = SamplingParams(max_tokens=300, temperature=0.8, seed=11, ignore_eos=True, logprobs=1)
+
+
+async def _interrupted(dispatcher: Dispatcher, number: signal.Signals) -> tuple[list[int], str, list[Any]]:
+    """A stream whose child gets a signal amid it."""
+    ids: list[int] = []
+    text = ""
+    logprobs: list[Any] = []
+    hit = False
+    # With a lag, so that the child is amid the output when it is hit.
+    async for chunk in dispatcher.generate("Once upon a time", PARAMS, max_lag=20):
+        ids += chunk.token_ids
+        text += chunk.text
+        logprobs += chunk.logprobs or ()
+        if len(ids) > 30 and not hit:
+            hit = True
+            (replica,) = [each for each in dispatcher._replicas if each.load.requests]
+            os.kill(pid_of(replica), number)
+    assert hit
+    return ids, text, logprobs
+
+
+@battery(PROGRAM)
+async def test_a_stream_goes_on_when_its_process_is_killed_or_hangs() -> None:
+    """To the bit; the processes come back, and the next ones do the same."""
+    async with dispatching(2) as dispatcher:
+        expected = await dispatcher.generate("Once upon a time", PARAMS)
+        for round_, number in enumerate((signal.SIGKILL, signal.SIGSTOP)):
+            found = await _interrupted(dispatcher, number)
+            assert found == (expected.token_ids, expected.text, expected.logprobs)
+            stats = dispatcher.stats()
+            assert (stats.resumed, stats.diverged) == (round_ + 1, 0)
+            await until(lambda: dispatcher.stats().ready_replicas == 2)
+            assert await dispatcher.generate("Once upon a time", PARAMS) == expected
+        assert dispatcher.tokenizer is not None
+        result = await dispatcher.generate([{"role": "user", "content": "What is 17 + 25?"}])
+        assert "42" in result.text
+
+
+@battery(PROGRAM)
+async def test_work_goes_on_when_all_were_lost_and_one_comes_back() -> None:
+    async with dispatching(1) as dispatcher:
+        stream = dispatcher.generate("Once upon a time", PARAMS)
+        await anext(stream)
+        os.kill(pid_of(dispatcher._replicas[0]), signal.SIGKILL)
+        with pytest.raises(EngineFailed, match="no replica is left: process-0"):
+            await stream
+        assert not dispatcher.ready
+        await until(lambda: dispatcher.ready)
+        assert len((await dispatcher.generate("Once upon a time", PARAMS)).token_ids) == 300
+
+
+@battery(PROGRAM)
+def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+    source = """
+        import asyncio, time
+        from aioinfer import EngineConfig
+        from aioinfer.parallel import Dispatcher
+
+        async def main():
+            config = EngineConfig(model="tiny-chat", threads=1, kv_memory_gib=0.1)
+            dispatcher = Dispatcher(processes=2, config=config)
+            await dispatcher.start()
+            print(*(replica.pid for replica in dispatcher._replicas), flush=True)
+            time.sleep(600)
+
+        asyncio.run(main())
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(source)],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
+    assert parent.stdout is not None
+    try:
+        children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(children) == 2
+        parent.kill()
+        parent.wait()
+        _, alive = psutil.wait_procs(children, timeout=20)
+        assert not alive
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+        for directory in tmp_path.glob("aioinfer-*"):  # which nobody was left to remove
+            assert [each.name for each in directory.iterdir()] == ["settings.yaml"]
+            (directory / "settings.yaml").unlink()
+            directory.rmdir()
+
+
+def _served(path: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "aioinfer", "replica", "--with-parent", "--socket", str(path)]
+    options = ["--deterministic", "true", "--threads", "1", "--kv-memory-gib", "0.1"]
+    return subprocess.Popen([*command, *options], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+@battery(PROGRAM)
+async def test_replicas_that_somebody_else_starts_are_used_while_they_are_there(tmp_path: Path) -> None:
+    paths = [tmp_path / "0", tmp_path / "1"]
+    served = [_served(path) for path in paths]
+    try:
+        async with asyncio.timeout(120):
+            dispatcher = Dispatcher(addresses=[*map(str, paths)], config=CONFIG)
+            while dispatcher.closed:
+                with contextlib.suppress(EngineError):  # they are loading
+                    await dispatcher.start()
+                await asyncio.sleep(0.1)
+            expected = await dispatcher.generate("Once upon a time", PARAMS)
+            _end(served[0])
+            await until(lambda: dispatcher.stats().ready_replicas == 1)
+            assert await dispatcher.generate("Once upon a time", PARAMS) == expected
+            served[0] = _served(paths[0])
+            await until(lambda: dispatcher.stats().ready_replicas == 2)
+            await dispatcher.aclose()
+            again = Dispatcher(addresses=[*map(str, paths)], config=CONFIG)
+            await again.start()  # they have gone on
+            assert await again.generate("Once upon a time", PARAMS) == expected
+            await again.aclose()
+    finally:
+        for process in served:
+            _end(process)

@@ -1,0 +1,115 @@
+"""Plain toy engines in virtual time, and how to run a test there."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, ParamSpec
+
+from aioinfer import SamplingParams
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.execution.device import DeviceLost
+from aioinfer.parallel import Dispatcher
+from aioinfer.parallel.record import Record
+from aioinfer.parallel.replica import Replica
+from aioinfer.scheduling.step import Step
+from aioinfer.stream import Stream, request_of
+from aioinfer.testing import TimedLauncher, ToyDevice, ToyTokenizer, VirtualLoop, toy_generate
+
+__all__ = ["ENDLESS", "PARAMS", "Toy", "expected", "held", "prompt", "record", "sent", "toys", "virtual"]
+
+_P = ParamSpec("_P")
+
+PARAMS = SamplingParams(max_tokens=8, ignore_eos=True, temperature=0)
+ENDLESS = SamplingParams(max_tokens=1000, ignore_eos=True, temperature=0)
+
+#: seconds of a step, and of each of its tokens
+STEP, PER_TOKEN = 0.01, 1e-5
+
+
+def virtual(test: Callable[_P, Coroutine[Any, Any, None]]) -> Callable[_P, None]:
+    """The test in virtual time: one that could never go on fails."""
+
+    @functools.wraps(test)
+    def run(*arguments: _P.args, **options: _P.kwargs) -> None:
+        with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+            runner.run(test(*arguments, **options))
+
+    return run
+
+
+class Toy(Engine):
+    """An engine on a toy device in virtual time, which can hang and be lost."""
+
+    def __init__(
+        self,
+        *,
+        longest: int = 4096,
+        vocab_size: int = 64,
+        fault: Callable[[Step], None] | None = None,
+        tokenizer: Callable[[], Any] = ToyTokenizer,
+        **settings: Any,
+    ) -> None:
+        defaults = {
+            "model": "toy",
+            "page_size": 4,
+            "num_pages": 16_384,
+            "max_running_requests": 64,
+            "max_step_tokens": 512,
+            "chunk_size": 512,
+        }
+        config = EngineConfig(**{**defaults, **settings})
+        self.launches = 0
+
+        def launcher(_: EngineConfig) -> TimedLauncher:
+            self.launches += 1
+            self.device = ToyDevice(
+                num_pages=config.num_pages or 0,
+                page_size=config.page_size,
+                num_slots=config.num_slots,
+                vocab_size=vocab_size,
+                max_model_len=longest,
+                fault=fault,
+            )
+            self.launcher = TimedLauncher(self.device, lambda step: STEP + PER_TOKEN * step.num_tokens)
+            return self.launcher
+
+        super().__init__(config, launcher=launcher, tokenizer=lambda _: tokenizer())
+
+    def lose(self, cause: Exception | None = None) -> None:
+        """Its device is gone."""
+        assert self._runtime is not None
+        self._runtime.lost(cause or DeviceLost("the device is lost"))
+
+
+def toys(count: int, **settings: Any) -> list[Toy]:
+    return [Toy(**settings) for _ in range(count)]
+
+
+def prompt(seed: int, length: int = 16, vocab_size: int = 64) -> list[int]:
+    return random.Random(seed).choices(range(vocab_size), k=length)
+
+
+def expected(prompt: Sequence[int], params: SamplingParams = PARAMS) -> list[int]:
+    return toy_generate(prompt, params)
+
+
+def record(stream: Stream) -> Record:
+    found = request_of(stream)
+    assert isinstance(found, Record)
+    return found
+
+
+def held(replica: Replica) -> int:
+    """Requests that were sent to a replica and have not ended."""
+    return replica.load.requests
+
+
+def sent(dispatcher: Dispatcher, streams: Sequence[Stream]) -> Counter[str]:
+    """How many of these streams are on each replica; without a replica under ""."""
+    names = [attempt.replica.name if (attempt := record(each).attempt) else "" for each in streams]
+    return Counter({replica.name: 0 for replica in dispatcher._replicas}) + Counter(names)

@@ -1,0 +1,234 @@
+"""A server over a dispatcher: the routes that an engine has, and what they say when replicas are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+import openai
+import pytest
+from aiohttp import web
+
+from aioinfer import SamplingParams
+from aioinfer.config import EngineConfig, ServerConfig
+from aioinfer.engine import Engine, EngineState
+from aioinfer.execution.launcher import ThreadLauncher
+from aioinfer.parallel import Dispatcher
+from aioinfer.server import asgi_app, create_app, serve
+from aioinfer.testing import Answer, FakeEngine, ToyDevice, ToyTokenizer
+from tests.asgi import Exchange
+from tests.observe.scrapes import read_text, values
+from tests.server.conftest import without_certificates
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+SCHEMA = {"name": "wrong", "schema": {"type": "nonsense"}}
+
+
+def toy(fault: Any = None) -> Engine:
+    config = EngineConfig(model="toy", page_size=4, num_pages=1024, max_running_requests=16)
+    device = ToyDevice(num_pages=1024, page_size=4, num_slots=config.num_slots, fault=fault)
+    return Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: ToyTokenizer())
+
+
+def lose(engine: Engine) -> None:
+    assert engine._runtime is not None
+    engine._runtime.lost(RuntimeError("it is gone"))
+
+
+class Site:
+    """A running server over a dispatcher, and clients of it."""
+
+    def __init__(self, engines: list[Engine], dispatcher: Dispatcher, url: str, path: str) -> None:
+        self.engines = engines
+        self.dispatcher = dispatcher
+        self.url = url
+        self._path = path
+        self.client: Any = openai.AsyncOpenAI(
+            base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=without_certificates()
+        )
+
+    async def get(self, path: str) -> tuple[int, Any]:
+        async with aiohttp.ClientSession() as session, session.get(self.url + path) as response:
+            text = await response.text()
+            return response.status, json.loads(text) if response.content_type == "application/json" else text
+
+    async def admin(self, method: str, path: str) -> Any:
+        connector = aiohttp.UnixConnector(self._path)
+        async with (
+            aiohttp.ClientSession(connector=connector) as session,
+            session.request(method, f"http://localhost{path}") as response,
+        ):
+            assert response.status == 200, await response.text()
+            return await response.json()
+
+
+@asynccontextmanager
+async def site(tmp_path: Any, engines: list[Engine], **settings: Any) -> AsyncIterator[Site]:
+    dispatcher = Dispatcher(engines, policy="round_robin")
+    path = str(tmp_path / "admin")
+    config = ServerConfig(port=0, drain_timeout=5.0, admin_uds=path, **settings)
+    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    stop = asyncio.Event()
+    serving = asyncio.ensure_future(serve(dispatcher, config, stop=stop, ready=started.set_result))
+    made = Site(engines, dispatcher, await started, path)
+    try:
+        yield made
+    finally:
+        await made.client.close()
+        stop.set()
+        await serving
+        assert all(each.closed for each in engines)
+
+
+async def test_chats_and_completions_whole_and_streamed(tmp_path: Any) -> None:
+    answer = Answer("Hello, world.", reasoning="Greet.")
+    async with site(tmp_path, [FakeEngine(answer) for _ in range(3)]) as served:
+        chats = served.client.chat.completions
+        whole = await chats.create(model="fake", messages=MESSAGES, n=3)
+        assert [each.message.content for each in whole.choices] == ["Hello, world."] * 3
+        streams = [await chats.create(model="fake", messages=MESSAGES, stream=True) for _ in range(4)]
+        for stream in streams:
+            pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
+            assert "".join(pieces) == "Hello, world."
+        for served_engine in served.engines:
+            served_engine.answers = "Once."  # type: ignore[attr-defined]
+        stream = await served.client.completions.create(model="fake", prompt=["a", "b"], stream=True, n=2)
+        texts = ["", "", "", ""]
+        async for chunk in stream:
+            texts[chunk.choices[0].index] += chunk.choices[0].text
+        assert texts == ["Once."] * 4
+        assert [len(each.requests) for each in served.engines] == [4, 4, 3]  # type: ignore[attr-defined]
+        assert not served.dispatcher._started()._open
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_refusals_have_their_status_before_a_stream_begins(tmp_path: Any, stream: bool) -> None:
+    async with site(tmp_path, [toy(), toy()]) as served:
+        bodies: list[dict[str, Any]] = [
+            {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+            {"messages": [{"role": "user", "content": "x" * 10_000}]},
+            {"model": "other"},
+        ]
+        for body in bodies:
+            asked: Any = {"model": "toy", "messages": MESSAGES, "stream": stream, **body}
+            with pytest.raises(openai.APIStatusError) as refused:
+                await served.client.chat.completions.create(**asked)
+            assert refused.value.status_code == (404 if "model" in body else 400)
+        assert not served.dispatcher._started()._open
+
+
+async def test_the_other_routes(tmp_path: Any) -> None:
+    async with site(tmp_path, [toy(), toy()]) as served:
+        status, models = await served.get("/v1/models")
+        assert (status, models["data"][0]["id"], models["data"][0]["max_model_len"]) == (200, "toy", 4096)
+        for path in ("/health", "/readyz", "/ping"):
+            assert await served.get(path) == (200, {"status": "ok"})
+        assert (await served.get("/debug/trace"))[0] == 200
+        await served.client.completions.create(model="toy", prompt="abc", max_tokens=5)
+        status, text = await served.get("/metrics")
+        series = values(read_text(text))
+        labels = frozenset({"model_name": "toy", "engine": "0"}.items())
+        assert series["aioinfer_output_tokens_total", labels] == 5
+        assert series["aioinfer_replicas", labels | {("state", "ready")}] == 2
+        assert series["vllm:num_requests_running", labels] == 0
+
+
+async def test_admin_routes_act_on_all_replicas(tmp_path: Any) -> None:
+    async with site(tmp_path, [toy() for _ in range(3)]) as served:
+        assert await served.admin("POST", "/pause") == {"state": "running", "paused": True}
+        assert all(each.stats().paused for each in served.engines)
+        asked = asyncio.ensure_future(
+            served.client.completions.create(model="toy", prompt="abc", max_tokens=5)
+        )
+        while not served.dispatcher.stats().waiting:
+            await asyncio.sleep(0)
+        stats = await served.admin("GET", "/stats")
+        assert (stats["waiting"], stats["paused"], stats["resumed"]) == (1, True, 0)
+        assert [each["name"] for each in stats["replicas"]] == ["local-0", "local-1", "local-2"]
+        assert [each["state"] for each in stats["replicas"]] == ["ready"] * 3
+        assert sum(each["stats"]["waiting"] for each in stats["replicas"]) == 1
+        assert await served.admin("POST", "/resume") == {"state": "running", "paused": False}
+        await asked
+        assert (await served.admin("POST", "/flush"))["freed_pages"] > 0
+        lose(served.engines[0])
+        stats = await served.admin("GET", "/stats")
+        assert stats["replicas"][0]["cause"] == "it is gone"
+        assert await served.admin("POST", "/drain") == {"state": "closed", "paused": False}
+        assert (await served.get("/readyz"))[0] == 503
+
+
+async def test_readiness_says_degraded_while_one_is_left_and_503_with_none(tmp_path: Any) -> None:
+    async with site(tmp_path, [toy() for _ in range(3)]) as served:
+        for number in range(2):
+            lose(served.engines[number])
+            for path in ("/health", "/readyz", "/ping"):
+                assert await served.get(path) == (200, {"status": "degraded"})
+        await served.client.completions.create(model="toy", prompt="abc", max_tokens=5)
+        lose(served.engines[2])
+        assert await served.get("/readyz") == (503, {"status": "failed"})
+        assert (await served.get("/livez"))[0] == 200
+        assert (await served.get("/v1/models"))[0] == 200
+        with pytest.raises(openai.InternalServerError):
+            await served.client.completions.create(model="toy", prompt="abc", max_tokens=5)
+        await served.dispatcher.restart("local-1")
+        assert await served.get("/readyz") == (200, {"status": "degraded"})
+        await served.dispatcher.restart()
+        assert await served.get("/readyz") == (200, {"status": "ok"})
+        await served.client.completions.create(model="toy", prompt="abc", max_tokens=5)
+
+
+async def test_one_replica_that_hangs_does_not_make_the_others_unready(tmp_path: Any) -> None:
+    """Seen elsewhere: an orchestrator kills all for one that hangs."""
+    from tests.engine.conftest import Gate
+
+    gate = Gate()
+    engines = [toy(gate), toy()]
+    async with site(tmp_path, engines, stall_timeout=0.05) as served:
+        held = served.dispatcher.generate([1, 2], SamplingParams(max_tokens=2, ignore_eos=True))
+        while (await served.get("/readyz"))[1] == {"status": "ok"}:
+            await asyncio.sleep(0.01)
+        assert await served.get("/readyz") == (200, {"status": "degraded"})
+        await served.client.completions.create(model="toy", prompt="abc", max_tokens=5)
+        gate.release()
+        await held
+        assert await served.get("/readyz") == (200, {"status": "ok"})
+
+
+async def test_a_stream_over_http_goes_on_when_its_replica_is_lost(tmp_path: Any) -> None:
+    engines: list[Engine] = [FakeEngine("abcdefghij" * 3, pace=0.01) for _ in range(3)]
+    async with site(tmp_path, engines) as served:
+        stream = await served.client.completions.create(model="fake", prompt="a", stream=True, max_tokens=30)
+        text = ""
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            if len(text) >= 10 and served.dispatcher.stats().resumed == 0:
+                lose(next(each for each in engines if each.ready and each.stats().running))
+        assert text == "abcdefghij" * 3
+        assert served.dispatcher.stats().resumed == 1
+
+
+@pytest.mark.parametrize("ours", [False, True])
+async def test_an_application_of_aiohttp_with_a_dispatcher(ours: bool) -> None:
+    dispatcher = Dispatcher([FakeEngine("Hi."), FakeEngine("Hi.")])
+    if not ours:
+        await dispatcher.start()
+    runner = web.AppRunner(create_app(dispatcher))
+    await runner.setup()
+    assert dispatcher.ready
+    await runner.cleanup()
+    assert dispatcher.state is (EngineState.CLOSED if ours else EngineState.RUNNING)
+    await dispatcher.aclose()
+
+
+async def test_an_asgi_application_with_a_dispatcher() -> None:
+    async with Dispatcher([FakeEngine("Hi."), FakeEngine("Hi.")]) as dispatcher:
+        app = asgi_app(dispatcher)
+        body = {"model": "fake", "messages": MESSAGES, "stream": True}
+        answered = await Exchange("POST", "/v1/chat/completions", body=body).run(app)
+        assert answered.status == 200
+        assert b"[DONE]" in answered.body
+        assert (await Exchange("GET", "/health").run(app)).status == 200
