@@ -29,6 +29,7 @@ BENCHES = {
     "families": "own code against transformers' code on a CPU, family by family",
     "speculation": "what drafts bring and cost, beside plain decoding in the same engine",
     "cpu": "this engine and others on a CPU, in turns: decode, prefill, memory; --serve for their servers",
+    "parallel": "several engines that look like one: policies, what the dispatcher costs, failover",
     "fanout": "tokens to many clients: events/s against a bare aiohttp writer, the loop, the device, memory",
     "attack": "hostile requests: how long ordinary clients wait beside them, and what is left behind",
     "soak": "many clients of twelve kinds for minutes: wrong answers, memory, what is left",

@@ -1,0 +1,1 @@
+"""``python -m bench parallel``; see :mod:`bench.parallel.command`."""
