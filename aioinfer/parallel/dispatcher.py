@@ -23,7 +23,7 @@ from aioinfer.observe.observers import Observer, Observers
 from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer
 from aioinfer.parallel.dispatching import Dispatching, OnLoss, close_all
-from aioinfer.parallel.front import Front, bring_up
+from aioinfer.parallel.front import Front, bring_up, check_same_model
 from aioinfer.parallel.local import LocalReplica
 from aioinfer.parallel.placing import Placing
 from aioinfer.parallel.policies import RoutingPolicy, routing_policy
@@ -178,7 +178,7 @@ class Dispatcher(EngineLike):
 
     def _check_alike(self) -> None:
         for replica in self._replicas[1:]:
-            _check_same_model(replica, self._replicas[0].info)
+            check_same_model(replica, self._replicas[0].info)
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Stop serving, and close the engines. As :meth:`aioinfer.Engine.aclose`."""
@@ -238,7 +238,7 @@ class Dispatcher(EngineLike):
         self._replicas.append(replica)
         try:
             await self._launch(running, replica)
-            _check_same_model(replica, running.info)
+            check_same_model(replica, running.info)
             await self._join(running, replica)
         except BaseException:
             self._replicas.remove(replica)
@@ -389,7 +389,7 @@ class Dispatcher(EngineLike):
     def stats(self) -> DispatcherStats:
         """The sum over the replicas, and each of them. Raises EngineClosed before the start."""
         running = self._started()
-        each = tuple(_stats_of(replica) for replica in self._replicas)
+        each = tuple(ReplicaStats.of(replica) for replica in self._replicas)
         counted = [found.stats for found in each if found.stats is not None and found.state != "lost"]
         total = summed(counted, self._front.stats)
         total["state"] = running.state.value
@@ -482,26 +482,5 @@ class _Steps(Observer):
         self._observers.stepped(step, lag)
 
 
-def _stats_of(replica: Replica) -> ReplicaStats:
-    return ReplicaStats(
-        name=replica.name,
-        state=replica.state.value,
-        cause=None if replica.cause is None else str(replica.cause),
-        requests=replica.load.requests,
-        backlog=replica.load.backlog,
-        stats=replica.stats(),
-    )
-
-
 def _is_engine(given: object) -> bool:
     return isinstance(given, Engine)
-
-
-def _check_same_model(replica: Replica, known: DeviceInfo) -> None:
-    found = replica.info
-    for name in ("fingerprint", "vocab_size", "block_size", "max_model_len"):
-        if getattr(known, name) != getattr(found, name):
-            raise ConfigError(
-                f"{replica.name} has {name} {getattr(found, name)}, not {getattr(known, name)}: "
-                "the engines of a dispatcher must have one model"
-            )

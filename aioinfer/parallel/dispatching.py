@@ -32,12 +32,12 @@ from aioinfer.loop.checks import Checks
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.resumption import check
-from aioinfer.loop.runtime import EngineState, require_loop, running_loop
-from aioinfer.observe.observers import Observers
+from aioinfer.loop.runtime import EngineState
 from aioinfer.parallel.placing import Placement, Placing
 from aioinfer.parallel.queue import RecordQueue
 from aioinfer.parallel.record import Attempt, Diverged, Ending, Record
 from aioinfer.parallel.replica import Replica, ReplicaState, Rows
+from aioinfer.parallel.streams import OpenStreams, cell_of, record_of
 from aioinfer.params import SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.scheduling.request import ParkedFor, Request, RequestState
@@ -58,11 +58,9 @@ _MOST_SENT = 32
 #: replicas that may be lost with a request at one and the same token: perhaps it is the reason
 _MOST_LOSSES = 2
 _READER = frozenset({ParkedFor.READER})
-#: seconds that are left when none are: the timer for it runs next
-_SOON = 1e-6
 
 
-class Dispatching:
+class Dispatching(OpenStreams):
     """Belongs to the loop on which it is made. Streams know it as their owner, replicas as what they report
     to, and the dispatcher as what takes requests."""
 
@@ -77,15 +75,11 @@ class Dispatching:
         *,
         on_loss: OnLoss,
     ) -> None:
-        self.loop = asyncio.get_running_loop()
+        super().__init__(info, clock)
         self.config = config
-        self.info = info
         self.tokenizer = tokenizer
         self.placing = placing
-        self.clock = clock
         self.on_loss = on_loss
-        self.observers = Observers()
-        self.state = EngineState.RUNNING
         #: of streams that went on elsewhere; of attempts that brought something else; of rows that came late
         self.resumed, self.diverged, self.late_tokens = 0, 0, 0
         #: seconds from a loss to the next token, of streams that have that, in all
@@ -93,7 +87,6 @@ class Dispatching:
         self._checks = Checks(config, info, tokenizer)
         self._intake = intake
         self.queue = RecordQueue(config, info, tokenizer, self._checks, intake, self)
-        self._open: dict[Record, None] = {}
         self._attempts = 0
         #: a pump is scheduled
         self._due = False
@@ -101,8 +94,6 @@ class Dispatching:
         self.when_lost: Callable[[Replica], None] | None = None
         #: set while something waits for the ends of a replica's requests
         self._emptied: asyncio.Future[None] | None = None
-        #: set while closing waits for the open streams
-        self._drained: asyncio.Future[None] | None = None
 
     # -- as Serving -----------------------------------------------------------------------------
 
@@ -163,7 +154,7 @@ class Dispatching:
 
     def accepted(self, record: Record) -> None:
         """As in QueueEvents."""
-        _cell(record).notify()
+        cell_of(record).notify()
         self._pump_soon()
 
     def refused(self, record: Record, error: RequestError | EngineError) -> None:
@@ -231,27 +222,16 @@ class Dispatching:
         checkpoint = record.checkpoint(self.info) if record.output_ids else None
         self.placing.place(attempt, placement)
         try:
-            placement.replica.submit(attempt, checkpoint, *self._time_left(record))
+            placement.replica.submit(attempt, checkpoint, *record.time_left(self.clock()))
         except BaseException:
             self.placing.ended(attempt)
             attempt.ended = True
             raise
         self.queue.remove(record)
-        _cell(record).cancel_timer()
+        cell_of(record).cancel_timer()
         record.attempt = attempt
         if not record.output_ids:
             record.numerics = placement.replica.info.numerics
-
-    def _time_left(self, record: Record) -> tuple[float | None, float | None]:
-        """Seconds until the first step, and from there on."""
-        options, passed = record.options, self.clock()
-        waiting, running = options.waiting_timeout, options.running_timeout
-        if record.admitted_at is not None:
-            waiting = None
-            running = None if running is None else max(_SOON, running - (passed - record.admitted_at))
-        elif waiting is not None:
-            waiting = max(_SOON, waiting - (passed - record.arrival))
-        return waiting, running
 
     # -- as ReplicaEvents -----------------------------------------------------------------------
 
@@ -273,10 +253,10 @@ class Dispatching:
             except ValueError as error:
                 self.lost(attempt.replica, error)
         for request in tell_lanes(told):
-            cell = _cell(request)
+            cell = cell_of(request)
             cell.notify()
             if cell.max_lag is not None:
-                self._parks(_record(request), cell)
+                self._parks(record_of(request), cell)
 
     def _parks(self, record: Record, cell: StreamCell) -> None:
         """The replica parks what its consumer does not read, as far as it knows; here is how far that is."""
@@ -434,60 +414,7 @@ class Dispatching:
         error.__cause__ = causes[-1] if causes else None
         return error
 
-    # -- as StreamOwner -------------------------------------------------------------------------
-
-    def check_loop(self) -> None:
-        """Raise WrongLoop on any other loop than the dispatcher's; once closed, any loop will do."""
-        if self.state is not EngineState.CLOSED:
-            require_loop(self.loop)
-
-    def abandon(self, request: Request) -> None:
-        """As in StreamOwner."""
-        if running_loop() is self.loop:
-            self._abandon(request)
-        else:
-            self.abandon_later(request)
-
-    def abandon_later(self, request: Request) -> None:
-        """As in StreamOwner."""
-        if self.state is not EngineState.CLOSED:
-            try:
-                self.loop.call_soon_threadsafe(self._abandon, request)
-            except RuntimeError:
-                pass  # the loop is closed, and nothing runs any more
-
-    def _abandon(self, request: Request) -> None:
-        if not request.ended:
-            self.end(_record(request), None)
-
-    def caught_up(self, request: Request) -> None:
-        """As in StreamOwner."""
-        record = _record(request)
-        record.parked_for = frozenset()
-        if record.attempt is not None:
-            record.attempt.replica.caught_up(record.attempt)
-
-    def checkpoint(self, request: Request) -> StreamCheckpoint:
-        """As in StreamOwner."""
-        record = _record(request)
-        if not record.key:
-            raise RuntimeError("the prompt has not been tokenized yet")
-        if record.ended and record.finish_reason != "abort":
-            raise RuntimeError("the output is complete: there is nothing to go on with")
-        return record.read_checkpoint(self.info)
-
     # -- endings --------------------------------------------------------------------------------
-
-    def _set_timer(self, record: Record) -> None:
-        """For its deadline while no replica has it, which would know it."""
-        left = self._time_left(record)
-        phase, seconds = ("waiting", left[0]) if record.admitted_at is None else ("running", left[1])
-        if seconds is not None:
-            _cell(record).timer = self.loop.call_later(seconds, self._expire, record, phase)
-
-    def _expire(self, record: Record, phase: str) -> None:
-        _cell(record).timer = None
-        self.end(record, TimedOut(phase, getattr(record.options, f"{phase}_timeout")))
 
     def end(self, record: Record, error: RequestError | EngineError | None) -> None:
         """End a stream, whatever its state."""
@@ -499,25 +426,7 @@ class Dispatching:
 
     def _ended(self, record: Record) -> None:
         self.queue.remove(record)
-        if record in self._open:
-            del self._open[record]
-            if self.observers:
-                self.observers.ended(record)
-        cell = _cell(record)
-        cell.cancel_timer()
-        cell.notify()
-        if not self._open:
-            self._set_drained()
-
-    def _end_all(self, make_error: Callable[[], EngineError]) -> None:
-        for record in list(self._open):
-            self.end(record, make_error())
-        self._set_drained()
-
-    @property
-    def closed(self) -> bool:
-        """Nothing more comes from it."""
-        return self.state is EngineState.CLOSED
+        super()._ended(record)
 
     def outlive_loop(self) -> None:
         """The loop was closed before the dispatcher."""
@@ -528,26 +437,11 @@ class Dispatching:
         self._intake.close()
         self.observers.closed()
 
-    @property
-    def closing(self) -> bool:
-        """No replica may begin any more."""
-        return self.state in (EngineState.DRAINING, EngineState.CLOSED)
-
-    def check_open(self) -> None:
-        """Raise EngineClosed when no replica may begin any more."""
-        if self.closing:
-            raise EngineClosed("the dispatcher was closed")
-
     async def close(self, drain: float, closing: Sequence[Replica]) -> None:
         """End the streams, after ``drain`` seconds at most, and the replicas."""
         try:
             if drain > 0 and self._open and self.state is EngineState.DRAINING and self.placing.alive:
-                self._drained = self.loop.create_future()
-                timer = self.loop.call_later(drain, self._set_drained)
-                try:
-                    await self._drained
-                finally:
-                    timer.cancel()
+                await self._drain(drain)
         finally:
             self._end_all(lambda: EngineClosed("the dispatcher was closed"))
             self._intake.close()
@@ -557,21 +451,6 @@ class Dispatching:
             finally:
                 self.state = EngineState.CLOSED
                 self.observers.closed()
-
-    def cut_short(self) -> None:
-        """Do not wait for the open streams any longer."""
-        self._set_drained()
-
-    def _set_drained(self) -> None:
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
-
-    # -- observing ------------------------------------------------------------------------------
-
-    @property
-    def unread(self) -> int:
-        """Tokens that the readers of open streams have not taken; O(open streams)."""
-        return sum(_cell(record).unread for record in self._open)
 
 
 async def close_all(replicas: Iterable[Replica]) -> None:
@@ -586,13 +465,3 @@ def _step_failed(what: str, cause: Exception) -> StepFailed:
     error = StepFailed(f"{what}: {cause!r}")
     error.__cause__ = cause
     return error
-
-
-def _cell(record: Request) -> StreamCell:
-    assert isinstance(record.consumer, StreamCell)
-    return record.consumer
-
-
-def _record(request: Request) -> Record:
-    assert isinstance(request, Record)
-    return request

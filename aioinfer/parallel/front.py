@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.errors import EngineError
+from aioinfer.errors import ConfigError, EngineError
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.execution.opening import Opening
 from aioinfer.loop import factory
@@ -22,7 +22,7 @@ from aioinfer.params import SamplingParams
 if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Front", "bring_up"]
+__all__ = ["Front", "bring_up", "check_same_model"]
 
 
 class Front(NamedTuple):
@@ -98,3 +98,14 @@ async def _located(config: EngineConfig, intake: Intake, progress: Progress | No
     except asyncio.CancelledError:
         opening.cancel()
         raise
+
+
+def check_same_model(replica: Replica, known: DeviceInfo) -> None:
+    """Raise ConfigError unless a replica has the model that is known."""
+    found = replica.info
+    for name in ("fingerprint", "vocab_size", "block_size", "max_model_len"):
+        if getattr(known, name) != getattr(found, name):
+            raise ConfigError(
+                f"{replica.name} has {name} {getattr(found, name)}, not {getattr(known, name)}: "
+                "the engines of a dispatcher must have one model"
+            )

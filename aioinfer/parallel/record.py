@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 __all__ = ["Attempt", "Diverged", "Ending", "Record"]
 
 
+#: seconds that are left when none are: the timer for it runs next
+_SOON = 1e-6
+
+
 class Diverged(Exception):
     """An attempt brought other tokens or another text than the record has."""
 
@@ -164,6 +168,17 @@ class Record(Request):
         self.delivered = checkpoint.delivered_characters
         assert isinstance(self.consumer, StreamCell)
         self.consumer.taken_ids = checkpoint.delivered_tokens
+
+    def time_left(self, now: float) -> tuple[float | None, float | None]:
+        """Seconds until the first step, and from there on."""
+        options = self.options
+        waiting, running = options.waiting_timeout, options.running_timeout
+        if self.admitted_at is not None:
+            waiting = None
+            running = None if running is None else max(_SOON, running - (now - self.admitted_at))
+        elif waiting is not None:
+            waiting = max(_SOON, waiting - (now - self.arrival))
+        return waiting, running
 
     def checkpoint(self, info: DeviceInfo) -> StreamCheckpoint:
         """From where another attempt goes on: of a diffusion model, behind its last whole block."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from aioinfer.observe.metrics.catalogue import OWN, Value
 from aioinfer.observe.stats import EngineStats
+
+if TYPE_CHECKING:
+    from aioinfer.parallel.replica import Replica
 
 __all__ = ["DispatcherStats", "ReplicaStats"]
 
@@ -40,6 +43,18 @@ class ReplicaStats:
     backlog: int
     #: its own statistics; None if it is lost
     stats: EngineStats | None
+
+    @classmethod
+    def of(cls, replica: Replica) -> Self:
+        """At this moment."""
+        return cls(
+            name=replica.name,
+            state=replica.state.value,
+            cause=None if replica.cause is None else str(replica.cause),
+            requests=replica.load.requests,
+            backlog=replica.load.backlog,
+            stats=replica.stats(),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
