@@ -113,7 +113,8 @@ class Agent:
 
     def why_not(self, hello: Hello) -> tuple[str, str] | None:
         """The reason to refuse a dispatcher, in a word and in a sentence."""
-        if not hmac.compare_digest(hello.token.encode(), self.token.encode()):
+        shown, token = (each.encode(errors="surrogatepass") for each in (hello.token, self.token))
+        if not hmac.compare_digest(shown, token):
             return "token", "the token is not that of this replica"
         if hello.protocol != PROTOCOL:
             return "protocol", f"it speaks protocol {hello.protocol}, and this replica {PROTOCOL}"
@@ -241,10 +242,11 @@ class _Session:
         """As in End: nobody reads any more."""
         if self._timer is not None:
             self._timer.cancel()
-        if cause is not None and not self._refused:
+        if not (self._trusted or self._refused):
+            reason = "silent" if cause is None else "frame"
+            self._agent.refuse(reason, "it has shown no token" if cause is None else str(cause))
+        elif cause is not None and self._trusted:
             _log.warning("the connection of a dispatcher has ended: %s", cause)
-        elif not (self._trusted or self._refused):
-            self._agent.refuse("silent", "it has shown no token")
         readings, self.open = list(self.open.values()), {}
         self._moved.clear()
         for reading in readings:

@@ -273,6 +273,7 @@ class Dispatcher(EngineLike):
             try:
                 await self._end(replica)
                 await self._launch(running, replica)
+                check_same_model(replica, running.info)
                 await self._join(running, replica)
             except BaseException as error:
                 if not running.closing:
@@ -346,8 +347,9 @@ class Dispatcher(EngineLike):
         self._paused = False
         if self._running is not None:
             self._running.check_loop()
-            for replica in self._running.placing.ready:
-                replica.resume()
+            for replica in self._running.placing.replicas:
+                if replica.state in (ReplicaState.READY, ReplicaState.DRAINING):
+                    replica.resume()
 
     def flush_cache(self) -> int:
         """As :meth:`aioinfer.Engine.flush_cache`, of all engines."""

@@ -57,6 +57,8 @@ OnLoss = Literal["identical", "continue", "fail"]
 _MOST_SENT = 32
 #: replicas that may be lost with a request at one and the same token: perhaps it is the reason
 _MOST_LOSSES = 2
+#: and before it had a row: it is hardly the reason
+_MOST_UNBEGUN = 4
 _READER = frozenset({ParkedFor.READER})
 
 
@@ -296,8 +298,9 @@ class Dispatching(OpenStreams):
             return
         if isinstance(error, TimedOut):
             # The replica knows the time that was left.
-            seconds = getattr(record.options, f"{error.phase}_timeout")
-            ending.error = TimedOut(error.phase, seconds)
+            options = record.options
+            seconds = options.waiting_timeout if error.phase == "waiting" else options.running_timeout
+            ending.error = error if seconds is None else TimedOut(error.phase, seconds)
         record.finish(ending, self.clock())
         self._ended(record)
 
@@ -322,14 +325,16 @@ class Dispatching(OpenStreams):
     def _diverged(self, attempt: Attempt, error: Diverged) -> None:
         _log.error("%s on %s: %s", attempt.record, attempt.replica.name, error)
         self.diverged += 1
-        self._lose(attempt, error)
+        self._lose(attempt, error, begun=True)
 
-    def _lose(self, attempt: Attempt, cause: BaseException) -> None:
+    def _lose(self, attempt: Attempt, cause: BaseException, *, begun: bool = False) -> None:
         """Nothing more comes of this attempt: its stream goes on elsewhere, or fails."""
         record = attempt.record
-        begun = attempt.replica.begun(attempt)
+        begun = begun or attempt.replica.begun(attempt)
         self._leave(attempt, abort=True)
+        record.unbegun += not begun
         if begun:
+            record.unbegun = 0
             if len(record.output_ids) > record.lost_length:
                 record.losses.clear()
             record.losses.append(cause)
@@ -338,6 +343,9 @@ class Dispatching(OpenStreams):
             self.end(record, self._lost_for_good(record, "its replica is lost", cause))
         elif len(record.losses) >= _MOST_LOSSES:
             self.end(record, self._lost_for_good(record, f"{len(record.losses)} replicas were lost with it"))
+        elif record.unbegun >= _MOST_UNBEGUN:
+            reason = f"{record.unbegun} replicas were lost before they had begun with it"
+            self.end(record, self._lost_for_good(record, reason, cause))
         else:
             self._again(record)
 

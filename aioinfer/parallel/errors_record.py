@@ -61,6 +61,8 @@ def error_of(record: Any) -> AioInferError:
     for part, value in zip(parts, values, strict=True):
         if not isinstance(value, _TYPES.get(part, (str,))):
             raise ValueError(f"{name} with a {part} of type {type(value).__name__}")
+        if part == "phase" and value not in ("waiting", "running"):
+            raise ValueError(f"{name} with a phase that no request has")
     if name == "InvalidRequest":
         error: AioInferError = errors.InvalidRequest(*values[:2], code=values[2])  # type: ignore[arg-type]
     else:

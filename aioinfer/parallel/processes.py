@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from aioinfer.config import EngineConfig, ReplicaConfig, ServerConfig
-from aioinfer.errors import AioInferError, ConfigError, EngineError, shown
+from aioinfer.errors import ConfigError, EngineError, shown
 from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import Replica, ReplicaState
 
@@ -81,7 +81,8 @@ def _environment(config: EngineConfig, number: int) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if name not in settings}
     given = found.get("CUDA_VISIBLE_DEVICES")
     if given is None:
-        devices = [path.name.removeprefix("nvidia") for path in sorted(Path("/dev").glob("nvidia[0-9]*"))]
+        # Numbered from 0 on, whatever the files of those that a container has are called.
+        devices = [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     else:
         devices = [each.strip() for each in given.split(",") if each.strip()]
     if len(devices) > 1 and config.device != "cpu":
@@ -124,24 +125,24 @@ class ProcessReplica(SocketReplica):
         await self._end_child(kill=lost)
 
     async def _spawn(self) -> None:
-        self._directory = await asyncio.to_thread(self._make_directory)
-        self._process = await asyncio.create_subprocess_exec(
-            *self.command,
-            "replica",
-            "--with-parent",
-            "--config",
-            str(self._directory / _CONFIG),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.DEVNULL,
-            env=self._environ,
-            start_new_session=True,  # signals of a terminal are for this process
-        )
-
-    def _make_directory(self) -> Path:
-        directory = Path(tempfile.mkdtemp(prefix="aioinfer-"))
-        settings = self._settings | {"socket": str(directory / _SOCKET)}
-        (directory / _CONFIG).write_text(yaml.safe_dump(settings), "utf-8")
-        return directory
+        try:
+            # Not on a thread: whoever is cancelled meanwhile would leave it behind.
+            directory = self._directory = Path(tempfile.mkdtemp(prefix="aioinfer-"))
+            settings = self._settings | {"socket": str(directory / _SOCKET)}
+            (directory / _CONFIG).write_text(yaml.safe_dump(settings), "utf-8")
+            self._process = await asyncio.create_subprocess_exec(
+                *self.command,
+                "replica",
+                "--with-parent",
+                "--config",
+                str(directory / _CONFIG),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.DEVNULL,
+                env=self._environ,
+                start_new_session=True,  # signals of a terminal are for this process
+            )
+        except OSError as error:
+            raise EngineError(f"the replica {self.name} cannot be started: {error}") from error
 
     async def _connect_to_child(self, protocol: Callable[[], asyncio.Protocol]) -> Any:
         """Raises EngineError: the child has ended."""
@@ -161,21 +162,26 @@ class ProcessReplica(SocketReplica):
     async def _end_child(self, *, kill: bool) -> None:
         process, self._process = self._process, None
         directory, self._directory = self._directory, None
-        if process is not None:
-            assert process.stdin is not None
-            process.stdin.close()
-            try:
-                if not kill:
-                    async with asyncio.timeout(_FAREWELL):
-                        await process.wait()
-            except TimeoutError:
-                _log.warning("the replica %s does not end, and is killed", self.name)
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
-                await process.wait()
-        if directory is not None:
-            await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+        try:
+            if process is not None:
+                assert process.stdin is not None
+                process.stdin.close()
+                await self._wait_for(process, kill=kill)
+        finally:
+            if directory is not None:
+                shutil.rmtree(directory, ignore_errors=True)  # of two files
+
+    async def _wait_for(self, process: asyncio.subprocess.Process, *, kill: bool) -> None:
+        try:
+            if not kill:
+                async with asyncio.timeout(_FAREWELL):
+                    await process.wait()
+        except TimeoutError:
+            _log.warning("the replica %s does not end, and is killed", self.name)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
 
 
 def remote_replicas(
@@ -249,8 +255,8 @@ class Supervisor:
     async def _restarted(self, name: str) -> None:
         try:
             await self._restart(name)
-        except AioInferError as error:
-            _log.debug("the replica %s cannot be started: %s", name, error)  # which is logged as a loss
+        except Exception as error:
+            _log.debug("the replica %s cannot be started: %r", name, error)  # which is logged as a loss
 
     def _run(self, work: Any) -> None:
         task = self._loop.create_task(work, name="aioinfer-replica")

@@ -102,6 +102,7 @@ class Record(Request):
         "numerics",
         "options",
         "queued",
+        "unbegun",
     )
 
     #: what computes it now
@@ -109,6 +110,8 @@ class Record(Request):
     #: why attempts were lost that had come to the same token, and how many tokens there were
     losses: list[BaseException]
     lost_length: int
+    #: replicas in turn that were lost before they had begun with it
+    unbegun: int
     #: when the last one was, until its next token is there
     lost_at: float | None
     #: of its released text, and of its beginning that its consumer has had before
@@ -135,6 +138,7 @@ class Record(Request):
         record.options = options
         record.attempt, record.queued, record.losses, record.lost_at = None, None, [], None
         record.characters, record.delivered, record.numerics, record.lost_length = 0, 0, "", -1
+        record.unbegun = 0
         return record
 
     def prepared(

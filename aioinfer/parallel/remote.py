@@ -124,7 +124,7 @@ class SocketReplica(Replica):
             async with asyncio.timeout(_PATIENCE):
                 link.connection.send(Kind.HELLO, Hello(self._token, self._fingerprint).pack())
                 welcome = await link.welcome
-        except (OSError, TimeoutError) as error:
+        except (OSError, TimeoutError, FrameError) as error:
             link.connection.abort()
             raise EngineError(f"the replica {self.name} does not answer: {error!r}") from error
         except ConfigError as error:
@@ -141,6 +141,7 @@ class SocketReplica(Replica):
             self._refuse(why)
             raise ConfigError(why)
         self._link, self._welcome, self._stats = link, welcome, welcome.stats
+        link.begin()
 
     def _refuse(self, why: str) -> None:
         self.refused[why] += 1
@@ -152,7 +153,6 @@ class SocketReplica(Replica):
             raise EngineError(f"the replica {self.name} is not connected")
         self._events = events
         self.state, self.cause = ReplicaState.READY, None
-        self._link.begin()
 
     async def aclose(self) -> None:
         await self._disconnect()

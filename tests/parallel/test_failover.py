@@ -13,12 +13,12 @@ import pytest
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.errors import AioInferError, EngineFailed
+from aioinfer.errors import AioInferError, ConfigError, EngineFailed
 from aioinfer.execution.device import DeviceLost
 from aioinfer.outputs import Result
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.local import LocalReplica
-from aioinfer.parallel.record import Attempt, Record
+from aioinfer.parallel.record import Attempt, Diverged, Record
 from aioinfer.parallel.replica import Rows
 from aioinfer.params import SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
@@ -378,6 +378,73 @@ def test_survivors_take_interrupted_streams_half_a_step_at_a_time() -> None:
             # Less than half a step, and one more.
             assert 0 < most < 16 + 70
             assert survivor.load.resuming == 0
+
+    in_virtual_time(work)
+
+
+def test_answers_that_always_differ_at_their_end_end_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    bring = Attempt.bring
+
+    def differs(self: Attempt, rows: Rows) -> bool:
+        if rows.ending is not None:
+            raise Diverged("for the test")
+        return bring(self, rows)
+
+    monkeypatch.setattr(Attempt, "bring", differs)
+
+    async def work() -> None:
+        async with Dispatcher([toy(1), toy(2)]) as dispatcher:
+            with pytest.raises(EngineFailed, match="for the test"):
+                await dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
+            assert dispatcher.stats().diverged == 2
+
+    in_virtual_time(work)
+
+
+def test_replicas_that_are_lost_before_they_begin_with_a_request_are_not_all_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(LocalReplica, "begun", lambda self, attempt: False)
+
+    async def work() -> None:
+        async with Dispatcher([toy(number) for number in range(6)]) as dispatcher:
+            stream = dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
+            while not stream.done:
+                if stream._cell.request.attempt is not None:  # type: ignore[attr-defined]
+                    lose(attempt_of(stream).replica)
+                await asyncio.sleep(0.0001)
+            with pytest.raises(EngineFailed, match="4 replicas were lost before they had begun"):
+                await stream
+            assert dispatcher.stats().ready_replicas == 2
+
+    in_virtual_time(work)
+
+
+def test_a_replica_that_comes_back_with_another_model_is_not_used() -> None:
+    async def work() -> None:
+        engines = [toy(1), toy(2)]
+        async with Dispatcher(engines) as dispatcher:
+            lose(dispatcher._replicas[1])
+            engines[1].config = dataclasses.replace(engines[1].config, model="another")
+            with pytest.raises(ConfigError, match="local-1 has fingerprint name-another"):
+                await dispatcher.restart("local-1")
+            assert [each.state for each in dispatcher.stats().replicas] == ["ready", "lost"]
+
+    in_virtual_time(work)
+
+
+def test_replicas_that_drain_go_on_after_a_pause() -> None:
+    async def work() -> None:
+        async with Dispatcher([toy(1)]) as dispatcher:
+            stream = dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))
+            await anext(stream)
+            await dispatcher.pause()
+            restarting = asyncio.ensure_future(dispatcher.restart())
+            await asyncio.sleep(0.1)
+            assert not restarting.done()
+            dispatcher.resume()
+            assert len((await stream).token_ids) == 20
+            await restarting
 
     in_virtual_time(work)
 

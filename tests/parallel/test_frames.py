@@ -257,6 +257,7 @@ def test_an_error_of_another_package_is_told_by_its_name() -> None:
         {"class": "Rejected", "message": "x", "retry_after": "soon"},
         {"class": "InvalidRequest", "field": 1, "message": "x"},
         {"class": "EngineError"},
+        {"class": "TimedOut", "phase": "sleeping", "seconds": 1.0},
     ],
 )
 def test_only_errors_of_requests_and_engines_are_made(record: Any) -> None:

@@ -310,7 +310,12 @@ def kill(replica: Replica, dice: random.Random) -> None:
 def may_fail(dispatcher: Dispatcher, record: Record, error: EngineFailed) -> bool:
     """Consumers see no loss while a replica is left that could go on."""
     running = dispatcher._started()
-    if dispatcher._on_loss == "fail" or len(record.losses) >= 2 or not running.placing.alive:
+    if (
+        dispatcher._on_loss == "fail"
+        or len(record.losses) >= 2
+        or record.unbegun >= 4
+        or not running.placing.alive
+    ):
         return True
     return dispatcher._on_loss == "identical" and not running.placing.computes(record.numerics, soon=True)
 
