@@ -48,9 +48,12 @@ class Hook:
         self.calls: Counter[Call] = Counter()
         #: when it raised, in virtual seconds
         self.raised_at: float | None = None
+        # One bound method that is kept: where a hook raises, CPython 3.11 has been seen to call one that was
+        # gone ("'traceback' object is not callable").
+        self._hook = self._called
 
     def turn(self, driver: Driver) -> None:
-        sys.setprofile(self._called)
+        sys.setprofile(self._hook)
         try:
             type(self).turn_of(driver)
         finally:
