@@ -64,6 +64,7 @@ UVLOOP_ALONE = ("tests/server/",)
 #: These take minutes and check what no loop changes: the arithmetic of models, what a request may say, what a
 #: grammar allows. With the battery, too, they run on one loop.
 ONE_LOOP = (
+    "tests/bench/",
     "tests/model/",
     "tests/checkpoint/test_smollm2.py",
     "tests/engine/test_block_models.py",

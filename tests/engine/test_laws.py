@@ -11,14 +11,14 @@ from tests.engine.worlds import COMBINATIONS
 from tests.tiers import SIMULATION, grid, scaled
 
 LIFETIMES = scaled(80, 24)
-BLOCKS = 4
+BLOCKS = 3
 #: per block; every combination of policy, admission, mixing and cache comes up at least twice in each
 WORLDS = 125
 
 
 @pytest.mark.parametrize("block", grid([0], range(1, BLOCKS), SIMULATION))
 def test_random_lifetimes_keep_every_law(block: int) -> None:
-    """4 blocks of 125 worlds of 80 lifetimes: 40,000 in all. The quick tier has 3,000."""
+    """3 blocks of 125 worlds of 80 lifetimes: 30,000 in all. The quick tier has 3,000."""
     counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     restored = 0
