@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import signal
@@ -202,7 +203,8 @@ def test_the_overlap_bench_runs_every_way(tmp_path: Path, device: list[str]) -> 
     )
     cases = json.loads(line.read_text())["rows"]
     assert len(cases) == {(): 7, ("--toy",): 1, ("--stall",): 9}[tuple(device)]
-    assert all(value >= 0 for case in cases for value in case.values() if isinstance(value, float))
+    # A difference of two measured times may be negative on a busy machine.
+    assert all(math.isfinite(value) for case in cases for value in case.values() if isinstance(value, float))
 
 
 @battery(PROGRAM)
