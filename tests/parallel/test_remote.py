@@ -1,0 +1,153 @@
+"""A replica behind a socket that says anything, or nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import struct
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from aioinfer.errors import ConfigError
+from aioinfer.parallel.columns import pack_rows
+from aioinfer.parallel.frames import Kind, frame
+from aioinfer.parallel.messages import Hello, Reason, Welcome
+from aioinfer.parallel.remote import SocketReplica
+from aioinfer.parallel.replica import Rows
+from tests.parallel.served import (
+    TOKEN,
+    VOCAB,
+    Peer,
+    Served,
+    Told,
+    toy,
+    until,
+)
+
+# -- a replica that says anything ----------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def saying(path: Path, welcome: bytes, *frames: bytes) -> AsyncIterator[None]:
+    """A replica that sends these, and stays."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await reader.read(100)
+            writer.write(welcome)
+            for each in frames:
+                writer.write(each)
+            await reader.read()
+        finally:
+            writer.close()
+
+    server = await asyncio.start_unix_server(answer, path)
+    try:
+        yield
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (struct.pack("<IB", (1 << 32) - 1, Kind.ROWS), "a frame of 4294967295 bytes"),
+        (struct.pack("<IB", 1, 77), "no frames of kind 77"),
+        (frame(Kind.ROWS, b"rows"), "rows that make no sense"),
+        (frame(Kind.STATS, b"{}"), "other fields than those of EngineStats"),
+        (frame(Kind.SUBMIT), "SUBMIT is nothing that a replica sends"),
+        (frame(Kind.LOST, Reason.pack("it burns")), "it burns"),
+    ],
+)
+async def test_what_a_replica_may_not_send_ends_that_replica(
+    tmp_path: Path, data: bytes, message: str
+) -> None:
+    async with toy() as engine:
+        welcome = frame(Kind.WELCOME, Welcome(engine.info, 8, 512, engine.stats()).pack())
+    replica, told = SocketReplica(str(tmp_path / "x"), "x"), Told()
+    async with saying(tmp_path / "x", welcome):
+        await replica.launch()
+        await replica.start(told)
+        link = replica._link
+        assert link is not None
+        link.connection.data_received(data)
+        await until(lambda: told.causes)
+        assert message in str(told.causes[0])
+        await replica.aclose()
+    assert len(told.causes) == 1
+
+
+async def test_a_token_outside_of_the_vocabulary_ends_that_replica(tmp_path: Path) -> None:
+    async with toy() as engine:
+        welcome = frame(Kind.WELCOME, Welcome(engine.info, 8, 512, engine.stats()).pack())
+    rows = frame(Kind.ROWS, pack_rows([(1, Rows(0, 0, [VOCAB]))], 0.0))
+    replica, told = SocketReplica(str(tmp_path / "x"), "x"), Told()
+    async with saying(tmp_path / "x", welcome):
+        await replica.launch()
+        await replica.start(told)
+        assert replica._link is not None
+        replica._link.connection.data_received(rows)
+        await until(lambda: told.causes)
+        assert f"a token {VOCAB} that is not in the vocabulary" in str(told.causes[0])
+        await replica.aclose()
+
+
+async def test_another_model_than_the_wanted_one_is_refused(tmp_path: Path) -> None:
+    async with toy() as engine:
+        welcome = frame(Kind.WELCOME, Welcome(engine.info, 8, 512, engine.stats()).pack())
+    replica = SocketReplica(str(tmp_path / "x"), "x", fingerprint="another")
+    async with saying(tmp_path / "x", welcome):
+        with pytest.raises(ConfigError, match="and not another"):
+            await replica.launch()
+    assert replica.refused.total() == 1
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats of 20 ms."""
+    for module in ("agent", "remote"):
+        monkeypatch.setattr(f"aioinfer.parallel.{module}.BEAT", 0.02)
+
+
+async def test_a_replica_without_work_is_alive(quick: None, served: Served) -> None:
+    told = Told()
+    await served.launch()
+    await served.start(told)
+    before = served.stats()
+    await until(lambda: served.stats() is not before)
+    link = served._link
+    assert link is not None
+    misses: list[int] = []
+    for _ in range(10):
+        await asyncio.sleep(0.02)
+        misses.append(link._misses)
+    assert not told.causes
+    assert 0 in misses
+
+
+async def test_silence_is_noticed(quick: None, tmp_path: Path) -> None:
+    async with toy() as engine:
+        welcome = frame(Kind.WELCOME, Welcome(engine.info, 8, 512, engine.stats()).pack())
+    replica, told = SocketReplica(str(tmp_path / "x"), "x"), Told()
+    async with saying(tmp_path / "x", welcome):
+        await replica.launch()
+        await replica.start(told)
+        await until(lambda: told.causes)
+        assert "no frame for 0.06 s" in str(told.causes[0])
+        await replica.aclose()
+
+
+async def test_a_dispatcher_that_is_silent_is_sent_away(
+    quick: None, served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its host is gone, and never closed the socket."""
+    monkeypatch.setattr("aioinfer.parallel.agent._SILENCE", 0.1)
+    peer = await Peer.connect(served.path)
+    peer.send(Kind.HELLO, Hello(TOKEN).pack())
+    while await peer.next() is not None:
+        pass
+    assert "no frame for 0.1 s" in caplog.text
+    await peer.close()
+    await served.launch()
