@@ -21,8 +21,9 @@ from aioinfer.execution.opening import Opening
 from aioinfer.loop import factory, observing
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
+from aioinfer.loop.loop_bound import EngineState, asyncio_loop, require_loop
 from aioinfer.loop.options import Prompt, check_timeout
-from aioinfer.loop.runtime import EngineState, Runtime, asyncio_loop, require_loop
+from aioinfer.loop.runtime import Runtime
 from aioinfer.observe.observers import Observer
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from aioinfer.execution.device import DeviceInfo, Progress
-from aioinfer.loop.runtime import EngineState
+from aioinfer.loop.loop_bound import EngineState
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
 from aioinfer.requests import Requests

@@ -7,7 +7,6 @@ import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.config import EngineConfig
@@ -21,9 +20,9 @@ from aioinfer.errors import (
     RequestError,
     StepFailed,
     TimedOut,
-    WrongLoop,
 )
 from aioinfer.loop.driver import Driver
+from aioinfer.loop.loop_bound import EngineState, LoopBound
 from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.pacing import Pace
 from aioinfer.loop.resumption import check, take
@@ -41,55 +40,12 @@ if TYPE_CHECKING:
     from aioinfer.loop.core import Core
     from aioinfer.loop.intake import Intake, Preparation
 
-__all__ = ["EngineState", "Runtime", "asyncio_loop", "require_loop", "running_loop"]
+__all__ = ["Runtime"]
 
 _log = logging.getLogger("aioinfer")
 
 
-class EngineState(Enum):
-    """``NEW -> STARTING -> RUNNING -> DRAINING -> CLOSED``; from RUNNING to FAILED if the device is lost."""
-
-    NEW = "new"
-    STARTING = "starting"
-    RUNNING = "running"
-    DRAINING = "draining"
-    FAILED = "failed"
-    CLOSED = "closed"
-
-
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The running loop, if there is one."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
-def asyncio_loop() -> asyncio.AbstractEventLoop:
-    """The running loop. Raises WrongLoop where there is none, under trio for example."""
-    loop = running_loop()
-    if loop is None:
-        raise WrongLoop(
-            "an engine runs on an asyncio event loop, and none is running here. Under trio, say, "
-            "start it in a thread of its own with asyncio.run, and use its threadsafe() from here; without "
-            "any loop, use LLM"
-        )
-    return loop
-
-
-def require_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Raise WrongLoop unless ``loop`` is the running one."""
-    running = running_loop()
-    if running is not loop:
-        where = "there is no running loop here" if running is None else "this is another one"
-        raise WrongLoop(
-            f"the engine belongs to the event loop that started it, and {where}. Start and use it in one "
-            "asyncio.run, on that thread; with pytest-asyncio, give the fixture that starts it and the tests "
-            "the same loop_scope"
-        )
-
-
-class Runtime:
+class Runtime(LoopBound):
     """The parts of a started engine and its open requests: accepts requests, and ends their streams.
 
     It belongs to the loop on which it is made, and all methods but :meth:`abandon` and
@@ -98,13 +54,12 @@ class Runtime:
 
     def __init__(self, config: EngineConfig, core: Core, launcher: Launcher, intake: Intake) -> None:
         """``config`` leaves nothing open: see :func:`aioinfer.loop.factory.decide`."""
-        self.loop = asyncio.get_running_loop()
+        super().__init__()
         self.config = config
         self.core = core
         #: also when the core is gone
         self.info = core.info
         self.launcher = launcher
-        self.state = EngineState.RUNNING
         #: why it is FAILED
         self.failure: BaseException | None = None
         #: requests from generate() to their end, in order
@@ -230,14 +185,6 @@ class Runtime:
         _cell(request).notify()
         self.driver.wake()
 
-    def check_serving(self) -> None:
-        """Raise WrongLoop, EngineFailed or EngineClosed unless requests are accepted here and now."""
-        self.check_loop()
-        if self.state is EngineState.FAILED:
-            raise self._failed_error()
-        if self.state is not EngineState.RUNNING:
-            raise EngineClosed(f"the engine is {self.state.value}")
-
     # -- as DriverEvents ------------------------------------------------------------------------
 
     def admitted(self, request: Request) -> None:
@@ -294,29 +241,8 @@ class Runtime:
 
     # -- as StreamOwner -------------------------------------------------------------------------
 
-    def check_loop(self) -> None:
-        """Raise WrongLoop on any other loop than the engine's; once closed, any loop will do."""
-        if self.state is not EngineState.CLOSED:
-            require_loop(self.loop)
-
-    def abandon(self, request: Request) -> None:
-        """The consumer closed its stream, on any loop and thread."""
-        if running_loop() is self.loop:
-            self._abandon(request)
-        else:
-            self.abandon_later(request)
-
-    def abandon_later(self, request: Request) -> None:
-        """The stream was garbage-collected, on any thread, and maybe amid a step."""
-        if self.state is not EngineState.CLOSED:
-            try:
-                self.loop.call_soon_threadsafe(self._abandon, request)
-            except RuntimeError:
-                pass  # the loop is closed, and nothing runs any more
-
-    def _abandon(self, request: Request) -> None:
-        if not request.ended:
-            self.end(request, None)
+    def _abandoned(self, request: Request) -> None:
+        self.end(request, None)
 
     def checkpoint(self, request: Request) -> StreamCheckpoint:
         """How far a request has come. Raises RuntimeError."""

@@ -17,8 +17,8 @@ from aioinfer.engine_like import EngineLike
 from aioinfer.errors import ConfigError, EngineClosed, EngineError, shown
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
+from aioinfer.loop.loop_bound import asyncio_loop, require_loop
 from aioinfer.loop.options import check_timeout
-from aioinfer.loop.runtime import asyncio_loop, require_loop
 from aioinfer.observe.observers import Observer, Observers
 from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer

@@ -30,9 +30,9 @@ from aioinfer.errors import (
 )
 from aioinfer.loop.checks import Checks
 from aioinfer.loop.intake import Intake
+from aioinfer.loop.loop_bound import EngineState
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.resumption import check
-from aioinfer.loop.runtime import EngineState
 from aioinfer.parallel.placing import Placement, Placing
 from aioinfer.parallel.queue import RecordQueue
 from aioinfer.parallel.record import Attempt, Diverged, Ending, Record
@@ -143,14 +143,6 @@ class Dispatching(OpenStreams):
         return await self._intake.decode(
             self.tokenizer, ids, self.info.vocab_size, skip_special_tokens=skip_special_tokens
         )
-
-    def check_serving(self) -> None:
-        """Raise WrongLoop, EngineFailed or EngineClosed unless requests are accepted here and now."""
-        self.check_loop()
-        if self.state is EngineState.FAILED:
-            raise self._no_replica()
-        if self.state is not EngineState.RUNNING:
-            raise EngineClosed(f"the dispatcher is {self.state.value}")
 
     # -- as QueueEvents -------------------------------------------------------------------------
 
@@ -407,9 +399,9 @@ class Dispatching(OpenStreams):
             return
         if self.state is EngineState.RUNNING:
             self.state = EngineState.FAILED
-        self._end_all(self._no_replica)
+        self._end_all(self._failed_error)
 
-    def _no_replica(self) -> EngineFailed:
+    def _failed_error(self) -> EngineFailed:
         causes = [f"{each.name}: {each.cause}" for each in self.placing.replicas if each.cause is not None]
         error = EngineFailed(f"no replica is left: {'; '.join(causes)}")
         error.__cause__ = next((each.cause for each in self.placing.replicas if each.cause), None)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aioinfer.errors import EngineClosed, EngineError, RequestError, TimedOut
-from aioinfer.loop.runtime import EngineState, require_loop, running_loop
+from aioinfer.loop.loop_bound import EngineState, LoopBound
 from aioinfer.observe.observers import Observers
 from aioinfer.parallel.record import Record
 from aioinfer.resuming.record import StreamCheckpoint
@@ -21,15 +21,16 @@ if TYPE_CHECKING:
 __all__ = ["OpenStreams", "cell_of", "record_of"]
 
 
-class OpenStreams(ABC):
+class OpenStreams(LoopBound):
     """Belongs to the loop on which it is made. Streams know it as their owner."""
 
+    kind = "dispatcher"
+
     def __init__(self, info: DeviceInfo, clock: Callable[[], float]) -> None:
-        self.loop = asyncio.get_running_loop()
+        super().__init__()
         self.info = info
         self.clock = clock
         self.observers = Observers()
-        self.state = EngineState.RUNNING
         #: from their requests to their ends, in order
         self._open: dict[Record, None] = {}
         #: set while closing waits for the open streams
@@ -37,29 +38,8 @@ class OpenStreams(ABC):
 
     # -- as StreamOwner -------------------------------------------------------------------------
 
-    def check_loop(self) -> None:
-        """Raise WrongLoop on any other loop than the dispatcher's; once closed, any loop will do."""
-        if self.state is not EngineState.CLOSED:
-            require_loop(self.loop)
-
-    def abandon(self, request: Request) -> None:
-        """As in StreamOwner."""
-        if running_loop() is self.loop:
-            self._abandon(request)
-        else:
-            self.abandon_later(request)
-
-    def abandon_later(self, request: Request) -> None:
-        """As in StreamOwner."""
-        if self.state is not EngineState.CLOSED:
-            try:
-                self.loop.call_soon_threadsafe(self._abandon, request)
-            except RuntimeError:
-                pass  # the loop is closed, and nothing runs any more
-
-    def _abandon(self, request: Request) -> None:
-        if not request.ended:
-            self.end(record_of(request), None)
+    def _abandoned(self, request: Request) -> None:
+        self.end(record_of(request), None)
 
     def caught_up(self, request: Request) -> None:
         """As in StreamOwner."""

@@ -13,7 +13,7 @@ from aioinfer.config import ServerConfig
 from aioinfer.engine import EngineState
 from aioinfer.engine_like import EngineLike
 from aioinfer.errors import AioInferError
-from aioinfer.loop.runtime import asyncio_loop
+from aioinfer.loop.loop_bound import asyncio_loop
 from aioinfer.server.asgi.exchange import Exchange
 from aioinfer.server.asgi.scopes import Receive, Scope, Send
 from aioinfer.server.http.failures import Failure
