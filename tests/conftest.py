@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import atexit
 import gc
+import itertools
 import os
+import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -202,6 +205,21 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device; its twin on the CPU has run, where it can have one")
+    _draw_seeds(item.nodeid)
+
+
+def _draw_seeds(name: str) -> None:
+    """Engines of a test whose config has no seed draw the same ones in every run: its outcome is no dice."""
+    from aioinfer.loop import core
+    from aioinfer.parallel import queue
+
+    made = itertools.count()
+
+    def dice(seed: int | None = None) -> random.Random:
+        return random.Random(f"{name} {next(made)}" if seed is None else seed)
+
+    for module in (core, queue):
+        module.random = SimpleNamespace(Random=dice)  # type: ignore[attr-defined]
 
 
 @pytest.fixture

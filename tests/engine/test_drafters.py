@@ -190,7 +190,8 @@ def test_an_empty_prediction_is_none(prediction: Any) -> None:
 
 
 def test_a_prediction_that_is_too_long_is_cut() -> None:
+    shared: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
     with toy(max_model_len=50, pages=20) as llm:
-        (result,) = llm.generate([PROMPT], SamplingParams(max_tokens=9, prediction=[5] * 100_000))
-        (text,) = llm.generate([PROMPT], SamplingParams(max_tokens=9, prediction="a" * 3_000_000, seed=1))
+        (result,) = llm.generate([PROMPT], SamplingParams(**shared, prediction=[5] * 100_000))
+        (text,) = llm.generate([PROMPT], SamplingParams(**shared, prediction="a" * 3_000_000))
     assert len(result.token_ids) == len(text.token_ids) == 9
