@@ -67,17 +67,18 @@ def pack_rows(rows: Sequence[tuple[int, Rows]], now: float) -> bytes:
     )
 
 
-def unpack_rows(payload: bytes, now: float) -> list[tuple[int, Rows]]:
-    """The rows of a payload, with ``now`` as the time of all their tokens. Raises FrameError."""
+def unpack_rows(payload: bytes, now: float, vocab_size: int) -> list[tuple[int, Rows]]:
+    """The rows of a payload, with ``now`` as the time of all their tokens, which are below ``vocab_size``.
+    Raises FrameError."""
     try:
-        return _unpacked(payload, now)
+        return _unpacked(payload, now, vocab_size)
     except FrameError:
         raise
     except Exception as error:  # of any kind: the payload can be anything
         raise FrameError(f"rows that make no sense: {error!r}") from error
 
 
-def _unpacked(payload: bytes, now: float) -> list[tuple[int, Rows]]:
+def _unpacked(payload: bytes, now: float, vocab_size: int) -> list[tuple[int, Rows]]:
     count, tokens, size, tail = _COUNTS.unpack_from(payload)
     at = _COUNTS.size + 25 * count
     if at + 4 * tokens + size + tail != len(payload):
@@ -86,6 +87,8 @@ def _unpacked(payload: bytes, now: float) -> list[tuple[int, Rows]]:
     numbers, firsts, ats, counts, sizes = (columns[part * count : (part + 1) * count] for part in range(5))
     flags = payload[at - count : at]
     ids = struct.unpack_from(f"<{tokens}I", payload, at)
+    if ids and max(ids) >= vocab_size:
+        raise FrameError(f"a token {max(ids)} that is not in the vocabulary")
     at += 4 * tokens
     text = payload[at : at + size].decode(errors=_LONE)
     if sum(counts) != tokens or sum(sizes) != len(text):

@@ -261,15 +261,16 @@ class Dispatching(OpenStreams):
 
     def _take(self, attempt: Attempt, rows: Rows) -> bool:
         record = attempt.record
-        if record.admitted_at is None and rows.admitted_at is not None:
-            record.admitted_at = rows.admitted_at
-            record.state = RequestState.RUNNING
+        if rows.admitted_at is not None:
+            if record.admitted_at is None:
+                record.admitted_at = rows.admitted_at
+                record.state = RequestState.RUNNING
+            if not attempt.resumes:
+                record.kv.cached_tokens = rows.cached_tokens
         if not rows.identical:
             record.identical = False
-        if not attempt.resumes:
-            record.kv.cached_tokens = rows.cached_tokens
         more = attempt.bring(rows)
-        if len(rows.prompt_logprobs) > len(record.prompt_logprobs):
+        if rows.prompt_logprobs and len(rows.prompt_logprobs) > len(record.prompt_logprobs):
             record.prompt_logprobs[:] = rows.prompt_logprobs
         if rows.ids and attempt.uncached:
             self.placing.begun(attempt)

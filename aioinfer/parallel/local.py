@@ -133,7 +133,7 @@ class LocalReplica(Replica):
 
     # -- the engine -----------------------------------------------------------------------------
 
-    def cached(self, token_ids: Sequence[int], namespace: str) -> int:
+    def cached(self, token_ids: Sequence[int], namespace: str, pages: Sequence[int]) -> int:
         return self.engine.cached_tokens(token_ids, cache_salt=namespace) if self.engine.ready else 0
 
     def stats(self) -> EngineStats | None:

@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 from aioinfer.parallel.policies import Candidate, RoutingPolicy
 from aioinfer.parallel.record import Attempt, Record
+from aioinfer.parallel.remembering import PAGE
 from aioinfer.parallel.replica import Replica, ReplicaState, take_away
 
 __all__ = ["Placement", "Placing"]
 
 #: steps of prefill that a replica may have in its own queue
 _STEPS = 2
-#: pages of a prompt that are looked at
+#: hashes of a prompt's prefixes, at most
 _MOST_PAGES = 512
 _READY = ReplicaState.READY
 
@@ -70,13 +71,12 @@ class Placing:
             return None
         known, pages, candidates = record.known, list[int](), list[Candidate]()
         if self.policy.looks_at_prefixes:
-            size = free[0].page_size
-            ids, pages = record.known_ids(0, known), _pages(record, size)
-            shares = self._shares(pages, size, known)
+            ids, pages = record.known_ids(0, known), _pages(record)
+            shares = self._shares(pages, known)
             for each in free:
                 there, coming = _cached(each, ids, record, pages)
                 uncached = known - max(there, coming)
-                share = min(shares[min((known - uncached) // size, len(pages))], uncached)
+                share = min(shares[min((known - uncached) // PAGE, len(pages))], uncached)
                 # What others there compute for it, too, is in the backlog: it is no load of theirs alone.
                 share -= min(max(0, coming - there), each.load.backlog)
                 candidates.append(Candidate(each, uncached, share))
@@ -100,16 +100,19 @@ class Placing:
 
     def ended(self, attempt: Attempt) -> None:
         """It counts no longer."""
-        attempt.replica.load.remove(attempt)
+        replica, begun = attempt.replica, not attempt.uncached
+        replica.load.remove(attempt)
+        if begun and self.policy.looks_at_prefixes:
+            replica.remember(_pages(attempt.record, attempt.pages))
         take_away(self._sharing, attempt.pages)
         self._full.discard(attempt.replica)
 
-    def _shares(self, pages: Sequence[int], page_size: int, known: int) -> list[float]:
+    def _shares(self, pages: Sequence[int], known: int) -> list[float]:
         """By the number of leading pages that a replica has, what a request bears of computing the others:
         each token is divided by the open requests that have it, with this one."""
-        shares = [float(known - len(pages) * page_size)]
+        shares = [float(known - len(pages) * PAGE)]
         for page in reversed(pages):
-            shares.append(shares[-1] + page_size / (1 + self._sharing[page]))
+            shares.append(shares[-1] + PAGE / (1 + self._sharing[page]))
         return shares[::-1]
 
     def full(self, replica: Replica) -> bool:
@@ -135,16 +138,18 @@ def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequenc
     for page in pages:
         if not replica.load.pages[page]:
             break
-        coming += replica.page_size
+        coming += PAGE
     most = len(ids) - 1  # the last known token is always computed
-    return min(replica.cached(ids, record.namespace), most), min(coming, most)
+    return min(replica.cached(ids, record.namespace, pages), most), min(coming, most)
 
 
-def _pages(record: Record, page_size: int) -> list[int]:
-    """A hash for each prefix of whole pages."""
-    size, found, last = 4 * page_size, list[int](), hash(record.namespace)
-    key = record.token_key(0, record.known)
-    for start in range(0, min(len(key) // size, _MOST_PAGES) * size, size):
+def _pages(record: Record, known: Sequence[int] = ()) -> list[int]:
+    """A hash for each prefix of whole pages; those that are known already are not made again."""
+    size, found = 4 * PAGE, list(known)
+    last = found[-1] if found else hash(record.namespace)
+    first, pages = len(found), min(record.known // PAGE, _MOST_PAGES)
+    key = record.token_key(first * PAGE, max(record.known, first * PAGE))
+    for start in range(0, (pages - first) * size, size):
         last = hash((last, key[start : start + size]))
         found.append(last)
     return found

@@ -297,11 +297,11 @@ class Attempt:
                 raise Diverged(f"the tokens from {first} on are others than those that were delivered")
         if len(ids) <= known:
             return False
-        output += ids[known:]
-        record.token_times += rows.times[known:]
-        if record.params.logprobs is not None:
+        output += ids[known:] if known else ids
+        record.token_times += rows.times[known:] if known else rows.times
+        if rows.logprobs and record.params.logprobs is not None:
             record.logprobs += rows.logprobs[known:]
-        if isinstance(record.cursor, _BlockCursor):
+        if rows.steps and isinstance(record.cursor, _BlockCursor):
             record.cursor.steps += rows.steps[known:]
         return True
 

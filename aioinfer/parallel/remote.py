@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest, shown
@@ -17,6 +17,7 @@ from aioinfer.parallel.frames import LIMIT, FrameError, Kind
 from aioinfer.parallel.messages import Abort, Hello, Read, Reason, Stats, Submit, Welcome
 from aioinfer.parallel.reading import options_of
 from aioinfer.parallel.record import Attempt, Record
+from aioinfer.parallel.remembering import PAGE, RememberedPages
 from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
 from aioinfer.scheduling.request import ParkedFor
 from aioinfer.stream import StreamCell
@@ -61,12 +62,11 @@ def connector(address: str) -> Connect:
 class _Sent:
     """An attempt that the replica has."""
 
-    __slots__ = ("admitted_at", "attempt", "cached_tokens", "prompt_logprobs", "read")
+    __slots__ = ("admitted_at", "attempt", "prompt_logprobs", "read")
 
     def __init__(self, attempt: Attempt, read: int) -> None:
         self.attempt = attempt
         self.admitted_at: float | None = None
-        self.cached_tokens = 0
         self.prompt_logprobs: list[TokenLogprob] = []
         #: tokens that the replica knows to be read
         self.read = read
@@ -89,6 +89,8 @@ class SocketReplica(Replica):
         self.completed = 0
         #: rows of attempts that are not wanted any more
         self.late_rows = 0
+        #: as far as the dispatcher knows from what it has sent
+        self.remembered = RememberedPages()
         self._events: ReplicaEvents | None = None
         self._link: _Link | None = None
         self._welcome: Welcome | None = None
@@ -118,6 +120,7 @@ class SocketReplica(Replica):
         """Connect. Raises ConfigError: it is refused, by either side; EngineError: there is no answer."""
         await self._disconnect()
         self.state, self.completed, self._stats = ReplicaState.STARTING, 0, None
+        self.remembered.clear()
         link = _Link(self)
         try:
             await self._connect(lambda: link.connection)
@@ -158,6 +161,9 @@ class SocketReplica(Replica):
         await self._disconnect()
         if self.state is not ReplicaState.LOST:
             self.state = ReplicaState.CLOSED
+
+    def outlive_loop(self) -> None:
+        self._link = self._events = None
 
     async def _disconnect(self) -> None:
         link, self._link = self._link, None
@@ -207,6 +213,13 @@ class SocketReplica(Replica):
         if self._link is not None and attempt.handle is not None:
             self._link.tell_read(attempt.handle)
 
+    def cached(self, token_ids: Sequence[int], namespace: str, pages: Sequence[int]) -> int:
+        return self.remembered.leading(pages) * PAGE
+
+    def remember(self, pages: Sequence[int]) -> None:
+        if self._stats is not None:
+            self.remembered.add(pages, self._stats.pages_total * (self.info.page_size or PAGE) // PAGE)
+
     # -- as what a link reports to ----------------------------------------------------------------
 
     def moved(self, rows: list[tuple[Attempt, Rows]]) -> None:
@@ -223,6 +236,11 @@ class SocketReplica(Replica):
     def lost(self, cause: BaseException) -> None:
         if self._events is not None:
             self._events.lost(self, cause)
+
+    def disconnect(self, cause: BaseException) -> None:
+        """It is known to be lost, whatever its socket says."""
+        if self._link is not None:
+            self._link.connection.abort(cause)
 
     # -- the engine -------------------------------------------------------------------------------
 
@@ -247,6 +265,7 @@ class SocketReplica(Replica):
         if self._link is None or self._stats is None:
             return 0
         self._link.connection.send(Kind.FLUSH)
+        self.remembered.clear()
         return self._stats.pages_evictable
 
 
@@ -297,7 +316,7 @@ class _Link:
             return
         match kind:
             case Kind.ROWS:
-                self._rows(unpack_rows(payload, self._clock()))
+                self._rows(unpack_rows(payload, self._clock(), self._replica.info.vocab_size))
             case Kind.STATS:
                 self._replica.measured(Stats.unpack(payload))
             case Kind.PAUSED:
@@ -339,16 +358,14 @@ class _Link:
     def _rows(self, rows: list[tuple[int, Rows]]) -> None:
         found: list[tuple[Attempt, Rows]] = []
         lagging: list[_Sent] = []
-        vocabulary = self._replica.info.vocab_size
         for number, row in rows:
-            if row.ids and max(row.ids) >= vocabulary:
-                raise FrameError(f"a token {max(row.ids)} that is not in the vocabulary")
             sent = self.sent.get(number)
             if sent is None:
                 self._replica.late_rows += 1
                 continue
             attempt = sent.attempt
-            self._complete(sent, row)
+            if row.admitted_at is not None or row.prompt_logprobs or row.draft is not None:
+                self._complete(sent, row)
             found.append((attempt, row))
             if row.ending is not None:
                 del self.sent[number]
@@ -362,10 +379,10 @@ class _Link:
             self.tell_read(sent)
 
     def _complete(self, sent: _Sent, row: Rows) -> None:
-        """What is sent once is known from then on."""
+        """What is not in columns. Logprobs of the prompt come in parts."""
         if row.admitted_at is not None:
-            sent.admitted_at, sent.cached_tokens = row.admitted_at, row.cached_tokens
-        row.admitted_at, row.cached_tokens = sent.admitted_at, sent.cached_tokens
+            sent.admitted_at = row.admitted_at
+            self._replica.remembered.found(sent.attempt.pages, -(-row.cached_tokens // PAGE))
         sent.prompt_logprobs += row.prompt_logprobs
         row.prompt_logprobs = sent.prompt_logprobs
         if row.draft is not None:

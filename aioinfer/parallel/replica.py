@@ -165,11 +165,6 @@ class Replica(ABC):
     def step_tokens(self) -> int:
         """Tokens of a step, at most."""
 
-    @property
-    def page_size(self) -> int:
-        """Tokens of a page of its prefix cache."""
-        return self.info.page_size or 16
-
     @abstractmethod
     async def launch(self, progress: Progress | None = None) -> None:
         """Have it started, if it is not. Raises ConfigError, EngineError, OutOfMemory."""
@@ -201,9 +196,14 @@ class Replica(ABC):
     def caught_up(self, attempt: Attempt) -> None:
         """The consumer has read enough for a request that was parked for it."""
 
-    def cached(self, token_ids: Sequence[int], namespace: str) -> int:
-        """Of these tokens, how many from the first on have their KV there, as far as that is known."""
-        return 0
+    @abstractmethod
+    def cached(self, token_ids: Sequence[int], namespace: str, pages: Sequence[int]) -> int:
+        """Of these tokens, how many from the first on have their KV there, as far as that is known;
+        ``pages``: hashes of their prefixes, of PAGE tokens more each."""
+
+    def remember(self, pages: Sequence[int]) -> None:
+        """An attempt that has begun there has ended, and leaves what has these hashes."""
+        return
 
     @abstractmethod
     def stats(self) -> EngineStats | None:
@@ -220,6 +220,10 @@ class Replica(ABC):
     @abstractmethod
     def flush_cache(self) -> int:
         """As :meth:`aioinfer.Engine.flush_cache`."""
+
+    def outlive_loop(self) -> None:
+        """Its loop was closed before it was: forget what belonged to that. :meth:`aclose` follows."""
+        return
 
     @abstractmethod
     async def aclose(self) -> None:

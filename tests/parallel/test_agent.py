@@ -20,6 +20,7 @@ from aioinfer.parallel.remote import SocketReplica, connector
 from aioinfer.parallel.replica import ReplicaState
 from tests.parallel.served import (
     TOKEN,
+    VOCAB,
     Peer,
     Served,
     until,
@@ -186,7 +187,7 @@ async def test_while_nobody_reads_what_is_new_stays_in_the_outputs(served: Serve
     while found is not None and found[0] is Kind.STATS:
         found = await peer.next()
     assert found is not None
-    rows = unpack_rows(found[1], 0.0)
+    rows = unpack_rows(found[1], 0.0, VOCAB)
     assert sorted(number for number, _ in rows) == [1, 2]
     for _, row in rows:
         assert (row.first, row.at, len(row.ids), len(row.logprobs)) == (0, 0, 100, 100)
@@ -207,7 +208,7 @@ async def test_rows_of_one_step_are_one_frame(served: Served) -> None:
         found = await peer.next()
         assert found is not None
         if found[0] is Kind.ROWS:
-            rows = unpack_rows(found[1], 0.0)
+            rows = unpack_rows(found[1], 0.0, VOCAB)
             frames += 1
             ended += sum(row.ending is not None for _, row in rows)
     assert frames <= served.engine.stats().steps + 6
@@ -235,7 +236,7 @@ async def test_rows_that_are_too_large_for_one_frame_are_several(
         found = await peer.next()
         assert found is not None
         if found[0] is Kind.ROWS:
-            endings |= {number: row.ending for number, row in unpack_rows(found[1], 0.0) if row.ending}
+            endings |= {number: row.ending for number, row in unpack_rows(found[1], 0.0, VOCAB) if row.ending}
     assert endings[1].finish_reason == endings[2].finish_reason == "length"
     assert "cannot be sent" in str(endings[3].error)
     await peer.close()

@@ -27,6 +27,9 @@ from aioinfer.parallel.replica import Rows
 from aioinfer.params import DiffusionParams, Grammar
 from aioinfer.resuming.record import StreamCheckpoint
 
+#: so that ids can be anything
+VOCAB = 1 << 32
+
 NUMBERS = st.integers(1, (1 << 63) - 1)
 TOKENS = st.integers(0, (1 << 32) - 1)
 COUNTS = st.integers(0, (1 << 31) - 1)
@@ -181,7 +184,7 @@ def plain(row: Rows) -> dict[str, Any]:
 
 @given(st.lists(some_rows(), max_size=5))
 def test_rows_come_out_as_they_went_in(rows: list[tuple[int, Rows]]) -> None:
-    found = unpack_rows(pack_rows(rows, 100.0), 7.0)
+    found = unpack_rows(pack_rows(rows, 100.0), 7.0, VOCAB)
     assert [number for number, _ in found] == [number for number, _ in rows]
     for (_, before), (_, after) in zip(rows, found, strict=True):
         assert plain(after) == plain(before)
@@ -207,12 +210,12 @@ def test_rows_that_are_cut_or_changed_are_rows_or_one_error(
     payload = pack_rows(rows, 100.0)
     cut = payload[: data.draw(st.integers(0, len(payload) - 1))]
     with pytest.raises(FrameError):
-        unpack_rows(cut, 0.0)
+        unpack_rows(cut, 0.0, VOCAB)
     changed = bytearray(payload)
     for at in data.draw(st.lists(st.integers(0, len(payload) - 1), min_size=1, max_size=4)):
         changed[at] = data.draw(st.integers(0, 255))
     try:
-        found = unpack_rows(bytes(changed), 0.0)
+        found = unpack_rows(bytes(changed), 0.0, VOCAB)
     except FrameError:
         return
     assert len(pack_rows(found, 0.0)) > 0
@@ -221,7 +224,7 @@ def test_rows_that_are_cut_or_changed_are_rows_or_one_error(
 @given(st.binary(max_size=200))
 def test_any_bytes_are_rows_or_one_error(data: bytes) -> None:
     try:
-        unpack_rows(data, 0.0)
+        unpack_rows(data, 0.0, VOCAB)
     except FrameError:
         pass
 
@@ -235,7 +238,7 @@ def test_any_bytes_are_rows_or_one_error(data: bytes) -> None:
 )
 def test_columns_of_another_length_are_refused(row: Rows, what: str) -> None:
     with pytest.raises(FrameError, match=what):
-        unpack_rows(pack_rows([(1, row)], 0.0), 0.0)
+        unpack_rows(pack_rows([(1, row)], 0.0), 0.0, VOCAB)
 
 
 # -- errors --------------------------------------------------------------------------------------------
