@@ -8,6 +8,11 @@
 ``rows``      the loop's time per token of an engine alone and of one behind a dispatcher, in turns
 ``ttft``      what a dispatcher adds to the time to the first token of an engine that has nothing to do
 ``failover``  from the loss of an engine to the next token of its streams, and what of it is prefill
+``sockets``   engines over a null device in child processes: one and four of them, and what their frames cost
+              the loop in front of them
+``remote``    what a child process adds to the time to the first token
+``noticing``  from the death of a child process, or from when it stands still, until that is known
+``memory``    of four replicas of the shape of Qwen3-0.6B that share packed weights
 """
 
 from __future__ import annotations
@@ -27,7 +32,8 @@ from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.policies import POLICIES
 from aioinfer.parallel.record import Record
 from aioinfer.params import SamplingParams
-from bench.fanout.target import MAX_TOKENS, make_engine
+from bench.fanout.target import MAX_TOKENS
+from bench.parallel import sockets
 from bench.parallel.workloads import WORKLOADS
 from bench.parallel.workloads import run as run_virtual
 from bench.report import Report, percentiles
@@ -42,6 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--streams", type=int, default=256, help="of rows")
     parser.add_argument("--seconds", type=float, default=3.0, help="of every measurement of rows")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--place", default="place", help="directory for the checkpoint of memory")
 
 
 def run(options: argparse.Namespace, report: Report) -> None:
@@ -85,16 +92,9 @@ def _rows(options: argparse.Namespace, report: Report) -> None:
     report.row(streams=options.streams, engine_us=alone, dispatcher_us=behind, added_us=behind - alone)
 
 
-def _null_engine(streams: int, step_ms: float) -> Engine:
-    given = argparse.Namespace(
-        streams=streams, step_ms=step_ms, packing_ms=0.0, launching_ms=0.0, tokenizer=None
-    )
-    return make_engine(given)
-
-
 async def _loop_time(options: argparse.Namespace, way: str) -> float:
     """Microseconds of the loop's thread per token."""
-    engine = _null_engine(options.streams, 6.0)
+    engine = sockets.null_engine(options.streams, 6.0)
     given: EngineLike = engine if way == "engine" else Dispatcher([engine])
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
 
@@ -133,17 +133,10 @@ def _ttft(options: argparse.Namespace, report: Report) -> None:
 
 
 async def _first_tokens(way: str) -> list[float]:
-    engine = _null_engine(8, 1.0)
+    engine = sockets.null_engine(8, 1.0)
     given: EngineLike = engine if way == "engine" else Dispatcher([engine])
-    seconds = []
     async with given:
-        for number in range(200):
-            start = time.perf_counter()
-            async with given.generate([number, 5, 5, 5], SamplingParams(max_tokens=8)) as stream:
-                await anext(stream)
-                seconds.append(time.perf_counter() - start)
-            await asyncio.sleep(0.003)
-    return seconds[20:]
+        return await sockets.each_first(given)
 
 
 def _failover(options: argparse.Namespace, report: Report) -> None:
@@ -195,4 +188,8 @@ _PARTS = {
     "rows": ("the loop's time per token, in turns", _rows),
     "ttft": ("time to the first token, in turns", _ttft),
     "failover": ("from the loss of an engine to the next token", _failover),
+    "sockets": ("replicas in child processes", sockets.together),
+    "remote": ("time to the first token in a child process, in turns", sockets.first_tokens),
+    "noticing": ("until the loss of a child process is known", sockets.loss),
+    "memory": ("memory of four replicas, shared pages once", sockets.memory),
 }
