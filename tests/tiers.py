@@ -73,6 +73,7 @@ ONE_LOOP = (
     "tests/engine/test_transparency.py",
     "tests/execution/",
     "tests/parallel/test_failover.py",
+    "tests/parallel/test_real_ray.py",
     "tests/server/test_near_valid.py",
     "tests/server/test_reasoning.py",
     "tests/server/test_tools.py",

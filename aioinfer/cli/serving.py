@@ -108,12 +108,16 @@ async def _serve_on(bound: Bound, engine_config: EngineConfig, config: ServerCon
 
 
 def _engine(engine_config: EngineConfig, config: ServerConfig) -> EngineLike:
-    """One engine, or several in child processes."""
-    if config.replicas > 1:
+    """One engine, or several in other processes."""
+    if config.replicas > 1 or config.ray is not None:
         from aioinfer.parallel import Dispatcher
 
         return Dispatcher(
-            processes=config.replicas, config=engine_config, policy=config.routing, on_loss=config.on_loss
+            processes=config.replicas,
+            ray=config.ray,
+            config=engine_config,
+            policy=config.routing,
+            on_loss=config.on_loss,
         )
     from aioinfer.engine import Engine
 

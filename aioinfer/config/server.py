@@ -73,6 +73,9 @@ class ServerConfig:
         "engines that serve as one, each in a child process; 1: in this process",
         Bounds(1, 256),
     )
+    ray: str | None = option(
+        None, "replicas", "Ray cluster that places the replicas on its nodes: auto or HOST:PORT"
+    )
     routing: Literal["round_robin", "total_requests", "total_tokens", "prefix", "p2c", "hash"] = option(
         "prefix", "replicas", "which replica a request goes to"
     )

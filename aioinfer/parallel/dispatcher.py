@@ -23,13 +23,14 @@ from aioinfer.observe.observers import Observer, Observers
 from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer
 from aioinfer.parallel.dispatching import Dispatching, OnLoss, close_all
+from aioinfer.parallel.elsewhere import replicas_elsewhere
 from aioinfer.parallel.front import Front, bring_up, check_same_model
 from aioinfer.parallel.local import LocalReplica
 from aioinfer.parallel.placing import Placing
 from aioinfer.parallel.policies import RoutingPolicy, routing_policy
-from aioinfer.parallel.processes import Supervisor, remote_replicas
 from aioinfer.parallel.replica import Replica, ReplicaState
 from aioinfer.parallel.stats import DispatcherStats, ReplicaStats, add_counts, summed, with_counts
+from aioinfer.parallel.supervisor import Supervisor
 from aioinfer.params import SamplingParams
 from aioinfer.threadsafe import ThreadsafeEngine
 
@@ -67,6 +68,7 @@ class Dispatcher(EngineLike):
         *,
         config: EngineConfig | None = None,
         processes: int = 0,
+        ray: str | None = None,
         addresses: Sequence[str] = (),
         token: str = "",
         policy: str | RoutingPolicy = "prefix",
@@ -84,6 +86,9 @@ class Dispatcher(EngineLike):
         which are started again when they are lost; after three losses in a minute without a finished request
         one stays down. On a CPU they share its cores, and of several GPUs each has one.
 
+        ``ray``: a Ray cluster, "auto" or HOST:PORT, that places these engines on its nodes instead, each with
+        a GPU or a share of the CPUs. This process does not import Ray.
+
         ``addresses``: instead of these, replicas that somebody else has started (``aioinfer replica``), by
         HOST:PORT or the path of a Unix socket, with their ``token``. ``config`` says which model it is, for
         prompts and chats here. One that is lost is connected to again, for as long as it takes.
@@ -93,7 +98,7 @@ class Dispatcher(EngineLike):
 
         Raises ConfigError.
         """
-        remote = remote_replicas(engines, config, processes, addresses, token)
+        remote = replicas_elsewhere(engines, config, processes, ray, addresses, token)
         given = isinstance(engines, Sequence) and len(engines) > 0 and all(map(_is_engine, engines))
         if not (given or remote):
             raise ConfigError(f"engines must be one or more Engines, got {shown(engines)}")
@@ -208,6 +213,8 @@ class Dispatcher(EngineLike):
         running = self._running
         if running is not None and not running.closed and running.loop.is_closed():
             running.outlive_loop()
+            for replica in self._replicas:
+                replica.outlive_loop()
             await close_all(self._replicas)
 
     async def _close(self, running: Dispatching, drain: float) -> None:

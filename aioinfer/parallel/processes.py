@@ -14,43 +14,32 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import defaultdict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from aioinfer.config import EngineConfig, ReplicaConfig, ServerConfig
 from aioinfer.errors import ConfigError, EngineError, shown
-from aioinfer.parallel.remote import SocketReplica
-from aioinfer.parallel.replica import Replica, ReplicaState
+from aioinfer.parallel.launched import LaunchedReplica, leave
 
-if TYPE_CHECKING:
-    from aioinfer.execution.device import Progress
-
-__all__ = ["ProcessReplica", "Supervisor", "child_config", "remote_replicas"]
+__all__ = ["ProcessReplica", "child_config"]
 
 _log = logging.getLogger("aioinfer")
 
-#: children of one dispatcher
-_MOST = 256
 #: what is logged and traced of all children together, by their dispatcher
 _DISPATCHERS = ("stats_interval", "tracing")
 #: seconds between attempts to connect to a child that loads its model
 _POLL = 0.05
 #: seconds in which a child that is asked to end has done so
 _FAREWELL = 5.0
-#: seconds before the first restart; each further one waits twice as long, up to so many
-_BACKOFF, _LONGEST = 0.25, 8.0
-#: after so many failures in so many seconds, with no request brought to an end, a replica stays down
-_MOST_FAILURES, _WINDOW = 3, 60.0
 _CONFIG, _SOCKET = "settings.yaml", "socket"
 
 
-def child_config(config: EngineConfig, children: int) -> dict[str, Any]:
-    """The settings of a child, as in a file of settings: all but defaults. On a CPU, children share the
-    cores. Raises ConfigError: one cannot be written into a file."""
+def child_config(config: EngineConfig) -> dict[str, Any]:
+    """The settings of an engine in another process, as in a file of settings: all but defaults. Raises
+    ConfigError: one cannot be written into a file."""
     found = {
         item.name: value
         for item in dataclasses.fields(config)
@@ -60,8 +49,6 @@ def child_config(config: EngineConfig, children: int) -> dict[str, Any]:
         if not isinstance(value, (str, int, float, bool, type(None))):
             raise ConfigError(f"{name} must be a name for replicas in other processes, got {shown(value)}")
     found["download"] = bool(config.download)  # which the command line would do by itself
-    if config.threads is None and config.device != "cuda":
-        found["threads"] = max(1, _cores() // children)
     return found
 
 
@@ -90,13 +77,15 @@ def _environment(config: EngineConfig, number: int) -> dict[str, str]:
     return found
 
 
-class ProcessReplica(SocketReplica):
+class ProcessReplica(LaunchedReplica):
     """An engine in a child process, which :meth:`launch` starts and :meth:`aclose` ends."""
 
     def __init__(self, config: EngineConfig, name: str, *, number: int = 0, children: int = 1) -> None:
-        """``number``: of so many ``children``, from 0 on. Raises ConfigError."""
-        super().__init__(self._connect_to_child, name)
-        self._settings = child_config(config, children)
+        """``number``: of so many ``children``, from 0 on, which share the cores. Raises ConfigError."""
+        super().__init__(name)
+        self._settings = child_config(config)
+        if config.threads is None and config.device != "cuda":
+            self._settings["threads"] = max(1, _cores() // children)
         self._environ = _environment(config, number)
         self._process: asyncio.subprocess.Process | None = None
         self._directory: Path | None = None
@@ -108,21 +97,11 @@ class ProcessReplica(SocketReplica):
         """Of the child, while there is one."""
         return None if self._process is None else self._process.pid
 
-    async def launch(self, progress: Progress | None = None) -> None:
-        """Start a child, wait until it has loaded its model, and connect. Raises as SocketReplica, and
-        EngineError: the child has ended."""
-        await self._end_child(kill=True)
-        try:
-            await self._spawn()
-            await super().launch(progress)
-        except BaseException:
-            await asyncio.shield(self._end_child(kill=True))
-            raise
-
-    async def aclose(self) -> None:
-        lost = self.state is ReplicaState.LOST
-        await super().aclose()
-        await self._end_child(kill=lost)
+    def outlive_loop(self) -> None:
+        super().outlive_loop()
+        leave(self._process)
+        self._process = None
+        self._remove_directory()
 
     async def _spawn(self) -> None:
         try:
@@ -144,7 +123,7 @@ class ProcessReplica(SocketReplica):
         except OSError as error:
             raise EngineError(f"the replica {self.name} cannot be started: {error}") from error
 
-    async def _connect_to_child(self, protocol: Callable[[], asyncio.Protocol]) -> Any:
+    async def _connect_to_it(self, protocol: Callable[[], asyncio.Protocol]) -> Any:
         """Raises EngineError: the child has ended."""
         assert self._process is not None
         assert self._directory is not None
@@ -159,17 +138,20 @@ class ProcessReplica(SocketReplica):
             ended.cancel()
         raise EngineError(f"the replica {self.name} has ended with status {self._process.returncode}")
 
-    async def _end_child(self, *, kill: bool) -> None:
+    async def _end(self, *, kill: bool) -> None:
         process, self._process = self._process, None
-        directory, self._directory = self._directory, None
         try:
             if process is not None:
                 assert process.stdin is not None
                 process.stdin.close()
                 await self._wait_for(process, kill=kill)
         finally:
-            if directory is not None:
-                shutil.rmtree(directory, ignore_errors=True)  # of two files
+            self._remove_directory()
+
+    def _remove_directory(self) -> None:
+        directory, self._directory = self._directory, None
+        if directory is not None:
+            shutil.rmtree(directory, ignore_errors=True)  # of two files
 
     async def _wait_for(self, process: asyncio.subprocess.Process, *, kill: bool) -> None:
         try:
@@ -182,95 +164,3 @@ class ProcessReplica(SocketReplica):
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
             await process.wait()
-
-
-def remote_replicas(
-    engines: Sequence[object],
-    config: EngineConfig | None,
-    processes: int,
-    addresses: Sequence[str],
-    token: str,
-) -> list[SocketReplica]:
-    """So many child processes, or a replica at each address; none where there are ``engines``. Raises
-    ConfigError."""
-    if type(processes) is not int or not 0 <= processes <= _MOST:
-        raise ConfigError(f"processes must be in [0, {_MOST}], got {shown(processes)}")
-    if isinstance(addresses, str) or not all(isinstance(each, str) for each in addresses):
-        raise ConfigError(f"addresses must be a list of texts, got {shown(addresses)}")
-    if bool(engines) + bool(processes) + bool(addresses) > 1:
-        raise ConfigError("processes: one of engines, processes and addresses can be given")
-    if config is not None and engines:
-        raise ConfigError("config: that of an engine belongs to the engine")
-    config = config or EngineConfig()
-    children: list[SocketReplica] = [
-        ProcessReplica(config, f"process-{number}", number=number, children=processes)
-        for number in range(processes)
-    ]
-    return children or [
-        SocketReplica(address, f"remote-{number}", token=token) for number, address in enumerate(addresses)
-    ]
-
-
-class Supervisor:
-    """Starts replicas again that were lost, or connects to them. Those that do no work in between are tried
-    later each time, and child processes not for ever."""
-
-    def __init__(self, restart: Callable[[str], Awaitable[None]]) -> None:
-        """``restart``: that of the dispatcher; it reports another failure as another loss."""
-        self._restart = restart
-        self._loop = asyncio.get_running_loop()
-        self._failures: dict[str, deque[float]] = defaultdict(deque)
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._closed = False
-
-    def lost(self, replica: Replica) -> None:
-        """A replica is lost, and not since it was closed."""
-        if self._closed or not isinstance(replica, SocketReplica):
-            return
-        now, failures = self._loop.time(), self._failures[replica.name]
-        if replica.completed:
-            failures.clear()
-        failures.append(now)
-        while failures[0] < now - _WINDOW:
-            failures.popleft()
-        if len(failures) >= _MOST_FAILURES and isinstance(replica, ProcessReplica):
-            _log.error("the replica %s was lost %d times: it stays down", replica.name, len(failures))
-            self._run(replica.aclose())
-            return
-        delay = min(_LONGEST, _BACKOFF * 2 ** (len(failures) - 1))
-        self._forget(replica.name)  # of a loss before somebody has tried to restart it
-        self._timers[replica.name] = self._loop.call_later(delay, self._again, replica)
-
-    def _forget(self, name: str) -> None:
-        timer = self._timers.pop(name, None)
-        if timer is not None:
-            timer.cancel()
-
-    def _again(self, replica: Replica) -> None:
-        del self._timers[replica.name]
-        if replica.state is ReplicaState.LOST:  # nobody else has restarted it
-            self._run(self._restarted(replica.name))
-
-    async def _restarted(self, name: str) -> None:
-        try:
-            await self._restart(name)
-        except Exception as error:
-            _log.debug("the replica %s cannot be started: %r", name, error)  # which is logged as a loss
-
-    def _run(self, work: Any) -> None:
-        task = self._loop.create_task(work, name="aioinfer-replica")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def aclose(self) -> None:
-        """Start nothing any more, and wait until what was begun is given up."""
-        self._closed = True
-        for timer in self._timers.values():
-            timer.cancel()
-        self._timers.clear()
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)

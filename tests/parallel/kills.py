@@ -4,6 +4,7 @@ differs from that of a run without kills.
     python -m tests.parallel.kills --streams 1000
     python -m tests.parallel.kills --streams 300 --model tiny-diffusion
     python -m tests.parallel.kills --streams 300 --rolling
+    python -m tests.parallel.kills --streams 300 --ray auto
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import signal
 import time
@@ -110,14 +112,24 @@ async def served(dispatcher: Dispatcher) -> AsyncIterator[str]:
 
 
 async def run(
-    model: str, streams: int, clients: int, every: float, *, rolling: bool, seed: int
+    model: str,
+    streams: int,
+    clients: int,
+    every: float,
+    *,
+    rolling: bool,
+    seed: int,
+    ray: str | None = None,
+    direct: bool = True,
 ) -> dict[str, Any]:
     """What differed, what failed, and how often replicas were killed or restarted."""
     dice, counts = random.Random(seed), Counter[str]()
     bodies = requests(model)
     parsers: dict[str, Any] = {} if model == "tiny-diffusion" else {"tool_call_parser": "hermes"}
     config = EngineConfig(model=model, deterministic=True, threads=1, kv_memory_gib=0.1, **parsers)
-    dispatcher = Dispatcher(processes=3, config=config, on_loss="identical")
+    dispatcher = Dispatcher(processes=3, ray=ray, config=config, on_loss="identical")
+    for replica in dispatcher._replicas if ray is not None else ():
+        replica.direct = direct  # type: ignore[attr-defined]
     async with dispatcher, served(dispatcher) as url:
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
         wanted = [await answer(client, body) for body in bodies]
@@ -149,7 +161,7 @@ async def run(
                 ready = [each for each in dispatcher._replicas if each.state.value == "ready"]
                 if len(ready) > 1:
                     victim: Any = dice.choice(ready)
-                    victim._process.send_signal(signal.SIGKILL)
+                    os.kill(victim.pid, signal.SIGKILL)
                     counts["kills"] += 1
 
         disturbing = asyncio.ensure_future(disturb())
@@ -175,6 +187,10 @@ def main() -> None:
     parser.add_argument("--every", type=float, default=2.0, help="seconds between kills")
     parser.add_argument("--rolling", action="store_true", help="restart all replicas in turn instead")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--ray", metavar="ADDRESS", help="a Ray cluster on this machine that places the replicas"
+    )
+    parser.add_argument("--through-ray", action="store_true", help="which also carries what they compute")
     options = parser.parse_args()
     found = asyncio.run(
         run(
@@ -184,6 +200,8 @@ def main() -> None:
             options.every,
             rolling=options.rolling,
             seed=options.seed,
+            ray=options.ray,
+            direct=not options.through_ray,
         )
     )
     print(found)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ import yaml
 from aioinfer import Engine, EngineConfig, SamplingParams
 from aioinfer.errors import ConfigError, EngineError, EngineFailed
 from aioinfer.parallel import Dispatcher
-from aioinfer.parallel.processes import ProcessReplica, Supervisor, _environment, child_config
-from aioinfer.parallel.remote import SocketReplica
-from aioinfer.parallel.replica import ReplicaState
+from aioinfer.parallel.processes import ProcessReplica, _environment, child_config
+from tests.parallel.waiting import until
 from tests.tiers import PROGRAM, battery
 
 CONFIG = EngineConfig(model="tiny-chat", deterministic=True, threads=1, kv_memory_gib=0.1)
@@ -40,12 +39,6 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     assert not left, left
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 # -- what a child is told ------------------------------------------------------------------------------
 
 
@@ -54,14 +47,18 @@ def test_a_child_has_the_settings_of_the_config_and_its_share_of_the_cores(
 ) -> None:
     monkeypatch.setattr("aioinfer.parallel.processes._cores", lambda: 8)
     config = EngineConfig(model="tiny-chat", max_running_requests=3, kv_memory_gib=1e-6, device="cpu")
-    found = child_config(config, 3)
+    found = child_config(config)
     assert found.pop("download") is False
-    assert found.pop("threads") == 2
     assert EngineConfig(**yaml.safe_load(yaml.safe_dump(found))) == config
-    assert child_config(EngineConfig(threads=5), 3)["threads"] == 5
-    assert child_config(EngineConfig(stats_interval=5, tracing=True), 1).keys() == {"download", "threads"}
-    assert child_config(EngineConfig(), 30)["threads"] == 1
-    assert child_config(EngineConfig(download=True), 1)["download"] is True
+    assert child_config(EngineConfig(stats_interval=5, tracing=True)) == {"download": False}
+    assert child_config(EngineConfig(download=True))["download"] is True
+
+    def threads(config: EngineConfig, children: int) -> int:
+        return int(ProcessReplica(config, "it", children=children)._settings["threads"])
+
+    assert threads(config, 3) == 2
+    assert threads(EngineConfig(threads=5), 3) == 5
+    assert threads(EngineConfig(), 30) == 1
 
 
 def test_what_no_file_can_hold_is_refused() -> None:
@@ -176,102 +173,6 @@ async def test_if_one_child_does_not_start_none_does() -> None:
     assert dispatcher.closed
 
 
-# -- the supervisor ------------------------------------------------------------------------------------
-
-
-class Restarts:
-    """A dispatcher that counts restarts, which fail."""
-
-    def __init__(self, replica: SocketReplica | None = None) -> None:
-        self.replica = replica or ProcessReplica(CONFIG, "it")
-        self.count = 0
-        self.delays: list[float] = []
-        self.supervisor = Supervisor(self.restart)
-
-    def lose(self) -> None:
-        self.replica.state = ReplicaState.LOST
-        self.supervisor.lost(self.replica)
-        timer = self.supervisor._timers.get("it")
-        if timer is not None:
-            self.delays.append(timer.when() - asyncio.get_running_loop().time())
-
-    async def restart(self, name: str) -> None:
-        assert name == "it"
-        self.count += 1
-        self.lose()
-        raise EngineError("no")
-
-
-async def test_a_replica_is_started_later_each_time_and_not_for_ever(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr("aioinfer.parallel.processes._BACKOFF", 0.05)
-    restarts = Restarts()
-    restarts.lose()
-    await until(lambda: "it stays down" in caplog.text)
-    assert restarts.count == 2
-    assert restarts.delays == pytest.approx([0.05, 0.1], abs=0.01)
-    assert not restarts.supervisor._timers
-    await restarts.supervisor.aclose()
-
-
-async def test_a_replica_that_works_is_always_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioinfer.parallel.processes._BACKOFF", 0.001)
-    restarts = Restarts()
-    restarts.replica.completed = 1
-    restarts.lose()
-    await until(lambda: restarts.count > 5)
-    assert max(restarts.delays) <= 0.0011
-    await restarts.supervisor.aclose()
-
-
-async def test_a_replica_that_is_lost_twice_is_started_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody has tried to restart it meanwhile."""
-    monkeypatch.setattr("aioinfer.parallel.processes._BACKOFF", 0.005)
-    restarts = Restarts()
-    restarts.lose()
-    restarts.lose()
-    restarts.lose = lambda: None  # type: ignore[method-assign]
-    await until(lambda: restarts.count)
-    await asyncio.sleep(0.02)
-    assert restarts.count == 1
-    await restarts.supervisor.aclose()
-
-
-async def test_a_replica_that_somebody_has_restarted_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioinfer.parallel.processes._BACKOFF", 0.005)
-    restarts = Restarts()
-    restarts.lose()
-    restarts.replica.state = ReplicaState.READY
-    await until(lambda: not restarts.supervisor._timers)
-    assert not restarts.count
-    await restarts.supervisor.aclose()
-
-
-async def test_a_replica_of_somebody_else_is_tried_for_as_long_as_it_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("aioinfer.parallel.processes._BACKOFF", 0.001)
-    monkeypatch.setattr("aioinfer.parallel.processes._LONGEST", 0.004)
-    restarts = Restarts(SocketReplica("/nowhere", "it"))
-    restarts.lose()
-    await until(lambda: restarts.count > 8)
-    assert max(restarts.delays) <= 0.005
-    await restarts.supervisor.aclose()
-
-
-async def test_failures_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioinfer.parallel.processes._BACKOFF", 0.001)
-    monkeypatch.setattr("aioinfer.parallel.processes._WINDOW", 0.0)
-    restarts = Restarts()
-    restarts.lose()
-    await until(lambda: restarts.count > 5)
-    await restarts.supervisor.aclose()
-    count = restarts.count
-    await asyncio.sleep(0.02)
-    assert restarts.count == count
-
-
 # -- children ------------------------------------------------------------------------------------------
 
 
@@ -341,6 +242,45 @@ async def test_work_goes_on_when_all_were_lost_and_one_comes_back() -> None:
         assert not dispatcher.ready
         await until(lambda: dispatcher.ready)
         assert len((await dispatcher.generate("Once upon a time", PARAMS)).token_ids) == 300
+
+
+@battery(PROGRAM)
+@pytest.mark.parametrize(
+    ("factory", "closes"),
+    [("asyncio.new_event_loop", (False, True)), ("uvloop.new_event_loop", (False, "only"))],
+)
+def test_a_dispatcher_that_outlived_its_loop_can_be_used_again(factory: str, closes: tuple[Any]) -> None:
+    """In a program of its own: Python says on standard error what the closed loop has left behind."""
+    source = f"""
+        import asyncio, psutil, uvloop
+        from aioinfer import EngineConfig, SamplingParams
+        from aioinfer.parallel import Dispatcher
+
+        config = EngineConfig(model="tiny-chat", threads=1, kv_memory_gib=0.1)
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        dispatcher = Dispatcher(processes=1, config=config)
+        children = []
+
+        async def use_it(close):
+            if close != "only":
+                await dispatcher.start()
+                children.append(psutil.Process(dispatcher._replicas[0].pid))
+                assert len((await dispatcher.generate("Once upon a time", params)).token_ids) == 20
+            if close:
+                await dispatcher.aclose()
+                assert dispatcher.closed
+
+        for close in {closes}:
+            with asyncio.Runner(loop_factory={factory}) as runner:
+                runner.run(use_it(close))
+        for child in children:
+            child.wait(timeout=20)
+        print("they have ended")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=120
+    )
+    assert done.stdout == "they have ended\n", done.stderr
 
 
 @battery(PROGRAM)
