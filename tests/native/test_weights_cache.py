@@ -7,8 +7,10 @@ import logging
 import os
 import random
 import shutil
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,7 +27,7 @@ from aioinfer.model.loader import load_model
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.quantization import Quantization, Rounding
 from aioinfer.model.weights import Weights
-from aioinfer.model.weights_cache import MappedMemory
+from aioinfer.model.weights_cache import MappedMemory, WeightsWriter
 from aioinfer.native import build as building
 from aioinfer.native.bindings import InvalidArguments, shared_thread_pool
 from tests.model.block_models import block_config, write_checkpoint
@@ -316,6 +318,59 @@ def test_a_start_that_is_cancelled_while_weights_are_written_leaves_nothing(
     with pytest.raises(Cancelled):
         load(checkpoint("qwen3")[0], progress=progress)
     assert files(cache) == []
+
+
+def test_of_several_that_start_at_once_one_writes_the_file(
+    cache: Path, checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that all of them share its memory. The others wait, and write it if nothing came of it."""
+    path = checkpoint("qwen3")[0]
+    writing, waiting = threading.Event(), threading.Event()
+    commit, fails = WeightsWriter.commit, iter([True, False])
+
+    def slow(writer: WeightsWriter, *args: Any) -> bool:
+        writing.set()
+        assert waiting.wait(60)
+        if next(fails):
+            writer._give_up(OSError("the disk is full"))
+        return commit(writer, *args)
+
+    def looked(seconds: float) -> None:
+        waiting.set()
+        threading.Event().wait(seconds)
+
+    monkeypatch.setattr(WeightsWriter, "commit", slow)
+    monkeypatch.setattr(weights_cache.time, "sleep", looked)
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(load, path)
+        assert writing.wait(60)
+        others = [threads.submit(load, path) for _ in range(2)]
+        reasons = [each.result().spec.layer_reason.rpartition("; ")[2] for each in (first, *others)]
+    assert reasons[0] == "weights could not be cached: the disk is full"
+    assert sorted(reasons[1:]) == ["weights are mapped from the cache", "weights were cached and mapped"]
+    assert len(files(cache)) == 1
+
+
+def test_a_start_that_is_cancelled_while_another_one_writes_does_not_wait(
+    cache: Path, checkpoint: Callable[[str], Any]
+) -> None:
+    class Cancelled(Exception):
+        pass
+
+    def cancel(*args: Any) -> None:
+        raise Cancelled
+
+    path = checkpoint("qwen3")[0]
+    load(path)
+    [name] = files(cache)
+    (cache / name).unlink()
+    lock = cache / f".writing-{Path(name).stem}"
+    with lock.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(Cancelled):
+            load(path, progress=cancel)
+    assert load(path).spec.layer_reason.endswith("weights were cached and mapped")
+    assert files(cache) == [name]
 
 
 def test_what_was_not_used_for_long_and_what_killed_processes_left_is_removed(
