@@ -20,8 +20,8 @@ import os
 import struct
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol, Self, TypeVar
@@ -30,6 +30,7 @@ import numpy as np
 
 from aioinfer.model.spec import Progress
 from aioinfer.native.bindings import InvalidArguments, ThreadPool
+from aioinfer.native.turns import turn
 
 __all__ = ["MappedMemory", "PackedWeightsFile", "WeightsCache", "WeightsWriter"]
 
@@ -43,8 +44,6 @@ _MAGIC = b"aioinfW1"
 _UNFINISHED = ".writing-"
 #: seconds after which such a file, if no process has locked it, is one that a process left when it was killed
 _STALE = 60.0
-#: seconds between looks whether another process has written the same file
-_POLL = 0.05
 #: seconds without use after which a file is removed
 _UNUSED = 30 * 86400.0
 
@@ -229,7 +228,8 @@ class WeightsCache:
         mapped = self._mapped(path, pool, build, progress)
         if mapped is not None:
             return mapped[0], "weights are mapped from the cache", mapped[1]
-        with _turn(path, progress) as waited:
+        pulse = None if progress is None else lambda: progress("weights", 0, 1)
+        with turn(path.with_name(f"{_UNFINISHED}{path.stem}"), pulse) as waited:
             # What another process has written meanwhile is shared with it.
             mapped = self._mapped(path, pool, build, progress) if waited else None
             if mapped is not None:
@@ -295,33 +295,6 @@ class WeightsCache:
             with suppress(OSError):
                 if now - other.stat().st_mtime > _STALE:
                     _remove_unfinished(other)
-
-
-@contextmanager
-def _turn(path: Path, progress: Progress | None) -> Iterator[bool]:
-    """One process at a time writes a file; whether another one has had its turn before. Raises what
-    ``progress`` raises, which is called while this waits."""
-    lock, waited = path.with_name(f"{_UNFINISHED}{path.stem}"), False
-    with ExitStack() as held:
-        with suppress(OSError):  # nothing can be written there, or there are no locks: nobody waits
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            file = held.enter_context(lock.open("ab"))
-            held.callback(lambda: lock.unlink(missing_ok=True))
-            while not _locked(file):
-                waited = True
-                if progress is not None:
-                    progress("weights", 0, 1)
-                time.sleep(_POLL)
-        yield waited
-
-
-def _locked(file: IO[bytes]) -> bool:
-    """Whether this could be locked, until it is closed. Raises OSError if there are no locks."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _remove_unfinished(path: Path) -> None:

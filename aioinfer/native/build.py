@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from aioinfer.native.processor import Tiles, choose_tiles, instruction_sets
+from aioinfer.native.turns import turn
 
 __all__ = ["UNITS", "BuildFailed", "build", "build_sockets", "cache_directory", "find_compiler"]
 
@@ -54,7 +55,7 @@ UNITS = len(_UNITS)
 _PATIENCE = 600.0
 #: seconds between two calls of ``progress`` while compilers run
 _PULSE = 0.1
-#: directories in the cache where compilers write; locked by the process that compiles
+#: directories in the cache where compilers write, and files of their turns; locked by who compiles
 _WORKPLACE = "compiling-"
 #: seconds after which such a directory may be one that a process left when it was killed
 _STALE = 60.0
@@ -109,9 +110,9 @@ def cache_directory() -> Path:
 def build(progress: _Progress = None, tiles: Tiles | None = None) -> Path:
     """The library for this machine, compiled if that has not been done yet, which takes about half a minute.
 
-    Several processes may compile at once, and none of them sees half a file. The compiler is AIOINFER_CXX, or
-    the first of ``$CXX``, ``c++``, ``g++``, ``clang++`` and that of the package ziglang (the extra
-    "compiler"). AIOINFER_CXXFLAGS replaces the flags for the processor at hand; for AIOINFER_TILES see
+    Of several processes one compiles and the others wait; none of them sees half a file. The compiler is
+    AIOINFER_CXX, or the first of ``$CXX``, ``c++``, ``g++``, ``clang++`` and that of the package ziglang (the
+    extra "compiler"). AIOINFER_CXXFLAGS replaces the flags for the processor at hand; for AIOINFER_TILES see
     :func:`~aioinfer.native.processor.choose_tiles`.
 
     Args:
@@ -152,13 +153,18 @@ def _made(recipe: _Recipe, progress: _Progress = None) -> Path:
     found = _intact(directory, f"{name}-*")
     if found is not None:
         return found
+    pulse = None if progress is None else lambda: progress(0, len(recipe.units))
     try:
         # Closed to other users, who could put a library there.
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with _workplace(directory) as place:
-            path = _publish(_compile(compiler, recipe, place, progress), directory, name)
-            _prune(directory, recipe.name)
-            return path
+        with turn(directory / f"{_WORKPLACE}{name}", pulse) as waited:
+            found = _intact(directory, f"{name}-*") if waited else None
+            if found is not None:
+                return found
+            with _workplace(directory) as place:
+                path = _publish(_compile(compiler, recipe, place, progress), directory, name)
+                _prune(directory, recipe.name)
+                return path
     except OSError as error:
         raise BuildFailed(f"{directory} cannot be written: {error}") from error
 
@@ -218,7 +224,7 @@ def _workplace(cache: Path) -> Iterator[Path]:
         with suppress(OSError):
             if time.time() - other.stat().st_mtime > _STALE:
                 with _locked(other):
-                    shutil.rmtree(other)
+                    shutil.rmtree(other) if other.is_dir() else other.unlink()
     with (
         tempfile.TemporaryDirectory(prefix=_WORKPLACE, dir=cache, ignore_cleanup_errors=True) as place,
         ExitStack() as locks,

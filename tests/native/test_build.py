@@ -5,6 +5,8 @@ Most tests use scripts as compilers: all other tests here depend on a real one.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib.util
 import logging
 import os
@@ -208,18 +210,20 @@ def test_a_new_cache_is_closed_to_other_users(compiler: Compiler) -> None:
     assert cache_directory().stat().st_mode & 0o077 == 0
 
 
-def test_two_processes_compile_at_once_and_both_have_a_whole_library(
-    compiler: Compiler, tmp_path: Path
-) -> None:
-    """Their compilers wait for each other, so that neither finds the library of the other."""
+def test_of_two_processes_that_start_at_once_one_compiles(compiler: Compiler, tmp_path: Path) -> None:
+    """The compiler of the first one waits until the other one is there, too."""
     (tmp_path / "here").mkdir()
     meet = f"""
 [ "$1" = --version ] && echo fake && exit
-touch "{tmp_path}/here/$PPID"
 until [ "$(ls "{tmp_path}/here" | wc -l)" -ge 2 ]; do :; done
 {WORKS.partition("exit")[2]}"""
-    compiler(meet)
-    code = "from aioinfer.native.build import build; print(build().read_text(), build())"
+    script = compiler(meet)
+    code = f"""if True:
+        import os, pathlib
+        from aioinfer.native.build import build
+        pathlib.Path("{tmp_path}/here", str(os.getpid())).touch()
+        print(build().read_text(), build())
+    """
     env = {**os.environ, "PYTHONPATH": str(_ROOT)}
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
@@ -229,6 +233,27 @@ until [ "$(ls "{tmp_path}/here" | wc -l)" -ge 2 ]; do :; done
     assert [process.returncode for process in both] == [0, 0]
     assert len(said) == 1
     assert said.pop().startswith("made")
+    assert calls(script) == UNITS + 1
+    assert left() == [".so"]
+
+
+def test_where_there_are_no_locks_nobody_waits(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
+    compiler(WORKS)
+    assert build().read_text() == "made\n"
+
+
+def test_whoever_waits_for_the_compiler_of_another_process_can_be_cancelled(compiler: Compiler) -> None:
+    script = compiler(WORKS)
+    name = build().stem.rpartition("-")[0]
+    (cached,) = cache_directory().glob("*.so")
+    cached.unlink()
+    with (cache_directory() / f"compiling-{name}").open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(KeyboardInterrupt):
+            build(Mock(side_effect=KeyboardInterrupt))
+    assert calls(script) == UNITS + 1
+    assert build().read_text() == "made\n"
     assert left() == [".so"]
 
 

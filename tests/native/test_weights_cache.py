@@ -340,7 +340,7 @@ def test_of_several_that_start_at_once_one_writes_the_file(
         threading.Event().wait(seconds)
 
     monkeypatch.setattr(WeightsWriter, "commit", slow)
-    monkeypatch.setattr(weights_cache.time, "sleep", looked)
+    monkeypatch.setattr("aioinfer.native.turns.time.sleep", looked)
     with ThreadPoolExecutor(3) as threads:
         first = threads.submit(load, path)
         assert writing.wait(60)
