@@ -225,13 +225,15 @@ class WeightsCache:
         group = f"weights-{self._group}-{_hash(pool.kernels.name)}-"
         path = self._directory / f"{group}{self._state}.packed"
         self._prune(path, group)
+        before = _identity(path)
         mapped = self._mapped(path, pool, build, progress)
         if mapped is not None:
             return mapped[0], "weights are mapped from the cache", mapped[1]
         pulse = None if progress is None else lambda: progress("weights", 0, 1)
-        with turn(path.with_name(f"{_UNFINISHED}{path.stem}"), pulse) as waited:
+        with turn(path.with_name(f"{_UNFINISHED}{path.stem}"), pulse):
             # What another process has written meanwhile is shared with it.
-            mapped = self._mapped(path, pool, build, progress) if waited else None
+            written = _identity(path) != before
+            mapped = self._mapped(path, pool, build, progress) if written else None
             if mapped is not None:
                 return mapped[0], "weights are mapped from the cache", mapped[1]
             return self._write(path, group, pool, build, progress)
@@ -295,6 +297,14 @@ class WeightsCache:
             with suppress(OSError):
                 if now - other.stat().st_mtime > _STALE:
                     _remove_unfinished(other)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Of the file that has this name, if there is one."""
+    with suppress(OSError):
+        stat = path.stat()
+        return stat.st_ino, stat.st_size
+    return None
 
 
 def _remove_unfinished(path: Path) -> None:

@@ -157,8 +157,8 @@ def _made(recipe: _Recipe, progress: _Progress = None) -> Path:
     try:
         # Closed to other users, who could put a library there.
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with turn(directory / f"{_WORKPLACE}{name}", pulse) as waited:
-            found = _intact(directory, f"{name}-*") if waited else None
+        with turn(directory / f"{_WORKPLACE}{name}", pulse):
+            found = _intact(directory, f"{name}-*")
             if found is not None:
                 return found
             with _workplace(directory) as place:
