@@ -62,7 +62,7 @@ _PARAM = type(pytest.param())
 BOTH_LOOPS = ("tests/engine/test_streams.py", "tests/engine/test_lifecycle.py")
 UVLOOP_ALONE = ("tests/server/",)
 #: These take minutes and check what no loop changes: the arithmetic of models, what a request may say, what a
-#: grammar allows. With the battery, too, they run on one loop.
+#: grammar allows, what other processes do. With the battery, too, they run on one loop.
 ONE_LOOP = (
     "tests/bench/",
     "tests/model/",
@@ -73,6 +73,7 @@ ONE_LOOP = (
     "tests/engine/test_transparency.py",
     "tests/execution/",
     "tests/parallel/test_failover.py",
+    "tests/parallel/test_processes.py",
     "tests/parallel/test_real_ray.py",
     "tests/server/test_near_valid.py",
     "tests/server/test_reasoning.py",

@@ -276,6 +276,7 @@ class _Session:
             own if most is None else min(own, most),
             engine.config.max_step_tokens,
             engine.stats(),
+            engine.config.prefix_cache,
         )
         self._trusted = True
         agent.session = self

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from typing import Protocol, cast
 
 from aioinfer.parallel.frames import HANDSHAKE_LIMIT, FrameError, FrameReader, Kind, frame
@@ -128,3 +130,11 @@ class Connection(asyncio.Protocol):
         self.closed = True
         if self._transport is not None and not self.gone.done():
             self._transport.abort()
+
+    def outlive_loop(self) -> None:
+        """Close the socket of a loop that is closed: so that the peer knows."""
+        self.closed = True
+        found = None if self._transport is None else self._transport.get_extra_info("socket")
+        with contextlib.suppress(OSError):  # uvloop has closed it with the loop
+            if found is not None:
+                found.shutdown(socket.SHUT_RDWR)

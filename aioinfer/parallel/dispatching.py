@@ -267,6 +267,7 @@ class Dispatching(OpenStreams):
                 record.state = RequestState.RUNNING
             if not attempt.resumes:
                 record.kv.cached_tokens = rows.cached_tokens
+            self.placing.admitted(attempt, rows.cached_tokens)
         if not rows.identical:
             record.identical = False
         more = attempt.bring(rows)
@@ -448,6 +449,9 @@ class Dispatching(OpenStreams):
             self._intake.close()
             try:
                 # One that is starting is closed by what starts it.
+                for each in closing:
+                    if each.state is ReplicaState.STARTING:
+                        each.give_up()
                 await close_all([each for each in closing if each.state is not ReplicaState.STARTING])
             finally:
                 self.state = EngineState.CLOSED

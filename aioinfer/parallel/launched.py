@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from abc import abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -31,18 +32,24 @@ class LaunchedReplica(SocketReplica):
     async def launch(self, progress: Progress | None = None) -> None:
         """Start a process, wait until it has loaded its model, and connect. Raises as SocketReplica, and
         EngineError: the process has ended."""
+        self.begin_launch()
         await self._end(kill=True)
         try:
             await self._spawn()
             await super().launch(progress)
         except BaseException:
-            await asyncio.shield(self._end(kill=True))
+            ending = asyncio.ensure_future(self._end(kill=True))
+            while not ending.done():  # whoever cancels again waits, too
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait([ending])
             raise
 
     async def aclose(self) -> None:
         lost = self.state is ReplicaState.LOST
-        await super().aclose()
-        await self._end(kill=lost)
+        try:
+            await super().aclose()
+        finally:
+            await self._end(kill=lost)
 
     @abstractmethod
     async def _spawn(self) -> None:

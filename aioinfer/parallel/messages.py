@@ -82,10 +82,12 @@ class Welcome:
     slots: int
     step_tokens: int
     stats: EngineStats
+    #: it has a prefix cache
+    caches: bool = True
 
     def pack(self) -> bytes:
         info = asdict(self.info) | {"eos_token_ids": sorted(self.info.eos_token_ids)}
-        record = {"info": info, "slots": self.slots, "step_tokens": self.step_tokens}
+        record = {"info": info, "slots": self.slots, "step_tokens": self.step_tokens, "caches": self.caches}
         return json.dumps(record | {"stats": asdict(self.stats)}).encode()
 
     @classmethod
@@ -95,7 +97,8 @@ class Welcome:
         slots, step_tokens = _is(found["slots"], int), _is(found["step_tokens"], int)
         if slots < 1 or step_tokens < 1:
             raise FrameError("a replica without slots")
-        return cls(_made(DeviceInfo, found["info"]), slots, step_tokens, _made(EngineStats, found["stats"]))
+        info, stats = _made(DeviceInfo, found["info"]), _made(EngineStats, found["stats"])
+        return cls(info, slots, step_tokens, stats, _is(found["caches"], bool))
 
 
 class Stats:

@@ -94,6 +94,11 @@ class Placing:
         attempt.replica.load.add(attempt)
         self._sharing.update(attempt.pages)
 
+    def admitted(self, attempt: Attempt, cached_tokens: int) -> None:
+        """What it has found in the cache is known: so is what it has to compute."""
+        if attempt.uncached:
+            attempt.replica.load.admitted(attempt, max(1, attempt.record.known - cached_tokens))
+
     def begun(self, attempt: Attempt) -> None:
         """Its first token is there."""
         attempt.replica.load.begun(attempt)
@@ -134,6 +139,8 @@ class Placing:
 
 def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequence[int]) -> tuple[int, int]:
     """How many of the known tokens it has, and has or is about to have for another request."""
+    if record.params.prompt_logprobs is not None:  # all of it is computed
+        return 0, 0
     coming = 0
     for page in pages:
         if not replica.load.pages[page]:

@@ -97,6 +97,11 @@ class ProcessReplica(LaunchedReplica):
         """Of the child, while there is one."""
         return None if self._process is None else self._process.pid
 
+    def give_up(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
     def outlive_loop(self) -> None:
         super().outlive_loop()
         leave(self._process)

@@ -119,8 +119,7 @@ class SocketReplica(Replica):
     async def launch(self, progress: Progress | None = None) -> None:
         """Connect. Raises ConfigError: it is refused, by either side; EngineError: there is no answer."""
         await self._disconnect()
-        self.state, self.completed, self._stats = ReplicaState.STARTING, 0, None
-        self.remembered.clear()
+        self.begin_launch()
         link = _Link(self)
         try:
             await self._connect(lambda: link.connection)
@@ -146,6 +145,11 @@ class SocketReplica(Replica):
         self._link, self._welcome, self._stats = link, welcome, welcome.stats
         link.begin()
 
+    def begin_launch(self) -> None:
+        """It is about to be there, and nothing is known of it."""
+        self.state, self.completed, self._stats = ReplicaState.STARTING, 0, None
+        self.remembered.clear()
+
     def _refuse(self, why: str) -> None:
         self.refused[why] += 1
         log = _log.warning if self.refused[why] == 1 else _log.debug
@@ -163,6 +167,8 @@ class SocketReplica(Replica):
             self.state = ReplicaState.CLOSED
 
     def outlive_loop(self) -> None:
+        if self._link is not None:
+            self._link.connection.outlive_loop()
         self._link = self._events = None
 
     async def _disconnect(self) -> None:
@@ -217,7 +223,7 @@ class SocketReplica(Replica):
         return self.remembered.leading(pages) * PAGE
 
     def remember(self, pages: Sequence[int]) -> None:
-        if self._stats is not None:
+        if self._stats is not None and self._known.caches:
             self.remembered.add(pages, self._stats.pages_total * (self.info.page_size or PAGE) // PAGE)
 
     # -- as what a link reports to ----------------------------------------------------------------
@@ -382,7 +388,8 @@ class _Link:
         """What is not in columns. Logprobs of the prompt come in parts."""
         if row.admitted_at is not None:
             sent.admitted_at = row.admitted_at
-            self._replica.remembered.found(sent.attempt.pages, -(-row.cached_tokens // PAGE))
+            if sent.attempt.params.prompt_logprobs is None:  # else nothing was looked for
+                self._replica.remembered.found(sent.attempt.pages, -(-row.cached_tokens // PAGE))
         sent.prompt_logprobs += row.prompt_logprobs
         row.prompt_logprobs = sent.prompt_logprobs
         if row.draft is not None:

@@ -125,6 +125,14 @@ class Load:
             self.resuming -= attempt.uncached
         attempt.uncached = 0
 
+    def admitted(self, attempt: Attempt, uncached: int) -> None:
+        """It has to compute so much, and not what was thought."""
+        more = uncached - attempt.uncached
+        self.backlog += more
+        if attempt.resumes:
+            self.resuming += more
+        attempt.uncached = uncached
+
     def remove(self, attempt: Attempt) -> None:
         self.begun(attempt)
         del self.attempts[attempt.number]
@@ -220,6 +228,10 @@ class Replica(ABC):
     @abstractmethod
     def flush_cache(self) -> int:
         """As :meth:`aioinfer.Engine.flush_cache`."""
+
+    def give_up(self) -> None:
+        """The dispatcher is closed while this is being launched, which should fail soon."""
+        return
 
     def outlive_loop(self) -> None:
         """Its loop was closed before it was: forget what belonged to that. :meth:`aclose` follows."""

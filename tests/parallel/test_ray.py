@@ -10,6 +10,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,15 @@ import psutil
 import pytest
 
 from aioinfer import EngineConfig, ServerConfig
-from aioinfer.errors import ConfigError, EngineError
+from aioinfer.errors import ConfigError, EngineClosed, EngineError, OutOfMemory
 from aioinfer.parallel import Dispatcher
+from aioinfer.parallel.errors_record import error_record
 from aioinfer.parallel.launched import HostUnavailable
 from aioinfer.parallel.on_ray.cluster import Placed, RayCluster
+from aioinfer.parallel.on_ray.replica import RayReplica
 from aioinfer.parallel.on_ray.resources import Node, share
+from aioinfer.parallel.replica import ReplicaState
+from tests.parallel.served import toy
 from tests.parallel.waiting import until
 
 CONFIG = EngineConfig(model="tiny-chat", deterministic=True, threads=1, kv_memory_gib=0.1)
@@ -81,8 +86,11 @@ def test_how_many_replicas_must_be_said() -> None:
         Dispatcher(ray="auto")
 
 
-def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.parametrize("found", [None, ModuleSpec("ray", None)], ids=["nothing", "a directory"])
+def test_without_ray_it_is_said_what_to_install(
+    found: ModuleSpec | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: found)
     with pytest.raises(ConfigError, match=r"pip install 'aioinfer\[ray\]'"):
         Dispatcher(processes=2, ray="auto")
 
@@ -90,7 +98,7 @@ def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch)
 def test_the_server_has_its_replicas_placed_by_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     from aioinfer.cli.serving import _engine
 
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("aioinfer.parallel.on_ray.cluster.has_ray", lambda: True)
     found = _engine(CONFIG, ServerConfig(ray="127.0.0.1:6379"))
     assert isinstance(found, Dispatcher)
     assert [each.name for each in found._replicas] == ["ray-0"]
@@ -101,9 +109,10 @@ def test_the_server_has_its_replicas_placed_by_ray(monkeypatch: pytest.MonkeyPat
 
 def test_nothing_here_imports_ray() -> None:
     source = """
-        import importlib.util, sys
-        importlib.util.find_spec = lambda name: object()
+        import sys
         from aioinfer.parallel import Dispatcher
+        from aioinfer.parallel.on_ray import cluster
+        cluster.has_ray = lambda: True
         Dispatcher(processes=2, ray="auto")
         assert "ray" not in sys.modules
     """
@@ -130,7 +139,7 @@ PLAYED = """
 
 
 def cluster(source: str, monkeypatch: pytest.MonkeyPatch) -> RayCluster:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("aioinfer.parallel.on_ray.cluster.has_ray", lambda: True)
     found = RayCluster("10.0.0.1:6379", 2)
     found.command = [sys.executable, "-c", textwrap.dedent(PLAYED) + textwrap.dedent(source)]
     return found
@@ -148,15 +157,29 @@ async def test_without_a_cluster_it_says_why(monkeypatch: pytest.MonkeyPatch) ->
 
 
 async def test_a_cluster_that_does_not_answer_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioinfer.parallel.on_ray.cluster._CONNECTING", 0.1)
+    monkeypatch.setattr("aioinfer.parallel.on_ray.keeper_process._CONNECTING", 0.1)
     found = cluster("say('imported'); time.sleep(600)", monkeypatch)
     await refused(found, "no answer of a Ray cluster")
 
 
-async def test_a_keeper_that_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    await refused(cluster("raise SystemExit(3)", monkeypatch), "the keeper of replicas on Ray has ended")
-    source = "say('imported'); say('connected'); heard(); raise SystemExit(3)"
-    await refused(cluster(source, monkeypatch), "the keeper of replicas on Ray has ended")
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("raise SystemExit(3)", "has ended"),
+        ("say('imported'); say('connected'); heard(); raise SystemExit(3)", "has ended"),
+        ("print('x')", "says b'x"),
+        ("say('imported'); print('[]')", r"says b'\[\]"),
+        ("say('imported'); say('connected'); heard(); print('x', flush=True); heard()", "says b'x"),
+        ("say('imported'); say('connected'); heard(); print('x' * 2000000); heard()", "makes no sense"),
+        ("say('imported'); say('connected'); heard(); say('placed', number=7); heard()", "makes no sense"),
+        ("say('imported'); say('connected'); heard(); say('placed', number=0); heard()", "makes no sense"),
+        ("say('imported'); say('connected'); heard(); say('odd', number=0); heard()", "makes no sense"),
+    ],
+)
+async def test_a_keeper_that_ends_or_makes_no_sense_is_an_error(
+    source: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await refused(cluster(source, monkeypatch), f"the keeper of replicas on Ray {message}")
 
 
 async def test_a_keeper_that_cannot_be_started_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,14 +188,41 @@ async def test_a_keeper_that_cannot_be_started_is_an_error(monkeypatch: pytest.M
     await refused(found, "cannot be started", EngineError)
 
 
-async def test_what_dies_before_it_is_placed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = """
+@pytest.mark.parametrize(
+    ("event", "kind", "message"),
+    [
+        ({"why": "its node is gone"}, HostUnavailable, "its actor has died: its node is gone"),
+        ({"why": "x", "setting": "no such model"}, ConfigError, "no such model"),
+        ({"why": "x", "error": error_record(OutOfMemory("too large"))}, OutOfMemory, "too large"),
+        ({"why": "x", "error": error_record(KeyError("odd"))}, EngineError, "KeyError: 'odd'"),
+    ],
+)
+async def test_what_dies_before_it_is_placed_is_an_error(
+    event: dict[str, Any], kind: type[EngineError], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of its engine, if it is that; another start may find another node otherwise."""
+    source = f"""
         say('imported'); say('connected')
         while True:
             command = heard()
-            say('ended' if command['do'] == 'end' else 'died', number=command['number'], why='no such model')
+            more = {{}} if command['do'] == 'end' else {event!r}
+            say('ended' if command['do'] == 'end' else 'died', number=command['number'], **more)
     """
-    await refused(cluster(source, monkeypatch), "its actor has died: no such model", EngineError)
+    await refused(cluster(source, monkeypatch), message, kind)
+
+
+async def test_those_that_wait_for_a_keeper_have_one_failure(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = f"""
+        open({str(directory / "starts")!r}, "a").write("x")
+        say('imported'); say('unreachable', why='no')
+    """
+    found = cluster(source, monkeypatch)
+    ends = await asyncio.gather(*(found.place(n, {}, "", print) for n in range(5)), return_exceptions=True)
+    assert all(isinstance(each, HostUnavailable) for each in ends)
+    assert (directory / "starts").read_text() == "x"
+    await asyncio.gather(*(found.end(number, kill=True) for number in range(5)))
 
 
 #: writes down what it hears; replica 1 dies when replica 0 ends
@@ -189,6 +239,7 @@ KEEPING = """
             say('ended', number=number)
             say('died', number=1, why='it was killed')
 """
+CALM = KEEPING.replace("say('died', number=1, why='it was killed')", "")
 
 
 async def test_replicas_are_placed_and_ended_by_one_keeper(
@@ -209,10 +260,9 @@ async def test_replicas_are_placed_and_ended_by_one_keeper(
     await found.end(0, kill=False)
     await until(lambda: died)
     assert died == ["it was killed"]
-    assert found._process is not None
-    await found.end(1, kill=True)
-    await found.end(1, kill=True)
-    assert found._process is None
+    assert found._starting is not None
+    await asyncio.gather(*(found.end(1, kill=True) for _ in range(2)))
+    assert found._starting is None
     heard = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [(each["do"], each["number"]) for each in heard] == [
         ("place", 0), ("place", 1), ("end", 0), ("end", 1),
@@ -225,14 +275,16 @@ async def test_replicas_are_placed_and_ended_by_one_keeper(
 
 
 async def test_a_keeper_that_was_lost_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = cluster(KEEPING, monkeypatch)
+    found = cluster(CALM, monkeypatch)
     await found.place(0, {}, "secret", print)
     await found.place(1, {}, "secret", print)
-    assert found._process is not None
-    found._process.kill()
-    await until(lambda: found._reading is None or found._reading.done())
+    assert found._starting is not None
+    keeper = found._starting.result()
+    assert keeper._process is not None
+    keeper._process.kill()
+    await until(lambda: not keeper.alive)
     await found.end(0, kill=True)
-    assert (await found.place(0, {}, "secret", print)).port == 7000
+    assert (await found.place(0, {}, "secret", print)).host == "10.0.0.2"
     await found.end(1, kill=True)
     await found.end(0, kill=True)
 
@@ -240,7 +292,7 @@ async def test_a_keeper_that_was_lost_is_replaced(monkeypatch: pytest.MonkeyPatc
 async def test_a_keeper_that_does_not_end_is_killed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("aioinfer.parallel.on_ray.cluster._FAREWELL", 0.1)
+    monkeypatch.setattr("aioinfer.parallel.on_ray.cluster._AT_ONCE", 0.1)
     source = """
         say('imported'); say('connected')
         say('placed', number=heard()['number'], host='10.0.0.2', port=7000, pid=1)
@@ -250,22 +302,96 @@ async def test_a_keeper_that_does_not_end_is_killed(
     await found.place(0, {}, "secret", print)
     await found.end(0, kill=True)
     assert "a replica on Ray does not end" in caplog.text
-    assert "the keeper of replicas on Ray does not end, and is killed" in caplog.text
+    assert found._starting is None
 
 
-async def test_a_placement_that_is_given_up_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["cancelled", "ended", "given up"])
+async def test_a_placement_that_is_given_up_leaves_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("aioinfer.parallel.on_ray.cluster._AT_ONCE", 0.1)
     found = cluster("say('imported'); say('connected')\nwhile True: heard()", monkeypatch)
     placing = asyncio.ensure_future(found.place(0, {}, "secret", print))
-    await until(lambda: found._reading)
-    placing.cancel()
-    await asyncio.wait([placing])
-    monkeypatch.setattr("aioinfer.parallel.on_ray.cluster._FAREWELL", 0.1)
+    await until(lambda: found._starting and found._starting.done() and found._starting.result()._placings)
+    if way == "cancelled":
+        placing.cancel()
+    if way == "given up":
+        found.give_up(0)
+        await asyncio.wait([placing])
     await found.end(0, kill=True)
-    assert found._process is None
+    (end,) = await asyncio.gather(placing, return_exceptions=True)
+    assert isinstance(end, asyncio.CancelledError if way == "cancelled" else EngineClosed)
+    assert found._starting is None
+
+
+@pytest.mark.parametrize("way", ["cancelled", "ended", "given up"])
+async def test_a_keeper_that_starts_for_nobody_is_ended(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = cluster("time.sleep(600)", monkeypatch)
+    placing = asyncio.ensure_future(found.place(0, {}, "secret", print))
+    await until(lambda: psutil.Process().children())
+    if way == "cancelled":
+        placing.cancel()
+        await asyncio.wait([placing])
+    if way == "given up":
+        found.give_up(0)
+        await asyncio.wait([placing])
+    await found.end(0, kill=True)
+    assert found._starting is None
+    await asyncio.wait([placing])
+
+
+async def test_the_last_end_and_a_new_placement_do_not_disturb_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = cluster(CALM, monkeypatch)
+    await found.place(0, {}, "secret", print)
+    ending = asyncio.ensure_future(found.end(0, kill=False))
+    placed = []
+    for number in range(1, 4):
+        placed.append(asyncio.ensure_future(found.place(number, {}, "secret", print)))
+        await asyncio.sleep(0)
+    await ending
+    for each in placed:
+        assert Path((await each).path).parent.is_dir()
+    await asyncio.gather(*(found.end(number, kill=True) for number in range(1, 4)))
+    assert found._starting is None
+
+
+def test_a_cluster_can_be_used_on_another_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = cluster(CALM, monkeypatch)
+
+    async def use() -> None:
+        await asyncio.gather(*(found.place(number, {}, "secret", print) for number in range(3)))
+        await asyncio.gather(*(found.end(number, kill=True) for number in range(3)))
+
+    asyncio.run(use())
+    asyncio.run(use())
+
+
+async def test_a_dispatcher_is_closed_while_a_replica_waits_for_a_place(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It counts as one that is about to be there meanwhile, and whoever restarts it is told."""
+    monkeypatch.setattr("aioinfer.parallel.on_ray.cluster._AT_ONCE", 0.1)
+    waits: Any = cluster("say('imported'); say('connected')\nwhile True: heard()", monkeypatch)
+    dispatcher = Dispatcher([toy(), toy()])
+    await dispatcher.start()
+    replica: Any = RayReplica(waits, EngineConfig(), "local-0", number=0)
+    replica.state = ReplicaState.LOST
+    local, dispatcher._replicas[0] = dispatcher._replicas[0], replica
+    assert dispatcher._running is not None
+    dispatcher._running.placing.replicas[0] = replica
+    restarting = asyncio.ensure_future(dispatcher.restart("local-0"))
+    await until(lambda: waits._starting and waits._starting.done())
+    assert replica.state is ReplicaState.STARTING
+    assert dispatcher._running.placing.alive
+    await dispatcher.aclose()
+    with pytest.raises(EngineClosed):
+        await restarting
+    assert waits._starting is None
+    await local.aclose()
 
 
 async def test_a_dispatcher_without_a_cluster_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    monkeypatch.setattr("aioinfer.parallel.on_ray.cluster.has_ray", lambda: True)
     dispatcher = Dispatcher(processes=3, ray="10.0.0.1:6379", config=CONFIG)
     played: Any = cluster("say('imported'); say('unreachable', why='no')", monkeypatch)
     for replica in dispatcher._replicas:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
 from aioinfer import SamplingParams
 from aioinfer.parallel.remembering import PAGE, RememberedPages
+from aioinfer.parallel.replica import Load
 from tests.parallel.served import dispatching, toy
 
 PROMPT = [number % 30 + 1 for number in range(4 * PAGE)]
@@ -76,3 +78,29 @@ async def test_a_replica_that_has_lost_its_pages_is_no_longer_preferred(tmp_path
         assert not len(home.remembered)
         await stream
         assert len(home.remembered) == 4
+
+
+async def test_an_engine_without_a_cache_has_nothing_to_remember(tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    async with dispatching(tmp_path, toy(prefix_cache=False), toy(prefix_cache=False)) as dispatcher:
+        await dispatcher.generate(PROMPT, params)
+        assert not any(len(each.remembered) for each in dispatcher.replicas)
+
+
+async def test_a_prompt_whose_logprobs_are_wanted_is_computed_and_stays_remembered(tmp_path: Path) -> None:
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    async with dispatching(tmp_path, toy()) as dispatcher:
+        await dispatcher.generate(PROMPT, params)
+        stream = dispatcher.generate(PROMPT, params.changed(prompt_logprobs=0), max_lag=1)
+        await anext(stream)
+        assert len(dispatcher.replicas[0].remembered) == 4
+        await stream
+
+
+def test_a_load_is_corrected_by_what_a_request_has_found() -> None:
+    load, attempt = Load(), Mock(number=1, tokens=100, uncached=4, resumes=True, pages=())
+    load.add(attempt)
+    load.admitted(attempt, 64)
+    assert (load.backlog, load.resuming, attempt.uncached) == (64, 64, 64)
+    load.remove(attempt)
+    assert (load.backlog, load.resuming, load.tokens) == (0, 0, 0)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from aioinfer.config import EngineConfig
@@ -30,7 +32,7 @@ class RayReplica(LaunchedReplica):
         super().__init__(name, token=secrets.token_urlsafe(32))
         self._cluster = cluster
         self._number = number
-        self._settings = child_config(config)
+        self._settings = {name: _absolute(value) for name, value in child_config(config).items()}
         self._placed: Placed | None = None
         #: tests forbid the direct way
         self.direct = True
@@ -56,8 +58,7 @@ class RayReplica(LaunchedReplica):
         loop, (host, port, _, path) = asyncio.get_running_loop(), self._placed
         if self.direct:
             try:
-                async with asyncio.timeout(_PATIENCE):
-                    return await loop.create_connection(protocol, host, port)
+                return await loop.create_connection(protocol, sock=await _reached(host, port))
             except (OSError, TimeoutError) as error:
                 _log.warning(
                     "the replica %s is reached through Ray, at the cost of a millisecond per step, because "
@@ -65,6 +66,27 @@ class RayReplica(LaunchedReplica):
                 )  # fmt: skip
         return await loop.create_unix_connection(protocol, path)
 
+    def give_up(self) -> None:
+        self._cluster.give_up(self._number)
+
     async def _end(self, *, kill: bool) -> None:
         self._placed = None
         await self._cluster.end(self._number, kill=kill)
+
+
+async def _reached(host: str, port: int) -> socket.socket:
+    """Raises OSError, TimeoutError."""
+    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        found.setblocking(False)
+        async with asyncio.timeout(_PATIENCE):
+            await asyncio.get_running_loop().sock_connect(found, (host, port))
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def _absolute(value: Any) -> Any:
+    """Paths are those of this process; actors have another working directory."""
+    return str(Path(value).resolve()) if isinstance(value, str) and value and Path(value).exists() else value
