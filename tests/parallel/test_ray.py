@@ -119,6 +119,19 @@ def test_nothing_here_imports_ray() -> None:
     subprocess.run([sys.executable, "-c", textwrap.dedent(source)], check=True)
 
 
+def test_paths_are_those_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Actors have another working directory; what only looks like a path stays as it is."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("own", "priority"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr("aioinfer.parallel.on_ray.cluster.has_ray", lambda: True)
+    config = EngineConfig(model="own", policy="priority", speculation="lookup")
+    (replica,) = Dispatcher(processes=1, ray="auto", config=config)._replicas
+    assert isinstance(replica, RayReplica)
+    assert replica._settings["model"] == str(tmp_path / "own")
+    assert replica._settings["policy"] == "priority"
+
+
 # -- a keeper that only plays one ----------------------------------------------------------------------
 
 #: what each of them has at the beginning

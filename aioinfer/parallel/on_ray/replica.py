@@ -20,6 +20,8 @@ __all__ = ["RayReplica"]
 
 _log = logging.getLogger("aioinfer")
 
+#: settings that can be paths
+_PATHS = frozenset({"model", "speculation", "chat_template"})
 #: seconds in which its port must take a connection; else Ray passes the bytes on
 _PATIENCE = 3.0
 
@@ -32,7 +34,9 @@ class RayReplica(LaunchedReplica):
         super().__init__(name, token=secrets.token_urlsafe(32))
         self._cluster = cluster
         self._number = number
-        self._settings = {name: _absolute(value) for name, value in child_config(config).items()}
+        self._settings = child_config(config)
+        for name in _PATHS & self._settings.keys():
+            self._settings[name] = _absolute(self._settings[name])
         self._placed: Placed | None = None
         #: tests forbid the direct way
         self.direct = True
