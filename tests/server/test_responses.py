@@ -290,6 +290,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [USER, {"type": "mcp_call"}]}, "input[1].type"),
     ({"input": [{"type": "function_call", "call_id": "1", "name": "f"}]}, "input[0].arguments"),
     ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "input[0].output"),
+    *(
+        (
+            {"input": [{"type": "function_call_output", "call_id": "1", "output": "x", "name": name}]},
+            "input[0].name",
+        )
+        for name in ({}, 0, [], False, 7)
+    ),
+    *(
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {}, "name": "x", label: 0}}},
+            f"text.format.{label}",
+        )
+        for label in ("name", "description")
+    ),
     ({"input": [{**USER, "colour": "red"}]}, "input[0].colour"),
     (
         {"input": [{"type": "reasoning", "id": "1", "encrypted_content": "x"}]},

@@ -133,9 +133,10 @@ class Conversation:
         content = _content(f"{field}.output", item.get("output"))
         self._turn = None
         message = {"role": "tool", "tool_call_id": call_id, "content": content}
-        name = item.get("name") or self._functions.get(call_id)
-        if name is not None:
-            message["name"] = given_text(f"{field}.name", name)
+        given = item.get("name")
+        name = None if given is None else given_text(f"{field}.name", given)
+        if name := name or self._functions.get(call_id):
+            message["name"] = name
         self._add(message, field)
         self.names[f"{self._path(len(self.messages) - 1)}.content"] = f"{field}.output"
 

@@ -166,9 +166,11 @@ def _format(body: Mapping[str, Any], chat: ChatBody) -> dict[str, Any]:
     if kind == "json_schema":
         # What strict clients read, whether the body has it or not.
         given_object("text.format.schema", schema)
-        name = given_text("text.format.name", given.get("name") or "answer")
-        described = given_text("text.format.description", given.get("description") or "")
-        labels = {"name": name, "description": described or None}
+        labels = {
+            name: None if (label := given.get(name)) is None else given_text(f"text.format.{name}", label)
+            for name in ("name", "description")
+        }
+        labels = {"name": labels["name"] or "answer", "description": labels["description"] or None}
         given = {"type": kind, **labels, "schema": schema, "strict": True}
     return {**plain, "format": given}
 
