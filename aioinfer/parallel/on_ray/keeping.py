@@ -48,7 +48,9 @@ def keep(address: str, events: TextIO) -> int:
     say("connected")
     with (
         open(os.devnull, "w", encoding="utf-8") as nowhere,
-        contextlib.redirect_stderr(nowhere),  # where Ray prints what the dispatcher logs: who has died
+        # Ray prints what the dispatcher logs: who has died.
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
         contextlib.suppress(BrokenPipeError),  # the dispatcher is gone
     ):
         asyncio.run(_Keeper(say).run())
