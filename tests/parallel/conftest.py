@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.parallel.served import Served, toy
@@ -17,3 +19,14 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
     await replica._disconnect()
     yield replica
     await replica.aclose()
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where directories of child processes are, which are gone afterwards, as the processes are."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = set(psutil.Process().children(recursive=True))
+    yield tmp_path
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith("aioinfer-")]
+    left = [each for each in psutil.Process().children(recursive=True) if each not in before]
+    assert not left, left

@@ -8,9 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,7 @@ from tests.tiers import PROGRAM, battery
 CONFIG = EngineConfig(model="tiny-chat", deterministic=True, threads=1, kv_memory_gib=0.1)
 
 
-@pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where directories of children are, which are gone afterwards, as the children are."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = set(psutil.Process().children(recursive=True))
-    yield tmp_path
-    assert not [each for each in tmp_path.iterdir() if each.name.startswith("aioinfer-")]
-    left = [each for each in psutil.Process().children(recursive=True) if each not in before]
-    assert not left, left
+pytestmark = pytest.mark.usefixtures("directory")
 
 
 # -- what a child is told ------------------------------------------------------------------------------

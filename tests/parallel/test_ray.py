@@ -7,9 +7,7 @@ import json
 import logging
 import subprocess
 import sys
-import tempfile
 import textwrap
-from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -32,15 +30,7 @@ from tests.parallel.waiting import until
 CONFIG = EngineConfig(model="tiny-chat", deterministic=True, threads=1, kv_memory_gib=0.1)
 
 
-@pytest.fixture(autouse=True)
-def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where directories of clusters are, which are gone afterwards, as keepers are."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = set(psutil.Process().children(recursive=True))
-    yield tmp_path
-    assert not [each for each in tmp_path.iterdir() if each.name.startswith("aioinfer-")]
-    left = [each for each in psutil.Process().children(recursive=True) if each not in before]
-    assert not left, left
+pytestmark = pytest.mark.usefixtures("directory")
 
 
 # -- what is asked of a cluster ------------------------------------------------------------------------
