@@ -118,25 +118,11 @@ async def _loop_time(options: argparse.Namespace, way: str) -> float:
 
 
 def _ttft(options: argparse.Namespace, report: Report) -> None:
-    found: dict[str, list[float]] = {"engine": [], "dispatcher": []}
-    for _ in range(options.rounds):
-        for way in found:
-            found[way] += asyncio.run(_first_tokens(way))
-    alone, behind = (percentiles(each) for each in found.values())
-    report.row(
-        engine_ms_p50=1e3 * alone["p50"],
-        dispatcher_ms_p50=1e3 * behind["p50"],
-        added_ms_p50=1e3 * (behind["p50"] - alone["p50"]),
-        engine_ms_p99=1e3 * alone["p99"],
-        dispatcher_ms_p99=1e3 * behind["p99"],
-    )
+    async def behind() -> list[float]:
+        async with Dispatcher([sockets.null_engine(8, 1.0)]) as dispatcher:
+            return await sockets.each_first(dispatcher)
 
-
-async def _first_tokens(way: str) -> list[float]:
-    engine = sockets.null_engine(8, 1.0)
-    given: EngineLike = engine if way == "engine" else Dispatcher([engine])
-    async with given:
-        return await sockets.each_first(given)
+    sockets.compare_first(options, report, "dispatcher", behind)
 
 
 def _failover(options: argparse.Namespace, report: Report) -> None:

@@ -29,7 +29,7 @@ from bench.fanout.target import MAX_TOKENS, make_engine
 from bench.report import Report, percentiles
 from bench.speculation.pair import find_pair
 
-__all__ = ["each_first", "first_tokens", "loss", "memory", "null_engine", "together"]
+__all__ = ["compare_first", "each_first", "first_tokens", "loss", "memory", "null_engine", "together"]
 
 #: of a step, so long that four replicas and the loop in front of them share two cores
 _STEP_MS = 20.0
@@ -153,26 +153,36 @@ async def _rate(way: str, streams: int, seconds: float, frames: _Frames) -> floa
 
 def first_tokens(options: argparse.Namespace, report: Report) -> None:
     """Seconds to the first token of an engine that has nothing to do, here and in a child process."""
-    found: dict[str, list[float]] = {"engine": [], "replica": []}
-    for _ in range(options.rounds):
-        for way, seconds in found.items():
-            seconds += _run(_first_tokens(way))
-    alone, behind = (percentiles(each) for each in found.values())
-    report.row(
-        engine_ms_p50=1e3 * alone["p50"],
-        replica_ms_p50=1e3 * behind["p50"],
-        added_ms_p50=1e3 * (behind["p50"] - alone["p50"]),
-        engine_ms_p99=1e3 * alone["p99"],
-        replica_ms_p99=1e3 * behind["p99"],
-    )
+
+    async def in_a_child() -> list[float]:
+        async with _children(1, 8, 1.0) as dispatcher:
+            return await each_first(dispatcher)
+
+    compare_first(options, report, "replica", in_a_child)
 
 
-async def _first_tokens(way: str) -> list[float]:
-    if way == "engine":
+def compare_first(
+    options: argparse.Namespace,
+    report: Report,
+    name: str,
+    other: Callable[[], Coroutine[Any, Any, list[float]]],
+) -> None:
+    """What another way adds to the time to the first token of an engine alone, in turns."""
+
+    async def alone() -> list[float]:
         async with null_engine(8, 1.0) as engine:
             return await each_first(engine)
-    async with _children(1, 8, 1.0) as dispatcher:
-        return await each_first(dispatcher)
+
+    found: dict[str, list[float]] = {"engine": [], name: []}
+    for _ in range(options.rounds):
+        for seconds, way in zip(found.values(), (alone, other), strict=True):
+            seconds += _run(way())
+    times = {way: percentiles(seconds) for way, seconds in found.items()}
+    report.row(
+        **{f"{way}_ms_p50": 1e3 * each["p50"] for way, each in times.items()},
+        added_ms_p50=1e3 * (times[name]["p50"] - times["engine"]["p50"]),
+        **{f"{way}_ms_p99": 1e3 * each["p99"] for way, each in times.items()},
+    )
 
 
 async def each_first(given: EngineLike) -> list[float]:

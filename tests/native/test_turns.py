@@ -58,27 +58,23 @@ def test_a_child_that_was_forked_meanwhile_holds_nothing(tmp_path: Path) -> None
         os.waitpid(child, 0)
 
 
-def test_a_file_that_was_removed_is_no_turn(tmp_path: Path) -> None:
-    """Else its holder and one with a new file of this name would have their turns together."""
-    lock = tmp_path / "lock"
-    old = os.open(lock, os.O_RDWR | os.O_CREAT)
-    fcntl.flock(old, fcntl.LOCK_EX)
-    waits = threading.Event()
-    with turn(tmp_path / "other"):
-        pass
+def test_a_file_that_was_removed_is_no_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder has removed it between opening and locking, and somebody may hold a new one of this name."""
+    lock, flock, locked = tmp_path / "lock", fcntl.flock, list[int]()
 
-    def later() -> None:
-        with turn(lock, waits.set):
-            assert os.stat(lock).st_ino != inode
+    def replaced(opened: int, operation: int) -> None:
+        if not locked:
+            (tmp_path / "new").touch()
+            os.replace(tmp_path / "new", lock)
+        flock(opened, operation)
+        locked.append(os.fstat(opened).st_ino)
 
-    inode = os.fstat(old).st_ino
-    thread = threading.Thread(target=later)
-    thread.start()
-    assert waits.wait(60)
-    lock.unlink()
-    lock.touch()
-    os.close(old)
-    thread.join()
+    monkeypatch.setattr("fcntl.flock", replaced)
+    pulses: list[None] = []
+    with turn(lock, lambda: pulses.append(None)):
+        first, second = locked
+        assert first != second == os.stat(lock).st_ino
+        assert len(pulses) == 1
     assert not lock.exists()
 
 

@@ -357,8 +357,12 @@ def test_a_start_that_is_cancelled_while_another_one_writes_does_not_wait(
     class Cancelled(Exception):
         pass
 
-    def cancel(*args: Any) -> None:
-        raise Cancelled
+    looks: list[tuple[str, int, int]] = []
+
+    def cancel(*look: Any) -> None:
+        looks.append(look)
+        if len(looks) == 3:
+            raise Cancelled
 
     path = checkpoint("qwen3")[0]
     load(path)
@@ -369,6 +373,7 @@ def test_a_start_that_is_cancelled_while_another_one_writes_does_not_wait(
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(Cancelled):
             load(path, progress=cancel)
+    assert looks == [("weights", 0, 1)] * 3  # nothing is read meanwhile
     assert load(path).spec.layer_reason.endswith("weights were cached and mapped")
     assert files(cache) == [name]
 

@@ -29,6 +29,12 @@ from tests.parallel.served import (
 # -- a replica that says anything ----------------------------------------------------------------------
 
 
+async def welcomed() -> bytes:
+    """What the replica of a toy says first."""
+    async with toy() as engine:
+        return frame(Kind.WELCOME, Welcome(engine.info, 8, 512, engine.stats()).pack())
+
+
 @contextlib.asynccontextmanager
 async def saying(path: Path, welcome: bytes, *frames: bytes) -> AsyncIterator[None]:
     """A replica that sends these, and stays."""
@@ -64,8 +70,7 @@ async def saying(path: Path, welcome: bytes, *frames: bytes) -> AsyncIterator[No
 async def test_what_a_replica_may_not_send_ends_that_replica(
     tmp_path: Path, data: bytes, message: str
 ) -> None:
-    async with toy() as engine:
-        welcome = frame(Kind.WELCOME, Welcome(engine.info, 8, 512, engine.stats()).pack())
+    welcome = await welcomed()
     replica, told = SocketReplica(str(tmp_path / "x"), "x"), Told()
     async with saying(tmp_path / "x", welcome):
         await replica.launch()
@@ -80,8 +85,7 @@ async def test_what_a_replica_may_not_send_ends_that_replica(
 
 
 async def test_a_token_outside_of_the_vocabulary_ends_that_replica(tmp_path: Path) -> None:
-    async with toy() as engine:
-        welcome = frame(Kind.WELCOME, Welcome(engine.info, 8, 512, engine.stats()).pack())
+    welcome = await welcomed()
     rows = frame(Kind.ROWS, pack_rows([(1, Rows(0, 0, [VOCAB]))], 0.0))
     replica, told = SocketReplica(str(tmp_path / "x"), "x"), Told()
     async with saying(tmp_path / "x", welcome):
@@ -95,8 +99,7 @@ async def test_a_token_outside_of_the_vocabulary_ends_that_replica(tmp_path: Pat
 
 
 async def test_another_model_than_the_wanted_one_is_refused(tmp_path: Path) -> None:
-    async with toy() as engine:
-        welcome = frame(Kind.WELCOME, Welcome(engine.info, 8, 512, engine.stats()).pack())
+    welcome = await welcomed()
     replica = SocketReplica(str(tmp_path / "x"), "x", fingerprint="another")
     async with saying(tmp_path / "x", welcome):
         with pytest.raises(ConfigError, match="and not another"):
@@ -128,8 +131,7 @@ async def test_a_replica_without_work_is_alive(quick: None, served: Served) -> N
 
 
 async def test_silence_is_noticed(quick: None, tmp_path: Path) -> None:
-    async with toy() as engine:
-        welcome = frame(Kind.WELCOME, Welcome(engine.info, 8, 512, engine.stats()).pack())
+    welcome = await welcomed()
     replica, told = SocketReplica(str(tmp_path / "x"), "x"), Told()
     async with saying(tmp_path / "x", welcome):
         await replica.launch()
