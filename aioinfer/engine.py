@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
+from aioinfer.cache.namespace import Namespace
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.config import EngineConfig
 from aioinfer.engine_like import EngineLike
@@ -254,7 +255,7 @@ class Engine(EngineLike):
 
         Raises EngineClosed, EngineFailed, WrongLoop.
         """
-        return self._serving().core.scheduler.memory.cached_tokens(token_ids, cache_salt)
+        return self._serving().core.scheduler.memory.cached_tokens(token_ids, Namespace(cache_salt))
 
     # -- observing ------------------------------------------------------------------------------
 

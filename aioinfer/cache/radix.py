@@ -19,8 +19,10 @@ from __future__ import annotations
 import heapq
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
+
+from aioinfer.cache.namespace import COMMON
 
 if TYPE_CHECKING:
     from aioinfer.cache.snapshots import Snapshot
@@ -41,7 +43,7 @@ class Node:
     __slots__ = ("children", "detached", "fence", "key", "locks", "namespace", "pages", "parent", "snapshot",
                  "stamp")  # fmt: skip
 
-    def __init__(self, parent: Node | None, key: bytes, pages: list[int], namespace: str) -> None:
+    def __init__(self, parent: Node | None, key: bytes, pages: list[int], namespace: Hashable) -> None:
         self.parent = parent
         self.key = key
         self.pages = pages
@@ -105,7 +107,7 @@ class RadixTree:
 
     def __init__(self, page_size: int) -> None:
         self._page_bytes = page_size * _TOKEN_BYTES
-        self._roots: dict[str, Node] = {}
+        self._roots: dict[Hashable, Node] = {}
         #: (stamp, number, node) of leaves that had no lock when they were added; stale entries are skipped
         self._heap: list[tuple[int, int, Node]] = []
         self._numbers = itertools.count()
@@ -123,12 +125,12 @@ class RadixTree:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def match(self, key: bytes, namespace: str = "") -> int:
+    def match(self, key: bytes, namespace: Hashable = COMMON) -> int:
         """The number of pages of ``key`` in the tree. Does not count as a use."""
         root = self._roots.get(namespace)
         return 0 if root is None else self._walk(root, key)[2] // self._page_bytes
 
-    def find(self, key: bytes, namespace: str = "") -> tuple[int, Node | None]:
+    def find(self, key: bytes, namespace: Hashable = COMMON) -> tuple[int, Node | None]:
         """The number of pages that :meth:`lock` would lock, and the node in which they end, perhaps within
         it.
 
@@ -140,11 +142,11 @@ class RadixTree:
         node, _, matched = self._walk(root, key)
         return matched // self._page_bytes, node
 
-    def lock(self, key: bytes, namespace: str = "") -> Lock:
+    def lock(self, key: bytes, namespace: Hashable = COMMON) -> Lock:
         """Lock the longest prefix of ``key`` in the tree, which may be empty."""
         return self._lock_all(key, namespace)
 
-    def _lock_all(self, key: bytes, namespace: str) -> Lock:
+    def _lock_all(self, key: bytes, namespace: Hashable) -> Lock:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(None, b"", [], namespace)
@@ -300,7 +302,7 @@ class RadixTree:
             del node.parent.children[self._edge(node)]
             self.version += 1
 
-    def forget_key(self, key: bytes, namespace: str = "") -> list[tuple[list[int], int]]:
+    def forget_key(self, key: bytes, namespace: Hashable = COMMON) -> list[tuple[list[int], int]]:
         """Remove from later matches what is found of ``key``, as :meth:`forget` does; returns as
         :meth:`unlock` does."""
         lock = self._lock_all(key, namespace)

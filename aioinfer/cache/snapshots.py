@@ -14,9 +14,10 @@ Where snapshots are taken, and that they are few, is from Marconi (arXiv 2411.19
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from aioinfer.cache.fenced import CachedPool
+from aioinfer.cache.namespace import COMMON
 from aioinfer.cache.radix import Lock, Node, RadixTree, upwards
 
 __all__ = ["Snapshot", "SnapshotPool", "SnapshotTree"]
@@ -93,14 +94,14 @@ class SnapshotTree(RadixTree):
         self.page_size = page_size
         self.pool = pool
 
-    def find(self, key: bytes, namespace: str = "") -> tuple[int, Node | None]:
+    def find(self, key: bytes, namespace: Hashable = COMMON) -> tuple[int, Node | None]:
         root = self._roots.get(namespace)
         if root is None:
             return 0, None
         node, matched = self._usable(root, key)
         return matched // self._page_bytes, node
 
-    def lock(self, key: bytes, namespace: str = "") -> Lock:
+    def lock(self, key: bytes, namespace: Hashable = COMMON) -> Lock:
         root = self._roots.get(namespace)
         if root is None:
             return self._lock_all(b"", namespace)

@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Flight, Progress, StepResult
 from aioinfer.execution.opening import Opening
@@ -30,6 +30,8 @@ from aioinfer.scheduling.step import Step
 __all__ = ["InlineLauncher", "Launcher", "StepHandle", "ThreadLauncher"]
 
 _log = logging.getLogger("aioinfer")
+
+_T = TypeVar("_T")
 
 
 class StepHandle:
@@ -93,6 +95,11 @@ class Launcher(Protocol):
     def watch(self, lost: Callable[[BaseException], None]) -> None:
         """Have ``lost``, a bound method, called on the loop when a thread ends that was not asked to, or soon
         if that has happened. Holds no reference to its object."""
+
+    async def call(self, work: Callable[[Device], _T]) -> _T:
+        """What ``work(device)`` returns, called on the launch thread between two steps, behind all that are
+        launched by now; on an asynchronous device these may still compute. Later steps wait for it: it must
+        be short. Cancelled, it happens or not. Raises what it raises, and DeviceLost if the thread ends."""
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         """Close the device; False if it is still busy after ``timeout`` seconds. One that is still being
@@ -203,6 +210,8 @@ class ThreadLauncher:
         self._thread: threading.Thread | None = None
         self._opening: Opening | None = None
         self._poster: _Poster | None = None
+        #: of calls that have not returned
+        self._calls: set[asyncio.Future[Any]] = set()
 
     @property
     def asynchronous(self) -> bool:
@@ -237,6 +246,22 @@ class ThreadLauncher:
         assert self._poster is not None, "not started"
         self._poster.watch.tell(lost)
 
+    async def call(self, work: Callable[[Device], _T]) -> _T:
+        assert self._loop is not None, "not started"
+        rested, done = self._rested, self._loop.create_future()
+        if rested is None or rested.done():
+            raise DeviceLost("the device is closed")
+        self._calls.add(done)
+        self._inbox.put(_Call(work, done))
+        try:
+            await asyncio.wait((done, rested), return_when=asyncio.FIRST_COMPLETED)
+            if not done.done():
+                raise DeviceLost("the launch thread ended")
+            result: _T = done.result()
+            return result
+        finally:
+            self._calls.discard(done)
+
     async def aclose(self, timeout: float = 10.0) -> bool:
         if self._rested is None or self._thread is None:
             return True
@@ -244,6 +269,8 @@ class ThreadLauncher:
             self._opening.cancel()
         self._inbox.put(None)
         if not await _in_time(self._rested, timeout):
+            for call in self._calls:
+                _settle(call, None, DeviceLost("the launch thread is left behind"))
             return False
         self._thread.join()
         self._rested = None
@@ -288,6 +315,10 @@ def _serve(inbox: _Inbox, poster: _Poster, completion: _CompletionThread | None,
     """Launch what comes, until the end is asked for."""
     device = poster.device
     while (item := inbox.get()) is not None:
+        if isinstance(item, _Call):
+            item.make(poster)
+            del item
+            continue
         prepared, handle = item
         start = now()
         try:
@@ -304,8 +335,28 @@ def _serve(inbox: _Inbox, poster: _Poster, completion: _CompletionThread | None,
         del item, prepared, handle
 
 
-#: what the device prepared for a step, and the step's handle; None ends the launch thread
-_Inbox = SimpleQueue[tuple[Any, StepHandle] | None]
+class _Call:
+    """A call between two steps; its future belongs to the loop."""
+
+    __slots__ = ("_done", "_work")
+
+    def __init__(self, work: Callable[[Device], Any], done: asyncio.Future[Any]) -> None:
+        self._work = work
+        self._done = done
+
+    def make(self, poster: _Poster) -> None:
+        """On the launch thread."""
+        try:
+            result = self._work(poster.device)
+        except BaseException as error:
+            _empty_frames(error)
+            poster.post(_settle, self._done, None, error)
+        else:
+            poster.post(_settle, self._done, result)
+
+
+#: what the device prepared for a step, and the step's handle, or a call; None ends the launch thread
+_Inbox = SimpleQueue["tuple[Any, StepHandle] | _Call | None"]
 
 
 class InlineLauncher:
@@ -371,6 +422,9 @@ class InlineLauncher:
     def watch(self, lost: Callable[[BaseException], None]) -> None:
         if self._poster is not None:
             self._poster.watch.tell(lost)
+
+    async def call(self, work: Callable[[Device], _T]) -> _T:
+        return work(self._device)
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         if self._completion is None or self._rested is None:

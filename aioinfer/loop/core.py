@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from aioinfer.cache.namespace import Namespace
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
@@ -152,7 +153,7 @@ class Core:
             params,
             arrival=self.clock(),
             priority=options.priority,
-            namespace=options.cache_salt or "",
+            namespace=Namespace(options.cache_salt or ""),
             routing_key=options.routing_key,
             queue_behind=options.queue_behind,
             label=options.request_id,

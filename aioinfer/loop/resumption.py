@@ -218,7 +218,7 @@ def take(request: Request, cell: StreamCell, info: DeviceInfo) -> StreamCheckpoi
         block=block,
         request_id=request.request_id,
         priority=request.priority,
-        cache_salt=request.namespace,
+        cache_salt=request.namespace.salt,
         routing_key=request.routing_key,
     )
 

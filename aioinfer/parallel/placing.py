@@ -147,7 +147,7 @@ def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequenc
             break
         coming += PAGE
     most = len(ids) - 1  # the last known token is always computed
-    return min(replica.cached(ids, record.namespace, pages), most), min(coming, most)
+    return min(replica.cached(ids, record.namespace.salt, pages), most), min(coming, most)
 
 
 def _pages(record: Record, known: Sequence[int] = ()) -> list[int]:

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from aioinfer.cache.namespace import Namespace
 from aioinfer.diffusion.state import BlockState
 from aioinfer.outputs import Draft
 from aioinfer.resuming.record import StreamCheckpoint
@@ -130,7 +131,7 @@ class Record(Request):
             params,
             arrival=arrival,
             priority=options.priority,
-            namespace=options.cache_salt or "",
+            namespace=Namespace(options.cache_salt or ""),
             routing_key=options.routing_key,
             queue_behind=options.queue_behind,
             label=options.request_id,
@@ -207,7 +208,7 @@ class Record(Request):
             step_map=steps,
             request_id=self.request_id,
             priority=self.priority,
-            cache_salt=self.namespace,
+            cache_salt=self.namespace.salt,
             routing_key=self.routing_key,
         )
 

@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import Lock, Node, RadixTree, token_key
@@ -111,7 +111,7 @@ class Memory:
         """Tokens of a waiting request that admission would have to compute."""
         return request.length - self.lookup(request)[0] * self.pages.page_size
 
-    def cached_tokens(self, token_ids: Sequence[int], namespace: str) -> int:
+    def cached_tokens(self, token_ids: Sequence[int], namespace: Hashable) -> int:
         """How many of these tokens are cached, from the first on."""
         if self.tree is None:
             return 0

@@ -9,6 +9,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Self
 
+from aioinfer.cache.namespace import COMMON, Namespace
 from aioinfer.cache.radix import Lock, token_key
 from aioinfer.outputs import Draft, FinishReason, RequestMetrics, Result, TokenLogprob, Usage
 from aioinfer.scheduling.cursor import Cursor, TokenCursor
@@ -181,7 +182,7 @@ class Request:
         text: OutputText | None = None,
         grammar: GrammarState | None = None,
         priority: int = 0,
-        namespace: str = "",
+        namespace: Namespace = COMMON,
         routing_key: str | None = None,
         queue_behind: int = 0,
         cursor: MakeCursor | None = None,
@@ -250,7 +251,7 @@ class Request:
         *,
         arrival: float,
         priority: int = 0,
-        namespace: str = "",
+        namespace: Namespace = COMMON,
         routing_key: str | None = None,
         queue_behind: int = 0,
         label: str | None = None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
 from aioinfer.execution.device import Device, DeviceInfo, DeviceLost, Progress
 from aioinfer.execution.launcher import StepHandle
@@ -13,6 +13,8 @@ from aioinfer.observe.timeline import Timeline
 from aioinfer.scheduling.step import Step
 
 __all__ = ["TimedLauncher"]
+
+_T = TypeVar("_T")
 
 
 class TimedLauncher:
@@ -29,8 +31,9 @@ class TimedLauncher:
         self._device.lane = self.timeline.device
         self._step_time = step_time
         self._free_at = 0.0
-        #: launched and not computed, in their order
-        self._launched: deque[tuple[Any, StepHandle]] = deque()
+        #: launched and not computed, in their order, and calls between them
+        self._launched: deque[tuple[Any, StepHandle] | tuple[Callable[[Device], Any], None]] = deque()
+        self._calls: deque[asyncio.Future[Any]] = deque()
         #: a device that hangs: steps are accepted and never end
         self.hung = False
 
@@ -51,6 +54,9 @@ class TimedLauncher:
         if self.hung:
             return
         prepared, handle = self._launched.popleft()
+        if handle is None:
+            self._make(prepared, self._calls.popleft())
+            return
         try:
             result = self._device.launch(prepared).wait()
         except Exception as error:
@@ -64,9 +70,36 @@ class TimedLauncher:
         else:
             handle.settle(result, delay=0.0)
 
+    async def call(self, work: Callable[[Device], _T]) -> _T:
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[_T] = loop.create_future()
+        self._launched.append((work, None))
+        self._calls.append(done)
+        self._free_at = max(self._free_at, loop.time())
+        loop.call_at(self._free_at, self._compute)
+        return await done
+
+    def _make(self, work: Callable[[Device], Any], done: asyncio.Future[Any]) -> None:
+        try:
+            result, error = work(self._device), None
+        except Exception as raised:
+            result, error = None, raised
+        if done.done():
+            return
+        if error is None:
+            done.set_result(result)
+        else:
+            done.set_exception(error)
+
     def watch(self, lost: Callable[[BaseException], None]) -> None:
         """There is no thread."""
 
     async def aclose(self, timeout: float = 10.0) -> bool:
+        while self._calls:
+            self._make(_closed, self._calls.popleft())
         self._device.close()
         return not self.hung
+
+
+def _closed(device: Device) -> NoReturn:
+    raise DeviceLost("the device is closed")

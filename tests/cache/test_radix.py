@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from aioinfer.cache import radix
+from aioinfer.cache.namespace import COMMON
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import Lock, RadixTree, token_key
 from tests.planted_bugs import assert_found
@@ -306,7 +308,7 @@ class NoSplit(RadixTree):
 
     __slots__ = ()
 
-    def lock(self, key: bytes, namespace: str = "") -> Lock:
+    def lock(self, key: bytes, namespace: Hashable = COMMON) -> Lock:
         root = self._roots.get(namespace)
         if root is None:
             return super().lock(key, namespace)
@@ -397,7 +399,7 @@ class Shared(RadixTree):
 
     __slots__ = ()
 
-    def lock(self, key: bytes, namespace: str = "") -> Lock:
+    def lock(self, key: bytes, namespace: Hashable = COMMON) -> Lock:
         return super().lock(key)
 
 

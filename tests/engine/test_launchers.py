@@ -11,11 +11,12 @@ import pytest
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine, EngineState
+from aioinfer.execution.device import DeviceLost
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
-from tests.engine.conftest import Gate
+from tests.engine.conftest import Gate, MakeEngine
 from tests.joining import still_alive
 from tests.tiers import grid
 
@@ -202,3 +203,50 @@ async def test_the_device_goes_on_with_the_window_while_the_loop_stands_still(
         assert engine.stats().steps_in_flight == window + 1
         gate.release()
         assert len((await stream).token_ids) == 30
+
+
+SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+
+
+async def test_a_call_is_made_on_the_launch_thread_behind_launched_steps(
+    make_engine: MakeEngine, gate: Gate
+) -> None:
+    seen: list[tuple[str, object]] = []
+    async with make_engine(fault=gate) as engine:
+        launcher = engine._started().launcher
+        stream = engine.generate([5], SHORT)
+        await asyncio.to_thread(gate.arrived.acquire)
+        call = asyncio.ensure_future(
+            launcher.call(lambda device: seen.append((threading.current_thread().name, type(device))))
+        )
+        await asyncio.sleep(0)
+        assert not seen, "the launch thread is amid a step"
+        gate.release()
+        await call
+        assert seen == [("aioinfer-launch", ToyDevice)]
+        assert (await stream).token_ids == toy_generate([5], SHORT)
+
+
+@pytest.mark.parametrize("mode", ["thread", "inline"])
+async def test_what_a_call_raises_is_raised_and_the_engine_goes_on(
+    make_engine: MakeEngine, mode: str
+) -> None:
+    def fail(device: object) -> None:
+        raise ValueError("no")
+
+    async with make_engine(launch_mode=mode) as engine:
+        with pytest.raises(ValueError, match="no"):
+            await engine._started().launcher.call(fail)
+        assert (await engine.generate([5], SHORT)).token_ids == toy_generate([5], SHORT)
+
+
+async def test_a_call_ends_when_its_thread_does(make_engine: MakeEngine) -> None:
+    engine = make_engine()
+    await engine.start()
+    launcher: Any = engine._started().launcher
+    launcher._inbox.put(42)
+    with pytest.raises(DeviceLost, match="launch thread ended"):
+        await launcher.call(lambda device: None)
+    await engine.aclose()
+    with pytest.raises(DeviceLost, match="closed"):
+        await launcher.call(lambda device: None)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from aioinfer.cache.namespace import Namespace
 from aioinfer.config import EngineConfig, policy_names
 from aioinfer.sampling.outcomes import BAD_LOGITS, NO_TOKEN
 from aioinfer.scheduling.audit import audit, check_idle
@@ -106,9 +107,9 @@ def test_a_flushed_leader_holds_nobody_back() -> None:
 
 def test_namespaces_share_nothing_and_wait_for_nobody() -> None:
     desk = Desk()
-    one, other = desk.submit([*COMMON, 1]), desk.submit([*COMMON, 1], namespace="tenant")
+    one, other = desk.submit([*COMMON, 1]), desk.submit([*COMMON, 1], namespace=Namespace("tenant"))
     assert desk.round() == [one, other]
-    third = desk.submit([*COMMON, 1], namespace="tenant")
+    third = desk.submit([*COMMON, 1], namespace=Namespace("tenant"))
     desk.round()
     assert other.kv.cached_tokens == 0
     assert third.kv.cached_tokens == 16

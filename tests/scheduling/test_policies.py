@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
 import pytest
 
+from aioinfer.cache.namespace import COMMON, Namespace
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import token_key
 from aioinfer.cache.slots import SlotPool
@@ -39,7 +40,7 @@ class Queue:
         self.policy.add(request)
         return request
 
-    def cache(self, ids: Sequence[int], namespace: str = "") -> None:
+    def cache(self, ids: Sequence[int], namespace: Hashable = COMMON) -> None:
         tree, pages = self.memory.tree, self.memory.pages
         assert tree is not None
         lock = tree.lock(b"", namespace)
@@ -185,7 +186,7 @@ def test_lpm_prefers_the_longest_cached_prefix() -> None:
     queue.add(1, [9, 9, 9, 9, 9])
     queue.add(2, [1, 2, 9, 9, 9])
     queue.add(3, [1, 2, 3, 4, 9])
-    queue.add(4, [1, 2, 3, 4, 9], namespace="tenant")
+    queue.add(4, [1, 2, 3, 4, 9], namespace=Namespace("tenant"))
     assert queue.keys == [3, 2, 1, 4]
     queue.cache([9, 9, 9, 9])
     assert queue.keys == [1, 3, 2, 4], "a new look when the cache has changed"
