@@ -8,13 +8,14 @@ into chunks.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.model.adapters.targets import AdapterTargets
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.backend import Backend
@@ -28,8 +29,9 @@ from aioinfer.model.moe.dual import DualMLP
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import GatedExpert, SparseMLP, StoredExperts
+from aioinfer.model.native_adapters import NativeAdapters
 from aioinfer.model.native_linear import NativeLinear
-from aioinfer.model.native_mixers import Kept, mixer_arguments
+from aioinfer.model.native_mixers import Kept, mixer_arguments, projections
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.per_layer import PerLayerInputs, PerLayerPart
@@ -90,10 +92,14 @@ class NativeDecoder:
         norm: Norm,
         head: NativeLinear,
         logit_cap: float | None,
+        targets: AdapterTargets,
+        indices: Mapping[int, int],
+        max_lora_rank: int,
     ) -> None:
         """As :class:`~aioinfer.model.decoder.Decoder`; all parts of the layers are native. ``words`` may be a
         layer of rounded weights, the head's for example: its weights are the vectors. Mapped memory holds
-        them as a tensor of the model's type does. All norms of the residual have the same eps."""
+        them as a tensor of the model's type does. All norms of the residual have the same eps. ``indices``:
+        among the targets of adapters, by the handles of packed weights."""
         if head.packed.outputs != spec.vocab_size:
             raise ValueError(f"the head has {head.packed.outputs} outputs for {spec.vocab_size} tokens")
         self.spec = spec
@@ -120,8 +126,12 @@ class NativeDecoder:
             per_layer=None if embedding.per_layer is None else self._per_layer_inputs(embedding.per_layer),
         )
         self._stack = Stack(pool, NUMBERS[spec.dtype], constants, (kept, *self._keep))
-        for layer in layers:
-            self._add(layer)
+        places: dict[int, tuple[int, int]] = {}
+        for index, layer in enumerate(layers):
+            for part, handle in enumerate(self._add(layer)):
+                if handle in indices:
+                    places[indices[handle]] = index, part
+        self.adapters = NativeAdapters(self._stack, targets, places, max_lora_rank)
         self._seconds = (ctypes.c_double * len(PARTS))()
         #: of every forward: a decoder computes one step at a time
         self._arguments = arguments = ForwardArguments.zeros()
@@ -131,7 +141,8 @@ class NativeDecoder:
         self._pool: StatePool | None = None
         self._cells: ctypes.Array[ctypes.c_void_p] | None = None
 
-    def _add(self, layer: Layer) -> None:
+    def _add(self, layer: Layer) -> list[int | None]:
+        """Append a layer; returns the handles of its linear layers, as :data:`native_adapters.PARTS`."""
         self._keep = Kept()
         mlp, mixer = self._mlp(layer.mlp), mixer_arguments(layer.mixer, self.spec, self._keep)
         dual = layer.mlp if isinstance(layer.mlp, DualMLP) else None
@@ -155,6 +166,10 @@ class NativeDecoder:
             residual_scale=layer.scale,
         )
         self._stack.add_layer(arguments, self._keep)
+        shared = layer.mlp if isinstance(layer.mlp, SparseMLP) else None
+        dense = (None, None) if shared is not None else (mlp["gate_up"], mlp["down"])
+        into, out, gates = projections(layer.mixer)
+        return [into, out, *dense, gates]
 
     def _mlp(self, mlp: FeedForward) -> dict[str, Any]:
         """The arguments of a layer that concern its feed-forward part."""
@@ -245,6 +260,7 @@ class NativeDecoder:
         arguments.table_width = table_width
         arguments.logits_rows = address(batch.logits_rows, int64, wanted)
         arguments.logits = logits.data_ptr()
+        arguments.adapters = None if batch.adapters is None else address(batch.adapters, int64, rows)
         if self.spec.states:
             self._set_states(batch.states, rows)
         self._stack.forward(arguments)
@@ -277,10 +293,18 @@ class NativeLayers:
     native = True
 
     def __init__(
-        self, pool: ThreadPool, quantization: Quantization = "auto", blobs: Blobs | None = None
+        self,
+        pool: ThreadPool,
+        quantization: Quantization = "auto",
+        blobs: Blobs | None = None,
+        max_lora_rank: int = 64,
     ) -> None:
         """``blobs``: where packed weights are, or are left; None: nowhere."""
         self._pool = pool
+        self._max_lora_rank = max_lora_rank
+        self._targets = AdapterTargets()
+        #: among these, by the handles of packed weights
+        self._indices: dict[int, int] = {}
         #: weights that are quantised in the checkpoint stay as they are
         self._kept = quantization == "auto"
         self.kept_bits: set[int] = set()
@@ -349,7 +373,17 @@ class NativeLayers:
             vectors = self._vectors(words) if read is None else read
         else:
             vectors = to_logits if tied else self._packed(words, self._head_rounding)
-        return NativeDecoder(self._pool, spec, layers, words=vectors, head=to_logits, **parts)
+        return NativeDecoder(
+            self._pool,
+            spec,
+            layers,
+            words=vectors,
+            head=to_logits,
+            targets=self._targets,
+            indices=self._indices,
+            max_lora_rank=self._max_lora_rank,
+            **parts,
+        )
 
     def _quantised(self, stored: StoredMatrix) -> bool:
         """Whether a matrix is quantised in the checkpoint and stays so."""
@@ -377,6 +411,21 @@ class NativeLayers:
         as_stored: bool = True,
     ) -> NativeLinear:
         """``weight``: the matrix, if it has been read; ``as_stored``: one that is quantised may stay so."""
+        made = self._made(stored, rounding, gated=gated, weight=weight, as_stored=as_stored)
+        index = self._targets.add(stored)
+        if index is not None:
+            self._indices[made.packed.handle] = index
+        return made
+
+    def _made(
+        self,
+        stored: StoredMatrix,
+        rounding: Rounding | None,
+        *,
+        gated: bool,
+        weight: torch.Tensor | None,
+        as_stored: bool,
+    ) -> NativeLinear:
         shape, pool, blobs = stored.shape, self._pool, self._blobs
         if as_stored and self._quantised(stored):
             return self._as_stored(stored, gated=gated)

@@ -24,7 +24,7 @@ from aioinfer.native.arguments import (
 )
 from aioinfer.native.tensors import address
 
-__all__ = ["Kept", "mixer_arguments"]
+__all__ = ["Kept", "mixer_arguments", "projections"]
 
 
 class Kept(list[object]):
@@ -66,6 +66,17 @@ def mixer_arguments(mixer: Mixer, spec: ModelSpec, kept: Kept) -> dict[str, Any]
         field, made = "delta_rule", _delta_rule(mixer, kept)
     fields: dict[str, Any] = dict.fromkeys(("attention", "conv", "delta_rule"))
     return {**fields, field: kept.nested(made)}
+
+
+def projections(mixer: Mixer) -> tuple[int, int, int | None]:
+    """The handles of the linear layers in front of a native mixer, behind it, and to the gates of its state."""
+    assert isinstance(mixer, SelfAttention | ShortConv | DeltaRule)
+    into = mixer.qkv if isinstance(mixer, SelfAttention) else mixer.into
+    assert isinstance(into, NativeLinear)
+    assert isinstance(mixer.out, NativeLinear)
+    gates = mixer.gates if isinstance(mixer, DeltaRule) else None
+    assert isinstance(gates, NativeLinear | None)
+    return into.packed.handle, mixer.out.packed.handle, None if gates is None else gates.packed.handle
 
 
 def _attention(mixer: SelfAttention, spec: ModelSpec, kept: Kept) -> SelfAttentionArguments:

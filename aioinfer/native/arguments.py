@@ -466,4 +466,5 @@ class ForwardArguments(Arguments):
     write: Address
     logits_rows: Address
     logits: Address
+    adapters: Address
     seconds: Address

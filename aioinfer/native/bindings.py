@@ -38,6 +38,7 @@ from aioinfer.native.arguments import (
     WeightsArguments,
     describe,
 )
+from aioinfer.native.adapter_arguments import AdaptArguments
 from aioinfer.native.build import UNITS, BuildFailed, build
 from aioinfer.native.processor import PERMITTED, Tiles, choose_tiles
 from aioinfer.native.sampling_arguments import (
@@ -49,7 +50,7 @@ from aioinfer.native.sampling_arguments import (
 
 __all__ = [
     "GATES", "PARTS", "InvalidArguments", "KernelError", "Kernels", "LayoutMismatch", "Number",
-    "PackedExperts", "PackedRouter", "PackedWeights", "Stack", "ThreadPool", "ThreadsUnavailable",
+    "PackedAdapter", "PackedExperts", "PackedRouter", "PackedWeights", "Stack", "ThreadPool", "ThreadsUnavailable",
     "instructions", "kernels", "native_unsupported", "shared_thread_pool",
 ]  # fmt: skip
 
@@ -105,6 +106,10 @@ _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
     "free_decoder": (None, [_handle]),
     "add_layer": (_done, [LayerArguments]),
     "forward": (_done, [ForwardArguments]),
+    "adapter": (_handle, [_handle]),
+    "free_adapter": (None, [_handle]),
+    "adapt": (_done, [AdaptArguments]),
+    "set_adapter": (_done, [_handle, ctypes.c_int64, _handle]),
 }
 
 
@@ -499,7 +504,7 @@ class PackedExperts:
 class Stack:
     """All layers of a decoder, computed by one call."""
 
-    __slots__ = ("__weakref__", "_kept", "handle", "number", "pool")
+    __slots__ = ("__weakref__", "_adapters", "_kept", "handle", "number", "pool")
 
     def __init__(
         self, pool: ThreadPool, number: Number, arguments: DecoderArguments, keep: Iterable[object]
@@ -507,6 +512,7 @@ class Stack:
         """``keep``: the owners of what the arguments refer to; they live as long as the stack."""
         self.pool, self.number = pool, number
         self._kept = list(keep)
+        self._adapters: dict[int, PackedAdapter | None] = {}
         self.handle: int = pool.kernels.call(arguments, number)
         _release(self, pool.kernels, f"free_decoder_{number}", self.handle)
 
@@ -515,6 +521,31 @@ class Stack:
         self._kept += keep
         self.pool.kernels.call(arguments, self.number)
 
+    def adapter(self, arguments: Iterable[AdaptArguments]) -> PackedAdapter:
+        """An adapter of these parts, which are read and copied. On any thread."""
+        return PackedAdapter(self, arguments)
+
+    def set_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
+        """The rows with this slot have the adapter, from the next step on. Between two steps."""
+        self.pool.kernels.function(
+            f"set_adapter_{self.number}", self.handle, slot, None if adapter is None else adapter.handle
+        )
+        self._adapters[slot] = adapter
+
     def forward(self, arguments: ForwardArguments) -> None:
         """Compute one step."""
         self.pool.kernels.call(arguments, self.number)
+
+
+class PackedAdapter:
+    """An adapter in the form that the layers of a stack read; see ``adapters.hpp``."""
+
+    __slots__ = ("__weakref__", "handle")
+
+    def __init__(self, stack: Stack, parts: Iterable[AdaptArguments]) -> None:
+        kernels, number = stack.pool.kernels, stack.number
+        self.handle: int = kernels.function(f"adapter_{number}", stack.handle)
+        _release(self, kernels, f"free_adapter_{number}", self.handle)
+        for arguments in parts:
+            arguments.decoder, arguments.adapter = stack.handle, self.handle
+            kernels.call(arguments, number)

@@ -36,6 +36,8 @@ class Sequence_:
     pages: list[int] = field(default_factory=list)
     #: cell with the recurrent state behind the tokens that are done
     cell: int = 0
+    #: of its adapter; 0 for none
+    slot: int = 0
     #: logits at every position that was computed and asked for, by position
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -174,12 +176,20 @@ class Driver:
         self.cells = self._random.sample(range(1, 41), 40)
 
     def run(
-        self, prompts: Sequence[Sequence[int]], max_new: int, *, gap: int = 0, all_logits: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new: int,
+        *,
+        gap: int = 0,
+        all_logits: bool = False,
+        slots: Sequence[int] = (),
     ) -> list[Sequence_]:
-        """Sequence i arrives ``i * gap`` steps after the first one."""
+        """Sequence i arrives ``i * gap`` steps after the first one. ``slots``: of their adapters."""
         sequences = [
             Sequence_(list(prompt), len(prompt), index * gap, max_new) for index, prompt in enumerate(prompts)
         ]
+        for sequence, slot in zip(sequences, slots, strict=False):
+            sequence.slot = slot
         step = 0
         while not all(sequence.finished for sequence in sequences):
             here = [seq for seq in sequences if seq.arrival <= step and not seq.finished]
@@ -209,6 +219,9 @@ class Driver:
             device=self.device,
             states=states,
         )
+        if any(seq.slot for seq in order):
+            batch.adapter_slots = [seq.slot for seq in order]
+            batch.adapters = torch.tensor(batch.adapter_slots, device=self.device)
         logits = self.model.forward(batch, self.attention).float()
         at = 0
         for seq, (ids, start, _) in zip(order, rows, strict=True):

@@ -131,6 +131,14 @@ struct Activations {
     }
   }
 
+  // The numbers of the row that begins at ``row``, side by side.
+  void copy_numbers(const uint32_t* row, T* to) const {
+    constexpr int64_t PER_UNIT = Number<T>::PER_UNIT;
+    const int64_t units = inner / PER_UNIT;
+    for (int64_t k = 0; k < units; k += ROW_STEP)
+      std::memcpy(to + k * PER_UNIT, row + offset(k), std::min<int64_t>(ROW_STEP, units - k) * sizeof(uint32_t));
+  }
+
   // Copy the row that begins at ``from`` in other activations of the same inner size to the one that begins at ``to``.
   void copy(uint32_t* to, const Activations& other, const uint32_t* from) const {
     for (int64_t k = 0; k < depth; k += ROW_STEP)

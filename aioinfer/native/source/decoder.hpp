@@ -17,6 +17,7 @@
 #include <variant>
 #include <vector>
 
+#include "adapters.hpp"
 #include "delta_rule.hpp"
 #include "dual.hpp"
 #include "experts.hpp"
@@ -102,6 +103,7 @@ struct StepInput {
   int64_t num_logits;
   const int64_t* logits_rows;
   float* logits;  // [num_logits, vocabulary]
+  const int64_t* adapters = nullptr;  // [rows] slots of their adapters, 0 for none; or null
 };
 
 // The parts of a step's time, as measured by the calling thread.
@@ -179,9 +181,31 @@ class Decoder {
     std::visit([&](const auto& mixer) { width_ = std::max(width_, mixer.into->outputs); }, added.mixer);
   }
 
+  int64_t layers() const { return layers_.size(); }
+
+  // The layer that an adapter changes; null if it has none that can be adapted.
+  const Linear<T>* adapted(int64_t index, AdaptedPart part) const {
+    const Layer<T>& layer = layers_[index];
+    const bool dense = layer.experts == nullptr || layer.dual.any();
+    if (part == GATE_UP) return dense ? layer.gate_up : nullptr;
+    if (part == DOWN) return dense ? layer.down : nullptr;
+    if (part == GATES) {
+      const auto* delta = std::get_if<DeltaRule<T>>(&layer.mixer);
+      return delta == nullptr ? nullptr : delta->gates;
+    }
+    return std::visit([&](const auto& mixer) { return part == INTO ? mixer.into : mixer.out; }, layer.mixer);
+  }
+
+  // Between two steps; the adapter is kept.
+  void set_adapter(int64_t slot, const Adapter<T>* adapter) {
+    require(adapter == nullptr || adapter->layers.size() == layers_.size(), "an adapter of another decoder");
+    adapting_.set(slot, adapter);
+  }
+
   // Throws InvalidArguments, before anything is computed, for indices that lie beyond their memory.
   void forward(ThreadPool& pool, const StepInput<T>& step, double* seconds) {
     check(step);
+    adapting_.begin(step.adapters, step.attention.rows, step.attention.tokens);
     reserve(step, pool.size());
     const int64_t tokens = step.attention.tokens;
     pool.run_model([&](Worker& worker) {
@@ -193,11 +217,11 @@ class Decoder {
       if (per_layer_.any()) per_layer_.compute(worker, narrow_, step.ids, residual_.data(), tokens, eps_);
       for (size_t index = 0; index < layers_.size(); index++) {
         const Layer<T>& layer = layers_[index];
-        mixer_part(worker, layer, step, watch);
+        mixer_part(worker, index, step, watch);
         if (layer.experts == nullptr)
-          dense_part(worker, layer, tokens, watch);
+          dense_part(worker, index, tokens, watch);
         else if (layer.dual.any())
-          dual_part(worker, layer, tokens, watch);
+          dual_part(worker, index, tokens, watch);
         else
           sparse_part(worker, layer, tokens, watch);
         if (layer.per_layer.gate != nullptr) per_layer_part(worker, index, tokens, watch);
@@ -232,33 +256,38 @@ class Decoder {
   T* result(int64_t token) { return results_.data() + token * hidden_; }
   T* mixed(int64_t token) { return mixed_.data() + token * hidden_; }
 
-  void mixer_part(Worker& worker, const Layer<T>& layer, const StepInput<T>& step, Stopwatch& watch) {
+  void mixer_part(Worker& worker, size_t index, const StepInput<T>& step, Stopwatch& watch) {
+    const Layer<T>& layer = layers_[index];
     std::visit(
         [&](const auto& mixer) {
           const int64_t tokens = step.attention.tokens;
           const Inputs<T> normed = norm_rows(worker, layer.mixer_norm, *mixer.into, tokens, nullptr);
           watch.add(REST);
-          project(worker, normed, *mixer.into, projected_.data());
+          adapting_.shrink(worker, index, INTO, normed);
+          multiply(worker, normed, *mixer.into,
+                   adapting_.expanding(index, INTO, *mixer.into, put_projection(*mixer.into, projected_.data())));
           watch.add(LINEAR);
           const Inputs<T> mixed = wide_.inputs(*mixer.out, tokens);
-          mix(worker, mixer, layer, step, normed, mixed);
+          mix(worker, mixer, index, step, normed, mixed);
           mixed.finish(worker);
           watch.add(ATTENTION);
-          multiply(worker, mixed, *mixer.out, put_result(layer.mixer_post_norm));
+          adapting_.shrink(worker, index, OUT, mixed);
+          multiply(worker, mixed, *mixer.out,
+                   adapting_.expanding(index, OUT, *mixer.out, put_result(layer.mixer_post_norm)));
           watch.add(LINEAR);
           add_result(worker, layer.mixer_post_norm, tokens, watch);
         },
         layer.mixer);
   }
 
-  static void project(Worker& worker, const Inputs<T>& rows, const Linear<T>& layer, T* to) {
-    multiply(worker, rows, layer, [&](const Place& place, int64_t panel, Floats one, Floats other) {
-      put_pair(to + place.row * layer.outputs, panel, layer.outputs, one, other);
-    });
+  static auto put_projection(const Linear<T>& layer, T* to) {
+    return [to, width = layer.outputs](const Place& place, int64_t panel, Floats one, Floats other) {
+      put_pair(to + place.row * width, panel, width, one, other);
+    };
   }
 
   // From the projections of all tokens to the inputs of the product behind the mixer.
-  void mix(Worker& worker, const SelfAttention<T>& self, const Layer<T>&, const StepInput<T>& step, const Inputs<T>&,
+  void mix(Worker& worker, const SelfAttention<T>& self, size_t, const StepInput<T>& step, const Inputs<T>&,
            const Inputs<T>& mixed) {
     const HeadShape<T>& shape = self.shape;
     const KVPool<T> kv{step.kv_pools[self.kv], step.page_size, shape.kv_heads, shape.head_dim};
@@ -276,50 +305,61 @@ class Decoder {
            });
   }
 
-  void mix(Worker& worker, const ShortConv<T>& self, const Layer<T>&, const StepInput<T>& step, const Inputs<T>&,
+  void mix(Worker& worker, const ShortConv<T>& self, size_t, const StepInput<T>& step, const Inputs<T>&,
            const Inputs<T>& mixed) {
     self.mix(worker, projected_.data(), step.attention.rows, step.states,
              static_cast<T*>(step.state_pools[self.state]), mixed);
   }
 
-  void mix(Worker& worker, const DeltaRule<T>& self, const Layer<T>& layer, const StepInput<T>& step,
+  void mix(Worker& worker, const DeltaRule<T>& self, size_t index, const StepInput<T>& step,
            const Inputs<T>& normed, const Inputs<T>& mixed) {
     const Linear<T>& gates = *self.gates;
     const bool shared = gates.shares_inputs_with(*self.into);
     const int64_t tokens = mixed.rows();
-    project(worker, shared ? normed : norm_rows(worker, layer.mixer_norm, gates, tokens, nullptr), gates, gates_.data());
+    const Inputs<T> own = shared ? normed : norm_rows(worker, layers_[index].mixer_norm, gates, tokens, nullptr);
+    adapting_.shrink(worker, index, GATES, own);
+    multiply(worker, own, gates, adapting_.expanding(index, GATES, gates, put_projection(gates, gates_.data())));
     self.mix(worker, projected_.data(), gates_.data(), step.attention.rows, step.states,
              static_cast<T*>(step.state_pools[self.state]), static_cast<float*>(step.state_pools[self.state + 1]),
              delta_scratch_[worker.index()], mixed);
   }
 
-  void dense_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
-    dense_product(worker, layer, tokens, watch);
+  void dense_part(Worker& worker, size_t index, int64_t tokens, Stopwatch& watch) {
+    const Layer<T>& layer = layers_[index];
+    dense_product(worker, index, tokens, watch);
     add_result(worker, layer.mlp_post_norm, tokens, watch, layer.mlp_scale());
   }
 
-  void dense_product(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
+  void dense_product(Worker& worker, size_t index, int64_t tokens, Stopwatch& watch) {
+    const Layer<T>& layer = layers_[index];
+    const Linear<T>& gate_up = *layer.gate_up;
     const Inputs<T> normed = norm_rows(worker, layer.mlp_norm, *layer.gate_up, tokens, nullptr);
     watch.add(REST);
     const Inputs<T> rows = wide_.inputs(*layer.down, tokens);
-    const int64_t middle = layer.gate_up->outputs;
-    if (layer.gate_up->gated)
-      multiply(worker, normed, *layer.gate_up, [&](const Place& place, int64_t panel, Floats gate, Floats up) {
-        rows.put(rows.row(place), panel * LANES, gated(layer.gate, gate, up));
-      });
+    const int64_t middle = gate_up.outputs;
+    adapting_.shrink(worker, index, GATE_UP, normed);
+    auto put_gated = [&](const Place& place, int64_t panel, Floats gate, Floats up) {
+      rows.put(rows.row(place), panel * LANES, gated(layer.gate, gate, up));
+    };
+    auto put_plain = [&](const Place& place, int64_t panel, Floats one, Floats other) {
+      const auto row = rows.row(place);
+      rows.put(row, panel * PANEL, activated(layer.gate, one));
+      if (panel * PANEL + LANES < middle) rows.put(row, panel * PANEL + LANES, activated(layer.gate, other));
+    };
+    if (gate_up.gated)
+      multiply(worker, normed, gate_up, adapting_.expanding(index, GATE_UP, gate_up, put_gated));
     else
-      multiply(worker, normed, *layer.gate_up, [&](const Place& place, int64_t panel, Floats one, Floats other) {
-        const auto row = rows.row(place);
-        rows.put(row, panel * PANEL, activated(layer.gate, one));
-        if (panel * PANEL + LANES < middle) rows.put(row, panel * PANEL + LANES, activated(layer.gate, other));
-      });
+      multiply(worker, normed, gate_up, adapting_.expanding(index, GATE_UP, gate_up, put_plain));
     rows.finish(worker);
-    multiply(worker, rows, *layer.down, put_result(layer.mlp_post_norm));
+    adapting_.shrink(worker, index, DOWN, rows);
+    multiply(worker, rows, *layer.down,
+             adapting_.expanding(index, DOWN, *layer.down, put_result(layer.mlp_post_norm)));
     watch.add(LINEAR);
   }
 
   // See dual.hpp.
-  void dual_part(Worker& worker, const Layer<T>& layer, int64_t tokens, Stopwatch& watch) {
+  void dual_part(Worker& worker, size_t index, int64_t tokens, Stopwatch& watch) {
+    const Layer<T>& layer = layers_[index];
     const Activations<float> floats = routing_.floats(tokens, hidden_);
     const Inputs<T> inputs = narrow_.inputs(layer.experts->gate_up(0), tokens);
     worker.parallel_in_runs(tokens, [&](int64_t token) {
@@ -337,7 +377,7 @@ class Decoder {
                   Number<T>::store_lanes(mixed(token) + at, values);
                 });
     watch.add(LINEAR);
-    dense_product(worker, layer, tokens, watch);
+    dense_product(worker, index, tokens, watch);
     worker.parallel_in_runs(tokens, [&](int64_t token) {
       layer.dual.add(result(token), mixed(token), hidden_, eps_);
       add_normed(layer.mlp_post_norm, token, layer.mlp_scale());
@@ -490,6 +530,7 @@ class Decoder {
   Routing<T> routing_;
   Mixing<T> mixing_;
   PerLayerInputs<T> per_layer_;
+  Adapting<T> adapting_;
 };
 
 }  // namespace aioinfer

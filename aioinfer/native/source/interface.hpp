@@ -29,6 +29,8 @@ template <class T>
 class Experts;
 template <class T>
 class Decoder;
+template <class T>
+struct Adapter;
 
 // -- linear layers ------------------------------------------------------------------------------------------------
 
@@ -333,7 +335,30 @@ struct ForwardArguments {
   const int64_t* write;
   const int64_t* logits_rows;  // [num_logits]
   float* logits;               // [num_logits, vocabulary]
+  const int64_t* adapters;     // [rows] slot of each row's adapter, 0 for none; or null
   double* seconds;             // [PARTS] grow by the time of each part
+};
+
+// -- adapters -------------------------------------------------------------------------------------------------------
+
+// What is added to some outputs of a layer: scale * b (a x).
+struct LowRankTarget {
+  const float* a;  // [rank, inner]
+  const float* b;  // [rows, rank]
+  int64_t rank;
+  int64_t start, rows;  // which of the layer's outputs it is added to
+  float scale;
+};
+
+// Make the summands of one linear layer a part of an adapter.
+template <class T>
+struct AdaptArguments {
+  const Decoder<T>* decoder;
+  Adapter<T>* adapter;
+  int64_t layer;
+  int64_t part;  // see adapters.hpp
+  const LowRankTarget* targets;  // [count]
+  int64_t count;
 };
 
 // -- from logits to tokens ------------------------------------------------------------------------------------------

@@ -154,6 +154,13 @@ class Inputs {
     if (rounds_) worker.parallel_in_runs(rows(), [&](int64_t index) { finish(index); });
   }
 
+  // The numbers of a row that was put, side by side: where they are, or copied to ``to``.
+  const T* numbers(int64_t index, T* to) const {
+    if (rounds_) return staged_ + index * blocks_.inner;
+    blocks_.copy_numbers(blocks_.row(index), to);
+    return to;
+  }
+
   // Copy a finished row of others for a layer that can multiply the same inputs.
   void copy(int64_t index, const Inputs& others, int64_t theirs) const {
     if (rounds_)

@@ -312,13 +312,41 @@ bool NAMED(add_layer)(const LayerArguments<T>* a) {
   });
 }
 
+void* NAMED(adapter)(const void* decoder) {
+  return guarded<void*>(nullptr, [&] { return new Adapter<T>(static_cast<const Decoder<T>*>(decoder)->layers()); });
+}
+
+void NAMED(free_adapter)(void* adapter) { delete static_cast<Adapter<T>*>(adapter); }
+
+bool NAMED(adapt)(const AdaptArguments<T>* a) {
+  return guarded(false, [&] {
+    require_below("layer", &a->layer, 1, a->decoder->layers());
+    require_below("part", &a->part, 1, ADAPTED_PARTS);
+    const Linear<T>* linear = a->decoder->adapted(a->layer, static_cast<AdaptedPart>(a->part));
+    require(linear != nullptr, "this part of the layer cannot be adapted");
+    require(!linear->gated || linear->outputs % LANES == 0, "the outputs of gated weights are no multiple of a vector");
+    const int64_t rows = linear->gated ? 2 * linear->outputs : linear->outputs;
+    a->adapter->layers.at(a->layer)[a->part] =
+        std::make_unique<LowRank<T>>(a->targets, a->count, rows, linear->inner);
+    return true;
+  });
+}
+
+bool NAMED(set_adapter)(void* decoder, int64_t slot, const void* adapter) {
+  return guarded(false, [&] {
+    static_cast<Decoder<T>*>(decoder)->set_adapter(slot, static_cast<const Adapter<T>*>(adapter));
+    return true;
+  });
+}
+
 bool NAMED(forward)(const ForwardArguments<T>* a) {
   return guarded(false, [&] {
     const AttentionInput attention{
         a->tokens, a->slot_mapping, a->positions, {a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width}};
     const RowStates states{a->read, a->write, a->num_cells};
     const StepInput<T> step{a->input_ids, attention,      a->kv_pools,   a->num_kv_pools, a->page_size,   a->num_pages,
-                            states,       a->state_pools, a->num_states, a->num_logits,   a->logits_rows, a->logits};
+                            states,       a->state_pools, a->num_states, a->num_logits,   a->logits_rows, a->logits,
+                            a->adapters};
     a->decoder->forward(*a->pool, step, a->seconds);
     return true;
   });

@@ -1,0 +1,274 @@
+// Adapters: low-rank summands of linear layers (LoRA: Hu et al., arXiv 2106.09685), another one for each row of a step.
+//
+//   layer:   x ─► W ───────────────► + ─► y          A: [rank, inner], B: [outputs, rank]
+//            └──► A ─► scale ─► B ───┘
+//                shrink          expand
+//
+// To shrink is a phase in front of the layer's product, to expand is a part of its store: every panel is read once. The
+// ranks of a fused layer's matrices (queries, keys and values; gates and what they gate) lie side by side, each padded
+// to RANKS; a vector of outputs reads those of its own. All sums are in float and in an order of their own, so that a
+// row's bits depend on nothing but the row.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <memory>
+#include <vector>
+
+#include "attention.hpp"
+#include "interface.hpp"
+#include "linear.hpp"
+
+namespace aioinfer {
+
+// Ranks that are computed together.
+constexpr int RANKS = 16;
+static_assert(RANKS % LANES == 0);
+
+// The summands of one linear layer.
+template <class T>
+class LowRank {
+ public:
+  // ``rows``: outputs of the layer; gated: of both of its matrices.
+  LowRank(const LowRankTarget* targets, int64_t count, int64_t rows, int64_t inner)
+      : inner_(inner), units_(inner / Number<T>::PER_UNIT) {
+    require(inner % RANKS == 0, "the inner dimension of an adapted layer is no multiple of 16");
+    std::vector<int64_t> first;  // rank of each target
+    for (int64_t i = 0; i < count; i++) {
+      const LowRankTarget& target = targets[i];
+      require(target.rank > 0 && target.rows > 0, "a target of an adapter has no rank or no rows");
+      require(target.start >= 0 && target.start + target.rows <= rows, "a target of an adapter is not in its layer");
+      first.push_back(ranks_);
+      add(target);
+    }
+    for (int64_t from = 0; from < rows; from += LANES) {
+      Range range{ranks_, 0, static_cast<int64_t>(up_.size())};
+      int64_t last = 0, i = 0;
+      for (; i < count; i++) {
+        const LowRankTarget& target = targets[i];
+        if (from + LANES <= target.start || from >= target.start + target.rows) continue;
+        range.first = std::min(range.first, first[i]), last = std::max(last, first[i] + target.rank);
+      }
+      range.count = std::max<int64_t>(0, last - range.first);
+      up_.resize(range.at + range.count * LANES, Number<T>::make(0.0f));
+      for (i = 0; i < count; i++) put(targets[i], first[i] - range.first, from, up_.data() + range.at);
+      ranges_.push_back(range);
+    }
+  }
+
+  int64_t panels() const { return ranks_ / RANKS; }
+  int64_t ranks() const { return ranks_; }
+  int64_t inner() const { return inner_; }
+  int64_t bytes() const { return (down_.size() + up_.size()) * sizeof(T) + scales_.size() * sizeof(float); }
+
+  // Ranks of a panel for ROWS rows of ``inner`` numbers: to[r][0, RANKS).
+  template <int ROWS>
+  void shrink(const T* const (&rows)[ROWS], int64_t panel, float* const (&to)[ROWS]) const {
+    constexpr int VECTORS = RANKS / LANES, CHAINS = 2;
+    const T* weights = down_.data() + panel * inner_ * RANKS;
+    Floats sums[ROWS][VECTORS][CHAINS] = {};
+    for (int64_t k = 0; k < units_; k += CHAINS)
+      AIOINFER_UNROLL
+      for (int chain = 0; chain < CHAINS; chain++)
+        AIOINFER_UNROLL
+        for (int v = 0; v < VECTORS; v++) {
+          const Ints b = load<Ints>(weights + ((k + chain) * RANKS + v * LANES) * Number<T>::PER_UNIT);
+          AIOINFER_UNROLL
+          for (int r = 0; r < ROWS; r++) {
+            const Ints unit = Ints{} + load<int32_t>(rows[r] + (k + chain) * Number<T>::PER_UNIT);
+            sums[r][v][chain] = Number<T>::multiply_add(sums[r][v][chain], unit, b);
+          }
+        }
+    for (int r = 0; r < ROWS; r++)
+      for (int v = 0; v < VECTORS; v++) {
+        const Floats scale = load<Floats>(&scales_[panel * RANKS + v * LANES]);
+        store(to[r] + panel * RANKS + v * LANES, (sums[r][v][0] + sums[r][v][1]) * scale);
+      }
+  }
+
+  // Add what a row's ranks make of a vector of outputs, by the vector's index in the layer's matrix.
+  void expand(const float* ranks, int64_t vector, Floats& sums) const {
+    if (vector >= static_cast<int64_t>(ranges_.size())) return;
+    const Range& range = ranges_[vector];
+    const T* weights = up_.data() + range.at;
+    const float* from = ranks + range.first;
+    Floats even{}, odd{};
+    int64_t i = 0;
+    for (; i + 1 < range.count; i += 2) {
+      even = multiply_add(even, spread(from[i]), Number<T>::load_lanes(weights + i * LANES));
+      odd = multiply_add(odd, spread(from[i + 1]), Number<T>::load_lanes(weights + (i + 1) * LANES));
+    }
+    if (i < range.count) even = multiply_add(even, spread(from[i]), Number<T>::load_lanes(weights + i * LANES));
+    sums += even + odd;
+  }
+
+ private:
+  // The ranks that a vector of outputs reads, and where their weights begin.
+  struct Range {
+    int64_t first, count, at;
+  };
+
+  // The weights of a target for the vector of outputs that begins at ``from``: to [..][LANES], its own from rank
+  // ``first`` on.
+  static void put(const LowRankTarget& target, int64_t first, int64_t from, T* to) {
+    for (int lane = 0; lane < LANES; lane++) {
+      const int64_t row = from + lane - target.start;
+      if (row < 0 || row >= target.rows) continue;
+      for (int64_t rank = 0; rank < target.rank; rank++)
+        to[(first + rank) * LANES + lane] = Number<T>::make(target.b[row * target.rank + rank]);
+    }
+  }
+
+  void add(const LowRankTarget& target) {
+    constexpr int PER_UNIT = Number<T>::PER_UNIT;
+    const int64_t padded = (target.rank + RANKS - 1) / RANKS * RANKS, from = down_.size();
+    down_.resize(from + padded * inner_, Number<T>::make(0.0f));
+    scales_.resize(ranks_ + padded, target.scale);
+    for (int64_t rank = 0; rank < target.rank; rank++) {
+      T* panel = down_.data() + from + rank / RANKS * RANKS * inner_;
+      for (int64_t k = 0; k < inner_; k++)
+        panel[(k / PER_UNIT * RANKS + rank % RANKS) * PER_UNIT + k % PER_UNIT] =
+            Number<T>::make(target.a[rank * inner_ + k]);
+    }
+    ranks_ += padded;
+  }
+
+  int64_t inner_, units_, ranks_ = 0;
+  Buffer<T> down_;             // [panels][units][RANKS] units
+  Buffer<T> up_;               // of each vector, [count][LANES]
+  std::vector<Range> ranges_;  // of the vectors of outputs
+  std::vector<float> scales_;  // [ranks]
+};
+
+// The layers of a decoder that adapters can change.
+enum AdaptedPart { INTO, OUT, GATE_UP, DOWN, GATES, ADAPTED_PARTS };
+
+template <class T>
+struct Adapter {
+  using Parts = std::array<std::unique_ptr<LowRank<T>>, ADAPTED_PARTS>;
+
+  explicit Adapter(int64_t layers) : layers(layers) {}
+
+  const LowRank<T>* part(size_t layer, AdaptedPart part) const { return layers[layer][part].get(); }
+
+  std::vector<Parts> layers;
+};
+
+// The adapters of a decoder, and which token of a step has which.
+template <class T>
+class Adapting {
+ public:
+  // ``adapter`` is that of ``slot`` from now on, or null.
+  void set(int64_t slot, const Adapter<T>* adapter) {
+    require(slot > 0, "adapters have slots from 1 on");
+    if (slot >= static_cast<int64_t>(slots_.size())) slots_.resize(slot + 1, nullptr);
+    slots_[slot] = adapter;
+  }
+
+  // Throws InvalidArguments if a row's slot is empty. ``slots``: [rows], 0 for none; or null.
+  void begin(const int64_t* slots, const Rows& rows, int64_t tokens) {
+    groups_.clear();
+    if (slots == nullptr) return;
+    of_token_.assign(tokens, nullptr);
+    chosen_.clear();
+    for (int64_t row = 0; row < rows.count; row++) {
+      const int64_t slot = slots[row];
+      if (slot == 0) continue;
+      const bool known = slot > 0 && slot < static_cast<int64_t>(slots_.size()) && slots_[slot] != nullptr;
+      require(known, "a row's adapter is not there");
+      for (int64_t token = rows.starts[row]; token < rows.starts[row + 1]; token++) {
+        of_token_[token] = slots_[slot];
+        chosen_.push_back(token);
+      }
+    }
+    std::stable_sort(chosen_.begin(), chosen_.end(),
+                     [&](int64_t a, int64_t b) { return std::less<>()(of_token_[a], of_token_[b]); });
+    for (int64_t token : chosen_) {
+      if (groups_.empty() || groups_.back().size == ROWS || groups_.back().adapter != of_token_[token])
+        groups_.push_back({of_token_[token], 0, {}});
+      Group& group = groups_.back();
+      group.tokens[group.size++] = token;
+    }
+    width_ = 0;
+    for (const Group& group : groups_)
+      for (const auto& parts : group.adapter->layers)
+        for (const auto& part : parts)
+          if (part != nullptr) width_ = std::max(width_, part->ranks());
+    grow(ranks_, tokens * width_);
+  }
+
+  bool any() const { return !groups_.empty(); }
+
+  // A phase, if any row has an adapter: what adapters make of a layer's inputs.
+  void shrink(Worker& worker, size_t layer, AdaptedPart part, const Inputs<T>& inputs) {
+    if (groups_.empty()) return;
+    int64_t panels = 0;
+    for (const Group& group : groups_)
+      if (const LowRank<T>* low = group.adapter->part(layer, part)) panels = std::max(panels, low->panels());
+    worker.parallel_in_runs(groups_.size() * panels, [&](int64_t task) {
+      const Group& group = groups_[task / panels];
+      const LowRank<T>* low = group.adapter->part(layer, part);
+      const int64_t panel = task % panels;
+      if (low == nullptr || panel >= low->panels()) return;
+      thread_local Buffer<T> numbers;
+      grow(numbers, ROWS * low->inner());
+      const T* rows[ROWS];
+      float* to[ROWS];
+      for (int r = 0; r < group.size; r++) {
+        rows[r] = inputs.numbers(group.tokens[r], numbers.data() + r * low->inner());
+        to[r] = ranks(group.tokens[r]);
+      }
+      with_height<ROWS>(group.size, [&](auto height) {
+        constexpr int HEIGHT = decltype(height)::value;
+        const T* own[HEIGHT];
+        float* own_to[HEIGHT];
+        std::copy_n(rows, HEIGHT, own), std::copy_n(to, HEIGHT, own_to);
+        low->template shrink<HEIGHT>(own, panel, own_to);
+      });
+    });
+  }
+
+  // The store of a layer's product, with the summands of the adapters.
+  template <class Store>
+  auto expanding(size_t layer, AdaptedPart part, const Linear<T>& linear, Store&& store) const {
+    // Of the second vector of a panel.
+    const int64_t other_from = linear.gated ? linear.outputs / LANES : 1, step = linear.gated ? 1 : 2;
+    return [this, layer, part, other_from, step, any = any(), store = std::forward<Store>(store)](
+               const Place& place, int64_t panel, Floats one, Floats other) mutable {
+      if (any) add(place.row, layer, part, panel * step, panel * step + other_from, one, other);
+      store(place, panel, one, other);
+    };
+  }
+
+ private:
+  // Rows that read the weights together.
+  static constexpr int ROWS = 4;
+
+  struct Group {
+    const Adapter<T>* adapter;
+    int size;
+    std::array<int64_t, ROWS> tokens;
+  };
+
+  // Kept out of the products of rows without adapters.
+  __attribute__((noinline)) void add(int64_t token, size_t layer, AdaptedPart part, int64_t first, int64_t second,
+                                     Floats& one, Floats& other) const {
+    const Adapter<T>* adapter = of_token_[token];
+    const LowRank<T>* low = adapter == nullptr ? nullptr : adapter->part(layer, part);
+    if (low == nullptr) return;
+    low->expand(ranks(token), first, one);
+    low->expand(ranks(token), second, other);
+  }
+
+  float* ranks(int64_t token) { return ranks_.data() + token * width_; }
+  const float* ranks(int64_t token) const { return ranks_.data() + token * width_; }
+
+  std::vector<const Adapter<T>*> slots_;     // by slot; 0 is none
+  std::vector<const Adapter<T>*> of_token_;  // null for none
+  std::vector<int64_t> chosen_;              // tokens with adapters
+  std::vector<Group> groups_;
+  Buffer<float> ranks_;  // [tokens, width_], of the layer that is computed
+  int64_t width_ = 0;
+};
+
+}  // namespace aioinfer
