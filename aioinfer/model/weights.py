@@ -219,6 +219,26 @@ class StoredMatrix:
         return " ".join(self._names)
 
     @property
+    def names(self) -> Sequence[str]:
+        """Of its tensors, without ".weight" and ".bias"."""
+        return self._names
+
+    @property
+    def rows(self) -> Sequence[int]:
+        """Of each tensor."""
+        return self._rows
+
+    @property
+    def order(self) -> torch.Tensor | None:
+        """Row i of the matrix is row ``order[i]`` of the tensors; None: they are in order."""
+        return self._order
+
+    @property
+    def transposed(self) -> bool:
+        """Whether its tensors are stored as [columns, rows]."""
+        return self._transposed
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
         return sum(self._rows), self._width

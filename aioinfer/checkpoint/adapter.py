@@ -1,0 +1,184 @@
+"""AdapterFiles: a LoRA adapter in a directory as PEFT writes it.
+
+Reading needs neither network nor thread, and runs no code: pickled weights are refused. Which layers of a
+model an adapter belongs to is decided by :mod:`aioinfer.model.adapters.targets`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import regex
+
+from aioinfer.checkpoint.adapter_config import AdapterConfig
+from aioinfer.checkpoint.tensors import read_json_object
+from aioinfer.errors import ConfigError, shown
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["AdapterFiles", "Factors", "module_key"]
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: of the names of tensors
+_PEFT = "base_model.model."
+#: what is in front of the layers of the same model in one class of transformers or another, and in wrappers
+#: of models for more than text; the first that fits counts
+_PREFIXES = (
+    "model.language_model.",
+    "language_model.model.",
+    "language_model.",
+    "transformer.",
+    "model.",
+)
+#: "default" is the name that PEFT gives to an adapter in memory; it writes files without
+_FACTOR = regex.compile(r"(?P<module>.+)\.lora_(?P<half>[AB])(?:\.[^.]+)?\.weight")
+#: what other tensors of an adapter are, by a part of their names; the first that fits counts
+_OTHERS = (
+    ("lora_embedding_", "an adapter of an embedding, which is not supported"),
+    ("lora_magnitude_vector", "a part of DoRA, which is not supported"),
+    (".modules_to_save", "a layer of its own (modules_to_save), which is not supported"),
+    ("trainable_tokens_", "vectors of tokens, which are not supported"),
+    (".bias", "a bias, which is not supported"),
+    ("embed_tokens", "an embedding of its own, which is not supported"),
+    ("lm_head", "a head of its own, which is not supported"),
+)
+
+
+class Factors(NamedTuple):
+    """What is added to a weight [outputs, inputs] is ``scale * b @ a``."""
+
+    #: of the module, in the model that was trained
+    name: str
+    #: [rank, inputs] and [outputs, rank], as they are stored
+    a: torch.Tensor
+    b: torch.Tensor
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterFiles:
+    """The matrices of an adapter, in memory of their own."""
+
+    path: Path
+    config: AdapterConfig
+    #: by :func:`module_key` of their names
+    modules: Mapping[str, Factors]
+
+    @classmethod
+    def read(cls, path: Path) -> AdapterFiles:
+        """The adapter in a directory. Raises ConfigError that names the field or tensor that is wrong."""
+        _check_directory(path)
+        config = AdapterConfig.read(_stated(path))
+        halves = _halves(_tensors(path / _WEIGHTS))
+        modules: dict[str, Factors] = {}
+        for name, found in halves.items():
+            factors, key = _factors(name, found, config), module_key(name)
+            if key in modules:
+                raise ConfigError(f"adapter: {name} is there as {modules[key].name}, too")
+            modules[key] = factors
+        if not modules:
+            raise ConfigError(f"adapter: {_WEIGHTS} has no tensors")
+        return cls(path, config, modules)
+
+    @property
+    def rank(self) -> int:
+        """The largest of its modules."""
+        return max(len(factors.a) for factors in self.modules.values())
+
+    def selects(self, key: str) -> bool:
+        """Whether the config chooses the module with this key, if it is a linear layer. Raises
+        ConfigError."""
+        return self.config.selects(self.name_of(key))
+
+    def name_of(self, key: str) -> str:
+        """The name of the module with this key in the model that was trained, which may have been a
+        wrapper."""
+        some = next(iter(self.modules))
+        return self.modules[some].name.removesuffix(some) + key
+
+
+def module_key(name: str) -> str:
+    """The name of a module without what differs between the classes that have it."""
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            return name.removeprefix(prefix)
+    return name
+
+
+def _check_directory(path: Path) -> None:
+    try:
+        names = {entry.name for entry in path.iterdir()}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"adapter: {shown(str(path))} cannot be read: {error}") from error
+    if _CONFIG not in names:
+        raise ConfigError(f"adapter: {path.name} has no {_CONFIG}")
+    if not (path / _WEIGHTS).is_file():
+        pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in names)
+        more = "; pickled weights (.bin, .pt) are not loaded" if pickled else ""
+        raise ConfigError(f"adapter: {path.name} has no {_WEIGHTS}{more}")
+
+
+def _stated(path: Path) -> dict[str, object]:
+    try:
+        return read_json_object(path / _CONFIG)
+    except ConfigError as error:
+        raise ConfigError(f"adapter: {str(error).removeprefix('model: ')}") from error
+
+
+def _tensors(file: Path) -> dict[str, torch.Tensor]:
+    """Read, not mapped: whoever writes the file anew may do so while it is read."""
+    from safetensors.torch import load
+
+    try:
+        return load(file.read_bytes())
+    except Exception as error:
+        # Of safetensors, of torch for a type that it does not know, and of the file.
+        raise ConfigError(f"adapter: {file.name} cannot be read: {error}") from error
+
+
+def _halves(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, tuple[str, torch.Tensor]]]:
+    """By module, "A" and "B" with the name and the numbers of their tensors."""
+    halves: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
+    for name in sorted(tensors):
+        match = _FACTOR.fullmatch(name.removeprefix(_PEFT))
+        if match is None:
+            found = next((what for part, what in _OTHERS if part in name), "no matrix of an adapter")
+            raise ConfigError(f"adapter: {name} is {found}")
+        module = halves.setdefault(match["module"], {})
+        if match["half"] in module:
+            raise ConfigError(f"adapter: {name} is there as {module[match['half']][0]}, too")
+        module[match["half"]] = name, tensors[name]
+    return halves
+
+
+def _factors(module: str, halves: Mapping[str, tuple[str, torch.Tensor]], config: AdapterConfig) -> Factors:
+    for half, other in ("AB", "BA"):
+        if half not in halves:
+            raise ConfigError(f"adapter: {halves[other][0]} is there, and lora_{half} of the module is not")
+    rank = config.rank_of(module)
+    (a_name, a), (b_name, b) = halves["A"], halves["B"]
+    for name, tensor in (a_name, a), (b_name, b):
+        _check_numbers(name, tensor)
+    for name, tensor, dimension in (a_name, a, 0), (b_name, b, 1):
+        if tensor.shape[dimension] != rank:
+            raise ConfigError(f"adapter: {name} is shaped {tuple(tensor.shape)}, the config says rank {rank}")
+    if config.targets is not None and not config.selects(module):
+        raise ConfigError(f"adapter: {a_name} belongs to no module that the config chooses (target_modules)")
+    return Factors(module, a, b, config.scale_of(module))
+
+
+def _check_numbers(name: str, tensor: torch.Tensor) -> None:
+    import torch
+
+    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"adapter: {name} holds {tensor.dtype}; float32, bfloat16 and float16 are supported"
+        )
+    if tensor.dim() != 2:
+        raise ConfigError(f"adapter: {name} is shaped {tuple(tensor.shape)}, not a matrix")
+    if not bool(tensor.isfinite().all()):
+        raise ConfigError(f"adapter: {name} has numbers that are not finite")

@@ -1,0 +1,238 @@
+"""AdapterConfig: what the adapter_config.json of a LoRA adapter says, in the format of PEFT.
+
+What changes the arithmetic and is not supported is refused by the name of its field; what concerned the
+training alone is ignored. Patterns in it are regular expressions, with a bound on their time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import regex
+
+from aioinfer.errors import ConfigError, shown
+
+__all__ = ["AdapterConfig"]
+
+#: fields that change what a layer computes, with what they are; refused unless they say no
+_REFUSED = {
+    "use_dora": "DoRA scales the rows of the weights",
+    "use_qalora": "QA-LoRA pools the inputs",
+    "use_bdlora": "its matrices are block-diagonal",
+    "lora_bias": "B has a bias",
+    "modules_to_save": "it replaces whole layers of the model",
+    "layer_replication": "it repeats layers of the model",
+    "trainable_token_indices": "it changes vectors of tokens",
+    "target_parameters": "it adapts parameters that are no linear layers",
+    "alora_invocation_tokens": "it is active behind certain tokens only",
+    "arrow_config": "it routes tokens to adapters",
+    "kasa_config": "it changes the weights of the model",
+    "monteclora_config": "its factors are random",
+    "megatron_config": "it was trained on layers of Megatron",
+}
+#: of init_lora_weights, those that leave the weights of the model as they were
+_PLAIN_STARTS = ("gaussian", "orthogonal", "eva")
+#: other fields that PEFT writes
+_KNOWN = frozenset(
+    {
+        *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "corda_config"),
+        *("ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out", "inference_mode"),
+        *("init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha"),
+        *("lora_dropout", "lora_ga_config", "megatron_core", "peft_type", "peft_version"),
+        *("qalora_group_size", "r", "rank_pattern", "revision", "runtime_config", "target_modules"),
+        *("task_type", "use_rslora", "velora_config"),
+    }
+)
+_LONGEST_PATTERN = 1000
+_SECONDS_PER_PATTERN = 0.25
+#: of a rank, and of the number of a layer
+_LARGEST = 2**20
+#: the number of a layer in the name of a module
+_LAYER = r".*?\.[^.]*\.(?P<index>\d+)\."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """Ranks and scales of the modules of an adapter, by their names in the model that was trained."""
+
+    rank: int
+    alpha: float
+    #: whether the scale is ``alpha / sqrt(rank)``, not ``alpha / rank`` (arXiv 2312.03732)
+    root: bool
+    ranks: Mapping[str, int]
+    alphas: Mapping[str, float]
+    #: whether the weights of the layers are stored as [inputs, outputs]
+    transposed: bool
+    #: names, or the ends of names behind a dot; or one regular expression. None: it is not said
+    targets: str | tuple[str, ...] | None
+    excluded: str | tuple[str, ...]
+    layers: tuple[int, ...] | None
+    layer_patterns: tuple[str, ...]
+
+    @classmethod
+    def read(cls, stated: Mapping[str, Any]) -> AdapterConfig:
+        """Of the object in the file. Raises ConfigError."""
+        _check_features(stated)
+        take = partial(_take, stated)
+        layers = stated.get("layers_to_transform")
+        if type(layers) is int:
+            layers = [layers]
+        if layers is not None and not (isinstance(layers, list) and all(map(_is_count, layers))):
+            raise _invalid("layers_to_transform", "numbers of layers", layers)
+        return cls(
+            rank=take("r", _is_rank, "a rank, from 1 on"),
+            alpha=float(take("lora_alpha", _is_number, "a finite number")),
+            root=take("use_rslora", _is_bool, "true or false", False),
+            ranks=_pattern(stated, "rank_pattern", _is_rank, "ranks, from 1 on"),
+            alphas=_pattern(stated, "alpha_pattern", _is_number, "finite numbers"),
+            transposed=take("fan_in_fan_out", _is_bool, "true or false", False),
+            targets=_names(stated, "target_modules"),
+            excluded=_names(stated, "exclude_modules") or (),
+            # As in PEFT, an empty list is none.
+            layers=tuple(layers) if layers else None,
+            layer_patterns=_patterns(stated),
+        )
+
+    def rank_of(self, module: str) -> int:
+        """The rank of a module. Raises ConfigError, as all below: a pattern is none."""
+        return _found(self.ranks, module, "rank_pattern", self.rank)
+
+    def scale_of(self, module: str) -> float:
+        """The factor of the products of a module."""
+        rank = self.rank_of(module)
+        return _found(self.alphas, module, "alpha_pattern", self.alpha) / (
+            math.sqrt(rank) if self.root else rank
+        )
+
+    def selects(self, module: str) -> bool:
+        """Whether the fields that choose modules choose this one, if it is a linear layer."""
+        if self.targets is None or _named(self.excluded, module, "exclude_modules"):
+            return False
+        if not _named(self.targets, module, "target_modules"):
+            return False
+        if self.layers is None or isinstance(self.targets, str) or module in self.targets:
+            return True
+        patterns = [rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\." for pattern in self.layer_patterns]
+        for pattern in patterns or [_LAYER]:
+            found = _matched(pattern, module, "layers_pattern", regex.match)
+            if found is not None:
+                return int(found["index"]) in self.layers
+        return False
+
+
+def _check_features(stated: Mapping[str, Any]) -> None:
+    """Raise ConfigError for the first field that asks for what is not computed here."""
+    kind = stated.get("peft_type")
+    if kind != "LORA":
+        raise ConfigError(f"adapter: peft_type is {shown(kind)}; LORA is supported")
+    for field, reason in _REFUSED.items():
+        if stated.get(field):
+            raise ConfigError(f"adapter: {field} is not supported: {reason}")
+    bias = stated.get("bias", "none")
+    if bias != "none":
+        raise ConfigError(f"adapter: bias is {shown(bias)}; trained biases of the model are not supported")
+    start = stated.get("init_lora_weights", True)
+    if not isinstance(start, bool | None) and start not in _PLAIN_STARTS:
+        raise ConfigError(
+            f"adapter: init_lora_weights is {shown(start)}, which changes the weights of the model; PEFT can "
+            "save such an adapter converted (path_initial_model_for_weight_conversion)"
+        )
+    for field in sorted(stated.keys() - _KNOWN - _REFUSED.keys()):
+        # A number or a text alone switches nothing on.
+        if stated[field] and isinstance(stated[field], bool | list | dict):
+            raise ConfigError(f"adapter: the field {shown(field)} is not known here, and may change results")
+
+
+_MISSING = object()
+
+
+def _take(
+    stated: Mapping[str, Any], field: str, valid: Callable[[Any], bool], words: str, default: Any = _MISSING
+) -> Any:
+    value = stated.get(field)
+    if value is None and default is not _MISSING:
+        return default
+    if not valid(value):
+        raise _invalid(field, words, value)
+    return value
+
+
+def _invalid(field: str, words: str, value: Any) -> ConfigError:
+    return ConfigError(f"adapter: {field} must be {words}, got {shown(value)}")
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_rank(value: Any) -> bool:
+    return type(value) is int and 1 <= value <= _LARGEST
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _LARGEST
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and abs(value) < 1e30
+
+
+def _pattern(
+    stated: Mapping[str, Any], field: str, valid: Callable[[Any], bool], words: str
+) -> dict[str, Any]:
+    values = stated.get(field) or {}
+    if not isinstance(values, dict) or not all(map(valid, values.values())):
+        raise _invalid(field, f"patterns of modules with {words}", values)
+    return values
+
+
+def _names(stated: Mapping[str, Any], field: str) -> str | tuple[str, ...] | None:
+    values = stated.get(field)
+    if values is None or isinstance(values, str):
+        return values
+    if not isinstance(values, list) or not all(isinstance(name, str) for name in values):
+        raise _invalid(field, "names of modules, or a pattern", values)
+    return tuple(values)
+
+
+def _patterns(stated: Mapping[str, Any]) -> tuple[str, ...]:
+    values = _names(stated, "layers_pattern") or ()
+    return (values,) if isinstance(values, str) else values
+
+
+def _named(names: str | Sequence[str], module: str, field: str) -> bool:
+    """Whether names, or a pattern of them, name a module."""
+    if isinstance(names, str):
+        if names == "":
+            return False
+        if names == "all-linear":
+            return True
+        return _matched(names, module, field, regex.fullmatch) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _found(values: Mapping[str, Any], module: str, field: str, default: Any) -> Any:
+    """The value of the first pattern that a name ends with."""
+    for pattern, value in values.items():
+        if _matched(rf"(.*\.)?({pattern})$", module, field, regex.match) is not None:
+            return value
+    return default
+
+
+def _matched(pattern: str, text: str, field: str, match: Callable[..., Any]) -> Any:
+    """The match, or None. Raises ConfigError: the pattern is none, or takes too long."""
+    try:
+        if len(pattern) > _LONGEST_PATTERN:
+            raise ConfigError(f"adapter: {field} has a pattern of {len(pattern)} characters")
+        # ``concurrent``: without the interpreter's lock.
+        return match(pattern, text, timeout=_SECONDS_PER_PATTERN, concurrent=True)
+    except TimeoutError:
+        raise ConfigError(f"adapter: {field} takes too long to match {shown(pattern)}") from None
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise ConfigError(
+            f"adapter: {field} has no regular expression in {shown(pattern)}: {error}"
+        ) from error

@@ -1,0 +1,36 @@
+"""AdapterSlots: the interface between what computes adapters and the rest of the engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+__all__ = ["AdapterSlots", "PreparedAdapter"]
+
+
+class PreparedAdapter(Protocol):
+    """An adapter made of files, checked, in the form that kernels read."""
+
+    @property
+    def rank(self) -> int:
+        """The largest of its layers."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory that it takes on the model's device."""
+
+
+class AdapterSlots(Protocol):
+    """The adapters of a model by the slots that rows name, from 1 on; 0 is none."""
+
+    def prepare(self, path: Path) -> PreparedAdapter:
+        """Read, check and convert an adapter in a directory. Any thread but the launch thread: it may take
+        long. Raises ConfigError that names the tensor or field that is wrong."""
+
+    def install(self, slot: int, adapter: PreparedAdapter) -> None:
+        """Have the rows of ``slot`` computed with an adapter. On the launch thread, between two steps; takes
+        microseconds."""
+
+    def remove(self, slot: int) -> None:
+        """Empty a slot, of which no row is left. On the launch thread, between two steps. The memory is freed
+        once nobody holds the adapter."""

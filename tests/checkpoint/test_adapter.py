@@ -1,0 +1,248 @@
+"""Directories of LoRA adapters: what is read of them, and one clear error for whatever is wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from aioinfer.checkpoint.adapter import AdapterFiles
+from aioinfer.errors import ConfigError
+from tests.model.adapters import FIELDS, factors, write_adapter, write_config
+
+Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+SHAPES = {Q: (12, 8), K: (6, 8)}
+PREFIX = "base_model.model."
+
+
+def matrices(**ranks: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    by_name = {name: ranks.get(name.rpartition(".")[2], 4) for name in SHAPES}
+    return factors(SHAPES, by_name, seed=1, dtype=torch.float32)
+
+
+def retouch(path: Path, change: Any) -> None:
+    """Change the tensors of an adapter, a dict, in place."""
+    file = path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+@pytest.mark.parametrize("infix", ["", ".default", ".mine"])
+@pytest.mark.parametrize("prefix", [PREFIX, ""])
+def test_matrices_and_scales_are_those_of_the_files(tmp_path: Path, infix: str, prefix: str) -> None:
+    wrote = matrices()
+    files = AdapterFiles.read(write_adapter(tmp_path, wrote, prefix=prefix, infix=infix, lora_alpha=6))
+    assert files.modules.keys() == {name.removeprefix("model.") for name in wrote}
+    assert files.rank == 4
+    for name, (a, b) in wrote.items():
+        found = files.modules[name.removeprefix("model.")]
+        assert found.name == name
+        assert found.a.equal(a)
+        assert found.b.equal(b)
+        assert found.scale == 1.5
+
+
+def test_rslora_divides_by_the_root_of_the_rank(tmp_path: Path) -> None:
+    files = AdapterFiles.read(write_adapter(tmp_path, matrices(), lora_alpha=6, use_rslora=True))
+    assert {found.scale for found in files.modules.values()} == {3.0}
+
+
+def test_patterns_give_ranks_and_scales_to_modules(tmp_path: Path) -> None:
+    path = write_adapter(
+        tmp_path,
+        matrices(q_proj=2, k_proj=3),
+        lora_alpha=6,
+        r=7,
+        rank_pattern={"q_proj": 2, r"model\.layers\.[0-9]+\.self_attn\.(k|v)_proj": 3},
+        alpha_pattern={"layers.0.self_attn.q_proj": 5, "proj": 99},
+    )
+    modules = AdapterFiles.read(path).modules
+    scales = {name.rpartition(".")[2]: found.scale for name, found in modules.items()}
+    assert scales == {"q_proj": 2.5, "k_proj": 2.0}
+
+
+@pytest.mark.parametrize("outer", ["model.language_model.", "language_model.model.", "language_model.", ""])
+def test_modules_in_wrappers_have_the_names_that_they_have_without(tmp_path: Path, outer: str) -> None:
+    wrote = {name.replace("model.", outer, 1): pair for name, pair in matrices().items()}
+    files = AdapterFiles.read(write_adapter(tmp_path, wrote))
+    assert files.modules.keys() == {name.removeprefix("model.") for name in SHAPES}
+    assert files.name_of("layers.9.mlp") == f"{outer}layers.9.mlp"
+
+
+def test_what_concerned_training_is_ignored(tmp_path: Path) -> None:
+    changes = {"lora_dropout": 0.5, "init_lora_weights": "gaussian", "eva_config": {"rho": 2.0}}
+    path = write_adapter(tmp_path, matrices(), **changes, later_field=None, later_number=3, revision="x")
+    assert AdapterFiles.read(path).rank == 4
+
+
+def test_a_config_of_an_old_version_has_fewer_fields(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, matrices())
+    few = {name: FIELDS[name] for name in ("peft_type", "r", "lora_alpha", "bias", "fan_in_fan_out")}
+    (path / "adapter_config.json").write_text(json.dumps(few))
+    assert len(AdapterFiles.read(path).modules) == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
+        ({"peft_type": None}, "peft_type is None"),
+        ({"use_dora": True}, "use_dora is not supported"),
+        ({"use_qalora": True}, "use_qalora is not supported"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is not supported"),
+        ({"lora_bias": True}, "lora_bias is not supported"),
+        ({"bias": "all"}, "bias is 'all'"),
+        ({"bias": "lora_only"}, "bias is 'lora_only'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+        ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication is not supported"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices is not supported"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters is not supported"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens is not supported"),
+        ({"megatron_config": {"a": 1}}, "megatron_config is not supported"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is 'pissa_niter_16'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights is 'loftq'"),
+        ({"use_something_new": True}, "use_something_new"),
+        ({"new_config": {"on": 1}}, "new_config"),
+        ({"r": 0}, "r must be a rank, from 1 on, got 0"),
+        ({"r": True}, "r must be a rank"),
+        ({"r": None}, "r must be a rank"),
+        ({"r": 5}, "lora_A.weight is shaped (4, 8), the config says rank 5"),
+        ({"rank_pattern": {"q_proj": 3}}, "q_proj.lora_A.weight is shaped (4, 8), the config says rank 3"),
+        ({"rank_pattern": {"q_proj": "3"}}, "rank_pattern must be patterns of modules with ranks"),
+        ({"rank_pattern": [3]}, "rank_pattern must be"),
+        ({"rank_pattern": {"(q_proj": 4}}, "rank_pattern has no regular expression in "),
+        ({"rank_pattern": {"q" * 2000: 4}}, "rank_pattern has a pattern of 20"),
+        ({"alpha_pattern": {"q_proj": math.inf}}, "alpha_pattern must be"),
+        ({"lora_alpha": "16"}, "lora_alpha must be a finite number, got '16'"),
+        ({"lora_alpha": math.nan}, "lora_alpha must be a finite number, got nan"),
+        ({"use_rslora": 1}, "use_rslora must be true or false, got 1"),
+        ({"target_modules": 3}, "target_modules must be names of modules"),
+        ({"target_modules": ["v_proj"]}, "k_proj.lora_A.weight belongs to no module that the config chooses"),
+        ({"target_modules": r".*\.q_proj"}, "k_proj.lora_A.weight belongs to no module"),
+        ({"exclude_modules": ["q_proj"]}, "q_proj.lora_A.weight belongs to no module"),
+        ({"layers_to_transform": [1]}, "k_proj.lora_A.weight belongs to no module"),
+        ({"layers_to_transform": "x"}, "layers_to_transform must be numbers of layers"),
+        ({"layers_to_transform": 0, "layers_pattern": "blocks"}, "belongs to no module"),
+    ],
+)
+def test_a_config_that_is_not_supported_is_refused_by_field(
+    tmp_path: Path, fields: dict[str, Any], said: str
+) -> None:
+    path = write_adapter(tmp_path, matrices(), **fields)
+    with pytest.raises(ConfigError) as caught:
+        AdapterFiles.read(path)
+    message = str(caught.value)
+    assert message.startswith("adapter: ")
+    assert said in message
+    assert "\n" not in message
+
+
+def _drop(name: str) -> Any:
+    return lambda tensors: tensors.pop(PREFIX + name)
+
+
+def _put(name: str, tensor: torch.Tensor) -> Any:
+    return lambda tensors: tensors.update({PREFIX + name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (_drop(f"{Q}.lora_B.weight"), "q_proj.lora_A.weight is there, and lora_B of the module is not"),
+        (_drop(f"{Q}.lora_A.weight"), "q_proj.lora_B.weight is there, and lora_A of the module is not"),
+        (dict.clear, "has no tensors"),
+        (_put(f"{Q}.lora_A.other.weight", torch.ones(4, 8)), "is there as"),
+        (_put(f"{Q}.lora_B.weight", torch.ones(12, 5)), "(12, 5), the config says rank 4"),
+        (_put(f"{Q}.lora_A.weight", torch.ones(0, 8)), "(0, 8), the config says rank 4"),
+        (_put(f"{Q}.lora_A.weight", torch.ones(4)), "is shaped (4,), not a matrix"),
+        (_put(f"{Q}.lora_A.weight", torch.ones(4, 8, dtype=torch.int8)), "holds torch.int8"),
+        (_put(f"{Q}.lora_A.weight", torch.full((4, 8), math.inf)), "numbers that are not finite"),
+        (_put(f"{Q}.lora_B.weight", torch.full((12, 4), math.nan)), "numbers that are not finite"),
+        (_put(f"{Q}.lora_B.bias", torch.ones(12)), "q_proj.lora_B.bias is a bias"),
+        (_put(f"{Q}.bias", torch.ones(12)), "q_proj.bias is a bias"),
+        (_put(f"{Q}.lora_magnitude_vector.weight", torch.ones(12)), "a part of DoRA"),
+        (_put("model.embed_tokens.lora_embedding_A", torch.ones(4, 9)), "an adapter of an embedding"),
+        (_put("model.embed_tokens.weight", torch.ones(9, 8)), "an embedding of its own"),
+        (_put("lm_head.modules_to_save.weight", torch.ones(9, 8)), "a layer of its own"),
+        (_put("lm_head.weight", torch.ones(9, 8)), "a head of its own"),
+        (_put("something", torch.ones(2)), "something is no matrix of an adapter"),
+        (_put(f"language_{Q}.lora_A.weight", torch.ones(4, 8)), "lora_B of the module is not"),
+    ],
+)
+def test_a_tensor_that_is_wrong_is_refused_by_name(tmp_path: Path, change: Any, said: str) -> None:
+    path = write_adapter(tmp_path, matrices())
+    retouch(path, change)
+    with pytest.raises(ConfigError) as caught:
+        AdapterFiles.read(path)
+    assert str(caught.value).startswith("adapter: ")
+    assert said in str(caught.value)
+
+
+def test_a_module_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    a, b = matrices()[Q]
+    path = write_adapter(tmp_path, {Q: (a, b), f"language_model.{Q}": (a.clone(), b.clone())})
+    with pytest.raises(ConfigError, match="is there as"):
+        AdapterFiles.read(path)
+
+
+def test_pickled_weights_are_refused(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, matrices())
+    (path / "adapter_model.safetensors").rename(path / "adapter_model.bin")
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors; pickled weights"):
+        AdapterFiles.read(path)
+
+
+def test_directories_that_are_none_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        AdapterFiles.read(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match=r"has no adapter_config\.json"):
+        AdapterFiles.read(tmp_path)
+    write_config(tmp_path)
+    with pytest.raises(ConfigError, match=r"has no adapter_model\.safetensors$"):
+        AdapterFiles.read(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("[")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"adapter: adapter_config\.json cannot be read"):
+        AdapterFiles.read(tmp_path)
+
+
+def test_damaged_weights_are_an_error_and_nothing_else(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, matrices())
+    file = path / "adapter_model.safetensors"
+    whole, rng = file.read_bytes(), random.Random(5)
+    header = int.from_bytes(whole[:8], "little") + 8
+    for size in (0, 7, 8, header - 1, header, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ConfigError, match=r"adapter: adapter_model\.safetensors cannot be read"):
+            AdapterFiles.read(path)
+    for _ in range(200):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(header)] = rng.randrange(256)
+        file.write_bytes(damaged)
+        try:
+            AdapterFiles.read(path)
+        except ConfigError as error:
+            assert str(error).startswith("adapter: ")
+
+
+def test_a_pattern_cannot_take_forever(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, matrices(), target_modules=r"(?:\w|\w\w|\w\w\w|[\w.])*(?<!j)")
+    with pytest.raises(ConfigError, match="target_modules takes too long to match"):
+        AdapterFiles.read(path)
+
+
+def test_files_that_change_later_do_not_change_what_was_read(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, matrices())
+    files = AdapterFiles.read(path)
+    before = {name: found.a.clone() for name, found in files.modules.items()}
+    file = path / "adapter_model.safetensors"
+    file.write_bytes(bytes(file.stat().st_size))
+    assert all(found.a.equal(before[name]) for name, found in files.modules.items())
