@@ -129,7 +129,7 @@ class NativeDecoder:
         places: dict[int, tuple[int, int]] = {}
         for index, layer in enumerate(layers):
             for part, handle in enumerate(self._add(layer)):
-                if handle in indices:
+                if handle is not None and handle in indices:
                     places[indices[handle]] = index, part
         self.adapters = NativeAdapters(self._stack, targets, places, max_lora_rank)
         self._seconds = (ctypes.c_double * len(PARTS))()

@@ -1,4 +1,4 @@
-"""NativeAdapters: low-rank adapters of a native decoder, in the layers' own products; see ``adapters.hpp``."""
+"""NativeAdapters: low-rank adapters in the products of native layers; see ``adapters.hpp``."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def mixer_arguments(mixer: Mixer, spec: ModelSpec, kept: Kept) -> dict[str, Any]
 
 
 def projections(mixer: Mixer) -> tuple[int, int, int | None]:
-    """The handles of the linear layers in front of a native mixer, behind it, and to the gates of its state."""
+    """The handles of the linear layers in front of a native mixer, behind it, and to its gates."""
     assert isinstance(mixer, SelfAttention | ShortConv | DeltaRule)
     into = mixer.qkv if isinstance(mixer, SelfAttention) else mixer.into
     assert isinstance(into, NativeLinear)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from itertools import zip_longest
 from typing import Any, Literal
 
+from aioinfer.native.adapter_arguments import AdaptArguments
 from aioinfer.native.arguments import (
     STRUCTURES,
     Address,
@@ -38,7 +39,6 @@ from aioinfer.native.arguments import (
     WeightsArguments,
     describe,
 )
-from aioinfer.native.adapter_arguments import AdaptArguments
 from aioinfer.native.build import UNITS, BuildFailed, build
 from aioinfer.native.processor import PERMITTED, Tiles, choose_tiles
 from aioinfer.native.sampling_arguments import (
@@ -50,8 +50,8 @@ from aioinfer.native.sampling_arguments import (
 
 __all__ = [
     "GATES", "PARTS", "InvalidArguments", "KernelError", "Kernels", "LayoutMismatch", "Number",
-    "PackedAdapter", "PackedExperts", "PackedRouter", "PackedWeights", "Stack", "ThreadPool", "ThreadsUnavailable",
-    "instructions", "kernels", "native_unsupported", "shared_thread_pool",
+    "PackedAdapter", "PackedExperts", "PackedRouter", "PackedWeights", "Stack", "ThreadPool",
+    "ThreadsUnavailable", "instructions", "kernels", "native_unsupported", "shared_thread_pool",
 ]  # fmt: skip
 
 #: types of models that there are kernels for

@@ -1,4 +1,4 @@
-"""Adapters in the native kernels: a row with one is computed as if it were alone, and as merged weights are."""
+"""Adapters in native kernels: a row with one is computed as if alone, and as merged weights are."""
 
 from __future__ import annotations
 
