@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.model.adapters.base import AdapterSlots
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.backend import Backend
@@ -78,6 +79,8 @@ class NativeDecoder:
 
     capturable = False
     invariant = True
+    adapters: AdapterSlots | None = None
+    adapter_reason = "native kernels compute none"
 
     def __init__(
         self,
