@@ -134,10 +134,11 @@ def _tensors(file: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load
 
     try:
-        return load(file.read_bytes())
+        tensors: dict[str, torch.Tensor] = load(file.read_bytes())
     except Exception as error:
         # Of safetensors, of torch for a type that it does not know, and of the file.
         raise ConfigError(f"adapter: {file.name} cannot be read: {error}") from error
+    return tensors
 
 
 def _halves(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, tuple[str, torch.Tensor]]]:

@@ -99,14 +99,14 @@ class AdapterConfig:
 
     def rank_of(self, module: str) -> int:
         """The rank of a module. Raises ConfigError, as all below: a pattern is none."""
-        return _found(self.ranks, module, "rank_pattern", self.rank)
+        rank: int = _found(self.ranks, module, "rank_pattern", self.rank)
+        return rank
 
     def scale_of(self, module: str) -> float:
         """The factor of the products of a module."""
         rank = self.rank_of(module)
-        return _found(self.alphas, module, "alpha_pattern", self.alpha) / (
-            math.sqrt(rank) if self.root else rank
-        )
+        alpha: float = _found(self.alphas, module, "alpha_pattern", self.alpha)
+        return alpha / (math.sqrt(rank) if self.root else rank)
 
     def selects(self, module: str) -> bool:
         """Whether the fields that choose modules choose this one, if it is a linear layer."""

@@ -45,8 +45,10 @@ class Batch:
     num_decodes: int
     #: recurrent states of the rows; None for a model without any
     states: RowStates | None = None
-    #: [R] slot of each row's adapter, 0 for none, and the same on the host; None: no row has one
+    #: [R] the slot of each row's adapter, 0 for none, see
+    #: :class:`~aioinfer.model.adapters.base.AdapterSlots`; None if no row has one
     adapters: torch.Tensor | None = None
+    #: ``adapters`` on the host
     adapter_slots: list[int] | None = None
     #: state that the attention kernel computes once for all layers of the step (masks, page lists)
     attention_plan: object | None = None

@@ -13,6 +13,7 @@ from types import MappingProxyType
 import torch
 import torch.nn.functional as F
 
+from aioinfer.model.adapters.slots import TorchAdapters
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
 from aioinfer.model.linear import Linear
@@ -75,6 +76,8 @@ class Decoder:
         head: Linear,
         logit_cap: float | None,
         operations: Operations,
+        adapters: TorchAdapters | None = None,
+        adapter_reason: str = "",
     ) -> None:
         """
         Args:
@@ -86,8 +89,11 @@ class Decoder:
             head: hidden to logits.
             logit_cap: logits become ``logit_cap * tanh(logit / logit_cap)``; None for none.
             operations: the kernels between matrix products.
+            adapters: those of the linear layers; None, and why: it computes none.
         """
         self.spec = spec
+        self.adapters = adapters
+        self.adapter_reason = adapter_reason
         self._layers = layers
         self._words = words
         self._embedding = embedding
@@ -100,6 +106,12 @@ class Decoder:
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         """See :class:`~aioinfer.model.spec.CausalLM`."""
+        if self.adapters is None or batch.adapter_slots is None:
+            return self._forward(batch, attention)
+        with self.adapters.computing(batch):
+            return self._forward(batch, attention)
+
+    def _forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         rotaries = {key: rope.at(batch.positions) for key, rope in self._ropes.items()}
         step = MixerStep(batch, attention, rotaries)
         hidden = self._embed(batch)

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.model.adapters.slots import TorchAdapters, make_adapters
 from aioinfer.model.attention.backend import make_operations
 from aioinfer.model.backend import Backend
 from aioinfer.model.decoder import Decoder, Layer
@@ -101,11 +102,14 @@ class TorchLayers:
 
     operations: Operations
     make_linear: MakeLinear
+    #: of the layers that are made; None: they are not adapted
+    adapters: TorchAdapters | None = None
     native = False
     kept_bits: ClassVar[Collection[int]] = ()
 
     def linear(self, stored: StoredMatrix, *, exact: bool = False) -> Linear:
-        return self.make_linear(stored.load(), stored.bias())
+        made = self.make_linear(stored.load(), stored.bias())
+        return made if self.adapters is None else self.adapters.linear(stored, made)
 
     def gated_mlp(
         self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool = False
@@ -131,7 +135,16 @@ class TorchLayers:
     ) -> CausalLM:
         vectors = words.view()
         to_logits = self.make_linear(vectors if head is words else head.view(), None)
-        return Decoder(spec, layers, words=vectors, head=to_logits, operations=self.operations, **parts)
+        return Decoder(
+            spec,
+            layers,
+            words=vectors,
+            head=to_logits,
+            operations=self.operations,
+            adapters=self.adapters,
+            adapter_reason="" if self.adapters else "max_lora_rank is 0",
+            **parts,
+        )
 
 
 def choose_layers(backend: Backend, sizes: Sequence[int]) -> Backend:
@@ -191,18 +204,22 @@ def make_layers(
     sizes: Sequence[int] = (),
     quantization: Quantization = "auto",
     blobs: Blobs | None = None,
+    max_lora_rank: int = 0,
 ) -> LayerKernels:
     """The layers' kernels for an attention backend.
 
     Args:
         sizes: the inner dimensions of the layers.
         blobs: of packed weights, for native kernels.
+        max_lora_rank: of adapters; 0: the layers are not adapted.
     """
     if choose_layers(backend, sizes).name == "native":
         from aioinfer.model.native import NativeLayers
         from aioinfer.native.bindings import shared_thread_pool
 
-        return NativeLayers(shared_thread_pool(torch.get_num_threads()), quantization, blobs)
+        pool = shared_thread_pool(torch.get_num_threads())
+        return NativeLayers(pool, quantization, blobs, max_lora_rank)
     # A captured CUDA graph reads weights in place: not packed.
     make_linear = TorchLinear if backend.name == "triton" else packed_or_torch(device, dtype)
-    return TorchLayers(make_operations(backend), make_linear)
+    adapters = make_adapters(dtype, device, max_lora_rank, triton=backend.name == "triton")
+    return TorchLayers(make_operations(backend), make_linear, adapters)

@@ -69,6 +69,7 @@ def load_model(
     block_size: int | None = None,
     quantization: Quantization = "auto",
     cache_weights: bool = False,
+    max_lora_rank: int = 64,
     progress: Progress | None = None,
     check_size: Callable[[int], None] | None = None,
 ) -> CausalLM:
@@ -87,6 +88,7 @@ def load_model(
         block_size: positions of a block of a diffusion model; None for the model's own.
         quantization: how the weights of linear layers are stored.
         cache_weights: map packed weights from the user's cache, and write them there if they are missing.
+        max_lora_rank: of adapters of the model; 0: it computes none.
         progress: called with ("kernels" or "weights", done, total).
         check_size: called before weights are read or made, with the bytes that they take at least; of random
             weights, with those of the next tensor, again and again. What it raises is raised here.
@@ -110,7 +112,9 @@ def load_model(
         from aioinfer.model.transformers_model import TransformersLM
 
         part = tensors if isinstance(checkpoint, TextPart) else None
-        fallback = TransformersLM(checkpoint.path, config, chosen, device, progress, random_weights, part)
+        fallback = TransformersLM(
+            checkpoint.path, config, chosen, device, progress, random_weights, part, max_lora_rank
+        )
         fallback.spec = dataclasses.replace(fallback.spec, fallback_reason=reason, part=_part(checkpoint))
         return fallback
     attention = choose_attention(device, _head_dims(config, family), chosen, kernels, progress)
@@ -129,7 +133,7 @@ def load_model(
         if tensors is not None:
             weights = Weights(tensors, dtype=chosen, device=device, progress=progress)
         assert weights is not None
-        made = make_layers(attention, device, chosen, sizes, quantization, blobs)
+        made = make_layers(attention, device, chosen, sizes, quantization, blobs, max_lora_rank)
         decoder = build_decoder(
             checkpoint,
             family,

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.model.adapters.base import AdapterSlots
 from aioinfer.model.adapters.targets import AdapterTargets
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.native_attention import NativeAttention
@@ -92,14 +93,14 @@ class NativeDecoder:
         norm: Norm,
         head: NativeLinear,
         logit_cap: float | None,
-        targets: AdapterTargets,
+        targets: AdapterTargets | None,
         indices: Mapping[int, int],
         max_lora_rank: int,
     ) -> None:
         """As :class:`~aioinfer.model.decoder.Decoder`; all parts of the layers are native. ``words`` may be a
         layer of rounded weights, the head's for example: its weights are the vectors. Mapped memory holds
         them as a tensor of the model's type does. All norms of the residual have the same eps. ``indices``:
-        among the targets of adapters, by the handles of packed weights."""
+        among the targets of adapters, by the handles of packed weights. No ``targets``: there are none."""
         if head.packed.outputs != spec.vocab_size:
             raise ValueError(f"the head has {head.packed.outputs} outputs for {spec.vocab_size} tokens")
         self.spec = spec
@@ -131,7 +132,10 @@ class NativeDecoder:
             for part, handle in enumerate(self._add(layer)):
                 if handle is not None and handle in indices:
                     places[indices[handle]] = index, part
-        self.adapters = NativeAdapters(self._stack, targets, places, max_lora_rank)
+        self.adapters: AdapterSlots | None = None
+        if targets is not None:
+            self.adapters = NativeAdapters(self._stack, targets, places, max_lora_rank)
+        self.adapter_reason = "" if targets is not None else "max_lora_rank is 0"
         self._seconds = (ctypes.c_double * len(PARTS))()
         #: of every forward: a decoder computes one step at a time
         self._arguments = arguments = ForwardArguments.zeros()
@@ -297,12 +301,13 @@ class NativeLayers:
         pool: ThreadPool,
         quantization: Quantization = "auto",
         blobs: Blobs | None = None,
-        max_lora_rank: int = 64,
+        max_lora_rank: int = 0,
     ) -> None:
-        """``blobs``: where packed weights are, or are left; None: nowhere."""
+        """``blobs``: where packed weights are, or are left; None: nowhere. ``max_lora_rank``: 0: without
+        adapters."""
         self._pool = pool
         self._max_lora_rank = max_lora_rank
-        self._targets = AdapterTargets()
+        self._targets = AdapterTargets() if max_lora_rank else None
         #: among these, by the handles of packed weights
         self._indices: dict[int, int] = {}
         #: weights that are quantised in the checkpoint stay as they are
@@ -367,7 +372,15 @@ class NativeLayers:
         to_logits = self._packed(head, self._head_rounding, weight=read)
         if not all(_parts(layer.mlp) for layer in layers):
             read = words.view() if read is None else read
-            return Decoder(spec, layers, words=read, head=to_logits, operations=self.operations, **parts)
+            return Decoder(
+                spec,
+                layers,
+                words=read,
+                head=to_logits,
+                operations=self.operations,
+                adapter_reason="not all of its layers are native",
+                **parts,
+            )
         vectors: torch.Tensor | NativeLinear | MappedMemory
         if not quantised:
             vectors = self._vectors(words) if read is None else read
@@ -412,7 +425,7 @@ class NativeLayers:
     ) -> NativeLinear:
         """``weight``: the matrix, if it has been read; ``as_stored``: one that is quantised may stay so."""
         made = self._made(stored, rounding, gated=gated, weight=weight, as_stored=as_stored)
-        index = self._targets.add(stored)
+        index = None if self._targets is None else self._targets.add(stored)
         if index is not None:
             self._indices[made.packed.handle] = index
         return made

@@ -14,6 +14,7 @@ from aioinfer.settings import shown
 if TYPE_CHECKING:
     import torch
 
+    from aioinfer.model.adapters.base import AdapterSlots
     from aioinfer.model.attention.base import Attention
     from aioinfer.model.attention.pool import KVShape
     from aioinfer.model.batch import Batch
@@ -84,6 +85,14 @@ class CausalLM(Protocol):
     #: whether a token's logits have the same bits in any batch, under any chunking of its sequence and with
     #: any part of its KV taken from the prefix cache
     invariant: bool
+
+    @property
+    def adapters(self) -> AdapterSlots | None:
+        """The adapters that rows of a batch can name; None: this model computes none."""
+
+    @property
+    def adapter_reason(self) -> str:
+        """Why it computes none; empty if it does."""
 
     @property
     def seconds(self) -> Mapping[str, float]:

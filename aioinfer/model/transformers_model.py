@@ -20,6 +20,8 @@ import torch
 from aioinfer.checkpoint.files import Directory
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
+from aioinfer.model.adapters.modules import adapt_modules, watch_modules
+from aioinfer.model.adapters.slots import make_adapters
 from aioinfer.model.attention.base import Attention, AttentionParams
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.batch import Batch
@@ -57,10 +59,11 @@ class TransformersLM:
         progress: Progress | None = None,
         random_weights: RandomWeights | None = None,
         tensors: Tensors | None = None,
+        max_lora_rank: int = 0,
     ) -> None:
-        """``random_weights`` replace the checkpoint's, and so do ``tensors``. Raises ConfigError if
-        transformers cannot load the whole model, or if its logits over paged KV differ from those of its own
-        attention."""
+        """``random_weights`` replace the checkpoint's, and so do ``tensors``; ``max_lora_rank``: of adapters,
+        0 for none. Raises ConfigError if transformers cannot load the whole model, or if its logits over
+        paged KV differ from those of its own attention."""
         architecture = config.architectures[0]
         _refuse_unknown(architecture)
         _register()
@@ -71,6 +74,8 @@ class TransformersLM:
         else:
             self._model = random_model(config, dtype, device, random_weights)
         progress("weights", 1, 1)
+        self.adapters = make_adapters(dtype, device, max_lora_rank, triton=False)
+        self.adapter_reason = "" if self.adapters else "max_lora_rank is 0"
         for parameter in ("position_ids", "logits_to_keep"):
             # Other models count positions themselves and ignore this argument among their keyword arguments.
             if parameter not in inspect.signature(self._model.forward).parameters:
@@ -107,7 +112,11 @@ class TransformersLM:
             params = AttentionParams(scale, options.get("sliding_window"), options.get("softcap"))
             return attention(module.layer_idx, q, k, v, batch, params, options.get("s_aux"))[None]
 
-        return self._run(batch.input_ids, batch.positions, batch.logits_rows, attend)
+        tokens = batch.input_ids, batch.positions, batch.logits_rows
+        if self.adapters is None or batch.adapter_slots is None:
+            return self._run(*tokens, attend)
+        with self.adapters.computing(batch):
+            return self._run(*tokens, attend)
 
     def _run(
         self,
@@ -140,7 +149,10 @@ class TransformersLM:
 
         model.set_attn_implementation("eager")
         prompts = [torch.arange(start, start + 9, device=device) % vocab_size for start in (1, 11)]
-        expected = [alone(ids) for ids in prompts]
+        with watch_modules(model) as calls:
+            expected = [alone(ids) for ids in prompts]
+        if self.adapters is not None:
+            adapt_modules(model, self.adapters, calls, [len(ids) for ids in prompts])
         model.set_attn_implementation(_PROBE)
         num_layers = model.config.get_text_config().num_hidden_layers
         layers = record(type(model).__name__, num_layers, lambda watch: alone(prompts[0], watch))

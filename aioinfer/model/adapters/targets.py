@@ -96,10 +96,18 @@ class AdapterTargets:
         """Register a layer that is made of a matrix, and return its index; None: it is not adapted."""
         if any(_why_fixed(name) for name in stored.names):
             return None
-        index, inputs = len(self.layers), stored.shape[1]
-        targets = _targets(stored)
-        self.layers.append(AdaptedLayer(inputs, stored.shape[0], stored.transposed, targets))
-        for at, target in enumerate(targets):
+        return self._add(AdaptedLayer(stored.shape[1], stored.shape[0], stored.transposed, _targets(stored)))
+
+    def add_module(self, name: str, inputs: int, outputs: int, *, transposed: bool) -> int | None:
+        """Register a layer that is one module, as :meth:`add`."""
+        if _why_fixed(name):
+            return None
+        return self._add(AdaptedLayer(inputs, outputs, transposed, (Target(name, 0, outputs, None),)))
+
+    def _add(self, layer: AdaptedLayer) -> int:
+        index = len(self.layers)
+        self.layers.append(layer)
+        for at, target in enumerate(layer.targets):
             self._places.setdefault(module_key(target.name), []).append((index, at))
         return index
 

@@ -1,0 +1,83 @@
+"""Adapters of the modules of a model of transformers: those whose results are a linear layer's of all tokens.
+
+Which ones these are is seen in a forward, not guessed: a module that is not called, as its weight is read by
+other code, or that is called with some of the tokens only, cannot be adapted from outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from aioinfer.model.adapters.slots import TorchAdapters
+
+__all__ = ["adapt_modules", "watch_modules"]
+
+
+@contextlib.contextmanager
+def watch_modules(model: Any) -> Iterator[dict[str, list[int]]]:
+    """The numbers of rows with which the forwards that run meanwhile call each linear module, by name."""
+    calls: dict[str, list[int]] = {}
+
+    def watch(name: str, inputs: int) -> Callable[..., None]:
+        def hook(module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+            calls[name].append(arguments[0].numel() // inputs)
+
+        return hook
+
+    handles = []
+    for name, module in model.named_modules():
+        found = _linear(module)
+        if found is not None:
+            calls[name] = []
+            handles.append(module.register_forward_pre_hook(watch(name, found[0])))
+    try:
+        yield calls
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def adapt_modules(
+    model: Any, adapters: TorchAdapters, calls: Mapping[str, list[int]], expected: list[int]
+) -> None:
+    """Have the modules that were called with ``expected`` rows, see :func:`watch_modules`, compute adapters.
+    Embeddings and heads are not adapted."""
+    head = model.get_output_embeddings()
+    for name, rows in calls.items():
+        module = model.get_submodule(name)
+        found = _linear(module)
+        if rows != expected or module is head or found is None:
+            continue
+        inputs, outputs, transposed = found
+        index = adapters.targets.add_module(name, inputs, outputs, transposed=transposed)
+        if index is not None:
+            module.forward = _adapted(module.forward, adapters, index)
+
+
+def _linear(module: Any) -> tuple[int, int, bool] | None:
+    """Inputs and outputs, and whether the weight is stored as [inputs, outputs]; None: it is no linear
+    layer, or one that computes more."""
+    from transformers.pytorch_utils import Conv1D
+
+    if isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward:
+        return module.in_features, module.out_features, False
+    if isinstance(module, Conv1D) and type(module).forward is Conv1D.forward:
+        inputs, outputs = module.weight.shape
+        return inputs, outputs, True
+    return None
+
+
+def _adapted(
+    forward: Callable[[torch.Tensor], torch.Tensor], adapters: TorchAdapters, index: int
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    def adapted(values: torch.Tensor) -> torch.Tensor:
+        result, step = forward(values), adapters.step
+        if step is not None:
+            step.add(index, values.reshape(-1, values.shape[-1]), result.view(-1, result.shape[-1]))
+        return result
+
+    return adapted
