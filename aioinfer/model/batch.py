@@ -45,5 +45,8 @@ class Batch:
     num_decodes: int
     #: recurrent states of the rows; None for a model without any
     states: RowStates | None = None
+    #: [R] slots of the rows' adapters, 0 for none, and the same on the host; None if no row has one
+    adapters: torch.Tensor | None = None
+    adapter_slots: list[int] | None = None
     #: state that the attention kernel computes once for all layers of the step (masks, page lists)
     attention_plan: object | None = None
