@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from aioinfer.llm import LLM
     from aioinfer.mapping import ResultMap
     from aioinfer.observe.stats import EngineStats
-    from aioinfer.outputs import Chunk, Draft, RequestMetrics, Result, Usage
+    from aioinfer.outputs import AdapterInfo, Chunk, Draft, RequestMetrics, Result, Usage
     from aioinfer.params import DiffusionParams, Grammar, SamplingParams
     from aioinfer.resuming.record import StreamCheckpoint
     from aioinfer.stream import Stream
@@ -46,6 +46,7 @@ __version__ = "0.1.0"
 logging.getLogger("aioinfer").addHandler(logging.NullHandler())
 
 _HOME = {
+    "AdapterInfo": "outputs",
     "AioInferError": "errors",
     "Cancelled": "errors",
     "ChatDelta": "chat.results",
@@ -86,6 +87,7 @@ _HOME = {
 
 __all__ = [
     "LLM",
+    "AdapterInfo",
     "AioInferError",
     "Cancelled",
     "ChatDelta",

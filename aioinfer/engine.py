@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from aioinfer.errors import EngineClosed, EngineError
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.execution.opening import Opening
 from aioinfer.loop import factory, observing
+from aioinfer.loop.adapters import AdapterLoads
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.loop_bound import EngineState, asyncio_loop, require_loop
@@ -29,6 +31,7 @@ from aioinfer.observe.observers import Observer
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
 from aioinfer.observe.tracing import require_api
+from aioinfer.outputs import AdapterInfo
 from aioinfer.params import SamplingParams
 from aioinfer.threadsafe import ThreadsafeEngine
 
@@ -54,10 +57,10 @@ class Engine(EngineLike):
                 print(chunk.text, end="")
 
     It belongs to the loop that started it. It starts no task; it starts one thread for the device (two on
-    CUDA) if ``launch_mode`` is "thread", and up to four for tokenizing and grammars when these are needed. It
-    touches no signal, no loop policy, no logging root and no environment variable;
-    :mod:`aioinfer.loop.tuning` says what it changes in the process, on CUDA only, and how to prevent that. A
-    closed engine can be started again, also under a new loop.
+    CUDA) if ``launch_mode`` is "thread", and when these are needed up to four for tokenizing and grammars,
+    and one that reads adapters. It touches no signal, no loop policy, no logging root and no environment
+    variable; :mod:`aioinfer.loop.tuning` says what it changes in the process, on CUDA only, and how to
+    prevent that. A closed engine can be started again, also under a new loop.
     """
 
     def __init__(
@@ -160,11 +163,13 @@ class Engine(EngineLike):
         )
         info = factory.completed(info, tokenizer, config, fingerprint)
         core = Core(config, info, tokenizer, clock_of(intake.loop), self._drafter)
+        adapters = AdapterLoads(core.adapters, launcher, intake, config.model_name)
+        await adapters.load_all(config.adapter_paths)
         chat_format = await intake.run(
             ChatFormat.of, tokenizer, config.tool_call_parser, config.reasoning_parser
         )
         self.default_params, self._chat_format = defaults, chat_format
-        runtime = Runtime(config, core, launcher, intake)
+        runtime = Runtime(config, core, launcher, intake, adapters)
         observing.observe(runtime, self.config, self._measuring)
         _log.info("started: %s", info.decisions)
         return runtime
@@ -250,12 +255,28 @@ class Engine(EngineLike):
         runtime.driver.wake()
         return freed
 
-    def cached_tokens(self, token_ids: Sequence[int], *, cache_salt: str = "") -> int:
+    def cached_tokens(
+        self, token_ids: Sequence[int], *, cache_salt: str = "", adapter: str | None = None
+    ) -> int:
         """How many of these tokens, from the first on, are in the prefix cache at this moment.
 
-        Raises EngineClosed, EngineFailed, WrongLoop.
+        Raises InvalidRequest, EngineClosed, EngineFailed, WrongLoop.
         """
-        return self._serving().core.scheduler.memory.cached_tokens(token_ids, Namespace(cache_salt))
+        core = self._serving().core
+        uid = 0 if adapter is None else core.adapters.find(adapter).uid
+        return core.scheduler.memory.cached_tokens(token_ids, Namespace(cache_salt, uid))
+
+    # -- adapters -------------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
+        return await self._serving().adapters.load(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._serving().adapters.unload(name)
+
+    def adapters(self) -> list[AdapterInfo]:
+        loaded = self._core.adapters.loaded.values()
+        return [] if self.closed else [version.info for version in loaded]
 
     # -- observing ------------------------------------------------------------------------------
 

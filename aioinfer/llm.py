@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import deque
@@ -19,14 +20,15 @@ from aioinfer.errors import (
     RequestError,
     StepFailed,
 )
-from aioinfer.execution.device import Device, Flight, StepOutOfMemory, StepResult
+from aioinfer.execution.device import Device, Flight, StepOutOfMemory
 from aioinfer.loop import factory
+from aioinfer.loop.blocking import BlockingLoads, is_one, launched, progress_bar
 from aioinfer.loop.core import Core
 from aioinfer.loop.deadlines import Deadlines, Phase
-from aioinfer.loop.options import Prepared, Prompt, PromptSource, RequestOptions
+from aioinfer.loop.options import Prepared, Prompt, RequestOptions
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
-from aioinfer.outputs import Chunk, Result
+from aioinfer.outputs import AdapterInfo, Chunk, Result
 from aioinfer.params import SamplingParams, inherited
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.step import Step
@@ -99,6 +101,9 @@ class LLM:
         #: the latter that have ended and were not returned yet
         self._ended: dict[int, Request] = {}
         self._deadlines = Deadlines()
+        self._loads = BlockingLoads(self._core.adapters, self._device, decided.model_name)
+        for name, path in decided.adapter_paths.items():
+            self.load_adapter(name, path)
         #: what ended in the latest step, for take_chunks()
         self._latest: dict[int, StreamCell] = {}
         #: state is being changed; if this is still set later, an exception has interrupted it
@@ -120,6 +125,7 @@ class LLM:
         priority: int = 0,
         cache_salt: str = "",
         routing_key: str | None = None,
+        adapter: str | None = None,
         waiting_timeout: float | None = None,
         running_timeout: float | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -130,7 +136,7 @@ class LLM:
         """
         self._opened()
         others = {"priority": priority, "cache_salt": cache_salt, "routing_key": routing_key}
-        options = self._options(waiting_timeout, running_timeout, **others)
+        options = self._options(waiting_timeout, running_timeout, adapter=adapter, **others)
         entered = self._prepare(prompt, params, options, chat_template_kwargs)
         self._submit(entered, returned=True)
         return entered.request.key
@@ -174,6 +180,23 @@ class LLM:
             self._end(cell.request)
         return cell is not None
 
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
+        """Load a LoRA adapter for requests with its name. As :meth:`aioinfer.Engine.load_adapter`, but
+        nothing goes on meanwhile, and Rejected is raised where that waits: call :meth:`step` first."""
+        self._opened()
+        self._mend()
+        return self._loads.load(name, path)
+
+    def unload_adapter(self, name: str) -> None:
+        """As :meth:`aioinfer.Engine.unload_adapter`."""
+        self._opened()
+        self._mend()
+        self._loads.unload(name)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that new requests can have."""
+        return [version.info for version in self._core.adapters.loaded.values()]
+
     def stats(self) -> EngineStats:
         """A snapshot; O(1)."""
         return EngineStats.of(
@@ -195,6 +218,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        adapter: str | None = None,
         waiting_timeout: float | None = None,
         running_timeout: float | None = None,
         progress: bool | None = None,
@@ -202,9 +226,9 @@ class LLM:
         """Generate for all prompts; results in their order.
 
         A single prompt (text, a list of token ids, a list of messages) is a list of one. ``params`` is one
-        for all or one for each. The timeouts, in seconds, are those of each request: until its first step,
-        and from there on. ``progress`` shows a bar; by default only on a terminal. A single message is
-        refused: a chat is a list.
+        for all or one for each. ``adapter``: the LoRA adapter of all. The timeouts, in seconds, are those
+        of each request: until its first step, and from there on. ``progress`` shows a bar; by default only
+        on a terminal. A single message is refused: a chat is a list.
 
         Raises InvalidRequest before anything is computed, with ``field`` "prompts[3]" for the prompt at index
         3, if there are several; TimedOut, and what a step raises. Whatever it is, no request of this call is
@@ -212,16 +236,16 @@ class LLM:
         """
         self._opened()
         given: Any = prompts
-        batch = [given] if _is_one(given) else list(given)
+        batch = [given] if is_one(given) else list(given)
         each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"{len(each)} params for {len(batch)} prompts")
-        options = self._options(waiting_timeout, running_timeout)
+        options = self._options(waiting_timeout, running_timeout, adapter=adapter)
         entered = deque(self._prepare_all(batch, each, options))
         requests = [each.request for each in entered]
         left = len(requests)
         try:
-            with _bar(left, sys.stderr.isatty() if progress is None else progress) as bar:
+            with progress_bar(left, sys.stderr.isatty() if progress is None else progress) as bar:
                 own = set(requests)
                 while left:
                     self._submit_some(entered)
@@ -241,6 +265,7 @@ class LLM:
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
+        adapter: str | None = None,
         waiting_timeout: float | None = None,
         running_timeout: float | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -252,7 +277,7 @@ class LLM:
         InvalidRequest; the iterator also Rejected, TimedOut and what a step raises.
         """
         self._opened()
-        options = self._options(waiting_timeout, running_timeout)
+        options = self._options(waiting_timeout, running_timeout, adapter=adapter)
         return self._chunks(self._prepare(prompt, params, options, chat_template_kwargs))
 
     def _chunks(self, entered: _Entered) -> Iterator[Chunk]:
@@ -296,6 +321,7 @@ class LLM:
         """A request and its tokens, not queued yet. Raises InvalidRequest."""
         params = inherited(params, self.default_params)
         self._core.check(params)
+        self._core.adapter(options)
         prepared = self._core.prepare(self._core.source(prompt, template_kwargs), params)
         return _Entered(self._core.new_request(params, options), prepared, options)
 
@@ -317,10 +343,15 @@ class LLM:
         request, prepared, options = entered
         self._opened()
         self._mend()
+        # Only what is queued keeps an adapter: a stream that is never read would keep it for ever.
+        adapter = self._core.adapter(options)
         self._changing = True
+        if adapter is not None:
+            self._core.adapters.take(request, adapter)
         try:
             self._core.submit(request, prepared)
         except (RequestError, StepFailed):
+            self._core.adapters.leave(request)
             self._changing = False  # refused before anything was changed
             raise
         cell = self._open[request.key] = StreamCell(request, options.running_timeout)
@@ -354,7 +385,7 @@ class LLM:
         self._latest = {}
         self._changing = True
         failed = self._take_ended(self._late(), returned=True)
-        begun, launched = self._core.clock(), list[Step]()
+        begun, steps = self._core.clock(), list[Step]()
         while len(self._flights) <= self._overlap_steps:
             step = self._core.plan(self._flights[-1][0] if self._flights else None)
             failed += self._take_ended(self._core.take_ended(), returned=True)
@@ -363,13 +394,13 @@ class LLM:
             for request in self._core.admitted:
                 if request.key in self._open:
                     self._await(request.key, "running", self._open[request.key].running_timeout)
-            self._flights.append((step, _launch(device, step)))
-            launched.append(step)
+            self._flights.append((step, launched(device, step)))
+            steps.append(step)
         idle = not self._flights and not failed
         ended, error = self._read() if self._flights else ([], None)
         ended += failed
-        if len(launched) == 1:
-            self._core.timed(launched[0], self._core.clock() - begun)
+        if len(steps) == 1:
+            self._core.timed(steps[0], self._core.clock() - begun)
         self._changing = False
         if idle and self._open:
             raise EngineError("no step can be planned for the requests that are left")
@@ -412,6 +443,7 @@ class LLM:
         """Those of the requests that have ended; if they are ``returned``, step() has results or errors."""
         ended = [request for request in updated if request.finished]
         for request in ended:
+            self._core.adapters.leave(request)
             if returned and request.key in self._returned:
                 self._ended[request.key] = request
             self._returned.discard(request.key)
@@ -423,6 +455,7 @@ class LLM:
         self._changing = True
         if self._open.pop(request.key, None) is not None:
             self._core.abort(request)
+            self._core.adapters.leave(request)
         self._returned.discard(request.key)
         self._changing = False
 
@@ -485,43 +518,3 @@ class LLM:
         if self._device is None:
             raise EngineClosed("the LLM is closed")
         return self._device
-
-
-def _launch(device: Device, step: Step) -> Flight:
-    try:
-        return device.launch(device.prepare(step))
-    except Exception as error:
-        return _Failed(error)
-
-
-class _Failed:
-    """The flight of a step whose launch raised; ``wait`` raises the error."""
-
-    __slots__ = ("_error",)
-
-    def __init__(self, error: Exception) -> None:
-        self._error = error
-
-    def wait(self) -> StepResult:
-        raise self._error
-
-
-def _is_one(prompts: Any) -> bool:
-    """A single prompt, and not a batch of them."""
-    if isinstance(prompts, (str, PromptSource, Mapping)):
-        return True  # a mapping is none, and refused as one
-    if hasattr(prompts, "tolist"):
-        return getattr(prompts, "ndim", 1) <= 1  # an array of ids; the rows of a matrix are prompts
-    if not isinstance(prompts, (list, tuple)) or not prompts:
-        return False
-    first = prompts[0]
-    several = isinstance(first, PromptSource) or (
-        hasattr(first, "__len__") and not isinstance(first, Mapping)
-    )
-    return not several
-
-
-def _bar(total: int, shown: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, unit="request", disable=not shown)

@@ -6,7 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-__all__ = ["Chunk", "Draft", "FinishReason", "RequestMetrics", "Result", "TokenLogprob", "Usage"]
+__all__ = [
+    "AdapterInfo",
+    "Chunk",
+    "Draft",
+    "FinishReason",
+    "RequestMetrics",
+    "Result",
+    "TokenLogprob",
+    "Usage",
+]
 
 #: Why an output ended: at an end token, stop token or stop string; at its maximum length; by an abort.
 FinishReason = Literal["stop", "length", "abort"]
@@ -132,3 +141,20 @@ class Result:
     #: the output is that of a request that was never interrupted, to the bit: every engine that had a part in
     #: it had the same arithmetic and was deterministic. True also where nothing was restored
     identical: bool = field(default=True, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """A LoRA adapter that is loaded, at one moment."""
+
+    name: str
+    #: where it was loaded from
+    path: str
+    #: of this load: it rises with every load of an engine, also of the same name
+    uid: int
+    rank: int
+    num_bytes: int
+    #: what tells its files from others
+    fingerprint: str
+    #: requests that have it and have not ended
+    requests: int

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, Unpack
@@ -21,6 +22,7 @@ from aioinfer.loop.options import (
     RequestOptions,
 )
 from aioinfer.mapping import MapProgress, OnError, Prompts, ResultMap
+from aioinfer.outputs import AdapterInfo
 from aioinfer.params import SamplingParams, Schema, inherited
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.stream import Stream
@@ -88,6 +90,36 @@ class Requests(ABC):
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer, if it has one. Raises EngineClosed before the start."""
 
+    # -- adapters -------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
+        """Load a LoRA adapter from a directory as PEFT writes it; requests have it by its name.
+
+        It is read on a worker thread and installed between two steps: requests go on meanwhile. If the name
+        is there already, new requests get the new adapter; those that were accepted before keep the old one,
+        whose memory comes back when the last of them has ended. A load that fails, or is cancelled, changes
+        nothing. It waits if all slots hold adapters that are not found any more and have requests still.
+
+        Raises:
+            ConfigError: the directory is no adapter of this model, or ``max_adapters`` are loaded, or this
+                engine has no adapters.
+            InvalidRequest: the name is empty, too long or the model's, or the path is none.
+            EngineClosed, EngineFailed, WrongLoop: the engine cannot serve it here and now.
+        """
+
+    @abstractmethod
+    async def unload_adapter(self, name: str) -> None:
+        """Have no new request find an adapter; those that have it go on. Its memory comes back when the last
+        of them has ended. Raises InvalidRequest: it is not loaded; EngineClosed, EngineFailed, WrongLoop."""
+
+    @abstractmethod
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that new requests can have, in the order of their loads. Raises EngineClosed before
+        the start."""
+
+    # -- requests -------------------------------------------------------------------------------
+
     def generate(
         self,
         prompt: Prompt,
@@ -101,6 +133,7 @@ class Requests(ABC):
         queue_behind: int = 0,
         max_lag: int | None = None,
         request_id: str | None = None,
+        adapter: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Stream:
         """Queue a generation and return its :class:`~aioinfer.Stream` at once.
@@ -123,6 +156,8 @@ class Requests(ABC):
                 computed until it reads (tokens in flight still arrive); default from the config.
             request_id: a name of at most 256 characters, which stream, result, errors and logs have; it need
                 not be unique. By default one is made.
+            adapter: name of a LoRA adapter that was loaded: :meth:`load_adapter`. The request keeps what the
+                name stands for now, whatever is loaded or unloaded meanwhile.
             chat_template_kwargs: variables of the chat template, e.g. ``{"enable_thinking": False}``.
 
         Raises:
@@ -142,6 +177,7 @@ class Requests(ABC):
             running_timeout=self.config.running_timeout if running_timeout is None else running_timeout,
             max_lag=self.config.max_lag if max_lag is None else max_lag,
             request_id=request_id,
+            adapter=adapter,
         )
         try:
             source = serving.source(prompt, chat_template_kwargs)
@@ -168,8 +204,9 @@ class Requests(ABC):
         go on in both cases. Options are as in :meth:`generate`; ``request_id`` is by default that of the
         checkpoint.
 
-        Raises as :meth:`generate`; InvalidRequest with the field ``checkpoint`` if it is of another model or
-        does not make sense. What only its text shows is raised by the stream.
+        Raises as :meth:`generate`; InvalidRequest with the field ``checkpoint`` if it is of another model,
+        or of an adapter that is not loaded by its name from the same files, or does not make sense. What
+        only its text shows is raised by the stream.
         """
         serving = self._serving()
         if not isinstance(checkpoint, StreamCheckpoint):
@@ -182,6 +219,7 @@ class Requests(ABC):
             running_timeout=self.config.running_timeout if running_timeout is None else running_timeout,
             max_lag=self.config.max_lag if max_lag is None else max_lag,
             request_id=request_id or checkpoint.request_id or None,
+            adapter=checkpoint.adapter,
         )
         try:
             source = serving.source(list(checkpoint.prompt_token_ids))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import (
     AsyncIterator,
@@ -22,7 +23,7 @@ from aioinfer.chat.results import ChatDelta, ChatResult
 from aioinfer.chats import ChatStream
 from aioinfer.errors import EngineClosed, Rejected, RequestError, WrongLoop, renamed
 from aioinfer.loop.options import GenerateOptions, Prompt
-from aioinfer.outputs import Chunk, Result
+from aioinfer.outputs import AdapterInfo, Chunk, Result
 from aioinfer.params import SamplingParams, inherited
 from aioinfer.stream import Stream
 
@@ -107,6 +108,23 @@ class ThreadsafeEngine:
             return self._engine.open_chat(asked, source, **options)
 
         return RemoteStream(self, self._send(make))
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> concurrent.futures.Future[AdapterInfo]:
+        """As :meth:`aioinfer.Engine.load_adapter`; cancelling the future cancels the load. Raises
+        EngineClosed, the future what it raises there."""
+        return self.run(lambda: self._engine.load_adapter(name, path))
+
+    def unload_adapter(self, name: str) -> concurrent.futures.Future[None]:
+        """As :meth:`aioinfer.Engine.unload_adapter`."""
+        return self.run(lambda: self._engine.unload_adapter(name))
+
+    def adapters(self) -> concurrent.futures.Future[list[AdapterInfo]]:
+        """As :meth:`aioinfer.Engine.adapters`."""
+
+        async def make() -> list[AdapterInfo]:
+            return self._engine.adapters()
+
+        return self.run(make)
 
     def _send(self, make: Callable[[], Coroutine[Any, Any, _T]]) -> concurrent.futures.Future[_T]:
         with self._lock:

@@ -65,6 +65,15 @@ class EngineConfig:
     max_model_len: int | None = option(None, "model", "maximum prompt plus output in tokens", AT_LEAST_ONE)
     transformers_fallback: bool = option(False, "model", "run the transformers implementation, for any model")
 
+    #: Every name counts once; what a name had before drains in a slot of its own.
+    max_adapters: int = option(
+        16, "adapters", "LoRA adapters that may be loaded at a time; 0: none", Bounds(0, 4096)
+    )
+    max_lora_rank: int = option(64, "adapters", "largest rank of an adapter", Bounds(1, 1024))
+    adapters: str | None = option(
+        None, "adapters", "adapters to load at the start: NAME=PATH, separated by commas"
+    )
+
     device: Literal["auto", "cpu", "cuda"] = option("auto", "kernels", "auto: cuda where available")
     attention_backend: Literal["auto", "triton", "native", "sdpa"] = option(
         "auto", "kernels", "attention kernels"
@@ -288,6 +297,7 @@ class EngineConfig:
         if not self.model.strip() or "\0" in self.model:
             raise ConfigError(f"model must name a model, got {shown(self.model)}")
         _known_parsers(self)
+        self._check_adapters()
         if self.chat_template is not None and not self.chat_template.strip():
             raise ConfigError("chat_template must name a file or be a template, got an empty text")
         if not self.speculation.strip() or "\0" in self.speculation:
@@ -327,6 +337,28 @@ class EngineConfig:
     def model_name(self) -> str:
         """What clients call the model unless told otherwise."""
         return model_name(self.model)
+
+    @property
+    def adapter_paths(self) -> dict[str, str]:
+        """By name, the adapters to load at the start."""
+        given = [each.strip() for each in (self.adapters or "").split(",")]
+        pairs = (each.partition("=") for each in given if each)
+        return {name.strip(): path.strip() for name, _, path in pairs}
+
+    def _check_adapters(self) -> None:
+        given = [each for each in (self.adapters or "").split(",") if each.strip()]
+        paths = self.adapter_paths
+        if not all(name and path and "\0" not in path for name, path in paths.items()):
+            raise ConfigError(f"adapters must be NAME=PATH, separated by commas, got {shown(self.adapters)}")
+        if len(paths) < len(given):
+            raise ConfigError(f"adapters has a name twice: {shown(self.adapters)}")
+        if len(paths) > self.max_adapters:
+            raise ConfigError(f"adapters are {len(paths)}, and max_adapters is {self.max_adapters}")
+
+    @property
+    def adapter_slots(self) -> int:
+        """Slots of the device for adapters: one more than names, so that one can be replaced."""
+        return self.max_adapters + 1 if self.max_adapters else 0
 
     @property
     def num_slots(self) -> int:

@@ -72,6 +72,7 @@ UNIT_INTERVAL = Bounds(0, 1)
 #: Group of a field -> title of its flags in ``--help``, in this order.
 GROUPS = {
     "model": "model",
+    "adapters": "LoRA adapters",
     "kernels": "device and kernels",
     "memory": "KV memory and prefix cache",
     "batching": "batching",

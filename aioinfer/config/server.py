@@ -57,6 +57,10 @@ class ServerConfig:
     )
     admin_uds: str | None = option(None, "server", "path of a Unix socket for the admin routes")
     admin_key: str | None = option(None, "server", "bearer token that admin requests must send")
+    #: Absolute paths in requests must lie in it, relative ones begin at it; links that lead out are refused.
+    lora_root: str | None = option(
+        None, "server", "directory from which requests may load LoRA adapters; default: they may not"
+    )
     #: Separated by commas. Keeps pages away whose name has been pointed to this server (DNS rebinding).
     allowed_hosts: str | None = option(
         None,
@@ -174,7 +178,7 @@ def is_loopback(host: str) -> bool:
 def _check_listening(config: ServerConfig) -> None:
     if not re.fullmatch("0?[0-7]{3}", config.uds_mode):
         raise ConfigError(f"uds_mode must be three octal digits such as 660, got {shown(config.uds_mode)}")
-    for name in ("uds", "admin_uds"):
+    for name in ("uds", "admin_uds", "lora_root"):
         if getattr(config, name) == "":
             raise ConfigError(f"{name} must be a path, not empty")
     for name in ("tls_key", "tls_ca"):

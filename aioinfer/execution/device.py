@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from aioinfer.errors import ConfigError
+from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.model.spec import Progress
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.outputs import TokenLogprob
@@ -24,6 +27,7 @@ __all__ = [
     "DeviceInfo",
     "DeviceLost",
     "Flight",
+    "NoAdapters",
     "Progress",
     "StepOutOfMemory",
     "StepResult",
@@ -81,6 +85,9 @@ class DeviceInfo:
     draft_unit: int | None = None
     #: positions that the draft model knows
     draft_length: int = 0
+    #: slots for adapters, from 1 on; 0: there are none, and why
+    max_adapters: int = 0
+    adapter_reason: str = ""
     #: requests that can hold a slot, if memory has states for fewer than the config asks for
     max_running_requests: int | None = None
     #: positions that the model knows
@@ -185,9 +192,33 @@ class Device(Protocol):
     def launch(self, prepared: Any) -> Flight:
         """Enqueue a step after all earlier ones. Raises as :meth:`Flight.wait` does."""
 
+    def prepare_adapter(self, path: Path) -> PreparedAdapter:
+        """Read and check an adapter's files. On any thread but the launch thread; may take long. Raises
+        ConfigError, which names what is wrong with which tensor or field."""
+
+    def install_adapter(self, slot: int, adapter: PreparedAdapter) -> None:
+        """Put an adapter into an empty slot: rows of later steps may have it. On the launch thread, between
+        two steps; takes microseconds."""
+
+    def remove_adapter(self, slot: int) -> None:
+        """Empty a slot that no step in flight reads. On the launch thread. One that is empty stays so."""
+
     def check(self) -> None:
         """After a step failed, for whatever reason: return if later steps can succeed, else raise
         DeviceLost."""
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
+
+
+class NoAdapters:
+    """The part of a device whose model computes no adapters."""
+
+    def prepare_adapter(self, path: Path) -> PreparedAdapter:
+        raise ConfigError("adapters: this device computes none")
+
+    def install_adapter(self, slot: int, adapter: PreparedAdapter) -> None:
+        raise ConfigError("adapters: this device computes none")
+
+    def remove_adapter(self, slot: int) -> None:
+        """There is nothing to remove."""

@@ -76,6 +76,10 @@ class Launcher(Protocol):
     timeline: Timeline
 
     @property
+    def device(self) -> Device:
+        """For what any thread may call of it."""
+
+    @property
     def blocking(self) -> bool:
         """``launch`` returns when the step is done."""
 
@@ -212,6 +216,11 @@ class ThreadLauncher:
         self._poster: _Poster | None = None
         #: of calls that have not returned
         self._calls: set[asyncio.Future[Any]] = set()
+
+    @property
+    def device(self) -> Device:
+        """As in Launcher."""
+        return self._device
 
     @property
     def asynchronous(self) -> bool:
@@ -373,6 +382,11 @@ class InlineLauncher:
         self._poster: _Poster | None = None
         #: set when the completion thread has ended and the device is closed
         self._rested: asyncio.Future[None] | None = None
+
+    @property
+    def device(self) -> Device:
+        """As in Launcher."""
+        return self._device
 
     @property
     def blocking(self) -> bool:

@@ -54,6 +54,8 @@ class Layout:
     captured: bool
     #: where further positions of its slots lie
     tables: PageTables
+    #: int64 [R]: the slot of each row's adapter; None where no row has one
+    adapters: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(slots=True)
@@ -63,7 +65,7 @@ class PackedStep:
     ``sections`` holds input_ids[T], positions[T], slot_mapping[T], cu_q[R + 1], kv_len[R], slots[R] and
     block_table[R * P], as in :class:`~aioinfer.model.batch.Batch`, and behind them the sections of the
     decoding; and for a model with recurrent state, where a row may have another cell than its slot's,
-    state_read[R] and state_write[R].
+    state_read[R] and state_write[R]; and adapters[R] if a row has an adapter.
     """
 
     sections: Sections
@@ -79,6 +81,8 @@ class PackedStep:
     #: instead of ``block_table``, which has no rows then, for a step that captured decodes may compute
     tables: Tables | None = None
     multi_step: MultiStepBudget | None = None
+    #: the section ``adapters`` on the host; None where no row has an adapter, and the section is not there
+    adapter_slots: list[int] | None = None
 
     @property
     def decodes_only(self) -> bool:

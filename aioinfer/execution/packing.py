@@ -18,13 +18,13 @@ __all__ = ["Packer"]
 
 
 class Packer:
-    """Keeps, by slot, what rows do not repeat: page tables here, parameters in ``rows``.
+    """Keeps, by slot, what rows do not repeat: page tables and adapters here, parameters in ``rows``.
 
     ``graph_rows``: steps of so many decodes and nothing else are computed by captured decodes, which know
     most of the page tables already. ``states``: the model has recurrent state.
     """
 
-    __slots__ = ("_graph_rows", "_rows", "_states", "_tables")
+    __slots__ = ("_adapted", "_adapters", "_graph_rows", "_rows", "_states", "_tables")
 
     def __init__(
         self,
@@ -40,6 +40,9 @@ class Packer:
         self._graph_rows = graph_rows
         self._states = states
         self._tables = PageTables(num_slots, max_pages, page_size)
+        #: by slot, the slot of its tenant's adapter; and whether any has ever had one
+        self._adapters = np.zeros(num_slots + 1, np.int64)
+        self._adapted = False
 
     def pack(self, step: Step) -> PackedStep:
         """Pack steps in the order of their ids, each once."""
@@ -47,12 +50,17 @@ class Packer:
         new = dict(generating.new_requests)
         new |= {row.slot: row.new_request for row in prefilling if row.new_request is not None}
         self._rows.admit(new)
+        for slot, data in new.items():
+            self._adapters[slot] = data.adapter
+            self._adapted |= data.adapter > 0
         self._tables.update(new, (*generating.tables, *(row.table_update for row in prefilling)))
         layout = self._layout(step)
         placement = layout.placement
         own, work = self._rows.pack(step, layout)
         if self._states and prefilling:
             own |= _states(step)
+        if layout.adapters is not None:
+            own["adapters"] = layout.adapters
         return PackedStep(
             sections=Sections(
                 {
@@ -74,6 +82,7 @@ class Packer:
             work=work,
             tables=self._tables.of(layout.slots) if layout.captured else None,
             multi_step=step.multi_step,
+            adapter_slots=None if layout.adapters is None else layout.adapters.tolist(),
         )
 
     def _layout(self, step: Step) -> Layout:
@@ -84,9 +93,12 @@ class Packer:
             slots = np.concatenate((slots, [row.slot for row in prefilling]))
             starts = np.concatenate((starts, [row.start for row in prefilling]))
             q_len = np.concatenate((first, [row.length for row in prefilling]))
-        captured = q_len is None and len(slots) <= self._graph_rows
+        adapters = self._adapters[slots] if self._adapted else None
+        if adapters is not None and not adapters.any():
+            adapters = None
+        captured = q_len is None and len(slots) <= self._graph_rows and adapters is None
         placement = self._tables.place(slots, starts, q_len, with_tables=not captured)
-        return Layout(slots, starts, q_len, placement, captured, self._tables)
+        return Layout(slots, starts, q_len, placement, captured, self._tables, adapters)
 
     def _input_ids(self, step: Step, cu_q: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Known ids in place; elsewhere the slot on the device has them, or nothing."""

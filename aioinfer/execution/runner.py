@@ -53,7 +53,8 @@ class Runner:
         start = now()
         if not packed.decodes_only:
             check_ids(packed.sections["input_ids"], self.model.spec.vocab_size)
-        if self.graphs is not None and self.graphs.hold(packed):
+        # Graphs were captured without adapters.
+        if self.graphs is not None and packed.adapter_slots is None and self.graphs.hold(packed):
             return self._replay(self.graphs, packed, transfer, start)
         parts = packed.sections.split(transfer.send(packed.sections.ints))
         logits_rows, state = self.decoding.gather(packed, parts, transfer)
@@ -114,4 +115,6 @@ def _batch(packed: PackedStep, parts: dict[str, torch.Tensor], logits_rows: torc
         q_lens=packed.q_lens,
         kv_lens=packed.kv_lens,
         num_decodes=packed.num_decodes,
+        adapters=parts.get("adapters"),
+        adapter_slots=packed.adapter_slots,
     )

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from aioinfer.execution.backends import Backend
     from aioinfer.execution.graphs import Capture
     from aioinfer.execution.sizing import PoolSize
+    from aioinfer.model.adapters.base import AdapterSlots, PreparedAdapter
     from aioinfer.model.backend import Backend as Choice
     from aioinfer.model.spec import CausalLM, ModelSpec
 
@@ -51,6 +52,7 @@ class TorchDevice:
         self._backend: Backend | None = None
         self._grammars = GrammarWorker(config.grammar_patience)
         self.lane = DeviceLane()
+        self._adapters: AdapterSlots | None = None
         self._threads_before: int | None = None
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
@@ -100,6 +102,7 @@ class TorchDevice:
         self.lane.parts = lambda: model.seconds
         self.synchronous = device.type == "cpu"
         self._packer = parts.packer(size.max_model_len, self._backend.graph_rows)
+        self._adapters, adapter_reason = _adapters(model, self._config)
         return DeviceInfo(
             vocab_size=spec.vocab_size,
             max_model_len=size.max_model_len,
@@ -120,6 +123,8 @@ class TorchDevice:
             state_bytes=size.state_bytes,
             draft_unit=None if draft is None else draft.spec.unit,
             draft_length=0 if draft is None else draft.spec.max_model_len,
+            max_adapters=0 if self._adapters is None else config.adapter_slots,
+            adapter_reason=adapter_reason,
             max_running_requests=fewer_requests(self._config, config),
             model_positions=spec.max_model_len,
             length_reason=_length_reason(config, spec, size, device),
@@ -182,6 +187,20 @@ class TorchDevice:
         assert self._backend is not None, "not open"
         return self._backend.launch(prepared)
 
+    def prepare_adapter(self, path: Path) -> PreparedAdapter:
+        slots = self._adapters
+        if slots is None:
+            raise ConfigError("adapters: the device is closed, or its model computes none")
+        return slots.prepare(path)
+
+    def install_adapter(self, slot: int, adapter: PreparedAdapter) -> None:
+        assert self._adapters is not None, "the model computes no adapters"
+        self._adapters.install(slot, adapter)
+
+    def remove_adapter(self, slot: int) -> None:
+        if self._adapters is not None:
+            self._adapters.remove(slot)
+
     def check(self) -> None:
         if self._backend is None:
             raise DeviceLost("the device is closed")
@@ -192,6 +211,7 @@ class TorchDevice:
             self._backend.close()
         self._backend = None
         self._packer = None
+        self._adapters = None
         self._grammars.close()
         self.lane.parts = dict
         if self._threads_before is not None:
@@ -210,6 +230,18 @@ def pick_device(wanted: str) -> torch.device:
     if wanted == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device: cuda was asked for, and torch sees no CUDA device")
     return torch.device(wanted, torch.cuda.current_device()) if wanted == "cuda" else torch.device(wanted)
+
+
+def _adapters(model: CausalLM, config: EngineConfig) -> tuple[AdapterSlots | None, str]:
+    """The slots of a model's adapters, or why there are none."""
+    if not config.max_adapters:
+        return None, "max_adapters is 0"
+    if model.spec.block_size:
+        return None, "diffusion models have none"
+    slots: AdapterSlots | None = getattr(model, "adapters", None)
+    if slots is None:
+        return None, getattr(model, "adapter_reason", "") or f"{model.spec.architecture} computes none"
+    return slots, ""
 
 
 def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice | None) -> dict[str, str]:

@@ -23,9 +23,10 @@ from aioinfer.loop.checks import Checks
 from aioinfer.loop.generation import generation
 from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.preparing import Preparing
-from aioinfer.loop.resumption import Resumption, replay
+from aioinfer.loop.resumption import Resumption, check_adapter, replay
 from aioinfer.loop.texts import Texts
 from aioinfer.params import SamplingParams
+from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion
 from aioinfer.scheduling.faults import PolicyFailed
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request, RequestState
@@ -64,6 +65,7 @@ class Core:
         "_preparing",
         "_seeds",
         "_usual_rates",
+        "adapters",
         "admitted",
         "clock",
         "ended",
@@ -99,6 +101,8 @@ class Core:
         #: requests that ended because planning raised, until :meth:`take_ended`
         self.ended: list[Request] = []
         self._newest_step = 0
+        reason = info.adapter_reason or "max_adapters is 0"
+        self.adapters = AdapterRegistry(info.max_adapters, config.max_adapters, reason)
         self.scheduler = self._new_scheduler()
         #: seconds; of request metrics
         self.clock = clock
@@ -137,6 +141,7 @@ class Core:
         newest = self.scheduler.queues.last_step
         scheduler.queues.last_step = newest
         scheduler.memory.resolved(newest)
+        self.adapters.forget_requests(newest)
         self.scheduler = scheduler
         self.ended, self.admitted, self._newest_step = [], [], newest
         count, self.texts = self.texts.output_tokens, self._new_texts()
@@ -147,9 +152,15 @@ class Core:
 
     # -- a request arrives ----------------------------------------------------------------------
 
-    def new_request(self, params: SamplingParams, options: RequestOptions = _NO_OPTIONS) -> Request:
-        """A request that arrives now. It is PREPARING until :meth:`submit`."""
-        return Request.preparing(
+    def new_request(
+        self,
+        params: SamplingParams,
+        options: RequestOptions = _NO_OPTIONS,
+        adapter: AdapterVersion | None = None,
+    ) -> Request:
+        """A request that arrives now. It is PREPARING until :meth:`submit`. One that has an ``adapter`` keeps
+        it until the registry is told to let it leave."""
+        request = Request.preparing(
             params,
             arrival=self.clock(),
             priority=options.priority,
@@ -158,6 +169,18 @@ class Core:
             queue_behind=options.queue_behind,
             label=options.request_id,
         )
+        if adapter is not None:
+            self.adapters.take(request, adapter)
+        return request
+
+    def adapter(
+        self, options: RequestOptions, checkpoint: StreamCheckpoint | None = None
+    ) -> AdapterVersion | None:
+        """What computes a request besides the model. Raises InvalidRequest: it is not loaded, or it is not
+        what computed the output of the checkpoint."""
+        if checkpoint is not None:
+            check_adapter(checkpoint, self.adapters.loaded)
+        return None if options.adapter is None else self.adapters.find(options.adapter)
 
     def source(
         self,
@@ -306,6 +329,7 @@ class Core:
         # If some are behind, catch_up() is due in this turn of the loop anyway.
         searching = seconds is None or not self.texts.behind
         advanced = self.scheduler.resolve(step, result)
+        self.adapters.resolved(step.id)
         if result.logprobs or result.prompt_logprobs:
             advanced += self._record_logprobs(step, result, advanced)
         self.texts.all_advanced(advanced, now)
@@ -330,6 +354,7 @@ class Core:
         """
         if launched:
             self.scheduler.memory.resolved(step.id)
+            self.adapters.resolved(step.id)
         for request in step.requests:
             # A request that has ended, but for its text, goes on getting that.
             if request.finished_at is None and not (request.finished and request.text_behind):
@@ -343,6 +368,7 @@ class Core:
             failed = self.scheduler.run_out(step, error)
         else:
             failed = self.scheduler.fail(step, error)
+        self.adapters.resolved(step.id)
         for request in failed:
             self.texts.failed(request, error)
         return failed

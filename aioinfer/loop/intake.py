@@ -1,4 +1,4 @@
-"""Intake: the worker threads that tokenize prompts and compile grammars."""
+"""Intake: the worker threads that tokenize prompts, compile grammars and read adapters."""
 
 from __future__ import annotations
 
@@ -48,13 +48,15 @@ class Intake:
     withdrawn, and leaves nothing behind.
     """
 
-    __slots__ = ("_asking", "_compilers", "_decoding", "_encodings", "_grammars", "_long", "_short",
-                 "_workers", "loop")  # fmt: skip
+    __slots__ = ("_asking", "_compilers", "_decoding", "_encodings", "_grammars", "_long", "_readers",
+                 "_short", "_workers", "loop")  # fmt: skip
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
         self._workers = WorkerExecutor(_THREADS, "aioinfer-text")
         self._compilers = WorkerExecutor(_THREADS, "aioinfer-text-grammar")
+        #: of adapters: these can be large, and nothing else waits for them
+        self._readers = WorkerExecutor(1, "aioinfer-adapters")
         self._short = _Lane(loop, self._workers, _THREADS)
         self._long = _Lane(loop, self._workers, 1)
         self._grammars = _Lane(loop, self._compilers, _THREADS)
@@ -67,6 +69,12 @@ class Intake:
     async def run(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """The result of a blocking call, made on a worker thread."""
         return await self.loop.run_in_executor(self._workers, call, *arguments)
+
+    def read(self, call: Callable[..., _T], *arguments: Any) -> asyncio.Future[_T]:
+        """The result of reading an adapter, on a thread of its own. Cancelled when closed."""
+        reading = self.loop.run_in_executor(self._readers, call, *arguments)
+        reading.add_done_callback(_seen)
+        return reading
 
     def prepare(
         self,
@@ -133,6 +141,7 @@ class Intake:
     async def aclose(self) -> None:
         """Close, and wait until the calls that have begun are done. Only before the first request."""
         self._workers.shutdown(wait=False, cancel_futures=True)
+        self._readers.shutdown(wait=False, cancel_futures=True)
         try:
             # A thread of the other pool waits for them, and is free then.
             await self.loop.run_in_executor(self._compilers, self._workers.shutdown)
@@ -147,6 +156,13 @@ class Intake:
             lane.waiting.clear()
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._compilers.shutdown(wait=False, cancel_futures=True)
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+
+def _seen(reading: asyncio.Future[Any]) -> None:
+    """Whoever waited for it may have left."""
+    if not reading.cancelled():
+        reading.exception()
 
 
 class _Job(Protocol):

@@ -61,6 +61,7 @@ class JobOptions(TypedDict, total=False):
     cache_salt: str
     routing_key: str | None
     max_lag: int | None
+    adapter: str | None
 
 
 class GenerateOptions(JobOptions, total=False):
@@ -89,6 +90,8 @@ class RequestOptions:
     max_lag: int | None = None
     #: the caller's name for it, in results, errors and logs
     request_id: str | None = None
+    #: name of the LoRA adapter that computes it; None: the model alone
+    adapter: str | None = None
 
     def __post_init__(self) -> None:
         keep_plain(self)
@@ -105,6 +108,7 @@ class RequestOptions:
         _check_label("cache_salt", self.cache_salt)
         _check_label("routing_key", self.routing_key)
         _check_label("request_id", self.request_id)
+        _check_label("adapter", self.adapter)
 
 
 class Prepared(NamedTuple):

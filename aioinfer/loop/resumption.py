@@ -7,12 +7,12 @@ grammars and stops continue as if nothing had happened. The output never becomes
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from aioinfer.diffusion.state import BlockState
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import InvalidRequest, shown
 from aioinfer.loop.copies import check_ids
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.output import OutputText
 
-__all__ = ["Resumption", "check", "replay", "take"]
+__all__ = ["Resumption", "check", "check_adapter", "replay", "take"]
 
 _FIELD = "checkpoint"
 #: rounds of a block
@@ -120,6 +120,27 @@ def check(checkpoint: StreamCheckpoint, info: DeviceInfo, stop_ids: frozenset[in
         raise InvalidRequest(_FIELD, "seed: is not that of the params")
     _check_lists(checkpoint)
     _check_blocks(checkpoint, info)
+
+
+class Identified(Protocol):
+    """An adapter, of which it is known what its files are."""
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
+def check_adapter(checkpoint: StreamCheckpoint, loaded: Mapping[str, Identified]) -> None:
+    """Raise InvalidRequest unless the adapter that computed the output is ``loaded``, by its name."""
+    name = checkpoint.adapter
+    if name is None:
+        return
+    if name not in loaded:
+        raise InvalidRequest(_FIELD, f"adapter: its output is of {shown(name)}, which is not loaded")
+    known, found = checkpoint.adapter_fingerprint, loaded[name].fingerprint
+    if known != found:
+        raise InvalidRequest(
+            _FIELD, f"adapter: {shown(name)} was loaded here from other files: {known} and {found}"
+        )
 
 
 def _check_lists(checkpoint: StreamCheckpoint) -> None:
@@ -220,6 +241,8 @@ def take(request: Request, cell: StreamCell, info: DeviceInfo) -> StreamCheckpoi
         priority=request.priority,
         cache_salt=request.namespace.salt,
         routing_key=request.routing_key,
+        adapter=None if request.adapter is None else request.adapter.name,
+        adapter_fingerprint="" if request.adapter is None else request.adapter.fingerprint,
     )
 
 

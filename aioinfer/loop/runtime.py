@@ -37,6 +37,7 @@ from aioinfer.stream import Stream, StreamCell, tell_lanes
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
+    from aioinfer.loop.adapters import AdapterLoads
     from aioinfer.loop.core import Core
     from aioinfer.loop.intake import Intake, Preparation
 
@@ -52,7 +53,9 @@ class Runtime(LoopBound):
     :meth:`abandon_later` are called there. Driver and streams know it, as DriverEvents and StreamOwner.
     """
 
-    def __init__(self, config: EngineConfig, core: Core, launcher: Launcher, intake: Intake) -> None:
+    def __init__(
+        self, config: EngineConfig, core: Core, launcher: Launcher, intake: Intake, adapters: AdapterLoads
+    ) -> None:
         """``config`` leaves nothing open: see :func:`aioinfer.loop.factory.decide`."""
         super().__init__()
         self.config = config
@@ -69,6 +72,8 @@ class Runtime(LoopBound):
         #: at least so many tokens have their prompts
         self._preparing_tokens = 0
         self._intake = intake
+        self.adapters = adapters
+        adapters.check_serving = self.check_serving
         #: what follows the requests and steps; empty unless asked for
         self.observers = Observers()
         self.tuning = Tuning.of(
@@ -117,15 +122,20 @@ class Runtime(LoopBound):
         if checkpoint is not None:
             check(checkpoint, self.core.info, self.core.stop_ids(params))
             least += len(checkpoint.token_ids)
+        adapter = self.core.adapter(options, checkpoint)
         try:
             self.core.check_queue(len(self._preparing), least, self._preparing_tokens)
         except Rejected:
             self.observers.rejected()
             raise
-        request = self.core.new_request(params, options)
+        request = self.core.new_request(params, options, adapter)
         cell = StreamCell(request, options.running_timeout, options.max_lag)
         if prompt.ids is not None and not params.worked_out and checkpoint is None:
-            self._submit(request, self.core.complete(prompt.ids, params))
+            try:
+                self._submit(request, self.core.complete(prompt.ids, params))
+            except BaseException:
+                self.core.adapters.leave(request)
+                raise
         else:
             prepared = functools.partial(self._prepared, request)
             preparation = self._intake.prepare(self.core, prompt, params, prepared, checkpoint)
@@ -222,6 +232,7 @@ class Runtime(LoopBound):
         known = set(queues.unfinished())
         opened = {request for request in self._open if not request.finished} - self._preparing.keys()
         assert known == opened, f"{opened ^ known} are lost"
+        self.core.adapters.audit()
 
     def lost(self, cause: BaseException) -> None:
         """End every open stream with EngineFailed, caused by ``cause``."""
@@ -230,6 +241,7 @@ class Runtime(LoopBound):
         _log.error("the engine is lost", exc_info=cause)
         self.failure = cause
         self.state = EngineState.FAILED
+        self.adapters.close()
         self._end_all(self._failed_error)
         self.driver.stop()
         self.observers.failed(cause)
@@ -295,6 +307,7 @@ class Runtime(LoopBound):
             if self.observers:
                 self.observers.ended(request)
         self._leave_preparing(request)
+        self.core.adapters.leave(request)
         cell = _cell(request)
         cell.cancel_timer()
         cell.notify()
@@ -318,11 +331,13 @@ class Runtime(LoopBound):
         step raises is raised when all are done."""
         async with AsyncExitStack() as steps:  # the last one goes first
             steps.callback(self._closed)
+            steps.push_async_callback(self.adapters.aclose)
             steps.push_async_callback(self.launcher.aclose)
             steps.callback(self._intake.close)
             steps.callback(self.tuning.undo)
             steps.callback(self.driver.stop)
             steps.callback(self._end_all, lambda: EngineClosed("the engine was closed"))
+            steps.callback(self.adapters.close)
             if drain > 0 and self._busy and self.failure is None:
                 await self._drain(drain)
 
@@ -351,7 +366,7 @@ class Runtime(LoopBound):
             request.refuse(EngineClosed("the event loop of the engine was closed"))
         self._open, self._preparing = {}, {}
         self.observers.closed()
-        del self.core, self.driver, self.launcher
+        del self.core, self.driver, self.launcher, self.adapters
 
     @property
     def _busy(self) -> bool:

@@ -58,12 +58,17 @@ class StreamCheckpoint:
     priority: int = 0
     cache_salt: str = ""
     routing_key: str | None = None
+    #: the LoRA adapter that computed it besides the model, and what tells its files from others
+    adapter: str | None = None
+    adapter_fingerprint: str = ""
 
     def to_json(self) -> str:
         """One JSON object in one line, 4 to 8 bytes per token of prompt and output without logprobs."""
         record: dict[str, Any] = {"version": VERSION}
         for name in _READERS:
             value = getattr(self, name)
+            if name in _OPTIONAL and not value:
+                continue
             if name == "params":
                 value = record_of(value)
             elif name == "block" and value is not None:
@@ -91,11 +96,12 @@ class StreamCheckpoint:
             raise InvalidRequest(_FIELD, f"has version {shown(version)}; this release reads {VERSION}")
         for problem, names in (
             ("is not known", record.keys() - _READERS.keys()),
-            ("is missing", _READERS.keys() - record.keys()),
+            ("is missing", _READERS.keys() - record.keys() - _OPTIONAL),
         ):
             if names:
                 raise InvalidRequest(_FIELD, f"{shown(min(names))} {problem}")
-        return cls(**{name: _read(name, read, record[name]) for name, read in _READERS.items()})
+        present = {name: read for name, read in _READERS.items() if name in record}
+        return cls(**{name: _read(name, read, record[name]) for name, read in present.items()})
 
 
 def _plain(value: Any) -> Any:
@@ -209,4 +215,8 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "priority": _int,
     "cache_salt": _text,
     "routing_key": _optional(_text),
+    "adapter": _optional(_text),
+    "adapter_fingerprint": _text,
 }
+#: fields that are there where they say something
+_OPTIONAL = frozenset({"adapter", "adapter_fingerprint"})

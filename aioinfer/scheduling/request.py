@@ -17,6 +17,7 @@ from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
     from aioinfer.params import SamplingParams
+    from aioinfer.scheduling.adapters import AdapterVersion
     from aioinfer.scheduling.states import RequestStates
     from aioinfer.speculation.drafting import Drafting
     from aioinfer.text.grammar import GrammarState
@@ -131,6 +132,7 @@ class Request:
 
     __slots__ = (
         "_prompt_key",
+        "adapter",
         "admitted_at",
         "arrival",
         "consumer",
@@ -196,6 +198,8 @@ class Request:
         self.priority = priority
         #: prefixes are shared within a namespace only
         self.namespace = namespace
+        #: what computes it besides the model; see AdapterRegistry.take
+        self.adapter: AdapterVersion | None = None
         self.routing_key = routing_key
         #: so many requests that arrive later go first
         self.queue_behind = queue_behind

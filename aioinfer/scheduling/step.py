@@ -78,6 +78,8 @@ class NewRequestData:
     grammar: GrammarState | None = None
     #: of a diffusion model: the block that was being denoised when the request last lost its slot
     resume: BlockState | None = None
+    #: slot of its adapter on the device; 0: it has none
+    adapter: int = 0
 
 
 def new_request_data(request: Request) -> NewRequestData | None:
@@ -93,6 +95,7 @@ def new_request_data(request: Request) -> NewRequestData | None:
         tuple(request.output_ids),
         request.grammar,
         request.cursor.resume,
+        0 if request.adapter is None else request.adapter.slot,
     )
 
 

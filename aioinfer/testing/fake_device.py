@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.step import NewRequestData, Row, Step
 from aioinfer.testing.toy import ToyDevice
+from aioinfer.testing.toy_adapters import ToyAdapter
 from aioinfer.text.detokenizer import Detokenizer, OffsetDetokenizer
 from aioinfer.text.tokenizer import plain_messages
 
@@ -61,6 +63,7 @@ class FakeDevice(ToyDevice):
             max_model_len=config.max_model_len,
             vocab_size=_VOCABULARY,
             defer=self._due,
+            max_adapters=config.adapter_slots,
         )
         self._clock = clock
         self._scripts: dict[Request, Script] = {}
@@ -77,6 +80,10 @@ class FakeDevice(ToyDevice):
     def _script(self, row: Row) -> Script:
         """Of a request that has ended meanwhile, of which a step in flight still has a row: an empty one."""
         return self._scripts.get(row.request) or Script(b"", 0.0, 0.0, None)
+
+    def prepare_adapter(self, path: Path) -> ToyAdapter:
+        """Any path will do: nothing of it is read."""
+        return ToyAdapter(1, 8, 0)
 
     def seconds(self, step: Step) -> float:
         """How long a step takes: until the first of its requests may have a token."""

@@ -7,9 +7,9 @@ read: every KV cell must hold the right position of exactly the reader's own tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,9 @@ from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
+from aioinfer.testing.toy_adapters import ToyAdapter, ToyAdapters
 from aioinfer.testing.toy_states import TaintError, ToyStates
-from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts
-from aioinfer.text.detokenizer import Detokenizer
+from aioinfer.testing.toy_tokenizer import ToyTokenizer
 from aioinfer.text.grammar import GrammarState
 
 __all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob"]
@@ -55,11 +55,13 @@ def toy_generate(
     vocab_size: int = 64,
     eos: int = 0,
     max_length: int = 1 << 30,
+    adapter: int = 0,
 ) -> list[int]:
-    """What any correct engine must generate on a :class:`ToyDevice`, computed in the plainest way."""
+    """What any correct engine must generate on a :class:`ToyDevice`, computed in the plainest way.
+    ``adapter``: the key of the request's :class:`~aioinfer.testing.toy_adapters.ToyAdapter`."""
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {eos})
     tenant = NewRequestData(params, seed, stop_ids, prompt_ids, ())
-    state = 0
+    state = adapter
     for token in prompt_ids:
         state = _mix(state, token)
     output: list[int] = []
@@ -88,6 +90,7 @@ class ToyDevice:
     rows hold junk, and so does what rows behind bring. ``defer`` is called with every row that samples: None
     lets it, otherwise so many tokens follow unsampled, perhaps 0. With ``snapshots`` the model has a
     recurrent state, of which so many can be kept; it must be right wherever a row starts from it.
+    ``max_adapters``: slots for adapters, each of which makes another model.
     """
 
     synchronous = True
@@ -104,6 +107,7 @@ class ToyDevice:
         late_fault: Callable[[Step], None] | None = None,
         defer: Callable[[Row], int | None] | None = None,
         snapshots: int | None = None,
+        max_adapters: int = 0,
     ) -> None:
         self.page_size = page_size
         self.vocab_size = vocab_size
@@ -116,6 +120,7 @@ class ToyDevice:
         self._max_model_len = capacity if max_model_len is None else min(max_model_len, capacity)
         self._num_slots = num_slots
         self._snapshots = snapshots
+        self._max_adapters = max_adapters
         self.masks = GrammarWorker(threaded=False)
         self.lane = DeviceLane()
         self.steps = 0
@@ -138,6 +143,7 @@ class ToyDevice:
         #: requests whose newest row sampled nothing: rows behind it are junk until one brings its tokens
         self._void: set[int] = set()
         self._last_step = 0
+        self.adapters = ToyAdapters(self._max_adapters)
         self._states = None if self._snapshots is None else ToyStates(self._num_slots, self._snapshots)
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
@@ -149,7 +155,18 @@ class ToyDevice:
             eos_token_ids=frozenset({0}),
             description="toy",
             num_snapshots=self._snapshots,
+            max_adapters=self._max_adapters,
+            adapter_reason="" if self._max_adapters else "this toy has none",
         )
+
+    def prepare_adapter(self, path: Path) -> ToyAdapter:
+        return ToyAdapter.read(path)
+
+    def install_adapter(self, slot: int, adapter: ToyAdapter) -> None:
+        self.adapters.install(slot, adapter)
+
+    def remove_adapter(self, slot: int) -> None:
+        self.adapters.remove(slot)
 
     def prepare(self, step: Step) -> _Prepared:
         """Keep the page tables as the host saw them when it planned the step."""
@@ -173,7 +190,9 @@ class ToyDevice:
         self._last_step = step.id
         self.steps += 1
         start = now()
+        self.adapters.enter(prepared.rows)
         try:
+            self.adapters.check(prepared.rows)
             if self.fault is not None:
                 self.fault(step)
             result = self._compute(prepared)
@@ -283,7 +302,7 @@ class ToyDevice:
         return _mix(_mix(row.request.key, row.start), self._last_step)
 
     def _extend(self, row: Row, states: list[int], ids: Sequence[int]) -> None:
-        state = states[-1] if states else 0
+        state = states[-1] if states else self.adapters.key(row.slot)
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise TaintError(f"{row.request}: {token} is not a token")
@@ -425,89 +444,3 @@ class _Prepared:
     step: Step
     rows: list[Row]
     tables: list[list[int]]
-
-
-class ToyTokenizer:
-    """One to three characters per token, some of them beyond ASCII; enough to try text and stops on.
-
-    ``looks_up``: outputs are detokenized by look-up, as those of byte-level tokenizers; or else one call at
-    a time.
-    """
-
-    def __init__(self, vocab_size: int = 64, *, looks_up: bool = True) -> None:
-        self.vocab_size = vocab_size
-        self.eos_token_ids = frozenset({0})
-        self.has_chat_template = True
-        self.added_tokens: Mapping[str, int] = {}
-        self.special_tokens: frozenset[str] = frozenset()
-        #: a token for each character
-        self.longest_token: int | None = 4
-        self.chat_templates: tuple[str, ...] = ()
-        self.template_names: frozenset[str] | None = None
-        self._pieces = ["", *(_piece(index) for index in range(1, vocab_size))]
-        self._looks_up = looks_up
-
-    def encode(self, text: str) -> list[int]:
-        return [1 + ord(character) % (self.vocab_size - 1) for character in text]
-
-    def encode_part(self, text: str) -> list[int]:
-        return self.encode(text)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
-        return self.encode("".join(f"{message['role']}:{message['content']}\n" for message in messages))
-
-    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        return "".join(self._pieces[token] for token in ids)
-
-    def for_grammars(self) -> Any:
-        import llguidance
-
-        return llguidance.TokenizerWrapper(_ToyVocabulary(self._pieces))
-
-    def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
-        if self._looks_up:
-            return ByteLevelDetokenizer(TokenTexts([*self._pieces], {}), prompt_ids)
-        return _ToyDetokenizer(self._pieces)
-
-
-class _ToyVocabulary:
-    """What ``llguidance.TokenizerWrapper`` wraps."""
-
-    eos_token_id = 0
-    bos_token_id = None
-    special_token_ids = (0,)
-
-    def __init__(self, pieces: list[str]) -> None:
-        self.tokens = [b"<end>", *(piece.encode() for piece in pieces[1:])]
-
-    def __call__(self, text: bytes) -> list[int]:
-        ids, rest = [], bytes(text)
-        while rest:
-            at = max(
-                range(1, len(self.tokens)),
-                key=lambda at: rest.startswith(self.tokens[at]) * len(self.tokens[at]),
-            )
-            ids.append(at)
-            rest = rest[len(self.tokens[at]) :]
-        return ids
-
-
-class _ToyDetokenizer:
-    __slots__ = ("_pieces",)
-
-    def __init__(self, pieces: list[str]) -> None:
-        self._pieces = pieces
-
-    def push(self, token_id: int) -> str:
-        return self._pieces[token_id]
-
-    def peek(self, token_ids: Sequence[int], *, apart: bool = False) -> str:
-        return "".join(self._pieces[token] for token in token_ids)
-
-    def finish(self) -> str:
-        return ""
-
-
-def _piece(index: int) -> str:
-    letter = "abcdefghijklmnopqrstuvwxyzäöüß"[index % 30]
-    return letter if index < 30 else letter + "abc"[index % 3]

@@ -21,7 +21,15 @@ from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.diffusion.scripted import ScriptedLogits
 from aioinfer.execution.backends import CpuBackend
 from aioinfer.execution.decoding.blocks import BlockDecoding, BlockPacker
-from aioinfer.execution.device import CompletedFlight, DeviceInfo, DeviceLost, Flight, Progress, StepResult
+from aioinfer.execution.device import (
+    CompletedFlight,
+    DeviceInfo,
+    DeviceLost,
+    Flight,
+    NoAdapters,
+    Progress,
+    StepResult,
+)
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.runner import Runner
@@ -129,7 +137,7 @@ class ScriptedLM:
             raise TaintError(f"row {row}: reads KV that is not of its own tokens")
 
 
-class ScriptedDevice:
+class ScriptedDevice(NoAdapters):
     """A device without a model, for block diffusion. Synchronous.
 
     ``fault`` is called with every step before it is computed and may raise, as a device would; so is
@@ -218,6 +226,7 @@ class ScriptedDevice:
             page_size=self.page_size,
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
+            adapter_reason="diffusion models have none",
         )
 
     def prepare(self, step: Step) -> tuple[Step, PackedStep]:

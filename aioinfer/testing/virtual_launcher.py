@@ -37,6 +37,11 @@ class TimedLauncher:
         #: a device that hangs: steps are accepted and never end
         self.hung = False
 
+    @property
+    def device(self) -> Device:
+        """As in Launcher."""
+        return self._device
+
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         self._free_at = asyncio.get_running_loop().time()
         return self._device.open(progress)
