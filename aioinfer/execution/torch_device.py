@@ -175,6 +175,8 @@ class TorchDevice:
             block_size=config.block_size,
             quantization=config.quantization,
             cache_weights=config.cache_weights,
+            # What drafts has none.
+            max_lora_rank=config.max_lora_rank if config.max_adapters and path is None else 0,
             progress=progress,
             check_size=(lambda size: check_weights(size, memory_available())) if on_cpu else None,
         )
