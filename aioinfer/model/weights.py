@@ -219,6 +219,12 @@ class StoredMatrix:
         return " ".join(self._names)
 
     @property
+    def tensors(self) -> tuple[list[str], list[str]]:
+        """The full names of its tensors, and of their biases."""
+        weights, biases = ([f"{name}.{end}" for name in self._names] for end in ("weight", "bias"))
+        return weights, biases if self._bias else []
+
+    @property
     def shape(self) -> tuple[int, int]:
         """Rows and columns."""
         return sum(self._rows), self._width
