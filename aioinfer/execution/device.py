@@ -185,6 +185,15 @@ class Device(Protocol):
     def launch(self, prepared: Any) -> Flight:
         """Enqueue a step after all earlier ones. Raises as :meth:`Flight.wait` does."""
 
+    def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> Any:
+        """Read and check other weights, a path or a list of names and tensors, for :meth:`install_weights`. On a
+        worker thread, while steps are computed; changes nothing. ``go_on`` is called again and again, and may
+        raise. Raises ConfigError."""
+
+    def install_weights(self, prepared: Any) -> None:
+        """Compute with other weights from now on. On the launch thread, with no step in flight. After an
+        exception no step can be computed."""
+
     def check(self) -> None:
         """After a step failed, for whatever reason: return if later steps can succeed, else raise
         DeviceLost."""

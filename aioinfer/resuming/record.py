@@ -58,6 +58,8 @@ class StreamCheckpoint:
     priority: int = 0
     cache_salt: str = ""
     routing_key: str | None = None
+    #: of the weights that computed the last token; how often they had been replaced
+    weight_version: int = 0
 
     def to_json(self) -> str:
         """One JSON object in one line, 4 to 8 bytes per token of prompt and output without logprobs."""
@@ -71,6 +73,8 @@ class StreamCheckpoint:
             elif name.endswith("logprobs"):
                 value = [[each.token_id, each.logprob, [list(pair) for pair in each.top]] for each in value]
             record[name] = _plain(value)
+        if not self.weight_version:
+            del record["weight_version"]  # earlier releases read what has it not
         return json.dumps(record, separators=(",", ":"))
 
     @classmethod
@@ -91,11 +95,11 @@ class StreamCheckpoint:
             raise InvalidRequest(_FIELD, f"has version {shown(version)}; this release reads {VERSION}")
         for problem, names in (
             ("is not known", record.keys() - _READERS.keys()),
-            ("is missing", _READERS.keys() - record.keys()),
+            ("is missing", _READERS.keys() - record.keys() - _OPTIONAL),
         ):
             if names:
                 raise InvalidRequest(_FIELD, f"{shown(min(names))} {problem}")
-        return cls(**{name: _read(name, read, record[name]) for name, read in _READERS.items()})
+        return cls(**{name: _read(name, _READERS[name], value) for name, value in record.items()})
 
 
 def _plain(value: Any) -> Any:
@@ -209,4 +213,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "priority": _int,
     "cache_salt": _text,
     "routing_key": _optional(_text),
+    "weight_version": _count,
 }
+#: fields that records of earlier releases do not have
+_OPTIONAL = frozenset({"weight_version"})
