@@ -27,6 +27,7 @@ from aioinfer.loop.intake import Intake
 from aioinfer.loop.loop_bound import EngineState, asyncio_loop, require_loop
 from aioinfer.loop.options import Prompt, check_timeout
 from aioinfer.loop.runtime import Runtime
+from aioinfer.loop.updating import UpdateMode, WeightSource
 from aioinfer.observe.observers import Observer
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
@@ -264,7 +265,8 @@ class Engine(EngineLike):
         """
         core = self._serving().core
         uid = 0 if adapter is None else core.adapters.find(adapter).uid
-        return core.scheduler.memory.cached_tokens(token_ids, Namespace(cache_salt, uid))
+        namespace = Namespace(cache_salt, uid, core.weight_version)
+        return core.scheduler.memory.cached_tokens(token_ids, namespace)
 
     # -- adapters -------------------------------------------------------------------------------
 
@@ -277,6 +279,42 @@ class Engine(EngineLike):
     def adapters(self) -> list[AdapterInfo]:
         loaded = self._core.adapters.loaded.values()
         return [] if self.closed else [version.info for version in loaded]
+
+    # -- weights --------------------------------------------------------------------------------
+
+    async def update_weights(
+        self, source: WeightSource, *, mode: UpdateMode = "keep", version: int | None = None
+    ) -> int:
+        """Go on with other weights of the same model, without a restart; returns their version.
+
+        Everything is read and checked on a worker thread while requests go on, and nothing is changed unless all
+        of it is right. Then no step is launched until the weights are written, in the memory of those before:
+        for that long every stream waits. Requests go on from the tokens that they have: their KV is computed
+        again, prefixes cached before are not found any more, and chunks say which version computed them. Several
+        updates take place in their order. Cancelled before it begins to write, it changes nothing; later, it is
+        completed. docs/weights.md says what a source may leave out.
+
+        Args:
+            source: a checkpoint with the same architecture and shapes, as the model was loaded from; or a
+                mapping or an iterable of names and tensors of torch, as ``state_dict()`` has them. Tensors are
+                read until this returns, and not longer.
+            mode: what becomes of requests that have begun. "keep": they go on with the new weights. "wait": they
+                finish first, and those that arrive wait in the queue. "abort": they end with
+                :class:`~aioinfer.Cancelled`.
+            version: of the weights, greater than the present one; None: that and one.
+
+        Raises:
+            ConfigError: the weights are not those of this model, and the message names the tensor; or an
+                argument is none.
+            EngineClosed, EngineFailed, WrongLoop: the engine does not serve.
+        """
+        return await self._serving().updates.update(source, mode, version)
+
+    @property
+    def weight_version(self) -> int:
+        """How often the weights were replaced since the start, or the version that was given then. Raises
+        EngineClosed before the start."""
+        return self._core.weight_version
 
     # -- observing ------------------------------------------------------------------------------
 

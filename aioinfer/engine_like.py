@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.loop.loop_bound import EngineState
+from aioinfer.loop.updating import UpdateMode, WeightSource
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
 from aioinfer.requests import Requests
@@ -61,6 +62,20 @@ class EngineLike(Requests):
     @abstractmethod
     def flush_cache(self) -> int:
         """Forget all cached prefixes; returns how many pages that freed at once."""
+
+    # -- weights --------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def update_weights(
+        self, source: WeightSource, *, mode: UpdateMode = "keep", version: int | None = None
+    ) -> int:
+        """Go on with other weights of the same model; returns their version. See
+        :meth:`aioinfer.Engine.update_weights`."""
+
+    @property
+    @abstractmethod
+    def weight_version(self) -> int:
+        """Of the weights that compute the next step. Raises EngineClosed before the start."""
 
     # -- observing ------------------------------------------------------------------------------
 

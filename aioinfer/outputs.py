@@ -113,6 +113,8 @@ class Chunk:
     #: the newest draft, if drafts were requested and one exists. A chunk can consist of a draft only, or of
     #: ids whose text is held back
     draft: Draft | None = None
+    #: of the weights that computed it: how often they had been replaced. A chunk has tokens of one version
+    weight_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +141,11 @@ class Result:
     #: how many tokens were there when the request was restored from a checkpoint
     resumed: int = field(default=0, compare=False)
     #: the output is that of a request that was never interrupted, to the bit: every engine that had a part in
-    #: it had the same arithmetic and was deterministic. True also where nothing was restored
+    #: it had the same arithmetic and was deterministic. True also where nothing was restored; not where the
+    #: weights were replaced meanwhile
     identical: bool = field(default=True, compare=False)
+    #: of the weights that computed the last token
+    weight_version: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

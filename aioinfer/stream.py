@@ -199,13 +199,22 @@ class StreamCell:
         redrafted = draft is not None and request.draft_version > self.taken_draft
         if count == self.taken_ids and not (finished or redrafted):
             return None
-        pieces = request.text.pieces
-        text = "".join(pieces[self.taken_pieces :])
+        end, version = len(request.text.pieces), request.weight_version
+        if request.switches:
+            # What earlier weights have computed is a chunk of its own.
+            switch = request.switch_behind(self.taken_ids, self.taken_pieces)
+            if switch is not None:
+                count, end, version = switch
+                draft, redrafted, finished = None, False, False
+            else:
+                version = request.newest_version
+        text = "".join(request.text.pieces[self.taken_pieces : end])
         token_ids = request.output_ids[self.taken_ids : count]
         ended = finished and request.error is None
-        if not (ended or text or redrafted or (token_ids and (finished or not request.text.enabled))):
+        bare = finished or not request.text.enabled or end < len(request.text.pieces)
+        if not (ended or text or redrafted or (token_ids and bare)):
             return None
-        chunk = Chunk(text, token_ids, draft=draft)
+        chunk = Chunk(text, token_ids, draft=draft, weight_version=version)
         if request.params.logprobs is not None:
             chunk.logprobs = request.logprobs[self.taken_ids : count]
         step_map = request.cursor.step_map
@@ -214,7 +223,7 @@ class StreamCell:
         if ended:
             chunk.finish_reason, chunk.stop_reason = request.finish_reason, request.stop_reason
             chunk.usage = request.usage
-        self.taken_pieces, self.taken_ids = len(pieces), count
+        self.taken_pieces, self.taken_ids = end, count
         if not request.text_behind:  # else the newest draft is still to come
             self.taken_draft = request.draft_version
         return chunk
@@ -320,7 +329,11 @@ class Stream(Coroutine[Any, Any, Result]):
                 if count > first:
                     known = len(request.token_times)
                     text = pieces[first] if count - first == 1 else "".join(pieces[first:])
-                    chunk = Chunk(text, request.output_ids[cell.taken_ids : known])
+                    chunk = Chunk(
+                        text,
+                        request.output_ids[cell.taken_ids : known],
+                        weight_version=request.weight_version,
+                    )
                     cell.taken_pieces, cell.taken_ids = count, known
             else:
                 chunk = cell.take()

@@ -81,7 +81,8 @@ class Tensors(Protocol):
 
 
 class SafetensorsTensors:
-    """The tensors of a directory's safetensors files, memory-mapped and read on demand."""
+    """The tensors of a directory's safetensors files, or of one such file, memory-mapped and read on
+    demand."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if there are no safetensors, or if a file that their index names is missing."""
@@ -89,7 +90,7 @@ class SafetensorsTensors:
 
         self._files: dict[str, Any] = {}
         try:
-            for file in weight_files(path):
+            for file in [path] if path.suffix == ".safetensors" else weight_files(path):
                 _read_ahead(file)
                 opened: Any = safe_open(file, framework="pt", device="cpu")
                 self._files.update(dict.fromkeys(opened.keys(), opened))

@@ -49,6 +49,9 @@ class Backend(Protocol):
 
     def launch(self, packed: PackedStep) -> Flight: ...
 
+    def synchronize(self) -> None:
+        """Wait for what was enqueued elsewhere than by :meth:`launch`, so that later steps find it done."""
+
     def check(self) -> None: ...
 
     def close(self) -> None: ...
@@ -94,6 +97,9 @@ class CpuBackend:
             raise
         self._runner.lane.step(packed.step_id, *output.times)
         return CompletedFlight(self._runner.read(packed, output, output.tensors))
+
+    def synchronize(self) -> None:
+        """Everything is done when it returns."""
 
     def check(self) -> None:
         """A CPU is never lost."""
@@ -192,6 +198,9 @@ class CudaBackend:
         self.graph_rows = 0
         #: set before the first launch
         self.runner: Runner | None = None
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
 
     def capture(self, call: Callable[[], None]) -> Graph:
         """See :data:`~aioinfer.execution.graphs.Capture`. Calls once before, outside, so that kernels are

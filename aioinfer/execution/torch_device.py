@@ -6,10 +6,10 @@ Torch is imported when the device is opened, on the launch thread, and not befor
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aioinfer.checkpoint.locate import locate
 from aioinfer.config import SPECULATION, EngineConfig
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from aioinfer.model.adapters.base import AdapterSlots, PreparedAdapter
     from aioinfer.model.backend import Backend as Choice
     from aioinfer.model.spec import CausalLM, ModelSpec
+    from aioinfer.model.updates.recipe import PreparedUpdate
 
 __all__ = ["TorchDevice", "pick_device"]
 
@@ -49,6 +50,7 @@ class TorchDevice:
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._packer: Packer | None = None
+        self._model: CausalLM | None = None
         self._backend: Backend | None = None
         self._grammars = GrammarWorker(config.grammar_patience)
         self.lane = DeviceLane()
@@ -82,7 +84,7 @@ class TorchDevice:
                 with _of_speculation():
                     check_draft(config.model_path, locate(config.speculation))
             model = self._load(device, progress)
-            spec = model.spec
+            self._model, spec = model, model.spec
             decoding = kind(spec)
             config = fitted(decoding.fit(config), spec, device)
             choice = choose_attention(device, spec.head_dims, spec.dtype, config.attention_backend)
@@ -203,6 +205,18 @@ class TorchDevice:
         if self._adapters is not None:
             self._adapters.remove(slot)
 
+    def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> PreparedUpdate:
+        from aioinfer.model.updates.recipe import prepare_update
+
+        if self._model is None:
+            raise DeviceLost("the device is closed")
+        return prepare_update(self._model, given, go_on)
+
+    def install_weights(self, prepared: PreparedUpdate) -> None:
+        prepared.install()
+        if self._backend is not None:
+            self._backend.synchronize()
+
     def check(self) -> None:
         if self._backend is None:
             raise DeviceLost("the device is closed")
@@ -211,7 +225,7 @@ class TorchDevice:
     def close(self) -> None:
         if self._backend is not None:
             self._backend.close()
-        self._backend = None
+        self._backend = self._model = None
         self._packer = None
         self._adapters = None
         self._grammars.close()

@@ -29,7 +29,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion
 from aioinfer.scheduling.faults import PolicyFailed
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.speculation import Speculation
 from aioinfer.scheduling.step import Step
@@ -69,6 +69,7 @@ class Core:
         "admitted",
         "clock",
         "ended",
+        "holding_back",
         "info",
         "scheduler",
         "texts",
@@ -103,6 +104,8 @@ class Core:
         self._newest_step = 0
         reason = info.adapter_reason or "max_adapters is 0"
         self.adapters = AdapterRegistry(info.max_adapters, config.max_adapters, reason)
+        #: requests that arrive wait for an update of the weights
+        self.holding_back = False
         self.scheduler = self._new_scheduler()
         #: seconds; of request metrics
         self.clock = clock
@@ -140,12 +143,48 @@ class Core:
         # Devices expect rising ids.
         newest = self.scheduler.queues.last_step
         scheduler.queues.last_step = newest
+        scheduler.weight_version = self.weight_version
         scheduler.memory.resolved(newest)
         self.adapters.forget_requests(newest)
         self.scheduler = scheduler
         self.ended, self.admitted, self._newest_step = [], [], newest
         count, self.texts = self.texts.output_tokens, self._new_texts()
         self.texts.output_tokens = count
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that compute the next step."""
+        return self.scheduler.weight_version
+
+    def replace_weights(self, version: int) -> list[Request]:
+        """Other weights are about to be installed; no step is in flight, and no text is behind. Requests that
+        run are retracted, and go on from their tokens. Returns those that ended because something raised."""
+        self.scheduler.replace_weights(version)
+        return self._faults()
+
+    def hold_back(self) -> None:
+        """Admit no request that has not begun, until :meth:`let_in`."""
+        self.holding_back = True
+        queues = self.scheduler.queues
+        for request in [*queues.waiting]:
+            if request.admitted_at is None:
+                queues.park(request, ParkedFor.UPDATE)
+
+    def let_in(self) -> None:
+        """The contrary."""
+        self.holding_back = False
+        queues = self.scheduler.queues
+        for request in [*queues.shelved.values()]:
+            try:
+                queues.unpark(request, ParkedFor.UPDATE)
+            except PolicyFailed as error:
+                self.scheduler.faults.end((), error)
+        self.ended += self._faults()
+
+    @property
+    def begun(self) -> list[Request]:
+        """The requests that have begun and not ended."""
+        return [each for each in self.scheduler.queues.unfinished() if each.admitted_at is not None]
 
     def _new_texts(self) -> Texts:
         return Texts(self.scheduler.queues, self.clock)
@@ -164,7 +203,7 @@ class Core:
             params,
             arrival=self.clock(),
             priority=options.priority,
-            namespace=Namespace(options.cache_salt or ""),
+            namespace=Namespace(options.cache_salt or "", weights=self.weight_version),
             routing_key=options.routing_key,
             queue_behind=options.queue_behind,
             label=options.request_id,
@@ -196,6 +235,8 @@ class Core:
         """Raise Rejected if the queue is full. ``arriving`` requests are PREPARING and count as queued, with
         at least ``arriving_tokens``; ``tokens`` are those of the next prompt."""
         waiting = len(self.scheduler.queues.waiting) + arriving
+        if self.holding_back:
+            waiting += len(self.scheduler.queues.shelved)
         if waiting >= self._config.max_queued_requests:
             raise Rejected(f"{waiting} requests are waiting already (max_queued_requests)")
         queued = self.scheduler.queues.queued_tokens + arriving_tokens
@@ -252,8 +293,10 @@ class Core:
             cursor=cursor,
             arrivals=self._arrivals,
         )
-        if resumption is not None:
-            resumption.place(request, cell)
+        if resumption is None:
+            request.take_version(self.weight_version)
+        else:
+            resumption.place(request, cell, self.weight_version)
         if self._preparing.speculates(params):
             prompt = np.frombuffer(request.token_key(0, len(prompt_ids)), np.int32)
             prediction = NO_IDS if prepared.prediction is None else prepared.prediction
@@ -265,6 +308,8 @@ class Core:
         except PolicyFailed as cause:
             _log.error("%s could not be queued", request, exc_info=cause)
             raise StepFailed(f"the request could not be queued: {cause}") from cause
+        if self.holding_back:
+            self.scheduler.queues.park(request, ParkedFor.UPDATE)
 
     def stop_ids(self, params: SamplingParams) -> frozenset[int]:
         """Tokens that end an output."""
@@ -300,18 +345,24 @@ class Core:
 
     def _plan(self) -> Step | None:
         """The scheduler's plan. What planning raises ends the requests that it concerns."""
-        faults, step = self.scheduler.faults, None
+        step = None
         try:
             step = self.scheduler.plan()
         except Exception as error:
             if not self.scheduler.abandon_plan(error, self._newest_step):
                 raise
-        if faults:
-            for request, cause in faults.take():
-                _log.error("planning failed for %s", request, exc_info=cause)
-                self.texts.failed(request, cause)
-                self.ended.append(request)
+        if self.scheduler.faults:
+            self.ended += self._faults()
         return step
+
+    def _faults(self) -> list[Request]:
+        """The requests that ended since the last call because something raised for them."""
+        ended = []
+        for request, cause in self.scheduler.faults.take():
+            _log.error("planning failed for %s", request, exc_info=cause)
+            self.texts.failed(request, cause)
+            ended.append(request)
+        return ended
 
     def take_ended(self) -> list[Request]:
         """The requests that ended since the last call because planning raised."""

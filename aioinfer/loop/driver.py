@@ -73,6 +73,7 @@ class Driver:
         "_events",
         "_flights",
         "_garbage",
+        "_holds",
         "_last_progress",
         "_launcher",
         "_loop",
@@ -122,6 +123,8 @@ class Driver:
         self._turning = False
         self._stopping = False
         self.paused = False
+        #: updates of the weights that nothing is launched beside
+        self._holds = 0
         #: set while pause() waits for the steps in flight
         self._quiet: asyncio.Future[None] | None = None
         #: idle checks that found pages or slots still held
@@ -168,6 +171,22 @@ class Driver:
                 self._quiet = self._loop.create_future()
             await asyncio.shield(self._quiet)
 
+    async def hold(self) -> None:
+        """As :meth:`pause`, until :meth:`release`, which has to follow whatever happens. It neither depends on
+        whether the engine is paused nor changes it."""
+        self._holds += 1
+        self._interrupt()
+        while self._flights and not self._stopping:
+            if self._quiet is None or self._quiet.done():
+                self._quiet = self._loop.create_future()
+            await asyncio.shield(self._quiet)
+
+    def release(self) -> None:
+        """Go on after :meth:`hold`."""
+        self._holds -= 1
+        self._last_progress = self._clock()
+        self.wake()
+
     def resume(self) -> None:
         """Go on after :meth:`pause`. Idempotent."""
         self.paused = False
@@ -182,7 +201,8 @@ class Driver:
     @property
     def stalled(self) -> float:
         """Seconds since a step last resolved; 0 while there is nothing to compute."""
-        working = self._flights or (self._core.scheduler.queues.has_work and not self.paused)
+        may_plan = not (self.paused or self._holds)
+        working = self._flights or (self._core.scheduler.queues.has_work and may_plan)
         return self._clock() - self._last_progress if working else 0.0
 
     # -- inside ---------------------------------------------------------------------------------
@@ -230,7 +250,7 @@ class Driver:
 
     @property
     def _may_launch(self) -> bool:
-        return len(self._flights) <= self._overlap_steps and not self.paused
+        return len(self._flights) <= self._overlap_steps and not (self.paused or self._holds)
 
     def _put_off(self) -> bool:
         """Whether the last of the overlapped steps is planned later; if so, a timer is set for it."""

@@ -71,11 +71,17 @@ class Resumption:
         request.token_times += [request.arrival] * len(checkpoint.token_ids)
         request.resumed, request.identical = len(checkpoint.token_ids), self.identical
 
-    def place(self, request: Request, cell: StreamCell | None) -> None:
-        """Behind that: cursors of the request and of its consumer."""
+    def place(self, request: Request, cell: StreamCell | None, weight_version: int) -> None:
+        """Behind that: cursors of the request and of its consumer. ``weight_version``: of the weights that go
+        on with it."""
         checkpoint, cursor = self.checkpoint, request.cursor
+        same = checkpoint.weight_version == weight_version or not checkpoint.token_ids
+        if not same:
+            request.note_switch(checkpoint.weight_version)
+        request.take_version(weight_version)
         if isinstance(cursor, BlockCursor):
-            cursor.take_up(checkpoint.step_map or (), checkpoint.block)
+            # With other weights its block begins again.
+            cursor.take_up(checkpoint.step_map or (), checkpoint.block if same else None)
         # As behind a retraction, but that no row was launched: what is scored is not scored again.
         request.restart()
         request.rewind(0)
@@ -243,6 +249,7 @@ def take(request: Request, cell: StreamCell, info: DeviceInfo) -> StreamCheckpoi
         routing_key=request.routing_key,
         adapter=None if request.adapter is None else request.adapter.name,
         adapter_fingerprint="" if request.adapter is None else request.adapter.fingerprint,
+        weight_version=request.newest_version,
     )
 
 

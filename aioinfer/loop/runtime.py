@@ -27,6 +27,7 @@ from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource, Re
 from aioinfer.loop.pacing import Pace
 from aioinfer.loop.resumption import check, take
 from aioinfer.loop.tuning import Tuning
+from aioinfer.loop.updating import Updates
 from aioinfer.observe.observers import Observers
 from aioinfer.observe.stats import EngineStats
 from aioinfer.params import SamplingParams
@@ -90,6 +91,12 @@ class Runtime(LoopBound):
             garbage=self.tuning.garbage,
             pace=Pace() if config.plan_late else None,
             observers=self.observers,
+        )
+        self.updates = Updates(
+            *(core, launcher, intake, self.driver),
+            end=self.end,
+            lost=self.lost,
+            check=self.check_serving,
         )
         launcher.watch(self.lost)
         self._closing: asyncio.Task[None] | None = None
@@ -243,6 +250,7 @@ class Runtime(LoopBound):
         self.state = EngineState.FAILED
         self.adapters.close()
         self._end_all(self._failed_error)
+        self.updates.request_ended()
         self.driver.stop()
         self.observers.failed(cause)
 
@@ -311,6 +319,7 @@ class Runtime(LoopBound):
         cell = _cell(request)
         cell.cancel_timer()
         cell.notify()
+        self.updates.request_ended()
         if self._drained is not None and not self._busy:
             self._set_drained()
 
@@ -332,10 +341,12 @@ class Runtime(LoopBound):
         async with AsyncExitStack() as steps:  # the last one goes first
             steps.callback(self._closed)
             steps.push_async_callback(self.adapters.aclose)
+            steps.push_async_callback(self.updates.aclose)
             steps.push_async_callback(self.launcher.aclose)
             steps.callback(self._intake.close)
             steps.callback(self.tuning.undo)
             steps.callback(self.driver.stop)
+            steps.callback(self.updates.close)
             steps.callback(self._end_all, lambda: EngineClosed("the engine was closed"))
             steps.callback(self.adapters.close)
             if drain > 0 and self._busy and self.failure is None:

@@ -6,23 +6,30 @@ behind them, or both, biases, norms of heads, rotations, windows, blocks, expert
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
+from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.slots import TorchAdapters
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
-from aioinfer.model.linear import Linear
+from aioinfer.model.linear import Linear, TorchLinear
 from aioinfer.model.mixers.base import Mixer, MixerStep
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.per_layer import PerLayerInputs, PerLayerPart
 from aioinfer.model.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from aioinfer.model.updates.recipe import Recipe
+    from aioinfer.model.updates.rewriting import Change, Rewriting
+    from aioinfer.model.weights import StoredMatrix
 
 __all__ = ["Decoder", "Embedding", "Layer"]
 
@@ -101,6 +108,7 @@ class Decoder:
         self._head = head
         self._logit_cap = logit_cap
         self._operations = operations
+        self.updates: Recipe | None = None
         #: every table once, by its identity
         self._ropes = {id(rope): rope for layer in layers if (rope := layer.mixer.rope) is not None}
 
@@ -134,6 +142,42 @@ class Decoder:
         _, normed = self._add_norm(hidden[rows], None if delta is None else delta[rows], self._norm)
         logits = self._head(normed)
         return logits if self._logit_cap is None else (logits / self._logit_cap).tanh() * self._logit_cap
+
+    def rewrite(
+        self,
+        source: Rewriting,
+        layers: Sequence[Layer],
+        *,
+        words: StoredMatrix,
+        embedding: Embedding,
+        norm: Norm,
+        head: StoredMatrix,
+        logit_cap: float | None,
+    ) -> Iterator[Change]:
+        """See :class:`~aioinfer.model.updates.rewriting.Rewritable`."""
+        from aioinfer.model.updates.grafting import constants, graft
+
+        old, new = [self._layers, self._embedding, self._norm], [layers, embedding, norm]
+        if self._words.is_cuda and any(constants(old, new)):
+            raise ConfigError("model: a factor is not that of the model, and captured graphs have it")
+        given, _ = source.weights.parts(words)
+
+        def write() -> None:
+            for one, other in zip(old, new, strict=True):
+                graft(one, other)
+            if not given:
+                return
+            if self._words.is_cuda:
+                self._words.copy_(words.view())
+                return
+            self._words = words.view().to(self._words, copy=True)
+            if one_memory:
+                self._head = TorchLinear(self._words)
+
+        one_memory = head is words and isinstance(self._head, TorchLinear)
+        yield write
+        if not one_memory:
+            source.write(self._head, head)
 
     def _embed(self, batch: Batch) -> torch.Tensor:
         hidden = F.embedding(batch.input_ids, self._words)

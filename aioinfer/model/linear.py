@@ -33,6 +33,14 @@ class TorchLinear:
     weight: torch.Tensor
     bias: torch.Tensor | None = None
 
+    def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        """Take other weights, a bias or both in place of those that are there, None for what stays: by copying
+        on CUDA, where captured graphs read them in place. They are not referred to."""
+        if weight is not None:
+            _set(self, "weight", weight)
+        if bias is not None:
+            _set(self, "bias", bias)
+
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """See :class:`Linear`."""
         return F.linear(values, self.weight, self.bias)
@@ -49,12 +57,28 @@ class PackedLinear:
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)
         self._bias = bias
 
+    def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        """As :meth:`TorchLinear.set`."""
+        if weight is not None:
+            self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)
+        if bias is not None:
+            self._bias = bias.clone()
+
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """See :class:`Linear`."""
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             values, self._weight, self._bias, "none", [], ""
         )
         return result
+
+
+def _set(linear: TorchLinear, field: str, given: torch.Tensor) -> None:
+    own: torch.Tensor = getattr(linear, field)
+    if own.is_cuda:
+        own.copy_(given)
+    else:
+        # Its own memory may be a file's, mapped for reading.
+        object.__setattr__(linear, field, given.to(own.dtype, copy=True))
 
 
 def packed_or_torch(device: torch.device, dtype: torch.dtype) -> MakeLinear:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
 
@@ -18,11 +19,20 @@ from aioinfer.model.attention.backend import AttentionBackend, choose_attention
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.config_check import check_numbers
 from aioinfer.model.families.base import Family, build_decoder, expert_shape, head_dim, inner_sizes
-from aioinfer.model.layers import check_cache_weights, check_quantization, choose_layers, make_layers
+from aioinfer.model.layers import (
+    LayerKernels,
+    check_cache_weights,
+    check_quantization,
+    choose_layers,
+    make_layers,
+)
 from aioinfer.model.moe.backend import MoEBackend
 from aioinfer.model.quantization import Quantization, rounding_of
 from aioinfer.model.registry import own_implementation, why_not_own
 from aioinfer.model.spec import CausalLM, Progress
+from aioinfer.model.updates.new_weights import Known
+from aioinfer.model.updates.recipe import DecoderRecipe
+from aioinfer.model.updates.rewriting import Recording
 from aioinfer.model.weights import RandomWeights, Weights
 from aioinfer.model.weights_cache import Blobs, WeightsCache
 from aioinfer.model.wrappers import TextPart, text_part
@@ -35,6 +45,8 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 _Arguments = ParamSpec("_Arguments")
 _Loaded = TypeVar("_Loaded")
 
+#: why weights that are mapped cannot be replaced
+_CACHED = "cache_weights: packed weights are mapped from a file, and other engines have it mapped, too"
 #: Fields that transformers keeps in the config of a model type, whose code does not read them.
 _NOT_READ = {"gpt2": ("head_dim", "num_key_value_heads")}
 
@@ -110,11 +122,15 @@ def load_model(
         if tensors is not None and check_size is not None:
             check_size(stored_bytes(tensors, chosen.itemsize))
         from aioinfer.model.transformers_model import TransformersLM
+        from aioinfer.model.updates.transformers_recipe import TransformersRecipe
 
-        part = tensors if isinstance(checkpoint, TextPart) else None
+        part = checkpoint if isinstance(checkpoint, TextPart) and stored else None
+        texts = None if part is None else part.tensors()
         fallback = TransformersLM(
-            checkpoint.path, config, chosen, device, progress, random_weights, part, max_lora_rank
+            checkpoint.path, config, chosen, device, progress, random_weights, texts, max_lora_rank
         )
+        opened = partial(_open, stored=True)
+        fallback.updates = TransformersRecipe(config, chosen, opened, None if part is None else part.texts())
         fallback.spec = dataclasses.replace(fallback.spec, fallback_reason=reason, part=_part(checkpoint))
         return fallback
     attention = choose_attention(device, _head_dims(config, family), chosen, kernels, progress)
@@ -128,22 +144,27 @@ def load_model(
         tables = [name for name in family.tables(config) if as_stored and tensors.rounding(name) is None]
         check_size(stored_bytes(tensors, chosen.itemsize, rounding_of(quantization), kept, tables))
 
+    built = partial(_built, family, config, dtype=chosen, device=device, experts=experts, blocks=blocks)
+
     def build(blobs: Blobs | None) -> CausalLM:
         weights: Weights | None = random_weights
         if tensors is not None:
             weights = Weights(tensors, dtype=chosen, device=device, progress=progress)
         assert weights is not None
         made = make_layers(attention, device, chosen, sizes, quantization, blobs, max_lora_rank)
-        decoder = build_decoder(
-            checkpoint,
-            family,
-            config,
-            weights,
+        recording = Recording(made)
+        decoder = built(checkpoint, weights, recording)
+        decoder.updates = DecoderRecipe(
+            config=config,
+            known=Known(weights.names, tied=recording.tied),
+            made=recording.made,
+            kernels=made,
+            build=partial(built, _Nothing()),
+            open=partial(_open, stored=True),
+            part=checkpoint.texts() if isinstance(checkpoint, TextPart) else None,
             dtype=chosen,
             device=device,
-            kernels=made,
-            experts=experts,
-            blocks=blocks,
+            refusal="" if blobs is None else _CACHED,
         )
         reason = layers.reason
         if made.kept_bits:
@@ -161,6 +182,37 @@ def load_model(
     reason = f"{model.spec.layer_reason}; {done}"
     model.spec = dataclasses.replace(model.spec, layer_reason=reason, mapped_bytes=mapped)
     return model
+
+
+def _built(
+    family: Family,
+    config: Any,
+    checkpoint: Checkpoint,
+    weights: Weights,
+    kernels: LayerKernels,
+    **facts: Any,
+) -> CausalLM:
+    return build_decoder(checkpoint, family, config, weights, kernels=kernels, **facts)
+
+
+class _Nothing:
+    """In place of a checkpoint, when its model is there already."""
+
+    path = Path()
+
+    def config(self) -> dict[str, Any]:
+        return {}
+
+    generation_config = config
+
+    def tokenizer(self) -> None:
+        """There is none."""
+
+    def tensors(self) -> Tensors:
+        raise AssertionError("they are given")
+
+    def files(self) -> list[Path]:
+        return []
 
 
 def _check_fallback(

@@ -8,9 +8,10 @@ into chunks.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
-from math import prod
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from math import isnan, prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -32,13 +33,14 @@ from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import GatedExpert, SparseMLP, StoredExperts
 from aioinfer.model.native_adapters import NativeAdapters
 from aioinfer.model.native_linear import NativeLinear
-from aioinfer.model.native_mixers import Kept, mixer_arguments, projections
+from aioinfer.model.native_mixers import Kept, Rekept, mixer_arguments, projections
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.per_layer import PerLayerInputs, PerLayerPart
 from aioinfer.model.quantization import Quantization, Rounding, rounding_of
 from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.model.state import RowStates, StatePool
+from aioinfer.model.updates.new_weights import is_missing
 from aioinfer.model.weights import StoredMatrix
 from aioinfer.model.weights_cache import Blobs, MappedMemory
 from aioinfer.native.arguments import (
@@ -52,6 +54,10 @@ from aioinfer.native.arguments import (
 )
 from aioinfer.native.bindings import GATES, PARTS, PackedExperts, PackedRouter, Stack, ThreadPool
 from aioinfer.native.tensors import NUMBERS, address
+
+if TYPE_CHECKING:
+    from aioinfer.model.updates.recipe import Recipe
+    from aioinfer.model.updates.rewriting import Change, Rewriting
 
 __all__ = ["NativeDecoder", "NativeLayers", "NativeMLP"]
 
@@ -107,35 +113,34 @@ class NativeDecoder:
         self._eps = norm.eps
         #: owners of what the arguments refer to, until the stack has them
         self._keep = Kept([head.packed])
+        #: not copied: what is mapped stays in its file
+        self._table = None if embedding.per_layer is None else embedding.per_layer.table
         vectors, quantised, kept = _vectors(words, spec)
-        weight, bias = self._norm(norm)
-        positions = embedding.positions
         constants = DecoderArguments(
             embedding=vectors,
             words=quantised,
-            embedding_scale=embedding.scale,
-            position_embedding=None
-            if positions is None
-            else self._keep.copy_of(positions, spec.dtype, spec.max_model_len * spec.hidden_size),
-            norm=weight,
-            norm_bias=bias,
+            **self._constants(embedding, norm),
             head=head.packed.handle,
             logit_cap=logit_cap or 0.0,
-            positions=spec.max_model_len,
-            hidden=spec.hidden_size,
-            norm_eps=norm.eps,
-            per_layer=None if embedding.per_layer is None else self._per_layer_inputs(embedding.per_layer),
         )
-        self._stack = Stack(pool, NUMBERS[spec.dtype], constants, (kept, *self._keep))
+        self._stack = Stack(pool, NUMBERS[spec.dtype], constants, self._keep)
+        #: in what form the vectors of tokens are there, and the head
+        self._words, self._head = words if isinstance(words, NativeLinear) else kept, head
+        #: of the constants and of each layer, the small tensors that were copied
+        self._copies = [self._keep.copies]
         places: dict[int, tuple[int, int]] = {}
         for index, layer in enumerate(layers):
-            for part, handle in enumerate(self._add(layer)):
+            self._keep = Kept()
+            self._stack.add_layer(self._layer(layer), self._keep)
+            self._copies.append(self._keep.copies)
+            for part, handle in enumerate(_adaptable(layer)):
                 if handle is not None and handle in indices:
                     places[indices[handle]] = index, part
         self.adapters: AdapterSlots | None = None
         if targets is not None:
             self.adapters = NativeAdapters(self._stack, targets, places, max_lora_rank)
         self.adapter_reason = "" if targets is not None else "max_lora_rank is 0"
+        self.updates: Recipe | None = None
         self._seconds = (ctypes.c_double * len(PARTS))()
         #: of every forward: a decoder computes one step at a time
         self._arguments = arguments = ForwardArguments.zeros()
@@ -145,9 +150,61 @@ class NativeDecoder:
         self._pool: StatePool | None = None
         self._cells: ctypes.Array[ctypes.c_void_p] | None = None
 
-    def _add(self, layer: Layer) -> list[int | None]:
-        """Append a layer; returns the handles of its linear layers, as :data:`native_adapters.PARTS`."""
-        self._keep = Kept()
+    def _constants(self, embedding: Embedding, norm: Norm) -> dict[str, Any]:
+        """The arguments of the decoder but for words and head."""
+        spec, positions = self.spec, embedding.positions
+        weight, bias = self._norm(norm)
+        return {
+            "norm": weight,
+            "norm_bias": bias,
+            "norm_eps": norm.eps,
+            "embedding_scale": embedding.scale,
+            "position_embedding": None
+            if positions is None
+            else self._keep.copy_of(positions, spec.dtype, spec.max_model_len * spec.hidden_size),
+            "positions": spec.max_model_len,
+            "hidden": spec.hidden_size,
+            "per_layer": None if embedding.per_layer is None else self._per_layer_inputs(embedding.per_layer),
+        }
+
+    def rewrite(
+        self,
+        source: Rewriting,
+        layers: Sequence[Layer],
+        *,
+        words: StoredMatrix,
+        embedding: Embedding,
+        norm: Norm,
+        head: StoredMatrix,
+        logit_cap: float | None,
+    ) -> Iterator[Change]:
+        """See :class:`~aioinfer.model.updates.rewriting.Rewritable`."""
+        source.write(self._head, head)
+        given, _ = source.weights.parts(words)
+        if given and isinstance(self._words, torch.Tensor):
+            vectors = self._words
+            yield lambda: vectors.copy_(words.view())
+        elif given and self._words is not self._head:
+            source.write(self._words, words)
+        parts = Rekept(self._copies[0])
+        self._keep = parts
+        self._constants(embedding, norm)
+        yield parts.write
+        if embedding.per_layer is not None and not is_missing(embedding.per_layer.table):
+            yield partial(self._set_table, embedding.per_layer.table, mapped=source.weights.mapped)
+        for index, (layer, copies) in enumerate(zip(layers, self._copies[1:], strict=True)):
+            self._keep = parts = Rekept(copies)
+            arguments = self._layer(layer)
+            yield parts.write
+            if not isnan(layer.scale):
+                yield partial(self._stack.set_residual_scale, index, arguments.residual_scale)
+
+    def _set_table(self, table: torch.Tensor, *, mapped: bool) -> None:
+        table = table if mapped else table.clone(memory_format=torch.contiguous_format)
+        self._stack.set_table(address(table, self.spec.dtype, table.numel()))
+        self._table = table
+
+    def _layer(self, layer: Layer) -> LayerArguments:
         mlp, mixer = self._mlp(layer.mlp), mixer_arguments(layer.mixer, self.spec, self._keep)
         dual = layer.mlp if isinstance(layer.mlp, DualMLP) else None
         assert dual is None or layer.mlp_norm is None, "parts side by side have norms of their own"
@@ -155,7 +212,7 @@ class NativeDecoder:
         mlp_norm = self._norm(dual.dense_norm if dual else layer.mlp_norm)
         post_norms = self._norm(layer.mixer_post_norm), self._norm(layer.mlp_post_norm)
         assert not any(bias for _, bias in post_norms), "layer norms are in front of a part"
-        arguments = LayerArguments(
+        return LayerArguments(
             decoder=self._stack.handle,
             mixer_norm=mixer_norm[0],
             mixer_norm_bias=mixer_norm[1],
@@ -169,11 +226,6 @@ class NativeDecoder:
             per_layer=None if layer.per_layer is None else self._per_layer(layer.per_layer),
             residual_scale=layer.scale,
         )
-        self._stack.add_layer(arguments, self._keep)
-        shared = layer.mlp if isinstance(layer.mlp, SparseMLP) else None
-        dense = (None, None) if shared is not None else (mlp["gate_up"], mlp["down"])
-        into, out, gates = projections(layer.mixer)
-        return [into, out, *dense, gates]
 
     def _mlp(self, mlp: FeedForward) -> dict[str, Any]:
         """The arguments of a layer that concern its feed-forward part."""
@@ -209,11 +261,10 @@ class NativeDecoder:
         )
 
     def _per_layer_inputs(self, inputs: PerLayerInputs) -> int:
-        table, size = inputs.table, inputs.size
+        table, size = self._table, inputs.size
+        assert table is not None
         if table.shape[0] < self.spec.vocab_size or inputs.norm.eps != self._eps:
             raise ValueError("inputs by layer for fewer tokens, or with another eps")
-        # Not copied: what is mapped stays in its file.
-        self._keep.append(table)
         arguments = PerLayerInputsArguments(
             table=address(table, self.spec.dtype, table.numel()),
             projection=self._keep.layer(inputs.projection),
@@ -489,6 +540,16 @@ def _vectors(
     # A view of a mapped checkpoint would keep all of it mapped, packed weights included.
     vectors = embedding.clone(memory_format=torch.contiguous_format)
     return address(vectors, spec.dtype, count), None, vectors
+
+
+def _adaptable(layer: Layer) -> list[int | None]:
+    """The handles of the linear layers that can have adapters, in the order of
+    :data:`~aioinfer.model.native_adapters.PARTS`."""
+    into, out, gates = projections(layer.mixer)
+    parts = None if isinstance(layer.mlp, SparseMLP) else _parts(layer.mlp)
+    dense = None if parts is None else parts.dense
+    handles = (None, None) if dense is None else (dense.gate_up.packed.handle, dense.down.packed.handle)
+    return [into, out, *handles, gates]
 
 
 class _Parts(NamedTuple):

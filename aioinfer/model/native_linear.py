@@ -26,7 +26,7 @@ __all__ = ["NativeLinear"]
 class NativeLinear:
     """See :class:`~aioinfer.model.linear.Linear`."""
 
-    __slots__ = ("dtype", "gated", "packed", "rows")
+    __slots__ = ("dtype", "gated", "kept", "packed", "rows")
 
     def __init__(
         self,
@@ -67,6 +67,8 @@ class NativeLinear:
 
     def _take(self, packed: PackedWeights, rows: int, dtype: torch.dtype) -> None:
         self.packed, self.rows, self.dtype = packed, rows, dtype
+        #: how it was quantised already when it was given; None: it was packed here
+        self.kept: Rounding | None = None
         self.gated = packed.outputs != rows
 
     @classmethod
@@ -157,7 +159,23 @@ class NativeLinear:
         )
         made = cls.__new__(cls)
         made._take(PackedWeights(pool, NUMBERS[dtype], arguments), rows, dtype)
+        made.kept = rounding
         return made
+
+    def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        """Pack other weights, a bias or both in place of those that are there, None for what stays; as they
+        were given when the layer was made."""
+        count, dtype = self.rows * self.packed.inner, self.dtype
+        weight = None if weight is None else weight.to(dtype).contiguous()
+        bias = None if bias is None else bias.to(dtype).contiguous()
+        self.packed.repack(
+            None if weight is None else address(weight, dtype, count),
+            None if bias is None else address(bias, dtype, self.rows),
+        )
+
+    def exchange(self, other: NativeLinear) -> None:
+        """Exchange the weights with those of another layer of the same shape and format."""
+        self.packed.exchange(other.packed)
 
     def __call__(self, values: torch.Tensor, gate: Gate | None = None) -> torch.Tensor:
         """See :class:`~aioinfer.model.linear.Linear`. With rounded weights, all results of a row that is not

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from aioinfer.model.mixers.short_conv import ShortConv
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import ModelSpec
+from aioinfer.model.updates.new_weights import is_missing, merged
 from aioinfer.native.arguments import (
     Address,
     Arguments,
@@ -24,17 +26,23 @@ from aioinfer.native.arguments import (
 )
 from aioinfer.native.tensors import address
 
-__all__ = ["Kept", "mixer_arguments", "projections"]
+__all__ = ["Kept", "Rekept", "mixer_arguments", "projections"]
 
 
 class Kept(list[object]):
     """Owners of what arguments refer to."""
+
+    def __init__(self, owners: Iterable[object] = ()) -> None:
+        super().__init__(owners)
+        #: those that :meth:`copy_of` has made, in order
+        self.copies: list[torch.Tensor] = []
 
     def copy_of(self, tensor: torch.Tensor, dtype: torch.dtype, count: int) -> int:
         """The address of a copy in a type, of so many elements. A view of a mapped checkpoint would keep all
         of it mapped, packed weights included."""
         own = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
         self.append(own)
+        self.copies.append(own)
         return address(own, dtype, count)
 
     def floats(self, tensor: torch.Tensor | None, count: int) -> Address:
@@ -51,6 +59,31 @@ class Kept(list[object]):
         assert isinstance(linear, NativeLinear)
         self.append(linear.packed)
         return linear.packed.handle
+
+
+class Rekept(Kept):
+    """In place of the :class:`Kept` of a layer that is there: what it would have copied is noted, to be written
+    into the copies that there are."""
+
+    def __init__(self, copies: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self._old = iter(copies)
+        #: what is there, and what takes its place, NaN where that is missing
+        self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copy_of(self, tensor: torch.Tensor, dtype: torch.dtype, count: int) -> int:
+        """The address of the copy that there is."""
+        old = next(self._old)
+        if old.shape != tensor.shape:
+            raise ValueError(f"{tuple(tensor.shape)} in place of {tuple(old.shape)}")
+        self.pairs.append((old, tensor))
+        return address(old, dtype, count)
+
+    def write(self) -> None:
+        """Write everything."""
+        for old, new in self.pairs:
+            if not is_missing(new):
+                old.copy_(merged(old, new))
 
 
 def mixer_arguments(mixer: Mixer, spec: ModelSpec, kept: Kept) -> dict[str, Any]:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from aioinfer.model.attention.pool import KVShape
     from aioinfer.model.batch import Batch
     from aioinfer.model.state import StateShape
+    from aioinfer.model.updates.recipe import Recipe
 
 __all__ = ["CausalLM", "ModelSpec", "Progress", "eos_token_ids"]
 
@@ -85,6 +86,8 @@ class CausalLM(Protocol):
     #: whether a token's logits have the same bits in any batch, under any chunking of its sequence and with
     #: any part of its KV taken from the prefix cache
     invariant: bool
+    #: how it is given other weights; None: they cannot be replaced
+    updates: Recipe | None
 
     @property
     def adapters(self) -> AdapterSlots | None:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -32,7 +32,10 @@ from aioinfer.model.weights import RandomWeights
 from aioinfer.model.wrappers import WRAPPERS
 from aioinfer.settings import first_line
 
-__all__ = ["TransformersLM", "random_model"]
+if TYPE_CHECKING:
+    from aioinfer.model.updates.recipe import Recipe
+
+__all__ = ["TransformersLM", "loaded", "random_model"]
 
 _NAME = "aioinfer_paged"
 #: name of the attention of the self-check: with it, transformers also makes masks, which state the windows
@@ -65,12 +68,13 @@ class TransformersLM:
         0 for none. Raises ConfigError if transformers cannot load the whole model, or if its logits over
         paged KV differ from those of its own attention."""
         architecture = config.architectures[0]
+        self.updates: Recipe | None = None
         _refuse_unknown(architecture)
         _register()
         progress = progress or (lambda stage, done, total: None)
         progress("weights", 0, 1)
         if random_weights is None:
-            self._model = _load(path, dtype, config, tensors).eval().to(device)
+            self._model = loaded(path, dtype, config, tensors).eval().to(device)
         else:
             self._model = random_model(config, dtype, device, random_weights)
         progress("weights", 1, 1)
@@ -101,6 +105,11 @@ class TransformersLM:
             eos_token_ids=eos_token_ids(Directory(path).generation_config(), text),
             num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
         )
+
+    def state(self) -> Mapping[str, torch.Tensor]:
+        """The tensors of the model, by the names that transformers has for them; as they are computed with."""
+        state: Mapping[str, torch.Tensor] = self._model.state_dict()
+        return state
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         def attend(
@@ -174,7 +183,7 @@ def _refuse_unknown(architecture: str) -> None:
         raise ConfigError(f"model: {architecture} is no causal language model of transformers{more}")
 
 
-def _load(path: Path, dtype: torch.dtype, config: Any, tensors: Tensors | None) -> Any:
+def loaded(path: Path, dtype: torch.dtype, config: Any, tensors: Tensors | None) -> Any:
     """The model of a directory; of ``tensors``, if given, one of the config instead."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 

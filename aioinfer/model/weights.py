@@ -41,6 +41,16 @@ class Weights:
         """The dtype of the tensors that are returned."""
         return self._dtype
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the tensors that there are."""
+        return self._names
+
+    @property
+    def used(self) -> list[str]:
+        """Of those that were taken."""
+        return sorted(self._taken & self._names)
+
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor, in ``dtype`` if given. Raises ConfigError if it is missing or has another shape."""
         return self._read(name, shape).to(self._device, dtype or self._dtype)
@@ -147,6 +157,11 @@ class RandomWeights(Weights):
     def __contains__(self, name: str) -> bool:
         return True
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Those that were taken so far."""
+        return frozenset(self._taken)
+
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
         self._count(name, shape)
 
@@ -213,6 +228,12 @@ class StoredMatrix:
         for name, count in zip(names, rows, strict=True):
             weights.declare(f"{name}.weight", (width, count) if transposed else (count, width))
 
+    def declare_biases(self) -> None:
+        """Count its biases as taken, without reading them. Raises ConfigError if one is missing or has another
+        shape."""
+        for name, count in zip(self.tensors[1], self._rows, strict=False):
+            self._weights.declare(name, (count,))
+
     @property
     def name(self) -> str:
         """The names of its tensors in order."""
@@ -237,6 +258,11 @@ class StoredMatrix:
     def transposed(self) -> bool:
         """Whether its tensors are stored as [columns, rows]."""
         return self._transposed
+
+    def tensors(self) -> tuple[list[str], list[str]]:
+        """The full names of its tensors, and of their biases."""
+        weights, biases = ([f"{name}.{end}" for name in self._names] for end in ("weight", "bias"))
+        return weights, biases if self._bias else []
 
     @property
     def shape(self) -> tuple[int, int]:

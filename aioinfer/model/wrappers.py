@@ -10,8 +10,8 @@ In a text all three sections of M-RoPE (Qwen-VL) have the same positions, so it 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -151,6 +151,10 @@ class TextPart(Directory):
 
     def tensors(self) -> Tensors:
         return self._tensors
+
+    def texts(self) -> Callable[[Tensors], Tensors]:
+        """What takes those of the text model from tensors of the same wrapper."""
+        return partial(_TextTensors, unread=self._wrapper.unread, config=self._text_config)
 
     def has_own_head(self) -> bool:
         """Whether the checkpoint has a head that is not the embedding. Raises ConfigError."""

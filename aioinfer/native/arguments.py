@@ -15,7 +15,7 @@ __all__ = [
     "DequantiseArguments", "DualArguments", "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments",
     "LayerArguments", "LinearArguments", "MappedExpertsArguments",
     "MappedWeightsArguments", "MixArguments", "PerLayerArguments",
-    "PerLayerInputsArguments", "QuantisedWeightsArguments", "RouteArguments", "RouterArguments",
+    "PerLayerInputsArguments", "QuantisedWeightsArguments", "RepackArguments", "RouteArguments", "RouterArguments",
     "SelfAttentionArguments", "SetExpertArguments", "ShortConvArguments",
     "WeightsArguments", "describe", "structure",
 ]  # fmt: skip
@@ -114,6 +114,18 @@ class QuantisedWeightsArguments(Arguments):
     bits: int
     group: int
     gated: bool
+
+
+@structure
+class RepackArguments(Arguments):
+    """Pack other weights into a layer that is there."""
+
+    __slots__ = ()
+
+    pool: Address
+    weights: Address
+    rows: Address
+    bias: Address
 
 
 @structure

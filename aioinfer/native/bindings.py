@@ -33,6 +33,7 @@ from aioinfer.native.arguments import (
     MappedWeightsArguments,
     MixArguments,
     QuantisedWeightsArguments,
+    RepackArguments,
     RouteArguments,
     RouterArguments,
     SetExpertArguments,
@@ -85,12 +86,15 @@ _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
     "weights": (_handle, [WeightsArguments]),
     "quantised_weights": (_handle, [QuantisedWeightsArguments]),
     "mapped_weights": (_handle, [MappedWeightsArguments]),
+    "repack": (_done, [RepackArguments]),
+    "exchange_weights": (_done, [_handle, _handle]),
     "free_weights": (None, [_handle]),
     "weights_data": (_handle, [_handle]),
     "weights_bytes": (ctypes.c_int64, [_handle]),
     "dequantise": (_done, [DequantiseArguments]),
     "linear": (_done, [LinearArguments]),
     "router": (_handle, [RouterArguments]),
+    "exchange_routers": (_done, [_handle, _handle]),
     "free_router": (None, [_handle]),
     "route": (_done, [RouteArguments]),
     "experts": (_handle, [ExpertsArguments]),
@@ -105,6 +109,8 @@ _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
     "decoder": (_handle, [DecoderArguments]),
     "free_decoder": (None, [_handle]),
     "add_layer": (_done, [LayerArguments]),
+    "set_residual_scale": (_done, [_handle, ctypes.c_int64, ctypes.c_float]),
+    "set_table": (_done, [_handle, ctypes.c_void_p]),
     "forward": (_done, [ForwardArguments]),
     "adapter": (_handle, [_handle]),
     "free_adapter": (None, [_handle]),
@@ -366,6 +372,18 @@ class PackedWeights:
         """Address and size in bytes of the packed weights, without their bias."""
         return _memory(self.pool.kernels, "weights", self.number, self.handle)
 
+    def repack(self, rows: Address, bias: Address) -> None:
+        """Pack other weights, a bias or both in place of those that are there, None for what stays; as they were
+        given when this was made. Raises InvalidArguments: they are mapped, or were quantised already."""
+        arguments = RepackArguments(pool=self.pool.handle, weights=self.handle, rows=rows, bias=bias)
+        self.pool.kernels.call(arguments, self.number)
+
+    def exchange(self, other: PackedWeights) -> None:
+        """Exchange the weights with those of another layer of the same shape and format; the handles stay.
+        Raises InvalidArguments."""
+        self.pool.kernels.function(f"exchange_weights_{self.number}", self.handle, other.handle)
+        self._kept, other._kept = other._kept, self._kept
+
     def apply(self, values: int, count: int, out: int, gate: int = GATES["none"]) -> None:
         """[count, inner] to [count, outputs], ``gate(outputs)``; gated: ``gate(gates) * up``."""
         pool = self.pool
@@ -429,6 +447,13 @@ class PackedRouter:
         kernels = weight.pool.kernels
         self.handle: int = kernels.call(arguments, number)
         _release(self, kernels, f"free_router_{number}", self.handle)
+
+    def exchange(self, other: PackedRouter) -> None:
+        """Exchange everything with another router of the same sizes; the handles stay. Raises
+        InvalidArguments."""
+        kernels = self.weight.pool.kernels
+        kernels.function(f"exchange_routers_{self.number}", self.handle, other.handle)
+        self.weight, other.weight = other.weight, self.weight
 
     def apply(self, values: int, count: int, weights: int, experts: int) -> None:
         """[count, inner] to weights, float32, and experts, int64, [count, top_k] each."""
@@ -531,6 +556,15 @@ class Stack:
             f"set_adapter_{self.number}", self.handle, slot, None if adapter is None else adapter.handle
         )
         self._adapters[slot] = adapter
+
+    def set_residual_scale(self, layer: int, scale: float) -> None:
+        """Of the residual behind a layer. Raises InvalidArguments."""
+        self.pool.kernels.function(f"set_residual_scale_{self.number}", self.handle, layer, scale)
+
+    def set_table(self, table: int) -> None:
+        """Another table of inputs by layer, of the same shape; the caller keeps it. Raises
+        InvalidArguments."""
+        self.pool.kernels.function(f"set_table_{self.number}", self.handle, table)
 
     def forward(self, arguments: ForwardArguments) -> None:
         """Compute one step."""

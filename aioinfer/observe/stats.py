@@ -39,6 +39,8 @@ class EngineStats:
     #: of the running requests: those in prefill, and those in the decode batch
     prefilling: int = _gauge(lambda s, _: len(s.queues.prefilling))
     decoding: int = _gauge(lambda s, _: len(s.queues.batch))
+    #: of the weights: how often they were replaced
+    weight_version: int = _gauge(lambda s, _: s.weight_version)
     #: parked requests without pages; they wait for their consumer or their text, not for a slot
     shelved: int = _gauge(lambda s, _: len(s.queues.shelved))
     #: prompt tokens of the waiting requests

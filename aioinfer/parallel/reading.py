@@ -86,6 +86,7 @@ class Reading:
             admitted_at=request.admitted_at,
             cached_tokens=request.kv.cached_tokens,
             identical=request.identical,
+            weight_version=request.newest_version,
             logprobs=() if request.params.logprobs is None else request.logprobs[first:count],
             prompt_logprobs=request.prompt_logprobs,
             steps=() if steps is None else steps[first:count],

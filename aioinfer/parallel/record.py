@@ -169,7 +169,7 @@ class Record(Request):
         if isinstance(self.cursor, _BlockCursor):
             self.cursor.steps += checkpoint.step_map or ()
         self.resumed, self.identical = len(checkpoint.token_ids), checkpoint.identical
-        self.numerics = checkpoint.numerics
+        self.numerics, self.weight_version = checkpoint.numerics, checkpoint.weight_version
         self.delivered = checkpoint.delivered_characters
         assert isinstance(self.consumer, StreamCell)
         self.consumer.taken_ids = checkpoint.delivered_tokens
@@ -210,6 +210,7 @@ class Record(Request):
             priority=self.priority,
             cache_salt=self.namespace.salt,
             routing_key=self.routing_key,
+            weight_version=self.newest_version,
         )
 
     def read_checkpoint(self, info: DeviceInfo) -> StreamCheckpoint:
@@ -298,6 +299,10 @@ class Attempt:
                 raise Diverged(f"the tokens from {first} on are others than those that were delivered")
         if len(ids) <= known:
             return False
+        if rows.weight_version != record.weight_version:
+            if output:
+                record.note_switch(record.weight_version)
+            record.weight_version = rows.weight_version
         output += ids[known:] if known else ids
         record.token_times += rows.times[known:] if known else rows.times
         if rows.logprobs and record.params.logprobs is not None:

@@ -61,6 +61,8 @@ class StreamCheckpoint:
     #: the LoRA adapter that computed it besides the model, and what tells its files from others
     adapter: str | None = None
     adapter_fingerprint: str = ""
+    #: of the weights that computed the last token; how often they had been replaced
+    weight_version: int = 0
 
     def to_json(self) -> str:
         """One JSON object in one line, 4 to 8 bytes per token of prompt and output without logprobs."""
@@ -217,6 +219,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "routing_key": _optional(_text),
     "adapter": _optional(_text),
     "adapter_fingerprint": _text,
+    "weight_version": _count,
 }
-#: fields that are there where they say something
-_OPTIONAL = frozenset({"adapter", "adapter_fingerprint"})
+#: fields that records of earlier releases do not have, or that are there where they say something
+_OPTIONAL = frozenset({"adapter", "adapter_fingerprint", "weight_version"})

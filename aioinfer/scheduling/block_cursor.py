@@ -143,6 +143,11 @@ class BlockCursor(Cursor):
         if self.block is not None and (self.block.done or self.block.start != self.block_start):
             self.block = None
 
+    def forget_draft(self) -> None:
+        """See :class:`~aioinfer.scheduling.cursor.Cursor`: the block begins again, with the output in it."""
+        self.block = None
+        self._draft_version += int(self.drafts)
+
     def trim(self, count: int) -> None:
         del self._step_map[count:]
 

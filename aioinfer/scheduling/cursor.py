@@ -169,6 +169,9 @@ class Cursor(ABC):
         """Positions up to ``stop`` whose next token of the prompt has to be scored; marks them scored."""
         return None
 
+    def forget_draft(self) -> None:  # noqa: B027 - tokens have none
+        """Other weights go on: what they would not have made, and is not output yet, is forgotten."""
+
     def trim(self, count: int) -> None:  # noqa: B027 - tokens have nothing more to forget
         """Forget what belongs to output tokens beyond the first ``count``."""
 

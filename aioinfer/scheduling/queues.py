@@ -283,6 +283,24 @@ class RequestQueues:
         else:
             self._enqueue(request)
 
+    def switch(self, version: int) -> None:
+        """Other weights go on with every request, and none of them runs. Raises PolicyFailed."""
+        # Policies may have sorted them by what is cached for them.
+        waiting = [*self.waiting]
+        for request in waiting:
+            self._dequeue(request)
+        for request in (*waiting, *self.shelved.values()):
+            request.switch(version)
+        self.memory.flush()
+        failed: PolicyFailed | None = None
+        for request in waiting:
+            try:
+                self._enqueue(request)
+            except PolicyFailed as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
     def rewind(self, request: Request, computed: int) -> None:
         """Plan a request again from position ``computed``; what is in flight for it is void."""
         request.recovery.void_until = self.last_step

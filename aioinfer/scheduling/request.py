@@ -49,6 +49,8 @@ class ParkedFor(Enum):
     READER = "reader"
     #: its own text, which too many tokens do not have yet
     TEXT = "text"
+    #: an update of the weights, for which it has not begun
+    UPDATE = "update"
 
 
 class Allocation:
@@ -166,9 +168,11 @@ class Request:
         "state",
         "stop_ids",
         "stop_reason",
+        "switches",
         "text",
         "text_behind",
         "token_times",
+        "weight_version",
     )
 
     def __init__(
@@ -231,6 +235,10 @@ class Request:
         #: output tokens that it began with, and whether the output is that of an undisturbed request
         self.resumed = 0
         self.identical = True
+        #: of the weights that compute its next token; and where these took over from others: how many tokens
+        #: there were, how many pieces of text, and the version before
+        self.weight_version = namespace.weights
+        self.switches: list[tuple[int, int, int]] = []
 
         self.kv = Allocation()
         self.recovery = Recovery()
@@ -319,6 +327,36 @@ class Request:
             and self.params.logprobs is None
             and type(self.cursor) is TokenCursor
         )
+
+    def switch(self, version: int) -> None:
+        """Other weights compute the next token, and no KV of those before is read. Its text is not behind."""
+        if self.output_ids:
+            self.note_switch(self.weight_version)
+        self.take_version(version)
+        self.cursor.forget_draft()
+
+    def take_version(self, version: int) -> None:
+        """Weights of this version compute the next token."""
+        self.weight_version = version
+        self.namespace = self.namespace._replace(weights=version)
+
+    def note_switch(self, before: int) -> None:
+        """All tokens that there are were computed by weights of the version ``before``, or of earlier ones."""
+        count, pieces = len(self.output_ids), len(self.text.pieces)
+        if not self.switches or self.switches[-1][:2] != (count, pieces):
+            self.switches.append((count, pieces, before))
+        self.plain = self.identical = False
+
+    def switch_behind(self, tokens: int, pieces: int) -> tuple[int, int, int] | None:
+        """The first switch behind so many tokens, or behind so many pieces of text."""
+        return next((each for each in self.switches if each[0] > tokens or each[1] > pieces), None)
+
+    @property
+    def newest_version(self) -> int:
+        """Of the weights that computed the last token; without one, of those that will compute the first."""
+        if not self.switches or len(self.output_ids) > self.switches[-1][0]:
+            return self.weight_version
+        return self.switches[-1][2]
 
     def refuse(self, error: BaseException | None) -> None:
         """End a request that the scheduler does not know, or failed to end."""
@@ -467,6 +505,7 @@ class Request:
             request_id=self.request_id,
             resumed=self.resumed,
             identical=self.identical,
+            weight_version=self.newest_version,
         )
 
     @property

@@ -47,6 +47,7 @@ class Scheduler:
         "faults",
         "queues",
         "ratio",
+        "weight_version",
     )
 
     def __init__(
@@ -67,6 +68,8 @@ class Scheduler:
         self.cap = StepCap(config.max_step_tokens, least=batch.unit)
         #: requests that ended because planning raised for them
         self.faults = PlanFaults(self.queues)
+        #: how often the weights were replaced
+        self.weight_version = 0
         self._prefilled_last = False
         #: a request lost pages while the current step was planned
         self._short = False
@@ -87,6 +90,19 @@ class Scheduler:
     def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> bool:
         """End a request, whatever its state; True the first time."""
         return self.queues.finish(request, reason, error)
+
+    def replace_weights(self, version: int) -> None:
+        """Other weights are about to be installed, and no step is in flight: no KV of those before is found or
+        read again. All requests that run are retracted."""
+        queues = self.queues
+        self.weight_version = version
+        for request in [*queues.running.values()]:
+            self._retract(request)
+        self._begin_anew()
+        try:
+            queues.switch(version)
+        except PolicyFailed as error:
+            self.faults.end(queues.waiting, error)
 
     # -- plan -----------------------------------------------------------------------------------
 

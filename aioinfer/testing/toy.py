@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.errors import ConfigError
 from aioinfer.execution.device import CompletedFlight, DeviceInfo, DeviceLost, Progress, StepResult
 from aioinfer.execution.grammar_worker import Constraints, GrammarRow, GrammarWorker
 from aioinfer.observe.timeline import DeviceLane, now
@@ -56,15 +57,18 @@ def toy_generate(
     eos: int = 0,
     max_length: int = 1 << 30,
     adapter: int = 0,
+    weights: int = 0,
+    begun: Sequence[int] = (),
 ) -> list[int]:
-    """What any correct engine must generate on a :class:`ToyDevice`, computed in the plainest way.
-    ``adapter``: the key of the request's :class:`~aioinfer.testing.toy_adapters.ToyAdapter`."""
+    """What any correct engine must generate on a :class:`ToyDevice`, computed in the plainest way: by ``weights``,
+    behind the output that has ``begun``. ``adapter``: the key of the request's
+    :class:`~aioinfer.testing.toy_adapters.ToyAdapter`."""
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {eos})
     tenant = NewRequestData(params, seed, stop_ids, prompt_ids, ())
-    state = adapter
-    for token in prompt_ids:
+    state = _beginning(weights) ^ adapter
+    for token in (*prompt_ids, *begun):
         state = _mix(state, token)
-    output: list[int] = []
+    output = [*begun]
     if params.max_tokens is not None:
         max_length = min(max_length, len(prompt_ids) + params.max_tokens)
     while len(prompt_ids) + len(output) < max_length:
@@ -74,6 +78,11 @@ def toy_generate(
             break
         state = _mix(state, token)
     return output
+
+
+def _beginning(weights: int) -> int:
+    """The hash of nothing."""
+    return _mix(0, weights) if weights else 0
 
 
 def toy_logprob(position: int, token: int) -> TokenLogprob:
@@ -144,6 +153,8 @@ class ToyDevice:
         self._void: set[int] = set()
         self._last_step = 0
         self.adapters = ToyAdapters(self._max_adapters)
+        #: what the model's weights are: it writes another text for each
+        self.weights = 0
         self._states = None if self._snapshots is None else ToyStates(self._num_slots, self._snapshots)
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
@@ -246,6 +257,20 @@ class ToyDevice:
     def _doomed_row(self, row: Row) -> bool:
         return row.request.key in self._doomed
 
+    def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> int:
+        """As in Device; ``given`` is [("weights", number)]."""
+        go_on()
+        if len(given) != 1 or given[0][0] != "weights" or type(given[0][1]) is not int:
+            raise ConfigError("weights: of a toy they are one integer")
+        weights: int = given[0][1]
+        return weights
+
+    def install_weights(self, prepared: int) -> None:
+        """As in Device; no KV of those before is of any use."""
+        self.weights = prepared
+        if self._states is not None:
+            self._states.beginning = _beginning(prepared)
+
     def check(self) -> None:
         if self.lost:
             raise DeviceLost("the toy device was lost")
@@ -278,7 +303,7 @@ class ToyDevice:
         positions = np.arange(row.kv_length)
         cells = pages[positions // self.page_size] * self.page_size + positions % self.page_size
         if self._states is not None:
-            self._states.read(row, expected[-1] if expected else 0)
+            self._states.read(row, expected[-1] if expected else _beginning(self.weights))
         read = cells[: row.start]
         if (self._position[read] != positions[: row.start]).any() or (
             self._state[read] != np.asarray(expected, np.int64)
@@ -302,7 +327,7 @@ class ToyDevice:
         return _mix(_mix(row.request.key, row.start), self._last_step)
 
     def _extend(self, row: Row, states: list[int], ids: Sequence[int]) -> None:
-        state = states[-1] if states else self.adapters.key(row.slot)
+        state = states[-1] if states else _beginning(self.weights) ^ self.adapters.key(row.slot)
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise TaintError(f"{row.request}: {token} is not a token")

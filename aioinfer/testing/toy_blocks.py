@@ -19,6 +19,7 @@ import torch
 from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.diffusion.scripted import ScriptedLogits
+from aioinfer.errors import ConfigError
 from aioinfer.execution.backends import CpuBackend
 from aioinfer.execution.decoding.blocks import BlockDecoding, BlockPacker
 from aioinfer.execution.device import (
@@ -57,6 +58,7 @@ class ScriptedLM:
     capturable = False
     invariant = True
     seconds: Mapping[str, float] = MappingProxyType({})
+    updates = None
 
     def __init__(self, script: ScriptedLogits, spec: ModelSpec, *, num_pages: int, page_size: int) -> None:
         assert spec.block_size is not None, "not a diffusion model"
@@ -89,6 +91,11 @@ class ScriptedLM:
         wanted = batch.logits_rows.view(-1, size)[:, 0] // size
         logits = self._script.logits(torch.from_numpy(before)[wanted], blocks[wanted])
         return logits.view(-1, self.spec.vocab_size)
+
+    def replace(self, script: ScriptedLogits) -> None:
+        """Another script goes on; what was written before is none of its."""
+        self._script = script
+        self._position[:] = _POISON
 
     def spoil(self, packed: PackedStep) -> None:
         """A step failed: the content of its rows' cells is unknown."""
@@ -171,14 +178,13 @@ class ScriptedDevice(NoAdapters):
         self.block_size = block_size
         self.vocab_size = vocab_size
         self.mask_token_id = vocab_size - 1 if mask_token_id is None else mask_token_id
-        self.script = ScriptedLogits(
-            vocab_size,
-            self.mask_token_id,
-            seed=script_seed,
-            mean_steps=mean_steps,
-            variation=variation,
-            edits=edits,
-        )
+        self._script: dict[str, Any] = {
+            "seed": script_seed,
+            "mean_steps": mean_steps,
+            "variation": variation,
+            "edits": edits,
+        }
+        self.script = ScriptedLogits(vocab_size, self.mask_token_id, **self._script)
         self.fault = fault
         self.late_fault = late_fault
         self.lost = False
@@ -252,6 +258,18 @@ class ScriptedDevice(NoAdapters):
             self._doomed.update(row.request.key for row in step.rows)
             raise
         return CompletedFlight(result)
+
+    def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> ScriptedLogits:
+        """As in Device; ``given`` is [("weights", seed of the script)]."""
+        go_on()
+        if len(given) != 1 or given[0][0] != "weights" or type(given[0][1]) is not int:
+            raise ConfigError("weights: of a scripted model they are one integer")
+        return ScriptedLogits(self.vocab_size, self.mask_token_id, **{**self._script, "seed": given[0][1]})
+
+    def install_weights(self, prepared: ScriptedLogits) -> None:
+        """As in Device; no KV of those before may be read."""
+        self.script = prepared
+        self._lm.replace(prepared)
 
     def check(self) -> None:
         if self.lost:

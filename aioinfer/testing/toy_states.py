@@ -17,6 +17,8 @@ class ToyStates:
     """By cell, how many tokens it stands for and their hash; None: junk. See :mod:`aioinfer.model.state`."""
 
     def __init__(self, num_slots: int, num_snapshots: int) -> None:
+        #: the hash of nothing
+        self.beginning = 0
         self._cells: list[tuple[int, int] | None] = [None] * (num_slots + num_snapshots + 1)
 
     def check(self, rows: Sequence[Row]) -> None:
@@ -32,7 +34,7 @@ class ToyStates:
 
     def read(self, row: Row, state: int) -> None:
         """Raise TaintError unless a row starts from the state of its own tokens, whose hash is ``state``."""
-        found = self._cells[row.state_read] if row.state_read else (0, 0)
+        found = self._cells[row.state_read] if row.state_read else (0, self.beginning)
         if found != (row.start, state):
             raise TaintError(f"{row.request}: starts from a state that is not of its own {row.start} tokens")
 

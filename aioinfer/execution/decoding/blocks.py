@@ -101,7 +101,9 @@ class BlockPacker:
         start = (len(prompt) + len(data.output_ids)) // size * size
         state = data.resume
         if state is None:
-            state = BlockState.unknown(start, prompt[start:], size, self.unknown_id)
+            # A block that begins again has output in it.
+            given = [*prompt[start:], *data.output_ids[max(0, start - len(prompt)) :]]
+            state = BlockState.unknown(start, given, size, self.unknown_id)
         self._reached[slot] = state.start
         return self._records.encode(state, len(prompt))
 

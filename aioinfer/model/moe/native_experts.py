@@ -67,6 +67,10 @@ class NativeRouter:
             scales=None if scales is None else address(scales, torch.float32, experts),
         )
 
+    def set(self, rule: Rule) -> None:
+        """Follow a rule with other weights, and the same sizes."""
+        self.packed.exchange(NativeRouter(self.packed.weight.pool, rule, self.dtype).packed)
+
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~aioinfer.model.moe.routing.Router`."""
         hidden, count, packed = hidden.contiguous(), len(hidden), self.packed
@@ -119,15 +123,32 @@ class NativeExperts:
             self.packed = PackedExperts(pool, NUMBERS[dtype], mapped, experts.owner)
         else:
             self.packed = PackedExperts(pool, NUMBERS[dtype], ExpertsArguments(**shape))
-            for index, (gate_up, down) in enumerate(experts):
-                gate_up, down = gate_up.contiguous(), down.contiguous()
-                both = address(gate_up, dtype, 2 * middle * hidden)
-                self.packed.pack(index, both, address(down, dtype, hidden * middle))
-        for index in range(0 if biases is None else count):
+            self._pack(experts)
+        self._set_biases(biases)
+
+    def set(
+        self,
+        experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        biases: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> None:
+        """Pack the weights and biases of other experts in place of those that are there."""
+        self._pack(experts)
+        self._set_biases(biases)
+
+    def _pack(self, experts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        packed, dtype = self.packed, self.dtype
+        count = packed.middle * packed.hidden
+        for index, (gate_up, down) in enumerate(experts):
+            gate_up, down = gate_up.contiguous(), down.contiguous()
+            packed.pack(index, address(gate_up, dtype, 2 * count), address(down, dtype, count))
+
+    def _set_biases(self, biases: tuple[torch.Tensor, torch.Tensor] | None) -> None:
+        packed, dtype = self.packed, self.dtype
+        for index in range(0 if biases is None else packed.count):
             assert biases is not None
             first, second = (each[index].contiguous() for each in biases)
-            both = address(first, dtype, 2 * middle)
-            self.packed.set_biases(index, both, address(second, dtype, hidden))
+            both = address(first, dtype, 2 * packed.middle)
+            packed.set_biases(index, both, address(second, dtype, packed.hidden))
 
     def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See :class:`~aioinfer.model.moe.experts.Experts`."""

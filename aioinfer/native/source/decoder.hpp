@@ -202,6 +202,19 @@ class Decoder {
     adapting_.set(slot, adapter);
   }
 
+  // Of a layer that is there: another scale of its residual.
+  void set_scale(int64_t index, float scale) {
+    require_below("layer", &index, 1, static_cast<int64_t>(layers_.size()));
+    layers_[index].scale = scale;
+    layers_[index].check_end();
+  }
+
+  // Another table of the same shape, kept as the one before.
+  void set_table(const T* table) {
+    require(per_layer_.any() && table != nullptr, "the model has no such table");
+    per_layer_.set_table(table);
+  }
+
   // Throws InvalidArguments, before anything is computed, for indices that lie beyond their memory.
   void forward(ThreadPool& pool, const StepInput<T>& step, double* seconds) {
     check(step);

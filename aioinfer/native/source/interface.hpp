@@ -67,6 +67,15 @@ struct QuantisedWeightsArguments {
   bool gated;
 };
 
+// Pack other rows, a bias or both into a layer that is there, in its own memory, as when it was made. Its handle stays.
+template <class T>
+struct RepackArguments {
+  ThreadPool* pool;
+  Linear<T>* weights;
+  const T* rows;  // as the rows above, or null: they stay
+  const T* bias;  // one element per row, or null: it stays
+};
+
 // The weights of a layer as they were rounded, or given.
 template <class T>
 struct DequantiseArguments {

@@ -51,6 +51,7 @@ inline std::string layout() {
   AIOINFER_TEMPLATE(WeightsArguments, pool, rows, bias, outputs, inner, bits, group, gated)
   AIOINFER_TEMPLATE(MappedWeightsArguments, packed, size, bias, outputs, inner, bits, group, gated)
   AIOINFER_PLAIN(QuantisedWeightsArguments, pool, values, scales, offsets, bias, outputs, inner, bits, group, gated)
+  AIOINFER_TEMPLATE(RepackArguments, pool, weights, rows, bias)
   AIOINFER_TEMPLATE(DequantiseArguments, pool, weights, out)
   AIOINFER_TEMPLATE(LinearArguments, pool, weights, values, count, inner, gate, out)
   AIOINFER_PLAIN(RouterArguments, weight, bias, scales, top_k, groups, top_groups, scale, sigmoid, normalize)

@@ -81,6 +81,9 @@ class Linear {
   int64_t panels() const { return quantised() ? quantised()->panels() : packed()->panels; }
   int64_t panel_bytes() const { return quantised() ? quantised()->panel_bytes() : packed()->panel_bytes(); }
 
+  // It is in memory that the caller owns.
+  bool mapped() const { return std::visit([](const auto& weights) { return weights.mapped(); }, weights_); }
+
   // Whether another layer can multiply the same inputs.
   bool shares_inputs_with(const Linear& other) const {
     if (inner != other.inner || (quantised() == nullptr) != (other.quantised() == nullptr)) return false;

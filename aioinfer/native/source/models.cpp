@@ -118,6 +118,25 @@ void* NAMED(mapped_weights)(const MappedWeightsArguments<T>* a) {
   });
 }
 
+bool NAMED(repack)(const RepackArguments<T>* a) {
+  return guarded(false, [&] {
+    require(!a->weights->mapped(), "the weights are in memory of the caller's");
+    if (a->rows != nullptr) a->weights->set(*a->pool, a->rows);
+    if (a->bias != nullptr) a->weights->set_bias(a->bias);
+    return true;
+  });
+}
+
+bool NAMED(exchange_weights)(void* one, void* other) {
+  return guarded(false, [&] {
+    auto &a = *static_cast<Linear<T>*>(one), &b = *static_cast<Linear<T>*>(other);
+    require_size(b, a.outputs, a.inner, a.gated);
+    require(a.shares_inputs_with(b), "weights of another format");
+    std::swap(a, b);
+    return true;
+  });
+}
+
 void NAMED(free_weights)(void* weights) { delete static_cast<Linear<T>*>(weights); }
 
 const char* NAMED(weights_data)(const void* weights) { return static_cast<const Linear<T>*>(weights)->data(); }
@@ -187,6 +206,15 @@ void* NAMED(router)(const RouterArguments* a) {
     require(a->top_k > 0 && a->top_k <= experts / a->groups * a->top_groups, "top_k is not in [1, experts of top_groups]");
     require(a->weight->packed() && !a->weight->gated, "the weights of a router are rounded, or gated");
     return new Router<T>(a->weight->packed(), a->bias, rule, a->scales);
+  });
+}
+
+bool NAMED(exchange_routers)(void* one, void* other) {
+  return guarded(false, [&] {
+    auto &a = *static_cast<Router<T>*>(one), &b = *static_cast<Router<T>*>(other);
+    require(a.weight->outputs == b.weight->outputs && a.weight->inner == b.weight->inner, "routers of other sizes");
+    std::swap(a, b);
+    return true;
   });
 }
 
@@ -337,6 +365,14 @@ bool NAMED(set_adapter)(void* decoder, int64_t slot, const void* adapter) {
     static_cast<Decoder<T>*>(decoder)->set_adapter(slot, static_cast<const Adapter<T>*>(adapter));
     return true;
   });
+}
+
+bool NAMED(set_residual_scale)(void* decoder, int64_t layer, float scale) {
+  return guarded(false, [&] { return static_cast<Decoder<T>*>(decoder)->set_scale(layer, scale), true; });
+}
+
+bool NAMED(set_table)(void* decoder, const void* table) {
+  return guarded(false, [&] { return static_cast<Decoder<T>*>(decoder)->set_table(static_cast<const T*>(table)), true; });
 }
 
 bool NAMED(forward)(const ForwardArguments<T>* a) {

@@ -58,6 +58,7 @@ class PerLayerInputs {
 
   const PerLayerSource<T>& source() const { return source_; }
   bool any() const { return source_.table != nullptr; }
+  void set_table(const T* table) { source_.table = table; }
   int64_t width() const { return source_.layers * source_.size; }
 
   void reserve(int64_t tokens, InputBuffer<T>& inputs) {

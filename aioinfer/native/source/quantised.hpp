@@ -136,6 +136,7 @@ class QuantisedWeights {
   int64_t factor_bytes() const { return precision == Precision::FLOAT32 ? 4 : 2; }
 
   const char* data() const { return data_; }
+  bool mapped() const { return memory_.as<char>() == nullptr; }
   const char* strip(int64_t index) const { return data_ + index * strip_bytes(); }
   // Of the outputs of a panel; null if there is none.
   const float* bias(int64_t panel) const { return bias_.empty() ? nullptr : &bias_[panel * QUANTISED_PANEL]; }

@@ -69,6 +69,7 @@ class Weights {
   }
 
   const char* data() const { return data_; }
+  bool mapped() const { return memory_.as<char>() == nullptr; }
   int64_t bytes() const { return panels * panel_bytes(); }
   int64_t panel_bytes() const { return depth * PANEL * static_cast<int64_t>(sizeof(uint32_t)); }
   const uint32_t* panel(int64_t index) const { return reinterpret_cast<const uint32_t*>(data_) + index * depth * PANEL; }

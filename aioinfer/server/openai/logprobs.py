@@ -142,13 +142,14 @@ async def prompt_logprobs(
 
 def divided(chunk: Chunk) -> Iterator[Chunk]:
     """The chunk of a slow reader in parts with a bounded number of logprobs. The last one has the text."""
-    ids, logprobs, steps = chunk.token_ids, chunk.logprobs, chunk.step_map
+    ids, logprobs, steps, version = chunk.token_ids, chunk.logprobs, chunk.step_map, chunk.weight_version
     start = 0
     if logprobs is not None:
         for at in range(0, len(ids) - _PER_EVENT, _PER_EVENT):
             start = at + _PER_EVENT
             mine = slice(at, start)
-            yield Chunk("", ids[mine], logprobs=logprobs[mine], step_map=steps and steps[mine])
+            part = steps and steps[mine]
+            yield Chunk("", ids[mine], logprobs=logprobs[mine], step_map=part, weight_version=version)
     if not start:
         yield chunk
         return

@@ -1,0 +1,207 @@
+"""Updating: a running engine is given other weights, between two steps.
+
+::
+
+    read and check         finish what runs         nothing in flight     retract, install      go on
+    (a worker thread)  ─►  (mode "wait" only)  ─►   (the driver holds) ─► (the launch thread) ─►
+    steps go on            steps go on              steps end             no step
+
+Nothing is changed before everything was checked; from the retraction on, an update is completed, whoever is
+cancelled, or the engine has failed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from aioinfer.errors import Cancelled, ConfigError, EngineClosed, EngineError, EngineFailed, shown
+from aioinfer.scheduling.request import Request
+
+if TYPE_CHECKING:
+    from aioinfer.execution.launcher import Launcher
+    from aioinfer.loop.core import Core
+    from aioinfer.loop.driver import Driver
+    from aioinfer.loop.intake import Intake
+
+__all__ = [
+    *("ABORTED", "UpdateMode", "Updates", "WeightSource"),
+    *("check_mode", "check_version", "frozen"),
+]
+
+#: what becomes of requests that have begun
+UpdateMode = Literal["keep", "wait", "abort"]
+#: a checkpoint, or its tensors by name, as ``state_dict()`` and ``named_parameters()`` of torch have them
+WeightSource = str | PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+_MODES = ("keep", "wait", "abort")
+#: said to requests that end for an update
+ABORTED = 'the weights of the model were replaced (update_weights with mode "abort")'
+
+
+def frozen(source: WeightSource) -> Path | list[tuple[object, object]]:
+    """What was given, so that the caller may go on with its dict or generator; the tensors are the caller's.
+    Raises ConfigError."""
+    if isinstance(source, (str, PathLike)):
+        return Path(source)
+    if isinstance(source, Mapping):
+        return [*source.items()]
+    if not isinstance(source, Iterable):
+        raise ConfigError(f"weights: must be a path, or names and tensors, got {shown(source)}")
+    return [*source]
+
+
+def check_mode(mode: object) -> None:
+    """Raise ConfigError for a mode that there is not."""
+    if not isinstance(mode, str) or mode not in _MODES:
+        raise ConfigError(f"mode: must be one of {', '.join(_MODES)}, got {shown(mode)}")
+
+
+def check_version(version: int | None, present: int) -> int:
+    """The version that follows on the ``present`` one, as far as it is given. Raises ConfigError."""
+    if version is None:
+        return present + 1
+    if type(version) is not int or not present < version < 1 << 63:
+        raise ConfigError(f"version: must be an integer greater than {present}, got {shown(version)}")
+    return version
+
+
+class Updates:
+    """Those of one engine, one after the other, in the order in which they are asked for. On its loop."""
+
+    def __init__(
+        self,
+        core: Core,
+        launcher: Launcher,
+        intake: Intake,
+        driver: Driver,
+        *,
+        end: Callable[[Request, Cancelled], None],
+        lost: Callable[[BaseException], None],
+        check: Callable[[], None],
+    ) -> None:
+        """``end`` ends a request; ``lost`` the engine; ``check`` raises unless that serves."""
+        self._core = core
+        self._launcher = launcher
+        self._intake = intake
+        self._driver = driver
+        self._end = end
+        self._lost = lost
+        self._check = check
+        self._turn = asyncio.Lock()
+        self._tasks: set[asyncio.Task[int]] = set()
+        #: of these, the one that has begun to change something
+        self._installing: asyncio.Task[int] | None = None
+        self._closed = False
+        #: set when a request has ended, while an update waits for those that have begun
+        self._ended: asyncio.Future[None] | None = None
+
+    async def update(self, source: WeightSource, mode: UpdateMode, version: int | None) -> int:
+        """See :meth:`aioinfer.Engine.update_weights`."""
+        check_mode(mode)
+        check_version(version, self._core.weight_version)
+        loop = asyncio.get_running_loop()
+        task = loop.create_task(self._update(frozen(source), mode, version), name="aioinfer-updating")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if self._closed:
+                raise EngineClosed("the engine was closed during an update of its weights") from None
+            if task is not self._installing:
+                task.cancel()
+                # A worker thread stops reading the caller's tensors first.
+                await asyncio.wait([task])
+            raise
+
+    async def _update(self, given: Any, mode: UpdateMode, version: int | None) -> int:
+        async with self._turn:
+            prepared = await self._prepared(given)
+            if mode == "wait":
+                self._core.hold_back()
+            try:
+                if mode == "wait":
+                    await self._until_ended()
+                return await self._installed(prepared, mode, version)
+            finally:
+                if self._core.holding_back:
+                    self._core.let_in()
+                    self._driver.wake()
+
+    async def _prepared(self, given: Any) -> Any:
+        """Weights that were read and checked, on a worker thread. When this is cancelled, the thread stops before
+        it raises. Raises ConfigError."""
+        prepare = await self._launcher.call(lambda device: device.prepare_weights)
+        stopped = threading.Event()
+        reading = asyncio.ensure_future(self._intake.run(prepare, given, partial(_go_on, stopped)))
+        try:
+            return await asyncio.shield(reading)
+        except asyncio.CancelledError:
+            stopped.set()
+            await asyncio.wait([reading])
+            if not reading.cancelled():
+                reading.exception()  # retrieved: it is that of having been stopped
+            raise
+
+    async def _until_ended(self) -> None:
+        """Until no request is left that has begun."""
+        while self._core.begun:
+            self._check()
+            self._ended = asyncio.get_running_loop().create_future()
+            await self._ended
+
+    def request_ended(self) -> None:
+        """A request has ended, or the engine goes no further."""
+        if self._ended is not None and not self._ended.done():
+            self._ended.set_result(None)
+
+    async def _installed(self, prepared: Any, mode: UpdateMode, version: int | None) -> int:
+        core, driver = self._core, self._driver
+        try:
+            await driver.hold()
+            while core.texts.behind:
+                self._check()
+                await asyncio.sleep(0)  # its search goes on in between
+            self._check()
+            version = check_version(version, core.weight_version)
+            self._installing = asyncio.current_task()
+            if mode == "abort":
+                for request in core.begun:
+                    self._end(request, Cancelled(ABORTED))
+            try:
+                ended = core.replace_weights(version)
+                await self._launcher.call(lambda device: device.install_weights(prepared))
+            except BaseException as error:
+                # Some weights may be the new ones.
+                failed = EngineFailed(f"the weights could not be replaced: {error}")
+                failed.__cause__ = error
+                self._lost(failed)
+                raise failed from error
+            core.ended += ended
+            return version
+        finally:
+            self._installing = None
+            driver.release()
+
+    def close(self) -> None:
+        """End those that have not begun to change anything; :meth:`aclose` follows."""
+        self._closed = True
+        for task in self._tasks:
+            if task is not self._installing:
+                task.cancel()
+
+    async def aclose(self) -> None:
+        """Wait for the others; the launch thread has ended."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+
+def _go_on(stopped: threading.Event) -> None:
+    if stopped.is_set():
+        raise EngineError("the update was cancelled")

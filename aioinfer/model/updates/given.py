@@ -1,0 +1,99 @@
+"""Tensors that a caller hands over, and what is asked of weights before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+
+import torch
+
+from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, Tensors
+from aioinfer.errors import ConfigError, shown
+
+__all__ = ["GivenTensors", "check_finite"]
+
+#: elements that are examined at a time: they stay in a cache, and the interpreter's lock is free meanwhile
+_SLICE = 1 << 18
+#: by dtype, the integer of the same size and the bits of the exponent, all of which infinity and NaN have
+_EXPONENTS = {
+    torch.float32: (torch.int32, 0x7F800000),
+    torch.bfloat16: (torch.int16, 0x7F80),
+    torch.float16: (torch.int16, 0x7C00),
+    torch.float64: (torch.int64, 0x7FF0000000000000),
+}
+
+
+class GivenTensors:
+    """Tensors in memory, by name; see :class:`~aioinfer.checkpoint.tensors.Tensors`. They are not copied."""
+
+    def __init__(self, items: Iterable[tuple[object, object]]) -> None:
+        """Raises ConfigError: an item is no name and tensor of floating-point numbers, or comes twice."""
+        self._tensors: dict[str, torch.Tensor] = {}
+        for item in items:
+            if not isinstance(item, tuple) or len(item) != 2:
+                raise ConfigError(f"model: items must be pairs of name and tensor, got {shown(item)}")
+            name, tensor = item
+            if not isinstance(name, str):
+                raise ConfigError(f"model: names of tensors must be text, got {shown(name)}")
+            if name in self._tensors:
+                raise ConfigError(f"model: {name[:200]} is there twice")
+            self._tensors[name] = _checked(name[:200], tensor)
+        if not self._tensors:
+            raise ConfigError("model: there are no tensors")
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].shape)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors[name]
+
+    def rounding(self, name: str) -> Rounding | None:
+        return None
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        raise AssertionError(f"{name} is not quantised")
+
+
+def _checked(name: str, tensor: object) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"model: {name} must be a tensor of torch, got {shown(tensor)}")
+    if tensor.dtype not in _EXPONENTS:
+        known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _EXPONENTS)
+        raise ConfigError(f"model: {name} is of type {tensor.dtype}; weights are one of {known}")
+    if tensor.is_meta or tensor.layout is not torch.strided or type(tensor.data) is not torch.Tensor:
+        raise ConfigError(f"model: {name} is no plain tensor in memory: {type(tensor).__name__}")
+    return tensor.detach()
+
+
+def check_finite(tensors: Tensors, names: Iterable[str], go_on: Callable[[], None]) -> None:
+    """Read tensors once, which brings those of files into memory, and raise ConfigError for the first that has
+    infinity or NaN; ``go_on`` is called again and again, and may raise.
+
+    Without torch's own threads, which would slow the steps that are computed meanwhile.
+    """
+    for name in names:
+        go_on()
+        tensor = tensors.read(name)
+        if tensor.dtype not in _EXPONENTS:
+            continue
+        if not tensor.is_cpu:
+            finite = bool(tensor.isfinite().all())
+        else:
+            finite = _finite(tensor, go_on)
+        if not finite:
+            raise ConfigError(f"model: {name} has infinity or NaN")
+
+
+def _finite(tensor: torch.Tensor, go_on: Callable[[], None]) -> bool:
+    whole, exponent = _EXPONENTS[tensor.dtype]
+    flat = tensor.contiguous().flatten().view(whole).numpy()
+    for start in range(0, len(flat), _SLICE):
+        if start % (16 * _SLICE) == 0:
+            go_on()
+        part = flat[start : start + _SLICE]
+        if ((part & exponent) == exponent).any():
+            return False
+    return True

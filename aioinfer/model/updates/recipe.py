@@ -1,0 +1,174 @@
+"""Recipe: how a loaded model is given other weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from aioinfer.checkpoint.files import Checkpoint
+from aioinfer.checkpoint.tensors import SafetensorsTensors, Tensors
+from aioinfer.errors import ConfigError, shown
+from aioinfer.model.layers import LayerKernels
+from aioinfer.model.spec import CausalLM
+from aioinfer.model.updates.given import GivenTensors, check_finite
+from aioinfer.model.updates.new_weights import Known, NewWeights
+from aioinfer.model.updates.rewriting import Change, Rewriting
+
+__all__ = [
+    "Build",
+    "DecoderRecipe",
+    "NewTensors",
+    "PreparedUpdate",
+    "Recipe",
+    "check_config",
+    "prepare_update",
+]
+
+#: what is given: a path, or names and tensors
+NewTensors = Path | Sequence[tuple[object, object]]
+#: runs the code of a family over weights, with kernels
+Build = Callable[[NewWeights, LayerKernels], CausalLM]
+#: Fields of a config that change nothing in how its tensors are read and computed with: names, types in files,
+#: and tokens, which stay those of the checkpoint that was loaded.
+_OF_NO_MATTER = frozenset(
+    {
+        *(
+            "_name_or_path",
+            "transformers_version",
+            "dtype",
+            "torch_dtype",
+            "use_cache",
+            "quantization_config",
+        ),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "tokenizer_class"),
+        *(
+            "_attn_implementation",
+            "_attn_implementation_autoset",
+            "attn_implementation",
+            "task_specific_params",
+        ),
+    }
+)
+
+
+class PreparedUpdate:
+    """Weights that were read and checked; :meth:`install` writes them, once."""
+
+    def __init__(self, changes: Iterable[Change]) -> None:
+        self._changes = [*changes]
+
+    @torch.no_grad()
+    def install(self) -> None:
+        """On the launch thread, between steps. After an exception the model is half changed."""
+        changes = self._changes[::-1]
+        self._changes = []
+        while changes:
+            changes.pop()()
+
+
+class Recipe(Protocol):
+    """What a model has to have to be given other weights."""
+
+    def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:
+        """Read and check weights; changes nothing. On any thread but the launch thread. ``go_on`` is called again
+        and again, and may raise. Raises ConfigError."""
+
+
+def prepare_update(model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> PreparedUpdate:
+    """Read and check other weights for a model; changes nothing. Takes as long as reading all of them; on any
+    thread but the launch thread. ``go_on`` is called again and again, and may raise. Raises ConfigError, which
+    names the tensor."""
+    recipe = model.updates
+    if recipe is None:
+        raise ConfigError(f"weights: those of {model.spec.architecture} cannot be replaced")
+    try:
+        return PreparedUpdate(recipe.prepare(model, given, go_on))
+    except ConfigError as error:
+        raise ConfigError(f"weights: {str(error).removeprefix('model: ')}") from error
+    except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ConfigError(f"weights: they do not fit the model: {type(error).__name__}: {error}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderRecipe:
+    """Of the built-in families: the code that built the model runs again, over the new tensors."""
+
+    config: Any
+    known: Known
+    made: Sequence[Any]
+    kernels: LayerKernels
+    build: Build
+    #: a checkpoint and its config
+    open: Callable[[Path], tuple[Checkpoint, Any]]
+    #: those of the text model among the tensors of a wrapper
+    part: Callable[[Tensors], Tensors] | None
+    dtype: torch.dtype
+    device: torch.device
+    #: why it cannot be done; empty if it can
+    refusal: str = ""
+
+    def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:
+        """See :class:`Recipe`."""
+        if self.refusal:
+            raise ConfigError(f"model: {self.refusal}")
+        if not isinstance(given, Path):
+            tensors: Tensors = GivenTensors(given)
+            tensors = tensors if self.part is None else self.part(tensors)
+            # Whole sets may have another layout than the checkpoint had; what is not whole has the same.
+            with suppress(ConfigError):
+                return self._planned(model, tensors, go_on, partial=False, mapped=False, plain=True)
+            return self._planned(model, tensors, go_on, partial=True, mapped=False, plain=True)
+        plain = True
+        if given.suffix == ".safetensors" and given.is_file():
+            tensors = SafetensorsTensors(given)
+            tensors = tensors if self.part is None else self.part(tensors)
+        else:
+            checkpoint, config = self.open(given)
+            check_config(self.config, config)
+            tensors, plain = checkpoint.tensors(), getattr(config, "quantization_config", None) is None
+            plain = plain and given.is_dir()
+        return self._planned(model, tensors, go_on, partial=False, mapped=True, plain=plain)
+
+    def _planned(
+        self,
+        model: CausalLM,
+        tensors: Tensors,
+        go_on: Callable[[], None],
+        *,
+        partial: bool,
+        mapped: bool,
+        plain: bool,
+    ) -> list[Change]:
+        """``plain``: reading a tensor costs no more than its bytes."""
+        weights = NewWeights(
+            tensors, self.known, partial=partial, mapped=mapped, dtype=self.dtype, device=self.device
+        )
+        rewriting = Rewriting(model, self.made, self.kernels, weights)
+        go_on()
+        self.build(weights, rewriting)
+        if plain:
+            check_finite(tensors, weights.used, go_on)
+        return rewriting.changes
+
+
+def check_config(known: Any, found: Any) -> None:
+    """Raise ConfigError if a checkpoint's config is not that of the model that is loaded."""
+    before, after = _fields(known), _fields(found)
+    for name in sorted(before.keys() | after.keys()):
+        if name not in _OF_NO_MATTER and before.get(name) != after.get(name):
+            values = f"{_shown(after.get(name))}, and the model's is {_shown(before.get(name))}"
+            raise ConfigError(f"model: {name} of the config is {values}")
+
+
+def _fields(config: Any) -> Mapping[str, Any]:
+    fields: Mapping[str, Any] = config.to_dict()
+    return fields
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) and len(value) < 80 else shown(value)
