@@ -27,6 +27,7 @@ BENCHES = {
     "diffusion": "a diffusion model in lock-step, first done first out, and with each further optimisation",
     "kernels": "linear layers on a CPU: formats of weights, shapes, numbers of rows",
     "families": "own code against transformers' code on a CPU, family by family",
+    "adapters": "what LoRA adapters cost: base-only, one and many in a batch, loading beside streams",
     "speculation": "what drafts bring and cost, beside plain decoding in the same engine",
     "cpu": "this engine and others on a CPU, in turns: decode, prefill, memory; --serve for their servers",
     "parallel": "several engines that look like one: policies, what the dispatcher costs, failover",

@@ -1,0 +1,1 @@
+"""``python -m bench adapters``; see :mod:`bench.adapters.command`."""
