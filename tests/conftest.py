@@ -8,7 +8,7 @@ import gc
 import itertools
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -206,6 +206,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device; its twin on the CPU has run, where it can have one")
     _draw_seeds(item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """No garbage is collected while a failure is reported.
+
+    What the test has left may raise in its finalizer, and pytest formats that. Within ``ast.parse``, by which
+    it finds the lines of the failure, Python 3.11 fails at a further ``ast.parse``: an internal error, which
+    ends the run.
+    """
+    off = call.excinfo is not None and gc.isenabled()
+    if off:
+        gc.disable()
+    try:
+        return (yield)
+    finally:
+        if off:
+            gc.enable()
 
 
 def _draw_seeds(name: str) -> None:

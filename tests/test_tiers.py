@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from pathlib import Path
 from types import SimpleNamespace
@@ -79,6 +80,27 @@ def test_workers_start_by_themselves_and_start_none(
     conftest.pytest_cmdline_main(config)
     assert config.option.numprocesses == workers
     assert config.option.dist == ("worksteal" if workers == "auto" else "no")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_no_garbage_is_collected_while_a_failure_is_reported(enabled: bool) -> None:
+    def while_reported(call: Any) -> bool:
+        reporting = conftest.pytest_runtest_makereport(call)
+        next(reporting)
+        found = gc.isenabled()
+        with pytest.raises(StopIteration, match="the report"):
+            reporting.send("the report")
+        return found
+
+    failed = pytest.CallInfo.from_call(lambda: 1 // 0, "call")  # type: ignore[arg-type,return-value]
+    passed = pytest.CallInfo.from_call(lambda: None, "call")
+    found = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        assert not while_reported(failed)
+        assert while_reported(passed) == gc.isenabled() == enabled
+    finally:
+        (gc.enable if found else gc.disable)()
 
 
 def test_the_rest_has_what_the_quick_tier_leaves_out_or_runs_in_part() -> None:

@@ -207,14 +207,16 @@ async def test_the_admin_port_is_on_loopback() -> None:
     stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
     async with make_engine() as engine:
         task = asyncio.create_task(serve(engine, config, stop=stop, ready=ready.set_result, sockets=bound))
-        await ready
-        async with (
-            aiohttp.ClientSession() as session,
-            session.get(f"http://127.0.0.1:{port}/stats") as response,
-        ):
-            assert (await response.json())["state"] == "running"
-        stop.set()
-        await task
+        try:
+            await ready
+            async with (
+                aiohttp.ClientSession() as session,
+                session.get(f"http://127.0.0.1:{port}/stats") as response,
+            ):
+                assert (await response.json())["state"] == "running"
+        finally:
+            stop.set()
+            await task
     assert admin.fileno() == -1
 
 

@@ -75,9 +75,11 @@ async def counting_turns() -> AsyncIterator[Callable[[], int]]:
             await asyncio.sleep(0)
 
     counting = asyncio.create_task(count())
-    yield lambda: turns
-    counting.cancel()
-    await asyncio.wait([counting])
+    try:
+        yield lambda: turns
+    finally:
+        counting.cancel()
+        await asyncio.wait([counting])
 
 
 async def test_a_body_that_is_declared_too_large_is_not_read(serving: Serving) -> None:
