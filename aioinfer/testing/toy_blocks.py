@@ -48,6 +48,8 @@ class ScriptedLM:
 
     capturable = False
     invariant = True
+    adapters = None
+    adapter_reason = "it is scripted"
     seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, script: ScriptedLogits, spec: ModelSpec, *, num_pages: int, page_size: int) -> None:
