@@ -35,9 +35,10 @@ def read_tensors(file: Path) -> dict[str, torch.Tensor]:
     try:
         with file.open("rb") as opened:
             size = file.stat().st_size
-            memory = torch.empty(size, dtype=torch.uint8)
-            if opened.readinto(memory.numpy()) != size:
-                raise ValueError("it becomes shorter while it is read")
+            buffer = bytearray(size)
+            if size == 0 or opened.readinto(buffer) != size:
+                raise ValueError("it is cut off")
+        memory = torch.frombuffer(buffer, dtype=torch.uint8)
         start, header = _header(memory)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"adapter: {file.name} cannot be read: {error}") from error
@@ -63,13 +64,14 @@ def _tensor(numbers: torch.Tensor, name: str, entry: Any) -> torch.Tensor:
 
     if not name.isprintable() or len(name) > _LONGEST_NAME:
         raise ConfigError(f"adapter: {shown(name)} is no name of a tensor")
-    fields = entry if isinstance(entry, dict) else {}
-    stored, shape, place = (fields.get(field) for field in ("dtype", "shape", "data_offsets"))
-    if stored not in _TYPES:
+    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    stored = fields.get("dtype")
+    if not isinstance(stored, str) or stored not in _TYPES:
         supported = ", ".join(_TYPES.values())
         raise ConfigError(f"adapter: {name} holds {shown(stored)}; {supported} are supported")
     dtype: torch.dtype = getattr(torch, _TYPES[stored])
-    if not _are_counts(shape) or not _are_counts(place) or len(place) != 2:
+    shape, place = _counts(fields.get("shape")), _counts(fields.get("data_offsets"))
+    if shape is None or place is None or len(place) != 2:
         raise ConfigError(f"adapter: {name} has no valid shape and place in its file")
     first, stop = place
     if stop > len(numbers) or stop - first != math.prod(shape) * dtype.itemsize:
@@ -80,5 +82,7 @@ def _tensor(numbers: torch.Tensor, name: str, entry: Any) -> torch.Tensor:
     return part.view(dtype).view(shape)
 
 
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**40 for value in values)
+def _counts(values: Any) -> list[int] | None:
+    """The same if it is a list of integers from 0 on, of a bounded size."""
+    valid = isinstance(values, list) and all(type(value) is int and 0 <= value < 2**40 for value in values)
+    return values if valid else None

@@ -245,6 +245,10 @@ def test_damaged_weights_are_an_error_and_nothing_else(tmp_path: Path) -> None:
         ({"dtype": "F32", "shape": [4, 8], "data_offsets": 0}, "no valid shape and place"),
         ({"dtype": "F32", "shape": [2**39, 2**39], "data_offsets": [0, 128]}, "is not in its file"),
         ({"dtype": "F64", "shape": [4, 8], "data_offsets": [0, 256]}, "holds 'F64'"),
+        (
+            {"dtype": ["F32"], "shape": [4, 8], "data_offsets": [0, 128]},
+            "float32, bfloat16, float16 are supported",
+        ),
         ([], "holds None"),
     ],
 )

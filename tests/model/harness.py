@@ -32,6 +32,8 @@ class Sequence_:
     prompt_len: int
     arrival: int
     max_new: int
+    #: of its adapter
+    slot: int = 0
     done: int = 0
     pages: list[int] = field(default_factory=list)
     #: cell with the recurrent state behind the tokens that are done
@@ -174,11 +176,18 @@ class Driver:
         self.cells = self._random.sample(range(1, 41), 40)
 
     def run(
-        self, prompts: Sequence[Sequence[int]], max_new: int, *, gap: int = 0, all_logits: bool = False
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new: int,
+        *,
+        gap: int = 0,
+        all_logits: bool = False,
+        slots: Sequence[int] = (),
     ) -> list[Sequence_]:
-        """Sequence i arrives ``i * gap`` steps after the first one."""
+        """Sequence i arrives ``i * gap`` steps after the first one. ``slots``: of their adapters."""
         sequences = [
-            Sequence_(list(prompt), len(prompt), index * gap, max_new) for index, prompt in enumerate(prompts)
+            Sequence_(list(prompt), len(prompt), index * gap, max_new, slot)
+            for index, (prompt, slot) in enumerate(zip(prompts, slots or [0] * len(prompts), strict=True))
         ]
         step = 0
         while not all(sequence.finished for sequence in sequences):
@@ -209,6 +218,9 @@ class Driver:
             device=self.device,
             states=states,
         )
+        if any(seq.slot for seq in order):
+            batch.adapter_slots = [seq.slot for seq in order]
+            batch.adapters = torch.tensor(batch.adapter_slots, device=self.device)
         logits = self.model.forward(batch, self.attention).float()
         at = 0
         for seq, (ids, start, _) in zip(order, rows, strict=True):

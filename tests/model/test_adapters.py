@@ -18,7 +18,7 @@ from aioinfer.model.adapters.targets import AdapterTargets
 from aioinfer.model.loader import load_model
 from tests.model.adapters import factors, write_adapter
 from tests.model.checkpoints import FAMILIES, RECURRENT, make_checkpoint
-from tests.model.harness import attention_for, build_batch, row_states, state_pool
+from tests.model.harness import Driver, attention_for, build_batch, row_states, state_pool
 from tests.model.kernels import kernels_or_skip
 from tests.tiers import SLOW_MODEL, battery
 
@@ -182,6 +182,21 @@ def test_a_row_is_as_with_merged_weights_in_any_company(models: Models, name: st
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "phi3", *FOREIGN])
 def test_transformers_modules_have_adapters_too(models: Models, name: str) -> None:
     check_mixed(models, name, "transformers")
+
+
+@pytest.mark.parametrize("kernels", ["sdpa", "transformers"])
+def test_sequences_that_come_and_go_are_those_of_merged_weights(models: Models, kernels: str) -> None:
+    """Prompts in chunks beside decodes, rows with adapters that change places."""
+    model = models.load("qwen3", kernels)
+    remove = installed(model, models.trained("qwen3", 1).path, models.trained("qwen3", 2).path)
+    prompts = [[at + 3, *range(20 * at, 20 * at + 9 * at)] for at in range(6)]
+    slots = [1, 0, 2, 2, 1, 0]
+    driven = Driver(model, chunk=5, kernels="sdpa").run(prompts, 6, gap=2, slots=slots)
+    remove()
+    for sequence, prompt, slot in zip(driven, prompts, slots, strict=True):
+        oracle = models.merged("qwen3", slot, kernels) if slot else model
+        alone = Driver(oracle, chunk=64, kernels="sdpa").run([prompt], 6)[0]
+        assert sequence.ids == alone.ids
 
 
 @battery(SLOW_MODEL)
