@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import regex
 
 from aioinfer.checkpoint.adapter_config import AdapterConfig
+from aioinfer.checkpoint.adapter_tensors import read_tensors
 from aioinfer.checkpoint.tensors import read_json_object
 from aioinfer.errors import ConfigError, shown
 
@@ -73,7 +74,7 @@ class AdapterFiles:
         """The adapter in a directory. Raises ConfigError that names the field or tensor that is wrong."""
         _check_directory(path)
         config = AdapterConfig.read(_stated(path))
-        halves = _halves(_tensors(path / _WEIGHTS))
+        halves = _halves(read_tensors(path / _WEIGHTS))
         modules: dict[str, Factors] = {}
         for name, found in halves.items():
             factors, key = _factors(name, found, config), module_key(name)
@@ -129,18 +130,6 @@ def _stated(path: Path) -> dict[str, object]:
         raise ConfigError(f"adapter: {str(error).removeprefix('model: ')}") from error
 
 
-def _tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Read, not mapped: whoever writes the file anew may do so while it is read."""
-    from safetensors.torch import load
-
-    try:
-        tensors: dict[str, torch.Tensor] = load(file.read_bytes())
-    except Exception as error:
-        # Of safetensors, of torch for a type that it does not know, and of the file.
-        raise ConfigError(f"adapter: {file.name} cannot be read: {error}") from error
-    return tensors
-
-
 def _halves(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, tuple[str, torch.Tensor]]]:
     """By module, "A" and "B" with the name and the numbers of their tensors."""
     halves: dict[str, dict[str, tuple[str, torch.Tensor]]] = {}
@@ -173,12 +162,6 @@ def _factors(module: str, halves: Mapping[str, tuple[str, torch.Tensor]], config
 
 
 def _check_numbers(name: str, tensor: torch.Tensor) -> None:
-    import torch
-
-    if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ConfigError(
-            f"adapter: {name} holds {tensor.dtype}; float32, bfloat16 and float16 are supported"
-        )
     if tensor.dim() != 2:
         raise ConfigError(f"adapter: {name} is shaped {tuple(tensor.shape)}, not a matrix")
     if not bool(tensor.isfinite().all()):

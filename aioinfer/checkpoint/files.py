@@ -142,7 +142,9 @@ def _check_directory(path: Path) -> None:
     if found and "config.json" in names:
         return
     if "adapter_config.json" in names:
-        raise ConfigError(f"model: {path} is a LoRA adapter, which is not supported; merge it into its base")
+        raise ConfigError(
+            f"model: {path} is a LoRA adapter, not a model; load its base, and the adapter into it"
+        )
     if found:
         raise ConfigError(f"model: {path} has no config.json")
     if path.exists():

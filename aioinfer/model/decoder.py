@@ -84,7 +84,7 @@ class Decoder:
         logit_cap: float | None,
         operations: Operations,
         adapters: TorchAdapters | None = None,
-        adapter_reason: str = "",
+        adapter_reason: str = "its layers compute none",
     ) -> None:
         """
         Args:
@@ -96,11 +96,12 @@ class Decoder:
             head: hidden to logits.
             logit_cap: logits become ``logit_cap * tanh(logit / logit_cap)``; None for none.
             operations: the kernels between matrix products.
-            adapters: those of the linear layers; None, and why: it computes none.
+            adapters: those of the linear layers; None: they have none.
+            adapter_reason: why they have none.
         """
         self.spec = spec
         self.adapters = adapters
-        self.adapter_reason = adapter_reason
+        self.adapter_reason = "" if adapters else adapter_reason
         self._layers = layers
         self._words = words
         self._embedding = embedding

@@ -142,7 +142,7 @@ class TorchLayers:
             head=to_logits,
             operations=self.operations,
             adapters=self.adapters,
-            adapter_reason="" if self.adapters else "max_lora_rank is 0",
+            adapter_reason="max_lora_rank is 0",
             **parts,
         )
 

@@ -57,6 +57,8 @@ class ScriptedLM:
 
     capturable = False
     invariant = True
+    adapters = None
+    adapter_reason = "it is scripted"
     seconds: Mapping[str, float] = MappingProxyType({})
     updates = None
 

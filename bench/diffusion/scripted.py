@@ -112,6 +112,8 @@ class _Scripted:
     """See :class:`~aioinfer.model.spec.CausalLM`."""
 
     capturable = False
+    adapters = None
+    adapter_reason = "it is scripted"
 
     def __init__(self, model: CausalLM, device: torch.device, mean_steps: float, variation: float) -> None:
         self.spec = model.spec

@@ -163,7 +163,7 @@ def _put(name: str, tensor: torch.Tensor) -> Any:
         (_put(f"{Q}.lora_B.weight", torch.ones(12, 5)), "(12, 5), the config says rank 4"),
         (_put(f"{Q}.lora_A.weight", torch.ones(0, 8)), "(0, 8), the config says rank 4"),
         (_put(f"{Q}.lora_A.weight", torch.ones(4)), "is shaped (4,), not a matrix"),
-        (_put(f"{Q}.lora_A.weight", torch.ones(4, 8, dtype=torch.int8)), "holds torch.int8"),
+        (_put(f"{Q}.lora_A.weight", torch.ones(4, 8, dtype=torch.int8)), "holds 'I8'"),
         (_put(f"{Q}.lora_A.weight", torch.full((4, 8), math.inf)), "numbers that are not finite"),
         (_put(f"{Q}.lora_B.weight", torch.full((12, 4), math.nan)), "numbers that are not finite"),
         (_put(f"{Q}.lora_B.bias", torch.ones(12)), "q_proj.lora_B.bias is a bias"),
@@ -173,6 +173,8 @@ def _put(name: str, tensor: torch.Tensor) -> Any:
         (_put("model.embed_tokens.weight", torch.ones(9, 8)), "an embedding of its own"),
         (_put("lm_head.modules_to_save.weight", torch.ones(9, 8)), "a layer of its own"),
         (_put("lm_head.weight", torch.ones(9, 8)), "a head of its own"),
+        (_put("some\nthing", torch.ones(2)), "some\\nthing' is no name of a tensor"),
+        (_put("s" * 500, torch.ones(2)), "is no name of a tensor"),
         (_put("something", torch.ones(2)), "something is no matrix of an adapter"),
         (_put(f"language_{Q}.lora_A.weight", torch.ones(4, 8)), "lora_B of the module is not"),
     ],
@@ -221,9 +223,9 @@ def test_damaged_weights_are_an_error_and_nothing_else(tmp_path: Path) -> None:
     header = int.from_bytes(whole[:8], "little") + 8
     for size in (0, 7, 8, header - 1, header, len(whole) - 1):
         file.write_bytes(whole[:size])
-        with pytest.raises(ConfigError, match=r"adapter: adapter_model\.safetensors cannot be read"):
+        with pytest.raises(ConfigError, match=r"adapter: .*(cannot be read: it is cut off|not in its file)"):
             AdapterFiles.read(path)
-    for _ in range(200):
+    for _ in range(400):
         damaged = bytearray(whole)
         damaged[rng.randrange(header)] = rng.randrange(256)
         file.write_bytes(damaged)
@@ -231,6 +233,48 @@ def test_damaged_weights_are_an_error_and_nothing_else(tmp_path: Path) -> None:
             AdapterFiles.read(path)
         except ConfigError as error:
             assert str(error).startswith("adapter: ")
+
+
+@pytest.mark.parametrize(
+    ("entry", "said"),
+    [
+        ({"dtype": "F32", "shape": [4, 8], "data_offsets": [0, 120]}, "is not in its file as a whole"),
+        ({"dtype": "F32", "shape": [4, 8], "data_offsets": [2**30, 2**30 + 128]}, "is not in its file"),
+        ({"dtype": "F32", "shape": [4, -8], "data_offsets": [0, 128]}, "no valid shape and place"),
+        ({"dtype": "F32", "shape": [4, 8], "data_offsets": [128, 0]}, "is not in its file"),
+        ({"dtype": "F32", "shape": [4, 8], "data_offsets": 0}, "no valid shape and place"),
+        ({"dtype": "F32", "shape": [2**39, 2**39], "data_offsets": [0, 128]}, "is not in its file"),
+        ({"dtype": "F64", "shape": [4, 8], "data_offsets": [0, 256]}, "holds 'F64'"),
+        (
+            {"dtype": ["F32"], "shape": [4, 8], "data_offsets": [0, 128]},
+            "float32, bfloat16, float16 are supported",
+        ),
+        ([], "holds None"),
+    ],
+)
+def test_a_header_that_describes_no_file_is_refused(tmp_path: Path, entry: Any, said: str) -> None:
+    path = write_adapter(tmp_path, matrices())
+    name = f"{PREFIX}{Q}.lora_A.weight"
+    header = json.dumps({name: entry}).encode()
+    whole = len(header).to_bytes(8, "little") + header + bytes(256)
+    (path / "adapter_model.safetensors").write_bytes(whole)
+    with pytest.raises(ConfigError) as caught:
+        AdapterFiles.read(path)
+    assert str(caught.value).startswith(f"adapter: {name} ")
+    assert said in str(caught.value)
+
+
+def test_headers_of_any_length_are_read(tmp_path: Path) -> None:
+    """The numbers need not begin at a multiple of their size."""
+    path, wrote = write_adapter(tmp_path, matrices()), matrices()
+    file = path / "adapter_model.safetensors"
+    whole = file.read_bytes()
+    length = int.from_bytes(whole[:8], "little")
+    for more in range(1, 8):
+        header = whole[8 : 8 + length] + b" " * more
+        file.write_bytes(len(header).to_bytes(8, "little") + header + whole[8 + length :])
+        modules = AdapterFiles.read(path).modules
+        assert all(modules[name.removeprefix("model.")].a.equal(a) for name, (a, _) in wrote.items())
 
 
 def test_a_pattern_cannot_take_forever(tmp_path: Path) -> None:

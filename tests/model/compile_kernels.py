@@ -13,6 +13,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
+from aioinfer.model.adapters.triton_adapters import TritonAdapters
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.triton_attention import TritonAttention
@@ -33,6 +35,8 @@ from aioinfer.model.moe.triton_routing import TritonRouter
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.triton_operations import TritonOperations
 from aioinfer.model.rope import Rotary
+from aioinfer.model.weights import RandomWeights, StoredMatrix
+from tests.model.adapters import factors, write_adapter
 
 CPU = torch.device("cpu")
 
@@ -172,6 +176,36 @@ def compile_experts(name: str, dtype: torch.dtype, num_experts: int, hidden: int
         experts(x, weights, ints([0] * (8 * tokens), rng.randrange(2)).view(tokens, 8))
 
 
+def compile_adapters(name: str, dtype: torch.dtype, rows: list[int], inputs: int) -> None:
+    """Steps of many sizes, with adapters of small ranks and large ones."""
+    adapters = TritonAdapters(dtype, CPU, max_rank=64)
+    weights, names = RandomWeights(dtype=dtype, device=CPU), [f"model.{at}" for at in range(len(rows))]
+    linears = [
+        adapters.linear(StoredMatrix(weights, names, rows, inputs), lambda x: x.new_empty(len(x), sum(rows))),
+        # Whose targets do not begin at 0.
+        adapters.linear(
+            StoredMatrix(weights, [f"{name}.more" for name in names], rows, inputs),
+            lambda x: x.new_empty(len(x), sum(rows)),
+        ),
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        for slot, rank in enumerate((8, 64), 1):
+            shapes = {f"{name}{more}": (count, inputs) for name, count in zip(names, rows, strict=True)
+                      for more in ("", ".more")}  # fmt: skip
+            matrices = factors(shapes, dict.fromkeys(shapes, rank), seed=slot, dtype=dtype)
+            write_adapter(Path(folder, str(slot)), matrices, r=rank)
+            adapters.install(slot, adapters.prepare(Path(folder, str(slot))))
+    recorder, rng = Recorder(name), random.Random(0)
+    for recorder.step in range(8):
+        q_lens = [1] * rng.randint(1, 17) + [rng.randint(2, 40)] * (recorder.step % 2)
+        batch = step([(count, count) for count in q_lens], 1, 16, rng)
+        batch.adapter_slots = [rng.choice((0, 1, 2)) for _ in q_lens]
+        batch.adapter_slots[0] = recorder.step % 2 + 1
+        with adapters.computing(batch):
+            for linear in linears:
+                linear(torch.empty(len(batch.input_ids), inputs, dtype=dtype))
+
+
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     compile_steps("qwen3-8b", 32, 8, 128, 16, dtype=torch.bfloat16, normed=True)
@@ -181,6 +215,8 @@ def main() -> None:
     compile_heads("llada2-mini", 16, 4, 128, 64)
     compile_experts("qwen3-30b-a3b", torch.bfloat16, 128, 2048, 768)
     compile_experts("float32-odd", torch.float32, 16, 200, 72)
+    compile_adapters("adapters-qkv", torch.bfloat16, [4096, 1024, 1024], 4096)
+    compile_adapters("adapters-odd", torch.float32, [72], 200)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,8 @@ class Sequence_:
     prompt_len: int
     arrival: int
     max_new: int
+    #: of its adapter
+    slot: int = 0
     done: int = 0
     pages: list[int] = field(default_factory=list)
     #: cell with the recurrent state behind the tokens that are done
@@ -186,7 +188,8 @@ class Driver:
     ) -> list[Sequence_]:
         """Sequence i arrives ``i * gap`` steps after the first one. ``slots``: of their adapters."""
         sequences = [
-            Sequence_(list(prompt), len(prompt), index * gap, max_new) for index, prompt in enumerate(prompts)
+            Sequence_(list(prompt), len(prompt), index * gap, max_new, slot)
+            for index, (prompt, slot) in enumerate(zip(prompts, slots or [0] * len(prompts), strict=True))
         ]
         for sequence, slot in zip(sequences, slots, strict=False):
             sequence.slot = slot

@@ -35,6 +35,11 @@ def test_kernels_compile_for_sm_90_and_once(tmp_path: Path) -> None:
         ("float32-odd", "_align_kernel"): 1,
         ("float32-odd", "_product_kernel"): 2,
         ("float32-odd", "_sum_kernel"): 1,
+        **{
+            (f"adapters-{shape}", f"_{name}_kernel"): 1
+            for shape in ("qkv", "odd")
+            for name in ("shrink", "expand")
+        },
     }
     for kernel in kernels:
         assert kernel["step"] < 2, kernel

@@ -24,7 +24,8 @@ def watch_modules(model: Any) -> Iterator[dict[str, list[int]]]:
 
     def watch(name: str, inputs: int) -> Callable[..., None]:
         def hook(module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
-            calls[name].append(arguments[0].numel() // inputs)
+            # Nothing if what it reads is passed by a name: that is not adapted.
+            calls[name].append(arguments[0].numel() // inputs if arguments else 0)
 
         return hook
 
