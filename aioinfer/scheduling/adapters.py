@@ -185,6 +185,11 @@ class AdapterRegistry:
         self._free.append(version.slot)
 
     @property
+    def free(self) -> int:
+        """Slots with nothing in them."""
+        return len(self._free)
+
+    @property
     def draining(self) -> int:
         """Versions that are not found any more and still have their slots."""
         return len(self._draining) + len(self._leaving)
