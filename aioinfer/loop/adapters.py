@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from aioinfer.loop.intake import Intake
     from aioinfer.model.adapters.base import PreparedAdapter
 
-__all__ = ["AdapterLoads", "NotLoaded", "ReadAdapter", "read_adapter"]
+__all__ = ["AdapterLoads", "ReadAdapter", "read_adapter"]
 
 _log = logging.getLogger("aioinfer")
 _T = TypeVar("_T")
@@ -53,10 +53,6 @@ _T = TypeVar("_T")
 _LONGEST_PATH = 4096
 #: of a PEFT directory, what counts
 _FILES = "adapter_*"
-
-
-class NotLoaded(InvalidRequest):
-    """There is no adapter of this name to unload."""
 
 
 class ReadAdapter(NamedTuple):
@@ -136,7 +132,7 @@ class AdapterLoads:
         check_adapter_name(name, "")
         async with self._turn(name):
             if name not in self._registry.loaded:
-                raise NotLoaded("name", self._registry.unknown(name), code="adapter_not_found")
+                raise self._registry.not_loaded(name)
             self._registry.retire(name)
 
     @asynccontextmanager

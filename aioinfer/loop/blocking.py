@@ -8,7 +8,7 @@ from typing import Any
 
 from aioinfer.errors import Rejected
 from aioinfer.execution.device import Device, Flight, StepResult
-from aioinfer.loop.adapters import NotLoaded, checked_path, read_adapter
+from aioinfer.loop.adapters import checked_path, read_adapter
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import AdapterInfo
 from aioinfer.plain import plain
@@ -58,7 +58,7 @@ class BlockingLoads:
         name = plain(name)
         check_adapter_name(name, "")
         if name not in self._registry.loaded:
-            raise NotLoaded("name", self._registry.unknown(name), code="adapter_not_found")
+            raise self._registry.not_loaded(name)
         self._registry.retire(name)
 
     def _remove(self, version: AdapterVersion) -> None:
