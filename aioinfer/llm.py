@@ -209,6 +209,8 @@ class LLM:
             failed_checks=0,
             stalled=0.0,
             timeline=self._timeline,
+            adapters_loaded=len(self._core.adapters.loaded),
+            adapters_draining=self._core.adapters.draining,
         )
 
     # -- whole answers --------------------------------------------------------------------------
