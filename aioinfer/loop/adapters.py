@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from aioinfer.loop.intake import Intake
     from aioinfer.model.adapters.base import PreparedAdapter
 
-__all__ = ["AdapterLoads", "ReadAdapter", "read_adapter"]
+__all__ = ["AdapterLoads", "ReadAdapter", "checked_path", "of_config", "read_adapter"]
 
 _log = logging.getLogger("aioinfer")
 _T = TypeVar("_T")
@@ -77,12 +77,20 @@ def read_adapter(device: Device, path: str) -> ReadAdapter:
     try:
         found = Path(path).expanduser()
         prepared = device.prepare_adapter(found)
-        files = sorted(found.glob(_FILES)) if found.is_dir() else [found]
-        return ReadAdapter(prepared, digest(files))
+        return ReadAdapter(prepared, digest(found.glob(_FILES)))
     except AioInferError:
         raise
     except Exception as error:
         raise ConfigError(f"the adapter {shown(path)} cannot be read: {error!r}") from error
+
+
+@contextmanager
+def of_config(name: str) -> Iterator[None]:
+    """What is wrong with an adapter of the config is wrong with the config."""
+    try:
+        yield
+    except (ConfigError, InvalidRequest) as error:
+        raise ConfigError(f"adapters: {shown(name)}: {error}") from error
 
 
 class AdapterLoads:
@@ -121,10 +129,8 @@ class AdapterLoads:
     async def load_all(self, paths: Mapping[str, str]) -> None:
         """Those of the config, by name, at the start. Raises ConfigError."""
         for name, path in paths.items():
-            try:
+            with of_config(name):
                 await self.load(name, path)
-            except (ConfigError, InvalidRequest) as error:
-                raise ConfigError(f"adapters: {shown(name)}: {error}") from error
 
     async def unload(self, name: str) -> None:
         """As :meth:`aioinfer.Engine.unload_adapter`."""

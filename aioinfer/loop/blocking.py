@@ -8,7 +8,7 @@ from typing import Any
 
 from aioinfer.errors import Rejected
 from aioinfer.execution.device import Device, Flight, StepResult
-from aioinfer.loop.adapters import checked_path, read_adapter
+from aioinfer.loop.adapters import checked_path, of_config, read_adapter
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import AdapterInfo
 from aioinfer.plain import plain
@@ -52,6 +52,12 @@ class BlockingLoads:
             ).info
         finally:
             registry.end(name)
+
+    def load_all(self, paths: Mapping[str, str]) -> None:
+        """Those of the config, by name, at the start. Raises ConfigError."""
+        for name, path in paths.items():
+            with of_config(name):
+                self.load(name, path)
 
     def unload(self, name: str) -> None:
         """As :meth:`aioinfer.LLM.unload_adapter`."""

@@ -28,7 +28,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
 _CLASSES: Mapping[str, Any] = {
     name: kind
     for name in errors.__all__
-    if issubclass(kind := getattr(errors, name), (errors.RequestError, EngineError, errors.ConfigError))
+    if issubclass(kind := getattr(errors, name), (errors.RequestError, EngineError))
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import AioInferError, ConfigError, InvalidRequest
 from aioinfer.execution.device import DeviceInfo
 from aioinfer.loop.options import RequestOptions
 from aioinfer.observe.stats import EngineStats
@@ -238,20 +238,27 @@ class Adapted:
     error: BaseException | None = None
 
     def pack(self) -> bytes:
-        error = None if self.error is None else error_record(self.error)
+        error = self.error
+        config = str(error)[:_MOST_REASON] if isinstance(error, ConfigError) else None
+        record = None if error is None or config is not None else error_record(error)
         adapters = [asdict(each) for each in self.adapters]
-        return json.dumps({"number": self.number, "adapters": adapters, "error": error}).encode()
+        parts = {"number": self.number, "adapters": adapters, "error": record, "config": config}
+        return json.dumps(parts).encode()
 
     @classmethod
     @_checked
     def unpack(cls, payload: bytes) -> Self:
         found = json.loads(payload)
-        error = None if found["error"] is None else error_of(found["error"])
+        error: AioInferError | None = None
+        if found["config"] is not None:
+            error = ConfigError(_is(found["config"], str))
+        elif found["error"] is not None:
+            error = error_of(found["error"])
         return cls(_is(found["number"], int), _adapters(found["adapters"]), error)
 
 
-def _adapters(found: Any) -> list[AdapterInfo]:
-    return [_made(AdapterInfo, each) for each in _is(found, list)]
+def _adapters(found: Any) -> tuple[AdapterInfo, ...]:
+    return tuple(_made(AdapterInfo, each) for each in _is(found, list))
 
 
 _SUBMIT = struct.Struct("<qII")

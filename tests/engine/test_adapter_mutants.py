@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +14,11 @@ from aioinfer.loop.core import Core
 from aioinfer.scheduling import scheduler
 from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion
 from aioinfer.scheduling.request import Request
+from aioinfer.testing.toy_adapters import write_toy_adapter
 from tests.engine import laws
 from tests.engine.simulation import simulate
+from tests.engine.test_adapters import fence_course, reload_course
+from tests.parallel.toys import virtual
 from tests.tiers import PLANTED_BUG, battery
 
 Patch = pytest.MonkeyPatch
@@ -144,9 +148,7 @@ def _see_streams_alone(patch: Patch) -> None:
 @pytest.mark.parametrize(
     "bug",
     [
-        the_name_is_the_namespace,
         adapters_have_no_namespace,
-        slots_come_back_before_the_fence,
         slots_come_back_with_the_name,
         adapters_are_lost_with_the_slot,
         requests_get_what_the_name_stands_for_when_they_are_queued,
@@ -155,8 +157,24 @@ def _see_streams_alone(patch: Patch) -> None:
         a_name_is_found_before_its_adapter_is_there,
     ],
 )
-def test_planted_bugs_are_found(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
+def test_planted_bugs_are_found_in_random_worlds(bug: Callable[[Patch], None], monkeypatch: Patch) -> None:
     bug(monkeypatch)
     with pytest.raises((Exception, pytest.fail.Exception)):
         for seed in range(300):
             simulate(seed, 80)
+
+
+@pytest.mark.parametrize("bug", [the_name_is_the_namespace, adapters_have_no_namespace])
+def test_a_reload_finds_bugs_of_namespaces(
+    bug: Callable[[Patch], None], monkeypatch: Patch, tmp_path: Path
+) -> None:
+    bug(monkeypatch)
+    with pytest.raises((Exception, pytest.fail.Exception)):
+        virtual(reload_course)(tmp_path)
+
+
+def test_an_unload_in_flight_finds_slots_that_come_back_too_early(monkeypatch: Patch, tmp_path: Path) -> None:
+    """On a device that computes while Python goes on, its rows would read what is not there."""
+    slots_come_back_before_the_fence(monkeypatch)
+    with pytest.raises(AssertionError):
+        virtual(fence_course)(write_toy_adapter(tmp_path / "a", "a"))

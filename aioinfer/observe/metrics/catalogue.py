@@ -82,10 +82,6 @@ def _pages(snapshot: Snapshot) -> Mapping[str, float]:
     }
 
 
-def _adapters(snapshot: Snapshot) -> Mapping[str, float]:
-    return {"loaded": snapshot.stats.adapters_loaded, "draining": snapshot.stats.adapters_draining}
-
-
 _GAUGES = (
     Value("aioinfer_engine_state", "gauge", "1 for the state the engine is in.", _states, label="state"),
     _gauge("engine_paused", "1 while no steps are launched, by request.", "paused"),
@@ -105,7 +101,8 @@ _GAUGES = (
         "kv_usage_ratio", "Share of KV pages held by requests or steps in flight.", "kv_usage", unit="ratio"
     ),
     _gauge("state_snapshots", "Recurrent states kept for cached prefixes.", "snapshots_cached"),
-    Value("aioinfer_adapters", "gauge", "LoRA adapters by state.", _adapters, label="state"),
+    _gauge("adapters_loaded", "LoRA adapters that requests can have."),
+    _gauge("adapters_draining", "Adapters that were replaced or unloaded and still hold memory."),
     _gauge("steps_in_flight", "Steps that are launched and not read."),
     _gauge("step_limit_tokens", "Present limit of tokens per step.", "step_tokens", unit="tokens"),
     _gauge("new_token_ratio", "Share of the possible output that admission reserves.", unit="ratio"),
