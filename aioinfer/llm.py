@@ -102,8 +102,7 @@ class LLM:
         self._ended: dict[int, Request] = {}
         self._deadlines = Deadlines()
         self._loads = BlockingLoads(self._core.adapters, self._device, decided.model_name)
-        for name, path in decided.adapter_paths.items():
-            self.load_adapter(name, path)
+        self._loads.load_all(decided.adapter_paths)
         #: what ended in the latest step, for take_chunks()
         self._latest: dict[int, StreamCell] = {}
         #: state is being changed; if this is still set later, an exception has interrupted it
@@ -209,6 +208,8 @@ class LLM:
             failed_checks=0,
             stalled=0.0,
             timeline=self._timeline,
+            adapters_loaded=len(self._core.adapters.loaded),
+            adapters_draining=self._core.adapters.draining,
         )
 
     # -- whole answers --------------------------------------------------------------------------

@@ -196,9 +196,9 @@ class Device(Protocol):
         """Read and check an adapter's files. On any thread but the launch thread; may take long. Raises
         ConfigError, which names what is wrong with which tensor or field."""
 
-    def install_adapter(self, slot: int, adapter: PreparedAdapter) -> None:
-        """Put an adapter into an empty slot: rows of later steps may have it. On the launch thread, between
-        two steps; takes microseconds."""
+    def install_adapter(self, slot: int, adapter: Any) -> None:
+        """Put what :meth:`prepare_adapter` returned into an empty slot: rows of later steps may have it. On
+        the launch thread, between two steps; takes microseconds."""
 
     def remove_adapter(self, slot: int) -> None:
         """Empty a slot that no step in flight reads. On the launch thread. One that is empty stays so."""

@@ -17,8 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from aioinfer.loop.intake import Intake
     from aioinfer.model.adapters.base import PreparedAdapter
 
-__all__ = ["AdapterLoads", "NotLoaded", "ReadAdapter", "read_adapter"]
+__all__ = ["AdapterLoads", "ReadAdapter", "checked_path", "of_config", "read_adapter"]
 
 _log = logging.getLogger("aioinfer")
 _T = TypeVar("_T")
@@ -53,10 +53,6 @@ _T = TypeVar("_T")
 _LONGEST_PATH = 4096
 #: of a PEFT directory, what counts
 _FILES = "adapter_*"
-
-
-class NotLoaded(InvalidRequest):
-    """There is no adapter of this name to unload."""
 
 
 class ReadAdapter(NamedTuple):
@@ -81,12 +77,20 @@ def read_adapter(device: Device, path: str) -> ReadAdapter:
     try:
         found = Path(path).expanduser()
         prepared = device.prepare_adapter(found)
-        files = sorted(found.glob(_FILES)) if found.is_dir() else [found]
-        return ReadAdapter(prepared, digest(files))
+        return ReadAdapter(prepared, digest(found.glob(_FILES)))
     except AioInferError:
         raise
     except Exception as error:
         raise ConfigError(f"the adapter {shown(path)} cannot be read: {error!r}") from error
+
+
+@contextmanager
+def of_config(name: str) -> Iterator[None]:
+    """What is wrong with an adapter of the config is wrong with the config."""
+    try:
+        yield
+    except (ConfigError, InvalidRequest) as error:
+        raise ConfigError(f"adapters: {shown(name)}: {error}") from error
 
 
 class AdapterLoads:
@@ -125,10 +129,8 @@ class AdapterLoads:
     async def load_all(self, paths: Mapping[str, str]) -> None:
         """Those of the config, by name, at the start. Raises ConfigError."""
         for name, path in paths.items():
-            try:
+            with of_config(name):
                 await self.load(name, path)
-            except (ConfigError, InvalidRequest) as error:
-                raise ConfigError(f"adapters: {shown(name)}: {error}") from error
 
     async def unload(self, name: str) -> None:
         """As :meth:`aioinfer.Engine.unload_adapter`."""
@@ -136,7 +138,7 @@ class AdapterLoads:
         check_adapter_name(name, "")
         async with self._turn(name):
             if name not in self._registry.loaded:
-                raise NotLoaded("name", self._registry.unknown(name), code="adapter_not_found")
+                raise self._registry.not_loaded(name)
             self._registry.retire(name)
 
     @asynccontextmanager

@@ -8,7 +8,7 @@ from typing import Any
 
 from aioinfer.errors import Rejected
 from aioinfer.execution.device import Device, Flight, StepResult
-from aioinfer.loop.adapters import NotLoaded, checked_path, read_adapter
+from aioinfer.loop.adapters import checked_path, of_config, read_adapter
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import AdapterInfo
 from aioinfer.plain import plain
@@ -53,12 +53,18 @@ class BlockingLoads:
         finally:
             registry.end(name)
 
+    def load_all(self, paths: Mapping[str, str]) -> None:
+        """Those of the config, by name, at the start. Raises ConfigError."""
+        for name, path in paths.items():
+            with of_config(name):
+                self.load(name, path)
+
     def unload(self, name: str) -> None:
         """As :meth:`aioinfer.LLM.unload_adapter`."""
         name = plain(name)
         check_adapter_name(name, "")
         if name not in self._registry.loaded:
-            raise NotLoaded("name", self._registry.unknown(name), code="adapter_not_found")
+            raise self._registry.not_loaded(name)
         self._registry.retire(name)
 
     def _remove(self, version: AdapterVersion) -> None:

@@ -403,6 +403,8 @@ class Runtime(LoopBound):
             failed_checks=driver.failed_checks,
             stalled=0.0 if self.state is EngineState.CLOSED else driver.stalled,
             timeline=self.launcher.timeline,
+            adapters_loaded=len(self.core.adapters.loaded),
+            adapters_draining=self.core.adapters.draining,
         )
 
     def measured(self) -> tuple[EngineStats, int]:

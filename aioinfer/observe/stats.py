@@ -90,6 +90,9 @@ class EngineStats:
     #: models with recurrent state: states kept for cached prefixes, and times a request started from one
     snapshots_cached: int = _gauge(lambda s, _: s.memory.snapshots_cached)
     snapshot_hits: int = _gauge(lambda s, _: s.memory.snapshot_hits)
+    #: LoRA adapters that requests can have; and versions that were replaced or unloaded and are still in use
+    adapters_loaded: int = 0
+    adapters_draining: int = 0
     policy: str = _gauge(lambda s, _: s.queues.waiting.name)
     #: rounds in which the queue was too long for the policy to sort
     policy_fallbacks: int = _gauge(lambda s, _: s.queues.waiting.fallbacks)

@@ -9,6 +9,7 @@ outputs themselves, and what it gets then is one frame.
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import logging
 from collections import Counter
@@ -21,7 +22,7 @@ from aioinfer.observe.observers import Observer
 from aioinfer.parallel.columns import pack_rows
 from aioinfer.parallel.connection import BEAT, Connection
 from aioinfer.parallel.frames import LIMIT, PROTOCOL, FrameError, Kind
-from aioinfer.parallel.messages import Abort, Hello, Read, Reason, Stats, Submit, Welcome
+from aioinfer.parallel.messages import Abort, Adapt, Adapted, Hello, Read, Reason, Stats, Submit, Welcome
 from aioinfer.parallel.reading import Reading
 from aioinfer.parallel.record import Ending
 from aioinfer.parallel.replica import Rows
@@ -181,6 +182,8 @@ class _Session:
         self._moved: dict[_Reading, None] = {}
         #: attempts that were not queued
         self._unqueued: list[tuple[int, Rows]] = []
+        #: loads and unloads of adapters, by the dispatcher's numbers
+        self._adapting: dict[int, asyncio.Task[object]] = {}
         #: why its engine is lost, and whether that was sent
         self._cause: BaseException | None = None
         self._told = False
@@ -211,6 +214,8 @@ class _Session:
             case Kind.FLUSH:
                 if self._agent.engine.ready:
                     self._agent.engine.flush_cache()
+            case Kind.ADAPT:
+                self._adapt(Adapt.unpack(payload))
             case Kind.PING:
                 pass
             case _:
@@ -251,6 +256,8 @@ class _Session:
         self._moved.clear()
         for reading in readings:
             reading.leave()
+        for adapting in self._adapting.values():
+            adapting.cancel()
         if self._trusted and self._agent.engine.ready:
             self._agent.engine.resume()
         self._agent.gone(self)
@@ -277,6 +284,7 @@ class _Session:
             engine.config.max_step_tokens,
             engine.stats(),
             engine.config.prefix_cache,
+            engine.adapters(),
         )
         self._trusted = True
         agent.session = self
@@ -383,6 +391,26 @@ class _Session:
             self.connection.write_soon()
 
     # -- the engine -------------------------------------------------------------------------------
+
+    def _adapt(self, order: Adapt) -> None:
+        if not order.name:
+            if (leaving := self._adapting.get(order.number)) is not None:
+                leaving.cancel()
+            return
+        engine, name, path = self._agent.engine, order.name, order.path
+        adapting = engine.unload_adapter(name) if path is None else engine.load_adapter(name, path)
+        task: asyncio.Task[object] = self._loop.create_task(adapting, name="aioinfer-adapter")
+        self._adapting[order.number] = task
+        task.add_done_callback(functools.partial(self._adapted, order.number))
+
+    def _adapted(self, number: int, task: asyncio.Task[object]) -> None:
+        del self._adapting[number]
+        error: BaseException | None = EngineError("the load was cancelled")
+        if not task.cancelled():
+            error = task.exception()
+        if not self.connection.closed:
+            adapters = self._agent.engine.adapters()
+            self.connection.send(Kind.ADAPTED, Adapted(number, adapters, error).pack())
 
     def _pause(self) -> None:
         task = self._loop.create_task(self._agent.engine.pause(), name="aioinfer-pausing")

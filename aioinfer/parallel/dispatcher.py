@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from aioinfer.loop.options import check_timeout
 from aioinfer.observe.observers import Observer, Observers
 from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer
+from aioinfer.outputs import AdapterInfo
+from aioinfer.parallel import adapting
 from aioinfer.parallel.dispatching import Dispatching, OnLoss, close_all
 from aioinfer.parallel.elsewhere import replicas_elsewhere
 from aioinfer.parallel.front import Front, bring_up, check_same_model
@@ -147,6 +150,7 @@ class Dispatcher(EngineLike):
         try:
             self._running = await self._begin(loop, progress)
             for replica in self._replicas:
+                self._running.adapters |= {each.name: each.path for each in replica.adapters()}
                 await replica.start(self._running)
         except BaseException:
             self._running, self._idle = None, EngineState.CLOSED
@@ -306,6 +310,7 @@ class Dispatcher(EngineLike):
             raise
 
     async def _join(self, running: Dispatching, replica: Replica) -> None:
+        await adapting.catch_up(running, replica)
         await replica.start(running)
         self._follow(running, replica)
         if self._paused:
@@ -361,6 +366,25 @@ class Dispatcher(EngineLike):
     def flush_cache(self) -> int:
         """As :meth:`aioinfer.Engine.flush_cache`, of all engines."""
         return sum(each.flush_cache() for each in self._serving().placing.ready)
+
+    # -- adapters -------------------------------------------------------------------------------
+
+    async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
+        """As :meth:`aioinfer.Engine.load_adapter`, on every replica; ``path`` is one that all of them see.
+
+        Where one refuses, the others forget a name that they did not have before. Replicas that start later
+        load it, too. A request that still waits for a replica gets what its name stands for when it is sent.
+        """
+        return await adapting.load(self._serving(), name, os.fspath(path))
+
+    async def unload_adapter(self, name: str) -> None:
+        """As :meth:`aioinfer.Engine.unload_adapter`, on every replica. Requests that still wait for one end
+        with InvalidRequest."""
+        await adapting.unload(self._serving(), name)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """As :meth:`aioinfer.Engine.adapters`: those that at least one replica has."""
+        return adapting.adapters(self._started())
 
     # -- observing ------------------------------------------------------------------------------
 

@@ -33,6 +33,7 @@ from aioinfer.loop.intake import Intake
 from aioinfer.loop.loop_bound import EngineState
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.resumption import check
+from aioinfer.parallel import adapting
 from aioinfer.parallel.placing import Placement, Placing
 from aioinfer.parallel.queue import RecordQueue
 from aioinfer.parallel.record import Attempt, Diverged, Ending, Record
@@ -90,6 +91,8 @@ class Dispatching(OpenStreams):
         self._intake = intake
         self.queue = RecordQueue(config, info, tokenizer, self._checks, intake, self)
         self._attempts = 0
+        #: paths by name, for replicas that join
+        self.adapters: dict[str, str] = {}
         #: a pump is scheduled
         self._due = False
         #: told of each replica that is lost
@@ -119,6 +122,7 @@ class Dispatching(OpenStreams):
         self._checks.check(params)
         if checkpoint is not None:
             check(checkpoint, self.info, self._checks.stop_ids(params))
+        adapting.check(self, options.adapter, checkpoint)
         record = Record.arriving(params, options, self.clock())
         cell = StreamCell(record, options.running_timeout, options.max_lag)
         try:
@@ -182,6 +186,15 @@ class Dispatching(OpenStreams):
             else:
                 self.end(record, self._lost_for_good(record, "no replica left has the same arithmetic"))
             return True
+        adapter = record.options.adapter
+        if adapter is not None and not self.placing.adapts(record):
+            if self.placing.adapts(record, soon=True):
+                self.queue.set_aside(record)
+            elif record.output_ids:
+                self.end(record, self._lost_for_good(record, f"no replica left has its adapter {adapter!r}"))
+            else:
+                self.end(record, adapting.gone(self, adapter))
+            return True
         try:
             placement = self.placing.choose(record, wanted)
         except Exception as cause:  # a policy of the application
@@ -226,6 +239,7 @@ class Dispatching(OpenStreams):
         record.attempt = attempt
         if not record.output_ids:
             record.numerics = placement.replica.info.numerics
+            record.adapter_fingerprint = placement.replica.fingerprint_of(record.options.adapter)
 
     # -- as ReplicaEvents -----------------------------------------------------------------------
 

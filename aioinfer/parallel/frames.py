@@ -18,7 +18,7 @@ from enum import IntEnum
 __all__ = ["HANDSHAKE_LIMIT", "LIMIT", "PROTOCOL", "Frame", "FrameError", "FrameReader", "Kind", "frame"]
 
 #: of all that follows the handshake; whoever speaks another one is refused
-PROTOCOL = 1
+PROTOCOL = 2
 #: bytes of a frame before the peer has shown its token, and afterwards
 HANDSHAKE_LIMIT = 1 << 16
 LIMIT = 1 << 26
@@ -42,6 +42,8 @@ class Kind(IntEnum):
     RESUME = 6
     FLUSH = 7
     PING = 8
+    #: load or unload an adapter, or leave that
+    ADAPT = 9
 
     WELCOME = 16
     REFUSED = 17
@@ -54,6 +56,8 @@ class Kind(IntEnum):
     LEAVING = 21
     #: its engine is lost
     LOST = 22
+    #: what came of an adapter, and which there are now
+    ADAPTED = 23
 
 
 Frame = tuple[Kind, bytes]

@@ -12,8 +12,9 @@ from aioinfer.errors import EngineClosed, EngineFailed
 from aioinfer.observe.observers import Observer
 from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer
+from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.reading import Reading, options_of
-from aioinfer.parallel.record import Attempt
+from aioinfer.parallel.record import Attempt, Record
 from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
 from aioinfer.stream import Outlet, Stream, StreamCell
 
@@ -133,14 +134,26 @@ class LocalReplica(Replica):
 
     # -- the engine -----------------------------------------------------------------------------
 
-    def cached(self, token_ids: Sequence[int], namespace: str, pages: Sequence[int]) -> int:
-        return self.engine.cached_tokens(token_ids, cache_salt=namespace) if self.engine.ready else 0
+    def cached(self, token_ids: Sequence[int], record: Record, pages: Sequence[int]) -> int:
+        name, salt = record.options.adapter, record.namespace.salt
+        if not self.engine.ready or (name is not None and not self.has(name)):
+            return 0
+        return self.engine.cached_tokens(token_ids, cache_salt=salt, adapter=name)
 
     def stats(self) -> EngineStats | None:
         try:
             return self.engine.stats()
         except EngineClosed:
             return None  # it is starting
+
+    def adapters(self) -> list[AdapterInfo]:
+        return self.engine.adapters() if self.engine.ready else []
+
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        return await self.engine.load_adapter(name, path)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self.engine.unload_adapter(name)
 
     async def pause(self) -> None:
         if self.engine.ready:

@@ -10,16 +10,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import AioInferError, ConfigError, InvalidRequest
 from aioinfer.execution.device import DeviceInfo
 from aioinfer.loop.options import RequestOptions
 from aioinfer.observe.stats import EngineStats
+from aioinfer.outputs import AdapterInfo
+from aioinfer.parallel.errors_record import error_of, error_record
 from aioinfer.parallel.frames import PROTOCOL, FrameError
 from aioinfer.params import SamplingParams
 from aioinfer.resuming.params_record import params_of, record_of
 from aioinfer.resuming.record import StreamCheckpoint
 
-__all__ = ["Abort", "Hello", "Read", "Reason", "Stats", "Submit", "Welcome"]
+__all__ = ["Abort", "Adapt", "Adapted", "Hello", "Read", "Reason", "Stats", "Submit", "Welcome"]
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
@@ -33,6 +35,7 @@ _OPTIONS = (
     "running_timeout",
     "max_lag",
     "request_id",
+    "adapter",
 )
 _MOST_REASON = 2000
 
@@ -84,11 +87,13 @@ class Welcome:
     stats: EngineStats
     #: it has a prefix cache
     caches: bool = True
+    adapters: Sequence[AdapterInfo] = ()
 
     def pack(self) -> bytes:
         info = asdict(self.info) | {"eos_token_ids": sorted(self.info.eos_token_ids)}
         record = {"info": info, "slots": self.slots, "step_tokens": self.step_tokens, "caches": self.caches}
-        return json.dumps(record | {"stats": asdict(self.stats)}).encode()
+        record |= {"stats": asdict(self.stats), "adapters": [asdict(each) for each in self.adapters]}
+        return json.dumps(record).encode()
 
     @classmethod
     @_checked
@@ -98,7 +103,8 @@ class Welcome:
         if slots < 1 or step_tokens < 1:
             raise FrameError("a replica without slots")
         info, stats = _made(DeviceInfo, found["info"]), _made(EngineStats, found["stats"])
-        return cls(info, slots, step_tokens, stats, _is(found["caches"], bool))
+        adapters = _adapters(found["adapters"])
+        return cls(info, slots, step_tokens, stats, _is(found["caches"], bool), adapters)
 
 
 class Stats:
@@ -202,6 +208,57 @@ class Read:
     def unpack(payload: bytes) -> tuple[int, int]:
         number, tokens = _READ.unpack(payload)
         return number, tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Adapt:
+    """Load an adapter from a path there; None: unload it. Without a name: leave the load of this number."""
+
+    number: int
+    name: str = ""
+    path: str | None = None
+
+    def pack(self) -> bytes:
+        return json.dumps(asdict(self)).encode(errors="surrogateescape")
+
+    @classmethod
+    @_checked
+    def unpack(cls, payload: bytes) -> Self:
+        found = json.loads(payload)
+        path = None if found["path"] is None else _is(found["path"], str)
+        return cls(_is(found["number"], int), _is(found["name"], str), path)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """What came of it, and the adapters that there are now."""
+
+    number: int
+    adapters: Sequence[AdapterInfo]
+    error: BaseException | None = None
+
+    def pack(self) -> bytes:
+        error = self.error
+        config = str(error)[:_MOST_REASON] if isinstance(error, ConfigError) else None
+        record = None if error is None or config is not None else error_record(error)
+        adapters = [asdict(each) for each in self.adapters]
+        parts = {"number": self.number, "adapters": adapters, "error": record, "config": config}
+        return json.dumps(parts).encode()
+
+    @classmethod
+    @_checked
+    def unpack(cls, payload: bytes) -> Self:
+        found = json.loads(payload)
+        error: AioInferError | None = None
+        if found["config"] is not None:
+            error = ConfigError(_is(found["config"], str))
+        elif found["error"] is not None:
+            error = error_of(found["error"])
+        return cls(_is(found["number"], int), _adapters(found["adapters"]), error)
+
+
+def _adapters(found: Any) -> tuple[AdapterInfo, ...]:
+    return tuple(_made(AdapterInfo, each) for each in _is(found, list))
 
 
 _SUBMIT = struct.Struct("<qII")

@@ -11,7 +11,7 @@ from aioinfer.parallel.record import Attempt, Record
 from aioinfer.parallel.remembering import PAGE
 from aioinfer.parallel.replica import Replica, ReplicaState, take_away
 
-__all__ = ["Placement", "Placing"]
+__all__ = ["Placement", "Placing", "has_adapter"]
 
 #: steps of prefill that a replica may have in its own queue
 _STEPS = 2
@@ -60,9 +60,17 @@ class Placing:
             for each in self.replicas
         )
 
+    def adapts(self, record: Record, *, soon: bool = False) -> bool:
+        """A replica that takes requests has the adapter of a record; ``soon``: or one may have it soon."""
+        states = (ReplicaState.STARTING, ReplicaState.DRAINING)
+        return any(
+            (soon and each.state in states) or (each.state is _READY and has_adapter(each, record))
+            for each in self.replicas
+        )
+
     def choose(self, record: Record, numerics: str | None = None) -> Placement | None:
         """Who computes a record; None: none has room. ``numerics``: of the arithmetic that it must have."""
-        free = [each for each in self.ready if self._has_room(each, record)]
+        free = [each for each in self.ready if has_adapter(each, record) and self._has_room(each, record)]
         if record.output_ids:
             wanted = numerics or record.numerics
             same = [each for each in free if each.info.numerics == wanted]
@@ -137,6 +145,12 @@ class Placing:
         return load.backlog < _STEPS * replica.step_tokens
 
 
+def has_adapter(replica: Replica, record: Record) -> bool:
+    """A replica has what computes a record: where some of its output is there, the same that computed it."""
+    name = record.options.adapter
+    return name is None or replica.has(name, record.adapter_fingerprint if record.output_ids else "")
+
+
 def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequence[int]) -> tuple[int, int]:
     """How many of the known tokens it has, and has or is about to have for another request."""
     if record.params.prompt_logprobs is not None:  # all of it is computed
@@ -147,7 +161,7 @@ def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequenc
             break
         coming += PAGE
     most = len(ids) - 1  # the last known token is always computed
-    return min(replica.cached(ids, record.namespace.salt, pages), most), min(coming, most)
+    return min(replica.cached(ids, record, pages), most), min(coming, most)
 
 
 def _pages(record: Record, known: Sequence[int] = ()) -> list[int]:

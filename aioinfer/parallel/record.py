@@ -12,6 +12,7 @@ new::
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -90,10 +91,17 @@ class _BlockCursor(TokenCursor):
         self.newest_draft = draft
 
 
+def _namespace(options: RequestOptions) -> Namespace:
+    """Where a dispatcher looks for prefixes. Its replicas tell versions of an adapter apart, it does not."""
+    name = options.adapter
+    return Namespace(options.cache_salt or "", 0 if name is None else 1 + zlib.crc32(name.encode()))
+
+
 class Record(Request):
     """One stream of a dispatcher, from its request to its end. Streams read it as they read a request."""
 
     __slots__ = (
+        "adapter_fingerprint",
         "attempt",
         "characters",
         "delivered",
@@ -121,6 +129,8 @@ class Record(Request):
     #: by which arithmetic its tokens were computed
     numerics: str
     options: RequestOptions
+    #: of the adapter that computed its output so far
+    adapter_fingerprint: str
     #: its place in the dispatcher's queue, while it is there
     queued: tuple[int, ...] | None
 
@@ -131,7 +141,7 @@ class Record(Request):
             params,
             arrival=arrival,
             priority=options.priority,
-            namespace=Namespace(options.cache_salt or ""),
+            namespace=_namespace(options),
             routing_key=options.routing_key,
             queue_behind=options.queue_behind,
             label=options.request_id,
@@ -139,7 +149,7 @@ class Record(Request):
         record.options = options
         record.attempt, record.queued, record.losses, record.lost_at = None, None, [], None
         record.characters, record.delivered, record.numerics, record.lost_length = 0, 0, "", -1
-        record.unbegun = 0
+        record.unbegun, record.adapter_fingerprint = 0, ""
         return record
 
     def prepared(
@@ -170,6 +180,7 @@ class Record(Request):
             self.cursor.steps += checkpoint.step_map or ()
         self.resumed, self.identical = len(checkpoint.token_ids), checkpoint.identical
         self.numerics, self.weight_version = checkpoint.numerics, checkpoint.weight_version
+        self.adapter_fingerprint = checkpoint.adapter_fingerprint
         self.delivered = checkpoint.delivered_characters
         assert isinstance(self.consumer, StreamCell)
         self.consumer.taken_ids = checkpoint.delivered_tokens
@@ -211,6 +222,8 @@ class Record(Request):
             cache_salt=self.namespace.salt,
             routing_key=self.routing_key,
             weight_version=self.newest_version,
+            adapter=self.options.adapter,
+            adapter_fingerprint=self.adapter_fingerprint,
         )
 
     def read_checkpoint(self, info: DeviceInfo) -> StreamCheckpoint:

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from aioinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest, shown
 from aioinfer.loop.clock import clock_of
-from aioinfer.outputs import Draft, TokenLogprob
+from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
 from aioinfer.parallel.columns import unpack_rows
 from aioinfer.parallel.connection import BEAT, MISSES, Connection
 from aioinfer.parallel.frames import LIMIT, FrameError, Kind
-from aioinfer.parallel.messages import Abort, Hello, Read, Reason, Stats, Submit, Welcome
+from aioinfer.parallel.messages import Abort, Adapt, Adapted, Hello, Read, Reason, Stats, Submit, Welcome
 from aioinfer.parallel.reading import options_of
 from aioinfer.parallel.record import Attempt, Record
 from aioinfer.parallel.remembering import PAGE, RememberedPages
@@ -95,6 +95,8 @@ class SocketReplica(Replica):
         self._link: _Link | None = None
         self._welcome: Welcome | None = None
         self._stats: EngineStats | None = None
+        #: as of its start, or the last change that was asked for here
+        self._adapters: list[AdapterInfo] = []
 
     @property
     def info(self) -> DeviceInfo:
@@ -143,6 +145,7 @@ class SocketReplica(Replica):
             self._refuse(why)
             raise ConfigError(why)
         self._link, self._welcome, self._stats = link, welcome, welcome.stats
+        self._adapters = list(welcome.adapters)
         link.begin()
 
     def begin_launch(self) -> None:
@@ -219,7 +222,7 @@ class SocketReplica(Replica):
         if self._link is not None and attempt.handle is not None:
             self._link.tell_read(attempt.handle)
 
-    def cached(self, token_ids: Sequence[int], namespace: str, pages: Sequence[int]) -> int:
+    def cached(self, token_ids: Sequence[int], record: Record, pages: Sequence[int]) -> int:
         return self.remembered.leading(pages) * PAGE
 
     def remember(self, pages: Sequence[int]) -> None:
@@ -253,6 +256,30 @@ class SocketReplica(Replica):
     def stats(self) -> EngineStats | None:
         """As of a quarter of a second ago, or as of when it was lost."""
         return self._stats
+
+    def adapters(self) -> list[AdapterInfo]:
+        return self._adapters
+
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """The path is one there."""
+        adapters = await self._adapt(name, path)
+        return next(each for each in adapters if each.name == name)
+
+    async def unload_adapter(self, name: str) -> None:
+        await self._adapt(name, None)
+
+    async def _adapt(self, name: str, path: str | None) -> Sequence[AdapterInfo]:
+        link = self._link
+        if link is None or link.connection.closed:
+            raise EngineFailed(f"the replica {self.name} is not connected")
+        answer = await link.adapt(name, path)
+        if answer.error is not None:
+            raise answer.error
+        return answer.adapters
+
+    def adapted(self, adapters: Sequence[AdapterInfo]) -> None:
+        """These are there now."""
+        self._adapters = list(adapters)
 
     async def pause(self) -> None:
         link = self._link
@@ -289,6 +316,9 @@ class _Link:
         self.sent: dict[int, _Sent] = {}
         #: what waits until no step is in flight
         self.pausing: list[asyncio.Future[None]] = []
+        #: what waits for adapters, by number
+        self._adapting: dict[int, asyncio.Future[Adapted]] = {}
+        self._adapts = 0
         #: this end closes it
         self.closing = False
         self._timer: asyncio.TimerHandle | None = None
@@ -309,6 +339,22 @@ class _Link:
         else:
             connection.send(Kind.PING)
 
+    async def adapt(self, name: str, path: str | None) -> Adapted:
+        """Have an adapter loaded or unloaded; cancelled, it is left."""
+        self._adapts += 1
+        number, waiting = self._adapts, self._loop.create_future()
+        self._adapting[number] = waiting
+        try:
+            self.connection.send(Kind.ADAPT, Adapt(number, name, path).pack())
+            answer: Adapted = await waiting
+            return answer
+        except asyncio.CancelledError:
+            if not self.connection.closed:
+                self.connection.send(Kind.ADAPT, Adapt(number).pack())
+            raise
+        finally:
+            del self._adapting[number]
+
     # -- as End -----------------------------------------------------------------------------------
 
     def connected(self) -> None:
@@ -328,6 +374,11 @@ class _Link:
             case Kind.PAUSED:
                 if self.pausing:
                     _set(self.pausing.pop(0))
+            case Kind.ADAPTED:
+                adapted = Adapted.unpack(payload)
+                self._replica.adapted(adapted.adapters)
+                if (waiting := self._adapting.get(adapted.number)) is not None and not waiting.done():
+                    waiting.set_result(adapted)
             case Kind.LEAVING:
                 self._replica.leaving()
             case Kind.LOST:
@@ -345,6 +396,9 @@ class _Link:
             self._timer.cancel()
         for paused in self.pausing:
             _set(paused)
+        for waiting in self._adapting.values():
+            if not waiting.done():
+                waiting.set_exception(EngineFailed("the connection of the replica was closed"))
         if not self.welcome.done():
             self.welcome.set_exception(cause or EngineError("it has closed the connection"))
             self.welcome.exception()  # whoever waited may have left

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
     from aioinfer.observe.stats import EngineStats
-    from aioinfer.outputs import Draft, TokenLogprob
-    from aioinfer.parallel.record import Attempt, Ending
+    from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
+    from aioinfer.parallel.record import Attempt, Ending, Record
     from aioinfer.resuming.record import StreamCheckpoint
 
 __all__ = ["Load", "Replica", "ReplicaEvents", "ReplicaState", "Rows", "take_away"]
@@ -205,9 +205,9 @@ class Replica(ABC):
         """The consumer has read enough for a request that was parked for it."""
 
     @abstractmethod
-    def cached(self, token_ids: Sequence[int], namespace: str, pages: Sequence[int]) -> int:
-        """Of these tokens, how many from the first on have their KV there, as far as that is known;
-        ``pages``: hashes of their prefixes, of PAGE tokens more each."""
+    def cached(self, token_ids: Sequence[int], record: Record, pages: Sequence[int]) -> int:
+        """Of these tokens of a record, how many from the first on have their KV there, as far as that is
+        known; ``pages``: hashes of their prefixes, of PAGE tokens more each."""
 
     def remember(self, pages: Sequence[int]) -> None:
         """An attempt that has begun there has ended, and leaves what has these hashes."""
@@ -228,6 +228,27 @@ class Replica(ABC):
     @abstractmethod
     def flush_cache(self) -> int:
         """As :meth:`aioinfer.Engine.flush_cache`."""
+
+    @abstractmethod
+    def adapters(self) -> Sequence[AdapterInfo]:
+        """As :meth:`aioinfer.Engine.adapters`; none of one that does not serve."""
+
+    def fingerprint_of(self, name: str | None) -> str:
+        """Of the files of an adapter; empty for none, and for one that it has not."""
+        return "" if name is None else next((e.fingerprint for e in self.adapters() if e.name == name), "")
+
+    def has(self, name: str, fingerprint: str = "") -> bool:
+        """It has an adapter; with a ``fingerprint``, from these files."""
+        found = self.fingerprint_of(name)
+        return bool(found) and fingerprint in ("", found)
+
+    @abstractmethod
+    async def load_adapter(self, name: str, path: str) -> AdapterInfo:
+        """As :meth:`aioinfer.Engine.load_adapter`. Raises EngineFailed where it is lost, too."""
+
+    @abstractmethod
+    async def unload_adapter(self, name: str) -> None:
+        """As :meth:`aioinfer.Engine.unload_adapter`."""
 
     def give_up(self) -> None:
         """The dispatcher is closed while this is being launched, which should fail soon."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from aioinfer.errors import EngineClosed, EngineError, RequestError, TimedOut
@@ -97,6 +97,11 @@ class OpenStreams(LoopBound):
     def closing(self) -> bool:
         """No replica may begin any more."""
         return self.state in (EngineState.DRAINING, EngineState.CLOSED)
+
+    @property
+    def open_requests(self) -> Collection[Record]:
+        """Those that have not ended, in the order of their arrival."""
+        return self._open.keys()
 
     def check_open(self) -> None:
         """Raise EngineClosed when no replica may begin any more."""

@@ -17,7 +17,7 @@ touches a device.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.errors import ConfigError, InvalidRequest, shown
@@ -26,10 +26,19 @@ from aioinfer.outputs import AdapterInfo
 if TYPE_CHECKING:
     from aioinfer.scheduling.request import Request
 
-__all__ = ["LONGEST_NAME", "AdapterRegistry", "AdapterVersion", "check_adapter_name"]
+__all__ = [
+    "ADAPTER_NOT_FOUND",
+    "LONGEST_NAME",
+    "AdapterRegistry",
+    "AdapterVersion",
+    "adapter_not_loaded",
+    "check_adapter_name",
+]
 
 #: characters of a name
 LONGEST_NAME = 256
+#: of the error of one that asks for an adapter that is not there
+ADAPTER_NOT_FOUND = "adapter_not_found"
 
 
 def check_adapter_name(name: Any, model: str, field: str = "name") -> None:
@@ -40,6 +49,19 @@ def check_adapter_name(name: Any, model: str, field: str = "name") -> None:
         )
     if name == model:
         raise InvalidRequest(field, f"{shown(name)} is the name of the model")
+
+
+def adapter_not_loaded(
+    name: Any, loaded: Iterable[str], field: str = "adapter", reason: str = ""
+) -> InvalidRequest:
+    """The error of one that asks for an adapter that is not there. ``reason``: why there can be none."""
+    if reason:
+        message = f"there are none here: {reason}"
+    else:
+        names = sorted(loaded)
+        there = ", ".join(map(shown, names[:10])) + ", ..." * (len(names) > 10)
+        message = f"{shown(name)} is not loaded; there are: {there or 'none'}"
+    return InvalidRequest(field, message, code=ADAPTER_NOT_FOUND)
 
 
 class AdapterVersion:
@@ -116,16 +138,12 @@ class AdapterRegistry:
         """What a new request with this name gets. Raises InvalidRequest."""
         version = self.loaded.get(name)
         if version is None:
-            raise InvalidRequest("adapter", self.unknown(name))
+            raise self.not_loaded(name, "adapter")
         return version
 
-    def unknown(self, name: str) -> str:
-        """Why there is no adapter of this name."""
-        if not self.slots:
-            return f"this engine has none: {self.reason}"
-        names = ", ".join(map(shown, sorted(self.loaded)[:10])) or "none"
-        more = ", ..." if len(self.loaded) > 10 else ""
-        return f"{shown(name)} is not loaded; there are: {names}{more}"
+    def not_loaded(self, name: str, field: str = "name") -> InvalidRequest:
+        """The error of one that asks for an adapter of this name."""
+        return adapter_not_loaded(name, self.loaded, field, "" if self.slots else self.reason)
 
     def begin(self, name: str) -> None:
         """A load of this name begins; :meth:`end` follows. Raises ConfigError if it can never be there."""
@@ -183,6 +201,11 @@ class AdapterRegistry:
         """The device has forgotten a version that was leaving."""
         del self._leaving[version.slot]
         self._free.append(version.slot)
+
+    @property
+    def free(self) -> int:
+        """Slots with nothing in them."""
+        return len(self._free)
 
     @property
     def draining(self) -> int:

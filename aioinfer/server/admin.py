@@ -19,6 +19,7 @@ from aiohttp.typedefs import Handler, Middleware
 from aioinfer.config import ServerConfig, is_loopback
 from aioinfer.engine_like import EngineLike
 from aioinfer.errors import InvalidRequest
+from aioinfer.server.adapters import LOAD, UNLOAD, Adapters
 from aioinfer.server.http.access import host_name
 from aioinfer.server.http.failures import Failure, Refused, as_failure
 from aioinfer.server.http.keys import Keys
@@ -48,6 +49,8 @@ def admin_application(engine: EngineLike, config: ServerConfig) -> web.Applicati
             web.post("/resume", routes.resume),
             web.post("/flush", routes.flush),
             web.post("/drain", routes.drain),
+            web.post("/v1/load_lora_adapter", routes.load_adapter),
+            web.post("/v1/unload_lora_adapter", routes.unload_adapter),
         ]
     )
     return app
@@ -57,6 +60,7 @@ class _AdminRoutes:
     def __init__(self, engine: EngineLike, config: ServerConfig) -> None:
         self._engine = engine
         self._config = config
+        self._adapters = Adapters(engine, config, config.model_names or (engine.config.model_name,))
 
     async def stats(self, request: web.Request) -> web.StreamResponse:
         """Every gauge and counter of :class:`~aioinfer.EngineStats`."""
@@ -74,6 +78,13 @@ class _AdminRoutes:
     async def flush(self, request: web.Request) -> web.StreamResponse:
         """Forget cached prefixes."""
         return _json({"freed_pages": self._engine.flush_cache()})
+
+    async def load_adapter(self, request: web.Request) -> web.StreamResponse:
+        """As the server's own route."""
+        return web.Response(text=await self._adapters.load(await _body(request, *LOAD)))
+
+    async def unload_adapter(self, request: web.Request) -> web.StreamResponse:
+        return web.Response(text=await self._adapters.unload(await _body(request, *UNLOAD)))
 
     async def drain(self, request: web.Request) -> web.StreamResponse:
         """Accept nothing more; answered when the open requests have ended, after ``timeout`` seconds at most.

@@ -126,6 +126,7 @@ class Generation:
             computes,
             most,
             aliases=self._aliases,
+            adapters=frozenset(each.name for each in engine.adapters()) if engine.ready else frozenset(),
             request_id=record_of(request).id,
         )
         return await self._parser.parse(lambda body: parse(body, served), raw, limits), limits

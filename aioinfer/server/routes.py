@@ -11,6 +11,7 @@ from aioinfer.config import ServerConfig
 from aioinfer.engine_like import EngineLike
 from aioinfer.errors import ConfigError
 from aioinfer.observe.tracing import within
+from aioinfer.server.adapters import AdapterRoutes
 from aioinfer.server.anthropic.endpoints import COUNT_ENDPOINT, MESSAGES_ENDPOINT
 from aioinfer.server.anthropic.parsing import parse_count
 from aioinfer.server.anthropic.wires import MESSAGES_WIRE
@@ -50,6 +51,7 @@ class Routes:
         self._generation = Generation(engine, config, models, self._metrics)
         self._status = Status(engine, config, models, keys)
         self._tokens = Tokens(engine, config, self._generation)
+        self._adapters = AdapterRoutes(engine, config, models, self._generation)
         self._pages = Pages(keyed=keys.given)
         self._watching = Watching(engine, config, keys)
 
@@ -67,6 +69,7 @@ class Routes:
             COUNT_ENDPOINT.route(self._count_tokens),
             *self._tokens.routes(),
             *self._status.routes(),
+            *self._adapters.routes(),
             *self._pages.routes(),
         ]
 

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import PurePath
 from typing import Literal, TypedDict
 
 from aiohttp import web
@@ -14,6 +15,7 @@ from aioinfer import __version__
 from aioinfer.config import ServerConfig
 from aioinfer.engine import EngineState
 from aioinfer.engine_like import EngineLike
+from aioinfer.outputs import AdapterInfo
 from aioinfer.server.http.access import WebAccess
 from aioinfer.server.http.keys import Keys
 from aioinfer.server.openai.objects import Model, Models, Permission
@@ -72,8 +74,8 @@ _PING = Endpoint(
 )
 _LIVE = Endpoint("GET", "/livez", "The process is alive", answer=Live, open=True, place="root", tag="status")
 _VERSION = Endpoint("GET", "/version", "The version of aioinfer", answer=Version, place="root", tag="status")
-_MODELS = Endpoint("GET", "/models", "The served model, as a list", answer=Models)
-_MODEL = Endpoint("GET", "/models/{model}", "The served model", answer=Model)
+_MODELS = Endpoint("GET", "/models", "The served model and its adapters, as a list", answer=Models)
+_MODEL = Endpoint("GET", "/models/{model}", "The served model, or an adapter", answer=Model)
 
 #: paths of a server that monitors ask by any name, without a key and beyond the limit of connections
 OPEN_PATHS = frozenset({HEALTH.path, _READY.path, _PING.path, _LIVE.path})
@@ -101,20 +103,25 @@ class Status:
         ]
 
     async def models(self, request: web.Request) -> web.StreamResponse:
+        adapters = [self._adapter(each) for each in self._adapters()]
+        data = [*map(self._body, self._models), *adapters]
         found: Models = {
             "object": "list",
-            "data": [*map(self._body, self._models)],
+            "data": data,
             "has_more": False,
-            "first_id": self._models[0],
-            "last_id": self._models[-1],
+            "first_id": data[0]["id"],
+            "last_id": data[-1]["id"],
         }
         return web.json_response(found)
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["model"]
-        if name not in self._models:
-            raise model_not_found(self._models[0], name)
-        return web.json_response(self._body(name))
+        if name in self._models:
+            return web.json_response(self._body(name))
+        for each in self._adapters():
+            if each.name == name:
+                return web.json_response(self._adapter(each))
+        raise model_not_found(self._models[0], name)
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         """200 while requests are accepted and steps finish, 503 otherwise."""
@@ -143,6 +150,16 @@ class Status:
             self._access.check_local(request)
         trace = await asyncio.to_thread(self._engine.timeline.chrome_trace)
         return web.Response(text=trace, content_type="application/json")
+
+    def _adapters(self) -> list[AdapterInfo]:
+        """Those that requests can select by a name of their own."""
+        loaded = self._engine.adapters() if self._engine.ready else []
+        return [each for each in loaded if each.name not in self._models]
+
+    def _adapter(self, adapter: AdapterInfo) -> Model:
+        """Its directory and the model that it belongs to are known by their names."""
+        body = self._body(adapter.name)
+        return {**body, "root": PurePath(adapter.path).name, "parent": self._models[0]}
 
     def _body(self, name: str) -> Model:
         longest = self._engine.info.max_model_len if self._engine.ready else None

@@ -7,6 +7,7 @@ from typing import Any
 
 from aioinfer.engine import Engine
 from aioinfer.loop.core import Core
+from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion
 from aioinfer.scheduling.audit import audit, check
 from aioinfer.scheduling.block_batch import BlockBatch
 from aioinfer.scheduling.block_cursor import BlockCursor
@@ -38,6 +39,9 @@ class LawChecker:
         self.verifying: dict[tuple[int, int], int] = {}
         #: a step ran out of memory: then, and only then, the eldest is retracted
         self.running_out = False
+        #: of the core; and by slot of an adapter, the newest step that read it
+        self.adapters: AdapterRegistry | None = None
+        self.adapter_read: dict[int, int] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
@@ -81,6 +85,13 @@ class LawChecker:
         assert first >= request.kv.cached_pages, "a row writes into the prefix cache"
         for page in request.kv.pages[: request.kv.cached_pages]:
             assert self.page_written.get(page, 0) <= self.resolved, f"cached page {page} is not resolved"
+        version = request.adapter
+        assert request.namespace.adapter == (0 if version is None else version.uid), "adapter"
+        assert version is None or request in version.users, "an adapter was given back too early"
+        if row.new_request is not None:
+            assert row.new_request.adapter == (0 if version is None else version.slot), "adapter"
+        if version is not None:
+            self.adapter_read[version.slot] = step.id
         tenant = (request.key, request.recovery.retractions)
         void = max(request.recovery.void_until, request.recovery.junk_until)
         assert self.verifying.get(tenant, 0) <= max(self.resolved, void), "a row behind drafts in flight"
@@ -138,8 +149,12 @@ class LawChecker:
 
     def check(self) -> None:
         check(self.scheduler)
+        if self.adapters is not None:
+            self.adapters.check()
         if self.launched % 8 == 0:
             audit(self.scheduler)
+            if self.adapters is not None:
+                self.adapters.audit()
         memory = self.scheduler.memory
         if memory.pages.fenced or memory.slots.fenced:
             assert self.resolved < self.launched, "something is fenced, and no step is in flight"
@@ -277,6 +292,14 @@ def watch(engine: Engine) -> LawChecker:
 def watch_core(core: Core) -> LawChecker:
     senior = core.scheduler
     checker = BlockLaws(senior) if isinstance(senior.queues.batch, BlockBatch) else LawChecker(senior)
+    checker.adapters = core.adapters
+    leaving = core.adapters.when_leaving
+
+    def leave(version: AdapterVersion) -> None:
+        assert checker.adapter_read.get(version.slot, 0) <= checker.resolved, "an adapter leaves in flight"
+        leaving(version)
+
+    core.adapters.when_leaving = leave
 
     class Watched(RequestQueues):
         __slots__ = ()

@@ -53,9 +53,15 @@ async def lifetime(world: World, number: int) -> None:
             *("never", "restore"),
         ]
     )
+    adapter, key = (None, 0) if world.adapters is None else world.adapters.choose(engine)
     try:
         stream = engine.generate(
-            text if as_text else ids, params, request_id=name_of(params), **timeouts, **scheduling
+            text if as_text else ids,
+            params,
+            request_id=name_of(params),
+            adapter=adapter,
+            **timeouts,
+            **scheduling,
         )
     except (errors.Rejected, errors.EngineFailed) as error:
         assert isinstance(error, errors.Rejected) or world.device.lost
@@ -83,7 +89,7 @@ async def lifetime(world: World, number: int) -> None:
     if outcome[0] in ("finished", "left"):
         result = stream.result() if behaviour == "await" else None
         tokens, answer, reason = outcome[1:]
-        world.claims.append(Claim(number, behaviour, ids, params, tokens, answer, reason, result))
+        world.claims.append(Claim(number, behaviour, ids, params, tokens, answer, reason, result, key))
 
 
 async def _consume(world: World, stream: Stream, behaviour: str) -> tuple[Any, ...]:
@@ -166,10 +172,16 @@ async def _restored(world: World, stream: Stream, limit: int) -> AsyncIterator[C
                 break
         if not cut:
             return
-        stored = stream.checkpoint().to_json()
+        checkpoint = StreamCheckpoint.from_json(stream.checkpoint().to_json())
         stream.close()
         world.restored += 1
-        stream = world.engine.restore(StreamCheckpoint.from_json(stored))
+        try:
+            stream = world.engine.restore(checkpoint)
+        except errors.InvalidRequest as error:
+            assert error.field == "checkpoint"
+            found = {(each.name, each.fingerprint) for each in world.engine.adapters()}
+            assert (checkpoint.adapter, checkpoint.adapter_fingerprint) not in found, error
+            return  # its adapter is gone
 
 
 async def operate(world: World) -> None:
@@ -225,18 +237,26 @@ async def run_world(world: World, lifetimes: int) -> LawChecker:
     await world.engine.start()
     checker = watch(world.engine)
     assert world.engine.ready
-    operator = asyncio.ensure_future(operate(world))
+    operators = [asyncio.ensure_future(operate(world))]
+    if world.adapters is not None:
+        operators.append(asyncio.ensure_future(world.adapters.operate(world.engine)))
     async with asyncio.TaskGroup() as group:
         for number in range(lifetimes):
             group.create_task(lifetime(world, number))
-    operator.cancel()
-    await asyncio.wait([operator])
+    for operator in operators:
+        operator.cancel()
+    await asyncio.wait(operators)
+    for operator in operators:
+        if not operator.cancelled():
+            operator.result()
     gc.collect()
     world.verify(world, world.claims)
     if world.device.lost:
         assert world.engine.state is EngineState.FAILED
         assert not world.engine._core.scheduler.queues.has_unfinished
     else:
+        if world.adapters is not None:
+            await world.adapters.settle(world.engine, world.device)
         await settle(world.engine)
     await world.engine.aclose()
     return checker

@@ -21,12 +21,15 @@ def test_random_lifetimes_keep_every_law(block: int) -> None:
     """3 blocks of 125 worlds of 80 lifetimes: 30,000 in all. The quick tier has 3,000."""
     counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
+    adapters: Counter[str] = Counter()
     restored = 0
     for seed in range(block * WORLDS, (block + 1) * WORLDS):
         world, checker = simulate(seed, LIFETIMES)
         counts += world.counts
         totals += checker.totals()
         restored += world.restored
+        if world.adapters is not None:
+            adapters += world.adapters.counts
     assert restored > LIFETIMES
     assert counts.total() == LIFETIMES * WORLDS
     assert len(COMBINATIONS) * 2 <= WORLDS
@@ -44,6 +47,9 @@ def test_random_lifetimes_keep_every_law(block: int) -> None:
         assert counts[outcome] > 0, (outcome, counts)
     for happening in checker.totals():
         assert totals[happening] > 0, (happening, totals)
+    for happening in ("loaded", "replaced", "unloaded", "refused loads", "cancelled loads", "failed loads"):
+        assert adapters[happening] > 0, (happening, adapters)
+    assert adapters["drained"] > 0, "no version outlived its name"
 
 
 @pytest.mark.parametrize("seed", grid([3], [4, 5]))

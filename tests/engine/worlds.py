@@ -17,6 +17,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Row, Step
 from aioinfer.testing import TimedLauncher, ToyDevice, ToyTokenizer, toy_generate
 from aioinfer.testing.toy import toy_logprob
+from tests.engine.adapting import Adapting
 from tests.speculation.drafters import KINDS, Guesser
 
 VOCAB = 64
@@ -36,6 +37,8 @@ class Claim:
     reason: str | None
     #: if the consumer waited for it
     result: Result | None
+    #: key of the adapter that it was accepted with
+    adapter: int = 0
 
 
 @dataclass
@@ -56,6 +59,8 @@ class World:
     counts: Counter[str] = field(default_factory=Counter)
     #: times that a stream was cut and went on from its checkpoint
     restored: int = 0
+    #: None: nobody loads any
+    adapters: Adapting | None = None
 
 
 #: policy, admission, mixed, prefix cache
@@ -122,6 +127,7 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
     num_pages = rng.randint(8, 40) if page_size > 1 else rng.randint(24, 60)
     settings: dict[str, Any] = {"overlap_steps": rng.choice([0, 1, 2]), "admission": admission}
     drafting, drafter = random_drafting(random.Random(seed + 5))
+    adapting = Adapting.of(random.Random(seed + 6))
     config = EngineConfig(
         model="toy",
         page_size=page_size,
@@ -130,6 +136,7 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         chunk_size=rng.choice([1, 3, 8, 64]),
         state_snapshot_tokens=random.Random(seed + 4).choice([1, 1, 5, 64]),
         seed=seed,
+        max_adapters=0 if adapting is None else adapting.most,
         max_prefill_tokens=rng.choice([None, None, 4, 16]),
         mixed=mixed,
         policy=policy,
@@ -160,6 +167,7 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         late_fault=faults.late,
         defer=defer,
         snapshots=snapshots,
+        max_adapters=config.adapter_slots,
     )
     faults.device = device
     launcher = TimedLauncher(
@@ -167,7 +175,7 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
     )
     tokenizer = ToyTokenizer(VOCAB, looks_up=seed % 2 == 1)
     engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: tokenizer, drafter=drafter)
-    return World(rng, engine, device, launcher, random_params, verify)
+    return World(rng, engine, device, launcher, random_params, verify, adapters=adapting)
 
 
 def random_drafting(rng: random.Random) -> tuple[dict[str, Any], Guesser | None]:
@@ -202,7 +210,14 @@ def verify(world: World, claims: Sequence[Claim]) -> None:
     for claim in claims:
         params = claim.params
         assert params.seed is not None
-        ids = toy_generate(claim.prompt, params, seed=params.seed, vocab_size=VOCAB, max_length=limit)
+        ids = toy_generate(
+            claim.prompt,
+            params,
+            seed=params.seed,
+            vocab_size=VOCAB,
+            max_length=limit,
+            adapter=claim.adapter,
+        )
         verify_ids(claim, ids)
         result = claim.result
         if result is None:

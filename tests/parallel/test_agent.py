@@ -49,7 +49,11 @@ async def test_a_replica_says_what_it_is(served: Served) -> None:
     [
         (Hello("wrong"), "token", "the token is not that of this replica"),
         (Hello(), "token", "the token is not that of this replica"),
-        (Hello(TOKEN, protocol=PROTOCOL + 1), "protocol", "it speaks protocol 2, and this replica 1"),
+        (
+            Hello(TOKEN, protocol=PROTOCOL + 1),
+            "protocol",
+            f"it speaks protocol {PROTOCOL + 1}, and this replica {PROTOCOL}",
+        ),
         (Hello(TOKEN, "other"), "fingerprint", "it wants the model other, and this replica has"),
     ],
 )

@@ -17,11 +17,11 @@ from aioinfer.errors import EngineError
 from aioinfer.execution.device import DeviceInfo
 from aioinfer.loop.options import RequestOptions
 from aioinfer.observe.stats import EngineStats
-from aioinfer.outputs import Draft, TokenLogprob
+from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
 from aioinfer.parallel.columns import pack_rows, unpack_rows
 from aioinfer.parallel.errors_record import error_of, error_record
 from aioinfer.parallel.frames import HANDSHAKE_LIMIT, LIMIT, FrameError, FrameReader, Kind, frame
-from aioinfer.parallel.messages import Abort, Hello, Read, Reason, Stats, Submit, Welcome
+from aioinfer.parallel.messages import Abort, Adapt, Adapted, Hello, Read, Reason, Stats, Submit, Welcome
 from aioinfer.parallel.record import Ending
 from aioinfer.parallel.replica import Rows
 from aioinfer.params import DiffusionParams, Grammar
@@ -288,6 +288,7 @@ STATS = EngineStats(
         for item in dataclasses.fields(EngineStats)
     }
 )
+ADAPTER = AdapterInfo("sql", "/adapters/sql", 3, 16, 1 << 20, "abc", 2)
 PARAMS = [
     SamplingParams(seed=5),
     SamplingParams(temperature=0.0, max_tokens=9, stop=["a", "b"], seed=1 << 62),
@@ -310,6 +311,7 @@ def submits(draw: Any) -> Submit:
         running_timeout=draw(seconds),
         max_lag=draw(st.none() | st.integers(1, 100)),
         request_id=draw(st.none() | TEXT),
+        adapter=draw(st.none() | TEXT),
     )
     checkpoint = None
     if draw(st.booleans()):
@@ -324,6 +326,8 @@ def submits(draw: Any) -> Submit:
             seed=params.seed or 0,
             token_ids=output,
             logprobs=tuple(draw(st.lists(logprobs(), max_size=2))),
+            adapter=draw(st.none() | TEXT),
+            adapter_fingerprint=draw(st.sampled_from(["", "abc"])),
         )
     return Submit(draw(NUMBERS), ids, params, options, checkpoint, draw(COUNTS))
 
@@ -355,7 +359,23 @@ MESSAGES: list[tuple[Callable[[bytes], Any], bytes]] = [
     (Submit.unpack, Submit(4, (1, 2), PARAMS[1], RequestOptions(), None, 0).pack()),
     (Abort.unpack, Abort.pack(9)),
     (Read.unpack, Read.pack(9, 100)),
+    (Adapt.unpack, Adapt(7, "sql", "/adapters/sql").pack()),
+    (Adapted.unpack, Adapted(7, [ADAPTER], errors.Rejected("full")).pack()),
 ]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [None, errors.ConfigError("q_proj: no"), errors.InvalidRequest("name", "is not loaded", code="c")],
+)
+def test_what_came_of_an_adapter_comes_out_as_it_went_in(error: Any) -> None:
+    found = Adapted.unpack(Adapted(7, (ADAPTER,), error).pack())
+    assert (found.number, found.adapters) == (7, (ADAPTER,))
+    assert type(found.error) is type(error)
+    assert str(found.error) == str(error)
+    for order in (Adapt(1, "ü", "/a b"), Adapt(2, "x"), Adapt(3)):
+        assert Adapt.unpack(order.pack()) == order
+    assert Welcome.unpack(Welcome(INFO, 8, 512, STATS, True, (ADAPTER,)).pack()).adapters == (ADAPTER,)
 
 
 def test_what_a_replica_is_comes_out_as_it_went_in() -> None:

@@ -74,6 +74,7 @@ class Toy(Engine):
                 vocab_size=vocab_size,
                 max_model_len=longest,
                 fault=fault,
+                max_adapters=config.adapter_slots,
             )
             self.launcher = TimedLauncher(self.device, lambda step: STEP + PER_TOKEN * step.num_tokens)
             return self.launcher
@@ -94,8 +95,9 @@ def prompt(seed: int, length: int = 16, vocab_size: int = 64) -> list[int]:
     return random.Random(seed).choices(range(vocab_size), k=length)
 
 
-def expected(prompt: Sequence[int], params: SamplingParams = PARAMS) -> list[int]:
-    return toy_generate(prompt, params)
+def expected(prompt: Sequence[int], params: SamplingParams = PARAMS, adapter: int = 0) -> list[int]:
+    """``adapter``: its key."""
+    return toy_generate(prompt, params, adapter=adapter)
 
 
 def record(stream: Stream) -> Record:

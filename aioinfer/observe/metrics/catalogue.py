@@ -101,6 +101,8 @@ _GAUGES = (
         "kv_usage_ratio", "Share of KV pages held by requests or steps in flight.", "kv_usage", unit="ratio"
     ),
     _gauge("state_snapshots", "Recurrent states kept for cached prefixes.", "snapshots_cached"),
+    _gauge("adapters_loaded", "LoRA adapters that requests can have."),
+    _gauge("adapters_draining", "Adapters that were replaced or unloaded and still hold memory."),
     _gauge("steps_in_flight", "Steps that are launched and not read."),
     _gauge("step_limit_tokens", "Present limit of tokens per step.", "step_tokens", unit="tokens"),
     _gauge("new_token_ratio", "Share of the possible output that admission reserves.", unit="ratio"),

@@ -52,7 +52,7 @@ NO_THREADS = "thread_unsupported_request"
 
 #: of ``/v1/messages/count_tokens``
 COUNT: Table = {
-    "model": Honoured("the served model's name; a request without it gets the served model", schema=TEXT),
+    "model": Honoured("name of the served model (the default), or of an adapter", schema=TEXT),
     "messages": Honoured("the conversation", schema=array(OBJECT, 1), required=True),
     "system": Honoured("text, or a list of blocks of text", schema=_BLOCKS),
     "tools": Honoured(

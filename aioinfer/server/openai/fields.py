@@ -91,7 +91,7 @@ _GRAMMARS: Table = {
 _COMMON: Table = {
     **_SAMPLING,
     **_GRAMMARS,
-    "model": Honoured("the served model's name; a request without it gets the served model", schema=TEXT),
+    "model": Honoured("name of the served model (the default), or of an adapter", schema=TEXT),
     "n": Honoured("choices per prompt", schema=integer(1, MAX_CHOICES)),
     "stream": Honoured("server-sent events", schema=FLAG),
     "stream_options": Honoured("what a stream includes"),

@@ -238,15 +238,17 @@ class Permission(TypedDict):
 
 
 class Model(TypedDict):
-    """The served model, in the forms of OpenAI (``object``, ``created``), vLLM (``max_model_len``) and
-    Anthropic (``type``, ``created_at``)."""
+    """The served model, or an adapter of it, in the forms of OpenAI (``object``, ``created``), vLLM
+    (``max_model_len``) and Anthropic (``type``, ``created_at``)."""
 
     id: str
     object: Literal["model"]
     created: int
     owned_by: str
+    #: of an adapter, the name of its directory
     root: str
-    parent: None
+    #: of an adapter, the model that it belongs to
+    parent: str | None
     max_model_len: int | None
     #: positions per block, of a diffusion model
     block_size: NotRequired[int]

@@ -61,13 +61,20 @@ class Served:
     most: Mapping[str, float | None] = field(default_factory=dict)
     #: further names of the model
     aliases: frozenset[str] = frozenset()
+    #: names of the adapters that are loaded
+    adapters: frozenset[str] = frozenset()
     request_id: str = ""
+
+    def adapter(self, wanted: Any) -> str | None:
+        """The adapter of a call that asks for the model ``wanted``; None: the model alone."""
+        adapters = self.adapters - self.aliases - {self.model}
+        return wanted if isinstance(wanted, str) and wanted in adapters else None
 
     def name(self, wanted: Any) -> str:
         """The name in the answer to a call that asks for the model ``wanted``; None: any. Raises Refused."""
         if wanted is None or wanted == self.model:
             return self.model
-        if isinstance(wanted, str) and wanted in self.aliases:
+        if isinstance(wanted, str) and (wanted in self.aliases or wanted in self.adapters):
             return wanted
         raise model_not_found(self.model, wanted)
 
@@ -248,7 +255,7 @@ def _call(
     params = _sampling(body, defaults, logprobs, table, names)
     extras, options_given = parse_extras(body, served.most)
     other_key = body.get("routing_key") is None
-    names["routing_key"] = "prompt_cache_key" if other_key else "routing_key"
+    names |= {"routing_key": "prompt_cache_key" if other_key else "routing_key", "adapter": "model"}
     return Call(
         id=f"{prefix}{_request_id(body, served)}",
         created=int(time.time()),
@@ -265,6 +272,7 @@ def _call(
             "priority": 0 if body.get("priority") is None else body["priority"],
             "cache_salt": "" if body.get("cache_salt") is None else body["cache_salt"],
             "routing_key": body.get("prompt_cache_key") if other_key else body["routing_key"],
+            "adapter": served.adapter(body.get("model")),
             **options_given,
         },
         step_map=step_map,

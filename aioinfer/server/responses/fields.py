@@ -66,7 +66,7 @@ INCLUDABLE = frozenset(
 #: of the body
 RESPONSES: Table = {
     **EXTENSIONS,
-    "model": Honoured("the served model's name; a request without it gets the served model", schema=TEXT),
+    "model": Honoured("name of the served model (the default), or of an adapter", schema=TEXT),
     "input": Honoured(
         "text, or items: messages, calls and their outputs, reasoning",
         schema=TEXT,

@@ -1,0 +1,179 @@
+"""Adapters: routes that load and unload LoRA adapters, with vLLM's paths, for servers with ``lora_root``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from aiohttp import web
+
+from aioinfer.chat.fields import Honoured, Table
+from aioinfer.chat.schemas import FLAG, text
+from aioinfer.config import ServerConfig
+from aioinfer.engine_like import EngineLike
+from aioinfer.errors import ConfigError, InvalidRequest, OutOfMemory, RequestError, renamed, shown
+from aioinfer.scheduling.adapters import ADAPTER_NOT_FOUND, LONGEST_NAME
+from aioinfer.server.generation import Generation
+from aioinfer.server.http.failures import Failure, Refused
+from aioinfer.server.http.records import record_of
+from aioinfer.server.openai.protocol import Served, flag_of, object_of
+from aioinfer.server.openapi.endpoints import Body, Endpoint, Route
+
+__all__ = ["LOAD", "UNLOAD", "AdapterRoutes", "Adapters", "confined"]
+
+_LONGEST_PATH = 4096
+#: argument of the engine -> field of the body
+_NAMES = {"name": "lora_name", "path": "lora_path"}
+
+_NAME = Honoured("its name, by which requests select it", schema=text(1, LONGEST_NAME), required=True)
+LOAD: Table = {
+    "lora_name": _NAME,
+    "lora_path": Honoured(
+        "a directory in the server's `lora_root`; a relative path begins there",
+        schema=text(1, _LONGEST_PATH),
+        required=True,
+    ),
+    "load_inplace": Honoured(
+        "replace an adapter of this name; requests that it has already keep it to their ends", schema=FLAG
+    ),
+}
+UNLOAD: Table = {"lora_name": _NAME}
+
+_OFF = {403: "The server has no `lora_root`, or the `Host` or the `Origin` is not allowed."}
+_LOAD = Endpoint(
+    "POST",
+    "/load_lora_adapter",
+    "Load a LoRA adapter",
+    body=Body("LoadLoraAdapterRequest", LOAD, examples=({"lora_name": "sql", "lora_path": "sql-v2"},)),
+    media="text/plain",
+    statuses=_OFF,
+    tag="adapters",
+)
+_UNLOAD = Endpoint(
+    "POST",
+    "/unload_lora_adapter",
+    "Unload a LoRA adapter",
+    body=Body("UnloadLoraAdapterRequest", UNLOAD, examples=({"lora_name": "sql"},)),
+    media="text/plain",
+    statuses=_OFF | {404: "There is no such adapter or path."},
+    tag="adapters",
+)
+
+
+class Adapters:
+    """What the routes do, whatever socket they are on."""
+
+    def __init__(self, engine: EngineLike, config: ServerConfig, models: Sequence[str]) -> None:
+        """``models``: names that no adapter may have."""
+        self._engine = engine
+        self._root = config.lora_root
+        self._models = frozenset(models)
+
+    async def load(self, body: dict[str, Any]) -> str:
+        """Returns what the answer says. Raises Refused, InvalidRequest, and what the engine raises."""
+        root = self._enabled()
+        name = _text_of(body, "lora_name")
+        if name in self._models:
+            raise InvalidRequest("lora_name", f"{shown(name)} is the name of the model")
+        replaces = flag_of(body, "load_inplace")
+        if not replaces and any(each.name == name for each in self._engine.adapters()):
+            raise InvalidRequest("lora_name", f"{shown(name)} is loaded already: load_inplace replaces it")
+        path = await asyncio.to_thread(confined, root, _text_of(body, "lora_path"))
+        try:
+            await self._engine.load_adapter(name, path)
+        except ConfigError as error:
+            raise InvalidRequest("lora_path", str(error)) from error
+        except OutOfMemory as error:
+            raise InvalidRequest("lora_path", f"there is no memory for it: {error}") from error
+        except RequestError as error:
+            raise renamed(error, _NAMES) from error.__cause__
+        return f"Success: the LoRA adapter {name!r} was {'replaced' if replaces else 'added'}."
+
+    async def unload(self, body: dict[str, Any]) -> str:
+        """As :meth:`load`."""
+        self._enabled()
+        name = _text_of(body, "lora_name")
+        try:
+            await self._engine.unload_adapter(name)
+        except InvalidRequest as error:
+            if error.code == ADAPTER_NOT_FOUND:
+                _not_found(error)
+            raise renamed(error, _NAMES) from error.__cause__
+        return f"Success: the LoRA adapter {name!r} was removed."
+
+    def _enabled(self) -> str:
+        if self._root is None:
+            message = "this server loads no adapters for requests: its lora_root is not set"
+            raise Refused(Failure(403, "permission_error", message, code="lora_root_not_set"))
+        return self._root
+
+
+class AdapterRoutes:
+    """The handlers of a server's own routes, of one engine."""
+
+    def __init__(
+        self, engine: EngineLike, config: ServerConfig, models: Sequence[str], generation: Generation
+    ) -> None:
+        self._adapters = Adapters(engine, config, models)
+        self._generation = generation
+
+    def routes(self) -> list[Route]:
+        return [_LOAD.route(self.load), _UNLOAD.route(self.unload)]
+
+    async def load(self, request: web.Request) -> web.StreamResponse:
+        with record_of(request).admitted():
+            body, _ = await self._generation.parsed(request, _parse_load)
+            return web.Response(text=await self._adapters.load(body))
+
+    async def unload(self, request: web.Request) -> web.StreamResponse:
+        with record_of(request).admitted():
+            body, _ = await self._generation.parsed(request, _parse_unload)
+            return web.Response(text=await self._adapters.unload(body))
+
+
+def _parse_load(raw: bytes, served: Served) -> dict[str, Any]:
+    return object_of(raw, served, LOAD)
+
+
+def _parse_unload(raw: bytes, served: Served) -> dict[str, Any]:
+    return object_of(raw, served, UNLOAD)
+
+
+def confined(root: str, path: str) -> Path:
+    """A directory in ``root``, without links. Blocks. Raises InvalidRequest, which says the same of whatever
+    lies outside, whether it is there or not."""
+    if "\0" in path:
+        raise InvalidRequest("lora_path", "has a NUL character")
+    if len(path) > _LONGEST_PATH:
+        raise InvalidRequest("lora_path", f"is longer than {_LONGEST_PATH} characters")
+    try:
+        top = Path(root).expanduser().resolve(strict=True)
+    except (OSError, RuntimeError):
+        raise InvalidRequest("lora_path", "the lora_root of this server is not there") from None
+    try:
+        found = (top / path).resolve()
+        inside = found.is_relative_to(top)
+        there = inside and found.is_dir()
+    except (OSError, RuntimeError, ValueError):  # a loop of links, a name that is too long
+        raise InvalidRequest("lora_path", f"{shown(path)} cannot be followed") from None
+    if not inside:
+        raise InvalidRequest("lora_path", f"{shown(path)} lies outside of lora_root")
+    if not there:
+        raise InvalidRequest("lora_path", f"there is no directory {shown(path)} in lora_root")
+    return found
+
+
+def _text_of(body: dict[str, Any], name: str) -> str:
+    value = body.get(name)
+    if not isinstance(value, str) or not value:
+        raise InvalidRequest(name, f"must be text, got {shown(value)}")
+    return value
+
+
+def _not_found(error: InvalidRequest) -> NoReturn:
+    message = f"lora_name: {error.message}"
+    raise Refused(
+        Failure(404, "invalid_request_error", message, param="lora_name", code=error.code)
+    ) from error
