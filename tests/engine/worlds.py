@@ -36,6 +36,8 @@ class Claim:
     reason: str | None
     #: if the consumer waited for it
     result: Result | None
+    #: how many tokens weights of which version computed
+    versions: list[tuple[int, int]]
 
 
 @dataclass
@@ -56,6 +58,8 @@ class World:
     counts: Counter[str] = field(default_factory=Counter)
     #: times that a stream was cut and went on from its checkpoint
     restored: int = 0
+    #: seconds between two updates of the weights; None: there are none
+    renewal: float | None = None
 
 
 #: policy, admission, mixed, prefix cache
@@ -167,7 +171,8 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
     )
     tokenizer = ToyTokenizer(VOCAB, looks_up=seed % 2 == 1)
     engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: tokenizer, drafter=drafter)
-    return World(rng, engine, device, launcher, random_params, verify)
+    renewal = random.Random(seed + 6).choice([None, 0.01, 0.05, 0.2])
+    return World(rng, engine, device, launcher, random_params, verify, renewal=renewal)
 
 
 def random_drafting(rng: random.Random) -> tuple[dict[str, Any], Guesser | None]:
@@ -202,7 +207,17 @@ def verify(world: World, claims: Sequence[Claim]) -> None:
     for claim in claims:
         params = claim.params
         assert params.seed is not None
-        ids = toy_generate(claim.prompt, params, seed=params.seed, vocab_size=VOCAB, max_length=limit)
+        ids: list[int] = []
+        for count, version in claim.versions or [(0, 0)]:
+            begun = ids[: sum(each for each, _ in claim.versions if _ < version)]
+            ids = toy_generate(
+                *(claim.prompt, params),
+                seed=params.seed,
+                vocab_size=VOCAB,
+                max_length=limit,
+                weights=version,
+                begun=begun,
+            )
         verify_ids(claim, ids)
         result = claim.result
         if result is None:
