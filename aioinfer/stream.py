@@ -330,7 +330,9 @@ class Stream(Coroutine[Any, Any, Result]):
                     known = len(request.token_times)
                     text = pieces[first] if count - first == 1 else "".join(pieces[first:])
                     chunk = Chunk(
-                        text, request.output_ids[cell.taken_ids : known], weight_version=request.weight_version
+                        text,
+                        request.output_ids[cell.taken_ids : known],
+                        weight_version=request.weight_version,
                     )
                     cell.taken_pieces, cell.taken_ids = count, known
             else:

@@ -6,7 +6,7 @@ device of :mod:`aioinfer.testing.toy`, which needs no torch at all.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -186,9 +186,9 @@ class Device(Protocol):
         """Enqueue a step after all earlier ones. Raises as :meth:`Flight.wait` does."""
 
     def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> Any:
-        """Read and check other weights, a path or a list of names and tensors, for :meth:`install_weights`. On a
-        worker thread, while steps are computed; changes nothing. ``go_on`` is called again and again, and may
-        raise. Raises ConfigError."""
+        """Read and check other weights, a path or a list of names and tensors, for
+        :meth:`install_weights`. On a worker thread, while steps are computed; changes nothing. ``go_on``
+        is called again and again, and may raise. Raises ConfigError."""
 
     def install_weights(self, prepared: Any) -> None:
         """Compute with other weights from now on. On the launch thread, with no step in flight. After an

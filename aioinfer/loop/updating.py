@@ -135,8 +135,8 @@ class Updates:
                     self._driver.wake()
 
     async def _prepared(self, given: Any) -> Any:
-        """Weights that were read and checked, on a worker thread. When this is cancelled, the thread stops before
-        it raises. Raises ConfigError."""
+        """Weights that were read and checked, on a worker thread. When this is cancelled, the thread stops
+        before it raises. Raises ConfigError."""
         prepare = await self._launcher.call(lambda device: device.prepare_weights)
         stopped = threading.Event()
         reading = asyncio.ensure_future(self._intake.run(prepare, given, partial(_go_on, stopped)))

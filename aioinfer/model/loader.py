@@ -140,9 +140,7 @@ def load_model(
         tables = [name for name in family.tables(config) if as_stored and tensors.rounding(name) is None]
         check_size(stored_bytes(tensors, chosen.itemsize, rounding_of(quantization), kept, tables))
 
-    built = partial(
-        _built, family, config, dtype=chosen, device=device, experts=experts, blocks=blocks
-    )
+    built = partial(_built, family, config, dtype=chosen, device=device, experts=experts, blocks=blocks)
 
     def build(blobs: Blobs | None) -> CausalLM:
         weights: Weights | None = random_weights

@@ -229,8 +229,8 @@ class StoredMatrix:
             weights.declare(f"{name}.weight", (width, count) if transposed else (count, width))
 
     def declare_biases(self) -> None:
-        """Count its biases as taken, without reading them. Raises ConfigError if one is missing or has another
-        shape."""
+        """Count its biases as taken, without reading them. Raises ConfigError if one is missing or has
+        another shape."""
         for name, count in zip(self.tensors[1], self._rows, strict=False):
             self._weights.declare(name, (count,))
 

@@ -59,8 +59,8 @@ def toy_generate(
     weights: int = 0,
     begun: Sequence[int] = (),
 ) -> list[int]:
-    """What any correct engine must generate on a :class:`ToyDevice`, computed in the plainest way: by ``weights``,
-    behind the output that has ``begun``."""
+    """What any correct engine must generate on a :class:`ToyDevice`, computed in the plainest way: by
+    ``weights``, behind the output that has ``begun``."""
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {eos})
     tenant = NewRequestData(params, seed, stop_ids, prompt_ids, ())
     state = _beginning(weights)

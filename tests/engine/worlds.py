@@ -208,8 +208,8 @@ def verify(world: World, claims: Sequence[Claim]) -> None:
         params = claim.params
         assert params.seed is not None
         ids: list[int] = []
-        for count, version in claim.versions or [(0, 0)]:
-            begun = ids[: sum(each for each, _ in claim.versions if _ < version)]
+        for version in [each for _, each in claim.versions] or [0]:
+            begun = ids[: sum(count for count, before in claim.versions if before < version)]
             ids = toy_generate(
                 *(claim.prompt, params),
                 seed=params.seed,

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from aioinfer.errors import ConfigError
 from aioinfer.model.loader import load_model
 from aioinfer.model.updates.recipe import NewTensors, prepare_update
 from tests.model.block_models import block_config, write_checkpoint
@@ -21,7 +20,15 @@ from tests.tiers import grid
 CPU = torch.device("cpu")
 #: one of each way in which tensors become parts of a model
 KINDS = [
-    *("llama-gqa-tied", "llama-biases", "qwen3-wide-untied", "qwen3-moe-mixed", "mixtral", "gpt2-wide", "glm4"),
+    *(
+        "llama-gqa-tied",
+        "llama-biases",
+        "qwen3-wide-untied",
+        "qwen3-moe-mixed",
+        "mixtral",
+        "gpt2-wide",
+        "glm4",
+    ),
     *("gpt-oss", "gemma2", "gemma4-shared", "gemma4-keys", "gemma4-experts"),
     *("lfm2-biases", "lfm2-moe", "qwen3.5", "qwen3.5-moe"),
 ]
@@ -81,7 +88,8 @@ def kernels_of(kind: str) -> Iterator[str]:
 def test_an_updated_model_has_the_bits_of_one_that_was_loaded_anew(
     pair: Callable[[str], tuple[Path, Path]], kind: str
 ) -> None:
-    """Every family, on torch's kernels and, where these can, on native ones; from a directory and from memory."""
+    """Every family, on torch's kernels and, where these can, on native ones; from a directory and from
+    memory."""
     one, two = pair(kind)
     for kernels in kernels_of(kind):
         require(kernels)

@@ -19,19 +19,39 @@ from aioinfer.model.updates.given import GivenTensors, check_finite
 from aioinfer.model.updates.new_weights import Known, NewWeights
 from aioinfer.model.updates.rewriting import Change, Rewriting
 
-__all__ = ["Build", "DecoderRecipe", "NewTensors", "PreparedUpdate", "Recipe", "check_config", "prepare_update"]
+__all__ = [
+    "Build",
+    "DecoderRecipe",
+    "NewTensors",
+    "PreparedUpdate",
+    "Recipe",
+    "check_config",
+    "prepare_update",
+]
 
 #: what is given: a path, or names and tensors
 NewTensors = Path | Sequence[tuple[object, object]]
 #: runs the code of a family over weights, with kernels
 Build = Callable[[NewWeights, LayerKernels], CausalLM]
-#: Fields of a config that change nothing in how its tensors are read and computed with: names, types in files,
-#: and tokens, which stay those of the checkpoint that was loaded.
+#: Fields of a config that change nothing in how its tensors are read and computed with: names, types in
+#: files, #: and tokens, which stay those of the checkpoint that was loaded.
 _OF_NO_MATTER = frozenset(
     {
-        *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "quantization_config"),
+        *(
+            "_name_or_path",
+            "transformers_version",
+            "dtype",
+            "torch_dtype",
+            "use_cache",
+            "quantization_config",
+        ),
         *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "tokenizer_class"),
-        *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "task_specific_params"),
+        *(
+            "_attn_implementation",
+            "_attn_implementation_autoset",
+            "attn_implementation",
+            "task_specific_params",
+        ),
     }
 )
 
@@ -55,14 +75,14 @@ class Recipe(Protocol):
     """What a model has to have to be given other weights."""
 
     def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:
-        """Read and check weights; changes nothing. On any thread but the launch thread. ``go_on`` is called again
-        and again, and may raise. Raises ConfigError."""
+        """Read and check weights; changes nothing. On any thread but the launch thread. ``go_on`` is
+        called again and again, and may raise. Raises ConfigError."""
 
 
 def prepare_update(model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> PreparedUpdate:
     """Read and check other weights for a model; changes nothing. Takes as long as reading all of them; on any
-    thread but the launch thread. ``go_on`` is called again and again, and may raise. Raises ConfigError, which
-    names the tensor."""
+    thread but the launch thread. ``go_on`` is called again and again, and may raise. Raises ConfigError,
+    which names the tensor."""
     recipe = model.updates
     if recipe is None:
         raise ConfigError(f"weights: those of {model.spec.architecture} cannot be replaced")
