@@ -25,7 +25,15 @@ from aioinfer.loop import factory
 from aioinfer.loop.core import Core
 from aioinfer.loop.deadlines import Deadlines, Phase
 from aioinfer.loop.options import Prepared, Prompt, PromptSource, RequestOptions
-from aioinfer.loop.updating import ABORTED, UpdateMode, WeightSource, check_mode, check_version, frozen
+from aioinfer.loop.updating import (
+    ABORTED,
+    UpdateMode,
+    WeightSource,
+    check_mode,
+    check_version,
+    frozen,
+    updatable,
+)
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
 from aioinfer.outputs import Chunk, Result
@@ -205,7 +213,7 @@ class LLM:
         self._mend()
         check_mode(mode)
         chosen = check_version(version, core.weight_version)
-        prepared = device.prepare_weights(frozen(source), lambda: None)
+        prepared = updatable(device).prepare_weights(frozen(source), lambda: None)
         if mode == "wait":
             core.hold_back()
             try:
@@ -227,7 +235,7 @@ class LLM:
         core.ended += core.replace_weights(chosen)
         self._changing = False
         try:
-            device.install_weights(prepared)
+            updatable(device).install_weights(prepared)
         except BaseException as error:
             self.close()
             raise EngineFailed(f"the weights could not be replaced: {error}") from error

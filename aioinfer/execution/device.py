@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from aioinfer.model.spec import Progress
 from aioinfer.observe.timeline import DeviceLane, now
@@ -185,6 +185,18 @@ class Device(Protocol):
     def launch(self, prepared: Any) -> Flight:
         """Enqueue a step after all earlier ones. Raises as :meth:`Flight.wait` does."""
 
+    def check(self) -> None:
+        """After a step failed, for whatever reason: return if later steps can succeed, else raise
+        DeviceLost."""
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+
+
+@runtime_checkable
+class UpdatableDevice(Device, Protocol):
+    """A device whose model can be given other weights."""
+
     def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> Any:
         """Read and check other weights, a path or a list of names and tensors, for
         :meth:`install_weights`. On a worker thread, while steps are computed; changes nothing. ``go_on``
@@ -193,10 +205,3 @@ class Device(Protocol):
     def install_weights(self, prepared: Any) -> None:
         """Compute with other weights from now on. On the launch thread, with no step in flight. After an
         exception no step can be computed."""
-
-    def check(self) -> None:
-        """After a step failed, for whatever reason: return if later steps can succeed, else raise
-        DeviceLost."""
-
-    def close(self) -> None:
-        """Give everything back. Idempotent."""

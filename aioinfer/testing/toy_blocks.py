@@ -50,7 +50,7 @@ class ScriptedLM:
     capturable = False
     invariant = True
     seconds: Mapping[str, float] = MappingProxyType({})
-    updates = None
+    updates: Any = None
 
     def __init__(self, script: ScriptedLogits, spec: ModelSpec, *, num_pages: int, page_size: int) -> None:
         assert spec.block_size is not None, "not a diffusion model"

@@ -112,6 +112,7 @@ class _Scripted:
     """See :class:`~aioinfer.model.spec.CausalLM`."""
 
     capturable = False
+    updates: Any = None
 
     def __init__(self, model: CausalLM, device: torch.device, mean_steps: float, variation: float) -> None:
         self.spec = model.spec

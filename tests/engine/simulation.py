@@ -14,6 +14,7 @@ from typing import Any
 from aioinfer import Chunk, StreamCheckpoint, errors
 from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.device import DeviceLost, StepOutOfMemory
+from aioinfer.loop.updating import UpdateMode
 from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.request import Request
 from aioinfer.stream import Stream, request_of
@@ -237,7 +238,7 @@ async def renew(world: World) -> None:
     engine, dice = world.engine, random.Random((world.engine.config.seed or 0) + 7)
     while world.renewal is not None:
         await asyncio.sleep(dice.expovariate(1 / world.renewal))
-        mode = dice.choices(["keep", "wait", "abort"], [8, 2, 1])[0]
+        mode: UpdateMode = dice.choices(["keep", "wait", "abort"], [8, 2, 1])[0]  # type: ignore[assignment]
         before, wrong, hurried = engine.weight_version, dice.random() < 0.1, dice.random() < 0.1
         try:
             async with asyncio.timeout(dice.uniform(0, 0.02) if hurried else None):
