@@ -287,19 +287,19 @@ class Engine(EngineLike):
     ) -> int:
         """Go on with other weights of the same model, without a restart; returns their version.
 
-        Everything is read and checked on a worker thread while requests go on, and nothing is changed unless all
-        of it is right. Then no step is launched until the weights are written, in the memory of those before:
-        for that long every stream waits. Requests go on from the tokens that they have: their KV is computed
-        again, prefixes cached before are not found any more, and chunks say which version computed them. Several
-        updates take place in their order. Cancelled before it begins to write, it changes nothing; later, it is
-        completed. docs/weights.md says what a source may leave out.
+        Everything is read and checked on a worker thread while requests go on, and nothing is changed
+        unless all of it is right. Then no step is launched until the weights are written, in the memory of
+        those before: for that long every stream waits. Requests go on from the tokens that they have:
+        their KV is computed again, prefixes cached before are not found any more, and chunks say which
+        version computed them. Several updates take place in their order. Cancelled before it begins to
+        write, it changes nothing; later, it is completed. docs/weights.md says what a source may leave out.
 
         Args:
             source: a checkpoint with the same architecture and shapes, as the model was loaded from; or a
-                mapping or an iterable of names and tensors of torch, as ``state_dict()`` has them. Tensors are
-                read until this returns, and not longer.
-            mode: what becomes of requests that have begun. "keep": they go on with the new weights. "wait": they
-                finish first, and those that arrive wait in the queue. "abort": they end with
+                mapping or an iterable of names and tensors of torch, as ``state_dict()`` has them. Tensors
+                are read until this returns, and not longer.
+            mode: what becomes of requests that have begun. "keep": they go on with the new weights.
+                "wait": they finish first, and those that arrive wait in the queue. "abort": they end with
                 :class:`~aioinfer.Cancelled`.
             version: of the weights, greater than the present one; None: that and one.
 

@@ -15,6 +15,7 @@ from aioinfer.errors import (
     Cancelled,
     EngineClosed,
     EngineError,
+    EngineFailed,
     InvalidRequest,
     Rejected,
     RequestError,
@@ -26,6 +27,15 @@ from aioinfer.loop.blocking import BlockingLoads, is_one, launched, progress_bar
 from aioinfer.loop.core import Core
 from aioinfer.loop.deadlines import Deadlines, Phase
 from aioinfer.loop.options import Prepared, Prompt, RequestOptions
+from aioinfer.loop.updating import (
+    ABORTED,
+    UpdateMode,
+    WeightSource,
+    check_mode,
+    check_version,
+    frozen,
+    updatable,
+)
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
 from aioinfer.outputs import AdapterInfo, Chunk, Result
@@ -211,6 +221,54 @@ class LLM:
             adapters_loaded=len(self._core.adapters.loaded),
             adapters_draining=self._core.adapters.draining,
         )
+
+    # -- weights --------------------------------------------------------------------------------
+
+    def update_weights(
+        self, source: WeightSource, *, mode: UpdateMode = "keep", version: int | None = None
+    ) -> int:
+        """Go on with other weights of the same model; returns their version. As
+        :meth:`aioinfer.Engine.update_weights`; with mode "wait" the requests that have begun are computed to
+        their ends here. If the weights cannot be written after they were checked, the LLM is closed.
+
+        Raises ConfigError, which names the tensor, EngineFailed, and what a step raises.
+        """
+        device, core = self._opened(), self._core
+        self._mend()
+        check_mode(mode)
+        chosen = check_version(version, core.weight_version)
+        prepared = updatable(device).prepare_weights(frozen(source), lambda: None)
+        if mode == "wait":
+            core.hold_back()
+            try:
+                while core.begun:
+                    self._advance()
+            finally:
+                core.let_in()
+        while self._flights:
+            _, error = self._read()
+            self._changing = False
+            if error is not None:
+                raise error
+        self._changing = True
+        if mode == "abort":
+            begun = core.begun
+            for request in begun:
+                core.abort(request, Cancelled(ABORTED))
+            self._take_ended(begun, returned=True)
+        core.ended += core.replace_weights(chosen)
+        self._changing = False
+        try:
+            updatable(device).install_weights(prepared)
+        except BaseException as error:
+            self.close()
+            raise EngineFailed(f"the weights could not be replaced: {error}") from error
+        return chosen
+
+    @property
+    def weight_version(self) -> int:
+        """Of the weights that compute the next step."""
+        return self._core.weight_version
 
     # -- whole answers --------------------------------------------------------------------------
 

@@ -23,12 +23,14 @@ from aioinfer.chat.results import ChatDelta, ChatResult
 from aioinfer.chats import ChatStream
 from aioinfer.errors import EngineClosed, Rejected, RequestError, WrongLoop, renamed
 from aioinfer.loop.options import GenerateOptions, Prompt
+from aioinfer.loop.updating import UpdateMode, WeightSource, frozen
 from aioinfer.outputs import AdapterInfo, Chunk, Result
 from aioinfer.params import SamplingParams, inherited
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
-    from aioinfer.requests import Requests, Serving
+    from aioinfer.engine_like import EngineLike
+    from aioinfer.requests import Serving
 
 __all__ = ["RemoteStream", "ThreadsafeEngine"]
 
@@ -44,7 +46,7 @@ class ThreadsafeEngine:
     is nothing to close: it lasts as long as the engine.
     """
 
-    def __init__(self, engine: Requests, serving: Serving, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: EngineLike, serving: Serving, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._serving = serving
         self._loop = loop
@@ -125,6 +127,18 @@ class ThreadsafeEngine:
             return self._engine.adapters()
 
         return self.run(make)
+
+    def update_weights(
+        self, source: WeightSource, *, mode: UpdateMode = "keep", version: int | None = None
+    ) -> concurrent.futures.Future[int]:
+        """As :meth:`aioinfer.Engine.update_weights`: tensors are read until the future is done. Raises
+        EngineClosed, and ConfigError for what is no source."""
+        given = frozen(source)
+
+        async def update() -> int:
+            return await self._engine.update_weights(given, mode=mode, version=version)
+
+        return self.run(update)
 
     def _send(self, make: Callable[[], Coroutine[Any, Any, _T]]) -> concurrent.futures.Future[_T]:
         with self._lock:

@@ -61,6 +61,9 @@ class ServerConfig:
     lora_root: str | None = option(
         None, "server", "directory from which requests may load LoRA adapters; default: they may not"
     )
+    weights_root: str | None = option(
+        None, "server", "directory from which operators may load other weights; default: none may be loaded"
+    )
     #: Separated by commas. Keeps pages away whose name has been pointed to this server (DNS rebinding).
     allowed_hosts: str | None = option(
         None,
@@ -178,7 +181,7 @@ def is_loopback(host: str) -> bool:
 def _check_listening(config: ServerConfig) -> None:
     if not re.fullmatch("0?[0-7]{3}", config.uds_mode):
         raise ConfigError(f"uds_mode must be three octal digits such as 660, got {shown(config.uds_mode)}")
-    for name in ("uds", "admin_uds", "lora_root"):
+    for name in ("uds", "admin_uds", "lora_root", "weights_root"):
         if getattr(config, name) == "":
             raise ConfigError(f"{name} must be a path, not empty")
     for name in ("tls_key", "tls_ca"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.base import PreparedAdapter
@@ -203,15 +203,6 @@ class Device(Protocol):
     def remove_adapter(self, slot: int) -> None:
         """Empty a slot that no step in flight reads. On the launch thread. One that is empty stays so."""
 
-    def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> Any:
-        """Read and check other weights, a path or a list of names and tensors, for :meth:`install_weights`. On a
-        worker thread, while steps are computed; changes nothing. ``go_on`` is called again and again, and may
-        raise. Raises ConfigError."""
-
-    def install_weights(self, prepared: Any) -> None:
-        """Compute with other weights from now on. On the launch thread, with no step in flight. After an
-        exception no step can be computed."""
-
     def check(self) -> None:
         """After a step failed, for whatever reason: return if later steps can succeed, else raise
         DeviceLost."""
@@ -231,3 +222,17 @@ class NoAdapters:
 
     def remove_adapter(self, slot: int) -> None:
         """There is nothing to remove."""
+
+
+@runtime_checkable
+class UpdatableDevice(Device, Protocol):
+    """A device whose model can be given other weights."""
+
+    def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> Any:
+        """Read and check other weights, a path or a list of names and tensors, for
+        :meth:`install_weights`. On a worker thread, while steps are computed; changes nothing. ``go_on``
+        is called again and again, and may raise. Raises ConfigError."""
+
+    def install_weights(self, prepared: Any) -> None:
+        """Compute with other weights from now on. On the launch thread, with no step in flight. After an
+        exception no step can be computed."""

@@ -172,8 +172,8 @@ class Driver:
             await asyncio.shield(self._quiet)
 
     async def hold(self) -> None:
-        """As :meth:`pause`, until :meth:`release`, which has to follow whatever happens. It neither depends on
-        whether the engine is paused nor changes it."""
+        """As :meth:`pause`, until :meth:`release`, which has to follow whatever happens. It neither
+        depends on whether the engine is paused nor changes it."""
         self._holds += 1
         self._interrupt()
         while self._flights and not self._stopping:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from aioinfer.errors import Cancelled, ConfigError, EngineClosed, EngineError, EngineFailed, shown
+from aioinfer.execution.device import Device, UpdatableDevice
 from aioinfer.scheduling.request import Request
 
 if TYPE_CHECKING:
@@ -31,13 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     *("ABORTED", "UpdateMode", "Updates", "WeightSource"),
-    *("check_mode", "check_version", "frozen"),
+    *("check_mode", "check_version", "frozen", "updatable"),
 ]
 
 #: what becomes of requests that have begun
 UpdateMode = Literal["keep", "wait", "abort"]
 #: a checkpoint, or its tensors by name, as ``state_dict()`` and ``named_parameters()`` of torch have them
-WeightSource = str | PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]]
+WeightSource = str | PathLike[str] | Mapping[str, Any] | Iterable[tuple[Any, Any]]
 
 _MODES = ("keep", "wait", "abort")
 #: said to requests that end for an update
@@ -69,6 +70,13 @@ def check_version(version: int | None, present: int) -> int:
     if type(version) is not int or not present < version < 1 << 63:
         raise ConfigError(f"version: must be an integer greater than {present}, got {shown(version)}")
     return version
+
+
+def updatable(device: Device) -> UpdatableDevice:
+    """The device, if its model can be given other weights. Raises ConfigError."""
+    if not isinstance(device, UpdatableDevice):
+        raise ConfigError(f"weights: a {type(device).__name__} has none that can be replaced")
+    return device
 
 
 class Updates:
@@ -135,9 +143,9 @@ class Updates:
                     self._driver.wake()
 
     async def _prepared(self, given: Any) -> Any:
-        """Weights that were read and checked, on a worker thread. When this is cancelled, the thread stops before
-        it raises. Raises ConfigError."""
-        prepare = await self._launcher.call(lambda device: device.prepare_weights)
+        """Weights that were read and checked, on a worker thread. When this is cancelled, the thread stops
+        before it raises. Raises ConfigError."""
+        prepare = await self._launcher.call(lambda device: updatable(device).prepare_weights)
         stopped = threading.Event()
         reading = asyncio.ensure_future(self._intake.run(prepare, given, partial(_go_on, stopped)))
         try:
@@ -176,7 +184,7 @@ class Updates:
                     self._end(request, Cancelled(ABORTED))
             try:
                 ended = core.replace_weights(version)
-                await self._launcher.call(lambda device: device.install_weights(prepared))
+                await self._launcher.call(lambda device: updatable(device).install_weights(prepared))
             except BaseException as error:
                 # Some weights may be the new ones.
                 failed = EngineFailed(f"the weights could not be replaced: {error}")

@@ -34,8 +34,8 @@ class TorchLinear:
     bias: torch.Tensor | None = None
 
     def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        """Take other weights, a bias or both in place of those that are there, None for what stays: by copying
-        on CUDA, where captured graphs read them in place. They are not referred to."""
+        """Take other weights, a bias or both in place of those that are there, None for what stays: by
+        copying on CUDA, where captured graphs read them in place. They are not referred to."""
         if weight is not None:
             _set(self, "weight", weight)
         if bias is not None:

@@ -62,8 +62,8 @@ class Kept(list[object]):
 
 
 class Rekept(Kept):
-    """In place of the :class:`Kept` of a layer that is there: what it would have copied is noted, to be written
-    into the copies that there are."""
+    """In place of the :class:`Kept` of a layer that is there: what it would have copied is noted, to be
+    written into the copies that there are."""
 
     def __init__(self, copies: Sequence[torch.Tensor]) -> None:
         super().__init__()

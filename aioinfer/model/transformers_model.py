@@ -107,7 +107,8 @@ class TransformersLM:
         )
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """The tensors of the model, by the names that transformers has for them; as they are computed with."""
+        """The tensors of the model, by the names that transformers has for them; as they are computed
+        with."""
         state: Mapping[str, torch.Tensor] = self._model.state_dict()
         return state
 

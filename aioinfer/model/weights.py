@@ -229,8 +229,8 @@ class StoredMatrix:
             weights.declare(f"{name}.weight", (width, count) if transposed else (count, width))
 
     def declare_biases(self) -> None:
-        """Count its biases as taken, without reading them. Raises ConfigError if one is missing or has another
-        shape."""
+        """Count its biases as taken, without reading them. Raises ConfigError if one is missing or has
+        another shape."""
         for name, count in zip(self.tensors[1], self._rows, strict=False):
             self._weights.declare(name, (count,))
 
@@ -259,6 +259,7 @@ class StoredMatrix:
         """Whether its tensors are stored as [columns, rows]."""
         return self._transposed
 
+    @property
     def tensors(self) -> tuple[list[str], list[str]]:
         """The full names of its tensors, and of their biases."""
         weights, biases = ([f"{name}.{end}" for name in self._names] for end in ("weight", "bias"))

@@ -15,8 +15,8 @@ __all__ = [
     "DequantiseArguments", "DualArguments", "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments",
     "LayerArguments", "LinearArguments", "MappedExpertsArguments",
     "MappedWeightsArguments", "MixArguments", "PerLayerArguments",
-    "PerLayerInputsArguments", "QuantisedWeightsArguments", "RepackArguments", "RouteArguments", "RouterArguments",
-    "SelfAttentionArguments", "SetExpertArguments", "ShortConvArguments",
+    "PerLayerInputsArguments", "QuantisedWeightsArguments", "RepackArguments", "RouteArguments",
+    "RouterArguments", "SelfAttentionArguments", "SetExpertArguments", "ShortConvArguments",
     "WeightsArguments", "describe", "structure",
 ]  # fmt: skip
 

@@ -373,8 +373,9 @@ class PackedWeights:
         return _memory(self.pool.kernels, "weights", self.number, self.handle)
 
     def repack(self, rows: Address, bias: Address) -> None:
-        """Pack other weights, a bias or both in place of those that are there, None for what stays; as they were
-        given when this was made. Raises InvalidArguments: they are mapped, or were quantised already."""
+        """Pack other weights, a bias or both in place of those that are there, None for what stays; as
+        they were given when this was made. Raises InvalidArguments: they are mapped, or were quantised
+        already."""
         arguments = RepackArguments(pool=self.pool.handle, weights=self.handle, rows=rows, bias=bias)
         self.pool.kernels.call(arguments, self.number)
 

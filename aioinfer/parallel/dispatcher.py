@@ -20,6 +20,7 @@ from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.loop_bound import asyncio_loop, require_loop
 from aioinfer.loop.options import check_timeout
+from aioinfer.loop.updating import UpdateMode, WeightSource, check_mode, check_version, frozen
 from aioinfer.observe.observers import Observer, Observers
 from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer
@@ -385,6 +386,33 @@ class Dispatcher(EngineLike):
     def adapters(self) -> list[AdapterInfo]:
         """As :meth:`aioinfer.Engine.adapters`: those that at least one replica has."""
         return adapting.adapters(self._started())
+
+    # -- weights --------------------------------------------------------------------------------
+
+    async def update_weights(
+        self, source: WeightSource, *, mode: UpdateMode = "keep", version: int | None = None
+    ) -> int:
+        """As :meth:`aioinfer.Engine.update_weights`, of one engine of this process after the other, so
+        that the others serve meanwhile. A replica that joins, or is restarted, later has the weights of its
+        checkpoint.
+
+        Raises ConfigError, before anything is changed, if an engine is in another process.
+        """
+        running, given = self._serving(), frozen(source)
+        check_mode(mode)
+        chosen = check_version(version, self.weight_version)
+        replicas = [*running.placing.ready]
+        for replica in replicas:
+            if replica.no_updates:
+                raise ConfigError(f"weights: {replica.no_updates} (replica {replica.name})")
+        for replica in replicas:
+            await replica.update_weights(given, mode, chosen)
+        return chosen
+
+    @property
+    def weight_version(self) -> int:
+        """Of the replica with the newest weights."""
+        return max((each.weight_version for each in self._serving().placing.ready), default=0)
 
     # -- observing ------------------------------------------------------------------------------
 

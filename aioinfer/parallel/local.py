@@ -20,6 +20,7 @@ from aioinfer.stream import Outlet, Stream, StreamCell
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
+    from aioinfer.loop.updating import UpdateMode, WeightSource
     from aioinfer.observe.stats import EngineStats
     from aioinfer.resuming.record import StreamCheckpoint
 
@@ -165,6 +166,13 @@ class LocalReplica(Replica):
 
     def flush_cache(self) -> int:
         return self.engine.flush_cache() if self.engine.ready else 0
+
+    @property
+    def weight_version(self) -> int:
+        return self.engine.weight_version
+
+    async def update_weights(self, source: WeightSource, mode: UpdateMode, version: int) -> None:
+        await self.engine.update_weights(source, mode=mode, version=version)
 
     async def aclose(self) -> None:
         if self.state is not ReplicaState.LOST:

@@ -251,6 +251,8 @@ class SocketReplica(Replica):
         if self._link is not None:
             self._link.connection.abort(cause)
 
+    no_updates = "engines in other processes are given weights there"
+
     # -- the engine -------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats | None:

@@ -12,8 +12,11 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
+from aioinfer.errors import ConfigError
+
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
+    from aioinfer.loop.updating import UpdateMode, WeightSource
     from aioinfer.observe.stats import EngineStats
     from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
     from aioinfer.parallel.record import Attempt, Ending, Record
@@ -36,7 +39,8 @@ class Rows:
     """What a step brought one attempt, or several steps did. Lists are as long as ``ids`` or empty."""
 
     __slots__ = ("admitted_at", "at", "cached_tokens", "draft", "ending", "first", "identical", "ids",
-                 "logprobs", "prompt_logprobs", "steps", "text", "times")  # fmt: skip
+                 "logprobs", "prompt_logprobs", "steps", "text", "times",
+                 "weight_version")  # fmt: skip
 
     def __init__(
         self,
@@ -54,6 +58,7 @@ class Rows:
         steps: Sequence[int] = (),
         draft: Callable[[], Draft | None] | None = None,
         ending: Ending | None = None,
+        weight_version: int = 0,
     ) -> None:
         #: index in the output of the first of ``ids``, and in its text of the first character of ``text``
         self.first = first
@@ -75,6 +80,8 @@ class Rows:
         self.draft = draft
         #: nothing follows. It comes with the last tokens: an output is never complete and without its end
         self.ending = ending
+        #: of the weights that computed the last of the tokens
+        self.weight_version = weight_version
 
 
 class ReplicaEvents(Protocol):
@@ -249,6 +256,18 @@ class Replica(ABC):
     @abstractmethod
     async def unload_adapter(self, name: str) -> None:
         """As :meth:`aioinfer.Engine.unload_adapter`."""
+
+    #: why the weights cannot be replaced from here; empty if they can
+    no_updates = ""
+
+    @property
+    def weight_version(self) -> int:
+        """As :attr:`aioinfer.Engine.weight_version`."""
+        return 0
+
+    async def update_weights(self, source: WeightSource, mode: UpdateMode, version: int) -> None:
+        """As :meth:`aioinfer.Engine.update_weights`."""
+        raise ConfigError(f"weights: {self.no_updates}")
 
     def give_up(self) -> None:
         """The dispatcher is closed while this is being launched, which should fail soon."""

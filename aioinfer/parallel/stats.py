@@ -25,7 +25,7 @@ _COUNTERS = tuple(
     and entry.label is None
 )
 #: where the largest value counts
-_LARGEST = frozenset({"stalled", "loop_lag", "loop_lag_worst"})
+_LARGEST = frozenset({"stalled", "loop_lag", "loop_lag_worst", "weight_version"})
 #: where the mean does
 _MEAN = frozenset({"overlap_ratio", "host_gap", "new_token_ratio"})
 

@@ -341,7 +341,8 @@ class Request:
         self.namespace = self.namespace._replace(weights=version)
 
     def note_switch(self, before: int) -> None:
-        """All tokens that there are were computed by weights of the version ``before``, or of earlier ones."""
+        """All tokens that there are were computed by weights of the version ``before``, or of earlier
+        ones."""
         count, pieces = len(self.output_ids), len(self.text.pieces)
         if not self.switches or self.switches[-1][:2] != (count, pieces):
             self.switches.append((count, pieces, before))

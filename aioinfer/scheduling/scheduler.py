@@ -92,8 +92,8 @@ class Scheduler:
         return self.queues.finish(request, reason, error)
 
     def replace_weights(self, version: int) -> None:
-        """Other weights are about to be installed, and no step is in flight: no KV of those before is found or
-        read again. All requests that run are retracted."""
+        """Other weights are about to be installed, and no step is in flight: no KV of those before is
+        found or read again. All requests that run are retracted."""
         queues = self.queues
         self.weight_version = version
         for request in [*queues.running.values()]:

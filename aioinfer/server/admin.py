@@ -11,6 +11,7 @@ import dataclasses
 import json
 import logging
 import math
+from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -18,7 +19,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from aioinfer.config import ServerConfig, is_loopback
 from aioinfer.engine_like import EngineLike
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.server.adapters import LOAD, UNLOAD, Adapters
 from aioinfer.server.http.access import host_name
 from aioinfer.server.http.failures import Failure, Refused, as_failure
@@ -53,6 +54,8 @@ def admin_application(engine: EngineLike, config: ServerConfig) -> web.Applicati
             web.post("/v1/unload_lora_adapter", routes.unload_adapter),
         ]
     )
+    if config.weights_root is not None:
+        app.router.add_post("/update_weights", routes.update_weights)
     return app
 
 
@@ -85,6 +88,26 @@ class _AdminRoutes:
 
     async def unload_adapter(self, request: web.Request) -> web.StreamResponse:
         return web.Response(text=await self._adapters.unload(await _body(request, *UNLOAD)))
+
+    async def update_weights(self, request: web.Request) -> web.StreamResponse:
+        """Load the checkpoint ``path`` in ``weights_root`` in place of the weights; answered when it
+        computes."""
+        body = await _body(request, "path", "mode", "version")
+        root = await asyncio.to_thread(Path(self._config.weights_root or "").resolve)
+        given = body.get("path")
+        if not isinstance(given, str) or not given or "\0" in given:
+            raise InvalidRequest("path", "must be a path below weights_root")
+        path = await asyncio.to_thread((root / given).resolve)
+        if not path.is_relative_to(root):
+            raise InvalidRequest("path", "is not below weights_root")
+        try:
+            version = await self._engine.update_weights(
+                path, mode=body.get("mode", "keep"), version=body.get("version")
+            )
+        except ConfigError as error:
+            field, _, message = str(error).partition(": ")
+            raise InvalidRequest({"weights": "path"}.get(field, field), message) from error
+        return _json({"weight_version": version})
 
     async def drain(self, request: web.Request) -> web.StreamResponse:
         """Accept nothing more; answered when the open requests have ended, after ``timeout`` seconds at most.

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -60,8 +61,8 @@ def toy_generate(
     weights: int = 0,
     begun: Sequence[int] = (),
 ) -> list[int]:
-    """What any correct engine must generate on a :class:`ToyDevice`, computed in the plainest way: by ``weights``,
-    behind the output that has ``begun``. ``adapter``: the key of the request's
+    """What any correct engine must generate on a :class:`ToyDevice`, computed in the plainest way: by
+    ``weights``, behind the output that has ``begun``. ``adapter``: the key of the request's
     :class:`~aioinfer.testing.toy_adapters.ToyAdapter`."""
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {eos})
     tenant = NewRequestData(params, seed, stop_ids, prompt_ids, ())

@@ -60,7 +60,7 @@ class ScriptedLM:
     adapters = None
     adapter_reason = "it is scripted"
     seconds: Mapping[str, float] = MappingProxyType({})
-    updates = None
+    updates: Any = None
 
     def __init__(self, script: ScriptedLogits, spec: ModelSpec, *, num_pages: int, page_size: int) -> None:
         assert spec.block_size is not None, "not a diffusion model"
@@ -186,7 +186,7 @@ class ScriptedDevice(NoAdapters):
             "variation": variation,
             "edits": edits,
         }
-        self.script = ScriptedLogits(vocab_size, self.mask_token_id, **self._script)
+        self.script = self.script_of(0)
         self.fault = fault
         self.late_fault = late_fault
         self.lost = False
@@ -262,11 +262,16 @@ class ScriptedDevice(NoAdapters):
         return CompletedFlight(result)
 
     def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> ScriptedLogits:
-        """As in Device; ``given`` is [("weights", seed of the script)]."""
+        """As in Device; ``given`` is [("weights", number)]."""
         go_on()
         if len(given) != 1 or given[0][0] != "weights" or type(given[0][1]) is not int:
             raise ConfigError("weights: of a scripted model they are one integer")
-        return ScriptedLogits(self.vocab_size, self.mask_token_id, **{**self._script, "seed": given[0][1]})
+        return self.script_of(given[0][1])
+
+    def script_of(self, weights: int) -> ScriptedLogits:
+        """What is written with weights that are a number; 0: with those that it has at first."""
+        script = {**self._script, "seed": weights or self._script["seed"]}
+        return ScriptedLogits(self.vocab_size, self.mask_token_id, **script)
 
     def install_weights(self, prepared: ScriptedLogits) -> None:
         """As in Device; no KV of those before may be read."""

@@ -114,6 +114,7 @@ class _Scripted:
     capturable = False
     adapters = None
     adapter_reason = "it is scripted"
+    updates: Any = None
 
     def __init__(self, model: CausalLM, device: torch.device, mean_steps: float, variation: float) -> None:
         self.spec = model.spec

@@ -156,7 +156,7 @@ class Course:
         for prompt, params in self.asked:
             key = (*prompt, params)
             if key not in _EXPECTED:
-                (_EXPECTED[key],) = decode(self.device, [(prompt, params)], LONGEST)
+                (_EXPECTED[key],) = decode(self.device, self.device.script, [(prompt, params)], LONGEST)
         return [_EXPECTED[*prompt, params] for prompt, params in self.asked]
 
     def _forward(self, *arguments: Any) -> torch.Tensor:

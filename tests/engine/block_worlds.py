@@ -13,6 +13,7 @@ import torch
 from aioinfer.config import EngineConfig, policy_names
 from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names
+from aioinfer.diffusion.scripted import ScriptedLogits
 from aioinfer.engine import Engine
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import DiffusionParams, SamplingParams
@@ -74,7 +75,8 @@ def make_block_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = 
     launcher = TimedLauncher(device, lambda step: dice.choice([0.0, 0.001, 0.01]) + 1e-4 * step.num_tokens)
     tokenizer = ToyTokenizer(VOCAB, looks_up=seed % 2 == 1)
     engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: tokenizer)
-    return World(rng, engine, device, launcher, random_params, verify)
+    renewal = random.Random(seed + 6).choice([None, 0.01, 0.05, 0.2])
+    return World(rng, engine, device, launcher, random_params, verify, renewal=renewal)
 
 
 def random_params(rng: random.Random) -> SamplingParams:
@@ -107,9 +109,23 @@ class Plain:
 
 def verify(world: World, claims: Sequence[Claim]) -> None:
     """Answers are those of the algorithms alone, block by block: no pages, no slots, nothing on the way."""
+    by_version: dict[int, list[Claim]] = {}
+    for claim in claims:
+        by_version.setdefault(claim.versions[0][1] if claim.versions else 0, []).append(claim)
+    for version, each in by_version.items():
+        _verify(world, each, version)
+
+
+def _verify(world: World, claims: Sequence[Claim], version: int) -> None:
+    """Those whose first tokens weights of this version have written."""
     asked = [(claim.prompt, claim.params) for claim in claims]
-    longest = world.engine.info.max_model_len
-    for claim, plain in zip(claims, decode(world.device, asked, longest), strict=True):
+    longest, script = world.engine.info.max_model_len, world.device.script_of(version)
+    for claim, plain in zip(claims, decode(world.device, script, asked, longest), strict=True):
+        if len(claim.versions) > 1:
+            # The block under way begins again, with what there is of it: not where any plain one would.
+            count = claim.versions[0][0]
+            assert claim.ids[:count] == plain.ids[:count], claim
+            continue
         verify_ids(claim, plain.ids)
         if claim.result is None:
             continue
@@ -121,26 +137,30 @@ def verify(world: World, claims: Sequence[Claim]) -> None:
 
 
 def decode(
-    device: ScriptedDevice, asked: Sequence[tuple[list[int], SamplingParams]], longest: int
+    device: ScriptedDevice,
+    script: ScriptedLogits,
+    asked: Sequence[tuple[list[int], SamplingParams]],
+    longest: int,
 ) -> list[Plain]:
     """Each up to its length or its stop token."""
     found = [Plain() for _ in asked]
     for name in algorithm_names():
         rows = [row for row, (_, params) in enumerate(asked) if _diffusion(params).algorithm == name]
         if rows:
-            _decode(device, name, [asked[row] for row in rows], [found[row] for row in rows], longest)
+            _decode(device, script, name, [asked[row] for row in rows], [found[row] for row in rows], longest)
     return found
 
 
 def _decode(
     device: ScriptedDevice,
+    script: ScriptedLogits,
     algorithm: str,
     asked: Sequence[tuple[list[int], SamplingParams]],
     found: Sequence[Plain],
     longest: int,
 ) -> None:
     """Side by side; rows have nothing to do with each other."""
-    script, size, mask_id = device.script, device.block_size, device.mask_token_id
+    size, mask_id = device.block_size, device.mask_token_id
     cls = algorithm_class(algorithm)
     starts = [len(prompt) // size * size for prompt, _ in asked]
     block = Block.begin(

@@ -42,6 +42,9 @@ class LawChecker:
         #: of the core; and by slot of an adapter, the newest step that read it
         self.adapters: AdapterRegistry | None = None
         self.adapter_read: dict[int, int] = {}
+        #: the weights are replaced: then all are retracted, and only then
+        self.updating = False
+        self.updates = 0
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.scheduler, name)
@@ -116,6 +119,21 @@ class LawChecker:
         """Positions that a request may ever have."""
         return request.max_length
 
+    def replace_weights(self, version: int) -> None:
+        assert self.resolved == self.launched, "a step is in flight while the weights are replaced"
+        before = {request.key: list(request.output_ids) for request in self.queues.unfinished()}
+        self.updating = True
+        self.scheduler.replace_weights(version)
+        self.updating = False
+        self.updates += 1
+        memory = self.scheduler.memory
+        assert not self.queues.running
+        assert memory.pages.free == memory.pages.total, "pages of earlier weights are still held"
+        for request in self.queues.unfinished():
+            assert request.output_ids == before[request.key], "a token was lost, or came from nowhere"
+            assert request.namespace.weights == request.weight_version == version
+        self.check()
+
     def resolve(self, step: Step, outcome: Outcome) -> list[Request]:
         self._land(step)
         updated: list[Request] = self.scheduler.resolve(step, outcome)
@@ -164,6 +182,7 @@ class LawChecker:
         counters, memory = self.scheduler.queues.counters, self.scheduler.memory
         admitter = self.scheduler.admitter
         return Counter(
+            updates=self.updates,
             retractions=counters.retractions,
             preemptions=counters.preemptions,
             parkings=counters.parkings,
@@ -201,6 +220,10 @@ class BlockLaws(LawChecker):
     def plan(self) -> Step | None:
         self.decoding = {request.key for request in self.scheduler.queues.batch.requests}
         return super().plan()
+
+    def replace_weights(self, version: int) -> None:
+        self.reached.clear()
+        super().replace_weights(version)
 
     def longest(self, request: Request) -> int:
         return -(-request.max_length // self.size) * self.size
@@ -306,7 +329,7 @@ def watch_core(core: Core) -> LawChecker:
 
         def retract(self, request: Request) -> None:
             active = [each.key for each in self.running.values() if not each.parked]
-            spared = request.parked or checker.running_out or request.key != min(active)
+            spared = request.parked or checker.running_out or checker.updating or request.key != min(active)
             assert spared, "the eldest request was retracted"
             super().retract(request)
 

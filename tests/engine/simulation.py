@@ -14,8 +14,10 @@ from typing import Any
 from aioinfer import Chunk, StreamCheckpoint, errors
 from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.device import DeviceLost, StepOutOfMemory
+from aioinfer.loop.updating import UpdateMode
 from aioinfer.scheduling.audit import audit, check_idle
-from aioinfer.stream import Stream
+from aioinfer.scheduling.request import Request
+from aioinfer.stream import Stream, request_of
 from aioinfer.testing import ToyTokenizer, VirtualLoop
 from tests.engine.block_worlds import make_block_world
 from tests.engine.laws import LawChecker, watch
@@ -84,12 +86,17 @@ async def lifetime(world: World, number: int) -> None:
     except errors.EngineFailed as error:
         assert isinstance(error.__cause__, (DeviceLost, errors.EngineFailed))
         outcome = ("engine failed",)
+    except errors.Cancelled as error:
+        assert "weights" in str(error)
+        assert world.renewal is not None
+        outcome = ("replaced",)
     world.counts[str(outcome[0])] += 1
     world.outcomes.append((number, behaviour, *outcome))
     if outcome[0] in ("finished", "left"):
         result = stream.result() if behaviour == "await" else None
-        tokens, answer, reason = outcome[1:]
-        world.claims.append(Claim(number, behaviour, ids, params, tokens, answer, reason, result, key))
+        tokens, answer, reason, versions = outcome[1:]
+        claim = Claim(number, behaviour, ids, params, tokens, answer, reason, result, versions, key)
+        world.claims.append(claim)
 
 
 async def _consume(world: World, stream: Stream, behaviour: str) -> tuple[Any, ...]:
@@ -101,7 +108,11 @@ async def _consume(world: World, stream: Stream, behaviour: str) -> tuple[Any, .
         assert len(metrics.token_times) == len(result.token_ids) == result.usage.completion_tokens
         assert list(metrics.token_times) == sorted(metrics.token_times)
         assert result.logprobs is None or len(result.logprobs) == len(result.token_ids)
-        return "finished", result.token_ids, result.text, result.finish_reason
+        versions = versions_of(request_of(stream))
+        if versions:
+            assert result.weight_version == versions[-1][1]
+        assert result.identical is (len(versions) < 2 and not request_of(stream).switches)
+        return "finished", result.token_ids, result.text, result.finish_reason, versions
     if behaviour == "drop":
         del stream
         gc.collect(0)
@@ -129,6 +140,7 @@ async def _read(world: World, stream: Stream, behaviour: str, started: asyncio.E
     rng = world.rng
     ids: list[int] = []
     texts: list[str] = []
+    versions: list[tuple[int, int]] = []
     reason: str | None = None
     limit = rng.randint(1, 4)
     chunks = 0
@@ -139,6 +151,7 @@ async def _read(world: World, stream: Stream, behaviour: str, started: asyncio.E
                 assert reason is None, "a chunk came after the last one"
                 assert chunk.text or chunk.token_ids or chunk.finish_reason or chunk.draft
                 ids += chunk.token_ids
+                note_version(versions, len(chunk.token_ids), chunk.weight_version)
                 assert chunk.step_map is None or len(chunk.step_map) == len(chunk.token_ids)
                 assert chunk.draft is None or chunk.draft.start == len(ids)
                 texts.append(chunk.text)
@@ -153,10 +166,29 @@ async def _read(world: World, stream: Stream, behaviour: str, started: asyncio.E
     except TimeoutError as error:
         if isinstance(error, errors.TimedOut):
             raise
-        return "left", ids, "".join(texts), None
+        return "left", ids, "".join(texts), None, versions
     if reason is None:
-        return "left", ids, "".join(texts), None
-    return "finished", ids, "".join(texts), reason
+        return "left", ids, "".join(texts), None, versions
+    return "finished", ids, "".join(texts), reason, versions
+
+
+def note_version(versions: list[tuple[int, int]], count: int, version: int) -> None:
+    """A chunk has so many tokens of weights of a version."""
+    assert not versions or versions[-1][1] <= version, "a version came after a later one"
+    if versions and versions[-1][1] == version:
+        versions[-1] = versions[-1][0] + count, version
+    elif count:
+        versions.append((count, version))
+
+
+def versions_of(request: Request) -> list[tuple[int, int]]:
+    """The same of a request that nobody has read in chunks."""
+    versions: list[tuple[int, int]] = []
+    before, count = 0, len(request.output_ids)
+    for tokens, _, version in [*request.switches, (count, 0, request.weight_version)]:
+        note_version(versions, min(tokens, count) - before, version)
+        before = min(tokens, count)
+    return versions
 
 
 async def _restored(world: World, stream: Stream, limit: int) -> AsyncIterator[Chunk]:
@@ -213,6 +245,29 @@ async def operate(world: World) -> None:
             return
 
 
+async def renew(world: World) -> None:
+    """Somebody replaces the weights now and then, and tries to do so with what are none. Those of a toy are
+    their version."""
+    engine, dice = world.engine, random.Random((world.engine.config.seed or 0) + 7)
+    while world.renewal is not None:
+        await asyncio.sleep(dice.expovariate(1 / world.renewal))
+        mode: UpdateMode = dice.choices(["keep", "wait", "abort"], [8, 2, 1])[0]  # type: ignore[assignment]
+        before, wrong, hurried = engine.weight_version, dice.random() < 0.1, dice.random() < 0.1
+        try:
+            async with asyncio.timeout(dice.uniform(0, 0.02) if hurried else None):
+                given = {"weights": None if wrong else before + 1}
+                version = await engine.update_weights(given, mode=mode)
+            assert version == before + 1 == engine.weight_version
+            assert not wrong
+        except errors.ConfigError:
+            assert wrong
+            assert engine.weight_version == before
+        except TimeoutError:
+            assert hurried
+        except (errors.EngineFailed, errors.EngineClosed):
+            return
+
+
 def park_and_unpark(engine: Engine) -> None:
     """As if the consumers of all requests lagged, and read on at once, whatever is in flight."""
     runtime = engine._started()
@@ -237,7 +292,7 @@ async def run_world(world: World, lifetimes: int) -> LawChecker:
     await world.engine.start()
     checker = watch(world.engine)
     assert world.engine.ready
-    operators = [asyncio.ensure_future(operate(world))]
+    operators = [asyncio.ensure_future(operate(world)), asyncio.ensure_future(renew(world))]
     if world.adapters is not None:
         operators.append(asyncio.ensure_future(world.adapters.operate(world.engine)))
     async with asyncio.TaskGroup() as group:

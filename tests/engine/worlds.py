@@ -37,6 +37,8 @@ class Claim:
     reason: str | None
     #: if the consumer waited for it
     result: Result | None
+    #: how many tokens weights of which version computed
+    versions: list[tuple[int, int]]
     #: key of the adapter that it was accepted with
     adapter: int = 0
 
@@ -61,6 +63,8 @@ class World:
     restored: int = 0
     #: None: nobody loads any
     adapters: Adapting | None = None
+    #: seconds between two updates of the weights; None: there are none
+    renewal: float | None = None
 
 
 #: policy, admission, mixed, prefix cache
@@ -175,7 +179,8 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
     )
     tokenizer = ToyTokenizer(VOCAB, looks_up=seed % 2 == 1)
     engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: tokenizer, drafter=drafter)
-    return World(rng, engine, device, launcher, random_params, verify, adapters=adapting)
+    renewal = random.Random(seed + 6).choice([None, 0.01, 0.05, 0.2])
+    return World(*(rng, engine, device, launcher, random_params, verify), adapters=adapting, renewal=renewal)
 
 
 def random_drafting(rng: random.Random) -> tuple[dict[str, Any], Guesser | None]:
@@ -210,14 +215,18 @@ def verify(world: World, claims: Sequence[Claim]) -> None:
     for claim in claims:
         params = claim.params
         assert params.seed is not None
-        ids = toy_generate(
-            claim.prompt,
-            params,
-            seed=params.seed,
-            vocab_size=VOCAB,
-            max_length=limit,
-            adapter=claim.adapter,
-        )
+        ids: list[int] = []
+        for version in [each for _, each in claim.versions] or [0]:
+            begun = ids[: sum(count for count, before in claim.versions if before < version)]
+            ids = toy_generate(
+                *(claim.prompt, params),
+                seed=params.seed,
+                vocab_size=VOCAB,
+                max_length=limit,
+                adapter=claim.adapter,
+                weights=version,
+                begun=begun,
+            )
         verify_ids(claim, ids)
         result = claim.result
         if result is None:

@@ -38,8 +38,6 @@ class Sequence_:
     pages: list[int] = field(default_factory=list)
     #: cell with the recurrent state behind the tokens that are done
     cell: int = 0
-    #: of its adapter; 0 for none
-    slot: int = 0
     #: logits at every position that was computed and asked for, by position
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
 
@@ -191,8 +189,6 @@ class Driver:
             Sequence_(list(prompt), len(prompt), index * gap, max_new, slot)
             for index, (prompt, slot) in enumerate(zip(prompts, slots or [0] * len(prompts), strict=True))
         ]
-        for sequence, slot in zip(sequences, slots, strict=False):
-            sequence.slot = slot
         step = 0
         while not all(sequence.finished for sequence in sequences):
             here = [seq for seq in sequences if seq.arrival <= step and not seq.finished]

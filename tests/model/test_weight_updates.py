@@ -88,7 +88,8 @@ def kernels_of(kind: str) -> Iterator[str]:
 def test_an_updated_model_has_the_bits_of_one_that_was_loaded_anew(
     pair: Callable[[str], tuple[Path, Path]], kind: str
 ) -> None:
-    """Every family, on torch's kernels and, where these can, on native ones; from a directory and from memory."""
+    """Every family, on torch's kernels and, where these can, on native ones; from a directory and from
+    memory."""
     one, two = pair(kind)
     for kernels in kernels_of(kind):
         require(kernels)

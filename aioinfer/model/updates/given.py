@@ -69,8 +69,8 @@ def _checked(name: str, tensor: object) -> torch.Tensor:
 
 
 def check_finite(tensors: Tensors, names: Iterable[str], go_on: Callable[[], None]) -> None:
-    """Read tensors once, which brings those of files into memory, and raise ConfigError for the first that has
-    infinity or NaN; ``go_on`` is called again and again, and may raise.
+    """Read tensors once, which brings those of files into memory, and raise ConfigError for the first that
+    has infinity or NaN; ``go_on`` is called again and again, and may raise.
 
     Without torch's own threads, which would slow the steps that are computed meanwhile.
     """
@@ -79,11 +79,7 @@ def check_finite(tensors: Tensors, names: Iterable[str], go_on: Callable[[], Non
         tensor = tensors.read(name)
         if tensor.dtype not in _EXPONENTS:
             continue
-        if not tensor.is_cpu:
-            finite = bool(tensor.isfinite().all())
-        else:
-            finite = _finite(tensor, go_on)
-        if not finite:
+        if not (_finite(tensor, go_on) if tensor.is_cpu else bool(tensor.isfinite().all())):
             raise ConfigError(f"model: {name} has infinity or NaN")
 
 

@@ -114,8 +114,8 @@ def is_missing(tensor: torch.Tensor) -> bool:
 
 
 def merged(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """A new tensor of ``old``'s type with the values of ``new``, and those of ``old`` where these are missing.
-    It shares no memory with ``new``."""
+    """A new tensor of ``old``'s type with the values of ``new``, and those of ``old`` where these are
+    missing. It shares no memory with ``new``."""
     new = new.to(old)
     missing = new.isnan()
     return torch.where(missing, old, new) if bool(missing.any()) else new.clone()

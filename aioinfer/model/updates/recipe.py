@@ -33,8 +33,8 @@ __all__ = [
 NewTensors = Path | Sequence[tuple[object, object]]
 #: runs the code of a family over weights, with kernels
 Build = Callable[[NewWeights, LayerKernels], CausalLM]
-#: Fields of a config that change nothing in how its tensors are read and computed with: names, types in files,
-#: and tokens, which stay those of the checkpoint that was loaded.
+#: Fields of a config that change nothing in how its tensors are read and computed with: names, types in
+#: files, #: and tokens, which stay those of the checkpoint that was loaded.
 _OF_NO_MATTER = frozenset(
     {
         *(
@@ -75,14 +75,14 @@ class Recipe(Protocol):
     """What a model has to have to be given other weights."""
 
     def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:
-        """Read and check weights; changes nothing. On any thread but the launch thread. ``go_on`` is called again
-        and again, and may raise. Raises ConfigError."""
+        """Read and check weights; changes nothing. On any thread but the launch thread. ``go_on`` is
+        called again and again, and may raise. Raises ConfigError."""
 
 
 def prepare_update(model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> PreparedUpdate:
     """Read and check other weights for a model; changes nothing. Takes as long as reading all of them; on any
-    thread but the launch thread. ``go_on`` is called again and again, and may raise. Raises ConfigError, which
-    names the tensor."""
+    thread but the launch thread. ``go_on`` is called again and again, and may raise. Raises ConfigError,
+    which names the tensor."""
     recipe = model.updates
     if recipe is None:
         raise ConfigError(f"weights: those of {model.spec.architecture} cannot be replaced")

@@ -38,8 +38,8 @@ class Rewritable(Protocol):
     """A decoder whose weights can be replaced."""
 
     def rewrite(self, source: Rewriting, layers: Sequence[Layer], **parts: Any) -> Iterator[Change]:
-        """The changes that make it what it would be if it were made of these parts, whose linear layers are its
-        own. Raises ConfigError, before anything is changed.
+        """The changes that make it what it would be if it were made of these parts, whose linear layers
+        are its own. Raises ConfigError, before anything is changed.
 
         Args:
             parts: those of :meth:`~aioinfer.model.layers.LayerKernels.decoder`.

@@ -100,6 +100,7 @@ _GAUGES = (
     _gauge(
         "kv_usage_ratio", "Share of KV pages held by requests or steps in flight.", "kv_usage", unit="ratio"
     ),
+    _gauge("weight_version", "Version of the weights: how often they were replaced."),
     _gauge("state_snapshots", "Recurrent states kept for cached prefixes.", "snapshots_cached"),
     _gauge("adapters_loaded", "LoRA adapters that requests can have."),
     _gauge("adapters_draining", "Adapters that were replaced or unloaded and still hold memory."),
