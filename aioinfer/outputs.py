@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = ["Chunk", "Draft", "FinishReason", "RequestMetrics", "Result", "TokenLogprob", "Usage"]
 
@@ -123,7 +123,7 @@ class Result:
     prompt_token_ids: Sequence[int] = field(default=(), compare=False)
     #: diffusion models: for each id, the round of its block that wrote it, from 0 on
     step_map: list[int] | None = None
-    #: one entry per prompt token, None for the first, if they were requested
+    #: one entry per prompt token, None for the first and those before ``logprob_start_len``, if requested
     prompt_logprobs: list[TokenLogprob | None] | None = None
     #: the caller's name for the request, or one that was made for it
     request_id: str = field(default="", compare=False)
@@ -132,3 +132,5 @@ class Result:
     #: the output is that of a request that was never interrupted, to the bit: every engine that had a part in
     #: it had the same arithmetic and was deterministic. True also where nothing was restored
     identical: bool = field(default=True, compare=False)
+    #: of a request that pools its hidden states: a numpy array of float32, see :mod:`aioinfer.pooling`
+    pooled: Any = field(default=None, compare=False)

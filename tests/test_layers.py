@@ -56,7 +56,7 @@ LAYERS: list[set[str]] = [
     # layers, weights and attention backends
     {"model"},
     # what a caller gives: parameters and configuration
-    {"params", "config"},
+    {"params", "config", "pooling"},
     # tokenizers and grammars; pages and the prefix tree; compiled kernels
     # config values from text, variables and files
     {"text", "cache", "native", "settings"},

@@ -15,6 +15,8 @@ from aioinfer.scheduling.step import MultiStepBudget
 if TYPE_CHECKING:
     import torch
 
+    from aioinfer.execution.pooling import PoolingWork
+
 __all__ = ["Layout", "PackedStep", "Sections"]
 
 
@@ -79,6 +81,8 @@ class PackedStep:
     #: instead of ``block_table``, which has no rows then, for a step that captured decodes may compute
     tables: Tables | None = None
     multi_step: MultiStepBudget | None = None
+    #: what rows pool; its sections are hidden_rows [H], pooled_logits [L] and pooled_ids [L]
+    pooling: PoolingWork | None = None
 
     @property
     def decodes_only(self) -> bool:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from aioinfer.execution.decoding.base import RowPacker
 from aioinfer.execution.packed import Layout, PackedStep, Sections
 from aioinfer.execution.paging import PageTables
+from aioinfer.execution.pooling import PoolingWork
 from aioinfer.scheduling.step import UNDRAWN, Step
 
 __all__ = ["Packer"]
@@ -53,6 +54,9 @@ class Packer:
         own, work = self._rows.pack(step, layout)
         if self._states and prefilling:
             own |= _states(step)
+        pooling = None
+        if any(row.pools is not None for row in prefilling):
+            pooling = PoolingWork.pack(step, placement.cu_q, own)
         return PackedStep(
             sections=Sections(
                 {
@@ -74,6 +78,7 @@ class Packer:
             work=work,
             tables=self._tables.of(layout.slots) if layout.captured else None,
             multi_step=step.multi_step,
+            pooling=pooling,
         )
 
     def _layout(self, step: Step) -> Layout:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.loop.copies import check_ids, freeze
 from aioinfer.plain import keep_plain, plain
+from aioinfer.pooling import Pooling
 from aioinfer.text.length import ASSUMED_LONGEST, exceeds_bytes
 
 if TYPE_CHECKING:
@@ -89,9 +90,13 @@ class RequestOptions:
     max_lag: int | None = None
     #: the caller's name for it, in results, errors and logs
     request_id: str | None = None
+    #: what is wanted of the prompt's hidden states; nothing is generated then
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         keep_plain(self)
+        if not isinstance(self.pooling, (Pooling, NoneType)):
+            raise InvalidRequest("pooling", f"must be a Pooling, got {shown(self.pooling)}")
         check_timeout("waiting_timeout", self.waiting_timeout)
         check_timeout("running_timeout", self.running_timeout)
         if self.max_lag is not None and (type(self.max_lag) is not int or self.max_lag < 1):

@@ -18,10 +18,11 @@ from aioinfer.model.attention.backend import AttentionBackend, choose_attention
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.config_check import check_numbers
 from aioinfer.model.families.base import Family, build_decoder, expert_shape, head_dim, inner_sizes
+from aioinfer.model.headless import Classifier, Headless, with_head, with_prefix, without_score
 from aioinfer.model.layers import check_cache_weights, check_quantization, choose_layers, make_layers
 from aioinfer.model.moe.backend import MoEBackend
 from aioinfer.model.quantization import Quantization, rounding_of
-from aioinfer.model.registry import own_implementation, why_not_own
+from aioinfer.model.registry import LANGUAGE_MODELS, own_implementation, why_not_own
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.weights import RandomWeights, Weights
 from aioinfer.model.weights_cache import Blobs, WeightsCache
@@ -102,16 +103,23 @@ def load_model(
     if family is None:
         reason = "asked for" if force_transformers else why_not_own(config)
         _check_fallback(checkpoint, config, reason, quantization, cache_weights=cache_weights, stored=stored)
-    tensors = checkpoint.tensors() if stored else None
+    tensors = with_prefix(checkpoint.tensors()) if stored else None
+    headless = checkpoint if isinstance(checkpoint, Headless) else None
     random_weights = None if stored else RandomWeights(dtype=chosen, device=device, check_size=check_size)
     if family is None:
         if tensors is not None and check_size is not None:
             check_size(stored_bytes(tensors, chosen.itemsize))
         from aioinfer.model.transformers_model import TransformersLM
 
-        part = tensors if isinstance(checkpoint, TextPart) else None
+        part = tensors if isinstance(checkpoint, (TextPart, Headless)) else None
+        if part is not None and headless is not None:
+            part = without_score(part)
         fallback = TransformersLM(checkpoint.path, config, chosen, device, progress, random_weights, part)
         fallback.spec = dataclasses.replace(fallback.spec, fallback_reason=reason, part=_part(checkpoint))
+        if headless is not None:
+            weights = random_weights if tensors is None else Weights(tensors, dtype=chosen, device=device)
+            assert weights is not None
+            _without_head(fallback, headless, headless.classifier(config, weights))
         return fallback
     attention = choose_attention(device, _head_dims(config, family), chosen, kernels, progress)
     sizes = family.inner_sizes(config)
@@ -129,6 +137,7 @@ def load_model(
         if tensors is not None:
             weights = Weights(tensors, dtype=chosen, device=device, progress=progress)
         assert weights is not None
+        classifier = None if headless is None else headless.classifier(config, weights)
         made = make_layers(attention, device, chosen, sizes, quantization, blobs)
         decoder = build_decoder(
             checkpoint,
@@ -148,6 +157,8 @@ def load_model(
         decoder.spec = dataclasses.replace(
             decoder.spec, layer_kernels=name, layer_reason=reason, part=_part(checkpoint)
         )
+        if headless is not None:
+            _without_head(decoder, headless, classifier)
         return decoder
 
     if not cache_weights:
@@ -157,6 +168,17 @@ def load_model(
     reason = f"{model.spec.layer_reason}; {done}"
     model.spec = dataclasses.replace(model.spec, layer_reason=reason, mapped_bytes=mapped)
     return model
+
+
+def _without_head(model: CausalLM, headless: Headless, classifier: Classifier | None) -> None:
+    """The model is that of a checkpoint without the head of a language model."""
+    model.classifier = classifier
+    model.spec = dataclasses.replace(
+        model.spec,
+        architecture=headless.architecture,
+        generates=False,
+        num_labels=0 if classifier is None else classifier.num_labels,
+    )
 
 
 def _check_fallback(
@@ -289,7 +311,8 @@ def _blocks(config: Any, family: Family | None, size: int | None) -> Blocks | No
 def _open(path: Path, stored: bool) -> tuple[Checkpoint, Any]:
     """A checkpoint and its config; of a wrapper, those of its text model. Raises ConfigError."""
     checkpoint = open_checkpoint(path)
-    return text_part(checkpoint, _read_config(checkpoint), stored=stored)
+    inner, config = text_part(checkpoint, _read_config(checkpoint), stored=stored)
+    return with_head(inner, config, LANGUAGE_MODELS)
 
 
 def _part(checkpoint: Checkpoint) -> str:

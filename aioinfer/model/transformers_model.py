@@ -75,6 +75,13 @@ class TransformersLM:
             # Other models count positions themselves and ignore this argument among their keyword arguments.
             if parameter not in inspect.signature(self._model.forward).parameters:
                 raise ConfigError(f"model: {architecture} takes no {parameter}")
+        #: hidden states [1, T, hidden] of the forward that runs, behind the last norm
+        self._hidden: torch.Tensor | None = None
+        self._shows_hidden = False
+        self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
+        base = self._model.base_model
+        if base is not self._model:
+            base.register_forward_hook(self._keep_hidden)
         try:
             layers = self._check(device)
         except (ConfigError, MemoryError, torch.OutOfMemoryError):
@@ -95,7 +102,13 @@ class TransformersLM:
             dtype=dtype,
             eos_token_ids=eos_token_ids(Directory(path).generation_config(), text),
             num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
+            hidden_states=self._shows_hidden,
         )
+
+    def _keep_hidden(self, module: Any, inputs: Any, output: Any) -> None:
+        hidden = getattr(output, "last_hidden_state", None)
+        if isinstance(hidden, torch.Tensor) and hidden.dim() == 3:
+            self._hidden, self._shows_hidden = hidden, True
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         def attend(
@@ -107,7 +120,12 @@ class TransformersLM:
             params = AttentionParams(scale, options.get("sliding_window"), options.get("softcap"))
             return attention(module.layer_idx, q, k, v, batch, params, options.get("s_aux"))[None]
 
-        return self._run(batch.input_ids, batch.positions, batch.logits_rows, attend)
+        logits = self._run(batch.input_ids, batch.positions, batch.logits_rows, attend)
+        hidden, self._hidden = self._hidden, None
+        if batch.hidden_rows is not None:
+            assert hidden is not None, "a model without hidden states is not asked for any"
+            batch.hidden = hidden[0, batch.hidden_rows].float()
+        return logits
 
     def _run(
         self,

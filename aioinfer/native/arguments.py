@@ -466,4 +466,7 @@ class ForwardArguments(Arguments):
     write: Address
     logits_rows: Address
     logits: Address
+    num_hidden: int
+    hidden_rows: Address
+    hidden: Address
     seconds: Address

@@ -116,7 +116,7 @@ class Dispatching(OpenStreams):
         checkpoint: StreamCheckpoint | None = None,
     ) -> Stream:
         """As in Serving."""
-        self._checks.check(params)
+        self._checks.check(params, options.pooling)
         if checkpoint is not None:
             check(checkpoint, self.info, self._checks.stop_ids(params))
         record = Record.arriving(params, options, self.clock())

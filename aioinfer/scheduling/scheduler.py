@@ -80,7 +80,8 @@ class Scheduler:
     # -- requests -------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request whose prompt fits (``length < max_length``) and that was never queued."""
+        """Queue a request whose prompt fits (``length < max_length``, or equal if it only prefills) and that
+        was never queued."""
         self._begin_anew()
         self.queues.submit(request)
 
@@ -273,10 +274,13 @@ class Scheduler:
         ids = request.known_ids(start, start + known)
         scores = cursor.score(start + length)
         row = Row(request, kv.slot, start, length, ids, samples, pages, first, data, scores, blocks)
+        row.pools = cursor.pool(start, start + length)
         states = self.memory.states
         if states is not None:
             stop = start + length
-            row.state_read, row.state_write = states.cells(request, start, stop, kv.last_step, last=samples)
+            row.state_read, row.state_write = states.cells(
+                request, start, stop, kv.last_step, last=samples or row.ends
+            )
         return row
 
     # -- memory ---------------------------------------------------------------------------------

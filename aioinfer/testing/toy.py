@@ -21,21 +21,16 @@ from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
+from aioinfer.testing.toy_pooling import mix as _mix
+from aioinfer.testing.toy_pooling import pool, toy_pooled
 from aioinfer.testing.toy_states import TaintError, ToyStates
 from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts
 from aioinfer.text.detokenizer import Detokenizer
 from aioinfer.text.grammar import GrammarState
 
-__all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob"]
+__all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob", "toy_pooled"]
 
-_MASK = (1 << 63) - 1
 _POISON = -7
-
-
-def _mix(state: int, value: int) -> int:
-    """One step of a 63-bit multiplicative hash (the constant is 2**64 / golden ratio)."""
-    state = (state ^ value) * 0x9E3779B97F4A7C15 & _MASK
-    return state ^ (state >> 29)
 
 
 def _next_token(state: int, tenant: NewRequestData, output_index: int, vocab_size: int) -> int:
@@ -148,6 +143,7 @@ class ToyDevice:
             num_pages=self._num_pages,
             eos_token_ids=frozenset({0}),
             description="toy",
+            hidden_size=3,
             num_snapshots=self._snapshots,
         )
 
@@ -206,9 +202,16 @@ class ToyDevice:
                 first = row.kv_length - len(row.drafts)
                 found = [toy_logprob(at, token) for at, token in enumerate(run, first) if token >= 0]
                 result.logprobs[index] = found
-        for index, row in enumerate(rows):
+        for index, (row, state) in enumerate(zip(rows, states, strict=True)):
             tenant = self._tenants[row.slot]
             assert tenant is not None
+            if row.pools is not None:
+                assert row.request.pooled is not None
+                first, last = row.pools
+                hidden = self._expected[row.slot][first:last]
+                if self._doomed_row(row):
+                    hidden = [_mix(state[-1], at) for at in range(first, last)]
+                result.pooled[index] = pool(row.request.pooled.pooling, hidden)
             if row.scores is not None:
                 ids = [-1] * len(tenant.prompt_ids) if self._doomed_row(row) else tenant.prompt_ids
                 result.prompt_logprobs[index] = [

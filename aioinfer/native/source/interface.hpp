@@ -333,6 +333,9 @@ struct ForwardArguments {
   const int64_t* write;
   const int64_t* logits_rows;  // [num_logits]
   float* logits;               // [num_logits, vocabulary]
+  int64_t num_hidden;
+  const int64_t* hidden_rows;  // [num_hidden] tokens whose normed residual is wanted
+  float* hidden;               // [num_hidden, hidden]
   double* seconds;             // [PARTS] grow by the time of each part
 };
 

@@ -318,7 +318,8 @@ bool NAMED(forward)(const ForwardArguments<T>* a) {
         a->tokens, a->slot_mapping, a->positions, {a->rows, a->cu_q, a->kv_len, a->block_table, a->table_width}};
     const RowStates states{a->read, a->write, a->num_cells};
     const StepInput<T> step{a->input_ids, attention,      a->kv_pools,   a->num_kv_pools, a->page_size,   a->num_pages,
-                            states,       a->state_pools, a->num_states, a->num_logits,   a->logits_rows, a->logits};
+                            states,       a->state_pools, a->num_states, a->num_logits,   a->logits_rows, a->logits,
+                            a->num_hidden, a->hidden_rows, a->hidden};
     a->decoder->forward(*a->pool, step, a->seconds);
     return true;
   });
