@@ -28,6 +28,7 @@ from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
     from aioinfer.requests import Requests, Serving
+    from aioinfer.scoring import Scores
 
 __all__ = ["RemoteStream", "ThreadsafeEngine"]
 
@@ -107,6 +108,18 @@ class ThreadsafeEngine:
             return self._engine.open_chat(asked, source, **options)
 
         return RemoteStream(self, self._send(make))
+
+    def embed(self, inputs: Prompt | Sequence[Prompt], **options: Any) -> concurrent.futures.Future[Any]:
+        """As :meth:`aioinfer.Engine.embed`, as a future: ``future.result()`` waits on this thread, and
+        ``asyncio.wrap_future(future)`` on another loop; cancelling it withdraws what is left. ``progress`` is
+        called on the engine's loop. Raises Rejected, EngineClosed."""
+        return self._send(lambda: self._engine.embed(inputs, **options))
+
+    def score(
+        self, query: str | Sequence[str], documents: Sequence[str], **options: Any
+    ) -> concurrent.futures.Future[Scores]:
+        """As :meth:`aioinfer.Engine.score`, as a future like that of :meth:`embed`."""
+        return self._send(lambda: self._engine.score(query, documents, **options))
 
     def _send(self, make: Callable[[], Coroutine[Any, Any, _T]]) -> concurrent.futures.Future[_T]:
         with self._lock:

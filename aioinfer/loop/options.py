@@ -36,6 +36,7 @@ __all__ = [
     "PromptSource",
     "RequestOptions",
     "check_timeout",
+    "is_one",
 ]
 
 #: text, token ids (also an array of integers), chat messages (mappings with "role" and "content", of plain
@@ -69,6 +70,7 @@ class GenerateOptions(JobOptions, total=False):
 
     queue_behind: int
     request_id: str | None
+    pooling: Pooling | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,3 +383,18 @@ def check_timeout(field: str, value: float | None) -> None:
 def _check_label(field: str, value: str | None) -> None:
     if value is not None and (type(value) is not str or len(value) > MAX_LABEL):
         raise InvalidRequest(field, f"must be a string of at most {MAX_LABEL} characters")
+
+
+def is_one(prompts: Any) -> bool:
+    """Whether prompts are a single one, and not a batch of them."""
+    if isinstance(prompts, (str, PromptSource, Mapping)):
+        return True  # a mapping is none, and refused as one
+    if hasattr(prompts, "tolist"):
+        return getattr(prompts, "ndim", 1) <= 1  # an array of ids; the rows of a matrix are prompts
+    if not isinstance(prompts, (list, tuple)) or not prompts:
+        return False
+    first = prompts[0]
+    several = isinstance(first, PromptSource) or (
+        hasattr(first, "__len__") and not isinstance(first, Mapping)
+    )
+    return not several

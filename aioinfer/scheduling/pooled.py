@@ -16,10 +16,11 @@ __all__ = ["Pooled"]
 class Pooled:
     """What has been pooled of one request so far: chunk after chunk, in order."""
 
-    __slots__ = ("_parts", "pooling")
+    __slots__ = ("_parts", "_whole", "pooling")
 
     def __init__(self, pooling: Pooling) -> None:
         self.pooling = pooling
+        self._whole: npt.NDArray[np.float32] | None = None
         self._parts: list[npt.NDArray[Any]] = []
 
     def add(self, part: npt.NDArray[Any]) -> None:
@@ -33,6 +34,10 @@ class Pooled:
         else:
             self._parts.append(part)
 
+    def complete(self, whole: npt.NDArray[np.float32]) -> None:
+        """Another engine has pooled it."""
+        self._whole = whole
+
     def restart(self) -> None:
         """All is computed again."""
         self._parts.clear()
@@ -43,7 +48,7 @@ class Pooled:
         import numpy as np
 
         if not self._parts:
-            return None
+            return self._whole
         if self.pooling.kind == "tokens":
             return np.concatenate(self._parts).astype(np.float32, copy=False)
         (found,) = self._parts
