@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from aioinfer.errors import InvalidRequest, shown
+from aioinfer.plain import keep_plain, plain
 
 __all__ = ["KINDS", "Pooling", "PoolingKind"]
 
@@ -30,6 +31,11 @@ class Pooling:
     token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        keep_plain(self)
+        ids = self.token_ids
+        if not isinstance(ids, (list, tuple)) or not all(type(plain(each)) is int for each in ids):
+            raise InvalidRequest("pooling", f"token_ids must be a list of token ids, got {shown(ids)}")
+        object.__setattr__(self, "token_ids", tuple(plain(each) for each in ids))
         if self.kind not in KINDS:
             raise InvalidRequest("pooling", f"must be one of {', '.join(KINDS)}, got {shown(self.kind)}")
         if (self.kind == "choices") != bool(self.token_ids) or len(self.token_ids) > _MOST_CHOICES:

@@ -22,13 +22,13 @@ from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
 from aioinfer.testing.toy_pooling import mix as _mix
-from aioinfer.testing.toy_pooling import pool, toy_pooled
+from aioinfer.testing.toy_pooling import pool
 from aioinfer.testing.toy_states import TaintError, ToyStates
 from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts
 from aioinfer.text.detokenizer import Detokenizer
 from aioinfer.text.grammar import GrammarState
 
-__all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob", "toy_pooled"]
+__all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob"]
 
 _POISON = -7
 

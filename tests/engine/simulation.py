@@ -27,7 +27,9 @@ async def lifetime(world: World, number: int) -> None:
     """One request from arrival to whatever end the dice chose."""
     rng, engine = world.rng, world.engine
     await asyncio.sleep(rng.expovariate(1 / 0.02))
-    params = world.params(rng)
+    params, pooling = world.params(rng), None
+    if world.prefills is not None:
+        params, pooling = world.prefills(params)
     length = rng.choice([1, 2, 7, 20, 20, 30, engine.info.max_model_len - 1])
     length = max(1, min(length, engine.info.max_model_len - 1))
     # Most prompts begin like others, so that prefixes are met, split and waited for.
@@ -53,9 +55,16 @@ async def lifetime(world: World, number: int) -> None:
             *("never", "restore"),
         ]
     )
+    if params.max_tokens == 0 and behaviour == "restore":
+        behaviour = "await"  # there is nothing to go on with
     try:
         stream = engine.generate(
-            text if as_text else ids, params, request_id=name_of(params), **timeouts, **scheduling
+            text if as_text else ids,
+            params,
+            request_id=name_of(params),
+            pooling=pooling,
+            **timeouts,
+            **scheduling,
         )
     except (errors.Rejected, errors.EngineFailed) as error:
         assert isinstance(error, errors.Rejected) or world.device.lost
@@ -83,7 +92,7 @@ async def lifetime(world: World, number: int) -> None:
     if outcome[0] in ("finished", "left"):
         result = stream.result() if behaviour == "await" else None
         tokens, answer, reason = outcome[1:]
-        world.claims.append(Claim(number, behaviour, ids, params, tokens, answer, reason, result))
+        world.claims.append(Claim(number, behaviour, ids, params, tokens, answer, reason, result, pooling))
 
 
 async def _consume(world: World, stream: Stream, behaviour: str) -> tuple[Any, ...]:

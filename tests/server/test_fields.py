@@ -178,6 +178,7 @@ CHANGES: dict[str, Any] = {
     "prediction": {"type": "content", "content": "An answer."},
     "speculate": False,
     "prompt_logprobs": 2,
+    "logprob_start_len": 2,
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
     "add_special_tokens": False,

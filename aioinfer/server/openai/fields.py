@@ -117,6 +117,10 @@ _COMMON: Table = {
         "the answer has the logprobs of the prompt, with so many likely alternatives; not streamed",
         "prompt_logprobs",
     ),
+    "logprob_start_len": Honoured(
+        "SGLang's name of the first token of the prompt that has a logprob; those before it have null",
+        "logprob_start_len",
+    ),
     "return_token_ids": Honoured("choices have `token_ids`, and the answer `prompt_token_ids`", schema=FLAG),
     "return_tokens_as_token_ids": Honoured("logprobs name tokens as `token_id:5`", schema=FLAG),
     "prediction": Honoured(
