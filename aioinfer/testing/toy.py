@@ -207,17 +207,20 @@ class ToyDevice:
             assert tenant is not None
             if row.pools is not None:
                 assert row.request.pooled is not None
-                first, last = row.pools
-                hidden = self._expected[row.slot][first:last]
-                if self._doomed_row(row):
-                    hidden = [_mix(state[-1], at) for at in range(first, last)]
-                result.pooled[index] = pool(row.request.pooled.pooling, hidden)
+                hashes = self._hashes(row, state, *row.pools)
+                result.pooled[index] = pool(row.request.pooled.pooling, hashes)
             if row.scores is not None:
                 ids = [-1] * len(tenant.prompt_ids) if self._doomed_row(row) else tenant.prompt_ids
                 result.prompt_logprobs[index] = [
                     toy_logprob(at + 1, ids[at + 1]) for at in range(*row.scores)
                 ]
         return result
+
+    def _hashes(self, row: Row, state: Sequence[int], first: int, last: int) -> Sequence[int]:
+        """Of the row's sequence, up to each of the positions [first, last)."""
+        if self._doomed_row(row):
+            return [_mix(state[-1], at) for at in range(first, last)]
+        return self._expected[row.slot][first:last]
 
     def _spoil(self, prepared: _Prepared) -> None:
         """A step failed: how far it came is unknown."""

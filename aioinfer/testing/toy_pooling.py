@@ -11,7 +11,7 @@ import numpy.typing as npt
 from aioinfer.pooling import Pooling
 from aioinfer.scheduling.pooled import Pooled
 
-__all__ = ["mix", "pool", "toy_pooled"]
+__all__ = ["hashes", "mix", "pool", "toy_pooled"]
 
 _MASK = (1 << 63) - 1
 
@@ -27,12 +27,18 @@ def _hidden(state: int) -> npt.NDArray[np.float32]:
     return np.asarray([state >> shift & 0x1FFFFF for shift in (0, 21, 42)], np.float32)
 
 
+def hashes(ids: Sequence[int]) -> list[int]:
+    """Of a sequence up to each of its tokens."""
+    state, found = 0, []
+    for token in ids:
+        state = mix(state, token)
+        found.append(state)
+    return found
+
+
 def toy_pooled(prompt_ids: Sequence[int], pooling: Pooling) -> npt.NDArray[np.float32]:
     """What any correct engine must pool of a prompt on a :class:`ToyDevice`."""
-    state, states = 0, []
-    for token in prompt_ids:
-        state = mix(state, token)
-        states.append(state)
+    states = hashes(prompt_ids)
     pooled = Pooled(pooling)
     pooled.add(pool(pooling, states if pooling.whole else states[-1:]))
     found = pooled.result(len(prompt_ids))

@@ -90,7 +90,8 @@ async def lifetime(world: World, number: int) -> None:
     world.counts[str(outcome[0])] += 1
     world.outcomes.append((number, behaviour, *outcome))
     if outcome[0] in ("finished", "left"):
-        result = stream.result() if behaviour == "await" else None
+        whole = behaviour == "await" or (pooling is not None and outcome[0] == "finished")
+        result = stream.result() if whole else None
         tokens, answer, reason = outcome[1:]
         world.claims.append(Claim(number, behaviour, ids, params, tokens, answer, reason, result, pooling))
 

@@ -101,7 +101,10 @@ async def test_another_model_is_not_found(serving: Serving) -> None:
 
 
 async def test_a_batch_needs_no_more_of_the_queue_than_there_is(serving: Serving) -> None:
-    async with serving(max_running_requests=4, max_queued_requests=3) as served, served.client(strict=False) as client:
+    async with (
+        serving(max_running_requests=4, max_queued_requests=3) as served,
+        served.client(strict=False) as client,
+    ):
         inputs = [[index % 60 + 1, 3] for index in range(200)]
         found = await client.embeddings.create(model="toy", input=inputs)
         assert served.engine.stats().admitted == 200
