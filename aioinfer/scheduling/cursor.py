@@ -66,6 +66,8 @@ class Cursor(ABC):
 
     #: what launched rows bring still counts after a retraction
     survives_retraction = True
+    #: nothing is generated
+    only_prefills = False
 
     def __init__(self, prompt_length: int, output_ids: list[int], max_length: int) -> None:
         self._prompt_length = prompt_length
@@ -299,6 +301,7 @@ class PrefillCursor(TokenCursor):
 
     # What is pooled of a chunk goes with the chunks before it.
     survives_retraction = False
+    only_prefills = True
 
     def __init__(
         self,

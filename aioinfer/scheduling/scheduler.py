@@ -254,10 +254,14 @@ class Scheduler:
             end = self.memory.states.stop(request, start, stop)
             if end is not None:
                 most = end - start if most is None else min(most, end - start)
+        beside = cursor.only_prefills and len(queues.batch) > 0
+        if beside:
+            most = budget.beside if most is None else min(most, budget.beside)
         length = budget.chunk(start, stop - start, most) if start < stop else 0
         rows: list[Row] = []
         if length:
             budget.spend_prefill(length)
+            budget.beside -= length * beside
             rows.append(self._row(request, start, length))
         if start + length == stop:
             cursor.relay_ready = True

@@ -264,6 +264,30 @@ async def test_a_prompt_is_scored_from_where_it_is_wanted_and_the_rest_is_cached
             assert (result.token_ids, result.finish_reason) == ([], "length")
 
 
+@pytest.mark.parametrize("priority", ["decode", "prefill"])
+async def test_beside_tokens_prompts_without_an_output_take_one_chunk_of_a_step(
+    make_engine: MakeEngine, priority: str
+) -> None:
+    seen: list[tuple[bool, int]] = []
+
+    def watch(step: Any) -> None:
+        lengths = [row.length for row in step.prefilling if row.request.pooled is not None]
+        seen.append((bool(step.num_generating), sum(lengths)))
+
+    async with make_engine(fault=watch, chunk_size=16, step_priority=priority, num_pages=512) as engine:
+        await engine.embed([[index + 1] * 30 for index in range(8)])
+        assert max(tokens for _, tokens in seen) > 16
+        seen.clear()
+        chat = engine.generate([1, 2], SamplingParams(max_tokens=200, temperature=0, ignore_eos=True))
+        await anext(aiter(chat))
+        found = await engine.embed([[index + 20] * 30 for index in range(8)], normalize=False)
+        await chat
+    assert 0 < max(tokens for beside, tokens in seen if beside) <= 16
+    assert [each.vector.tolist() for each in found] == [
+        toy_pooled([index + 20] * 30, LAST).tolist() for index in range(8)
+    ]
+
+
 async def test_a_step_of_prompts_alone_samples_nothing(make_engine: MakeEngine) -> None:
     device = ToyDevice()
     seen: list[bool] = []

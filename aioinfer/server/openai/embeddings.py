@@ -15,7 +15,7 @@ from aioinfer.chat.schemas import FLAG, TEXT, Schema, array, choice, either, int
 from aioinfer.embedding import Embedding
 from aioinfer.errors import InvalidRequest
 from aioinfer.loop.options import MAX_LABEL, Prompt
-from aioinfer.scoring import Scores
+from aioinfer.scoring import METHODS, Scores
 from aioinfer.server.openai.extras import parse_extras
 from aioinfer.server.openai.protocol import Served, flag_of, object_of
 from aioinfer.server.openapi.endpoints import Body, Endpoint
@@ -75,6 +75,9 @@ EMBEDDING: Table = {
 }
 _JUDGING: Table = {
     **_SCHEDULING,
+    "method": Honoured(
+        "`classifier`, `judge` or `cosine`; by default what the model is made for", schema=choice(*METHODS)
+    ),
     "instruction": Honoured("what makes a document fit, for a model that is told", schema=text(1)),
     "truncation_side": Unsupported(()),
     "max_tokens_per_doc": Unsupported((), "send shorter texts"),
@@ -300,7 +303,7 @@ def _texts(body: Mapping[str, Any], name: str) -> list[str]:
 
 
 def _judging(body: Mapping[str, Any], served: Served) -> dict[str, Any]:
-    asked = {"instruction": body["instruction"]} if _has(body, "instruction") else {}
+    asked = {name: body[name] for name in ("method", "instruction") if _has(body, name)}
     return {**asked, **_scheduling(body, served)}
 
 
