@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from aioinfer.chats import ChatStream
     from aioinfer.config import EngineConfig, ServerConfig
     from aioinfer.disconnects import until_disconnected
+    from aioinfer.embedding import Embedding
     from aioinfer.engine import Engine, EngineState
     from aioinfer.errors import (
         AioInferError,
@@ -37,7 +38,9 @@ if TYPE_CHECKING:
     from aioinfer.observe.stats import EngineStats
     from aioinfer.outputs import AdapterInfo, Chunk, Draft, RequestMetrics, Result, Usage
     from aioinfer.params import DiffusionParams, Grammar, SamplingParams
+    from aioinfer.pooling import Pooling
     from aioinfer.resuming.record import StreamCheckpoint
+    from aioinfer.scoring import Scores
     from aioinfer.stream import Stream
 
 __version__ = "0.1.0"
@@ -58,6 +61,7 @@ _HOME = {
     "ConstraintFailed": "errors",
     "DiffusionParams": "params",
     "Draft": "outputs",
+    "Embedding": "embedding",
     "Engine": "engine",
     "EngineClosed": "errors",
     "EngineConfig": "config",
@@ -69,12 +73,14 @@ _HOME = {
     "InvalidRequest": "errors",
     "LLM": "llm",
     "OutOfMemory": "errors",
+    "Pooling": "pooling",
     "Rejected": "errors",
     "RequestError": "errors",
     "RequestMetrics": "outputs",
     "Result": "outputs",
     "ResultMap": "mapping",
     "SamplingParams": "params",
+    "Scores": "scoring",
     "ServerConfig": "config",
     "StepFailed": "errors",
     "Stream": "stream",
@@ -98,6 +104,7 @@ __all__ = [
     "ConstraintFailed",
     "DiffusionParams",
     "Draft",
+    "Embedding",
     "Engine",
     "EngineClosed",
     "EngineConfig",
@@ -108,12 +115,14 @@ __all__ = [
     "Grammar",
     "InvalidRequest",
     "OutOfMemory",
+    "Pooling",
     "Rejected",
     "RequestError",
     "RequestMetrics",
     "Result",
     "ResultMap",
     "SamplingParams",
+    "Scores",
     "ServerConfig",
     "StepFailed",
     "Stream",

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.cache.namespace import Namespace
 from aioinfer.chat.answers import ChatFormat
+from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
 from aioinfer.engine_like import EngineLike
 from aioinfer.errors import EngineClosed, EngineError
@@ -76,6 +77,7 @@ class Engine(EngineLike):
         is called on a worker thread. ``drafter`` proposes tokens in place of ``config.speculation``."""
         self.config = config if config is not None else EngineConfig()
         self.default_params = SamplingParams()
+        self.sentences = Sentences()
         self._chat_format = ChatFormat()
         self._make_launcher = launcher
         self._load_tokenizer = tokenizer
@@ -156,6 +158,7 @@ class Engine(EngineLike):
         tokenizer = await intake.run(self._load_tokenizer, config)
         fingerprint = await intake.run(factory.fingerprint, config)
         defaults = await intake.run(factory.default_params, config, info)
+        sentences = await intake.run(factory.sentences, config)
         config = factory.decide(
             config,
             info.block_size,
@@ -169,7 +172,7 @@ class Engine(EngineLike):
         chat_format = await intake.run(
             ChatFormat.of, tokenizer, config.tool_call_parser, config.reasoning_parser
         )
-        self.default_params, self._chat_format = defaults, chat_format
+        self.default_params, self.sentences, self._chat_format = defaults, sentences, chat_format
         runtime = Runtime(config, core, launcher, intake, adapters)
         observing.observe(runtime, self.config, self._measuring)
         _log.info("started: %s", info.decisions)
@@ -204,7 +207,7 @@ class Engine(EngineLike):
     def _reset(self, state: EngineState) -> None:
         self._idle = state
         self._starting = self._runtime = None
-        self.default_params, self._chat_format = SamplingParams(), ChatFormat()
+        self.default_params, self.sentences, self._chat_format = SamplingParams(), Sentences(), ChatFormat()
 
     @property
     def _loop(self) -> asyncio.AbstractEventLoop | None:

@@ -8,9 +8,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 
 from aioinfer.config import EngineConfig
+from aioinfer.embedding import EmbeddingForm, EmbeddingOptions, of_input
 from aioinfer.errors import (
     Cancelled,
     EngineClosed,
@@ -23,10 +24,10 @@ from aioinfer.errors import (
 )
 from aioinfer.execution.device import Device, Flight, StepOutOfMemory
 from aioinfer.loop import factory
-from aioinfer.loop.blocking import BlockingLoads, is_one, launched, progress_bar
+from aioinfer.loop.blocking import BlockingLoads, launched, progress_bar
 from aioinfer.loop.core import Core
 from aioinfer.loop.deadlines import Deadlines, Phase
-from aioinfer.loop.options import Prepared, Prompt, RequestOptions
+from aioinfer.loop.options import Prepared, Prompt, PromptForm, RequestOptions, is_one
 from aioinfer.loop.updating import (
     ABORTED,
     UpdateMode,
@@ -40,8 +41,10 @@ from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
 from aioinfer.outputs import AdapterInfo, Chunk, Result
 from aioinfer.params import SamplingParams, inherited
+from aioinfer.pooling import Pooling
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.step import Step
+from aioinfer.scoring import ScoreOptions, Scores, score_job
 from aioinfer.stream import StreamCell
 
 if TYPE_CHECKING:
@@ -95,6 +98,7 @@ class LLM:
         loaded = tokenizer(located)
         info = factory.with_end_tokens(self._device.open(), loaded)
         self.default_params = factory.default_params(located, info)
+        self.sentences = factory.sentences(located)
         decided = factory.decide(
             located,
             info.block_size,
@@ -300,7 +304,60 @@ class LLM:
         if len(each) != len(batch):
             raise ValueError(f"{len(each)} params for {len(batch)} prompts")
         options = self._options(waiting_timeout, running_timeout, adapter=adapter)
-        entered = deque(self._prepare_all(batch, each, options))
+        return self._finish_all(self._prepare_all(batch, each, options), progress)
+
+    def embed(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        *,
+        progress: bool | None = None,
+        **asked: Unpack[EmbeddingOptions],
+    ) -> Any:
+        """As :meth:`aioinfer.Engine.embed`; ``progress`` as of :meth:`generate`."""
+        self._opened()
+        form = EmbeddingForm.of(self._core.info, self.sentences, **asked)
+        one = is_one(inputs)
+        given: Any = [inputs] if one else list(inputs)
+        names = ["inputs" if one else f"inputs[{index}]" for index in range(len(given))]
+        results = self._pooled([form.prompt(each) for each in given], form.pooling, names, progress)
+        found = [form.finish(each) for each in results]
+        return found[0] if one else found
+
+    def score(
+        self,
+        query: str | Sequence[str],
+        documents: Sequence[str],
+        *,
+        progress: bool | None = None,
+        **asked: Unpack[ScoreOptions],
+    ) -> Scores:
+        """As :meth:`aioinfer.Engine.score`; ``progress`` as of :meth:`generate`."""
+        self._opened()
+        job = score_job(self._core.info, self.tokenizer, self.sentences, query, documents, **asked)
+        form = None if job.special_tokens is None else PromptForm(job.special_tokens)
+        names = [job.name(index) for index in range(len(job.prompts))]
+        return job.finish(self._pooled(job.prompts, job.pooling, names, progress, form))
+
+    def _pooled(
+        self,
+        prompts: Sequence[Prompt],
+        pooling: Pooling,
+        names: Sequence[str],
+        progress: bool | None,
+        form: PromptForm | None = None,
+    ) -> list[Result]:
+        params, options = SamplingParams(max_tokens=0), self._options(None, None, pooling=pooling)
+        entered: list[_Entered] = []
+        for name, prompt in zip(names, prompts, strict=True):
+            try:
+                entered.append(self._prepare(self._core.source(prompt, None, form), params, options))
+            except InvalidRequest as error:
+                raise of_input(error, name) from error.__cause__
+        return self._finish_all(entered, progress)
+
+    def _finish_all(self, prepared: Sequence[_Entered], progress: bool | None) -> list[Result]:
+        """Queue these and compute until they have ended; none is left if anything raises."""
+        entered = deque(prepared)
         requests = [each.request for each in entered]
         left = len(requests)
         try:
@@ -379,7 +436,7 @@ class LLM:
     ) -> _Entered:
         """A request and its tokens, not queued yet. Raises InvalidRequest."""
         params = inherited(params, self.default_params)
-        self._core.check(params)
+        self._core.check(params, options.pooling)
         self._core.adapter(options)
         prepared = self._core.prepare(self._core.source(prompt, template_kwargs), params)
         return _Entered(self._core.new_request(params, options), prepared, options)

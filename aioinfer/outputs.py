@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 __all__ = [
     "AdapterInfo",
@@ -134,7 +134,7 @@ class Result:
     prompt_token_ids: Sequence[int] = field(default=(), compare=False)
     #: diffusion models: for each id, the round of its block that wrote it, from 0 on
     step_map: list[int] | None = None
-    #: one entry per prompt token, None for the first, if they were requested
+    #: one entry per prompt token, None for the first and those before ``logprob_start_len``, if requested
     prompt_logprobs: list[TokenLogprob | None] | None = None
     #: the caller's name for the request, or one that was made for it
     request_id: str = field(default="", compare=False)
@@ -146,6 +146,8 @@ class Result:
     identical: bool = field(default=True, compare=False)
     #: of the weights that computed the last token
     weight_version: int = field(default=0, compare=False)
+    #: of a request that pools its hidden states: a numpy array of float32, see :mod:`aioinfer.pooling`
+    pooled: Any = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "min_p": Bounds(0.0, 1.0),
     "top_n_sigma": Bounds(0.0, 100.0),
     "seed": _whole(-_SEED_LIMIT, _SEED_LIMIT - 1),
-    "max_tokens": _whole(1, 2**31 - 1),
+    "max_tokens": _whole(0, 2**31 - 1),
     "min_tokens": _whole(0, 2**31 - 1),
     # Logits that are divided by less could overflow.
     "repetition_penalty": Bounds(0.01, 100.0),
@@ -53,6 +53,7 @@ BOUNDS: Mapping[str, Bounds] = {
     "frequency_penalty": Bounds(-2.0, 2.0),
     "logprobs": _whole(0, _MAX_TOP_LOGPROBS),
     "prompt_logprobs": _whole(0, _MAX_TOP_LOGPROBS),
+    "logprob_start_len": _whole(0, 2**31 - 1),
     "threshold": Bounds(0.0, 1.0),
     "edit_threshold": Bounds(0.0, 1.0),
     "steps": _whole(1, _MAX_ROUNDS),
@@ -129,7 +130,8 @@ class SamplingParams:
             maximum, in [0, 100]; 0 keeps all (Tang et al., arXiv 2411.07641).
         seed: seed of the sampling noise; the same prompt, parameters and seed give the same tokens in any
             batch. ``None`` draws a seed from the engine's seed.
-        max_tokens: at most this many new tokens; ``None``: up to the model's context length.
+        max_tokens: at most this many new tokens; ``None``: up to the model's context length; 0: nothing is
+            sampled, the prompt is computed only, with ``prompt_logprobs`` to be scored.
         min_tokens: end-of-sequence and stop tokens cannot be sampled before this many new tokens.
         stop: strings that end the output; its text ends before the first match.
         stop_regex: regular expressions (of the ``regex`` package) that end the output like ``stop``; the
@@ -144,7 +146,10 @@ class SamplingParams:
         logit_bias: token id -> value in [-100, 100] added to its logit, before all other processing.
         allowed_token_ids: only these tokens can be sampled, end tokens included; ``None`` allows all.
         logprobs: report the logprob of each token and of this many most likely ones (0 to 20).
-        prompt_logprobs: the same for the tokens of the prompt. Requests with it do not read the prefix cache.
+        prompt_logprobs: the same for the tokens of the prompt. What is scored is not read from the prefix
+            cache.
+        logprob_start_len: index of the first token of the prompt that ``prompt_logprobs`` are wanted of.
+            What lies before it can come from the prefix cache.
         grammar: constraint on the output; needs the extra ``aioinfer[structured]``. A mapping is a JSON
             schema, and a class with ``model_json_schema`` (pydantic's) stands for its schema.
         bad_words: excluded from the output: texts, each as tokenized at the start of an output and after a
@@ -178,6 +183,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_start_len: int = 0
     grammar: Grammar | Schema | None = None
     bad_words: Sequence[str | Sequence[int]] = ()
     diffusion: DiffusionParams | None = None

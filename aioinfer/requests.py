@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, Unpack
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack
 
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.chat.asking import ChatRequest, chat_request
 from aioinfer.chat.functions import Tool
 from aioinfer.chats import ChatStream
+from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
+from aioinfer.embedding import EmbeddingForm, of_input
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
 from aioinfer.loop.options import (
     GenerateOptions,
@@ -20,24 +22,31 @@ from aioinfer.loop.options import (
     PromptForm,
     PromptSource,
     RequestOptions,
+    is_one,
 )
 from aioinfer.mapping import MapProgress, OnError, Prompts, ResultMap
-from aioinfer.outputs import AdapterInfo
+from aioinfer.outputs import AdapterInfo, Result
 from aioinfer.params import SamplingParams, Schema, inherited
+from aioinfer.pooling import Pooling
 from aioinfer.resuming.record import StreamCheckpoint
+from aioinfer.scoring import ScoreMethod, Scores, score_job
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
+    from aioinfer.execution.device import DeviceInfo
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Requests", "Serving"]
 
+_Finished = TypeVar("_Finished")
 #: choices of one prompt, as in the HTTP API
 _MOST_CHOICES = 128
 
 
 class Serving(Protocol):
     """What is running and takes requests."""
+
+    info: DeviceInfo
 
     def source(
         self,
@@ -68,8 +77,9 @@ class Requests(ABC):
     """What an application asks of an engine: one output, a chat, choices, many outputs."""
 
     config: EngineConfig
-    #: what the model recommends
+    #: what the model recommends: for outputs, and for embeddings
     default_params: SamplingParams
+    sentences: Sentences
 
     @property
     @abstractmethod
@@ -134,6 +144,7 @@ class Requests(ABC):
         max_lag: int | None = None,
         request_id: str | None = None,
         adapter: str | None = None,
+        pooling: Pooling | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Stream:
         """Queue a generation and return its :class:`~aioinfer.Stream` at once.
@@ -158,6 +169,8 @@ class Requests(ABC):
                 not be unique. By default one is made.
             adapter: name of a LoRA adapter that was loaded: :meth:`load_adapter`. The request keeps what the
                 name stands for now, whatever is loaded or unloaded meanwhile.
+            pooling: what is wanted of the prompt's hidden states, which ``Result.pooled`` then has. Nothing
+                is generated; :meth:`embed` is what most applications want.
             chat_template_kwargs: variables of the chat template, e.g. ``{"enable_thinking": False}``.
 
         Raises:
@@ -168,6 +181,8 @@ class Requests(ABC):
         """
         serving = self._serving()
         params = inherited(params, self.default_params)
+        if pooling is not None:
+            params = params.changed(max_tokens=0, min_tokens=0)
         options = RequestOptions(
             priority=priority,
             cache_salt=cache_salt,
@@ -178,6 +193,7 @@ class Requests(ABC):
             max_lag=self.config.max_lag if max_lag is None else max_lag,
             request_id=request_id,
             adapter=adapter,
+            pooling=pooling,
         )
         try:
             source = serving.source(prompt, chat_template_kwargs)
@@ -361,6 +377,141 @@ class Requests(ABC):
             on_error=on_error,
         )
 
+    async def embed(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        *,
+        pooling: Literal["last", "mean", "tokens"] | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+        progress: MapProgress | None = None,
+        **options: Unpack[JobOptions],
+    ) -> Any:
+        """The embedding of one input, or of several a list in their order.
+
+        ::
+
+            texts = await engine.embed(["a query", "a document"])
+            similarity = texts[0].vector @ texts[1].vector
+
+        Inputs are computed as prompts are, with those of all other requests: they share steps, the prefix
+        cache and the policy, and never more wait than the queue has room for.
+
+        Args:
+            inputs: a text, token ids, a chat, or a list of any of these.
+            pooling: "last", the hidden state of the last token; "mean", the mean of all, which does not read
+                the prefix cache; "tokens", the hidden states of all tokens, [tokens, dimensions] (at most
+                2**26 numbers). Default: as the model's files say, else "last".
+            dimensions: only so many of the numbers, before they are normalised.
+            normalize: every vector has length 1. Default: as the model's files say, else True.
+            prompt_name: which of the model's prompts (:attr:`sentences`) is put in front of texts; default:
+                the one that its files name, if any.
+            progress: ``progress(done, total)`` is called as inputs end.
+            options: those of :meth:`generate`.
+
+        Returns:
+            :class:`~aioinfer.Embedding`, or a list of them.
+
+        Raises as :meth:`generate`, with ``field`` "inputs[3]" for the input at index 3, if there are several;
+        all else is withdrawn then, and when the call is cancelled.
+        """
+        form = EmbeddingForm.of(
+            self._serving().info,
+            self.sentences,
+            pooling=pooling,
+            dimensions=dimensions,
+            normalize=normalize,
+            prompt_name=prompt_name,
+        )
+        one = is_one(inputs)
+        given: Any = [inputs] if one else list(inputs)
+        found = await self._pooled(
+            [form.prompt(each) for each in given],
+            form.pooling,
+            form.finish,
+            lambda index: "inputs" if one else f"inputs[{index}]",
+            progress=progress,
+            **options,
+        )
+        return found[0] if one else found
+
+    async def score(
+        self,
+        query: str | Sequence[str],
+        documents: Sequence[str],
+        *,
+        method: ScoreMethod | None = None,
+        instruction: str | None = None,
+        template: str | None = None,
+        progress: MapProgress | None = None,
+        **options: Unpack[JobOptions],
+    ) -> Scores:
+        """How well each document answers a query; ``query`` may be a list with one for each document.
+
+        Args:
+            method: "classifier", "judge" or "cosine"; see :mod:`aioinfer.scoring`. Default: the classifier's
+                head if the model has one; "cosine" for embedding models; else "judge", with the template of
+                Qwen3-Reranker.
+            instruction: what makes a document fit, for the template's ``{instruction}``.
+            template: a text with ``{query}`` and ``{document}``, which a judge or a classifier reads.
+            progress, options: as of :meth:`embed`.
+
+        Raises as :meth:`generate`; ``field`` is "documents[3]" for the document at index 3.
+        """
+        serving = self._serving()
+        job = score_job(
+            serving.info,
+            self.tokenizer,
+            self.sentences,
+            query,
+            documents,
+            method=method,
+            instruction=instruction,
+            template=template,
+        )
+        results = await self._pooled(
+            job.prompts,
+            job.pooling,
+            _whole,
+            job.name,
+            special_tokens=job.special_tokens,
+            progress=progress,
+            **options,
+        )
+        return job.finish(results)
+
+    async def _pooled(
+        self,
+        prompts: Sequence[Prompt],
+        pooling: Pooling,
+        finish: Callable[[Result], _Finished],
+        name: Callable[[int], str],
+        *,
+        special_tokens: bool | None = None,
+        progress: MapProgress | None,
+        **options: Unpack[JobOptions],
+    ) -> list[_Finished]:
+        """What is pooled of these, in order; ``name``: of the input with an index, in errors."""
+
+        def submit(prompt: Prompt, waiting: int) -> Stream:
+            if special_tokens is not None:
+                prompt = self.prompt(prompt, add_special_tokens=special_tokens)
+            return self.generate(prompt, pooling=pooling, queue_behind=waiting, **options)
+
+        most = 2 * self.config.max_running_requests
+        found: list[_Finished] = []
+        try:
+            async with ResultMap(
+                submit, prompts, concurrency=most, progress=progress, on_error="raise"
+            ) as results:
+                async for result in results:
+                    assert isinstance(result, Result)
+                    found.append(finish(result))
+        except AioInferError as error:
+            raise of_input(error, name(len(found))) from error.__cause__
+        return found
+
     def choices(
         self,
         prompt: Prompt,
@@ -440,3 +591,7 @@ class Requests(ABC):
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, made on a worker thread. Raises as :meth:`prompt`, by the field "tokens"."""
         return await self._serving().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def _whole(result: Result) -> Result:
+    return result

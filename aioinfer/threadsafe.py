@@ -31,6 +31,7 @@ from aioinfer.stream import Stream
 if TYPE_CHECKING:
     from aioinfer.engine_like import EngineLike
     from aioinfer.requests import Serving
+    from aioinfer.scoring import Scores
 
 __all__ = ["RemoteStream", "ThreadsafeEngine"]
 
@@ -139,6 +140,18 @@ class ThreadsafeEngine:
             return await self._engine.update_weights(given, mode=mode, version=version)
 
         return self.run(update)
+
+    def embed(self, inputs: Prompt | Sequence[Prompt], **options: Any) -> concurrent.futures.Future[Any]:
+        """As :meth:`aioinfer.Engine.embed`, as a future: ``future.result()`` waits on this thread, and
+        ``asyncio.wrap_future(future)`` on another loop; cancelling it withdraws what is left. ``progress`` is
+        called on the engine's loop. Raises Rejected, EngineClosed."""
+        return self._send(lambda: self._engine.embed(inputs, **options))
+
+    def score(
+        self, query: str | Sequence[str], documents: Sequence[str], **options: Any
+    ) -> concurrent.futures.Future[Scores]:
+        """As :meth:`aioinfer.Engine.score`, as a future like that of :meth:`embed`."""
+        return self._send(lambda: self._engine.score(query, documents, **options))
 
     def _send(self, make: Callable[[], Coroutine[Any, Any, _T]]) -> concurrent.futures.Future[_T]:
         with self._lock:

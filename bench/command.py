@@ -24,6 +24,7 @@ BENCHES = {
     "admission": "fifo against packing where long prompts stand before short ones",
     "overlap": "how much of the time the device works, by overlap and launch mode",
     "prefix": "the prefix cache with shared, growing and unrelated prompts",
+    "embed": "embeddings against plain prefill, and chats beside embeddings",
     "diffusion": "a diffusion model in lock-step, first done first out, and with each further optimisation",
     "kernels": "linear layers on a CPU: formats of weights, shapes, numbers of rows",
     "families": "own code against transformers' code on a CPU, family by family",

@@ -37,6 +37,9 @@ LAYERS: list[set[str]] = [
     {"threadsafe"},
     # what an engine takes: the part of it that makes requests
     {"requests"},
+    # scores and embeddings: what many requests pool
+    {"scoring"},
+    {"embedding"},
     # chats and maps in this process: what reads streams
     {"chats", "mapping"},
     # messages, tools and response formats of chats, and the parts of answers
@@ -56,7 +59,7 @@ LAYERS: list[set[str]] = [
     # layers, weights and attention backends
     {"model"},
     # what a caller gives: parameters and configuration
-    {"params", "config"},
+    {"params", "config", "pooling"},
     # tokenizers and grammars; pages and the prefix tree; compiled kernels
     # config values from text, variables and files
     {"text", "cache", "native", "settings"},

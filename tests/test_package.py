@@ -226,7 +226,7 @@ def test_the_default_model_is_bundled() -> None:
         ("top_k", [-2, 1.5]),
         ("min_p", [-0.1, 1.1]),
         ("seed", [2**63, 1.0, "x"]),
-        ("max_tokens", [0, -1, 1.5]),
+        ("max_tokens", [-1, 1.5]),
         ("min_tokens", [-1, None]),
         ("repetition_penalty", [0, -1, float("nan")]),
         ("presence_penalty", [-2.1, 2.1]),

@@ -77,6 +77,12 @@ class DeviceInfo:
     threads: int = 0
     #: bytes of the KV pool
     kv_bytes: int = 0
+    #: numbers of a hidden state; None: the model gives none
+    hidden_size: int | None = None
+    #: of a classifier, how many classes it knows
+    num_labels: int = 0
+    #: the model has a head that gives tokens
+    generates: bool = True
     #: of a model with recurrent state: how many states can be kept for cached prefixes; None: it has none
     num_snapshots: int | None = None
     #: bytes of all recurrent states

@@ -15,6 +15,8 @@ from aioinfer.scheduling.step import MultiStepBudget
 if TYPE_CHECKING:
     import torch
 
+    from aioinfer.execution.pooling import PoolingWork
+
 __all__ = ["Layout", "PackedStep", "Sections"]
 
 
@@ -83,6 +85,8 @@ class PackedStep:
     multi_step: MultiStepBudget | None = None
     #: the section ``adapters`` on the host; None where no row has an adapter, and the section is not there
     adapter_slots: list[int] | None = None
+    #: what rows pool; its sections are hidden_rows [H], pooled_logits [L] and pooled_ids [L]
+    pooling: PoolingWork | None = None
 
     @property
     def decodes_only(self) -> bool:

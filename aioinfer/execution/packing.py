@@ -12,6 +12,7 @@ import numpy.typing as npt
 from aioinfer.execution.decoding.base import RowPacker
 from aioinfer.execution.packed import Layout, PackedStep, Sections
 from aioinfer.execution.paging import PageTables
+from aioinfer.execution.pooling import PoolingWork
 from aioinfer.scheduling.step import UNDRAWN, Step
 
 __all__ = ["Packer"]
@@ -61,6 +62,9 @@ class Packer:
             own |= _states(step)
         if layout.adapters is not None:
             own["adapters"] = layout.adapters
+        pooling = None
+        if any(row.pools is not None for row in prefilling):
+            pooling = PoolingWork.pack(step, placement.cu_q, own)
         return PackedStep(
             sections=Sections(
                 {
@@ -83,6 +87,7 @@ class Packer:
             tables=self._tables.of(layout.slots) if layout.captured else None,
             multi_step=step.multi_step,
             adapter_slots=None if layout.adapters is None else layout.adapters.tolist(),
+            pooling=pooling,
         )
 
     def _layout(self, step: Step) -> Layout:

@@ -67,11 +67,15 @@ class Runner:
         while True:
             logits = self.model.forward(batch, self.attention)
             forward = now()
+            pooled: list[torch.Tensor] = []
+            if packed.pooling is not None:
+                logits, pooled = packed.pooling.pool(batch.hidden, logits, parts, self.model)
             output = self.decoding.step(logits, packed, parts, state, transfer)
             rounds += 1
             if not self.decoding.again(packed, parts, state, rounds):
                 break
         output.rounds = rounds
+        output.tensors += pooled
         output.times = (start, forward, output.masked or forward, now())
         return output
 
@@ -90,7 +94,12 @@ class Runner:
     def read(self, packed: PackedStep, output: Output, copies: Sequence[torch.Tensor]) -> StepResult:
         """The result of a step from copies of its tensors, which are on the host by now."""
         start = now()
-        result = self.decoding.read(packed, output, copies)
+        pooling, count = packed.pooling, len(copies)
+        if pooling is not None:
+            count -= pooling.num_tensors
+        result = self.decoding.read(packed, output, copies[:count])
+        if pooling is not None:
+            result.pooled = pooling.read(copies[count:])
         self.lane.add("copy", packed.step_id, start, now())
         return result
 
@@ -117,4 +126,5 @@ def _batch(packed: PackedStep, parts: dict[str, torch.Tensor], logits_rows: torc
         num_decodes=packed.num_decodes,
         adapters=parts.get("adapters"),
         adapter_slots=packed.adapter_slots,
+        hidden_rows=parts.get("hidden_rows"),
     )

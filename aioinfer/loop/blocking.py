@@ -9,13 +9,12 @@ from typing import Any
 from aioinfer.errors import Rejected
 from aioinfer.execution.device import Device, Flight, StepResult
 from aioinfer.loop.adapters import checked_path, of_config, read_adapter
-from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import AdapterInfo
 from aioinfer.plain import plain
 from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion, check_adapter_name
 from aioinfer.scheduling.step import Step
 
-__all__ = ["BlockingLoads", "Failed", "is_one", "launched", "progress_bar"]
+__all__ = ["BlockingLoads", "Failed", "launched", "progress_bar"]
 
 
 class BlockingLoads:
@@ -89,21 +88,6 @@ class Failed:
 
     def wait(self) -> StepResult:
         raise self._error
-
-
-def is_one(prompts: Any) -> bool:
-    """A single prompt, and not a batch of them."""
-    if isinstance(prompts, (str, PromptSource, Mapping)):
-        return True  # a mapping is none, and refused as one
-    if hasattr(prompts, "tolist"):
-        return getattr(prompts, "ndim", 1) <= 1  # an array of ids; the rows of a matrix are prompts
-    if not isinstance(prompts, (list, tuple)) or not prompts:
-        return False
-    first = prompts[0]
-    several = isinstance(first, PromptSource) or (
-        hasattr(first, "__len__") and not isinstance(first, Mapping)
-    )
-    return not several
 
 
 def progress_bar(total: int, shown: bool) -> Any:

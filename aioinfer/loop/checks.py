@@ -9,12 +9,17 @@ from aioinfer.errors import InvalidRequest
 from aioinfer.loop.copies import check_range
 from aioinfer.loop.generation import generation
 from aioinfer.params import Grammar, SamplingParams
+from aioinfer.pooling import Pooling
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Checks"]
+
+
+#: of the hidden states of all tokens of a prompt: 256 MiB
+_MOST_FLOATS = 1 << 26
 
 
 class Checks:
@@ -33,9 +38,13 @@ class Checks:
         ends = frozenset() if params.ignore_eos else self._info.eos_token_ids
         return ends.union(params.stop_token_ids) if params.stop_token_ids else ends
 
-    def check(self, params: SamplingParams) -> None:
+    def check(self, params: SamplingParams, pooling: Pooling | None = None) -> None:
         """Raise InvalidRequest for parameters that this model cannot serve, and for constraints that allow no
         token, as far as that needs no mask."""
+        if pooling is not None:
+            self._check_pooling(pooling)
+        elif not self._info.generates:
+            raise InvalidRequest("model", "has no head for tokens: it gives embeddings or scores only")
         self._check_stops(params)
         vocab_size = self._info.vocab_size
         check_range("stop_token_ids", params.stop_token_ids, vocab_size)
@@ -71,9 +80,18 @@ class Checks:
                 "min_tokens", "excludes every token: stop_token_ids has the whole vocabulary"
             )
 
-    def check_length(self, params: SamplingParams, prompt_tokens: int) -> None:
-        """Raise InvalidRequest if there is no room for ``min_tokens`` behind the prompt."""
+    def check_length(
+        self, params: SamplingParams, prompt_tokens: int, pooling: Pooling | None = None
+    ) -> None:
+        """Raise InvalidRequest if there is no room for ``min_tokens`` behind the prompt, or if the hidden
+        states of all its tokens are too many."""
         longest = self._info.max_model_len
+        floats = prompt_tokens * (self._info.hidden_size or 0)
+        if pooling is not None and pooling.kind == "tokens" and floats > _MOST_FLOATS:
+            raise InvalidRequest(
+                "pooling",
+                f"the hidden states of {prompt_tokens} tokens are {floats} numbers: {_MOST_FLOATS} at most",
+            )
         if prompt_tokens + params.min_tokens > longest:
             raise InvalidRequest(
                 "min_tokens",
@@ -81,6 +99,18 @@ class Checks:
                 f"length of {longest} tokens",
                 code="context_length_exceeded",
             )
+
+    def _check_pooling(self, pooling: Pooling) -> None:
+        """Raise InvalidRequest for what the model has not."""
+        info = self._info
+        if info.hidden_size is None:
+            why = "writes blocks" if info.block_size is not None else "is computed by code that shows none"
+            raise InvalidRequest("model", f"gives no hidden states to embed or score with: it {why}")
+        if pooling.kind == "classes" and not info.num_labels:
+            raise InvalidRequest("pooling", "the model has no head that classifies")
+        if pooling.kind == "choices" and not info.generates:
+            raise InvalidRequest("pooling", "the model has no head for tokens")
+        check_range("pooling", pooling.token_ids, info.vocab_size)
 
     def _check_stops(self, params: SamplingParams) -> None:
         """Raise InvalidRequest for more stops than the config allows."""

@@ -26,9 +26,11 @@ from aioinfer.loop.preparing import Preparing
 from aioinfer.loop.resumption import Resumption, check_adapter, replay
 from aioinfer.loop.texts import Texts
 from aioinfer.params import SamplingParams
+from aioinfer.pooling import Pooling
 from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion
 from aioinfer.scheduling.faults import PolicyFailed
 from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.pooled import Pooled
 from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.speculation import Speculation
@@ -210,6 +212,8 @@ class Core:
         )
         if adapter is not None:
             self.adapters.take(request, adapter)
+        if options.pooling is not None:
+            request.pooled = Pooled(options.pooling)
         return request
 
     def adapter(
@@ -271,7 +275,9 @@ class Core:
         self.check_queue(tokens=len(prompt_ids) + known)
         cursor = self._generation.cursor(params)
         max_length = self.info.max_model_len
-        self._checks.check_length(params, len(prompt_ids))
+        self._checks.check_length(
+            params, len(prompt_ids), None if request.pooled is None else request.pooled.pooling
+        )
         if params.max_tokens is not None:
             max_length = min(max_length, len(prompt_ids) + params.max_tokens)
         self._next_key += 1
@@ -315,10 +321,10 @@ class Core:
         """Tokens that end an output."""
         return self._checks.stop_ids(params)
 
-    def check(self, params: SamplingParams) -> None:
+    def check(self, params: SamplingParams, pooling: Pooling | None = None) -> None:
         """Raise InvalidRequest for parameters that this model cannot serve, and for constraints that allow no
         token, as far as that needs no mask."""
-        self._checks.check(params)
+        self._checks.check(params, pooling)
 
     def _output_text(self, prompt_ids: Sequence[int], params: SamplingParams) -> OutputText:
         if self.tokenizer is None:
@@ -379,8 +385,11 @@ class Core:
         now = self.clock()
         # If some are behind, catch_up() is due in this turn of the loop anyway.
         searching = seconds is None or not self.texts.behind
+        failed = self._record_pooled(step, result) if result.pooled else ()
         advanced = self.scheduler.resolve(step, result)
         self.adapters.resolved(step.id)
+        if failed:
+            advanced = [*failed, *advanced]
         if result.logprobs or result.prompt_logprobs:
             advanced += self._record_logprobs(step, result, advanced)
         self.texts.all_advanced(advanced, now)
@@ -431,6 +440,22 @@ class Core:
             return True
         return self.texts.abort(request, error)
 
+    def _record_pooled(self, step: Step, result: StepResult) -> list[Request]:
+        """Keep what rows have pooled, before the requests end that end with it. Returns those that failed."""
+        failed: list[Request] = []
+        count = step.num_generating
+        for index, part in result.pooled.items():
+            request = step.prefilling[index - count].request
+            if request.finished or request.pooled is None or step.id <= request.recovery.void_until:
+                continue
+            try:
+                request.pooled.add(part)
+            except FloatingPointError as error:
+                self.scheduler.memory.distrust(request)
+                self.scheduler.finish(request, "abort", error)
+                failed.append(request)
+        return failed
+
     def _record_logprobs(self, step: Step, result: StepResult, advanced: list[Request]) -> list[Request]:
         """Keep exactly one record per token. Returns requests that ended here and are not ``advanced``."""
         ended: list[Request] = []
@@ -448,7 +473,8 @@ class Core:
             if row.scores is None or step.id <= row.request.recovery.junk_until:
                 continue
             try:
-                _extend(row.request.prompt_logprobs, row.scores[0], scored)
+                request = row.request
+                _extend(request.prompt_logprobs, row.scores[0] - request.first_scored, scored)
             except BaseException as error:
                 self.texts.end(row.request, error)
                 if row.request not in advanced:

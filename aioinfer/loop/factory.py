@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from aioinfer import __version__
 from aioinfer.checkpoint.files import Checkpoint, checkpoint_at
 from aioinfer.checkpoint.locate import Progress, locate
+from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import SPECULATION, EngineConfig
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.execution.device import Device, DeviceInfo
@@ -114,6 +115,12 @@ def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
         return SamplingParams(**values)
     except (ValueError, TypeError, InvalidRequest) as error:
         raise ConfigError(f"model: {_GENERATION}: {error}") from error
+
+
+def sentences(config: EngineConfig) -> Sentences:
+    """What the model's files say of embeddings. Blocks. Raises ConfigError."""
+    checkpoint = _checkpoint(config)
+    return Sentences() if checkpoint is None else Sentences.of(checkpoint.path)
 
 
 def with_end_tokens(info: DeviceInfo, tokenizer: Tokenizer | None) -> DeviceInfo:

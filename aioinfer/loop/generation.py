@@ -92,6 +92,8 @@ class BlockGeneration:
         for name in _TOKEN_PARAMS:
             if getattr(params, name) != getattr(defaults, name):
                 raise InvalidRequest(name, "a diffusion model generates blocks, and does not support it")
+        if params.max_tokens == 0:
+            raise InvalidRequest("max_tokens", "a diffusion model generates blocks: it cannot be 0")
         if params.logprobs:
             raise InvalidRequest(
                 "logprobs", "a diffusion model reports those of its own tokens only: ask for 0"

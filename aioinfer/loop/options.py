@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.loop.copies import check_ids, freeze
-from aioinfer.plain import keep_plain, plain
+from aioinfer.plain import exactly, keep_plain, plain
+from aioinfer.pooling import Pooling
 from aioinfer.text.length import ASSUMED_LONGEST, exceeds_bytes
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = [
     "PromptSource",
     "RequestOptions",
     "check_timeout",
+    "is_one",
 ]
 
 #: text, token ids (also an array of integers), chat messages (mappings with "role" and "content", of plain
@@ -69,6 +71,7 @@ class GenerateOptions(JobOptions, total=False):
 
     queue_behind: int
     request_id: str | None
+    pooling: Pooling | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +95,15 @@ class RequestOptions:
     request_id: str | None = None
     #: name of the LoRA adapter that computes it; None: the model alone
     adapter: str | None = None
+    #: what is wanted of the prompt's hidden states; nothing is generated then
+    pooling: Pooling | None = None
 
     def __post_init__(self) -> None:
         keep_plain(self)
+        if not isinstance(self.pooling, (Pooling, NoneType)):
+            raise InvalidRequest("pooling", f"must be a Pooling, got {shown(self.pooling)}")
+        if self.pooling is not None:
+            object.__setattr__(self, "pooling", exactly(Pooling, self.pooling))
         check_timeout("waiting_timeout", self.waiting_timeout)
         check_timeout("running_timeout", self.running_timeout)
         if self.max_lag is not None and (type(self.max_lag) is not int or self.max_lag < 1):
@@ -380,3 +389,18 @@ def check_timeout(field: str, value: float | None) -> None:
 def _check_label(field: str, value: str | None) -> None:
     if value is not None and (type(value) is not str or len(value) > MAX_LABEL):
         raise InvalidRequest(field, f"must be a string of at most {MAX_LABEL} characters")
+
+
+def is_one(prompts: Any) -> bool:
+    """Whether prompts are a single one, and not a batch of them."""
+    if isinstance(prompts, (str, PromptSource, Mapping)):
+        return True  # a mapping is none, and refused as one
+    if hasattr(prompts, "tolist"):
+        return getattr(prompts, "ndim", 1) <= 1  # an array of ids; the rows of a matrix are prompts
+    if not isinstance(prompts, (list, tuple)) or not prompts:
+        return False
+    first = prompts[0]
+    several = isinstance(first, PromptSource) or (
+        hasattr(first, "__len__") and not isinstance(first, Mapping)
+    )
+    return not several

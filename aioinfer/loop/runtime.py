@@ -124,7 +124,7 @@ class Runtime(LoopBound):
     ) -> Stream:
         """Queue a request, at once or when its prompt is prepared, with the output that a checkpoint has.
         Raises InvalidRequest, Rejected."""
-        self.core.check(params)
+        self.core.check(params, options.pooling)
         least = prompt.least_tokens
         if checkpoint is not None:
             check(checkpoint, self.core.info, self.core.stop_ids(params))

@@ -43,6 +43,10 @@ class Batch:
     #: ``kv_len`` on the host
     kv_lens: list[int]
     num_decodes: int
+    #: [H] indices of the tokens whose hidden states are wanted; None: of none
+    hidden_rows: torch.Tensor | None = None
+    #: [H, hidden] float32: what the forward gives for these, behind the last norm and in front of the head
+    hidden: torch.Tensor | None = None
     #: recurrent states of the rows; None for a model without any
     states: RowStates | None = None
     #: [R] the slot of each row's adapter, 0 for none, see

@@ -6,7 +6,7 @@ behind them, or both, biases, norms of heads, rotations, windows, blocks, expert
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -102,6 +102,7 @@ class Decoder:
         self.spec = spec
         self.adapters = adapters
         self.adapter_reason = "" if adapters else adapter_reason
+        self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._layers = layers
         self._words = words
         self._embedding = embedding
@@ -139,9 +140,11 @@ class Decoder:
                 delta = self._post_norm(output, layer.per_layer.post_norm)
             if layer.scale != 1.0:
                 hidden, delta = (hidden + delta) * layer.scale, None
-        rows = batch.logits_rows
-        _, normed = self._add_norm(hidden[rows], None if delta is None else delta[rows], self._norm)
-        logits = self._head(normed)
+        if batch.hidden_rows is not None:
+            batch.hidden = self._last_norm(hidden, delta, batch.hidden_rows).float()
+        if not len(batch.logits_rows):
+            return hidden.new_empty(0, self.spec.vocab_size)
+        logits = self._head(self._last_norm(hidden, delta, batch.logits_rows))
         return logits if self._logit_cap is None else (logits / self._logit_cap).tanh() * self._logit_cap
 
     def rewrite(
@@ -179,6 +182,12 @@ class Decoder:
         yield write
         if not one_memory:
             source.write(self._head, head)
+
+    def _last_norm(
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, rows: torch.Tensor
+    ) -> torch.Tensor:
+        """The hidden states [S, hidden] of the tokens ``rows`` [S]."""
+        return self._add_norm(hidden[rows], None if delta is None else delta[rows], self._norm)[1]
 
     def _embed(self, batch: Batch) -> torch.Tensor:
         hidden = F.embedding(batch.input_ids, self._words)

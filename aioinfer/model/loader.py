@@ -19,6 +19,7 @@ from aioinfer.model.attention.backend import AttentionBackend, choose_attention
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.config_check import check_numbers
 from aioinfer.model.families.base import Family, build_decoder, expert_shape, head_dim, inner_sizes
+from aioinfer.model.headless import Classifier, Headless, with_head, with_prefix, without_score
 from aioinfer.model.layers import (
     LayerKernels,
     check_cache_weights,
@@ -28,7 +29,7 @@ from aioinfer.model.layers import (
 )
 from aioinfer.model.moe.backend import MoEBackend
 from aioinfer.model.quantization import Quantization, rounding_of
-from aioinfer.model.registry import own_implementation, why_not_own
+from aioinfer.model.registry import LANGUAGE_MODELS, own_implementation, why_not_own
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.updates.new_weights import Known
 from aioinfer.model.updates.recipe import DecoderRecipe
@@ -46,6 +47,7 @@ _Arguments = ParamSpec("_Arguments")
 _Loaded = TypeVar("_Loaded")
 
 #: why weights that are mapped cannot be replaced
+_HEADLESS = "weights: those of a model without the head of a language model are not replaced"
 _CACHED = "cache_weights: packed weights are mapped from a file, and other engines have it mapped, too"
 #: Fields that transformers keeps in the config of a model type, whose code does not read them.
 _NOT_READ = {"gpt2": ("head_dim", "num_key_value_heads")}
@@ -116,7 +118,8 @@ def load_model(
     if family is None:
         reason = "asked for" if force_transformers else why_not_own(config)
         _check_fallback(checkpoint, config, reason, quantization, cache_weights=cache_weights, stored=stored)
-    tensors = checkpoint.tensors() if stored else None
+    tensors = with_prefix(checkpoint.tensors()) if stored else None
+    headless = checkpoint if isinstance(checkpoint, Headless) else None
     random_weights = None if stored else RandomWeights(dtype=chosen, device=device, check_size=check_size)
     if family is None:
         if tensors is not None and check_size is not None:
@@ -125,13 +128,21 @@ def load_model(
         from aioinfer.model.updates.transformers_recipe import TransformersRecipe
 
         part = checkpoint if isinstance(checkpoint, TextPart) and stored else None
-        texts = None if part is None else part.tensors()
+        texts = tensors if isinstance(checkpoint, (TextPart, Headless)) else None
+        if texts is not None and headless is not None:
+            texts = without_score(texts)
         fallback = TransformersLM(
             checkpoint.path, config, chosen, device, progress, random_weights, texts, max_lora_rank
         )
-        opened = partial(_open, stored=True)
-        fallback.updates = TransformersRecipe(config, chosen, opened, None if part is None else part.texts())
+        if headless is None:
+            opened = partial(_open, stored=True)
+            own = None if part is None else part.texts()
+            fallback.updates = TransformersRecipe(config, chosen, opened, own)
         fallback.spec = dataclasses.replace(fallback.spec, fallback_reason=reason, part=_part(checkpoint))
+        if headless is not None:
+            weights = random_weights if tensors is None else Weights(tensors, dtype=chosen, device=device)
+            assert weights is not None
+            _without_head(fallback, headless, headless.classifier(config, weights))
         return fallback
     attention = choose_attention(device, _head_dims(config, family), chosen, kernels, progress)
     sizes = family.inner_sizes(config)
@@ -151,6 +162,7 @@ def load_model(
         if tensors is not None:
             weights = Weights(tensors, dtype=chosen, device=device, progress=progress)
         assert weights is not None
+        classifier = None if headless is None else headless.classifier(config, weights)
         made = make_layers(attention, device, chosen, sizes, quantization, blobs, max_lora_rank)
         recording = Recording(made)
         decoder = built(checkpoint, weights, recording)
@@ -164,7 +176,7 @@ def load_model(
             part=checkpoint.texts() if isinstance(checkpoint, TextPart) else None,
             dtype=chosen,
             device=device,
-            refusal="" if blobs is None else _CACHED,
+            refusal=_HEADLESS if headless is not None else "" if blobs is None else _CACHED,
         )
         reason = layers.reason
         if made.kept_bits:
@@ -173,6 +185,8 @@ def load_model(
         decoder.spec = dataclasses.replace(
             decoder.spec, layer_kernels=name, layer_reason=reason, part=_part(checkpoint)
         )
+        if headless is not None:
+            _without_head(decoder, headless, classifier)
         return decoder
 
     if not cache_weights:
@@ -213,6 +227,17 @@ class _Nothing:
 
     def files(self) -> list[Path]:
         return []
+
+
+def _without_head(model: CausalLM, headless: Headless, classifier: Classifier | None) -> None:
+    """The model is that of a checkpoint without the head of a language model."""
+    model.classifier = classifier
+    model.spec = dataclasses.replace(
+        model.spec,
+        architecture=headless.architecture,
+        generates=False,
+        num_labels=0 if classifier is None else classifier.num_labels,
+    )
 
 
 def _check_fallback(
@@ -345,7 +370,8 @@ def _blocks(config: Any, family: Family | None, size: int | None) -> Blocks | No
 def _open(path: Path, stored: bool) -> tuple[Checkpoint, Any]:
     """A checkpoint and its config; of a wrapper, those of its text model. Raises ConfigError."""
     checkpoint = open_checkpoint(path)
-    return text_part(checkpoint, _read_config(checkpoint), stored=stored)
+    inner, config = text_part(checkpoint, _read_config(checkpoint), stored=stored)
+    return with_head(inner, config, LANGUAGE_MODELS)
 
 
 def _part(checkpoint: Checkpoint) -> str:

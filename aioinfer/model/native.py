@@ -8,7 +8,7 @@ into chunks.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isnan, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -110,6 +110,7 @@ class NativeDecoder:
         if head.packed.outputs != spec.vocab_size:
             raise ValueError(f"the head has {head.packed.outputs} outputs for {spec.vocab_size} tokens")
         self.spec = spec
+        self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
         self._eps = norm.eps
         #: owners of what the arguments refer to, until the stack has them
         self._keep = Kept([head.packed])
@@ -316,6 +317,12 @@ class NativeDecoder:
         arguments.logits_rows = address(batch.logits_rows, int64, wanted)
         arguments.logits = logits.data_ptr()
         arguments.adapters = None if batch.adapters is None else address(batch.adapters, int64, rows)
+        chosen = batch.hidden_rows
+        count = arguments.num_hidden = 0 if chosen is None else len(chosen)
+        if chosen is not None:
+            arguments.hidden_rows = address(chosen, int64, count)
+            batch.hidden = torch.empty(count, self.spec.hidden_size)
+            arguments.hidden = batch.hidden.data_ptr()
         if self.spec.states:
             self._set_states(batch.states, rows)
         self._stack.forward(arguments)

@@ -17,7 +17,7 @@ from aioinfer.model.families.llama import POST_NORMS, SANDWICH_NORMS, LlamaLike
 from aioinfer.model.families.mixtral import Mixtral
 from aioinfer.model.families.qwen3_5 import Qwen3Next
 
-__all__ = ["own_implementation", "why_not_own"]
+__all__ = ["LANGUAGE_MODELS", "own_implementation", "why_not_own"]
 
 _SDAR = Blocks(4, 151669)
 #: architecture -> (the model types whose configs it accepts, its family)
@@ -88,6 +88,10 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
     ),
     "LLaDA2MoeModelLM": (frozenset({"llada2_moe", "llada2_moe_veomni"}), LLaDA2()),
 }
+
+
+#: architectures that generate token by token
+LANGUAGE_MODELS = frozenset(name for name, (_, family) in _OWN.items() if family.blocks is None)
 
 
 def own_implementation(config: Any) -> Family | None:

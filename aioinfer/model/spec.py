@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,6 +56,12 @@ class ModelSpec:
     fallback_reason: str = ""
     #: which part of the checkpoint the model is; empty if it is all of it
     part: str = ""
+    #: the forward gives hidden states
+    hidden_states: bool = True
+    #: of a classifier, how many classes it knows; 0: it is none
+    num_labels: int = 0
+    #: the checkpoint has a head that gives logits of tokens
+    generates: bool = True
     #: of the weights, in a file that is mapped: the system counts their memory as available
     mapped_bytes: int = 0
     #: the recurrent state of a sequence, see :mod:`aioinfer.model.state`; empty if the model has none
@@ -81,6 +87,8 @@ class CausalLM(Protocol):
     """A model that computes packed rows."""
 
     spec: ModelSpec
+    #: the head of a classifier: float32 hidden states [S, hidden] to logits [S, classes]; None: it is none
+    classifier: Callable[[torch.Tensor], torch.Tensor] | None
     #: whether a CUDA graph can capture the forward: it reads nothing on the host that changes between steps
     capturable: bool
     #: whether a token's logits have the same bits in any batch, under any chunking of its sequence and with
@@ -104,7 +112,8 @@ class CausalLM(Protocol):
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         """Compute a step and write its KV.
 
-        Returns the logits of ``batch.logits_rows``, [S, vocab_size] in the model's dtype.
+        Returns the logits of ``batch.logits_rows``, [S, vocab_size] in the model's dtype. Where
+        ``batch.hidden_rows`` is set, ``batch.hidden`` has their hidden states then.
         """
 
 

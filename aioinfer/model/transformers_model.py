@@ -84,6 +84,13 @@ class TransformersLM:
             # Other models count positions themselves and ignore this argument among their keyword arguments.
             if parameter not in inspect.signature(self._model.forward).parameters:
                 raise ConfigError(f"model: {architecture} takes no {parameter}")
+        #: hidden states [1, T, hidden] of the forward that runs, behind the last norm
+        self._hidden: torch.Tensor | None = None
+        self._shows_hidden = False
+        self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
+        base = self._model.base_model
+        if base is not self._model:
+            base.register_forward_hook(self._keep_hidden)
         try:
             layers = self._check(device)
         except (ConfigError, MemoryError, torch.OutOfMemoryError):
@@ -104,6 +111,7 @@ class TransformersLM:
             dtype=dtype,
             eos_token_ids=eos_token_ids(Directory(path).generation_config(), text),
             num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
+            hidden_states=self._shows_hidden,
         )
 
     def state(self) -> Mapping[str, torch.Tensor]:
@@ -111,6 +119,11 @@ class TransformersLM:
         with."""
         state: Mapping[str, torch.Tensor] = self._model.state_dict()
         return state
+
+    def _keep_hidden(self, module: Any, inputs: Any, output: Any) -> None:
+        hidden = getattr(output, "last_hidden_state", None)
+        if isinstance(hidden, torch.Tensor) and hidden.dim() == 3:
+            self._hidden, self._shows_hidden = hidden, True
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
         def attend(
@@ -124,9 +137,15 @@ class TransformersLM:
 
         tokens = batch.input_ids, batch.positions, batch.logits_rows
         if self.adapters is None or batch.adapter_slots is None:
-            return self._run(*tokens, attend)
-        with self.adapters.computing(batch):
-            return self._run(*tokens, attend)
+            logits = self._run(*tokens, attend)
+        else:
+            with self.adapters.computing(batch):
+                logits = self._run(*tokens, attend)
+        hidden, self._hidden = self._hidden, None
+        if batch.hidden_rows is not None:
+            assert hidden is not None, "a model without hidden states is not asked for any"
+            batch.hidden = hidden[0, batch.hidden_rows].float()
+        return logits
 
     def _run(
         self,

@@ -479,4 +479,7 @@ class ForwardArguments(Arguments):
     logits_rows: Address
     logits: Address
     adapters: Address
+    num_hidden: int
+    hidden_rows: Address
+    hidden: Address
     seconds: Address

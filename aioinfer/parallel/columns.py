@@ -12,17 +12,22 @@ Times are ages, since two processes need not have one clock.
 
 from __future__ import annotations
 
+import base64
 import functools
 import json
 import struct
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioinfer.outputs import Draft, TokenLogprob
 from aioinfer.parallel.errors_record import error_of, error_record
 from aioinfer.parallel.frames import FrameError
 from aioinfer.parallel.record import Ending
 from aioinfer.parallel.replica import Rows
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["pack_rows", "unpack_rows"]
 
@@ -139,6 +144,8 @@ def _further(row: Rows, now: float) -> dict[str, Any]:
     if ending is not None:
         error = None if ending.error is None else error_record(ending.error)
         found["ending"] = [ending.finish_reason, ending.stop_reason, error, ending.predicted]
+        if ending.pooled is not None:
+            found["pooled"] = _numbers_record(ending.pooled)
     return found
 
 
@@ -161,6 +168,8 @@ def _add(row: Rows, further: dict[str, Any], now: float) -> None:
                 row.draft()  # raises what is wrong with it now
             case "ending":
                 row.ending = _ending(*value)
+            case "pooled" if row.ending is not None:
+                row.ending.pooled = _numbers(*value)
             case _:
                 raise FrameError(f"rows have no {name[:40]!r}")
     for name in ("logprobs", "steps"):
@@ -187,6 +196,19 @@ def _draft(start: Any, ids: Any, text: Any, steps: Any) -> Draft:
         _is(text, str),
         tuple(_is(each, int, none) for each in steps),
     )
+
+
+def _numbers_record(numbers: Any) -> list[Any]:
+    """An array of float32, as its shape and its bytes."""
+    return [list(numbers.shape), base64.b64encode(numbers.astype("<f4").tobytes()).decode()]
+
+
+def _numbers(shape: Any, data: Any) -> npt.NDArray[np.float32]:
+    import numpy as np
+
+    shape = [_is(each, int) for each in _is(shape, list)]
+    found = np.frombuffer(base64.b64decode(_is(data, str), validate=True), "<f4")
+    return found.astype(np.float32).reshape(shape)
 
 
 def _ending(reason: Any, stop: Any, error: Any, predicted: Any) -> Ending:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, get_args
 
 from aioinfer import __version__
 from aioinfer.chat.answers import ChatFormat
+from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.engine_like import EngineLike
@@ -111,7 +112,7 @@ class Dispatcher(EngineLike):
         if on_loss not in get_args(OnLoss):
             raise ConfigError(f"on_loss must be one of {', '.join(get_args(OnLoss))}, got {shown(on_loss)}")
         self.config = engines[0].config if engines else config or EngineConfig()
-        self.default_params = SamplingParams()
+        self.default_params, self.sentences = SamplingParams(), Sentences()
         self._policy = routing_policy(policy, self.config.seed)
         self._on_loss: OnLoss = on_loss
         self._replicas: list[Replica] = [
@@ -175,7 +176,8 @@ class Dispatcher(EngineLike):
         except BaseException:
             await intake.aclose()
             raise
-        self.default_params, self._chat_format = front.default_params, front.chat_format
+        self.default_params, self.sentences = front.default_params, front.sentences
+        self._chat_format = front.chat_format
         return Dispatching(
             self.config,
             Placing(self._replicas, self._policy),

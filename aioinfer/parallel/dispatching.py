@@ -119,7 +119,7 @@ class Dispatching(OpenStreams):
         checkpoint: StreamCheckpoint | None = None,
     ) -> Stream:
         """As in Serving."""
-        self._checks.check(params)
+        self._checks.check(params, options.pooling)
         if checkpoint is not None:
             check(checkpoint, self.info, self._checks.stop_ids(params))
         adapting.check(self, options.adapter, checkpoint)

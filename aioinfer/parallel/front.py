@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from aioinfer.chat.answers import ChatFormat
+from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError, EngineError
@@ -33,6 +34,7 @@ class Front(NamedTuple):
     stats: EngineStats
     tokenizer: Tokenizer | None
     default_params: SamplingParams
+    sentences: Sentences
     chat_format: ChatFormat
     timeline: Timeline
 
@@ -44,6 +46,7 @@ class Front(NamedTuple):
             engine.stats(),
             engine.tokenizer,
             engine.default_params,
+            engine.sentences,
             engine.chat_format,
             engine.timeline,
         )
@@ -56,7 +59,8 @@ class Front(NamedTuple):
         chat_format = await intake.run(
             ChatFormat.of, tokenizer, config.tool_call_parser, config.reasoning_parser
         )
-        return cls(info, stats, tokenizer, params, chat_format, Timeline())
+        sentences = await intake.run(factory.sentences, config)
+        return cls(info, stats, tokenizer, params, sentences, chat_format, Timeline())
 
 
 async def bring_up(

@@ -18,6 +18,7 @@ from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.errors_record import error_of, error_record
 from aioinfer.parallel.frames import PROTOCOL, FrameError
 from aioinfer.params import SamplingParams
+from aioinfer.pooling import Pooling
 from aioinfer.resuming.params_record import params_of, record_of
 from aioinfer.resuming.record import StreamCheckpoint
 
@@ -149,7 +150,7 @@ class Submit(NamedTuple):
 
     def pack(self) -> bytes:
         record: dict[str, Any] = {name: getattr(self.options, name) for name in _OPTIONS}
-        record["read"] = self.read
+        record["read"], record["pooling"] = self.read, _pooling_record(self.options.pooling)
         checkpoint = b"" if self.checkpoint is None else self.checkpoint.to_json().encode()
         if not checkpoint:
             record["params"] = record_of(self.params)
@@ -168,9 +169,10 @@ class Submit(NamedTuple):
             raise FrameError("a request that is shorter than it says")
         record = json.loads(payload[_SUBMIT.size : at])
         read, params = _is(record.pop("read"), int), record.pop("params", None)
+        pooling = _pooling(record.pop("pooling"))
         if record.keys() != set(_OPTIONS):
             raise FrameError("a request with other options")
-        options = RequestOptions(**record)
+        options = RequestOptions(**record, pooling=pooling)
         count = (len(payload) - at - more) // 4
         ids: Sequence[int] = struct.unpack(f"<{count}I", payload[at + more :])
         try:
@@ -264,6 +266,17 @@ def _adapters(found: Any) -> tuple[AdapterInfo, ...]:
 _SUBMIT = struct.Struct("<qII")
 _NUMBER = struct.Struct("<q")
 _READ = struct.Struct("<qI")
+
+
+def _pooling_record(pooling: Pooling | None) -> Any:
+    return None if pooling is None else [pooling.kind, list(pooling.token_ids)]
+
+
+def _pooling(record: Any) -> Pooling | None:
+    if record is None:
+        return None
+    kind, ids = _is(record, list)
+    return Pooling(_is(kind, str), tuple(_is(each, int) for each in _is(ids, list)))
 
 
 def _is(value: Any, kind: Any) -> Any:

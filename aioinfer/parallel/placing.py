@@ -153,7 +153,8 @@ def has_adapter(replica: Replica, record: Record) -> bool:
 
 def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequence[int]) -> tuple[int, int]:
     """How many of the known tokens it has, and has or is about to have for another request."""
-    if record.params.prompt_logprobs is not None:  # all of it is computed
+    whole = record.pooled is not None and record.pooled.pooling.whole
+    if record.params.prompt_logprobs is not None or whole:  # all of it is computed
         return 0, 0
     coming = 0
     for page in pages:

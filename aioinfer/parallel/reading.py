@@ -98,7 +98,10 @@ class Reading:
         """How the stream has ended."""
         request, usage = self.request, self.request.usage
         predicted = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
-        return Ending(request.finish_reason, request.stop_reason, request.error, predicted)
+        pooled = None
+        if request.pooled is not None and request.error is None:
+            pooled = request.pooled.result(len(request.prompt_ids))
+        return Ending(request.finish_reason, request.stop_reason, request.error, predicted, pooled)
 
     def leave(self) -> None:
         """Nothing more is wanted."""

@@ -21,6 +21,7 @@ from aioinfer.diffusion.state import BlockState
 from aioinfer.outputs import Draft
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.scheduling.cursor import CursorOwner, TokenCursor
+from aioinfer.scheduling.pooled import Pooled
 from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.speculation.drafter import NO_IDS, DraftRequest
 from aioinfer.speculation.drafting import Drafting
@@ -47,7 +48,7 @@ class Diverged(Exception):
 class Ending:
     """How an attempt ended, when it was not lost."""
 
-    __slots__ = ("error", "finish_reason", "predicted", "stop_reason")
+    __slots__ = ("error", "finish_reason", "pooled", "predicted", "stop_reason")
 
     def __init__(
         self,
@@ -55,12 +56,15 @@ class Ending:
         stop_reason: str | int | None = None,
         error: BaseException | None = None,
         predicted: tuple[int, int] = (0, 0),
+        pooled: Any = None,
     ) -> None:
         self.finish_reason = finish_reason
         self.stop_reason = stop_reason
         self.error = error
         #: tokens of the prediction that were right, and that were not
         self.predicted = predicted
+        #: of a request that pools, what it pooled
+        self.pooled = pooled
 
 
 class _BlockCursor(TokenCursor):
@@ -147,6 +151,8 @@ class Record(Request):
             label=options.request_id,
         )
         record.options = options
+        if options.pooling is not None:
+            record.pooled = Pooled(options.pooling)
         record.attempt, record.queued, record.losses, record.lost_at = None, None, [], None
         record.characters, record.delivered, record.numerics, record.lost_length = 0, 0, "", -1
         record.unbegun, record.adapter_fingerprint = 0, ""
@@ -263,6 +269,8 @@ class Record(Request):
         self.finish_reason = "abort" if ending.error is not None else ending.finish_reason
         self.stop_reason, self.error, self.finished_at = ending.stop_reason, ending.error, now
         self.attempt = None
+        if self.pooled is not None and ending.pooled is not None:
+            self.pooled.complete(ending.pooled)
         if any(ending.predicted):
             self.drafting = self.drafting or Drafting(DraftRequest(NO_IDS))
             self.drafting.accepted_prediction += ending.predicted[0]

@@ -24,7 +24,7 @@ class StepBudget:
     fifo it then goes alone; with packing it comes on top, and others that fit still ride along.
     """
 
-    __slots__ = ("_chunk_size", "_on_top", "_page_size", "_unit", "_untouched", "prefill", "tokens")
+    __slots__ = ("_chunk_size", "_on_top", "_page_size", "_unit", "_untouched", "beside", "prefill", "tokens")
 
     def __init__(self, config: EngineConfig, page_size: int, tokens: int, unit: int = 1) -> None:
         """``unit``: what tokens come in, positions of a block for diffusion models."""
@@ -36,6 +36,8 @@ class StepBudget:
             self.prefill = min(self.prefill, config.max_prefill_tokens)
         # A chunk size below the unit is taken for one.
         self._chunk_size = max(config.chunk_size, unit)
+        #: tokens for requests that only prefill, where others generate: these wait for one chunk at most
+        self.beside = self._chunk_size
         self._page_size = page_size
         self._on_top = config.admission == "pack"
         self._untouched = True

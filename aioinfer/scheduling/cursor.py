@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
     from aioinfer.outputs import Draft, FinishReason, TokenLogprob
     from aioinfer.params import SamplingParams
+    from aioinfer.scheduling.pooled import Pooled
     from aioinfer.text.output import OutputText
 
-__all__ = ["Columns", "Cursor", "CursorOwner", "TokenCursor"]
+__all__ = ["Columns", "Cursor", "CursorOwner", "PrefillCursor", "TokenCursor"]
 
 
 class CursorOwner(Protocol):
@@ -65,6 +66,8 @@ class Cursor(ABC):
 
     #: what launched rows bring still counts after a retraction
     survives_retraction = True
+    #: nothing is generated
+    only_prefills = False
 
     def __init__(self, prompt_length: int, output_ids: list[int], max_length: int) -> None:
         self._prompt_length = prompt_length
@@ -172,6 +175,10 @@ class Cursor(ABC):
     def forget_draft(self) -> None:  # noqa: B027 - tokens have none
         """Other weights go on: what they would not have made, and is not output yet, is forgotten."""
 
+    def pool(self, start: int, stop: int) -> tuple[int, int] | None:
+        """Positions of [start, stop) whose hidden states are pooled."""
+        return None
+
     def trim(self, count: int) -> None:  # noqa: B027 - tokens have nothing more to forget
         """Forget what belongs to output tokens beyond the first ``count``."""
 
@@ -187,7 +194,10 @@ class TokenCursor(Cursor):
     While the request is in the batch, how far it is computed is a number in the batch's columns.
     """
 
-    __slots__ = ("_prompt_logprobs", "_sampled", "_scored", "drafted", "source", "verifying")
+    __slots__ = (
+        *("_first_scored", "_prompt_logprobs", "_sampled", "_scored"),
+        *("drafted", "source", "verifying"),
+    )
 
     def __init__(
         self,
@@ -195,14 +205,17 @@ class TokenCursor(Cursor):
         output_ids: list[int],
         max_length: int,
         prompt_logprobs: list[TokenLogprob] | None = None,
+        first_scored: int = 0,
     ) -> None:
-        """``prompt_logprobs``: those that the host has, if they were asked for."""
+        """``prompt_logprobs``: those that the host has, if they were asked for; ``first_scored``: the first
+        position whose next token is scored."""
         super().__init__(prompt_length, output_ids, max_length)
         #: output tokens that launched steps sample, read or not
         self._sampled = 0
         self._prompt_logprobs = prompt_logprobs
+        self._first_scored = first_scored
         #: positions whose next token of the prompt has been scored by launched steps
-        self._scored = 0
+        self._scored = first_scored
         #: the step in flight in which drafts are verified, 0 if there is none, and how many. Until it has
         #: resolved, ``computed`` and ``length`` are upper bounds and no other row is launched
         self.verifying = 0
@@ -234,9 +247,14 @@ class TokenCursor(Cursor):
     def reusable(self) -> int:
         # The last known token is always computed, and so is what precedes a prompt token whose logprob is
         # wanted and missing.
-        if self._prompt_logprobs is not None and len(self._prompt_logprobs) < self._prompt_length - 1:
-            return len(self._prompt_logprobs)
-        return self.known - 1
+        return self.known - 1 if self._prompt_logprobs is None else min(self._to_score, self.known - 1)
+
+    @property
+    def _to_score(self) -> int:
+        """The first position whose next token has no logprob that the host has."""
+        assert self._prompt_logprobs is not None
+        missing = self._first_scored + len(self._prompt_logprobs)
+        return missing if missing < self._prompt_length - 1 else self.known
 
     def chunk(self, start: int, length: int) -> tuple[int, bool, int]:
         samples = start + length == self.length
@@ -268,7 +286,7 @@ class TokenCursor(Cursor):
 
     def restart(self, cached: int) -> None:
         if self._prompt_logprobs is not None:
-            self._scored = len(self._prompt_logprobs)
+            self._scored = self._first_scored + len(self._prompt_logprobs)
         sampled = self._sampled
         super().rewind(cached)
         self._sampled = sampled
@@ -277,3 +295,55 @@ class TokenCursor(Cursor):
         super().rewind(computed)
         self._sampled = len(self._output_ids)
         self.verifying = 0
+
+
+class PrefillCursor(TokenCursor):
+    """A sequence that does not grow: its prompt is computed, and scored or pooled, and that is all."""
+
+    __slots__ = ("_pooled",)
+
+    # What is pooled of a chunk goes with the chunks before it.
+    survives_retraction = False
+    only_prefills = True
+
+    def __init__(
+        self,
+        prompt_length: int,
+        output_ids: list[int],
+        max_length: int,
+        prompt_logprobs: list[TokenLogprob] | None = None,
+        first_scored: int = 0,
+        pooled: Pooled | None = None,
+    ) -> None:
+        """``pooled``: what the host has of it, if anything is pooled."""
+        super().__init__(prompt_length, output_ids, max_length, prompt_logprobs, first_scored)
+        self._pooled = pooled
+
+    @property
+    def committed(self) -> int:
+        return self._committed
+
+    @property
+    def reusable(self) -> int:
+        return 0 if self._pooled is not None and self._pooled.pooling.whole else super().reusable
+
+    def chunk(self, start: int, length: int) -> tuple[int, bool, int]:
+        self._computed = start + length
+        return length, False, 0
+
+    def pool(self, start: int, stop: int) -> tuple[int, int] | None:
+        if self._pooled is None:
+            return None
+        if self._pooled.pooling.whole:
+            return start, stop
+        return (stop - 1, stop) if stop == self._prompt_length else None
+
+    def restart(self, cached: int) -> None:
+        super().restart(cached)
+        if self._pooled is not None:
+            self._pooled.restart()
+
+    def rewind(self, computed: int) -> None:
+        super().rewind(computed)
+        if self._pooled is not None:
+            self._pooled.restart()

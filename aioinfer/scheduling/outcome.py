@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
@@ -26,3 +26,5 @@ class Outcome:
     #: by row, of those with drafts that sampled: its tokens, from the one in ``tokens`` on. The last entry
     #: may be one of the outcomes, which then stands for the token behind the others
     runs: dict[int, list[int]] = field(default_factory=dict)
+    #: by row, of those that pool: what was pooled, as the request's Pooling says
+    pooled: dict[int, Any] = field(default_factory=dict)

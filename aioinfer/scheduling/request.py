@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Self
 from aioinfer.cache.namespace import COMMON, Namespace
 from aioinfer.cache.radix import Lock, token_key
 from aioinfer.outputs import Draft, FinishReason, RequestMetrics, Result, TokenLogprob, Usage
-from aioinfer.scheduling.cursor import Cursor, TokenCursor
+from aioinfer.scheduling.cursor import Cursor, PrefillCursor, TokenCursor
 from aioinfer.text.output import OutputText
 
 if TYPE_CHECKING:
     from aioinfer.params import SamplingParams
     from aioinfer.scheduling.adapters import AdapterVersion
+    from aioinfer.scheduling.pooled import Pooled
     from aioinfer.scheduling.states import RequestStates
     from aioinfer.speculation.drafting import Drafting
     from aioinfer.text.grammar import GrammarState
@@ -157,6 +158,7 @@ class Request:
         "passed",
         "place",
         "plain",
+        "pooled",
         "priority",
         "prompt_ids",
         "prompt_logprobs",
@@ -194,8 +196,11 @@ class Request:
         cursor: MakeCursor | None = None,
         label: str | None = None,
     ) -> None:
-        """``cursor``: of a diffusion model; by default the sequence grows token by token."""
+        """``cursor``: of a diffusion model; by default the sequence grows token by token, unless
+        ``max_tokens`` is 0."""
         self.params = params
+        #: what came so far of the hidden states that are wanted, set before :meth:`set_prompt`; None: none is
+        self.pooled: Pooled | None = None
         #: the caller's name for it
         self.label = label
         #: larger goes first, where the policy looks at it
@@ -314,12 +319,15 @@ class Request:
         #: prompt and output together never exceed this
         self.max_length = max_length
         self.text: OutputText = text if text is not None else OutputText(None)
+        sequence = len(prompt_ids), self.output_ids, max_length
         scored = None if self.params.prompt_logprobs is None else self.prompt_logprobs
-        self.cursor: Cursor = (
-            TokenCursor(len(prompt_ids), self.output_ids, max_length, scored)
-            if cursor is None
-            else cursor(len(prompt_ids), self.output_ids, max_length)
-        )
+        self.cursor: Cursor
+        if cursor is not None:
+            self.cursor = cursor(*sequence)
+        elif self.params.max_tokens == 0:
+            self.cursor = PrefillCursor(*sequence, scored, self.first_scored, self.pooled)
+        else:
+            self.cursor = TokenCursor(*sequence, scored, self.first_scored)
         #: what is read of it before its end is text and token ids, which have their text when they come
         self.plain = (
             self.text.enabled
@@ -377,6 +385,11 @@ class Request:
     def pending(self) -> int:
         """Placeholders: tokens sampled on the device that the host has not read."""
         return self.cursor.pending
+
+    @property
+    def first_scored(self) -> int:
+        """The first position whose next token of the prompt gets a logprob, if any does."""
+        return max(0, self.params.logprob_start_len - 1)
 
     @property
     def known(self) -> int:
@@ -502,12 +515,19 @@ class Request:
             prompt_token_ids=list(self.prompt_ids),
             logprobs=None if self.params.logprobs is None else self.logprobs[:count],
             step_map=None if step_map is None else list(step_map[:count]),
-            prompt_logprobs=None if self.params.prompt_logprobs is None else [None, *self.prompt_logprobs],
+            prompt_logprobs=self._all_prompt_logprobs(),
             request_id=self.request_id,
             resumed=self.resumed,
             identical=self.identical,
             weight_version=self.newest_version,
+            pooled=None if self.pooled is None else self.pooled.result(len(self.prompt_ids)),
         )
+
+    def _all_prompt_logprobs(self) -> list[TokenLogprob | None] | None:
+        if self.params.prompt_logprobs is None:
+            return None
+        without = min(1 + self.first_scored, len(self.prompt_ids))
+        return [*([None] * without), *self.prompt_logprobs]
 
     @property
     def request_id(self) -> str:

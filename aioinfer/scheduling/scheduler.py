@@ -83,7 +83,8 @@ class Scheduler:
     # -- requests -------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> None:
-        """Queue a request whose prompt fits (``length < max_length``) and that was never queued."""
+        """Queue a request whose prompt fits (``length < max_length``, or equal if it only prefills) and that
+        was never queued."""
         self._begin_anew()
         self.queues.submit(request)
 
@@ -269,10 +270,14 @@ class Scheduler:
             end = self.memory.states.stop(request, start, stop)
             if end is not None:
                 most = end - start if most is None else min(most, end - start)
+        beside = cursor.only_prefills and len(queues.batch) > 0
+        if beside:
+            most = budget.beside if most is None else min(most, budget.beside)
         length = budget.chunk(start, stop - start, most) if start < stop else 0
         rows: list[Row] = []
         if length:
             budget.spend_prefill(length)
+            budget.beside -= length * beside
             rows.append(self._row(request, start, length))
         if start + length == stop:
             cursor.relay_ready = True
@@ -289,10 +294,13 @@ class Scheduler:
         ids = request.known_ids(start, start + known)
         scores = cursor.score(start + length)
         row = Row(request, kv.slot, start, length, ids, samples, pages, first, data, scores, blocks)
+        row.pools = cursor.pool(start, start + length)
         states = self.memory.states
         if states is not None:
             stop = start + length
-            row.state_read, row.state_write = states.cells(request, start, stop, kv.last_step, last=samples)
+            row.state_read, row.state_write = states.cells(
+                request, start, stop, kv.last_step, last=samples or row.ends
+            )
         return row
 
     # -- memory ---------------------------------------------------------------------------------

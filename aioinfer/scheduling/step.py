@@ -132,6 +132,8 @@ class Row:
     #: cells of recurrent state, if the model has any: see :class:`~aioinfer.scheduling.states.StateCells`
     state_read: int = 0
     state_write: int = 0
+    #: positions [first, last) whose hidden states, or logits, are pooled: see :mod:`aioinfer.pooling`
+    pools: tuple[int, int] | None = None
     #: of a decode: what may follow its token. They are the row's last positions, and each position samples
     drafts: Sequence[int] = ()
 
@@ -139,6 +141,11 @@ class Row:
     def kv_length(self) -> int:
         """Positions whose KV exists once the row is computed; also the position it samples for."""
         return self.start + self.length
+
+    @property
+    def ends(self) -> bool:
+        """Nothing of its request follows it, not even a token: a request that only prefills ends here."""
+        return not self.samples and self.kv_length >= self.request.max_length
 
     @property
     def table_update(self) -> TableUpdate:

@@ -152,7 +152,10 @@ class TokenBatch:
         return self._num_verifying * FEW < max(1, len(self.requests))
 
     def longest_chunk(self, request: Request) -> int | None:
-        return None if request.params.prompt_logprobs is None else _MAX_SCORED
+        if request.params.prompt_logprobs is None:
+            return None
+        # Nothing is scored in front of the first position that is asked for.
+        return max(_MAX_SCORED, request.first_scored - request.cursor.computed)
 
     def launch(self, step_id: int, without: Collection[Request], most: int) -> Generating:
         count = len(self.requests) - self._num_verifying
@@ -354,7 +357,9 @@ def _resolve_chunk(
 ) -> Sequence[Request]:
     """Commit a prefill chunk, and the token behind it if it was the last one."""
     request = row.request
-    updated: Sequence[Request] = (request,) if row.samples else ()
+    if row.ends and step.id <= request.recovery.void_until:
+        return ()  # it has begun again since
+    updated: Sequence[Request] = (request,) if row.samples or row.ends else ()
     if row.samples and token >= 0:
         request.output_ids.append(token)
     # A request that was retracted meanwhile has lost this slot, and cannot have it again yet.
@@ -366,7 +371,7 @@ def _resolve_chunk(
     elif row.samples and token in request.stop_ids:
         request.stop_reason = token
         queues.finish(request, "stop")
-    elif row.samples and request.known >= request.max_length:
+    elif row.ends or (row.samples and request.known >= request.max_length):
         queues.finish(request, "length")
     # The request may have been retracted just now.
     if stayed and request.state is RequestState.RUNNING:

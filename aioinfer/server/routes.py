@@ -27,6 +27,7 @@ from aioinfer.server.openapi.endpoints import Handler, Route
 from aioinfer.server.openapi.pages import Pages
 from aioinfer.server.operations.metrics import METRICS, Metrics
 from aioinfer.server.playground.page import FILE, PAGE, Playground
+from aioinfer.server.pooling import PoolingRoutes
 from aioinfer.server.responses.endpoints import RESPONSES_ENDPOINT
 from aioinfer.server.responses.wires import RESPONSES_WIRE
 from aioinfer.server.status import HEALTH, TRACE, Status
@@ -52,6 +53,7 @@ class Routes:
         self._status = Status(engine, config, models, keys)
         self._tokens = Tokens(engine, config, self._generation)
         self._adapters = AdapterRoutes(engine, config, models, self._generation)
+        self._pooling = PoolingRoutes(engine, config, self._generation)
         self._pages = Pages(keyed=keys.given)
         self._watching = Watching(engine, config, keys)
 
@@ -67,6 +69,7 @@ class Routes:
             RESPONSES_ENDPOINT.route(self._generating(RESPONSES_WIRE)),
             MESSAGES_ENDPOINT.route(self._generating(MESSAGES_WIRE)),
             COUNT_ENDPOINT.route(self._count_tokens),
+            *self._pooling.routes(),
             *self._tokens.routes(),
             *self._status.routes(),
             *self._adapters.routes(),

@@ -95,6 +95,8 @@ class FakeEngine(Engine):
     (a sequence is used up, no key fits) is refused as InvalidRequest of "prompt"; with None it gets the
     shortest text that its grammar allows, which without a grammar is empty.
 
+    Embeddings are hashes of the prompt, so that equal texts have equal ones; they need no answer.
+
     A grammar is obeyed: an answer that breaks it goes on as a shortest text from there. A token is a byte,
     and ``seed``, ``temperature`` and the other parameters of sampling change nothing. Tools are called in the
     format ``hermes`` and reasoning is split off in the format ``qwen3``, unless ``config`` says otherwise.
@@ -152,7 +154,7 @@ class FakeEngine(Engine):
         options: RequestOptions,
         checkpoint: StreamCheckpoint | None = None,
     ) -> Stream:
-        text = _text(prompt)
+        text = None if options.pooling is not None else _text(prompt)
         if text is None:
             return super()._queue(serving, prompt, params, options, checkpoint)  # whose stream says why
         self.requests.append(FakeRequest(text, params, options))

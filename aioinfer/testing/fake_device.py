@@ -15,6 +15,7 @@ from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.step import NewRequestData, Row, Step
 from aioinfer.testing.toy import ToyDevice
 from aioinfer.testing.toy_adapters import ToyAdapter
+from aioinfer.testing.toy_pooling import hashes
 from aioinfer.text.detokenizer import Detokenizer, OffsetDetokenizer
 from aioinfer.text.tokenizer import plain_messages
 
@@ -117,6 +118,9 @@ class FakeDevice(ToyDevice):
         if row.ids:
             self._void.discard(row.request.key)
         return [_SOUND] * (1 + len(row.drafts))
+
+    def _hashes(self, row: Row, state: Sequence[int], first: int, last: int) -> Sequence[int]:
+        return hashes(row.request.prompt_ids[:last])[first:]
 
     def _next(self, row: Row, state: int, tenant: NewRequestData) -> int:
         script = self._script(row)

@@ -24,20 +24,15 @@ from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
 from aioinfer.testing.toy_adapters import ToyAdapter, ToyAdapters
+from aioinfer.testing.toy_pooling import beginning, pool
+from aioinfer.testing.toy_pooling import mix as _mix
 from aioinfer.testing.toy_states import TaintError, ToyStates
 from aioinfer.testing.toy_tokenizer import ToyTokenizer
 from aioinfer.text.grammar import GrammarState
 
 __all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob"]
 
-_MASK = (1 << 63) - 1
 _POISON = -7
-
-
-def _mix(state: int, value: int) -> int:
-    """One step of a 63-bit multiplicative hash (the constant is 2**64 / golden ratio)."""
-    state = (state ^ value) * 0x9E3779B97F4A7C15 & _MASK
-    return state ^ (state >> 29)
 
 
 def _next_token(state: int, tenant: NewRequestData, output_index: int, vocab_size: int) -> int:
@@ -66,7 +61,7 @@ def toy_generate(
     :class:`~aioinfer.testing.toy_adapters.ToyAdapter`."""
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {eos})
     tenant = NewRequestData(params, seed, stop_ids, prompt_ids, ())
-    state = _beginning(weights) ^ adapter
+    state = beginning(weights) ^ adapter
     for token in (*prompt_ids, *begun):
         state = _mix(state, token)
     output = [*begun]
@@ -79,11 +74,6 @@ def toy_generate(
             break
         state = _mix(state, token)
     return output
-
-
-def _beginning(weights: int) -> int:
-    """The hash of nothing."""
-    return _mix(0, weights) if weights else 0
 
 
 def toy_logprob(position: int, token: int) -> TokenLogprob:
@@ -166,6 +156,7 @@ class ToyDevice:
             num_pages=self._num_pages,
             eos_token_ids=frozenset({0}),
             description="toy",
+            hidden_size=3,
             num_snapshots=self._snapshots,
             max_adapters=self._max_adapters,
             adapter_reason="" if self._max_adapters else "this toy has none",
@@ -237,15 +228,25 @@ class ToyDevice:
                 first = row.kv_length - len(row.drafts)
                 found = [toy_logprob(at, token) for at, token in enumerate(run, first) if token >= 0]
                 result.logprobs[index] = found
-        for index, row in enumerate(rows):
+        for index, (row, state) in enumerate(zip(rows, states, strict=True)):
             tenant = self._tenants[row.slot]
             assert tenant is not None
+            if row.pools is not None:
+                assert row.request.pooled is not None
+                hashes = self._hashes(row, state, *row.pools)
+                result.pooled[index] = pool(row.request.pooled.pooling, hashes)
             if row.scores is not None:
                 ids = [-1] * len(tenant.prompt_ids) if self._doomed_row(row) else tenant.prompt_ids
                 result.prompt_logprobs[index] = [
                     toy_logprob(at + 1, ids[at + 1]) for at in range(*row.scores)
                 ]
         return result
+
+    def _hashes(self, row: Row, state: Sequence[int], first: int, last: int) -> Sequence[int]:
+        """Of the row's sequence, up to each of the positions [first, last)."""
+        if self._doomed_row(row):
+            return [_mix(state[-1], at) for at in range(first, last)]
+        return self._expected[row.slot][first:last]
 
     def _spoil(self, prepared: _Prepared) -> None:
         """A step failed: how far it came is unknown."""
@@ -270,7 +271,7 @@ class ToyDevice:
         """As in Device; no KV of those before is of any use."""
         self.weights = prepared
         if self._states is not None:
-            self._states.beginning = _beginning(prepared)
+            self._states.beginning = beginning(prepared)
 
     def check(self) -> None:
         if self.lost:
@@ -304,7 +305,7 @@ class ToyDevice:
         positions = np.arange(row.kv_length)
         cells = pages[positions // self.page_size] * self.page_size + positions % self.page_size
         if self._states is not None:
-            self._states.read(row, expected[-1] if expected else _beginning(self.weights))
+            self._states.read(row, expected[-1] if expected else beginning(self.weights))
         read = cells[: row.start]
         if (self._position[read] != positions[: row.start]).any() or (
             self._state[read] != np.asarray(expected, np.int64)
@@ -328,7 +329,7 @@ class ToyDevice:
         return _mix(_mix(row.request.key, row.start), self._last_step)
 
     def _extend(self, row: Row, states: list[int], ids: Sequence[int]) -> None:
-        state = states[-1] if states else _beginning(self.weights) ^ self.adapters.key(row.slot)
+        state = states[-1] if states else beginning(self.weights) ^ self.adapters.key(row.slot)
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise TaintError(f"{row.request}: {token} is not a token")

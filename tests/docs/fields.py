@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
 from aioinfer.server.anthropic import fields as anthropic
+from aioinfer.server.openai.embeddings import EMBEDDING, RERANK, SCORE
 from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
 from aioinfer.server.responses import fields as responses
 from aioinfer.server.translation import EXTENSIONS
@@ -92,6 +93,17 @@ def _others(title: str, table: Table, nested: Mapping[str, Table]) -> str:
     return "\n".join([*lines, ""])
 
 
+def _pooling() -> str:
+    """The tables of embeddings and scores, what all three have first."""
+    tables = {"embeddings": EMBEDDING, "score": SCORE, "rerank": RERANK}
+    shared = {name: rule for name, rule in EMBEDDING.items() if SCORE.get(name) == rule == RERANK.get(name)}
+    lines = ["", "### Of all three", "", "| field | |", "|---|---|", *_rows(shared)]
+    for title, table in tables.items():
+        own = {name: rule for name, rule in table.items() if name not in shared}
+        lines += ["", f"### Of `/v1/{title}`", "", "| field | |", "|---|---|", *_rows(own)]
+    return "\n".join([*lines, ""])
+
+
 def rewritten(page: str) -> str:
     """The page with its tables made anew."""
     made = {
@@ -99,6 +111,7 @@ def rewritten(page: str) -> str:
         "nested": _nested(),
         "responses": _others("responses", responses.RESPONSES, responses.NESTED),
         "messages": _others("messages", anthropic.MESSAGES, anthropic.NESTED),
+        "pooling": _pooling(),
     }
     for mark, table in made.items():
         parts = re.split(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", page, flags=re.S)

@@ -29,7 +29,9 @@ async def lifetime(world: World, number: int) -> None:
     """One request from arrival to whatever end the dice chose."""
     rng, engine = world.rng, world.engine
     await asyncio.sleep(rng.expovariate(1 / 0.02))
-    params = world.params(rng)
+    params, pooling = world.params(rng), None
+    if world.prefills is not None:
+        params, pooling = world.prefills(params)
     length = rng.choice([1, 2, 7, 20, 20, 30, engine.info.max_model_len - 1])
     length = max(1, min(length, engine.info.max_model_len - 1))
     # Most prompts begin like others, so that prefixes are met, split and waited for.
@@ -56,12 +58,15 @@ async def lifetime(world: World, number: int) -> None:
         ]
     )
     adapter, key = (None, 0) if world.adapters is None else world.adapters.choose(engine)
+    if params.max_tokens == 0 and behaviour == "restore":
+        behaviour = "await"  # there is nothing to go on with
     try:
         stream = engine.generate(
             text if as_text else ids,
             params,
             request_id=name_of(params),
             adapter=adapter,
+            pooling=pooling,
             **timeouts,
             **scheduling,
         )
@@ -93,9 +98,10 @@ async def lifetime(world: World, number: int) -> None:
     world.counts[str(outcome[0])] += 1
     world.outcomes.append((number, behaviour, *outcome))
     if outcome[0] in ("finished", "left"):
-        result = stream.result() if behaviour == "await" else None
+        whole = behaviour == "await" or (pooling is not None and outcome[0] == "finished")
+        result = stream.result() if whole else None
         tokens, answer, reason, versions = outcome[1:]
-        claim = Claim(number, behaviour, ids, params, tokens, answer, reason, result, versions, key)
+        claim = Claim(number, behaviour, ids, params, tokens, answer, reason, result, versions, key, pooling)
         world.claims.append(claim)
 
 

@@ -20,6 +20,7 @@ from aioinfer.loop.copies import freeze
 from aioinfer.loop.options import RequestOptions
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams, inherited
 from aioinfer.plain import PLAIN, plain
+from aioinfer.pooling import Pooling
 from aioinfer.testing import ToyTokenizer, toy_generate
 from tests.engine.asking import KeepingTokenizer
 from tests.engine.conftest import MakeEngine
@@ -99,6 +100,7 @@ VALUES: dict[type, dict[str, Any]] = {
         "allowed_token_ids": (1, 2, 3),
         "logprobs": 2,
         "prompt_logprobs": 2,
+        "logprob_start_len": 3,
         "grammar": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 1}}},
         "bad_words": ["word", [1, 2], (3,)],
         "diffusion": DiffusionParams(),
@@ -126,10 +128,11 @@ VALUES: dict[type, dict[str, Any]] = {
         "waiting_timeout": 1.5,
         "running_timeout": 2,
         "max_lag": 5,
+        "pooling": Pooling("choices", (1, 2)),
     },
 }
 CASES = [(cls, each.name) for cls in VALUES for each in fields(cls)]
-KEPT = PLAIN | {tuple, Grammar, DiffusionParams, SamplingParams, RequestOptions}
+KEPT = PLAIN | {tuple, Grammar, DiffusionParams, Pooling, SamplingParams, RequestOptions}
 
 
 def made(cls: Any, name: str, value: Any) -> Any:

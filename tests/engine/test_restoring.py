@@ -42,6 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "long at least": {"min_tokens": 20},
     "unending": {"ignore_eos": True},
     "logprobs": {"logprobs": 3, "prompt_logprobs": 2},
+    "late logprobs": {"prompt_logprobs": 1, "logprob_start_len": 5},
     "stop strings": {"stop": ("the", " =", "\n\n")},
     "stops kept": {"stop": ("and", "a "), "include_stop": True},
     "stop pattern": {"stop_regex": ("[a-z]+ing", "[0-9]{3}"), "temperature": 1.2},

@@ -14,11 +14,14 @@ from aioinfer.engine import Engine
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
+from aioinfer.pooling import KINDS, Pooling
 from aioinfer.scheduling.step import Row, Step
 from aioinfer.testing import TimedLauncher, ToyDevice, ToyTokenizer, toy_generate
 from aioinfer.testing.toy import toy_logprob
+from aioinfer.testing.toy_pooling import toy_pooled
 from tests.engine.adapting import Adapting
-from tests.speculation.drafters import KINDS, Guesser
+from tests.speculation.drafters import KINDS as DRAFTERS
+from tests.speculation.drafters import Guesser
 
 VOCAB = 64
 
@@ -41,6 +44,8 @@ class Claim:
     versions: list[tuple[int, int]]
     #: key of the adapter that it was accepted with
     adapter: int = 0
+    #: of a request that only prefills
+    pooling: Pooling | None = None
 
 
 @dataclass
@@ -56,6 +61,8 @@ class World:
     params: Callable[[random.Random], SamplingParams]
     #: raises if claims are not what any correct engine answers
     verify: Callable[[World, Sequence[Claim]], None]
+    #: what some requests do instead of generating; None: nothing
+    prefills: Callable[[SamplingParams], tuple[SamplingParams, Pooling | None]] | None = None
     claims: list[Claim] = field(default_factory=list)
     outcomes: list[tuple[Any, ...]] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
@@ -180,12 +187,16 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
     tokenizer = ToyTokenizer(VOCAB, looks_up=seed % 2 == 1)
     engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: tokenizer, drafter=drafter)
     renewal = random.Random(seed + 6).choice([None, 0.01, 0.05, 0.2])
-    return World(*(rng, engine, device, launcher, random_params, verify), adapters=adapting, renewal=renewal)
+    return World(
+        *(rng, engine, device, launcher, random_params, verify, random_prefills),
+        adapters=adapting,
+        renewal=renewal,
+    )
 
 
 def random_drafting(rng: random.Random) -> tuple[dict[str, Any], Guesser | None]:
     """Settings of speculation, and a drafter in place of the config's in most engines."""
-    drafter = Guesser(rng.choice(KINDS), rng, VOCAB) if rng.random() < 0.8 else None
+    drafter = Guesser(rng.choice(DRAFTERS), rng, VOCAB) if rng.random() < 0.8 else None
     return {
         "speculation": rng.choice(["off", "lookup"]),
         "max_draft_tokens": rng.choice([1, 2, 5, 15]),
@@ -207,6 +218,20 @@ def random_params(rng: random.Random) -> SamplingParams:
         logprobs=rng.choice([None, None, 0]),
         prompt_logprobs=rng.choice([None, None, None, 0]),
     )
+
+
+def random_prefills(params: SamplingParams) -> tuple[SamplingParams, Pooling | None]:
+    """Of its own dice: some requests have no output, and most of these pool."""
+    assert params.seed is not None
+    rng = random.Random(params.seed + 6)
+    params = params.changed(logprob_start_len=rng.choice([0, 0, 1, 5, 1000]))
+    if rng.random() < 0.7:
+        return params, None
+    kind = rng.choice([*KINDS, None])
+    params = params.changed(max_tokens=0, min_tokens=0)
+    if kind is None or kind == "classes":
+        return params, None
+    return params, Pooling(kind, (3, 9, 40) if kind == "choices" else ())
 
 
 def verify(world: World, claims: Sequence[Claim]) -> None:
@@ -235,7 +260,15 @@ def verify(world: World, claims: Sequence[Claim]) -> None:
         for at, logprob in enumerate(result.logprobs or ()):
             assert logprob == toy_logprob(start + at, result.token_ids[at])
         for at, scored in enumerate((result.prompt_logprobs or ())[1:], 1):
-            assert scored == toy_logprob(at, result.prompt_token_ids[at])
+            wanted = toy_logprob(at, result.prompt_token_ids[at])
+            assert scored == (None if at < params.logprob_start_len else wanted)
+        if claim.pooling is not None:
+            assert (
+                result.pooled
+                == toy_pooled(
+                    *(claim.prompt, claim.pooling), adapter=claim.adapter, weights=result.weight_version
+                )
+            ).all()
         assert result.prompt_logprobs is None or len(result.prompt_logprobs) == start
 
 

@@ -178,6 +178,7 @@ CHANGES: dict[str, Any] = {
     "prediction": {"type": "content", "content": "An answer."},
     "speculate": False,
     "prompt_logprobs": 2,
+    "logprob_start_len": 2,
     "return_token_ids": True,
     "return_tokens_as_token_ids": True,
     "add_special_tokens": False,
@@ -327,7 +328,7 @@ def test_two_names_of_one_parameter_must_agree() -> None:
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
         ({"include_stop_str_in_output": 3}, "include_stop_str_in_output"),
         ({"logprobs": True, "top_logprobs": 99}, "top_logprobs"),
         ({"guided_json": 7}, "guided_json"),

@@ -481,7 +481,7 @@ async def test_an_echoed_prompt_is_decoded_once_for_all_choices(serving: Serving
 
 async def written(writer: ChatLogprobs | CompletionLogprobs, entries: list[TokenLogprob | None]) -> str:
     parts: list[str] = []
-    await writer.write(entries, Pace(), parts.append)
+    await writer.write(entries, Pace(), parts.append, [7])
     return "".join(parts)
 
 

@@ -139,6 +139,8 @@ def test_the_bounds_of_numbers_are_those_of_the_server(name: str) -> None:
     rule = CHAT[name]
     assert isinstance(rule, Honoured)
     low, high, whole, low_open = BOUNDS[rule.param or ""]
+    if rule.param == "max_tokens":
+        low = 1  # of completions only it may be 0
     step = 1 if whole else 0.001
     inside, outside = [high], [low - step, high + step, "1", True]
     (outside if low_open else inside).append(low)

@@ -12,7 +12,6 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <memory>
 #include <variant>
 #include <vector>
@@ -26,6 +25,7 @@
 #include "per_layer.hpp"
 #include "self_attention.hpp"
 #include "short_conv.hpp"
+#include "stopwatch.hpp"
 
 namespace aioinfer {
 
@@ -103,25 +103,10 @@ struct StepInput {
   int64_t num_logits;
   const int64_t* logits_rows;
   float* logits;  // [num_logits, vocabulary]
-  const int64_t* adapters = nullptr;  // [rows] slots of their adapters, 0 for none; or null
-};
-
-// The parts of a step's time, as measured by the calling thread.
-enum Part { LINEAR, ATTENTION, REST, PARTS };
-
-class Stopwatch {
- public:
-  explicit Stopwatch(double* seconds) : seconds_(seconds), last_(Clock::now()) {}
-  void add(Part part) {
-    const auto now = Clock::now();
-    seconds_[part] += std::chrono::duration<double>(now - last_).count();
-    last_ = now;
-  }
-
- private:
-  using Clock = std::chrono::steady_clock;
-  double* seconds_;
-  Clock::time_point last_;
+  const int64_t* adapters;  // [rows] slots of their adapters, 0 for none; or null
+  int64_t num_hidden;
+  const int64_t* hidden_rows;
+  float* hidden;  // [num_hidden, hidden] the normed residual, not rounded
 };
 
 template <class T>
@@ -239,6 +224,7 @@ class Decoder {
           sparse_part(worker, layer, tokens, watch);
         if (layer.per_layer.gate != nullptr) per_layer_part(worker, index, tokens, watch);
       }
+      hidden_states(worker, step, watch);
       logits(worker, step, watch);
     });
   }
@@ -263,6 +249,7 @@ class Decoder {
     require_below("positions", input.positions, input.tokens, positions_);
     require_below("slot_mapping", input.cells, input.tokens, step.num_pages * step.page_size);
     require_below("logits_rows", step.logits_rows, step.num_logits, input.tokens);
+    require_below("hidden_rows", step.hidden_rows, step.num_hidden, input.tokens);
   }
 
   T* residual(int64_t token) { return residual_.data() + token * hidden_; }
@@ -424,7 +411,17 @@ class Decoder {
     add_result(worker, layer.mlp_post_norm, tokens, watch, layer.mlp_scale());
   }
 
+  void hidden_states(Worker& worker, const StepInput<T>& step, Stopwatch& watch) {
+    if (step.num_hidden == 0) return;
+    worker.parallel_in_runs(step.num_hidden, [&](int64_t row) {
+      float* to = step.hidden + row * hidden_;
+      norm(norm_, residual(step.hidden_rows[row]), [&](int64_t i, Floats value) { store(to + i, value); });
+    });
+    watch.add(REST);
+  }
+
   void logits(Worker& worker, const StepInput<T>& step, Stopwatch& watch) {
+    if (step.num_logits == 0) return;
     const int64_t vocabulary = head_->outputs;
     const Inputs<T> normed = norm_rows(worker, norm_, *head_, step.num_logits, step.logits_rows);
     watch.add(REST);

@@ -345,6 +345,9 @@ struct ForwardArguments {
   const int64_t* logits_rows;  // [num_logits]
   float* logits;               // [num_logits, vocabulary]
   const int64_t* adapters;     // [rows] slot of each row's adapter, 0 for none; or null
+  int64_t num_hidden;
+  const int64_t* hidden_rows;  // [num_hidden] tokens whose normed residual is wanted
+  float* hidden;               // [num_hidden, hidden]
   double* seconds;             // [PARTS] grow by the time of each part
 };
 

@@ -82,7 +82,7 @@ inline std::string layout() {
   AIOINFER_TEMPLATE(ForwardArguments, decoder, pool, kv_pools, num_kv_pools, page_size, num_pages, tokens, rows,
                     num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width,
                     state_pools, num_states, num_cells, read, write, logits_rows,
-                    logits, adapters, seconds)
+                    logits, adapters, num_hidden, hidden_rows, hidden, seconds)
   AIOINFER_PLAIN(LowRankTarget, a, b, rank, start, rows, scale)
   AIOINFER_TEMPLATE(AdaptArguments, decoder, adapter, layer, part, targets, count)
   AIOINFER_PLAIN(SampleArguments, pool, logits, rows, vocab, stride, temperature, top_p, min_p, top_k, seeds,

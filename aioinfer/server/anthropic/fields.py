@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
 from aioinfer.chat.schemas import FLAG, OBJECT, TEXT, array, choice, either, text
+from aioinfer.server.openai.fields import TOKENS
 from aioinfer.server.translation import EXTENSIONS
 
 __all__ = [
@@ -87,7 +88,7 @@ COUNT: Table = {
 MESSAGES: Table = {
     **COUNT,
     **EXTENSIONS,
-    "max_tokens": Honoured("at most so many new tokens", "max_tokens", required=True),
+    "max_tokens": Honoured("at most so many new tokens", "max_tokens", TOKENS, required=True),
     "stop_sequences": Honoured("`stop` of `SamplingParams`", schema=array(text(1, 1024), 0, 16)),
     "stream": Honoured("server-sent events", schema=FLAG),
     "stop": Unsupported((), "use stop_sequences"),

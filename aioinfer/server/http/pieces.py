@@ -84,7 +84,7 @@ def _parts(value: Any) -> Iterator[str]:
                 yield f"{', ' if at else ''}{_quoted(key)}: "
                 yield from _parts(each)
             yield "}"
-        case list() if value and isinstance(value[0], int):
+        case list() if value and isinstance(value[0], (int, float)):
             for at in range(0, len(value), PIECE):
                 yield ("[" if at == 0 else ", ") + json.dumps(value[at : at + PIECE])[1:-1]
             yield "]"

@@ -7,6 +7,7 @@ all tables.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from aioinfer import plugins
 from aioinfer.chat import fields as chat
@@ -27,9 +28,11 @@ from aioinfer.chat.schemas import (
 )
 from aioinfer.chat.tools import MAX_TOOLS
 from aioinfer.loop.options import MAX_LABEL
+from aioinfer.params import BOUNDS
+from aioinfer.server.openai.extras import MAX_TOKENS
 from aioinfer.server.openai.prediction import PREDICTION
 
-__all__ = ["CHAT", "COMPLETION", "MAX_CHOICES", "NESTED", "REQUEST_ID", "VERBOSITIES"]
+__all__ = ["CHAT", "COMPLETION", "MAX_CHOICES", "NESTED", "REQUEST_ID", "TOKENS", "VERBOSITIES"]
 
 #: choices of one call: prompts x n
 MAX_CHOICES = 128
@@ -116,6 +119,10 @@ _COMMON: Table = {
     "prompt_logprobs": Honoured(
         "the answer has the logprobs of the prompt, with so many likely alternatives; not streamed",
         "prompt_logprobs",
+    ),
+    "logprob_start_len": Honoured(
+        "SGLang's name of the first token of the prompt that has a logprob; those before it have null",
+        "logprob_start_len",
     ),
     "return_token_ids": Honoured("choices have `token_ids`, and the answer `prompt_token_ids`", schema=FLAG),
     "return_tokens_as_token_ids": Honoured("logprobs name tokens as `token_id:5`", schema=FLAG),
@@ -211,9 +218,14 @@ _COMMON: Table = {
     "format": Unsupported((), "use response_format"),
 }
 
+#: an answer has a token at least; a completion may have none
+TOKENS = integer(1, int(BOUNDS["max_tokens"].high))
+
 #: of ``/v1/chat/completions``
 CHAT: Table = {
     **_COMMON,
+    **{name: replace(_COMMON[name], schema=TOKENS) for name in MAX_TOKENS},
+    "n_predict": replace(_COMMON["n_predict"], schema=either(choice(-1), TOKENS)),
     "messages": Honoured("the conversation", schema=array(ANY, 1), required=True),
     "logprobs": Honoured("whether logprobs of the tokens are reported", schema=FLAG),
     "top_logprobs": Honoured("with so many likely alternatives", schema=of_param("logprobs")),

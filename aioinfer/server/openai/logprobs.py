@@ -54,7 +54,11 @@ class ChatLogprobs:
         self._fields = speller.fields
 
     async def write(
-        self, logprobs: Sequence[TokenLogprob | None], pace: Pace, out: _Out, first: int = 0
+        self,
+        logprobs: Sequence[TokenLogprob | None],
+        pace: Pace,
+        out: _Out,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
         """``choices[].logprobs`` of these tokens, part by part to ``out``."""
         out('{"content":[')
@@ -87,13 +91,17 @@ class CompletionLogprobs:
         self._offset = 0
 
     async def write(
-        self, logprobs: Sequence[TokenLogprob | None], pace: Pace, out: _Out, first: int = 0
+        self,
+        logprobs: Sequence[TokenLogprob | None],
+        pace: Pace,
+        out: _Out,
+        prompt_ids: Sequence[int] = (),
     ) -> None:
-        """``choices[].logprobs`` of these tokens, part by part to ``out``. The first token of a prompt,
-        ``first``, has no logprob: its entry is None."""
+        """``choices[].logprobs`` of these tokens, part by part to ``out``. Entries of tokens at the beginning
+        of an echoed prompt, ``prompt_ids``, that have no logprob are None."""
         tokens, values, tops, offsets = [], [], [], []
-        for each in logprobs:
-            token = each.token_id if each is not None else first
+        for at, each in enumerate(logprobs):
+            token = each.token_id if each is not None else prompt_ids[at]
             text = self._text(token)
             tokens.append(_quoted(self._name(token)))
             offsets.append(str(self._offset))

@@ -323,6 +323,10 @@ def _sampling(
             raise InvalidRequest("prompt_logprobs", "differs from the logprobs of the echoed prompt")
         values["prompt_logprobs"], names["prompt_logprobs"] = logprobs, "echo"
     try:
+        if table is CHAT and values["max_tokens"] == 0:
+            raise InvalidRequest(
+                "max_tokens", "must be a positive number: only completions may have no tokens"
+            )
         return SamplingParams(**values)
     except InvalidRequest as refused:
         raise renamed(refused, names) from None

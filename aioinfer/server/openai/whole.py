@@ -76,7 +76,7 @@ async def _choice(
     else:
         echoed = result.prompt_logprobs or [] if call.echo else []
         entries = [*echoed, *result.logprobs]
-        await shape.logprobs(speller).write(entries, pace, body.add, result.prompt_token_ids[0])
+        await shape.logprobs(speller).write(entries, pace, body.add, result.prompt_token_ids)
     if not shape.prompt_beside:
         await _prompt(body, call, result, speller, pace)
     body.add("}")

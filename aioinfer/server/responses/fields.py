@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
 from aioinfer.chat.schemas import FLAG, OBJECT, TEXT, array, choice, either, integer, text
-from aioinfer.server.openai.fields import VERBOSITIES
+from aioinfer.server.openai.fields import TOKENS, VERBOSITIES
 from aioinfer.server.translation import EXTENSIONS
 
 __all__ = [
@@ -73,7 +73,7 @@ RESPONSES: Table = {
         required=True,
     ),
     "instructions": Honoured("a system message in front of `input`", schema=TEXT),
-    "max_output_tokens": Honoured("`max_tokens`", "max_tokens"),
+    "max_output_tokens": Honoured("`max_tokens`", "max_tokens", TOKENS),
     "stop": Honoured("as in `SamplingParams`", "stop"),
     "top_logprobs": Honoured(
         f"likely alternatives of each token; needs `include` with `{LOGPROBS}`",

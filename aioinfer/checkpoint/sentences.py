@@ -1,0 +1,94 @@
+"""Sentences: what a checkpoint says of how it embeds, in the files of sentence-transformers.
+
+``modules.json`` lists what follows the model, ``1_Pooling/config.json`` says how it pools, and
+``config_sentence_transformers.json`` has the texts that are put in front of queries and documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from aioinfer.checkpoint.tensors import read_json_object
+from aioinfer.errors import ConfigError, shown
+
+__all__ = ["Sentences"]
+
+_POOLING = "1_Pooling/config.json"
+_PROMPTS = "config_sentence_transformers.json"
+#: names of modes, in the older form behind ``pooling_mode_``
+_MODES: Mapping[str, Literal["last", "mean"]] = {
+    "lasttoken": "last",
+    "mean": "mean",
+    "mean_tokens": "mean",
+}
+_MODULES = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True, slots=True)
+class Sentences:
+    """The recommendations of an embedding model; the defaults are those of any other model."""
+
+    #: the checkpoint has such files
+    stated: bool = False
+    pooling: Literal["last", "mean"] = "last"
+    normalize: bool = True
+    #: texts in front of an input, by name, and the name of the one that is used where none is named
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str | None = None
+    #: what it asks for that is not computed here; empty: nothing
+    unsupported: str = ""
+
+    @classmethod
+    def of(cls, path: Path) -> Self:
+        """Those of a directory; any other path has none. Raises ConfigError."""
+        modules = path / "modules.json"
+        if not modules.is_file():
+            return cls()
+        kinds = _kinds(modules)
+        pooling, unsupported = _pooling(path / _POOLING) if "Pooling" in kinds else ("last", "")
+        further = [kind for kind in kinds if kind not in _MODULES]
+        if further:
+            unsupported = f"its embeddings pass through {', '.join(further)}"
+        file = path / _PROMPTS
+        stated = read_json_object(file) if file.is_file() else {}
+        prompts = stated.get("prompts") or {}
+        default = stated.get("default_prompt_name")
+        texts = isinstance(prompts, dict) and all(isinstance(each, str) for each in prompts.values())
+        if not texts or not (default is None or default in prompts):
+            raise ConfigError(f"model: the prompts in {_PROMPTS} make no sense")
+        return cls(True, pooling, "Normalize" in kinds, prompts, default, unsupported)
+
+    def with_prompt(self, text: str, name: str | None) -> str:
+        """A text behind the prompt of this name; None: behind the default one, if there is one."""
+        name = self.default_prompt if name is None else name
+        return text if name is None else self.prompts[name] + text
+
+
+def _kinds(file: Path) -> list[str]:
+    """The classes of modules, without their packages."""
+    import json
+
+    try:
+        modules: Any = json.loads(file.read_bytes())
+        return [str(module["type"]).rpartition(".")[2] for module in modules]
+    except (OSError, ValueError, TypeError, LookupError) as error:
+        raise ConfigError(f"model: {file.name} cannot be read: {error}") from error
+
+
+def _pooling(file: Path) -> tuple[Literal["last", "mean"], str]:
+    """How it pools, and what of that is not computed here."""
+    stated = read_json_object(file) if file.is_file() else {}
+    wanted = [str(stated["pooling_mode"])] if isinstance(stated.get("pooling_mode"), str) else []
+    prefix = "pooling_mode_"
+    wanted += [name.removeprefix(prefix) for name in stated if name.startswith(prefix) and stated[name]]
+    if not wanted:
+        return "mean", ""
+    mode = _MODES.get(wanted[0])
+    if len(wanted) > 1 or mode is None:
+        return "last", f"it pools by {' and '.join(map(shown, wanted))}"
+    if mode == "mean" and stated.get("include_prompt") is False:
+        return mode, "it pools without the prompt's tokens"
+    return mode, ""

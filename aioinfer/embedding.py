@@ -1,0 +1,116 @@
+"""Embeddings: what is asked for, and what becomes of what was pooled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
+
+from aioinfer.checkpoint.sentences import Sentences
+from aioinfer.errors import AioInferError, InvalidRequest, shown
+from aioinfer.outputs import Result, Usage
+from aioinfer.pooling import Pooling, PoolingKind
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from aioinfer.execution.device import DeviceInfo
+    from aioinfer.loop.options import Prompt
+
+__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "of_input"]
+
+_KINDS: tuple[PoolingKind, ...] = ("last", "mean", "tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """What a model makes of one input."""
+
+    #: float32 [dimensions]; with ``pooling="tokens"`` [tokens, dimensions]
+    vector: npt.NDArray[np.float32] = field(compare=False)
+    usage: Usage
+    prompt_token_ids: Sequence[int] = field(default=(), repr=False)
+
+
+class EmbeddingOptions(TypedDict, total=False):
+    """How :meth:`aioinfer.Engine.embed` is to embed."""
+
+    pooling: Literal["last", "mean", "tokens"] | None
+    dimensions: int | None
+    normalize: bool | None
+    prompt_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingForm:
+    """How inputs become embeddings."""
+
+    pooling: Pooling
+    dimensions: int | None
+    normalize: bool
+    sentences: Sentences
+    prompt_name: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        info: DeviceInfo,
+        sentences: Sentences,
+        *,
+        pooling: str | None = None,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        prompt_name: str | None = None,
+    ) -> Self:
+        """What a caller asks for, and for the rest what the model recommends. Raises InvalidRequest."""
+        if pooling is None and sentences.unsupported:
+            raise InvalidRequest("model", f"{sentences.unsupported}, which is not supported")
+        kind: Any = sentences.pooling if pooling is None else pooling
+        if kind not in _KINDS:
+            raise InvalidRequest("pooling", f"must be one of {', '.join(_KINDS)}, got {shown(kind)}")
+        size = info.hidden_size or 0
+        if dimensions is not None and (type(dimensions) is not int or not 1 <= dimensions <= size):
+            raise InvalidRequest("dimensions", f"must be 1 to {size}, got {shown(dimensions)}")
+        if normalize is not None and type(normalize) is not bool:
+            raise InvalidRequest("normalize", f"must be true or false, got {shown(normalize)}")
+        if prompt_name is not None and prompt_name not in sentences.prompts:
+            known = ", ".join(sentences.prompts) or "none"
+            raise InvalidRequest("prompt_name", f"the model has {known}, got {shown(prompt_name)}")
+        chosen = sentences.normalize if normalize is None else normalize
+        return cls(Pooling(kind), dimensions, chosen, sentences, prompt_name)
+
+    def prompt(self, given: Prompt) -> Prompt:
+        """An input with the text in front of it that the model expects. Raises InvalidRequest."""
+        if isinstance(given, str):
+            return self.sentences.with_prompt(given, self.prompt_name)
+        if self.prompt_name is not None:
+            raise InvalidRequest("prompt_name", "only a text can have a prompt in front of it")
+        return given
+
+    def finish(self, result: Result) -> Embedding:
+        """The embedding: cut to its dimensions, then of length 1 if it is to be."""
+        vector = result.pooled
+        if self.dimensions is not None:
+            vector = vector[..., : self.dimensions].copy()
+        if self.normalize:
+            vector = normalized(vector)
+        return Embedding(vector, result.usage, result.prompt_token_ids)
+
+
+def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+    """float32 [..., D], each vector with length 1; one of zeros stays so."""
+    import numpy as np  # not needed before
+
+    lengths = np.linalg.norm(vectors.astype(np.float64), axis=-1, keepdims=True)
+    return (vectors / np.maximum(lengths, 1e-30)).astype(np.float32)
+
+
+def of_input(error: AioInferError, name: str) -> AioInferError:
+    """The error of the input with this name, with that name."""
+    if isinstance(error, InvalidRequest) and error.field == "prompt":
+        named = InvalidRequest(name, error.message, code=error.code)
+        named.__cause__, named.request_id = error.__cause__, error.request_id
+        return named
+    error.add_note(f"of {name}")
+    return error

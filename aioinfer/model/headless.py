@@ -1,0 +1,134 @@
+"""Headless: checkpoints of embedding models and classifiers, as those of the language model that they are.
+
+An embedding model is a language model without its head (``Qwen3Model``), a classifier has another one in its
+place (``Qwen3ForSequenceClassification``: ``score.weight``, a row for each class). Their layers are those of
+the family, so :func:`with_head` makes of such a checkpoint what one of the language model would be, with the
+embedding as its head, which nothing uses. The tensors of base models have no ``model.`` in front of their
+names, also where the config names the language model (Qwen3-Embedding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aioinfer.checkpoint.files import Checkpoint, Directory
+from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, Tensors
+from aioinfer.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from aioinfer.model.weights import RandomWeights, Weights
+
+__all__ = ["SCORE", "Classifier", "Headless", "with_head", "with_prefix", "without_score"]
+
+#: the head of a classifier
+SCORE = "score.weight"
+_WORDS, _PREFIX = "embed_tokens.weight", "model."
+#: of the language model alone, not of its base
+_OUTSIDE = ("lm_head.", "score.")
+
+
+@dataclass(frozen=True, slots=True)
+class Classifier:
+    """A head [classes, hidden] of hidden states. Computes in float64: a row's result then hardly depends on
+    other rows."""
+
+    weight: torch.Tensor
+
+    @property
+    def num_labels(self) -> int:
+        """The number of classes."""
+        return len(self.weight)
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [S, hidden] to logits, float32 [S, classes]."""
+        return (hidden.double() @ self.weight.T).float()
+
+
+class Headless(Directory):
+    """The directory of a model without the head of a language model."""
+
+    def __init__(self, checkpoint: Directory, architecture: str, *, classifies: bool) -> None:
+        super().__init__(checkpoint.path)
+        self._checkpoint = checkpoint
+        #: what the config says
+        self.architecture = architecture
+        self._classifies = classifies
+
+    def tensors(self) -> Tensors:
+        return self._checkpoint.tensors()
+
+    def classifier(self, config: Any, weights: Weights | RandomWeights) -> Classifier | None:
+        """Its head, if it classifies. Raises ConfigError."""
+        import torch
+
+        if not self._classifies:
+            return None
+        weight = weights.take(SCORE, (config.num_labels, config.hidden_size), dtype=torch.float32)
+        return Classifier(weight.double())
+
+
+def with_head(checkpoint: Checkpoint, config: Any, known: Collection[str]) -> tuple[Checkpoint, Any]:
+    """A model without the head of a language model as one with it, and its config; any other as it is.
+
+    ``known``: architectures of language models that can be computed so. Raises ConfigError for one whose
+    attention sees what follows.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    architecture, kind = config.architectures[0], config.model_type
+    language = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if language not in known or not isinstance(checkpoint, Directory):
+        return checkpoint, config
+    base = architecture == auto.MODEL_MAPPING_NAMES.get(kind)
+    classifies = architecture == auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind)
+    if not (base or classifies):
+        return checkpoint, config
+    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+        raise ConfigError(f"model: {architecture} attends to what follows, which is not supported")
+    config.architectures = [language]
+    config.tie_word_embeddings = True
+    return Headless(checkpoint, architecture, classifies=classifies), config
+
+
+def with_prefix(tensors: Tensors) -> Tensors:
+    """The tensors of a checkpoint under the names that they have in a language model."""
+    if _WORDS not in tensors.names or f"{_PREFIX}{_WORDS}" in tensors.names:
+        return tensors
+    names = tensors.names
+    return _Renamed(
+        tensors, {name if name.startswith(_OUTSIDE) else f"{_PREFIX}{name}": name for name in names}
+    )
+
+
+def without_score(tensors: Tensors) -> Tensors:
+    """The tensors of a classifier but for its head."""
+    return _Renamed(tensors, {name: name for name in tensors.names if name != SCORE})
+
+
+class _Renamed:
+    """See :class:`~aioinfer.checkpoint.tensors.Tensors`."""
+
+    def __init__(self, tensors: Tensors, stored: dict[str, str]) -> None:
+        """``stored``: by name, that which it has in ``tensors``."""
+        self._tensors = tensors
+        self._stored = stored
+
+    @property
+    def names(self) -> Collection[str]:
+        return self._stored.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._tensors.shape(self._stored[name])
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._tensors.read(self._stored[name])
+
+    def rounding(self, name: str) -> Rounding | None:
+        return self._tensors.rounding(self._stored[name])
+
+    def quantised(self, name: str) -> QuantisedMatrix:
+        return self._tensors.quantised(self._stored[name])

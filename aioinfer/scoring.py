@@ -1,0 +1,231 @@
+"""Scores: how well documents answer a query, by whatever of three kinds of model there is.
+
+===========  =====================================================  =======================================
+method       model                                                  score
+===========  =====================================================  =======================================
+classifier   a head of its own (``Qwen3ForSequenceClassification``)  the sigmoid of its logit; with two
+                                                                    classes the softmax of the second
+judge        a language model that answers "yes" or "no"            the probability of "yes" against "no"
+             (Qwen3-Reranker)
+cosine       an embedding model                                     the cosine of the two embeddings
+===========  =====================================================  =======================================
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
+
+from aioinfer.checkpoint.sentences import Sentences
+from aioinfer.embedding import EmbeddingForm
+from aioinfer.errors import InvalidRequest, shown
+from aioinfer.outputs import Result, Usage
+from aioinfer.pooling import Pooling
+
+if TYPE_CHECKING:
+    from aioinfer.execution.device import DeviceInfo
+    from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = ["METHODS", "ScoreJob", "ScoreMethod", "ScoreOptions", "Scores", "score_job"]
+
+ScoreMethod: TypeAlias = Literal["classifier", "judge", "cosine"]
+METHODS: tuple[ScoreMethod, ...] = ("classifier", "judge", "cosine")
+
+#: of Qwen3-Reranker, as its model card has it
+_JUDGE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the "
+    'Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    "<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}<|im_end|>\n"
+    "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+)
+_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
+_PLAIN = "{query}{document}"
+_ANSWERS = ("yes", "no")
+_PLACES = re.compile(r"\{(instruction|query|document)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """One score for each document, in their order."""
+
+    scores: list[float]
+    usage: Usage
+    #: the tokens of what was computed for each document; of "cosine", those of its text
+    tokens: list[int] = field(default_factory=list)
+
+
+class ScoreOptions(TypedDict, total=False):
+    """How :meth:`aioinfer.Engine.score` is to score."""
+
+    method: ScoreMethod | None
+    instruction: str | None
+    template: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreJob:
+    """What has to be computed, and what becomes of it."""
+
+    prompts: list[str]
+    pooling: Pooling
+    #: special tokens of the tokenizer around each prompt; None: as usual
+    special_tokens: bool | None
+    #: index of the document that a prompt belongs to; None: to the query
+    documents: list[int | None]
+    finish: Callable[[Sequence[Result]], Scores]
+
+    def name(self, index: int) -> str:
+        """What the caller knows a prompt by."""
+        document = self.documents[index]
+        return "query" if document is None else f"documents[{document}]"
+
+
+def score_job(
+    info: DeviceInfo,
+    tokenizer: Tokenizer | None,
+    sentences: Sentences,
+    query: str | Sequence[str],
+    documents: Sequence[str],
+    *,
+    method: str | None = None,
+    instruction: str | None = None,
+    template: str | None = None,
+) -> ScoreJob:
+    """How these documents are scored; arguments as of :meth:`aioinfer.Engine.score`. Raises
+    InvalidRequest."""
+    pairs = _pairs(query, documents)
+    if method is None:
+        method = _method(info, sentences)
+    if method not in METHODS:
+        raise InvalidRequest("method", f"must be one of {', '.join(METHODS)}, got {shown(method)}")
+    if method == "cosine":
+        for name, given in (("instruction", instruction), ("template", template)):
+            if given is not None:
+                raise InvalidRequest(name, "embeddings have none: put it in front of the query")
+        return _cosine(info, sentences, pairs)
+    if method == "classifier" and info.num_labels not in (1, 2):
+        raise InvalidRequest("method", f"a classifier with {info.num_labels} classes gives no score")
+    form = _template(template, _JUDGE if method == "judge" else _PLAIN)
+    if instruction is not None and "{instruction}" not in form:
+        raise InvalidRequest("instruction", "the template has no place for it")
+    wanted = _INSTRUCTION if instruction is None else _text("instruction", instruction)
+    prompts = [_filled(form, wanted, *pair) for pair in pairs]
+    each: list[int | None] = [*range(len(pairs))]
+    if method == "classifier":
+        return ScoreJob(prompts, Pooling("classes"), None, each, _of_classes)
+    return ScoreJob(prompts, Pooling("choices", _answers(tokenizer)), False, each, _of_choices)
+
+
+def _method(info: DeviceInfo, sentences: Sentences) -> ScoreMethod:
+    """What the model is made for, as far as its files say."""
+    if info.num_labels:
+        return "classifier"
+    return "cosine" if sentences.stated or not info.generates else "judge"
+
+
+def _pairs(query: str | Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
+    if isinstance(documents, str) or not isinstance(documents, Sequence):
+        raise InvalidRequest("documents", f"must be a list of texts, got {shown(documents)}")
+    if not documents:
+        raise InvalidRequest("documents", "is empty")
+    texts = [_text(f"documents[{index}]", each) for index, each in enumerate(documents)]
+    if isinstance(query, str):
+        return [(_text("query", query), text) for text in texts]
+    if not isinstance(query, Sequence) or len(query) != len(texts):
+        raise InvalidRequest("query", f"must be a text, or one for each of {len(texts)} documents")
+    queries = [_text(f"query[{index}]", each) for index, each in enumerate(query)]
+    return [*zip(queries, texts, strict=True)]
+
+
+def _text(field_: str, given: Any) -> str:
+    if not isinstance(given, str) or not given:
+        raise InvalidRequest(field_, f"must be a text that is not empty, got {shown(given)}")
+    return str(given)
+
+
+def _template(given: str | None, usual: str) -> str:
+    if given is None:
+        return usual
+    if not isinstance(given, str) or "{query}" not in given or "{document}" not in given:
+        raise InvalidRequest("template", "must be a text with {query} and {document}")
+    return str(given)
+
+
+def _filled(template: str, instruction: str, query: str, document: str) -> str:
+    """In one pass: what is put in is not searched for places."""
+    found = {"instruction": instruction, "query": query, "document": document}
+    return _PLACES.sub(lambda place: found[place[1]], template)
+
+
+def _answers(tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The tokens "yes" and "no". Raises InvalidRequest."""
+    if tokenizer is None:
+        raise InvalidRequest("method", "the model has no tokenizer, so it cannot answer yes or no")
+    found = [tokenizer.encode_part(word) for word in _ANSWERS]
+    if any(len(ids) != 1 for ids in found) or found[0] == found[1]:
+        raise InvalidRequest("method", "yes and no are no tokens of this model, which cannot judge")
+    return tuple(ids[0] for ids in found)
+
+
+# -- from what was pooled to scores -----------------------------------------------------------------------
+
+
+def _of_choices(results: Sequence[Result]) -> Scores:
+    return _scores(results, [_sigmoid(float(each.pooled[0]) - float(each.pooled[1])) for each in results])
+
+
+def _of_classes(results: Sequence[Result]) -> Scores:
+    found = []
+    for each in results:
+        logits = [float(logit) for logit in each.pooled]
+        found.append(_sigmoid(logits[0] if len(logits) == 1 else logits[1] - logits[0]))
+    return _scores(results, found)
+
+
+def _sigmoid(value: float) -> float:
+    if value < 0:
+        power = math.exp(value)
+        return power / (1 + power)
+    return 1 / (1 + math.exp(-value))
+
+
+def _cosine(info: DeviceInfo, sentences: Sentences, pairs: Sequence[tuple[str, str]]) -> ScoreJob:
+    """Every text once, with the model's own prompts for queries and documents."""
+    names = ["query" if "query" in sentences.prompts else None]
+    names.append("document" if "document" in sentences.prompts else None)
+    forms = [EmbeddingForm.of(info, sentences, normalize=True, prompt_name=name) for name in names]
+    at: dict[str, int] = {}
+    documents: list[int | None] = []
+    places: list[tuple[int, int]] = []
+    for index, (query, document) in enumerate(pairs):
+        found = []
+        for form, text, owner in ((forms[0], query, None), (forms[1], document, index)):
+            prompt = str(form.prompt(text))
+            if prompt not in at:
+                at[prompt] = len(at)
+                documents.append(owner)
+            found.append(at[prompt])
+        places.append((found[0], found[1]))
+
+    def finish(results: Sequence[Result]) -> Scores:
+        vectors = [forms[0].finish(each).vector for each in results]
+        found = [float(vectors[first] @ vectors[second]) for first, second in places]
+        tokens = [results[second].usage.prompt_tokens for _, second in places]
+        return Scores(found, _usage(results), tokens)
+
+    return ScoreJob(list(at), forms[0].pooling, None, documents, finish)
+
+
+def _scores(results: Sequence[Result], scores: list[float]) -> Scores:
+    return Scores(scores, _usage(results), [each.usage.prompt_tokens for each in results])
+
+
+def _usage(results: Sequence[Result]) -> Usage:
+    return Usage(
+        sum(each.usage.prompt_tokens for each in results),
+        0,
+        sum(each.usage.cached_tokens for each in results),
+    )

@@ -1,0 +1,228 @@
+"""Embeddings and scores over HTTP: the real openai client, and the shapes of vLLM and Jina."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from typing import Any
+
+import aiohttp
+import numpy as np
+import openai
+import pytest
+
+from aioinfer.embedding import normalized
+from aioinfer.pooling import Pooling
+from aioinfer.testing import ToyTokenizer
+from aioinfer.testing.toy_pooling import toy_pooled
+from tests.engine.conftest import Gate
+from tests.server.conftest import Served, Serving
+from tests.tiers import SIMULATION, battery
+
+MEAN = Pooling("mean")
+
+
+def wanted(text: str | list[int], pooling: Pooling = MEAN) -> np.ndarray[Any, Any]:
+    ids = ToyTokenizer().encode(text) if isinstance(text, str) else text
+    return normalized(toy_pooled(ids, pooling))
+
+
+# Where the client asks for base64 by itself, and where OpenAI's own logprobs begin with null, its types have
+# no place for what it gets: ``strict=False``.
+
+
+async def post(served: Served, path: str, **body: Any) -> tuple[int, Any]:
+    async with aiohttp.ClientSession(served.url) as session, session.post(path, json=body) as response:
+        return response.status, await response.json()
+
+
+async def test_the_openai_client_gets_the_embeddings_of_texts_and_ids_in_order(serving: Serving) -> None:
+    inputs: Any = ["hello", "a", "hello there"]
+    async with serving() as served, served.client(strict=False) as client:
+        texts = await client.embeddings.create(model="toy", input=inputs, extra_body={"pooling": "mean"})
+        (one,) = (await client.embeddings.create(model="toy", input="hello")).data
+        ids = await client.embeddings.create(model="toy", input=[[1, 2, 3], [4]])
+        (alone,) = (await client.embeddings.create(model="toy", input=[1, 2, 3])).data
+    assert [each.index for each in texts.data] == [0, 1, 2]
+    for text, each in zip(inputs, texts.data, strict=True):
+        assert np.array_equal(np.asarray(each.embedding, np.float32), wanted(text))
+    assert texts.usage.prompt_tokens == texts.usage.total_tokens == sum(map(len, inputs))
+    assert np.array_equal(np.asarray(one.embedding, np.float32), wanted("hello", Pooling()))
+    assert alone.embedding == ids.data[0].embedding
+    assert np.array_equal(np.asarray(ids.data[1].embedding, np.float32), wanted([4], Pooling()))
+
+
+async def test_base64_has_the_bits_of_the_numbers_and_dimensions_are_cut_first(serving: Serving) -> None:
+    async with serving() as served:
+        asked = {"input": "hello", "dimensions": 2}
+        _, floats = await post(served, "/v1/embeddings", **asked, encoding_format="float")
+        _, coded = await post(served, "/v1/embeddings", **asked, encoding_format="base64")
+        _, raw = await post(served, "/v1/embeddings", input="hello", normalize=False)
+    numbers = np.asarray(floats["data"][0]["embedding"], np.float32)
+    assert np.array_equal(np.frombuffer(base64.b64decode(coded["data"][0]["embedding"]), "<f4"), numbers)
+    ids = ToyTokenizer().encode("hello")
+    assert np.array_equal(numbers, normalized(toy_pooled(ids, Pooling())[:2]))
+    assert np.array_equal(raw["data"][0]["embedding"], toy_pooled(ids, Pooling()))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "input"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": ["a", ""]}, "input[1]"),
+        ({"input": [["a"]]}, "input[0]"),
+        ({"input": [[1], [70]]}, "input[1]"),
+        ({"input": [1, "a"]}, "input"),
+        ({"input": ["a"] * 2049}, "input"),
+        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
+        ({"input": "a", "dimensions": 4}, "dimensions"),
+        ({"input": "a", "dimensions": 0}, "dimensions"),
+        ({"input": "a", "pooling": "tokens"}, "pooling"),
+        ({"input": "a", "normalize": 1}, "normalize"),
+        ({"input": "a", "prompt_name": "query"}, "prompt_name"),
+        ({"input": "a", "stream": True}, "stream"),
+        ({"input": "a" * 5000}, "input"),
+        ({"input": ["a", "a" * 5000]}, "input[1]"),
+    ],
+)
+async def test_what_is_wrong_with_a_body_is_named(serving: Serving, body: Any, param: str) -> None:
+    async with serving() as served:
+        status, answer = await post(served, "/v1/embeddings", **body)
+        assert (status, answer["error"]["param"]) == (400, param), answer
+        assert served.engine.stats().running == served.engine.stats().waiting == 0
+
+
+async def test_another_model_is_not_found(serving: Serving) -> None:
+    async with serving() as served, served.client(strict=False) as client:
+        with pytest.raises(openai.NotFoundError):
+            await client.embeddings.create(model="other", input="a")
+
+
+async def test_a_batch_needs_no_more_of_the_queue_than_there_is(serving: Serving) -> None:
+    async with (
+        serving(max_running_requests=4, max_queued_requests=3) as served,
+        served.client(strict=False) as client,
+    ):
+        inputs = [[index % 60 + 1, 3] for index in range(200)]
+        found = await client.embeddings.create(model="toy", input=inputs)
+        assert served.engine.stats().admitted == 200
+    for ids, each in zip(inputs, found.data, strict=True):
+        assert np.array_equal(np.asarray(each.embedding, np.float32), wanted(ids, Pooling()))
+
+
+async def test_a_client_that_leaves_withdraws_its_inputs(serving: Serving) -> None:
+    gate = Gate()
+    async with serving(fault=gate, max_running_requests=4) as served:
+        async with aiohttp.ClientSession(served.url) as session:
+            body = {"input": [[index % 60 + 1] for index in range(64)]}
+            asking = asyncio.create_task(session.post("/v1/embeddings", json=body))
+            await asyncio.to_thread(gate.arrived.acquire)
+            asking.cancel()
+            await asyncio.wait([asking])
+        gate.release()
+        while served.engine.stats().running + served.engine.stats().waiting:
+            await asyncio.sleep(0)
+        assert served.engine.stats().admitted < 64
+        status, _ = await post(served, "/v1/embeddings", input="a")
+    assert status == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/score"])
+async def test_scores_are_cosines_in_the_order_of_the_texts(serving: Serving, path: str) -> None:
+    async with serving() as served:
+        served.engine.sentences = type(served.engine.sentences)(stated=True)
+        _, answer = await post(served, path, text_1="hello", text_2=["hello", "other"])
+        _, pairs = await post(served, path, text_1=["a", "b"], text_2=["a", "c"])
+        status, refused = await post(served, path, text_1=["a", "b"], text_2=["a"])
+    query, other = wanted("hello", Pooling()), wanted("other", Pooling())
+    assert [each["score"] for each in answer["data"]] == pytest.approx([1.0, float(query @ other)], rel=1e-6)
+    assert [each["index"] for each in answer["data"]] == [0, 1]
+    assert answer["usage"]["prompt_tokens"] == 10  # each text once
+    assert pairs["data"][0]["score"] == pytest.approx(1.0)
+    assert (status, refused["error"]["param"]) == (400, "text_1")
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank"])
+async def test_reranking_gives_the_best_first(serving: Serving, path: str) -> None:
+    documents = ["one", "two", "three", {"text": "query"}]
+    async with serving() as served:
+        served.engine.sentences = type(served.engine.sentences)(stated=True)
+        _, answer = await post(served, path, query="query", documents=documents, top_n=3)
+        _, bare = await post(served, path, query="query", documents=documents, return_documents=False)
+    results = answer["results"]
+    assert len(results) == 3
+    assert results[0]["index"] == 3
+    assert results[0]["document"] == {"text": "query"}
+    scores = [each["relevance_score"] for each in bare["results"]]
+    assert scores == sorted(scores, reverse=True)
+    assert [each["relevance_score"] for each in results] == scores[:3]
+    assert "document" not in bare["results"][0]
+
+
+async def test_a_model_without_a_head_for_yes_and_no_is_refused_as_a_judge(serving: Serving) -> None:
+    async with serving() as served:
+        status, answer = await post(served, "/v1/rerank", query="a", documents=["b"])
+    assert status == 400
+    assert "yes and no" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"query": "a", "documents": []}, "documents"),
+        ({"query": "a", "documents": ["b", 3]}, "documents[1]"),
+        ({"query": "a", "documents": ["b", {"text": "c", "title": "d"}]}, "documents[1]"),
+        ({"query": "", "documents": ["b"]}, "query"),
+        ({"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+        ({"query": "a", "documents": ["b", "c" * 5000]}, "documents[1]"),
+        ({"query": "a", "documents": ["b"], "instruction": "x"}, "instruction"),
+        ({"documents": ["b"]}, "query"),
+    ],
+)
+async def test_what_is_wrong_with_a_reranking_is_named(serving: Serving, body: Any, param: str) -> None:
+    async with serving() as served:
+        served.engine.sentences = type(served.engine.sentences)(stated=True)
+        status, answer = await post(served, "/v1/rerank", **body)
+    assert (status, answer["error"]["param"]) == (400, param), answer
+
+
+async def test_a_completion_without_tokens_scores_its_prompt(serving: Serving) -> None:
+    async with serving() as served, served.client(strict=False) as client:
+        scored = await client.completions.create(
+            model="toy", prompt=[3, 4, 5, 6], max_tokens=0, echo=True, logprobs=0
+        )
+        longer = await client.completions.create(
+            model="toy", prompt=[3, 4, 5, 6], max_tokens=1, echo=True, logprobs=0, temperature=0
+        )
+        late = await client.completions.create(
+            model="toy",
+            prompt=[3, 4, 5, 6],
+            max_tokens=0,
+            echo=True,
+            logprobs=0,
+            extra_body={"logprob_start_len": 2},
+        )
+    (choice,), (other,) = scored.choices, longer.choices
+    assert choice.finish_reason == "length"
+    assert scored.usage is not None
+    assert scored.usage.completion_tokens == 0
+    assert choice.logprobs is not None
+    assert other.logprobs is not None
+    assert other.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs == other.logprobs.token_logprobs[:4]
+    assert choice.logprobs.tokens == ToyTokenizer()._pieces[3:7]
+    assert late.choices[0].logprobs is not None
+    assert late.choices[0].logprobs.tokens == choice.logprobs.tokens
+    assert late.choices[0].logprobs.token_logprobs == [None, None, *choice.logprobs.token_logprobs[2:]]
+
+
+@battery(SIMULATION)
+async def test_2048_inputs_in_one_call(serving: Serving) -> None:
+    inputs = [[index % 60 + 1, index // 60 + 1, 5] for index in range(2048)]
+    async with serving(max_running_requests=64) as served, served.client(strict=False) as client:
+        found = await client.embeddings.create(model="toy", input=inputs)
+    assert [each.index for each in found.data] == [*range(2048)]
+    for ids, each in zip(inputs, found.data, strict=True):
+        assert np.array_equal(np.asarray(each.embedding, np.float32), wanted(ids, Pooling()))
