@@ -56,7 +56,7 @@ class Intake:
         self._workers = WorkerExecutor(_THREADS, "aioinfer-text")
         self._compilers = WorkerExecutor(_THREADS, "aioinfer-text-grammar")
         #: of adapters: these can be large, and nothing else waits for them
-        self._readers = WorkerExecutor(1, "aioinfer-adapters")
+        self._readers = WorkerExecutor(1, "aioinfer-adapters", niceness=10)
         self._short = _Lane(loop, self._workers, _THREADS)
         self._long = _Lane(loop, self._workers, 1)
         self._grammars = _Lane(loop, self._compilers, _THREADS)
