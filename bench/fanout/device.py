@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from aioinfer.execution.device import DeviceInfo, StepResult
+from aioinfer.execution.device import DeviceInfo, NoAdapters, StepResult
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.step import Step
@@ -37,7 +37,7 @@ def expected_ids(text_ids: Sequence[int], first: int, count: int) -> list[int]:
     return [text_ids[(first * _STRIDE + at) % len(text_ids)] for at in range(count)]
 
 
-class NullDevice:
+class NullDevice(NoAdapters):
     """As a GPU: asynchronous, one step behind the other, each of ``seconds``.
 
     ``packing`` and ``launching``: seconds of Python that a step takes of the loop and of the launch thread.

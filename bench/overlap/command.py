@@ -25,7 +25,7 @@ from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.execution.device import DeviceInfo, Flight
+from aioinfer.execution.device import DeviceInfo, Flight, NoAdapters
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.observe.timeline import DeviceLane, Timeline
@@ -87,7 +87,7 @@ class SharedLane(DeviceLane):
         self.current.step(step, start, forward, mask, end)
 
 
-class SharedDevice:
+class SharedDevice(NoAdapters):
     """One device for the floor and all engines, which take turns: where in memory a model lies makes more of
     a difference than what is compared here."""
 

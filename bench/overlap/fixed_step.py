@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.execution.device import CompletedFlight, DeviceInfo, StepResult
+from aioinfer.execution.device import CompletedFlight, DeviceInfo, NoAdapters, StepResult
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.params import SamplingParams
@@ -26,7 +26,7 @@ OverlapSteps = Literal[0, 1, 2]
 OVERLAPS: tuple[OverlapSteps, ...] = (0, 1, 2)
 
 
-class FixedStepDevice:
+class FixedStepDevice(NoAdapters):
     """Every step takes ``seconds`` and no processor, as one on a GPU does. Its tokens mean nothing."""
 
     synchronous = True
