@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from aioinfer.errors import AioInferError, EngineClosed, EngineFailed, InvalidRequest
+from aioinfer.loop.adapters import checked_path
 from aioinfer.loop.resumption import check_adapter
 from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.streams import record_of
-from aioinfer.scheduling.adapters import adapter_not_loaded
+from aioinfer.scheduling.adapters import adapter_not_loaded, check_adapter_name
 
 if TYPE_CHECKING:
     from aioinfer.parallel.dispatching import Dispatching
@@ -25,9 +27,11 @@ __all__ = ["adapters", "catch_up", "check", "gone", "load", "unload"]
 _log = logging.getLogger("aioinfer")
 
 
-async def load(running: Dispatching, name: str, path: str) -> AdapterInfo:
+async def load(running: Dispatching, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
     """On every replica that takes requests. Where one refuses, those that did not have the name lose it
     again, and what that one raised is raised. One that is lost meanwhile does not count."""
+    check_adapter_name(name, running.info.model)
+    path = checked_path(path)
     ready = running.placing.ready
     had = {replica for replica in ready if replica.has(name)}
     loads = [replica.load_adapter(name, path) for replica in ready]

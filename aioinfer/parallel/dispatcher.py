@@ -378,7 +378,7 @@ class Dispatcher(EngineLike):
         Where one refuses, the others forget a name that they did not have before. Replicas that start later
         load it, too. A request that still waits for a replica gets what its name stands for when it is sent.
         """
-        return await adapting.load(self._serving(), name, os.fspath(path))
+        return await adapting.load(self._serving(), name, path)
 
     async def unload_adapter(self, name: str) -> None:
         """As :meth:`aioinfer.Engine.unload_adapter`, on every replica. Requests that still wait for one end

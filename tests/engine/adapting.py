@@ -8,9 +8,10 @@ import functools
 import random
 import tempfile
 from collections import Counter
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from aioinfer import errors
 from aioinfer.engine import Engine
@@ -93,7 +94,7 @@ class Adapting:
                 for _ in range(1 + (what == "twice")):
                     self._begin(self._load(engine, name), cancelled=what == "cancel")
 
-    def _begin(self, work: asyncio._CoroutineLike[None], *, cancelled: bool = False) -> None:
+    def _begin(self, work: Coroutine[Any, Any, None], *, cancelled: bool = False) -> None:
         task = asyncio.ensure_future(work)
         self._open.add(task)
         task.add_done_callback(self._open.discard)
@@ -141,7 +142,7 @@ class Adapting:
         else:
             raise AssertionError("an adapter that is not loaded was found")
 
-    async def settle(self, engine: Engine, device: object) -> None:
+    async def settle(self, engine: Engine, device: Any) -> None:
         """Behind the last request: every slot comes back."""
         while self._open:
             await asyncio.wait(self._open)

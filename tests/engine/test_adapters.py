@@ -120,20 +120,20 @@ async def fence_course(path: Path) -> None:
         await engine.load_adapter("a", path)
         stream = engine.generate(PROMPT, PARAMS, adapter="a")
         await asyncio.sleep(2.5 * STEP)
-        removed: list[int] = []
-        remove = engine.device.remove_adapter
+        left: list[int] = []
+        leaving = registry(engine).when_leaving
 
-        def watched(slot: int) -> None:
-            removed.append(engine._core.scheduler.memory.pages.last_resolved)
-            remove(slot)
+        def watched(version: Any) -> None:
+            left.append(engine._core.scheduler.memory.pages.last_resolved)
+            leaving(version)
 
-        engine.device.remove_adapter = watched  # type: ignore[method-assign]
+        registry(engine).when_leaving = watched
         launched = engine._core.scheduler.queues.last_step
         assert engine.stats().steps_in_flight == 3
         stream.close()
         await engine.unload_adapter("a")
         await settled(engine)
-        assert removed == [launched], "not at once, and not later than need be"
+        assert left == [launched], "not at once, and not later than need be"
 
 
 @virtual

@@ -1,0 +1,235 @@
+"""Adapters over HTTP: selected as models, loaded and unloaded within a directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import aiohttp
+import openai
+import pytest
+
+from aioinfer import SamplingParams
+from aioinfer.config import ServerConfig
+from aioinfer.errors import ConfigError, InvalidRequest
+from aioinfer.server.adapters import confined
+from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
+from aioinfer.testing.toy_adapters import ToyAdapter, write_toy_adapter
+from tests.server.conftest import Serving
+from tests.server.test_admin import administered
+
+PROMPT = [3, 4, 5, 6, 7]
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+
+
+def device(**options: Any) -> ToyDevice:
+    return ToyDevice(
+        num_pages=4096, page_size=4, num_slots=512, max_model_len=4096, max_adapters=17, **options
+    )
+
+
+def wanted(path: Path | None) -> str:
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    ids = toy_generate(PROMPT, params, adapter=0 if path is None else ToyAdapter.read(path).key)
+    return ToyTokenizer().decode(ids)
+
+
+BODY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+
+
+async def complete(session: aiohttp.ClientSession, model: str) -> tuple[int, Any]:
+    async with session.post("/v1/completions", json={**BODY, "model": model}) as response:
+        found = await response.json()
+        return response.status, found["choices"][0]["text"] if response.status == 200 else found["error"]
+
+
+async def post(session: aiohttp.ClientSession, path: str, **body: Any) -> tuple[int, Any]:
+    async with session.post(path, json=body) as response:
+        if response.status == 200:
+            assert response.content_type == "text/plain"
+            return 200, await response.text()
+        return response.status, (await response.json())["error"]
+
+
+async def test_an_adapter_is_loaded_selected_replaced_and_unloaded(serving: Serving, tmp_path: Path) -> None:
+    one, two = (write_toy_adapter(tmp_path / name, name) for name in ("one", "two"))
+    async with (
+        serving(server={"lora_root": str(tmp_path)}, device=device()) as served,
+        aiohttp.ClientSession(served.url) as session,
+    ):
+        assert (await complete(session, "sql"))[1]["code"] == "model_not_found"
+        assert await post(session, LOAD, lora_name="sql", lora_path="one") == (
+            *(200, "Success: the LoRA adapter 'sql' was added."),
+        )
+        assert await complete(session, "sql") == (200, wanted(one))
+        assert await complete(session, "toy") == (200, wanted(None))
+        status, error = await post(session, LOAD, lora_name="sql", lora_path="two")
+        assert (status, error["param"]) == (400, "lora_name")
+        assert "load_inplace" in error["message"]
+        assert (await post(session, LOAD, lora_name="sql", lora_path=str(two), load_inplace=True))[0] == 200
+        assert await complete(session, "sql") == (200, wanted(two))
+        async with session.get("/v1/models") as response:
+            models = await response.json()
+        assert (
+            [each["id"] for each in models["data"]]
+            == ["toy", "sql"]
+            == [models["first_id"], models["last_id"]]
+        )
+        assert (models["data"][1]["parent"], models["data"][1]["root"]) == ("toy", "two")
+        async with session.get("/v1/models/sql") as response:
+            assert await response.json() == models["data"][1]
+        assert await post(session, UNLOAD, lora_name="sql") == (
+            *(200, "Success: the LoRA adapter 'sql' was removed."),
+        )
+        status, error = await post(session, UNLOAD, lora_name="sql")
+        assert (status, error["param"], error["code"]) == (404, "lora_name", "adapter_not_found")
+        assert (await complete(session, "sql"))[0] == 404
+
+
+async def test_every_protocol_selects_an_adapter_by_the_name_of_the_model(
+    serving: Serving, tmp_path: Path
+) -> None:
+    write_toy_adapter(tmp_path / "one", "one")
+    async with (
+        serving(device=device(), adapters=f"sql={tmp_path / 'one'}") as served,
+        served.client() as client,
+    ):
+        message: Any = [{"role": "user", "content": "a"}]
+        texts: dict[str, list[str | None]] = {}
+        for name in ("toy", "sql"):
+            chat = await client.chat.completions.create(
+                model=name, messages=message, max_tokens=8, temperature=0
+            )
+            response = await client.responses.create(
+                model=name, input="a", max_output_tokens=8, temperature=0
+            )
+            body = {"model": name, "max_tokens": 8, "messages": message, "temperature": 0}
+            answer = cast("dict[str, Any]", await client.post("/messages", body=body, cast_to=object))
+            texts[name] = [
+                chat.choices[0].message.content,
+                response.output_text,
+                answer["content"][0]["text"],
+            ]
+            assert {chat.model, response.model, answer["model"]} == {name}
+        assert not {*texts["toy"]} & {*texts["sql"]}
+        assert len({*texts["sql"]}) == len({*texts["toy"]}) == 1
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.completions.create(model="none", prompt="a")
+        assert missing.value.code == "model_not_found"
+
+
+async def test_without_a_root_nothing_is_loaded(serving: Serving, tmp_path: Path) -> None:
+    async with (
+        serving(device=device(), adapters=f"a={write_toy_adapter(tmp_path / 'a', 'a')}") as served,
+        aiohttp.ClientSession(served.url) as session,
+    ):
+        for path, body in (
+            (LOAD, {"lora_name": "x", "lora_path": str(tmp_path)}),
+            (UNLOAD, {"lora_name": "a"}),
+        ):
+            status, error = await post(session, path, **body)
+            assert (status, error["code"]) == (403, "lora_root_not_set")
+        assert [each.name for each in served.engine.adapters()] == ["a"]
+
+
+async def test_the_routes_need_a_key_where_others_do(serving: Serving, tmp_path: Path) -> None:
+    write_toy_adapter(tmp_path / "one", "one")
+    config = {"lora_root": str(tmp_path), "api_key": "secret"}
+    async with serving(server=config, device=device()) as served:
+        async with aiohttp.ClientSession(served.url) as session:
+            assert (await post(session, LOAD, lora_name="a", lora_path="one"))[0] == 401
+            assert (await post(session, UNLOAD, lora_name="a"))[0] == 401
+        headers = {"Authorization": "Bearer secret"}
+        async with aiohttp.ClientSession(served.url, headers=headers) as session:
+            assert (await post(session, LOAD, lora_name="a", lora_path="one"))[0] == 200
+
+
+async def test_operators_load_on_their_own_socket(serving: Serving, tmp_path: Path) -> None:
+    write_toy_adapter(tmp_path / "one", "one")
+    path = f"/tmp/aioinfer-adapters-{os.getpid()}"
+    config = {"lora_root": str(tmp_path)}
+    async with administered(serving, path, config, device=device()) as (served, _):
+        connector = aiohttp.UnixConnector(path)
+        async with aiohttp.ClientSession("http://localhost", connector=connector) as session:
+            assert (await post(session, LOAD, lora_name="a", lora_path="one"))[0] == 200
+            assert [each.name for each in served.engine.adapters()] == ["a"]
+            assert (await post(session, LOAD, lora_name="a", lora_path="one", more=1))[0] == 400
+            assert (await post(session, UNLOAD, lora_name="a"))[0] == 200
+            assert (await post(session, UNLOAD, lora_name="a"))[0] == 404
+
+
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"lora_name": "a"}, "lora_path", "must be"),
+    ({"lora_path": "one"}, "lora_name", "must be"),
+    ({"lora_name": "", "lora_path": "one"}, "lora_name", "must be"),
+    ({"lora_name": " ", "lora_path": "one"}, "lora_name", "printable"),
+    ({"lora_name": "x" * 300, "lora_path": "one"}, "lora_name", "256"),
+    ({"lora_name": 5, "lora_path": "one"}, "lora_name", "must be text"),
+    ({"lora_name": "toy", "lora_path": "one"}, "lora_name", "name of the model"),
+    ({"lora_name": "a", "lora_path": 5}, "lora_path", "must be text"),
+    ({"lora_name": "a", "lora_path": "one", "load_inplace": "yes"}, "load_inplace", "true or false"),
+    ({"lora_name": "a", "lora_path": "one", "lora_int_id": 1}, "lora_int_id", "is not a field"),
+    ({"lora_name": "a", "lora_path": "nothing"}, "lora_path", "no directory"),
+    ({"lora_name": "a", "lora_path": "empty"}, "lora_path", "is no adapter"),
+    ({"lora_name": "a", "lora_path": "../outside"}, "lora_path", "outside of lora_root"),
+    ({"lora_name": "a", "lora_path": "/etc"}, "lora_path", "outside of lora_root"),
+    ({"lora_name": "a", "lora_path": "/nothing"}, "lora_path", "outside of lora_root"),
+    ({"lora_name": "a", "lora_path": "leads-out"}, "lora_path", "outside of lora_root"),
+    ({"lora_name": "a", "lora_path": "leads-out/deeper"}, "lora_path", "outside of lora_root"),
+    ({"lora_name": "a", "lora_path": "loop"}, "lora_path", ""),
+    ({"lora_name": "a", "lora_path": "a\0b"}, "lora_path", "NUL"),
+    ({"lora_name": "a", "lora_path": "x" * 5000}, "lora_path", "longer than 4096"),
+    ({"lora_name": "a", "lora_path": "x" * 1000}, "lora_path", ""),
+]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    found, outside = tmp_path / "root", write_toy_adapter(tmp_path / "outside", "x")
+    write_toy_adapter(outside / "deeper", "y")
+    write_toy_adapter(found / "one", "one")
+    (found / "empty").mkdir()
+    (found / "leads-out").symlink_to(outside)
+    (found / "stays").symlink_to(found / "one")
+    (found / "loop").symlink_to(found / "loop")
+    return found
+
+
+async def test_every_bad_body_gets_one_clear_error_and_changes_nothing(serving: Serving, root: Path) -> None:
+    async with (
+        serving(server={"lora_root": str(root)}, device=device()) as served,
+        aiohttp.ClientSession(served.url) as session,
+    ):
+        for body, param, message in BAD:
+            status, error = await post(session, LOAD, **body)
+            assert (status, error["param"]) == (400, param), (body, error)
+            assert message in error["message"]
+            assert str(root.parent / "outside") not in error["message"]
+        assert served.engine.adapters() == []
+        assert (await post(session, LOAD, lora_name="a", lora_path="stays"))[0] == 200
+
+
+def test_paths_are_confined_to_the_root(root: Path) -> None:
+    for path in ("one", "./one", "stays", str(root / "one"), "empty/../one", f"{root}/../root/one"):
+        assert confined(str(root), path) == root / "one"
+    link = root.parent / "link"
+    link.symlink_to(root)
+    assert confined(str(link), str(link / "one")) == root / "one"
+    with pytest.raises(InvalidRequest, match="lora_root of this server is not there"):
+        confined(str(root / "gone"), "one")
+
+
+async def test_more_than_max_adapters_are_refused(serving: Serving, root: Path) -> None:
+    async with (
+        serving(server={"lora_root": str(root)}, device=device(), max_adapters=1) as served,
+        aiohttp.ClientSession(served.url) as session,
+    ):
+        assert (await post(session, LOAD, lora_name="a", lora_path="one"))[0] == 200
+        status, error = await post(session, LOAD, lora_name="b", lora_path="one")
+        assert (status, "max_adapters (1)" in error["message"]) == (400, True)
+
+
+def test_a_root_is_a_path() -> None:
+    with pytest.raises(ConfigError, match="lora_root must be a path, not empty"):
+        ServerConfig(lora_root="")
