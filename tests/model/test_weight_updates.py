@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from aioinfer.errors import ConfigError
 from aioinfer.model.loader import load_model
 from aioinfer.model.updates.recipe import NewTensors, prepare_update
+from tests.checkpoint.test_formats import FORMATS
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.checkpoints import FAMILIES, IN_ENGINES, RECURRENT, make_model
 from tests.model.harness import attention_for, build_batch, require, row_states, state_pool
@@ -275,3 +277,34 @@ def test_mapped_weights_are_not_replaced(
     one, two = pair("qwen3")
     with pytest.raises(ConfigError, match="weights: cache_weights: packed weights are mapped from a file"):
         update(load(one, cache_weights=True), two)
+
+
+def quantise(path: Path, name: str) -> Path:
+    """Write a checkpoint's projections anew, in a format of quantised ones."""
+    config, encode, _ = FORMATS[name]
+    tensors: dict[str, torch.Tensor] = {}
+    for key, tensor in load_file(path / "model.safetensors").items():
+        if "_proj" not in key or "layers.2.self_attn.k_proj" in key:
+            tensors[key] = tensor
+            continue
+        module = key.removesuffix(".weight")
+        tensors |= {f"{module}.{part}": value for part, value in encode(tensor)[0].items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    stated = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**stated, "quantization_config": config}))
+    return path
+
+
+@pytest.mark.parametrize("name", grid(["awq", "packed-8", "fp8-blocks"], ["gptq", "gptq-shuffled", "int8"]))
+def test_quantised_checkpoints_replace_quantised_ones(tmp_path: Path, name: str) -> None:
+    require("native")
+    one, two = (quantise(write("qwen3-blocks", tmp_path / f"{seed}", seed), name) for seed in (1, 2))
+    for kernels in ("sdpa", "native"):
+        expected, model = logits(load(two, kernels), kernels), load(one, kernels)
+        update(model, two)
+        assert torch.equal(logits(model, kernels), expected)
+        if kernels == "sdpa" or not FORMATS[name][2]:
+            continue
+        with pytest.raises(ConfigError, match="must be quantised as in the checkpoint that was loaded"):
+            update(model, write("qwen3-blocks", tmp_path / "plain", 2))
+        assert torch.equal(logits(model, kernels), expected)

@@ -230,7 +230,7 @@ async def test_weights_are_loaded_from_their_root_only(serving: Serving, path: s
     async with administered(serving, path) as (_, admin):
         assert (await admin("POST", "/update_weights", {"path": "a"}))[0] == 404
     (tmp_path / "link").symlink_to("/etc")
-    async with administered(serving, path, {"weights_root": str(tmp_path)}) as (served, admin):
+    async with administered(serving, path, {"weights_root": str(tmp_path)}) as (_, admin):
         for given, message in (
             ({}, "path: must be a path below weights_root"),
             ({"path": "../x"}, "path: is not below weights_root"),
