@@ -16,20 +16,19 @@ from collections.abc import (
     Sequence,
 )
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack, cast
 
 from aioinfer.chat.asking import chat_request
 from aioinfer.chat.results import ChatDelta, ChatResult
 from aioinfer.chats import ChatStream
 from aioinfer.errors import EngineClosed, Rejected, RequestError, WrongLoop, renamed
 from aioinfer.loop.options import GenerateOptions, Prompt
-from aioinfer.loop.updating import UpdateMode, WeightSource, frozen
+from aioinfer.loop.updating import Updatable, UpdateMode, WeightSource, frozen
 from aioinfer.outputs import AdapterInfo, Chunk, Result
 from aioinfer.params import SamplingParams, inherited
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
-    from aioinfer.engine_like import EngineLike
     from aioinfer.requests import Serving
     from aioinfer.scoring import Scores
 
@@ -137,7 +136,8 @@ class ThreadsafeEngine:
         given = frozen(source)
 
         async def update() -> int:
-            return await self._engine.update_weights(given, mode=mode, version=version)
+            engine = cast("Updatable", self._engine)
+            return await engine.update_weights(given, mode=mode, version=version)
 
         return self.run(update)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aioinfer.errors import Cancelled, ConfigError, EngineClosed, EngineError, EngineFailed, shown
 from aioinfer.execution.device import Device, UpdatableDevice
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from aioinfer.loop.intake import Intake
 
 __all__ = [
-    *("ABORTED", "UpdateMode", "Updates", "WeightSource"),
+    *("ABORTED", "Updatable", "UpdateMode", "Updates", "WeightSource"),
     *("check_mode", "check_version", "frozen", "updatable"),
 ]
 
@@ -43,6 +43,12 @@ WeightSource = str | PathLike[str] | Mapping[str, Any] | Iterable[tuple[Any, Any
 _MODES = ("keep", "wait", "abort")
 #: said to requests that end for an update
 ABORTED = 'the weights of the model were replaced (update_weights with mode "abort")'
+
+
+class Updatable(Protocol):
+    """An engine, as far as it can be given other weights."""
+
+    async def update_weights(self, source: WeightSource, *, mode: UpdateMode, version: int | None) -> int: ...
 
 
 def frozen(source: WeightSource) -> Path | list[tuple[object, object]]:

@@ -242,7 +242,7 @@ class Request:
         self.identical = True
         #: of the weights that compute its next token; and where these took over from others: how many tokens
         #: there were, how many pieces of text, and the version before
-        self.weight_version = namespace.weights
+        self.weight_version = 0
         self.switches: list[tuple[int, int, int]] = []
 
         self.kv = Allocation()

@@ -262,7 +262,12 @@ class ToyDevice:
     def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> int:
         """As in Device; ``given`` is [("weights", number)]."""
         go_on()
-        if len(given) != 1 or given[0][0] != "weights" or type(given[0][1]) is not int:
+        if (
+            not isinstance(given, list)
+            or len(given) != 1
+            or given[0][0] != "weights"
+            or type(given[0][1]) is not int
+        ):
             raise ConfigError("weights: of a toy they are one integer")
         weights: int = given[0][1]
         return weights

@@ -264,7 +264,12 @@ class ScriptedDevice(NoAdapters):
     def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> ScriptedLogits:
         """As in Device; ``given`` is [("weights", number)]."""
         go_on()
-        if len(given) != 1 or given[0][0] != "weights" or type(given[0][1]) is not int:
+        if (
+            not isinstance(given, list)
+            or len(given) != 1
+            or given[0][0] != "weights"
+            or type(given[0][1]) is not int
+        ):
             raise ConfigError("weights: of a scripted model they are one integer")
         return self.script_of(given[0][1])
 

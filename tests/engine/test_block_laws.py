@@ -63,7 +63,7 @@ def test_what_the_worlds_expect_is_what_one_request_alone_gets() -> None:
     for _ in range(12):
         params = random_params(rng)
         prompt = rng.choices(range(VOCAB), k=rng.randint(1, 9))
-        (plain,) = decode(device, [(prompt, params)], 40)
+        (plain,) = decode(device, device.script, [(prompt, params)], 40)
         alone = scripted_generate(
             device.script, prompt, params, seed=params.seed or 0, block_size=4, max_length=40
         )

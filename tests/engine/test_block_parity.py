@@ -55,10 +55,10 @@ def expected() -> dict[str, Expected]:
     for algorithm in algorithm_names():
         diffusion = {"threshold": 0.9} if "threshold" in algorithm or "confidence" in algorithm else {}
         asked = edge_requests(algorithm, SIZE, VOCAB, MASK, **diffusion)
-        first = [plain.ids for plain in decode(device, asked, LONGEST)]
+        first = [plain.ids for plain in decode(device, device.script, asked, LONGEST)]
         longest = [(ask, ids) for ask, ids in zip(asked, first, strict=True) if len(ids) == SIZE + 1]
         asked += ending_requests(*zip(*longest, strict=True), SIZE)
-        found[algorithm] = list(zip(asked, decode(device, asked, LONGEST), strict=True))
+        found[algorithm] = list(zip(asked, decode(device, device.script, asked, LONGEST), strict=True))
     return found
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from aioinfer.errors import ConfigError
 from aioinfer.model.loader import load_model
 from aioinfer.model.updates.recipe import NewTensors, prepare_update
+from tests.checkpoint.test_formats import FORMATS
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.checkpoints import FAMILIES, IN_ENGINES, RECURRENT, make_model
 from tests.model.harness import attention_for, build_batch, require, row_states, state_pool
@@ -102,3 +105,206 @@ def test_an_updated_model_has_the_bits_of_one_that_was_loaded_anew(
         own = bool(model.spec.layer_kernels)
         update(model, items(one) if own else [*load(one, kernels).state().items()])
         assert torch.equal(logits(model, kernels), before)
+
+
+@pytest.mark.parametrize("kind", grid(["qwen3-wide-untied", "qwen3.5-moe"], ["llama-gqa-tied", "gpt2-wide"]))
+@pytest.mark.parametrize("quantization", grid(["int8", "int4"], []))
+@pytest.mark.parametrize("dtype", grid(["bfloat16"], ["float32"]))
+def test_rounded_weights_are_rounded_again(
+    pair: Callable[[str], tuple[Path, Path]], kind: str, quantization: str, dtype: str
+) -> None:
+    require("native")
+    one, two = pair(kind)
+    options = {"quantization": quantization, "dtype": dtype}
+    expected, model = logits(load(two, **options)), load(one, **options)
+    update(model, two)
+    assert torch.equal(logits(model), expected)
+
+
+@pytest.mark.parametrize("kind", ["qwen3.5-equal", "qwen3-wide-untied"])
+@pytest.mark.parametrize("kernels", ["sdpa", "native"])
+def test_weights_may_come_in_parts(pair: Callable[[str], tuple[Path, Path]], kind: str, kernels: str) -> None:
+    """Layer by layer, the norms of a checkpoint with two heads by themselves, the embedding last."""
+    require(kernels)
+    one, two = pair(kind)
+    expected, model = logits(load(two, kernels), kernels), load(one, kernels)
+    left = dict(items(two))
+    first = {name: left.pop(name) for name in [*left] if str(name).endswith("q_norm.weight")}
+    layers = {name: left.pop(name) for name in [*left] if "layers" in str(name)}
+    for part in (first, layers, left):
+        if part:
+            assert not torch.equal(logits(model, kernels), expected)
+            update(model, [*part.items()])
+    assert torch.equal(logits(model, kernels), expected)
+
+
+def test_experts_may_be_stacked_or_not(pair: Callable[[str], tuple[Path, Path]]) -> None:
+    require("native")
+    one, two = pair("qwen3-moe")
+    expected, model, given = logits(load(two, "sdpa"), "sdpa"), load(one, "sdpa"), dict(items(two))
+    for layer in range(3):
+        at = f"model.layers.{layer}.mlp.experts"
+        names = [f"{name}_proj.weight" for name in ("gate", "up", "down")]
+        each: list[Any] = [[given.pop(f"{at}.{e}.{name}") for name in names] for e in range(8)]
+        given[f"{at}.gate_up_proj"] = torch.stack([torch.cat(expert[:2]) for expert in each])
+        given[f"{at}.down_proj"] = torch.stack([expert[2] for expert in each])
+    update(model, [*given.items()])
+    assert torch.equal(logits(model, "sdpa"), expected)
+
+
+def _without(name: str) -> Callable[[dict[Any, Any]], None]:
+    def change(tensors: dict[Any, Any]) -> None:
+        del tensors[name]
+
+    return change
+
+
+def _with(name: str, value: Any) -> Callable[[dict[Any, Any]], None]:
+    def change(tensors: dict[Any, Any]) -> None:
+        tensors[name] = value(tensors.get(name)) if callable(value) else value
+
+    return change
+
+
+def _spoiled(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor.view(-1)[-1] = value
+        return tensor
+
+    return change
+
+
+_Q, _NORM = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.input_layernorm.weight"
+WRONG: dict[str, tuple[Callable[[dict[Any, Any]], None], str]] = {
+    "a part of a fused matrix": (_without(_Q), f"{_Q} is missing: .* can be replaced together only"),
+    "unknown": (
+        _with("model.layers.9.x.weight", torch.ones(2)),
+        "1 unexpected tensors, first model.layers.9.x.weight",
+    ),
+    "another shape": (
+        _with(_Q, lambda tensor: tensor[:, :-1]),
+        rf"{_Q} is shaped \(64, 47\), the config says \(64, 48\)",
+    ),
+    "integers": (_with(_Q, lambda tensor: tensor.to(torch.int32)), f"{_Q} is of type torch.int32"),
+    "no tensor": (_with(_Q, "weights"), f"{_Q} must be a tensor of torch, got 'weights'"),
+    "without memory": (_with(_Q, lambda t: t.to("meta")), f"{_Q} is no plain tensor in memory"),
+    "NaN in a matrix": (_with(_Q, _spoiled(float("nan"))), f"{_Q} has infinity or NaN"),
+    "infinity in a norm": (_with(_NORM, _spoiled(float("inf"))), f"{_NORM} has infinity or NaN"),
+    "NaN in all of a norm": (_with(_NORM, lambda t: t * float("nan")), f"{_NORM} has infinity or NaN"),
+    "another head": (
+        _with("lm_head.weight", lambda _: torch.ones(211, 48)),
+        "lm_head.weight is not model.embed_tokens.weight, and the model has one matrix for both",
+    ),
+    "no name": (_with(5, torch.ones(2)), "names of tensors must be text, got 5"),
+    "nothing": (lambda tensors: tensors.clear(), "there are no tensors"),
+}
+
+
+@pytest.mark.parametrize("kernels", ["sdpa", "native"])
+def test_wrong_tensors_are_refused_by_name_and_change_nothing(tmp_path: Path, kernels: str) -> None:
+    require(kernels)
+    path = tmp_path / "tied"
+    make_model("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}, path, seed=1)
+    model = load(path, kernels)
+    before, right = logits(model, kernels), items(path)
+    for change, message in WRONG.values():
+        given = dict(right)
+        change(given)
+        with pytest.raises(ConfigError, match=f"^weights: .*{message}"):
+            update(model, [*given.items()])
+        assert torch.equal(logits(model, kernels), before), message
+
+
+def test_wrong_checkpoints_are_refused_and_change_nothing(
+    pair: Callable[[str], tuple[Path, Path]], tmp_path: Path
+) -> None:
+    one, two = pair("qwen3")
+    model = load(one, "sdpa")
+    before = logits(model, "sdpa")
+    lacking = dict(items(two))
+    del lacking[_NORM]
+    save_file(lacking, tmp_path / "lacking.safetensors")  # type: ignore[arg-type]
+    (tmp_path / "cut.safetensors").write_bytes((two / "model.safetensors").read_bytes()[:-100])
+    for path, message in (
+        (tmp_path / "nothing", "there is no directory"),
+        (tmp_path / "lacking.safetensors", f"the checkpoint has no tensor {_NORM}"),
+        (tmp_path / "cut.safetensors", "cannot be read"),
+        (
+            write("qwen3-wide-untied", tmp_path / "wide", 1),
+            "head_dim of the config is 32, and the model's is 16",
+        ),
+        (write("llama-gqa-tied", tmp_path / "llama", 1), "of the config is .*, and the model's is"),
+    ):
+        with pytest.raises(ConfigError, match=f"^weights: .*{message}"):
+            update(model, path)
+        assert torch.equal(logits(model, "sdpa"), before)
+    update(model, two / "model.safetensors")
+    assert torch.equal(logits(model, "sdpa"), logits(load(two, "sdpa"), "sdpa"))
+
+
+def test_tensors_are_not_kept_and_may_be_of_another_type(pair: Callable[[str], tuple[Path, Path]]) -> None:
+    one, two = pair("qwen3")
+    for kernels in ("sdpa", "native"):
+        require(kernels)
+        model, given = load(one, kernels), [*load_file(two / "model.safetensors").items()]
+        update(model, [(name, torch.nn.Parameter(tensor.double())) for name, tensor in given])
+        expected = logits(load(two, kernels), kernels)
+        assert torch.equal(logits(model, kernels), expected)
+        update(model, [*given])
+        for _, tensor in given:
+            tensor.fill_(7)
+        assert torch.equal(logits(model, kernels), expected)
+
+
+def test_reading_can_be_ended(pair: Callable[[str], tuple[Path, Path]]) -> None:
+    class Enough(Exception):
+        pass
+
+    def stop() -> None:
+        raise Enough
+
+    one, two = pair("qwen3")
+    with pytest.raises(Enough):
+        prepare_update(load(one, "sdpa"), two, stop)
+
+
+def test_mapped_weights_are_not_replaced(
+    pair: Callable[[str], tuple[Path, Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    require("native")
+    monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path / "cache"))
+    one, two = pair("qwen3")
+    with pytest.raises(ConfigError, match="weights: cache_weights: packed weights are mapped from a file"):
+        update(load(one, cache_weights=True), two)
+
+
+def quantise(path: Path, name: str) -> Path:
+    """Write a checkpoint's projections anew, in a format of quantised ones."""
+    config, encode, _ = FORMATS[name]
+    tensors: dict[str, torch.Tensor] = {}
+    for key, tensor in load_file(path / "model.safetensors").items():
+        if "_proj" not in key or "layers.2.self_attn.k_proj" in key:
+            tensors[key] = tensor
+            continue
+        module = key.removesuffix(".weight")
+        tensors |= {f"{module}.{part}": value for part, value in encode(tensor)[0].items()}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    stated = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**stated, "quantization_config": config}))
+    return path
+
+
+@pytest.mark.parametrize("name", grid(["awq", "packed-8", "fp8-blocks"], ["gptq", "gptq-shuffled", "int8"]))
+def test_quantised_checkpoints_replace_quantised_ones(tmp_path: Path, name: str) -> None:
+    require("native")
+    one, two = (quantise(write("qwen3-blocks", tmp_path / f"{seed}", seed), name) for seed in (1, 2))
+    for kernels in ("sdpa", "native"):
+        expected, model = logits(load(two, kernels), kernels), load(one, kernels)
+        update(model, two)
+        assert torch.equal(logits(model, kernels), expected)
+        if kernels == "sdpa" or not FORMATS[name][2]:
+            continue
+        with pytest.raises(ConfigError, match="must be quantised as in the checkpoint that was loaded"):
+            update(model, write("qwen3-blocks", tmp_path / "plain", 2))
+        assert torch.equal(logits(model, kernels), expected)

@@ -18,7 +18,7 @@ from aioinfer import (
 )
 from aioinfer.engine import EngineState
 from aioinfer.parallel import Dispatcher
-from aioinfer.testing import FakeEngine, VirtualLoop
+from aioinfer.testing import FakeEngine, VirtualLoop, toy_generate
 from tests.parallel.test_complaints import turn
 from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, expected, prompt, record, toys, virtual
 
@@ -437,3 +437,25 @@ async def test_other_threads() -> None:
         remote.generate("Hi")
     with pytest.raises(EngineClosed):
         dispatcher.threadsafe()
+
+
+@virtual
+async def test_weights_are_replaced_in_one_engine_after_the_other() -> None:
+    engines = toys(2)
+    async with Dispatcher(engines, policy="round_robin") as dispatcher:
+        streams = [dispatcher.generate(prompt(number), PARAMS.changed(max_tokens=40)) for number in range(4)]
+        firsts = [await anext(stream) for stream in streams]
+        with pytest.raises(ConfigError, match="of a toy they are one integer"):
+            await dispatcher.update_weights({"weights": None})
+        assert [engine.weight_version for engine in engines] == [0, 0]
+        assert await dispatcher.update_weights({"weights": 1}) == 1 == dispatcher.weight_version
+        assert [engine.weight_version for engine in engines] == [1, 1]
+        for number, stream in enumerate(streams):
+            chunks = [firsts[number], *[chunk async for chunk in stream]]
+            ids = [token for chunk in chunks for token in chunk.token_ids]
+            before = sum(len(chunk.token_ids) for chunk in chunks if chunk.weight_version == 0)
+            params = PARAMS.changed(max_tokens=40)
+            assert ids[:before] == toy_generate(prompt(number), params)[:before]
+            assert ids == toy_generate(prompt(number), params, weights=1, begun=ids[:before])
+            assert (stream.result().weight_version, stream.result().identical) == (1, False)
+        assert dispatcher.stats().weight_version == 1

@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -224,3 +225,26 @@ async def test_without_settings_there_is_no_such_socket() -> None:
     bound = await bind_all(ServerConfig(port=0))
     assert bound.admin == []
     bound.close()
+
+
+async def test_weights_are_loaded_from_their_root_only(serving: Serving, path: str, tmp_path: Path) -> None:
+    """Without a root there is no such route."""
+    async with administered(serving, path) as (_, admin):
+        assert (await admin("POST", "/update_weights", {"path": "a"}))[0] == 404
+    (tmp_path / "link").symlink_to("/etc")
+    async with administered(serving, path, {"weights_root": str(tmp_path)}) as (_, admin):
+        for given, message in (
+            ({}, "path: must be a path below weights_root"),
+            ({"path": "../x"}, "path: is not below weights_root"),
+            ({"path": "/etc"}, "path: is not below weights_root"),
+            ({"path": "link/x"}, "path: is not below weights_root"),
+            ({"path": "x", "mode": "now"}, "mode: must be one of keep, wait, abort"),
+            ({"path": "x", "version": -1}, "version: must be an integer greater than 0"),
+            ({"path": "x", "other": 1}, "other: is unknown"),
+        ):
+            status, body = await admin("POST", "/update_weights", given)
+            assert status == 400
+            assert message in body["error"]["message"]
+        status, body = await admin("POST", "/update_weights", {"path": "x"})
+        assert status == 400, "a toy has no weights in files"
+        assert (await admin("GET", "/stats"))[1]["weight_version"] == 0

@@ -1,0 +1,428 @@
+"""Other weights for a running engine: what becomes of requests, versions, caches and memory."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioinfer import Chunk, EngineConfig, Result, SamplingParams, StreamCheckpoint, errors
+from aioinfer.cache.namespace import Namespace
+from aioinfer.engine import EngineState
+from aioinfer.llm import LLM
+from aioinfer.scheduling.memory import Memory
+from aioinfer.scheduling.queues import RequestQueues
+from aioinfer.scheduling.request import Request
+from aioinfer.stream import Stream
+from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
+from tests.engine.conftest import MakeEngine
+from tests.engine.simulation import settle, simulate
+from tests.tiers import PLANTED_BUG, battery
+
+LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+PROMPT = [1, 2, 3]
+
+
+def weights(version: int) -> dict[str, int]:
+    """Those of a toy, which writes another text with each."""
+    return {"weights": version}
+
+
+async def chunks_of(stream: Stream) -> list[Chunk]:
+    return [chunk async for chunk in stream]
+
+
+def check_chunks(chunks: list[Chunk], prompt: list[int], params: SamplingParams) -> None:
+    """Each version's tokens are what its weights write behind those before."""
+    ids: list[int] = []
+    assert [chunk.weight_version for chunk in chunks] == sorted(chunk.weight_version for chunk in chunks)
+    for chunk in chunks:
+        end = len(ids) + len(chunk.token_ids)
+        written = toy_generate(prompt, params, weights=chunk.weight_version, begun=ids)
+        ids += chunk.token_ids
+        assert ids == written[:end]
+
+
+async def test_running_and_waiting_requests_go_on_with_the_new_weights(make_engine: MakeEngine) -> None:
+    async with make_engine(max_running_requests=2) as engine:
+        streams = [engine.generate([*PROMPT, each], LONG) for each in range(4)]
+        first = await anext(streams[0])
+        assert first.weight_version == 0
+        assert await engine.update_weights(weights(1)) == 1 == engine.weight_version
+        rest = await asyncio.gather(*map(chunks_of, streams))
+        rest[0].insert(0, first)
+        for each, chunks in enumerate(rest):
+            check_chunks(chunks, [*PROMPT, each], LONG)
+            assert chunks[-1].weight_version == 1
+        mixed, fresh = streams[0].result(), streams[3].result()
+        assert (mixed.weight_version, mixed.identical) == (1, False)
+        assert (fresh.weight_version, fresh.identical) == (1, True)
+        assert engine.stats().weight_version == 1
+        await settle(engine)
+
+
+async def test_no_kv_of_earlier_weights_is_found(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        before = await engine.generate(PROMPT * 4, SHORT)
+        assert engine.cached_tokens(PROMPT * 4) > 0
+        await engine.update_weights(weights(1))
+        assert engine.cached_tokens(PROMPT * 4) == 0
+        stats = engine.stats()
+        assert stats.pages_free == stats.pages_total
+        after = await engine.generate(PROMPT * 4, SHORT)
+        assert after.usage.cached_tokens == 0
+        assert after.token_ids == toy_generate(PROMPT * 4, SHORT, weights=1) != before.token_ids
+        assert engine.cached_tokens(PROMPT * 4) > 0
+
+
+async def test_a_reader_who_is_late_gets_a_chunk_for_each_version(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        longest = LONG.changed(max_tokens=200)
+        stream = engine.generate(PROMPT, longest)
+        for version in range(1, 4):
+            while stream.usage.completion_tokens < 10 * version:
+                await asyncio.sleep(0)
+            await engine.update_weights(weights(version))
+        while not stream.done:
+            await asyncio.sleep(0)
+        chunks = await chunks_of(stream)
+        assert [chunk.weight_version for chunk in chunks] == [0, 1, 2, 3]
+        check_chunks(chunks, PROMPT, longest)
+        assert "".join(chunk.text for chunk in chunks) == stream.result().text
+        assert [chunk.finish_reason for chunk in chunks] == [None, None, None, "length"]
+
+
+async def test_with_wait_what_has_begun_ends_first_and_what_arrives_is_all_new(
+    make_engine: MakeEngine,
+) -> None:
+    async with make_engine(max_running_requests=2, max_queued_requests=3) as engine:
+        begun = [engine.generate([*PROMPT, each], LONG) for each in range(2)]
+        await asyncio.gather(*map(anext, begun))
+        await engine.pause()
+        waiting = engine.generate(PROMPT, SHORT)
+        updating = asyncio.ensure_future(engine.update_weights(weights(1), mode="wait"))
+        while not engine._core.holding_back:
+            await asyncio.sleep(0.001)
+        late = [engine.generate([7, each], SHORT) for each in range(2)]
+        with pytest.raises(errors.Rejected):
+            engine.generate([7, 8, 9], SHORT)
+        engine.resume()
+        for each, stream in enumerate(begun):
+            result = await stream
+            assert result.token_ids == toy_generate([*PROMPT, each], LONG)
+            assert (result.weight_version, result.identical) == (0, True)
+        assert await updating == 1
+        assert (await waiting).token_ids == toy_generate(PROMPT, SHORT, weights=1)
+        for each, stream in enumerate(late):
+            assert (await stream).token_ids == toy_generate([7, each], SHORT, weights=1)
+        await settle(engine)
+
+
+async def test_with_abort_what_has_begun_ends_and_what_waits_goes_on(make_engine: MakeEngine) -> None:
+    async with make_engine(max_running_requests=1) as engine:
+        running = engine.generate(PROMPT, LONG)
+        await anext(running)
+        waiting = engine.generate([4, 5], SHORT)
+        await engine.update_weights(weights(1), mode="abort")
+        with pytest.raises(errors.Cancelled, match="weights of the model were replaced"):
+            await running
+        assert (await waiting).token_ids == toy_generate([4, 5], SHORT, weights=1)
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "message"),
+    [
+        ({"weights": "none"}, {}, "weights: of a toy they are one integer"),
+        (5, {}, "weights: must be a path, or names and tensors, got 5"),
+        (weights(1), {"mode": "now"}, "mode: must be one of keep, wait, abort, got 'now'"),
+        (weights(1), {"version": 0}, "version: must be an integer greater than 0, got 0"),
+        (weights(1), {"version": True}, "version: must be an integer greater than 0, got True"),
+    ],
+)
+async def test_what_is_no_update_changes_nothing(
+    make_engine: MakeEngine, source: Any, options: dict[str, Any], message: str
+) -> None:
+    async with make_engine() as engine:
+        stream = engine.generate(PROMPT, LONG)
+        await anext(stream)
+        with pytest.raises(errors.ConfigError) as refused:
+            await engine.update_weights(source, **options)
+        assert str(refused.value) == message
+        result = await stream
+        assert result.token_ids == toy_generate(PROMPT, LONG)
+        assert (result.weight_version, result.identical, engine.weight_version) == (0, True, 0)
+        assert engine.stats().retractions == 0
+
+
+async def test_updates_take_place_in_their_order_and_versions_can_be_given(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        stream = engine.generate(PROMPT, LONG)
+        given = [engine.update_weights(weights(each)) for each in (1, 2)]
+        assert await asyncio.gather(*given) == [1, 2]
+        assert await engine.update_weights(weights(40), version=40) == 40
+        check_chunks(await chunks_of(stream), PROMPT, LONG)
+        assert (await engine.generate(PROMPT, SHORT)).token_ids == toy_generate(PROMPT, SHORT, weights=40)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_an_engine_stays_paused_or_not(make_engine: MakeEngine, paused: bool) -> None:
+    async with make_engine() as engine:
+        stream = engine.generate(PROMPT, LONG)
+        await anext(stream)
+        if paused:
+            await engine.pause()
+        await engine.update_weights(weights(1))
+        stats = engine.stats()
+        assert stats.paused is paused
+        if paused:
+            for _ in range(20):
+                await asyncio.sleep(0)
+            assert engine.stats().steps == stats.steps
+            engine.resume()
+        assert (await stream).weight_version == 1
+
+
+class Slow(ToyDevice):
+    """Reads and installs weights when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_read, self.may_install = threading.Event(), threading.Event()
+        self.reading, self.installing = threading.Event(), threading.Event()
+        self.stopped = False
+
+    def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> int:
+        self.reading.set()
+        while not self.may_read.wait(0.001):
+            try:
+                go_on()
+            except BaseException:
+                self.stopped = True
+                raise
+        return super().prepare_weights(given, go_on)
+
+    def install_weights(self, prepared: int) -> None:
+        self.installing.set()
+        self.may_install.wait()
+        super().install_weights(prepared)
+
+
+async def test_cancelled_while_it_reads_it_stops_reading_and_changes_nothing(make_engine: MakeEngine) -> None:
+    device = Slow()
+    async with make_engine(device=device) as engine:
+        updating = asyncio.ensure_future(engine.update_weights(weights(1)))
+        await asyncio.to_thread(device.reading.wait)
+        updating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        assert device.stopped
+        assert (await engine.generate(PROMPT, SHORT)).token_ids == toy_generate(PROMPT, SHORT)
+        device.may_read.set()
+        device.may_install.set()
+        assert await engine.update_weights(weights(1)) == 1
+
+
+async def test_cancelled_while_it_installs_it_is_completed(make_engine: MakeEngine) -> None:
+    device = Slow()
+    device.may_read.set()
+    async with make_engine(device=device) as engine:
+        stream = engine.generate(PROMPT, LONG)
+        await anext(stream)
+        updating = asyncio.ensure_future(engine.update_weights(weights(1)))
+        await asyncio.to_thread(device.installing.wait)
+        updating.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        device.may_install.set()
+        assert (await stream).weight_version == 1 == engine.weight_version
+
+
+@pytest.mark.parametrize("stage", ["reading", "waiting", "installing"])
+async def test_closing_amid_an_update(make_engine: MakeEngine, stage: str) -> None:
+    device = Slow()
+    engine = make_engine(device=device)
+    await engine.start()
+    stream = engine.generate(PROMPT, LONG)
+    await anext(stream)
+    if stage != "reading":
+        device.may_read.set()
+    if stage == "waiting":
+        await engine.pause()
+    mode = "wait" if stage == "waiting" else "keep"
+    updating = asyncio.ensure_future(engine.update_weights(weights(1), mode=mode))  # type: ignore[arg-type]
+    if stage == "waiting":
+        while not engine._core.holding_back:
+            await asyncio.sleep(0.001)
+    else:
+        await asyncio.to_thread(getattr(device, stage).wait)
+    closing = asyncio.ensure_future(engine.aclose())
+    await asyncio.sleep(0)
+    device.may_read.set()
+    device.may_install.set()
+    await closing
+    assert engine.state is EngineState.CLOSED
+    if stage == "installing":
+        assert await updating == 1
+    else:
+        with pytest.raises(errors.EngineClosed):
+            await updating
+    with pytest.raises(errors.EngineClosed):
+        await stream
+
+
+async def test_what_fails_half_way_fails_the_engine(make_engine: MakeEngine) -> None:
+    class Broken(ToyDevice):
+        def install_weights(self, prepared: int) -> None:
+            raise MemoryError("half of it")
+
+    engine = make_engine(device=Broken())
+    await engine.start()
+    stream = engine.generate(PROMPT, LONG)
+    await anext(stream)
+    with pytest.raises(errors.EngineFailed, match="half of it"):
+        await engine.update_weights(weights(1))
+    assert engine.state is EngineState.FAILED
+    with pytest.raises(errors.EngineFailed):
+        await stream
+    with pytest.raises(errors.EngineFailed):
+        await engine.update_weights(weights(1))
+    await engine.aclose()
+
+
+async def test_a_device_without_such_methods_is_refused(make_engine: MakeEngine) -> None:
+    class Plain:
+        """A device of somebody's own."""
+
+        synchronous = True
+
+        def __init__(self) -> None:
+            self._toy = ToyDevice()
+            self.open, self.prepare, self.launch = self._toy.open, self._toy.prepare, self._toy.launch
+            self.check, self.close, self.lane = self._toy.check, self._toy.close, self._toy.lane
+
+    async with make_engine(device=Plain()) as engine:
+        with pytest.raises(errors.ConfigError, match="a Plain has none that can be replaced"):
+            await engine.update_weights(weights(1))
+
+
+async def test_a_stream_that_is_resumed_with_other_weights_says_so(make_engine: MakeEngine) -> None:
+    async with make_engine(seed=1) as engine:
+        stream = engine.generate(PROMPT, LONG)
+        first = await anext(stream)
+        stored = stream.checkpoint()
+        stream.close()
+        assert stored.weight_version == 0
+        assert "weight_version" not in stored.to_json(), "earlier releases read it"
+        await engine.update_weights(weights(1))
+        resumed = engine.restore(StreamCheckpoint.from_json(stored.to_json()))
+        check_chunks([first, *await chunks_of(resumed)], PROMPT, LONG)
+        result = resumed.result()
+        assert (result.weight_version, result.identical) == (1, False)
+        stream = engine.generate(PROMPT, LONG)
+        await anext(stream)
+        again = StreamCheckpoint.from_json(stream.checkpoint().to_json())
+        stream.close()
+        assert again.weight_version == 1
+        assert (await engine.restore(again)).token_ids == toy_generate(PROMPT, LONG, weights=1)
+
+
+async def test_from_another_thread(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        remote = engine.threadsafe()
+        assert await asyncio.to_thread(lambda: remote.update_weights(weights(1)).result()) == 1
+        assert (await engine.generate(PROMPT, SHORT)).weight_version == 1
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_without_a_loop(mode: Any) -> None:
+    config = EngineConfig(model="toy", page_size=4, num_pages=64, max_running_requests=1)
+    with LLM(config, device=lambda _: ToyDevice(), tokenizer=lambda _: ToyTokenizer()) as llm:
+        running, waiting = llm.add_request(PROMPT, LONG), llm.add_request([4, 5], SHORT)
+        for _ in range(10):
+            llm.step()
+        begun = llm.take_chunks()[running].token_ids
+        assert llm.update_weights(weights(1), mode=mode) == 1 == llm.weight_version
+        found: dict[int, Result] = {}
+        cancelled = 0
+        while llm.has_unfinished():
+            try:
+                found |= llm.step()
+            except errors.Cancelled:
+                cancelled += 1
+        assert found[waiting].token_ids == toy_generate([4, 5], SHORT, weights=1)
+        assert found[waiting].weight_version == 1
+        assert cancelled == (mode == "abort")
+        if mode == "wait":
+            assert found[running].token_ids == toy_generate(PROMPT, LONG)
+        if mode == "keep":
+            ids, tokens = found[running].token_ids, len(begun)
+            switch = next(at for at in range(tokens, len(ids)) if ids == toy_generate(
+                PROMPT, LONG, weights=1, begun=toy_generate(PROMPT, LONG)[:at]))  # fmt: skip
+            assert switch - tokens < 3
+        with pytest.raises(errors.ConfigError):
+            llm.update_weights({"weights": None})
+        assert llm.generate([PROMPT], SHORT)[0].token_ids == toy_generate(PROMPT, SHORT, weights=1)
+
+
+# -- planted bugs
+# ---------------------------------------------------------------------------------------------
+
+
+Mutant = Callable[[pytest.MonkeyPatch], None]
+
+
+def the_cache_is_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Memory, "flush", lambda self: 0)
+
+
+def the_namespace_is_kept_and_the_cache(patch: pytest.MonkeyPatch) -> None:
+    the_cache_is_kept(patch)
+    switch = Request.take_version
+
+    def kept(self: Request, version: int) -> None:
+        switch(self, version)
+        self.namespace = Namespace(self.namespace.salt)
+
+    patch.setattr(Request, "take_version", kept)
+
+
+def those_that_wait_keep_their_namespace(patch: pytest.MonkeyPatch) -> None:
+    switch = RequestQueues.switch
+
+    def kept(self: RequestQueues, version: int) -> None:
+        before = {request: request.namespace for request in self.waiting}
+        switch(self, version)
+        for request, namespace in before.items():
+            request.namespace = namespace
+
+    patch.setattr(RequestQueues, "switch", kept)
+
+
+def steps_go_on_meanwhile(patch: pytest.MonkeyPatch) -> None:
+    from aioinfer.loop.driver import Driver
+
+    async def hold(self: Driver) -> None:
+        self._holds += 1
+
+    patch.setattr(Driver, "hold", hold)
+
+
+MUTANTS: list[Mutant] = [
+    the_cache_is_kept,
+    the_namespace_is_kept_and_the_cache,
+    those_that_wait_keep_their_namespace,
+    steps_go_on_meanwhile,
+]
+
+
+@battery(PLANTED_BUG)
+@pytest.mark.parametrize("plant", MUTANTS, ids=lambda plant: plant.__name__)
+def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, plant: Mutant) -> None:
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, BaseExceptionGroup)):
+        for seed in range(60):
+            simulate(seed, 40)
