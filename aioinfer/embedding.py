@@ -103,7 +103,8 @@ def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     import numpy as np  # not needed before
 
     lengths = np.linalg.norm(vectors.astype(np.float64), axis=-1, keepdims=True)
-    return (vectors / np.maximum(lengths, 1e-30)).astype(np.float32)
+    found: npt.NDArray[np.float32] = (vectors / np.maximum(lengths, 1e-30)).astype(np.float32)
+    return found
 
 
 def of_input(error: AioInferError, name: str) -> AioInferError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack, cast
 
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.chat.asking import ChatRequest, chat_request
@@ -387,8 +387,8 @@ class Requests(ABC):
             normalize=normalize,
             prompt_name=prompt_name,
         )
-        one = is_one(inputs)
-        given: Any = [inputs] if one else list(inputs)
+        one, several = is_one(inputs), cast("Sequence[Prompt]", inputs)
+        given: Any = [inputs] if one else list(several)
         found = await self._pooled(
             [form.prompt(each) for each in given],
             form.pooling,

@@ -21,8 +21,7 @@ from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
-from aioinfer.testing.toy_pooling import mix as _mix
-from aioinfer.testing.toy_pooling import pool
+from aioinfer.testing.toy_pooling import mix, pool
 from aioinfer.testing.toy_states import TaintError, ToyStates
 from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts
 from aioinfer.text.detokenizer import Detokenizer
@@ -36,7 +35,7 @@ _POISON = -7
 def _next_token(state: int, tenant: NewRequestData, output_index: int, vocab_size: int) -> int:
     """The token that the toy model samples after a sequence whose hash is ``state``."""
     seed = 0 if tenant.params.greedy else tenant.seed
-    token = _mix(state, seed) % vocab_size
+    token = mix(state, seed) % vocab_size
     while output_index < tenant.params.min_tokens and token in tenant.stop_ids:
         token = (token + 1) % vocab_size
     return token
@@ -56,7 +55,7 @@ def toy_generate(
     tenant = NewRequestData(params, seed, stop_ids, prompt_ids, ())
     state = 0
     for token in prompt_ids:
-        state = _mix(state, token)
+        state = mix(state, token)
     output: list[int] = []
     if params.max_tokens is not None:
         max_length = min(max_length, len(prompt_ids) + params.max_tokens)
@@ -65,7 +64,7 @@ def toy_generate(
         output.append(token)
         if token in stop_ids:
             break
-        state = _mix(state, token)
+        state = mix(state, token)
     return output
 
 
@@ -219,7 +218,7 @@ class ToyDevice:
     def _hashes(self, row: Row, state: Sequence[int], first: int, last: int) -> Sequence[int]:
         """Of the row's sequence, up to each of the positions [first, last)."""
         if self._doomed_row(row):
-            return [_mix(state[-1], at) for at in range(first, last)]
+            return [mix(state[-1], at) for at in range(first, last)]
         return self._expected[row.slot][first:last]
 
     def _spoil(self, prepared: _Prepared) -> None:
@@ -286,14 +285,14 @@ class ToyDevice:
             self._state[table[at // self.page_size] * self.page_size + at % self.page_size] = _POISON
         if self._states is not None:
             self._states.spoil(row)
-        return _mix(_mix(row.request.key, row.start), self._last_step)
+        return mix(mix(row.request.key, row.start), self._last_step)
 
     def _extend(self, row: Row, states: list[int], ids: Sequence[int]) -> None:
         state = states[-1] if states else 0
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise TaintError(f"{row.request}: {token} is not a token")
-            state = _mix(state, token)
+            state = mix(state, token)
             states.append(state)
 
     def _read_relay(self, row: Row) -> list[int]:
@@ -390,7 +389,7 @@ def _follow(row: Row, state: int, tenant: NewRequestData, count: int, vocab_size
     tokens: list[int] = []
     for index in range(count):
         tokens.append(_next_token(state, tenant, row.output_index + index, vocab_size))
-        state = _mix(state, tokens[-1])
+        state = mix(state, tokens[-1])
     return tokens
 
 

@@ -46,6 +46,7 @@ class ScriptedLM:
     another sequence.
     """
 
+    classifier = None
     capturable = False
     invariant = True
     seconds: Mapping[str, float] = MappingProxyType({})

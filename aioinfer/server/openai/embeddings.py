@@ -226,6 +226,7 @@ def parse_embedding(raw: bytes, served: Served) -> EmbeddingCall:
     body = object_of(raw, served, EMBEDDING)
     given = body.get("input")
     names = {"inputs": "input"}
+    inputs: list[Prompt]
     if isinstance(given, str) or (isinstance(given, list) and given and _is_id(given[0])):
         inputs, names["inputs[0]"] = [given], "input"
     elif isinstance(given, list) and 1 <= len(given) <= MOST_INPUTS:
