@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar
 
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.errors import AioInferError, InvalidRequest, shown
+from aioinfer.mapping import MapProgress, ResultMap, Submit
 from aioinfer.outputs import Result, Usage
 from aioinfer.pooling import Pooling, PoolingKind
 
@@ -18,8 +19,9 @@ if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.loop.options import Prompt
 
-__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "of_input"]
+__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "of_input", "pool_all"]
 
+_Finished = TypeVar("_Finished")
 _KINDS: tuple[PoolingKind, ...] = ("last", "mean", "tokens")
 
 
@@ -115,3 +117,27 @@ def of_input(error: AioInferError, name: str) -> AioInferError:
         return named
     error.add_note(f"of {name}")
     return error
+
+
+async def pool_all(
+    submit: Submit,
+    prompts: Sequence[Prompt],
+    finish: Callable[[Result], _Finished],
+    name: Callable[[int], str],
+    *,
+    concurrency: int,
+    progress: MapProgress | None,
+) -> list[_Finished]:
+    """What ``finish`` makes of the results of all prompts, in order; ``name``: of one by its index, in
+    errors. If one fails, the others are withdrawn."""
+    found: list[_Finished] = []
+    try:
+        async with ResultMap(
+            submit, prompts, concurrency=concurrency, progress=progress, on_error="raise"
+        ) as results:
+            async for result in results:
+                assert isinstance(result, Result)
+                found.append(finish(result))
+    except AioInferError as error:
+        raise of_input(error, name(len(found))) from error.__cause__
+    return found

@@ -12,7 +12,7 @@ from aioinfer.chat.functions import Tool
 from aioinfer.chats import ChatStream
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
-from aioinfer.embedding import EmbeddingForm, of_input
+from aioinfer.embedding import EmbeddingForm, pool_all
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
 from aioinfer.loop.options import (
     GenerateOptions,
@@ -436,7 +436,7 @@ class Requests(ABC):
         results = await self._pooled(
             job.prompts,
             job.pooling,
-            _whole,
+            lambda result: result,
             job.name,
             special_tokens=job.special_tokens,
             progress=progress,
@@ -463,17 +463,7 @@ class Requests(ABC):
             return self.generate(prompt, pooling=pooling, queue_behind=waiting, **options)
 
         most = 2 * self.config.max_running_requests
-        found: list[_Finished] = []
-        try:
-            async with ResultMap(
-                submit, prompts, concurrency=most, progress=progress, on_error="raise"
-            ) as results:
-                async for result in results:
-                    assert isinstance(result, Result)
-                    found.append(finish(result))
-        except AioInferError as error:
-            raise of_input(error, name(len(found))) from error.__cause__
-        return found
+        return await pool_all(submit, prompts, finish, name, concurrency=most, progress=progress)
 
     def choices(
         self,
@@ -554,7 +544,3 @@ class Requests(ABC):
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, made on a worker thread. Raises as :meth:`prompt`, by the field "tokens"."""
         return await self._serving().decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-
-def _whole(result: Result) -> Result:
-    return result

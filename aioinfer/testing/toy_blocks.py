@@ -46,7 +46,7 @@ class ScriptedLM:
     another sequence.
     """
 
-    classifier = None
+    classifier: Any = None
     capturable = False
     invariant = True
     seconds: Mapping[str, float] = MappingProxyType({})

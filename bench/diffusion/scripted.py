@@ -111,7 +111,7 @@ class ScriptedDevice(TorchDevice):
 class _Scripted:
     """See :class:`~aioinfer.model.spec.CausalLM`."""
 
-    classifier = None
+    classifier: Any = None
     capturable = False
 
     def __init__(self, model: CausalLM, device: torch.device, mean_steps: float, variation: float) -> None:
