@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "of_input", "pool_all"]
 
 _Finished = TypeVar("_Finished")
-_KINDS: tuple[PoolingKind, ...] = ("last", "mean", "tokens")
+_KINDS: tuple[PoolingKind, ...] = ("last", "cls", "mean", "tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Embedding:
 class EmbeddingOptions(TypedDict, total=False):
     """How :meth:`aioinfer.Engine.embed` is to embed."""
 
-    pooling: Literal["last", "mean", "tokens"] | None
+    pooling: Literal["last", "cls", "mean", "tokens"] | None
     dimensions: int | None
     normalize: bool | None
     prompt_name: str | None
@@ -68,7 +68,8 @@ class EmbeddingForm:
         """What a caller asks for, and for the rest what the model recommends. Raises InvalidRequest."""
         if pooling is None and sentences.unsupported:
             raise InvalidRequest("model", f"{sentences.unsupported}, which is not supported")
-        kind: Any = sentences.pooling if pooling is None else pooling
+        usual = "mean" if info.whole_prompts and not sentences.stated else sentences.pooling
+        kind: Any = usual if pooling is None else pooling
         if kind not in _KINDS:
             raise InvalidRequest("pooling", f"must be one of {', '.join(_KINDS)}, got {shown(kind)}")
         size = info.hidden_size or 0

@@ -344,7 +344,7 @@ class Requests(ABC):
         self,
         inputs: Prompt | Sequence[Prompt],
         *,
-        pooling: Literal["last", "mean", "tokens"] | None = None,
+        pooling: Literal["last", "cls", "mean", "tokens"] | None = None,
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
@@ -363,9 +363,10 @@ class Requests(ABC):
 
         Args:
             inputs: a text, token ids, a chat, or a list of any of these.
-            pooling: "last", the hidden state of the last token; "mean", the mean of all, which does not read
-                the prefix cache; "tokens", the hidden states of all tokens, [tokens, dimensions] (at most
-                2**26 numbers). Default: as the model's files say, else "last".
+            pooling: "last", the hidden state of the last token; "cls", that of the first one, of an encoder;
+                "mean", the mean of all, which does not read the prefix cache; "tokens", those of all tokens,
+                [tokens, dimensions] (at most 2**26 numbers). Default: as the model's files say, else "last",
+                or "mean" of an encoder.
             dimensions: only so many of the numbers, before they are normalised.
             normalize: every vector has length 1. Default: as the model's files say, else True.
             prompt_name: which of the model's prompts (:attr:`sentences`) is put in front of texts; default:

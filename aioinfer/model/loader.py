@@ -109,8 +109,13 @@ def load_model(
     if family is None:
         if tensors is not None and check_size is not None:
             check_size(stored_bytes(tensors, chosen.itemsize))
+        from aioinfer.model.transformers_encoder import TransformersEncoder, is_encoder
         from aioinfer.model.transformers_model import TransformersLM
 
+        if is_encoder(config):
+            encoder = TransformersEncoder(checkpoint.path, config, chosen, device, progress, random_weights)
+            encoder.spec = dataclasses.replace(encoder.spec, fallback_reason=reason)
+            return encoder
         part = tensors if isinstance(checkpoint, (TextPart, Headless)) else None
         if part is not None and headless is not None:
             part = without_score(part)

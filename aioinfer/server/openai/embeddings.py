@@ -67,7 +67,8 @@ EMBEDDING: Table = {
     ),
     "dimensions": Honoured("only so many numbers, before they are normalised", schema=integer(1)),
     "pooling": Honoured(
-        "`last` or `mean`; by default as the model's files say", schema=choice("last", "mean")
+        "`last`, `mean`, or `cls` of an encoder; by default as the model's files say",
+        schema=choice("last", "cls", "mean"),
     ),
     "normalize": Honoured("every embedding has length 1; by default as the model's files say", schema=FLAG),
     "prompt_name": Honoured("which of the model's prompts is put in front of texts", schema=TEXT),
@@ -243,8 +244,8 @@ def parse_embedding(raw: bytes, served: Served) -> EmbeddingCall:
     asked = {
         name: body[name] for name in ("dimensions", "pooling", "normalize", "prompt_name") if _has(body, name)
     }
-    if asked.get("pooling") not in (None, "last", "mean"):
-        raise InvalidRequest("pooling", "must be last or mean")
+    if asked.get("pooling") not in (None, "last", "cls", "mean"):
+        raise InvalidRequest("pooling", "must be last, cls or mean")
     model = served.name(body.get("model"))
     return EmbeddingCall(model, inputs, form == "base64", {**asked, **_scheduling(body, served)}, names)
 
