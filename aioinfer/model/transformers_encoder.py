@@ -7,7 +7,7 @@ into chunks, and its KV is of no use to others. There is no head for tokens: the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -40,7 +40,6 @@ class TransformersEncoder:
 
     capturable = False
     invariant = False
-    classifier = None
     seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
@@ -54,6 +53,7 @@ class TransformersEncoder:
     ) -> None:
         """Raises ConfigError if transformers cannot load it, or if it differs over paged KV."""
         register()
+        self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
         if progress is not None:
             progress("weights", 0, 1)
         self._model = _load(path, config, dtype, random_weights).eval().to(device)
