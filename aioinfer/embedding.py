@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar
 
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.errors import AioInferError, InvalidRequest, shown
+from aioinfer.mapping import MapProgress, ResultMap, Submit
 from aioinfer.outputs import Result, Usage
 from aioinfer.pooling import Pooling, PoolingKind
 
@@ -18,9 +19,10 @@ if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.loop.options import Prompt
 
-__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "of_input"]
+__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "of_input", "pool_all"]
 
-_KINDS: tuple[PoolingKind, ...] = ("last", "mean", "tokens")
+_Finished = TypeVar("_Finished")
+_KINDS: tuple[PoolingKind, ...] = ("last", "cls", "mean", "tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class Embedding:
 class EmbeddingOptions(TypedDict, total=False):
     """How :meth:`aioinfer.Engine.embed` is to embed."""
 
-    pooling: Literal["last", "mean", "tokens"] | None
+    pooling: Literal["last", "cls", "mean", "tokens"] | None
     dimensions: int | None
     normalize: bool | None
     prompt_name: str | None
@@ -66,7 +68,8 @@ class EmbeddingForm:
         """What a caller asks for, and for the rest what the model recommends. Raises InvalidRequest."""
         if pooling is None and sentences.unsupported:
             raise InvalidRequest("model", f"{sentences.unsupported}, which is not supported")
-        kind: Any = sentences.pooling if pooling is None else pooling
+        usual = "mean" if info.whole_prompts and not sentences.stated else sentences.pooling
+        kind: Any = usual if pooling is None else pooling
         if kind not in _KINDS:
             raise InvalidRequest("pooling", f"must be one of {', '.join(_KINDS)}, got {shown(kind)}")
         size = info.hidden_size or 0
@@ -103,7 +106,8 @@ def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     import numpy as np  # not needed before
 
     lengths = np.linalg.norm(vectors.astype(np.float64), axis=-1, keepdims=True)
-    return (vectors / np.maximum(lengths, 1e-30)).astype(np.float32)
+    found: npt.NDArray[np.float32] = (vectors / np.maximum(lengths, 1e-30)).astype(np.float32)
+    return found
 
 
 def of_input(error: AioInferError, name: str) -> AioInferError:
@@ -114,3 +118,27 @@ def of_input(error: AioInferError, name: str) -> AioInferError:
         return named
     error.add_note(f"of {name}")
     return error
+
+
+async def pool_all(
+    submit: Submit,
+    prompts: Sequence[Prompt],
+    finish: Callable[[Result], _Finished],
+    name: Callable[[int], str],
+    *,
+    concurrency: int,
+    progress: MapProgress | None,
+) -> list[_Finished]:
+    """What ``finish`` makes of the results of all prompts, in order; ``name``: of one by its index, in
+    errors. If one fails, the others are withdrawn."""
+    found: list[_Finished] = []
+    try:
+        async with ResultMap(
+            submit, prompts, concurrency=concurrency, progress=progress, on_error="raise"
+        ) as results:
+            async for result in results:
+                assert isinstance(result, Result)
+                found.append(finish(result))
+    except AioInferError as error:
+        raise of_input(error, name(len(found))) from error.__cause__
+    return found

@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack, cast
 
 from aioinfer.config import EngineConfig
 from aioinfer.embedding import EmbeddingForm, EmbeddingOptions, of_input
@@ -316,8 +316,8 @@ class LLM:
         """As :meth:`aioinfer.Engine.embed`; ``progress`` as of :meth:`generate`."""
         self._opened()
         form = EmbeddingForm.of(self._core.info, self.sentences, **asked)
-        one = is_one(inputs)
-        given: Any = [inputs] if one else list(inputs)
+        one, several = is_one(inputs), cast("Sequence[Prompt]", inputs)
+        given: Any = [inputs] if one else list(several)
         names = ["inputs" if one else f"inputs[{index}]" for index in range(len(given))]
         results = self._pooled([form.prompt(each) for each in given], form.pooling, names, progress)
         found = [form.finish(each) for each in results]

@@ -22,7 +22,7 @@ from aioinfer.loop.options import Prompt
 from aioinfer.outputs import Result
 from aioinfer.stream import Stream, when_ended
 
-__all__ = ["MapProgress", "OnError", "Prompts", "ResultMap"]
+__all__ = ["MapProgress", "OnError", "Prompts", "ResultMap", "Submit"]
 
 OnError = Literal["raise", "return"]
 Prompts = Iterable[Prompt] | AsyncIterable[Prompt]

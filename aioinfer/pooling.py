@@ -14,11 +14,12 @@ from aioinfer.plain import keep_plain, plain
 
 __all__ = ["KINDS", "Pooling", "PoolingKind"]
 
-#: the hidden state of the last token; the mean of all; each of them; the classifier's logits [classes] of the
-#: last token; and the logits of some tokens that could follow it
-PoolingKind: TypeAlias = Literal["last", "mean", "tokens", "classes", "choices"]
+#: the hidden state of the last token; that of the first one, of a model in which it sees the others; the mean
+#: of all; each of them; the classifier's logits [classes] of the last token; and the logits of some tokens
+#: that could follow it
+PoolingKind: TypeAlias = Literal["last", "cls", "mean", "tokens", "classes", "choices"]
 
-KINDS: tuple[PoolingKind, ...] = ("last", "mean", "tokens", "classes", "choices")
+KINDS: tuple[PoolingKind, ...] = ("last", "cls", "mean", "tokens", "classes", "choices")
 _MOST_CHOICES = 64
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack, cast
 
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.chat.asking import ChatRequest, chat_request
@@ -13,7 +13,7 @@ from aioinfer.chat.functions import Tool
 from aioinfer.chats import ChatStream
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
-from aioinfer.embedding import EmbeddingForm, of_input
+from aioinfer.embedding import EmbeddingForm, pool_all
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
 from aioinfer.loop.options import (
     GenerateOptions,
@@ -381,7 +381,7 @@ class Requests(ABC):
         self,
         inputs: Prompt | Sequence[Prompt],
         *,
-        pooling: Literal["last", "mean", "tokens"] | None = None,
+        pooling: Literal["last", "cls", "mean", "tokens"] | None = None,
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
@@ -400,9 +400,10 @@ class Requests(ABC):
 
         Args:
             inputs: a text, token ids, a chat, or a list of any of these.
-            pooling: "last", the hidden state of the last token; "mean", the mean of all, which does not read
-                the prefix cache; "tokens", the hidden states of all tokens, [tokens, dimensions] (at most
-                2**26 numbers). Default: as the model's files say, else "last".
+            pooling: "last", the hidden state of the last token; "cls", that of the first one, of an encoder;
+                "mean", the mean of all, which does not read the prefix cache; "tokens", those of all tokens,
+                [tokens, dimensions] (at most 2**26 numbers). Default: as the model's files say, else "last",
+                or "mean" of an encoder.
             dimensions: only so many of the numbers, before they are normalised.
             normalize: every vector has length 1. Default: as the model's files say, else True.
             prompt_name: which of the model's prompts (:attr:`sentences`) is put in front of texts; default:
@@ -424,8 +425,8 @@ class Requests(ABC):
             normalize=normalize,
             prompt_name=prompt_name,
         )
-        one = is_one(inputs)
-        given: Any = [inputs] if one else list(inputs)
+        one, several = is_one(inputs), cast("Sequence[Prompt]", inputs)
+        given: Any = [inputs] if one else list(several)
         found = await self._pooled(
             [form.prompt(each) for each in given],
             form.pooling,
@@ -473,7 +474,7 @@ class Requests(ABC):
         results = await self._pooled(
             job.prompts,
             job.pooling,
-            _whole,
+            lambda result: result,
             job.name,
             special_tokens=job.special_tokens,
             progress=progress,
@@ -500,17 +501,7 @@ class Requests(ABC):
             return self.generate(prompt, pooling=pooling, queue_behind=waiting, **options)
 
         most = 2 * self.config.max_running_requests
-        found: list[_Finished] = []
-        try:
-            async with ResultMap(
-                submit, prompts, concurrency=most, progress=progress, on_error="raise"
-            ) as results:
-                async for result in results:
-                    assert isinstance(result, Result)
-                    found.append(finish(result))
-        except AioInferError as error:
-            raise of_input(error, name(len(found))) from error.__cause__
-        return found
+        return await pool_all(submit, prompts, finish, name, concurrency=most, progress=progress)
 
     def choices(
         self,
@@ -591,7 +582,3 @@ class Requests(ABC):
     async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids, made on a worker thread. Raises as :meth:`prompt`, by the field "tokens"."""
         return await self._serving().decode(token_ids, skip_special_tokens=skip_special_tokens)
-
-
-def _whole(result: Result) -> Result:
-    return result

@@ -29,6 +29,7 @@ from aioinfer.params import SamplingParams, inherited
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
+    from aioinfer.engine_like import EngineLike
     from aioinfer.requests import Serving
     from aioinfer.scoring import Scores
 

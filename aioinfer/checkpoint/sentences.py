@@ -9,17 +9,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 from aioinfer.checkpoint.tensors import read_json_object
 from aioinfer.errors import ConfigError, shown
 
 __all__ = ["Sentences"]
 
+Mode: TypeAlias = Literal["last", "cls", "mean"]
+
 _POOLING = "1_Pooling/config.json"
 _PROMPTS = "config_sentence_transformers.json"
 #: names of modes, in the older form behind ``pooling_mode_``
-_MODES: Mapping[str, Literal["last", "mean"]] = {
+_MODES: Mapping[str, Mode] = {
+    "cls": "cls",
+    "cls_token": "cls",
     "lasttoken": "last",
     "mean": "mean",
     "mean_tokens": "mean",
@@ -33,7 +37,7 @@ class Sentences:
 
     #: the checkpoint has such files
     stated: bool = False
-    pooling: Literal["last", "mean"] = "last"
+    pooling: Mode = "last"
     normalize: bool = True
     #: texts in front of an input, by name, and the name of the one that is used where none is named
     prompts: Mapping[str, str] = field(default_factory=dict)
@@ -78,7 +82,7 @@ def _kinds(file: Path) -> list[str]:
         raise ConfigError(f"model: {file.name} cannot be read: {error}") from error
 
 
-def _pooling(file: Path) -> tuple[Literal["last", "mean"], str]:
+def _pooling(file: Path) -> tuple[Mode, str]:
     """How it pools, and what of that is not computed here."""
     stated = read_json_object(file) if file.is_file() else {}
     wanted = [str(stated["pooling_mode"])] if isinstance(stated.get("pooling_mode"), str) else []

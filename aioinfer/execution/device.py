@@ -83,6 +83,8 @@ class DeviceInfo:
     num_labels: int = 0
     #: the model has a head that gives tokens
     generates: bool = True
+    #: every position sees all of its prompt, which is one row and never cut
+    whole_prompts: bool = False
     #: of a model with recurrent state: how many states can be kept for cached prefixes; None: it has none
     num_snapshots: int | None = None
     #: bytes of all recurrent states

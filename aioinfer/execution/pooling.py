@@ -3,6 +3,7 @@
 ::
 
     last, classes   the hidden state of the row's last position      [1]
+    cls             that of its first position                       [1]
     mean, tokens    those of all positions of the row                [positions]
     choices         the logits of the row's last position, of which some are read
 
@@ -31,14 +32,14 @@ if TYPE_CHECKING:
 __all__ = ["PoolingWork"]
 
 #: in the order in which their hidden states are packed
-_OF_HIDDEN: tuple[PoolingKind, ...] = ("last", "classes", "mean", "tokens")
+_OF_HIDDEN: tuple[PoolingKind, ...] = ("last", "cls", "classes", "mean", "tokens")
 
 
 @dataclass(slots=True)
 class PoolingWork:
     """Of one step. The tensors that it makes are, for each kind that there is, in this order: the hidden
-    states [N, hidden] of "last", the logits [N, classes] of "classes", the sums float64 [N, hidden] of
-    "mean", the hidden states of "tokens", and the logits of "choices"."""
+    states [N, hidden] of "last" and of "cls", the logits [N, classes] of "classes", the sums float64
+    [N, hidden] of "mean", the hidden states of "tokens", and the logits of "choices"."""
 
     #: index and number of positions of the rows of each kind
     rows: dict[PoolingKind, list[tuple[int, int]]]

@@ -120,6 +120,8 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
             f"max_model_len is {config.max_model_len}; the model knows {spec.max_model_len} positions"
         )
     wanted_len = spec.max_model_len if config.max_model_len is None else config.max_model_len
+    if spec.whole_prompts:
+        wanted_len = min(wanted_len, config.max_step_tokens)
     block = spec.unit
     wanted_len -= wanted_len % block
     num_snapshots, state_bytes = None, 0

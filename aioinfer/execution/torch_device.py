@@ -124,6 +124,7 @@ class TorchDevice:
             hidden_size=spec.hidden_size if spec.hidden_states and spec.block_size is None else None,
             num_labels=spec.num_labels,
             generates=spec.generates,
+            whole_prompts=spec.whole_prompts,
             num_snapshots=size.num_snapshots,
             state_bytes=size.state_bytes,
             draft_unit=None if draft is None else draft.spec.unit,

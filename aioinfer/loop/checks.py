@@ -108,6 +108,8 @@ class Checks:
             raise InvalidRequest("model", f"gives no hidden states to embed or score with: it {why}")
         if pooling.kind == "classes" and not info.num_labels:
             raise InvalidRequest("pooling", "the model has no head that classifies")
+        if pooling.kind == "cls" and not info.whole_prompts:
+            raise InvalidRequest("pooling", "the first token sees no other one in this model")
         if pooling.kind == "choices" and not info.generates:
             raise InvalidRequest("pooling", "the model has no head for tokens")
         check_range("pooling", pooling.token_ids, info.vocab_size)

@@ -122,7 +122,7 @@ class Core:
         memory = Memory(
             PageAllocator(info.num_pages, info.page_size or config.page_size),
             SlotPool(config.num_slots),
-            prefix_cache=config.prefix_cache,
+            prefix_cache=config.prefix_cache and not info.whole_prompts,
             snapshots=info.num_snapshots,
             snapshot_tokens=config.state_snapshot_tokens,
         )
@@ -136,7 +136,8 @@ class Core:
                 draft_unit=info.draft_unit or 1,
                 draft_length=info.draft_length,
             )
-        return Scheduler(memory, config, self._generation.batch(memory, config, speculation))
+        batch = self._generation.batch(memory, config, speculation)
+        return Scheduler(memory, config, batch, whole_prompts=info.whole_prompts)
 
     def start_over(self) -> None:
         """Forget all requests and all KV, for a scheduler that an exception left half changed. No step may be

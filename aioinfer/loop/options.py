@@ -338,7 +338,8 @@ class PromptSource:
             raise self._too_long(f"the prompt has {len(text)} characters")
 
     def _check_count(self, count: int, what: str) -> None:
-        if count >= self._info.max_model_len:
+        # A model that generates has room for a token behind the prompt.
+        if count >= self._info.max_model_len + (not self._info.generates):
             raise self._too_long(f"the prompt has {count} {what}")
 
     def _too_long(self, found: str) -> InvalidRequest:

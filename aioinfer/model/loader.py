@@ -124,9 +124,14 @@ def load_model(
     if family is None:
         if tensors is not None and check_size is not None:
             check_size(stored_bytes(tensors, chosen.itemsize))
+        from aioinfer.model.transformers_encoder import TransformersEncoder, is_encoder
         from aioinfer.model.transformers_model import TransformersLM
         from aioinfer.model.updates.transformers_recipe import TransformersRecipe
 
+        if is_encoder(config):
+            encoder = TransformersEncoder(checkpoint.path, config, chosen, device, progress, random_weights)
+            encoder.spec = dataclasses.replace(encoder.spec, fallback_reason=reason)
+            return encoder
         part = checkpoint if isinstance(checkpoint, TextPart) and stored else None
         texts = tensors if isinstance(checkpoint, (TextPart, Headless)) else None
         if texts is not None and headless is not None:

@@ -21,7 +21,7 @@ from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.sdpa import SDPAAttention, visible
 from aioinfer.model.batch import Batch
 
-__all__ = ["check_paged", "record"]
+__all__ = ["check_paged", "check_whole", "record"]
 
 #: options that transformers passes to attention and this package's attention does not support
 _REFUSED = ("position_bias",)
@@ -91,19 +91,7 @@ def check_paged(
     """
     if not all(bool(logits.isfinite().all()) for logits in expected):
         raise ConfigError(f"model: the logits of {name} are not finite in {dtype}; try another dtype")
-    device = prompts[0].device
-    pages = -(-max(len(ids) for ids in prompts) // _PAGE_SIZE)
-    attention = SDPAAttention(
-        KVPool(
-            layers,
-            num_pages=2 * pages,
-            page_size=_PAGE_SIZE,
-            dtype=dtype,
-            device=device,
-        )
-    )
-    # Interleaved, so that neither sequence has adjacent pages.
-    tables = torch.arange(1, 2 * pages + 1, device=device).view(pages, 2).T
+    attention, tables = _pool(layers, prompts, dtype)
     done = [0, 0]
     got: list[list[torch.Tensor]] = [[], []]
     for counts in _STEPS:
@@ -123,6 +111,40 @@ def check_paged(
                 f"model: {name} cannot run over paged KV: in chunks and decodes its logits differ by "
                 f"{error:.2g} of their spread from its own attention over the whole sequence"
             )
+
+
+def check_whole(
+    name: str,
+    forward: Callable[[Batch, Attention], torch.Tensor],
+    layers: Sequence[KVShape],
+    prompts: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+) -> None:
+    """Run whole prompts [n] over pages, in one step, and compare their hidden states with ``expected``.
+
+    Raises ConfigError if they differ by more than rounding explains.
+    """
+    attention, tables = _pool(layers, prompts, dtype)
+    rows = [(at, 0, len(ids)) for at, ids in enumerate(prompts)]
+    found = forward(_batch(rows, prompts, tables), attention)
+    wanted = torch.cat([*expected])
+    error = float((found - wanted).norm() / wanted.norm().clamp_min(1e-9))
+    if not error <= _TOLERANCE.get(dtype, _TOLERANCE_HALF):
+        raise ConfigError(
+            f"model: {name} cannot run over paged KV: its hidden states differ by {error:.2g} of their length"
+        )
+
+
+def _pool(
+    layers: Sequence[KVShape], prompts: Sequence[torch.Tensor], dtype: torch.dtype
+) -> tuple[Attention, torch.Tensor]:
+    """Attention over a new pool, and the pages of two prompts [2, P]: interleaved, so that neither has
+    adjacent ones."""
+    device = prompts[0].device
+    pages = -(-max(len(ids) for ids in prompts) // _PAGE_SIZE)
+    pool = KVPool(layers, num_pages=2 * pages, page_size=_PAGE_SIZE, dtype=dtype, device=device)
+    return SDPAAttention(pool), torch.arange(1, 2 * pages + 1, device=device).view(pages, 2).T
 
 
 def _is_decode(row: tuple[int, int, int]) -> bool:

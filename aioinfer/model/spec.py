@@ -62,6 +62,8 @@ class ModelSpec:
     num_labels: int = 0
     #: the checkpoint has a head that gives logits of tokens
     generates: bool = True
+    #: every position sees all of its prompt, which is one row and never cut
+    whole_prompts: bool = False
     #: of the weights, in a file that is mapped: the system counts their memory as available
     mapped_bytes: int = 0
     #: the recurrent state of a sequence, see :mod:`aioinfer.model.state`; empty if the model has none

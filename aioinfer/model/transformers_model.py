@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -35,15 +35,29 @@ from aioinfer.settings import first_line
 if TYPE_CHECKING:
     from aioinfer.model.updates.recipe import Recipe
 
-__all__ = ["TransformersLM", "loaded", "random_model"]
+__all__ = [
+    *(
+        "PAGED",
+        "Attend",
+        "TransformersLM",
+        "attending",
+        "loaded",
+        "paged",
+        "quiet",
+        "random_model",
+        "register",
+    ),
+]
 
-_NAME = "aioinfer_paged"
+#: name of the attention over pages
+PAGED = "aioinfer_paged"
 #: name of the attention of the self-check: with it, transformers also makes masks, which state the windows
 _PROBE = "aioinfer_probe"
 
 #: ``attend`` is the attention of the forward that runs on this thread: a function of one layer's
 #: (module, query, key, value, attention_mask, options)
 _local = threading.local()
+Attend: TypeAlias = Callable[..., torch.Tensor]
 
 
 class TransformersLM:
@@ -70,7 +84,7 @@ class TransformersLM:
         architecture = config.architectures[0]
         self.updates: Recipe | None = None
         _refuse_unknown(architecture)
-        _register()
+        register()
         progress = progress or (lambda stage, done, total: None)
         progress("weights", 0, 1)
         if random_weights is None:
@@ -88,9 +102,9 @@ class TransformersLM:
         self._hidden: torch.Tensor | None = None
         self._shows_hidden = False
         self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
-        base = self._model.base_model
-        if base is not self._model:
-            base.register_forward_hook(self._keep_hidden)
+        # What is around a decoder may pass it by.
+        for part in {self._model.base_model, self._model.get_decoder()} - {self._model, None}:
+            part.register_forward_hook(self._keep_hidden)
         try:
             layers = self._check(device)
         except (ConfigError, MemoryError, torch.OutOfMemoryError):
@@ -126,15 +140,7 @@ class TransformersLM:
             self._hidden, self._shows_hidden = hidden, True
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
-        def attend(
-            module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, options: Any
-        ) -> torch.Tensor:
-            q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-            scale = options.get("scaling")
-            scale = query.shape[-1] ** -0.5 if scale is None else scale
-            params = AttentionParams(scale, options.get("sliding_window"), options.get("softcap"))
-            return attention(module.layer_idx, q, k, v, batch, params, options.get("s_aux"))[None]
-
+        attend = paged(batch, attention)
         tokens = batch.input_ids, batch.positions, batch.logits_rows
         if self.adapters is None or batch.adapter_slots is None:
             logits = self._run(*tokens, attend)
@@ -152,16 +158,13 @@ class TransformersLM:
         ids: torch.Tensor,
         positions: torch.Tensor,
         rows: torch.Tensor,
-        attend: Callable[..., torch.Tensor] | None = None,
+        attend: Attend | None = None,
     ) -> torch.Tensor:
         """Logits [S, vocab_size] of the tokens ``rows`` [S], from ids and positions [T]."""
-        _local.attend = attend
-        try:
+        with attending(attend):
             output = self._model(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
             )
-        finally:
-            _local.attend = None
         logits: torch.Tensor = output.logits[0]
         return logits
 
@@ -185,9 +188,34 @@ class TransformersLM:
         model.set_attn_implementation(_PROBE)
         num_layers = model.config.get_text_config().num_hidden_layers
         layers = record(type(model).__name__, num_layers, lambda watch: alone(prompts[0], watch))
-        model.set_attn_implementation(_NAME)
+        model.set_attn_implementation(PAGED)
         check_paged(type(model).__name__, self.forward, layers, prompts, expected, model.dtype)
         return layers
+
+
+def paged(batch: Batch, attention: Attention, block: int = 1) -> Attend:
+    """The attention of a step over its pages. ``block``: as of AttentionParams."""
+
+    def attend(
+        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, _: Any, options: Any
+    ) -> torch.Tensor:
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        scale = options.get("scaling")
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        params = AttentionParams(scale, options.get("sliding_window"), options.get("softcap"), block)
+        return attention(module.layer_idx, q, k, v, batch, params, options.get("s_aux"))[None]
+
+    return attend
+
+
+@contextlib.contextmanager
+def attending(attend: Attend | None) -> Iterator[None]:
+    """Forwards of transformers on this thread attend with this, if their model was told to."""
+    _local.attend = attend
+    try:
+        yield
+    finally:
+        _local.attend = None
 
 
 def _refuse_unknown(architecture: str) -> None:
@@ -216,7 +244,7 @@ def loaded(path: Path, dtype: torch.dtype, config: Any, tensors: Tensors | None)
         "ignore_mismatched_sizes": True,
     }
     try:
-        with _quiet():
+        with quiet():
             if tensors is None:
                 model, report = AutoModelForCausalLM.from_pretrained(
                     path, local_files_only=True, trust_remote_code=False, **options
@@ -274,7 +302,7 @@ def _max_model_len(text: Any, architecture: str) -> int:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Disable the progress bars of transformers: the application decides what to display."""
     from transformers.utils import logging
 
@@ -287,11 +315,11 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _register() -> None:
-    """Register both attentions with transformers. ``_NAME`` has no mask function: no mask is made for it."""
+def register() -> None:
+    """Register both attentions with transformers. ``PAGED`` has no mask function: no mask is made for it."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(_NAME, _attend)
+    AttentionInterface.register(PAGED, _attend)
     AttentionInterface.register(_PROBE, _attend)
     AttentionMaskInterface.register(_PROBE, _mask_window)
 

@@ -42,6 +42,11 @@ class StepBudget:
         self._on_top = config.admission == "pack"
         self._untouched = True
 
+    @property
+    def untouched(self) -> bool:
+        """No prefill chunk was paid for."""
+        return self._untouched
+
     def room(self) -> int:
         """Tokens that the next prefill chunk may have."""
         prefill = max(self.prefill, self._chunk_size) if self._untouched else self.prefill

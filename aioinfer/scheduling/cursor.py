@@ -336,6 +336,8 @@ class PrefillCursor(TokenCursor):
             return None
         if self._pooled.pooling.whole:
             return start, stop
+        if self._pooled.pooling.kind == "cls":
+            return (0, 1) if start == 0 else None
         return (stop - 1, stop) if stop == self._prompt_length else None
 
     def restart(self, cached: int) -> None:

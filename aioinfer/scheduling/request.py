@@ -388,7 +388,7 @@ class Request:
 
     @property
     def first_scored(self) -> int:
-        """The first position whose next token of the prompt gets a logprob, if any does."""
+        """The first position whose next token of the prompt gets a logprob."""
         return max(0, self.params.logprob_start_len - 1)
 
     @property

@@ -41,6 +41,7 @@ class Scheduler:
         "_prefilled_last",
         "_short",
         "_urgent",
+        "_whole_prompts",
         "admitter",
         "cap",
         "config",
@@ -55,13 +56,17 @@ class Scheduler:
         memory: Memory,
         config: EngineConfig,
         batch: RunningBatch | None = None,
+        *,
+        whole_prompts: bool = False,
     ) -> None:
-        """``config`` leaves nothing open that concerns scheduling. ``batch``: by default of tokens."""
+        """``config`` leaves nothing open that concerns scheduling. ``batch``: by default of tokens.
+        ``whole_prompts``: a prompt is one row, never cut."""
         if batch is None:
             batch = TokenBatch(memory, config.max_running_requests)
         policy = make_policy(config.policy, memory, config.seed or 0)
         leaders = PrefixLeaders(memory, config.share_prefix_tokens)
         self.config = config
+        self._whole_prompts = whole_prompts
         self.queues = RequestQueues(memory, policy, batch, leaders)
         self.admitter = Admitter(self.queues.waiting, memory, leaders, config)
         self.ratio = NewTokenRatio(config)
@@ -274,6 +279,9 @@ class Scheduler:
         if beside:
             most = budget.beside if most is None else min(most, budget.beside)
         length = budget.chunk(start, stop - start, most) if start < stop else 0
+        if self._whole_prompts and length < stop - start:
+            # All of it or nothing; a step without any other row has room for the longest.
+            length = stop - start if budget.untouched else 0
         rows: list[Row] = []
         if length:
             budget.spend_prefill(length)

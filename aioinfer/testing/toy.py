@@ -24,8 +24,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
 from aioinfer.testing.toy_adapters import ToyAdapter, ToyAdapters
-from aioinfer.testing.toy_pooling import beginning, pool
-from aioinfer.testing.toy_pooling import mix as _mix
+from aioinfer.testing.toy_pooling import beginning, mix, pool
 from aioinfer.testing.toy_states import TaintError, ToyStates
 from aioinfer.testing.toy_tokenizer import ToyTokenizer
 from aioinfer.text.grammar import GrammarState
@@ -38,7 +37,7 @@ _POISON = -7
 def _next_token(state: int, tenant: NewRequestData, output_index: int, vocab_size: int) -> int:
     """The token that the toy model samples after a sequence whose hash is ``state``."""
     seed = 0 if tenant.params.greedy else tenant.seed
-    token = _mix(state, seed) % vocab_size
+    token = mix(state, seed) % vocab_size
     while output_index < tenant.params.min_tokens and token in tenant.stop_ids:
         token = (token + 1) % vocab_size
     return token
@@ -63,7 +62,7 @@ def toy_generate(
     tenant = NewRequestData(params, seed, stop_ids, prompt_ids, ())
     state = beginning(weights) ^ adapter
     for token in (*prompt_ids, *begun):
-        state = _mix(state, token)
+        state = mix(state, token)
     output = [*begun]
     if params.max_tokens is not None:
         max_length = min(max_length, len(prompt_ids) + params.max_tokens)
@@ -72,7 +71,7 @@ def toy_generate(
         output.append(token)
         if token in stop_ids:
             break
-        state = _mix(state, token)
+        state = mix(state, token)
     return output
 
 
@@ -245,7 +244,7 @@ class ToyDevice:
     def _hashes(self, row: Row, state: Sequence[int], first: int, last: int) -> Sequence[int]:
         """Of the row's sequence, up to each of the positions [first, last)."""
         if self._doomed_row(row):
-            return [_mix(state[-1], at) for at in range(first, last)]
+            return [mix(state[-1], at) for at in range(first, last)]
         return self._expected[row.slot][first:last]
 
     def _spoil(self, prepared: _Prepared) -> None:
@@ -331,14 +330,14 @@ class ToyDevice:
             self._state[table[at // self.page_size] * self.page_size + at % self.page_size] = _POISON
         if self._states is not None:
             self._states.spoil(row)
-        return _mix(_mix(row.request.key, row.start), self._last_step)
+        return mix(mix(row.request.key, row.start), self._last_step)
 
     def _extend(self, row: Row, states: list[int], ids: Sequence[int]) -> None:
         state = states[-1] if states else beginning(self.weights) ^ self.adapters.key(row.slot)
         for token in ids:
             if not 0 <= token < self.vocab_size:
                 raise TaintError(f"{row.request}: {token} is not a token")
-            state = _mix(state, token)
+            state = mix(state, token)
             states.append(state)
 
     def _read_relay(self, row: Row) -> list[int]:
@@ -435,7 +434,7 @@ def _follow(row: Row, state: int, tenant: NewRequestData, count: int, vocab_size
     tokens: list[int] = []
     for index in range(count):
         tokens.append(_next_token(state, tenant, row.output_index + index, vocab_size))
-        state = _mix(state, tokens[-1])
+        state = mix(state, tokens[-1])
     return tokens
 
 

@@ -55,6 +55,7 @@ class ScriptedLM:
     another sequence.
     """
 
+    classifier: Any = None
     capturable = False
     invariant = True
     adapters = None

@@ -61,4 +61,5 @@ def pool(pooling: Pooling, states: Sequence[int]) -> npt.NDArray[Any]:
     hidden = np.stack([_hidden(state) for state in states])
     if pooling.kind == "tokens":
         return hidden
-    return hidden.sum(0, dtype=np.float64) if pooling.kind == "mean" else hidden[-1]
+    found: npt.NDArray[Any] = hidden.sum(0, dtype=np.float64) if pooling.kind == "mean" else hidden[-1]
+    return found

@@ -111,6 +111,7 @@ class ScriptedDevice(TorchDevice):
 class _Scripted:
     """See :class:`~aioinfer.model.spec.CausalLM`."""
 
+    classifier: Any = None
     capturable = False
     adapters = None
     adapter_reason = "it is scripted"

@@ -116,7 +116,9 @@ async def _mean(engine: Engine, prompts: Sequence[list[int]]) -> None:
 
 async def _beside(engine: Engine, options: argparse.Namespace, report: Report) -> None:
     chunk = await _chunk(engine, options)
-    alone, beside, rates = [], [], []
+    alone: list[float] = []
+    beside: list[float] = []
+    rates: list[float] = []
     for number in range(options.rounds):
         alone += await _gaps(engine, options, number)
         async with asyncio.TaskGroup() as group:

@@ -21,7 +21,7 @@ from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import retract_one
 
 LAST, MEAN = Pooling("last"), Pooling("mean")
-POOLINGS = [Pooling(kind) for kind in KINDS if kind not in ("classes", "choices")]
+POOLINGS = [Pooling(kind) for kind in KINDS if kind not in ("cls", "classes", "choices")]
 POOLINGS.append(Pooling("choices", (3, 4, 9)))
 
 

@@ -229,7 +229,7 @@ def random_prefills(params: SamplingParams) -> tuple[SamplingParams, Pooling | N
         return params, None
     kind = rng.choice([*KINDS, None])
     params = params.changed(max_tokens=0, min_tokens=0)
-    if kind is None or kind == "classes":
+    if kind in (None, "cls", "classes"):
         return params, None
     return params, Pooling(kind, (3, 9, 40) if kind == "choices" else ())
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from aioinfer import SamplingParams, errors
+from aioinfer import Pooling, SamplingParams, errors
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, EngineFailed
 from aioinfer.parallel.replica import ReplicaState
 from aioinfer.params import Grammar
+from aioinfer.testing.toy_pooling import toy_pooled
 from tests.parallel.served import (
     PARAMS,
     Served,
@@ -227,3 +228,16 @@ async def test_a_replica_that_leaves_gives_its_streams_away(tmp_path: Path) -> N
         assert dispatcher.stats().resumed == 1
         with pytest.raises(ConfigError, match="the engine of this replica is running"):
             await replica.launch()
+
+
+@pytest.mark.parametrize("pooling", [Pooling("last"), Pooling("tokens"), Pooling("choices", (3, 4))])
+async def test_hidden_states_cross_the_socket_bit_by_bit(tmp_path: Path, pooling: Pooling) -> None:
+    prompts = [[*range(1, 2 + index)] for index in range(12)]
+    async with dispatching(tmp_path, toy(), toy()) as dispatcher:
+        streams = [dispatcher.generate(ids, pooling=pooling) for ids in prompts]
+        for ids, stream in zip(prompts, streams, strict=True):
+            result = await stream
+            wanted = toy_pooled(ids, pooling)
+            assert (result.pooled.dtype, result.pooled.shape) == (wanted.dtype, wanted.shape)
+            assert (result.pooled == wanted).all()
+            assert (result.token_ids, result.finish_reason) == ([], "length")

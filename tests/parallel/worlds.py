@@ -19,7 +19,15 @@ from aioinfer.parallel.record import Attempt, Ending, Record
 from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
 from aioinfer.params import SamplingParams
 from aioinfer.testing import TimedLauncher, ToyDevice, ToyTokenizer
-from tests.engine.worlds import VOCAB, World, random_drafting, random_params, random_switches, verify
+from tests.engine.worlds import (
+    VOCAB,
+    World,
+    random_drafting,
+    random_params,
+    random_prefills,
+    random_switches,
+    verify,
+)
 from tests.parallel.framed import FramedDispatcher, FramedReplica
 
 #: of every toy
@@ -199,7 +207,7 @@ def make_dispatcher_world(seed: int) -> tuple[World, Dispatcher]:
         dispatcher = Dispatcher(engines, **options)
     single: Any = dispatcher
     nothing: Any = None
-    world = World(rng, single, _NoDevice(), nothing, longer_params, verify)
+    world = World(rng, single, _NoDevice(), nothing, longer_params, verify, random_prefills)
     world.counts["worlds with a wire"] += wired
     world.counts["worlds with frames"] += isinstance(dispatcher, FramedDispatcher)
     return world, dispatcher

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from aioinfer.params import SamplingParams
 from aioinfer.speculation.drafter import DraftRequest
-from aioinfer.testing.toy import _mix
+from aioinfer.testing.toy_pooling import mix
 
 __all__ = ["KINDS", "Guesser", "name_of"]
 
@@ -41,14 +41,14 @@ class Guesser:
             tokens = tokens[: max(1, len(tokens) - 2)]
         state = 0
         for token in tokens:
-            state = _mix(state, token)
+            state = mix(state, token)
         drafts = []
         for _ in range(most + 7 * (kind == "long")):
-            token = _mix(state, int(request.name or 0)) % vocab_size
+            token = mix(state, int(request.name or 0)) % vocab_size
             if kind == "wrong":
                 token = (token + 1) % vocab_size
             elif kind == "random" or (kind == "partly" and rng.random() < 0.2):
                 token = rng.randrange(vocab_size)
             drafts.append(token)
-            state = _mix(state, token)
+            state = mix(state, token)
         return drafts

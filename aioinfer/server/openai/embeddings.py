@@ -67,7 +67,8 @@ EMBEDDING: Table = {
     ),
     "dimensions": Honoured("only so many numbers, before they are normalised", schema=integer(1)),
     "pooling": Honoured(
-        "`last` or `mean`; by default as the model's files say", schema=choice("last", "mean")
+        "`last`, `mean`, or `cls` of an encoder; by default as the model's files say",
+        schema=choice("last", "cls", "mean"),
     ),
     "normalize": Honoured("every embedding has length 1; by default as the model's files say", schema=FLAG),
     "prompt_name": Honoured("which of the model's prompts is put in front of texts", schema=TEXT),
@@ -226,6 +227,7 @@ def parse_embedding(raw: bytes, served: Served) -> EmbeddingCall:
     body = object_of(raw, served, EMBEDDING)
     given = body.get("input")
     names = {"inputs": "input"}
+    inputs: list[Prompt]
     if isinstance(given, str) or (isinstance(given, list) and given and _is_id(given[0])):
         inputs, names["inputs[0]"] = [given], "input"
     elif isinstance(given, list) and 1 <= len(given) <= MOST_INPUTS:
@@ -242,8 +244,8 @@ def parse_embedding(raw: bytes, served: Served) -> EmbeddingCall:
     asked = {
         name: body[name] for name in ("dimensions", "pooling", "normalize", "prompt_name") if _has(body, name)
     }
-    if asked.get("pooling") not in (None, "last", "mean"):
-        raise InvalidRequest("pooling", "must be last or mean")
+    if asked.get("pooling") not in (None, "last", "cls", "mean"):
+        raise InvalidRequest("pooling", "must be last, cls or mean")
     model = served.name(body.get("model"))
     return EmbeddingCall(model, inputs, form == "base64", {**asked, **_scheduling(body, served)}, names)
 

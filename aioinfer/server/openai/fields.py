@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from aioinfer import plugins
 from aioinfer.chat import fields as chat
@@ -17,6 +18,7 @@ from aioinfer.chat.schemas import (
     FLAG,
     OBJECT,
     TEXT,
+    Schema,
     array,
     choice,
     closed,
@@ -218,14 +220,21 @@ _COMMON: Table = {
     "format": Unsupported((), "use response_format"),
 }
 
+
+def _with_tokens(rule: Any, schema: Schema) -> Honoured:
+    """A field for ``max_tokens`` with other bounds."""
+    assert isinstance(rule, Honoured)
+    return replace(rule, schema=schema)
+
+
 #: an answer has a token at least; a completion may have none
 TOKENS = integer(1, int(BOUNDS["max_tokens"].high))
 
 #: of ``/v1/chat/completions``
 CHAT: Table = {
     **_COMMON,
-    **{name: replace(_COMMON[name], schema=TOKENS) for name in MAX_TOKENS},
-    "n_predict": replace(_COMMON["n_predict"], schema=either(choice(-1), TOKENS)),
+    **{name: _with_tokens(_COMMON[name], TOKENS) for name in MAX_TOKENS},
+    "n_predict": _with_tokens(_COMMON["n_predict"], either(choice(-1), TOKENS)),
     "messages": Honoured("the conversation", schema=array(ANY, 1), required=True),
     "logprobs": Honoured("whether logprobs of the tokens are reported", schema=FLAG),
     "top_logprobs": Honoured("with so many likely alternatives", schema=of_param("logprobs")),

@@ -1,0 +1,151 @@
+"""TransformersEncoder: text encoders of transformers (BERT: MiniLM, BGE, E5), which see a whole text at once.
+
+They run as other models do: packed rows, paged KV, one forward a step. A query attends to all of its own row,
+as within the block of a diffusion model that is as long as the longest text; so a text is one row, never cut
+into chunks, and its KV is of no use to others. There is no head for tokens: they embed, and generate nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from aioinfer.errors import ConfigError
+from aioinfer.model.attention.base import Attention
+from aioinfer.model.attention.pool import KVShape
+from aioinfer.model.batch import Batch
+from aioinfer.model.selfcheck import check_whole
+from aioinfer.model.spec import ModelSpec, Progress
+from aioinfer.model.transformers_model import PAGED, Attend, attending, paged, quiet, register
+from aioinfer.model.weights import RandomWeights
+from aioinfer.settings import first_line
+
+if TYPE_CHECKING:
+    from aioinfer.model.adapters.base import AdapterSlots
+    from aioinfer.model.updates.recipe import Recipe
+
+__all__ = ["TransformersEncoder", "is_encoder"]
+
+#: architectures whose positions and attention are as plain as that
+_ARCHITECTURES = frozenset({"BertModel"})
+
+
+def is_encoder(config: Any) -> bool:
+    """Whether a config is that of an encoder which can be computed here."""
+    return config.architectures[0] in _ARCHITECTURES and not config.is_decoder
+
+
+class TransformersEncoder:
+    """See :class:`~aioinfer.model.spec.CausalLM`."""
+
+    capturable = False
+    invariant = False
+    adapters: AdapterSlots | None = None
+    adapter_reason = "encoders have none"
+    updates: Recipe | None = None
+    seconds: Mapping[str, float] = MappingProxyType({})
+
+    def __init__(
+        self,
+        path: Path,
+        config: Any,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None = None,
+        random_weights: RandomWeights | None = None,
+    ) -> None:
+        """Raises ConfigError if transformers cannot load it, or if it differs over paged KV."""
+        register()
+        self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
+        if progress is not None:
+            progress("weights", 0, 1)
+        self._model = _load(path, config, dtype, random_weights).eval().to(device)
+        if progress is not None:
+            progress("weights", 1, 1)
+        self._positions: int = config.max_position_embeddings
+        heads: int = config.num_attention_heads
+        layers = (KVShape(heads, config.hidden_size // heads),) * config.num_hidden_layers
+        name = config.architectures[0]
+        prompts = [torch.arange(start, start + 9, device=device) % config.vocab_size for start in (1, 11)]
+        with torch.no_grad():
+            self._model.set_attn_implementation("eager")
+            expected = [self._run(ids, torch.arange(len(ids), device=device)) for ids in prompts]
+            self._model.set_attn_implementation(PAGED)
+            check_whole(name, self._hidden, layers, prompts, expected, dtype)
+        self.spec = ModelSpec(
+            architecture=name,
+            num_layers=len(layers),
+            kv_layers=layers,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            max_model_len=self._positions,
+            dtype=dtype,
+            eos_token_ids=frozenset(),
+            num_parameters=sum(parameter.numel() for parameter in self._model.parameters()),
+            generates=False,
+            whole_prompts=True,
+        )
+
+    def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
+        """See :class:`~aioinfer.model.spec.CausalLM`; there are no logits."""
+        hidden = self._hidden(batch, attention)
+        if batch.hidden_rows is not None:
+            batch.hidden = hidden[batch.hidden_rows].float()
+        return hidden.new_zeros(len(batch.logits_rows), self.spec.vocab_size)
+
+    def _hidden(self, batch: Batch, attention: Attention) -> torch.Tensor:
+        """[T, hidden] of all tokens of a step."""
+        return self._run(batch.input_ids, batch.positions, paged(batch, attention, self._positions))
+
+    def _run(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend | None = None) -> torch.Tensor:
+        """[T, hidden], from ids and positions [T]."""
+        with attending(attend):
+            output = self._model(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                token_type_ids=torch.zeros_like(ids)[None],
+            )
+        hidden: torch.Tensor = output.last_hidden_state[0]
+        return hidden
+
+
+def _load(path: Path, config: Any, dtype: torch.dtype, random_weights: RandomWeights | None) -> Any:
+    """The model without the layer that transformers puts behind the first token, and checkpoints may lack.
+    Raises ConfigError."""
+    from transformers import AutoModel
+
+    options: dict[str, Any] = {"attn_implementation": "eager"}
+    try:
+        with quiet():
+            if random_weights is not None:
+                made = AutoModel.from_config(config, dtype=dtype, trust_remote_code=False, **options)
+                report: Any = {"missing_keys": (), "mismatched_keys": ()}
+            else:
+                made, report = AutoModel.from_pretrained(
+                    path,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    dtype=dtype,
+                    use_safetensors=True,
+                    output_loading_info=True,
+                    ignore_mismatched_sizes=True,
+                    **options,
+                )
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ConfigError(f"model: transformers cannot load {path.name}: {first_line(error)}") from error
+    made.pooler = None
+    wrong = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
+    wrong = [name for name in wrong if not name.startswith("pooler.")]
+    if wrong:
+        raise ConfigError(f"model: the checkpoint lacks {len(wrong)} tensors, first {wrong[0]}")
+    if random_weights is not None:
+        with torch.no_grad():
+            for name, parameter in made.named_parameters():
+                random_weights.fill(name, parameter)
+    return made
