@@ -179,18 +179,8 @@ class Decoder {
     std::visit([&](const auto& mixer) { width_ = std::max(width_, mixer.into->outputs); }, added.mixer);
   }
 
-  // Of a layer that is there: another scale of its residual.
-  void set_scale(int64_t index, float scale) {
-    require_below("layer", &index, 1, static_cast<int64_t>(layers_.size()));
-    layers_[index].scale = scale;
-    layers_[index].check_end();
-  }
-
-  // Another table of the same shape, kept as the one before.
-  void set_table(const T* table) {
-    require(per_layer_.any() && table != nullptr, "the model has no such table");
-    per_layer_.set_table(table);
-  }
+  std::vector<Layer<T>>& layers() { return layers_; }
+  PerLayerInputs<T>& per_layer() { return per_layer_; }
 
   // Throws InvalidArguments, before anything is computed, for indices that lie beyond their memory.
   void forward(ThreadPool& pool, const StepInput<T>& step, double* seconds) {

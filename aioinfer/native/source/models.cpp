@@ -341,11 +341,22 @@ bool NAMED(add_layer)(const LayerArguments<T>* a) {
 }
 
 bool NAMED(set_residual_scale)(void* decoder, int64_t layer, float scale) {
-  return guarded(false, [&] { return static_cast<Decoder<T>*>(decoder)->set_scale(layer, scale), true; });
+  return guarded(false, [&] {
+    auto& layers = static_cast<Decoder<T>*>(decoder)->layers();
+    require_below("layer", &layer, 1, static_cast<int64_t>(layers.size()));
+    layers[layer].scale = scale;
+    layers[layer].check_end();
+    return true;
+  });
 }
 
 bool NAMED(set_table)(void* decoder, const void* table) {
-  return guarded(false, [&] { return static_cast<Decoder<T>*>(decoder)->set_table(static_cast<const T*>(table)), true; });
+  return guarded(false, [&] {
+    auto& inputs = static_cast<Decoder<T>*>(decoder)->per_layer();
+    require(inputs.any() && table != nullptr, "the model has no such table");
+    inputs.set_table(static_cast<const T*>(table));
+    return true;
+  });
 }
 
 bool NAMED(forward)(const ForwardArguments<T>* a) {
