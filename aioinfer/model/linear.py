@@ -21,6 +21,10 @@ class Linear(Protocol):
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """[T, inner] to [T, outputs], in the same dtype."""
 
+    def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        """Take other weights, a bias or both in place of those that are there, None for what stays. They are
+        not referred to."""
+
 
 #: makes a linear layer from a weight [outputs, inner] and a bias [outputs] or None
 MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]

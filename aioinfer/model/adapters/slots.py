@@ -49,6 +49,10 @@ class AdaptedLinear:
         self._adapters = adapters
         self._index = index
 
+    def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+        """See :class:`~aioinfer.model.linear.Linear`."""
+        self._linear.set(weight, bias)
+
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """See :class:`~aioinfer.model.linear.Linear`."""
         result = self._linear(values)

@@ -166,7 +166,9 @@ class Decoder {
     std::visit([&](const auto& mixer) { width_ = std::max(width_, mixer.into->outputs); }, added.mixer);
   }
 
-  int64_t layers() const { return layers_.size(); }
+  std::vector<Layer<T>>& layers() { return layers_; }
+  PerLayerInputs<T>& per_layer() { return per_layer_; }
+  int64_t num_layers() const { return layers_.size(); }
 
   // The layer that an adapter changes; null if it has none that can be adapted.
   const Linear<T>* adapted(int64_t index, AdaptedPart part) const {
@@ -185,19 +187,6 @@ class Decoder {
   void set_adapter(int64_t slot, const Adapter<T>* adapter) {
     require(adapter == nullptr || adapter->layers.size() == layers_.size(), "an adapter of another decoder");
     adapting_.set(slot, adapter);
-  }
-
-  // Of a layer that is there: another scale of its residual.
-  void set_scale(int64_t index, float scale) {
-    require_below("layer", &index, 1, static_cast<int64_t>(layers_.size()));
-    layers_[index].scale = scale;
-    layers_[index].check_end();
-  }
-
-  // Another table of the same shape, kept as the one before.
-  void set_table(const T* table) {
-    require(per_layer_.any() && table != nullptr, "the model has no such table");
-    per_layer_.set_table(table);
   }
 
   // Throws InvalidArguments, before anything is computed, for indices that lie beyond their memory.

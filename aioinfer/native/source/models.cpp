@@ -341,14 +341,14 @@ bool NAMED(add_layer)(const LayerArguments<T>* a) {
 }
 
 void* NAMED(adapter)(const void* decoder) {
-  return guarded<void*>(nullptr, [&] { return new Adapter<T>(static_cast<const Decoder<T>*>(decoder)->layers()); });
+  return guarded<void*>(nullptr, [&] { return new Adapter<T>(static_cast<const Decoder<T>*>(decoder)->num_layers()); });
 }
 
 void NAMED(free_adapter)(void* adapter) { delete static_cast<Adapter<T>*>(adapter); }
 
 bool NAMED(adapt)(const AdaptArguments<T>* a) {
   return guarded(false, [&] {
-    require_below("layer", &a->layer, 1, a->decoder->layers());
+    require_below("layer", &a->layer, 1, a->decoder->num_layers());
     require_below("part", &a->part, 1, ADAPTED_PARTS);
     const Linear<T>* linear = a->decoder->adapted(a->layer, static_cast<AdaptedPart>(a->part));
     require(linear != nullptr, "this part of the layer cannot be adapted");
@@ -368,11 +368,22 @@ bool NAMED(set_adapter)(void* decoder, int64_t slot, const void* adapter) {
 }
 
 bool NAMED(set_residual_scale)(void* decoder, int64_t layer, float scale) {
-  return guarded(false, [&] { return static_cast<Decoder<T>*>(decoder)->set_scale(layer, scale), true; });
+  return guarded(false, [&] {
+    auto& layers = static_cast<Decoder<T>*>(decoder)->layers();
+    require_below("layer", &layer, 1, static_cast<int64_t>(layers.size()));
+    layers[layer].scale = scale;
+    layers[layer].check_end();
+    return true;
+  });
 }
 
 bool NAMED(set_table)(void* decoder, const void* table) {
-  return guarded(false, [&] { return static_cast<Decoder<T>*>(decoder)->set_table(static_cast<const T*>(table)), true; });
+  return guarded(false, [&] {
+    auto& inputs = static_cast<Decoder<T>*>(decoder)->per_layer();
+    require(inputs.any() && table != nullptr, "the model has no such table");
+    inputs.set_table(static_cast<const T*>(table));
+    return true;
+  });
 }
 
 bool NAMED(forward)(const ForwardArguments<T>* a) {
