@@ -310,6 +310,7 @@ class LLM:
         self,
         inputs: Prompt | Sequence[Prompt],
         *,
+        adapter: str | None = None,
         progress: bool | None = None,
         **asked: Unpack[EmbeddingOptions],
     ) -> Any:
@@ -319,7 +320,9 @@ class LLM:
         one, several = is_one(inputs), cast("Sequence[Prompt]", inputs)
         given: Any = [inputs] if one else list(several)
         names = ["inputs" if one else f"inputs[{index}]" for index in range(len(given))]
-        results = self._pooled([form.prompt(each) for each in given], form.pooling, names, progress)
+        results = self._pooled(
+            [form.prompt(each) for each in given], form.pooling, names, progress, adapter=adapter
+        )
         found = [form.finish(each) for each in results]
         return found[0] if one else found
 
@@ -328,6 +331,7 @@ class LLM:
         query: str | Sequence[str],
         documents: Sequence[str],
         *,
+        adapter: str | None = None,
         progress: bool | None = None,
         **asked: Unpack[ScoreOptions],
     ) -> Scores:
@@ -336,7 +340,7 @@ class LLM:
         job = score_job(self._core.info, self.tokenizer, self.sentences, query, documents, **asked)
         form = None if job.special_tokens is None else PromptForm(job.special_tokens)
         names = [job.name(index) for index in range(len(job.prompts))]
-        return job.finish(self._pooled(job.prompts, job.pooling, names, progress, form))
+        return job.finish(self._pooled(job.prompts, job.pooling, names, progress, form, adapter=adapter))
 
     def _pooled(
         self,
@@ -345,8 +349,11 @@ class LLM:
         names: Sequence[str],
         progress: bool | None,
         form: PromptForm | None = None,
+        *,
+        adapter: str | None,
     ) -> list[Result]:
-        params, options = SamplingParams(max_tokens=0), self._options(None, None, pooling=pooling)
+        params = SamplingParams(max_tokens=0)
+        options = self._options(None, None, pooling=pooling, adapter=adapter)
         entered: list[_Entered] = []
         for name, prompt in zip(names, prompts, strict=True):
             try:

@@ -28,6 +28,7 @@ from aioinfer.model.attention.triton_attention import TritonAttention
 from aioinfer.model.attention.triton_heads import rotate_and_store
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
+from aioinfer.model.linear import TorchLinear
 from aioinfer.model.moe.experts import ExpertWeights
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
 from aioinfer.model.moe.triton_experts import TritonExperts
@@ -176,16 +177,26 @@ def compile_experts(name: str, dtype: torch.dtype, num_experts: int, hidden: int
         experts(x, weights, ints([0] * (8 * tokens), rng.randrange(2)).view(tokens, 8))
 
 
+class _Empty(TorchLinear):
+    """A linear layer that computes nothing."""
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__(torch.empty(outputs, 0))
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        return values.new_empty(len(values), len(self.weight))
+
+
 def compile_adapters(name: str, dtype: torch.dtype, rows: list[int], inputs: int) -> None:
     """Steps of many sizes, with adapters of small ranks and large ones."""
     adapters = TritonAdapters(dtype, CPU, max_rank=64)
     weights, names = RandomWeights(dtype=dtype, device=CPU), [f"model.{at}" for at in range(len(rows))]
     linears = [
-        adapters.linear(StoredMatrix(weights, names, rows, inputs), lambda x: x.new_empty(len(x), sum(rows))),
+        adapters.linear(StoredMatrix(weights, names, rows, inputs), _Empty(sum(rows))),
         # Whose targets do not begin at 0.
         adapters.linear(
             StoredMatrix(weights, [f"{name}.more" for name in names], rows, inputs),
-            lambda x: x.new_empty(len(x), sum(rows)),
+            _Empty(sum(rows)),
         ),
     ]
     with tempfile.TemporaryDirectory() as folder:

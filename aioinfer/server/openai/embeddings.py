@@ -226,7 +226,7 @@ def parse_embedding(raw: bytes, served: Served) -> EmbeddingCall:
     """Raises InvalidRequest, and Refused for another model."""
     body = object_of(raw, served, EMBEDDING)
     given = body.get("input")
-    names = {"inputs": "input"}
+    names = {"inputs": "input", "adapter": "model"}
     inputs: list[Prompt]
     if isinstance(given, str) or (isinstance(given, list) and given and _is_id(given[0])):
         inputs, names["inputs[0]"] = [given], "input"
@@ -259,7 +259,10 @@ def parse_score(raw: bytes, served: Served) -> ScoreCall:
         query = first[0]
     elif len(first) != len(second):
         raise InvalidRequest("text_1", f"{len(first)} texts for {len(second)} of text_2")
-    model, names = served.name(body.get("model")), {"query": "text_1", "documents": "text_2"}
+    model, names = (
+        served.name(body.get("model")),
+        {"query": "text_1", "documents": "text_2", "adapter": "model"},
+    )
     return ScoreCall(model, query, second, _judging(body, served), names)
 
 
@@ -279,7 +282,7 @@ def parse_rerank(raw: bytes, served: Served) -> ScoreCall:
         query,
         [_document(each, index) for index, each in enumerate(given)],
         _judging(body, served),
-        {},
+        {"adapter": "model"},
         top_n,
         body.get("return_documents") is None or flag_of(body, "return_documents"),
     )
@@ -312,7 +315,9 @@ def _judging(body: Mapping[str, Any], served: Served) -> dict[str, Any]:
 def _scheduling(body: Mapping[str, Any], served: Served) -> dict[str, Any]:
     """Arguments of the engine for the queue and the prefix cache."""
     _, options = parse_extras(body, served.most)
+    adapter = served.adapter(body.get("model"))
     return {
+        **({} if adapter is None else {"adapter": adapter}),
         **{name: body[name] for name in ("priority", "cache_salt", "routing_key") if _has(body, name)},
         **options,
     }
