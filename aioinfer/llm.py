@@ -320,9 +320,8 @@ class LLM:
         one, several = is_one(inputs), cast("Sequence[Prompt]", inputs)
         given: Any = [inputs] if one else list(several)
         names = ["inputs" if one else f"inputs[{index}]" for index in range(len(given))]
-        results = self._pooled(
-            [form.prompt(each) for each in given], form.pooling, names, progress, adapter=adapter
-        )
+        prompts = [form.prompt(each) for each in given]
+        results = self._pooled(prompts, form.pooling, names, progress, adapter=adapter)
         found = [form.finish(each) for each in results]
         return found[0] if one else found
 

@@ -214,7 +214,7 @@ def make_layers(
         max_lora_rank: of adapters; 0: the layers are not adapted.
     """
     if choose_layers(backend, sizes).name == "native":
-        from aioinfer.model.native import NativeLayers
+        from aioinfer.model.native_layers import NativeLayers
         from aioinfer.native.bindings import shared_thread_pool
 
         pool = shared_thread_pool(torch.get_num_threads())

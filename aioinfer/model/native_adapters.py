@@ -16,7 +16,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.model.adapters.targets import AdapterTargets, LowRank
 from aioinfer.native.adapter_arguments import AdaptArguments, LowRankTarget
-from aioinfer.native.bindings import PackedAdapter, Stack
+from aioinfer.native.packed import PackedAdapter, Stack
 
 __all__ = ["PARTS", "NativeAdapters", "PreparedNative"]
 

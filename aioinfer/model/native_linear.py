@@ -17,7 +17,8 @@ from aioinfer.model.gates import Gate
 from aioinfer.model.quantization import Rounding
 from aioinfer.model.weights_cache import MappedMemory
 from aioinfer.native.arguments import MappedWeightsArguments, QuantisedWeightsArguments, WeightsArguments
-from aioinfer.native.bindings import GATES, PackedWeights, ThreadPool
+from aioinfer.native.bindings import GATES, ThreadPool
+from aioinfer.native.packed import PackedWeights
 from aioinfer.native.tensors import NUMBERS, address
 
 __all__ = ["NativeLinear"]

@@ -15,7 +15,8 @@ from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule, SoftmaxRouter
 from aioinfer.model.quantization import Rounding
 from aioinfer.model.weights_cache import MappedMemory
 from aioinfer.native.arguments import ExpertsArguments, MappedExpertsArguments, WeightsArguments
-from aioinfer.native.bindings import GATES, PackedExperts, PackedRouter, PackedWeights, ThreadPool
+from aioinfer.native.bindings import GATES, ThreadPool
+from aioinfer.native.packed import PackedExperts, PackedRouter, PackedWeights
 from aioinfer.native.tensors import NUMBERS, address
 
 __all__ = ["NativeExperts", "NativeRouter"]

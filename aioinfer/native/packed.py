@@ -1,0 +1,280 @@
+"""Packed: objects of the library that are made of weights: layers, routers, experts, decoders, adapters.
+
+They are freed with their Python objects. Sizes and addresses are as in :mod:`aioinfer.native.bindings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from aioinfer.native.adapter_arguments import AdaptArguments
+from aioinfer.native.arguments import (
+    Address,
+    DecoderArguments,
+    DequantiseArguments,
+    ExpertBiasesArguments,
+    ExpertsArguments,
+    ForwardArguments,
+    LayerArguments,
+    LinearArguments,
+    MappedExpertsArguments,
+    MappedWeightsArguments,
+    MixArguments,
+    QuantisedWeightsArguments,
+    RepackArguments,
+    RouteArguments,
+    RouterArguments,
+    SetExpertArguments,
+    WeightsArguments,
+)
+from aioinfer.native.bindings import GATES, Kernels, Number, ThreadPool, release
+
+__all__ = ["PackedAdapter", "PackedExperts", "PackedRouter", "PackedWeights", "Stack"]
+
+
+def _memory(kernels: Kernels, kind: str, number: Number, handle: int) -> tuple[int, int]:
+    return (
+        kernels.function(f"{kind}_data_{number}", handle),
+        kernels.function(f"{kind}_bytes_{number}", handle),
+    )
+
+
+class PackedWeights:
+    """Weights of a linear layer in the layout of the kernels; the original can be dropped."""
+
+    __slots__ = ("__weakref__", "_kept", "handle", "inner", "number", "outputs", "pool")
+
+    def __init__(
+        self,
+        pool: ThreadPool,
+        number: Number,
+        arguments: WeightsArguments | QuantisedWeightsArguments | MappedWeightsArguments,
+        keep: object = None,
+    ) -> None:
+        """
+        Args:
+            number: the type of activations and results, and of weights that are not quantised already.
+            keep: the owner of weights that are packed already; it lives as long as they are used.
+        """
+        self.pool, self.number, self._kept = pool, number, keep
+        self.outputs, self.inner = arguments.outputs, arguments.inner
+        self.handle: int = pool.kernels.call(arguments, number)
+        release(self, pool.kernels, f"free_weights_{number}", self.handle)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and size in bytes of the packed weights, without their bias."""
+        return _memory(self.pool.kernels, "weights", self.number, self.handle)
+
+    def repack(self, rows: Address, bias: Address) -> None:
+        """Pack other weights, a bias or both in place of those that are there, None for what stays; as
+        they were given when this was made. Raises InvalidArguments: they are mapped, or were quantised
+        already."""
+        arguments = RepackArguments(pool=self.pool.handle, weights=self.handle, rows=rows, bias=bias)
+        self.pool.kernels.call(arguments, self.number)
+
+    def exchange(self, other: PackedWeights) -> None:
+        """Exchange the weights with those of another layer of the same shape and format; the handles stay.
+        Raises InvalidArguments."""
+        self.pool.kernels.function(f"exchange_weights_{self.number}", self.handle, other.handle)
+        self._kept, other._kept = other._kept, self._kept
+
+    def apply(self, values: int, count: int, out: int, gate: int = GATES["none"]) -> None:
+        """[count, inner] to [count, outputs], ``gate(outputs)``; gated: ``gate(gates) * up``."""
+        pool = self.pool
+        arguments = LinearArguments(
+            pool=pool.handle,
+            weights=self.handle,
+            values=values,
+            count=count,
+            inner=self.inner,
+            gate=gate,
+            out=out,
+        )
+        pool.kernels.call(arguments, self.number)
+
+    def dequantise(self, out: int) -> None:
+        """The weights to float32 [outputs, inner]; gated [2 * outputs, inner], gates first.
+
+        Raises InvalidArguments: they are not quantised."""
+        arguments = DequantiseArguments(pool=self.pool.handle, weights=self.handle, out=out)
+        self.pool.kernels.call(arguments, self.number)
+
+
+class PackedRouter:
+    """Chooses the experts of tokens; see ``routing.hpp``."""
+
+    __slots__ = ("__weakref__", "handle", "number", "top_k", "weight")
+
+    def __init__(
+        self,
+        number: Number,
+        weight: PackedWeights,
+        bias: Address,
+        *,
+        sigmoid: bool,
+        top_k: int,
+        groups: int,
+        top_groups: int,
+        normalize: bool,
+        scale: float,
+        scales: Address = None,
+    ) -> None:
+        """
+        Args:
+            weight: float32, one output per expert.
+            bias: address of one float32 per expert, or None.
+            groups: number of groups of experts; a token goes to ``top_groups`` of them.
+            scales: address of one float32 per expert, the factors of its weights, or None.
+        """
+        self.number, self.top_k, self.weight = number, top_k, weight
+        arguments = RouterArguments(
+            weight=weight.handle,
+            bias=bias,
+            scales=scales,
+            top_k=top_k,
+            groups=groups,
+            top_groups=top_groups,
+            scale=scale,
+            sigmoid=sigmoid,
+            normalize=normalize,
+        )
+        kernels = weight.pool.kernels
+        self.handle: int = kernels.call(arguments, number)
+        release(self, kernels, f"free_router_{number}", self.handle)
+
+    def exchange(self, other: PackedRouter) -> None:
+        """Exchange everything with another router of the same sizes; the handles stay. Raises
+        InvalidArguments."""
+        kernels = self.weight.pool.kernels
+        kernels.function(f"exchange_routers_{self.number}", self.handle, other.handle)
+        self.weight, other.weight = other.weight, self.weight
+
+    def apply(self, values: int, count: int, weights: int, experts: int) -> None:
+        """[count, inner] to weights, float32, and experts, int64, [count, top_k] each."""
+        pool = self.weight.pool
+        arguments = RouteArguments(
+            pool=pool.handle,
+            router=self.handle,
+            values=values,
+            count=count,
+            hidden=self.weight.inner,
+            weights=weights,
+            experts=experts,
+        )
+        pool.kernels.call(arguments, self.number)
+
+
+class PackedExperts:
+    """The SwiGLUs of a layer in the layout of the kernels; see ``experts.hpp``."""
+
+    __slots__ = ("__weakref__", "_kept", "count", "handle", "hidden", "middle", "number", "pool")
+
+    def __init__(
+        self,
+        pool: ThreadPool,
+        number: Number,
+        arguments: ExpertsArguments | MappedExpertsArguments,
+        keep: object = None,
+    ) -> None:
+        """Allocates them; :meth:`pack` fills them, unless they are packed already. ``keep`` is as with
+        :class:`PackedWeights`."""
+        self.pool, self.number, self.count, self._kept = pool, number, arguments.count, keep
+        self.hidden, self.middle = arguments.hidden, arguments.middle
+        self.handle: int = pool.kernels.call(arguments, number)
+        release(self, pool.kernels, f"free_experts_{number}", self.handle)
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Address and size in bytes of the packed experts."""
+        return _memory(self.pool.kernels, "experts", self.number, self.handle)
+
+    def pack(self, expert: int, gate_up: int, down: int) -> None:
+        """Pack one expert, from [2 * middle, hidden], gates first, and [hidden, middle]."""
+        pool = self.pool
+        arguments = SetExpertArguments(
+            pool=pool.handle, experts=self.handle, index=expert, gate_up=gate_up, down=down
+        )
+        pool.kernels.call(arguments, self.number)
+
+    def set_biases(self, expert: int, gate_up: int, down: int) -> None:
+        """Give one expert biases, [2 * middle], those of gates first, and [hidden]."""
+        arguments = ExpertBiasesArguments(experts=self.handle, index=expert, gate_up=gate_up, down=down)
+        self.pool.kernels.call(arguments, self.number)
+
+    def apply(
+        self, values: int, count: int, top_k: int, chosen: int, weights: int, out: int, gate: int
+    ) -> None:
+        """[count, hidden] to the same, by ``chosen`` int64 and ``weights`` float32, [count, top_k] each."""
+        pool = self.pool
+        arguments = MixArguments(
+            pool=pool.handle,
+            experts=self.handle,
+            values=values,
+            count=count,
+            top_k=top_k,
+            chosen=chosen,
+            weights=weights,
+            gate=gate,
+            out=out,
+        )
+        pool.kernels.call(arguments, self.number)
+
+
+class Stack:
+    """All layers of a decoder, computed by one call."""
+
+    __slots__ = ("__weakref__", "_adapters", "_kept", "handle", "number", "pool")
+
+    def __init__(
+        self, pool: ThreadPool, number: Number, arguments: DecoderArguments, keep: Iterable[object]
+    ) -> None:
+        """``keep``: the owners of what the arguments refer to; they live as long as the stack."""
+        self.pool, self.number = pool, number
+        self._kept = list(keep)
+        self._adapters: dict[int, PackedAdapter | None] = {}
+        self.handle: int = pool.kernels.call(arguments, number)
+        release(self, pool.kernels, f"free_decoder_{number}", self.handle)
+
+    def add_layer(self, arguments: LayerArguments, keep: Iterable[object]) -> None:
+        """Append a layer; ``keep`` as above."""
+        self._kept += keep
+        self.pool.kernels.call(arguments, self.number)
+
+    def adapter(self, arguments: Iterable[AdaptArguments]) -> PackedAdapter:
+        """An adapter of these parts, which are read and copied. On any thread."""
+        return PackedAdapter(self, arguments)
+
+    def set_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
+        """The rows with this slot have the adapter, from the next step on. Between two steps."""
+        self.pool.kernels.function(
+            f"set_adapter_{self.number}", self.handle, slot, None if adapter is None else adapter.handle
+        )
+        self._adapters[slot] = adapter
+
+    def set_residual_scale(self, layer: int, scale: float) -> None:
+        """Of the residual behind a layer. Raises InvalidArguments."""
+        self.pool.kernels.function(f"set_residual_scale_{self.number}", self.handle, layer, scale)
+
+    def set_table(self, table: int) -> None:
+        """Another table of inputs by layer, of the same shape; the caller keeps it. Raises
+        InvalidArguments."""
+        self.pool.kernels.function(f"set_table_{self.number}", self.handle, table)
+
+    def forward(self, arguments: ForwardArguments) -> None:
+        """Compute one step."""
+        self.pool.kernels.call(arguments, self.number)
+
+
+class PackedAdapter:
+    """An adapter in the form that the layers of a stack read; see ``adapters.hpp``."""
+
+    __slots__ = ("__weakref__", "handle")
+
+    def __init__(self, stack: Stack, parts: Iterable[AdaptArguments]) -> None:
+        kernels, number = stack.pool.kernels, stack.number
+        self.handle: int = kernels.function(f"adapter_{number}", stack.handle)
+        release(self, kernels, f"free_adapter_{number}", self.handle)
+        for arguments in parts:
+            arguments.decoder, arguments.adapter = stack.handle, self.handle
+            kernels.call(arguments, number)
