@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import isnan, prod
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -93,9 +94,9 @@ class NativeDecoder:
         norm: Norm,
         head: NativeLinear,
         logit_cap: float | None,
-        targets: AdapterTargets | None,
-        indices: Mapping[int, int],
-        max_lora_rank: int,
+        targets: AdapterTargets | None = None,
+        indices: Mapping[int, int] = MappingProxyType({}),
+        max_lora_rank: int = 0,
     ) -> None:
         """As :class:`~aioinfer.model.decoder.Decoder`; all parts of the layers are native. ``words`` may be a
         layer of rounded weights, the head's for example: its weights are the vectors. Mapped memory holds
