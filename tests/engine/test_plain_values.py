@@ -126,6 +126,7 @@ VALUES: dict[type, dict[str, Any]] = {
         "waiting_timeout": 1.5,
         "running_timeout": 2,
         "max_lag": 5,
+        "adapter": "sql",
     },
 }
 CASES = [(cls, each.name) for cls in VALUES for each in fields(cls)]
