@@ -349,7 +349,7 @@ class LLM:
         progress: bool | None,
         form: PromptForm | None = None,
         *,
-        adapter: str | None,
+        adapter: str | None = None,
     ) -> list[Result]:
         params = SamplingParams(max_tokens=0)
         options = self._options(None, None, pooling=pooling, adapter=adapter)

@@ -88,13 +88,8 @@ class LawChecker:
         assert first >= request.kv.cached_pages, "a row writes into the prefix cache"
         for page in request.kv.pages[: request.kv.cached_pages]:
             assert self.page_written.get(page, 0) <= self.resolved, f"cached page {page} is not resolved"
-        version = request.adapter
-        assert request.namespace.adapter == (0 if version is None else version.uid), "adapter"
-        assert version is None or request in version.users, "an adapter was given back too early"
-        if row.new_request is not None:
-            assert row.new_request.adapter == (0 if version is None else version.slot), "adapter"
-        if version is not None:
-            self.adapter_read[version.slot] = step.id
+        if self.adapters is not None:
+            self.check_adapter(step, row)
         tenant = (request.key, request.recovery.retractions)
         void = max(request.recovery.void_until, request.recovery.junk_until)
         assert self.verifying.get(tenant, 0) <= max(self.resolved, void), "a row behind drafts in flight"
@@ -114,6 +109,15 @@ class LawChecker:
         self.page_tenant.update(dict.fromkeys(request.kv.pages[:stop], tenant))
         self.page_touched.update(dict.fromkeys(request.kv.pages[:stop], step.id))
         self.page_written.update(dict.fromkeys(request.kv.pages[first:stop], step.id))
+
+    def check_adapter(self, step: Step, row: Row) -> None:
+        request, version = row.request, row.request.adapter
+        assert request.namespace.adapter == (0 if version is None else version.uid), "adapter"
+        assert version is None or request in version.users, "an adapter was given back too early"
+        if row.new_request is not None:
+            assert row.new_request.adapter == (0 if version is None else version.slot), "adapter"
+        if version is not None:
+            self.adapter_read[version.slot] = step.id
 
     def longest(self, request: Request) -> int:
         """Positions that a request may ever have."""

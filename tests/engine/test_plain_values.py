@@ -129,6 +129,7 @@ VALUES: dict[type, dict[str, Any]] = {
         "running_timeout": 2,
         "max_lag": 5,
         "pooling": Pooling("choices", (1, 2)),
+        "adapter": "sql",
     },
 }
 CASES = [(cls, each.name) for cls in VALUES for each in fields(cls)]
