@@ -29,8 +29,7 @@ from aioinfer.params import SamplingParams, inherited
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
-    from aioinfer.engine_like import EngineLike
-    from aioinfer.requests import Serving
+    from aioinfer.requests import Requests, Serving
     from aioinfer.scoring import Scores
 
 __all__ = ["RemoteStream", "ThreadsafeEngine"]
@@ -47,7 +46,7 @@ class ThreadsafeEngine:
     is nothing to close: it lasts as long as the engine.
     """
 
-    def __init__(self, engine: EngineLike, serving: Serving, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: Requests, serving: Serving, loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._serving = serving
         self._loop = loop

@@ -377,7 +377,7 @@ class Runtime(LoopBound):
             request.refuse(EngineClosed("the event loop of the engine was closed"))
         self._open, self._preparing = {}, {}
         self.observers.closed()
-        del self.core, self.driver, self.launcher, self.adapters
+        del self.core, self.driver, self.launcher, self.adapters, self.updates
 
     @property
     def _busy(self) -> bool:

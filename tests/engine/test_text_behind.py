@@ -164,7 +164,7 @@ def test_starting_over_leaves_nothing_of_the_time_before() -> None:
     """Whatever a core keeps is named here; all else is that of a new one."""
     kept = {
         "_arrivals", "_config", "_drafter", "_generation", "_next_key", "_preparing", "_seeds",
-        "_usual_rates", "_checks", "adapters", "clock", "info", "tokenizer",
+        "_usual_rates", "_checks", "adapters", "clock", "holding_back", "info", "tokenizer",
     }  # fmt: skip
     desk = Desk(searched())
     flights = desk.plan(3)

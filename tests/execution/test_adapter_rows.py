@@ -101,6 +101,7 @@ class Stubbed(TorchDevice):
             if batch.adapters is not None:
                 assert batch.adapters.tolist() == batch.adapter_slots
                 assert len(batch.q_lens) == len(batch.adapter_slots)
+                batch.adapters = batch.adapter_slots = None
             logits: torch.Tensor = forward(batch, attention)
             return logits
 
