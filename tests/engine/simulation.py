@@ -117,7 +117,8 @@ async def _consume(world: World, stream: Stream, behaviour: str) -> tuple[Any, .
         versions = versions_of(request_of(stream))
         if versions:
             assert result.weight_version == versions[-1][1]
-        assert result.identical is (len(versions) < 2 and not request_of(stream).switches)
+        if isinstance(world.engine, Engine):  # a dispatcher's streams may have moved
+            assert result.identical is (len(versions) < 2 and not request_of(stream).switches)
         return "finished", result.token_ids, result.text, result.finish_reason, versions
     if behaviour == "drop":
         del stream

@@ -41,7 +41,7 @@ class Claim:
     #: if the consumer waited for it
     result: Result | None
     #: how many tokens weights of which version computed
-    versions: list[tuple[int, int]]
+    versions: list[tuple[int, int]] = field(default_factory=list)
     #: key of the adapter that it was accepted with
     adapter: int = 0
     #: of a request that only prefills
