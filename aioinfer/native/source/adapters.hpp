@@ -10,9 +10,13 @@
 // row's bits depend on nothing but the row.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <array>
+#include <cstdlib>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "attention.hpp"
@@ -25,24 +29,51 @@ namespace aioinfer {
 constexpr int RANKS = 16;
 static_assert(RANKS % LANES == 0);
 
+// Memory of one adapter, on huge pages where the system has any: it is freed as a whole, and shared with nothing.
+class Arena {
+ public:
+  template <class V>
+  V* take(int64_t count) {
+    const size_t bytes = (count * sizeof(V) + LINE - 1) / LINE * LINE;
+    if (blocks_.empty() || used_ + bytes > size_) {
+      size_ = (bytes + BLOCK - 1) / BLOCK * BLOCK, used_ = 0;
+      blocks_.emplace_back(static_cast<char*>(std::aligned_alloc(BLOCK, size_)), std::free);
+      if (blocks_.back() == nullptr) throw std::bad_alloc();
+#if defined(MADV_HUGEPAGE)
+      madvise(blocks_.back().get(), size_, MADV_HUGEPAGE);
+#endif
+    }
+    char* data = blocks_.back().get() + used_;
+    used_ += bytes;
+    return reinterpret_cast<V*>(data);
+  }
+
+ private:
+  static constexpr size_t BLOCK = size_t{1} << 21, LINE = 64;
+
+  std::vector<std::unique_ptr<char, decltype(&std::free)>> blocks_;
+  size_t size_ = 0, used_ = 0;  // of the last block
+};
+
 // The summands of one linear layer.
 template <class T>
 class LowRank {
  public:
   // ``rows``: outputs of the layer; gated: of both of its matrices.
-  LowRank(const LowRankTarget* targets, int64_t count, int64_t rows, int64_t inner)
+  LowRank(Arena& arena, const LowRankTarget* targets, int64_t count, int64_t rows, int64_t inner)
       : inner_(inner), units_(inner / Number<T>::PER_UNIT) {
     require(inner % RANKS == 0, "the inner dimension of an adapted layer is no multiple of 16");
     std::vector<int64_t> first;  // rank of each target
+    std::vector<T> down, up;
     for (int64_t i = 0; i < count; i++) {
       const LowRankTarget& target = targets[i];
       require(target.rank > 0 && target.rows > 0, "a target of an adapter has no rank or no rows");
       require(target.start >= 0 && target.start + target.rows <= rows, "a target of an adapter is not in its layer");
       first.push_back(ranks_);
-      add(target);
+      add(target, down);
     }
     for (int64_t from = 0; from < rows; from += LANES) {
-      Range range{ranks_, 0, static_cast<int64_t>(up_.size())};
+      Range range{ranks_, 0, static_cast<int64_t>(up.size())};
       int64_t last = 0, i = 0;
       for (; i < count; i++) {
         const LowRankTarget& target = targets[i];
@@ -50,22 +81,22 @@ class LowRank {
         range.first = std::min(range.first, first[i]), last = std::max(last, first[i] + target.rank);
       }
       range.count = std::max<int64_t>(0, last - range.first);
-      up_.resize(range.at + range.count * LANES, Number<T>::make(0.0f));
-      for (i = 0; i < count; i++) put(targets[i], first[i] - range.first, from, up_.data() + range.at);
+      up.resize(range.at + range.count * LANES, Number<T>::make(0.0f));
+      for (i = 0; i < count; i++) put(targets[i], first[i] - range.first, from, up.data() + range.at);
       ranges_.push_back(range);
     }
+    down_ = kept(arena, down), up_ = kept(arena, up);
   }
 
   int64_t panels() const { return ranks_ / RANKS; }
   int64_t ranks() const { return ranks_; }
   int64_t inner() const { return inner_; }
-  int64_t bytes() const { return (down_.size() + up_.size()) * sizeof(T) + scales_.size() * sizeof(float); }
 
   // Ranks of a panel for ROWS rows of ``inner`` numbers: to[r][0, RANKS).
   template <int ROWS>
   void shrink(const T* const (&rows)[ROWS], int64_t panel, float* const (&to)[ROWS]) const {
     constexpr int VECTORS = RANKS / LANES, CHAINS = 2;
-    const T* weights = down_.data() + panel * inner_ * RANKS;
+    const T* weights = down_ + panel * inner_ * RANKS;
     Floats sums[ROWS][VECTORS][CHAINS] = {};
     for (int64_t k = 0; k < units_; k += CHAINS)
       AIOINFER_UNROLL
@@ -86,12 +117,18 @@ class LowRank {
       }
   }
 
-  // Add what a row's ranks make of a vector of outputs, by the vector's index in the layer's matrix.
-  void expand(const float* ranks, int64_t vector, Floats& sums) const {
+  // Add what a row's ranks make of a vector of outputs, by the vector's index in the layer's matrix. The weights of
+  // the one that is ``ahead`` by so many are needed next.
+  void expand(const float* ranks, int64_t vector, int64_t ahead, Floats& sums) const {
     if (vector >= static_cast<int64_t>(ranges_.size())) return;
     const Range& range = ranges_[vector];
-    const T* weights = up_.data() + range.at;
+    const T* weights = up_ + range.at;
     const float* from = ranks + range.first;
+    if (vector + ahead < static_cast<int64_t>(ranges_.size())) {
+      const char* next = reinterpret_cast<const char*>(up_ + ranges_[vector + ahead].at);
+      for (int64_t at = 0; at < range.count * LANES * static_cast<int64_t>(sizeof(T)); at += 64)
+        __builtin_prefetch(next + at, 0, 2);
+    }
     Floats even{}, odd{};
     int64_t i = 0;
     for (; i + 1 < range.count; i += 2) {
@@ -119,13 +156,19 @@ class LowRank {
     }
   }
 
-  void add(const LowRankTarget& target) {
+  static const T* kept(Arena& arena, const std::vector<T>& numbers) {
+    T* to = arena.take<T>(numbers.size());
+    std::copy(numbers.begin(), numbers.end(), to);
+    return to;
+  }
+
+  void add(const LowRankTarget& target, std::vector<T>& down) {
     constexpr int PER_UNIT = Number<T>::PER_UNIT;
-    const int64_t padded = (target.rank + RANKS - 1) / RANKS * RANKS, from = down_.size();
-    down_.resize(from + padded * inner_, Number<T>::make(0.0f));
+    const int64_t padded = (target.rank + RANKS - 1) / RANKS * RANKS, from = down.size();
+    down.resize(from + padded * inner_, Number<T>::make(0.0f));
     scales_.resize(ranks_ + padded, target.scale);
     for (int64_t rank = 0; rank < target.rank; rank++) {
-      T* panel = down_.data() + from + rank / RANKS * RANKS * inner_;
+      T* panel = down.data() + from + rank / RANKS * RANKS * inner_;
       for (int64_t k = 0; k < inner_; k++)
         panel[(k / PER_UNIT * RANKS + rank % RANKS) * PER_UNIT + k % PER_UNIT] =
             Number<T>::make(target.a[rank * inner_ + k]);
@@ -134,8 +177,8 @@ class LowRank {
   }
 
   int64_t inner_, units_, ranks_ = 0;
-  Buffer<T> down_;             // [panels][units][RANKS] units
-  Buffer<T> up_;               // of each vector, [count][LANES]
+  const T* down_ = nullptr;    // [panels][units][RANKS] units
+  const T* up_ = nullptr;      // of each vector, [count][LANES]
   std::vector<Range> ranges_;  // of the vectors of outputs
   std::vector<float> scales_;  // [ranks]
 };
@@ -152,6 +195,7 @@ struct Adapter {
   const LowRank<T>* part(size_t layer, AdaptedPart part) const { return layers[layer][part].get(); }
 
   std::vector<Parts> layers;
+  Arena arena;
 };
 
 // The adapters of a decoder, and which token of a step has which.
@@ -231,18 +275,19 @@ class Adapting {
   // The store of a layer's product, with the summands of the adapters.
   template <class Store>
   auto expanding(size_t layer, AdaptedPart part, const Linear<T>& linear, Store&& store) const {
-    // Of the second vector of a panel.
+    // From the first vector of a panel to the second, and to the next panel's.
     const int64_t other_from = linear.gated ? linear.outputs / LANES : 1, step = linear.gated ? 1 : 2;
     return [this, layer, part, other_from, step, any = any(), store = std::forward<Store>(store)](
                const Place& place, int64_t panel, Floats one, Floats other) mutable {
-      if (any) add(place.row, layer, part, panel * step, panel * step + other_from, one, other);
+      if (any) add(place.row, layer, part, panel * step, panel * step + other_from, AHEAD * step, one, other);
       store(place, panel, one, other);
     };
   }
 
  private:
-  // Rows that read the weights together.
-  static constexpr int ROWS = 4;
+  // Rows that read the weights together; and panels from one to that whose weights are fetched meanwhile, as many as
+  // are multiplied at once.
+  static constexpr int ROWS = 4, AHEAD = 4;
 
   struct Group {
     const Adapter<T>* adapter;
@@ -252,12 +297,12 @@ class Adapting {
 
   // Kept out of the products of rows without adapters.
   __attribute__((noinline)) void add(int64_t token, size_t layer, AdaptedPart part, int64_t first, int64_t second,
-                                     Floats& one, Floats& other) const {
+                                     int64_t ahead, Floats& one, Floats& other) const {
     const Adapter<T>* adapter = of_token_[token];
     const LowRank<T>* low = adapter == nullptr ? nullptr : adapter->part(layer, part);
     if (low == nullptr) return;
-    low->expand(ranks(token), first, one);
-    low->expand(ranks(token), second, other);
+    low->expand(ranks(token), first, ahead, one);
+    low->expand(ranks(token), second, ahead, other);
   }
 
   float* ranks(int64_t token) { return ranks_.data() + token * width_; }

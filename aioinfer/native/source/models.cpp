@@ -355,7 +355,7 @@ bool NAMED(adapt)(const AdaptArguments<T>* a) {
     require(!linear->gated || linear->outputs % LANES == 0, "the outputs of gated weights are no multiple of a vector");
     const int64_t rows = linear->gated ? 2 * linear->outputs : linear->outputs;
     a->adapter->layers.at(a->layer)[a->part] =
-        std::make_unique<LowRank<T>>(a->targets, a->count, rows, linear->inner);
+        std::make_unique<LowRank<T>>(a->adapter->arena, a->targets, a->count, rows, linear->inner);
     return true;
   });
 }
