@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -92,13 +93,14 @@ class LowRank {
   int64_t ranks() const { return ranks_; }
   int64_t inner() const { return inner_; }
 
-  // Ranks of a panel for ROWS rows of ``inner`` numbers: to[r][0, RANKS).
+  // Half of the sums of a panel of ranks for ROWS rows of ``inner`` numbers, over the first or the second half of these:
+  // to[r][0, RANKS). Two workers may do the halves.
   template <int ROWS>
-  void shrink(const T* const (&rows)[ROWS], int64_t panel, float* const (&to)[ROWS]) const {
+  void shrink(const T* const (&rows)[ROWS], int64_t panel, int half, float* const (&to)[ROWS]) const {
     constexpr int VECTORS = RANKS / LANES, CHAINS = 2;
     const T* weights = down_ + panel * inner_ * RANKS;
     Floats sums[ROWS][VECTORS][CHAINS] = {};
-    for (int64_t k = 0; k < units_; k += CHAINS)
+    for (int64_t k = half * units_ / 2; k < (half + 1) * units_ / 2; k += CHAINS)
       AIOINFER_UNROLL
       for (int chain = 0; chain < CHAINS; chain++)
         AIOINFER_UNROLL
@@ -111,10 +113,15 @@ class LowRank {
           }
         }
     for (int r = 0; r < ROWS; r++)
-      for (int v = 0; v < VECTORS; v++) {
-        const Floats scale = load<Floats>(&scales_[panel * RANKS + v * LANES]);
-        store(to[r] + panel * RANKS + v * LANES, (sums[r][v][0] + sums[r][v][1]) * scale);
-      }
+      for (int v = 0; v < VECTORS; v++) store(to[r] + v * LANES, sums[r][v][0] + sums[r][v][1]);
+  }
+
+  // The ranks of a panel for a row: the sum of both halves, scaled.
+  void finish(const float* first, const float* second, int64_t panel, float* to) const {
+    for (int at = 0; at < RANKS; at += LANES) {
+      const Floats scale = load<Floats>(&scales_[panel * RANKS + at]);
+      store(to + panel * RANKS + at, (load<Floats>(first + at) + load<Floats>(second + at)) * scale);
+    }
   }
 
   // Add what a row's ranks make of a vector of outputs, by the vector's index in the layer's matrix. The weights of
@@ -239,6 +246,9 @@ class Adapting {
         for (const auto& part : parts)
           if (part != nullptr) width_ = std::max(width_, part->ranks());
     grow(ranks_, tokens * width_);
+    const int64_t pairs = groups_.size() * (width_ / RANKS);
+    grow(halves_, pairs * 2 * ROWS * RANKS);
+    if (static_cast<int64_t>(done_.size()) < pairs) done_ = std::vector<std::atomic<uint32_t>>(pairs);
   }
 
   bool any() const { return !groups_.empty(); }
@@ -249,26 +259,24 @@ class Adapting {
     int64_t panels = 0;
     for (const Group& group : groups_)
       if (const LowRank<T>* low = group.adapter->part(layer, part)) panels = std::max(panels, low->panels());
-    worker.parallel_in_runs(groups_.size() * panels, [&](int64_t task) {
-      const Group& group = groups_[task / panels];
+    const int64_t pairs = groups_.size() * panels;
+    // Few of them would leave workers without any.
+    const bool apart = pairs < 2 * worker.workers() && pairs % worker.workers() != 0;
+    worker.parallel_in_runs(apart ? 2 * pairs : pairs, [&](int64_t task) {
+      const int64_t pair = apart ? task / 2 : task;
+      const Group& group = groups_[pair / panels];
       const LowRank<T>* low = group.adapter->part(layer, part);
-      const int64_t panel = task % panels;
+      const int64_t panel = pair % panels;
       if (low == nullptr || panel >= low->panels()) return;
-      thread_local Buffer<T> numbers;
-      grow(numbers, ROWS * low->inner());
-      const T* rows[ROWS];
-      float* to[ROWS];
-      for (int r = 0; r < group.size; r++) {
-        rows[r] = inputs.numbers(group.tokens[r], numbers.data() + r * low->inner());
-        to[r] = ranks(group.tokens[r]);
+      if (!apart) {
+        sum(*low, group, panel, pair, 0, inputs), sum(*low, group, panel, pair, 1, inputs);
+      } else {
+        sum(*low, group, panel, pair, task % 2, inputs);
+        // The second to be done has both halves.
+        if (done_[pair].fetch_add(1, std::memory_order_acq_rel) % 2 == 0) return;
       }
-      with_height<ROWS>(group.size, [&](auto height) {
-        constexpr int HEIGHT = decltype(height)::value;
-        const T* own[HEIGHT];
-        float* own_to[HEIGHT];
-        std::copy_n(rows, HEIGHT, own), std::copy_n(to, HEIGHT, own_to);
-        low->template shrink<HEIGHT>(own, panel, own_to);
-      });
+      for (int r = 0; r < group.size; r++)
+        low->finish(half(pair, 0, r), half(pair, 1, r), panel, ranks(group.tokens[r]));
     });
   }
 
@@ -295,6 +303,24 @@ class Adapting {
     std::array<int64_t, ROWS> tokens;
   };
 
+  // Half of the sums of a panel for the rows of a group.
+  void sum(const LowRank<T>& low, const Group& group, int64_t panel, int64_t pair, int which, const Inputs<T>& inputs) {
+    thread_local Buffer<T> numbers;
+    grow(numbers, ROWS * low.inner());
+    with_height<ROWS>(group.size, [&](auto height) {
+      constexpr int HEIGHT = decltype(height)::value;
+      const T* rows[HEIGHT];
+      float* to[HEIGHT];
+      for (int r = 0; r < HEIGHT; r++) {
+        rows[r] = inputs.numbers(group.tokens[r], numbers.data() + r * low.inner());
+        to[r] = half(pair, which, r);
+      }
+      low.template shrink<HEIGHT>(rows, panel, which, to);
+    });
+  }
+
+  float* half(int64_t pair, int which, int row) { return halves_.data() + ((pair * 2 + which) * ROWS + row) * RANKS; }
+
   // Kept out of the products of rows without adapters.
   __attribute__((noinline)) void add(int64_t token, size_t layer, AdaptedPart part, int64_t first, int64_t second,
                                      int64_t ahead, Floats& one, Floats& other) const {
@@ -313,6 +339,8 @@ class Adapting {
   std::vector<int64_t> chosen_;              // tokens with adapters
   std::vector<Group> groups_;
   Buffer<float> ranks_;  // [tokens, width_], of the layer that is computed
+  Buffer<float> halves_;  // [pairs of a group and a panel, 2, ROWS, RANKS]
+  std::vector<std::atomic<uint32_t>> done_;  // halves of a pair; of an even number, both
   int64_t width_ = 0;
 };
 
