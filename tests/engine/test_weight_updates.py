@@ -368,6 +368,35 @@ def test_without_a_loop(mode: Any) -> None:
         assert llm.generate([PROMPT], SHORT)[0].token_ids == toy_generate(PROMPT, SHORT, weights=1)
 
 
+def driven(params: SamplingParams, *, at: int) -> tuple[list[Chunk], Result]:
+    """One request whose weights are replaced once it has ``at`` tokens: its chunks and its result."""
+    config = EngineConfig(model="toy", page_size=4, num_pages=64, overlap_steps=0)
+    with LLM(config, device=lambda _: ToyDevice(), tokenizer=lambda _: ToyTokenizer()) as llm:
+        key = llm.add_request(PROMPT, params)
+        chunks: list[Chunk] = []
+        found: dict[int, Result] = {}
+        tokens = 0
+        while llm.has_unfinished():
+            found |= llm.step()
+            chunks += llm.take_chunks().values()
+            tokens += 1
+            if tokens == at:
+                llm.update_weights(weights(1))
+        chunks += llm.take_chunks().values()
+        assert not llm.take_chunks()
+        return chunks, found[key]
+
+
+def test_a_stop_string_across_a_switch_still_ends_the_chunks() -> None:
+    chunks, _ = driven(LONG, at=8)
+    stop = chunks[7].text + chunks[8].text
+    chunks, result = driven(LONG.changed(stop=(stop,)), at=8)
+    assert result.finish_reason == "stop" == chunks[-1].finish_reason
+    assert [chunk.weight_version for chunk in chunks[-2:]] == [0, 1]
+    assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
+    assert "".join(chunk.text for chunk in chunks) == result.text
+
+
 # -- planted bugs
 # ---------------------------------------------------------------------------------------------
 
