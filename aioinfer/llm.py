@@ -249,10 +249,10 @@ class LLM:
         chosen = check_version(version, core.weight_version)
         prepared = updatable(device).prepare_weights(frozen(source), lambda: None)
         if mode == "wait":
-            core.hold_back()
             try:
+                core.hold_back()
                 while core.begun:
-                    self._advance()
+                    self._advance(keep=True)
             finally:
                 core.let_in()
         while self._flights:
@@ -503,14 +503,16 @@ class LLM:
                 return
             entered.popleft()
 
-    def _advance(self) -> list[Request]:
-        """Launch what may be launched and read one step; returns the requests that ended with it.
+    def _advance(self, *, keep: bool = False) -> list[Request]:
+        """Launch what may be launched and read one step; returns the requests that ended with it. ``keep``:
+        the chunks of those that ended before can still be taken.
 
         Raises what the step raised, after ending its requests.
         """
         device = self._opened()
         self._mend()
-        self._latest = {}
+        if not keep:
+            self._latest = {}
         self._changing = True
         failed = self._take_ended(self._late(), returned=True)
         begun, steps = self._core.clock(), list[Step]()

@@ -302,7 +302,8 @@ class Stream(Coroutine[Any, Any, Result]):
         """How far the request has come, for :meth:`aioinfer.Engine.restore`: also when it was aborted, or the
         engine failed or was closed. Does not wait.
 
-        Raises RuntimeError before the prompt is tokenized, and when the output is complete.
+        Raises RuntimeError before the prompt is tokenized, when the output is complete, and for what
+        generates nothing: scores and embeddings.
         """
         return self._owner.checkpoint(self._cell.request)
 

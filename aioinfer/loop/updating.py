@@ -137,10 +137,9 @@ class Updates:
     async def _update(self, given: Any, mode: UpdateMode, version: int | None) -> int:
         async with self._turn:
             prepared = await self._prepared(given)
-            if mode == "wait":
-                self._core.hold_back()
             try:
                 if mode == "wait":
+                    self._core.hold_back()
                     await self._until_ended()
                 return await self._installed(prepared, mode, version)
             finally:
