@@ -346,8 +346,7 @@ class Request:
         self.cursor.forget_draft()
 
     def rescore(self) -> None:
-        """The logprobs of the prompt are computed again, all of them. Nothing of it is in flight, and no KV is
-        kept."""
+        """All logprobs of the prompt are computed again. Nothing is in flight, and no KV is kept."""
         self.prompt_logprobs.clear()
         self.cursor.restart(0)
 

@@ -338,7 +338,8 @@ async def test_logprobs_of_a_prompt_are_not_resumed_under_other_weights(make_eng
             await asyncio.sleep(0)
         stored = stream.checkpoint()
         stream.close()
-        assert 0 < len(stored.prompt_logprobs) == len(known) and not stored.token_ids
+        assert 0 < len(stored.prompt_logprobs) == len(known)
+        assert not stored.token_ids
         await engine.update_weights(weights(1))
         resumed = engine.restore(stored)
         while not resumed.admitted:
