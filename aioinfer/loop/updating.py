@@ -152,7 +152,7 @@ class Updates:
         before it raises. Raises ConfigError."""
         prepare = await self._launcher.call(lambda device: updatable(device).prepare_weights)
         stopped = threading.Event()
-        reading = asyncio.ensure_future(self._intake.run(prepare, given, partial(_go_on, stopped)))
+        reading = self._intake.read_weights(prepare, given, partial(_go_on, stopped))
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:

@@ -226,6 +226,21 @@ async def test_cancelled_while_it_reads_it_stops_reading_and_changes_nothing(mak
         assert await engine.update_weights(weights(1)) == 1
 
 
+async def test_prompts_are_tokenized_on_all_threads_while_it_reads(make_engine: MakeEngine) -> None:
+    device = Slow()
+    device.may_install.set()
+    both = threading.Barrier(2, timeout=20)
+    async with make_engine(device=device) as engine:
+        updating = asyncio.ensure_future(engine.update_weights(weights(1)))
+        await asyncio.to_thread(device.reading.wait)
+        intake = engine._serving()._intake
+        try:
+            await asyncio.gather(*(intake.run(both.wait) for _ in range(2)))
+        finally:
+            device.may_read.set()
+        assert await updating == 1
+
+
 async def test_cancelled_while_it_installs_it_is_completed(make_engine: MakeEngine) -> None:
     device = Slow()
     device.may_read.set()
