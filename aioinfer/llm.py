@@ -119,6 +119,8 @@ class LLM:
         self._loads.load_all(decided.adapter_paths)
         #: what ended in the latest step, for take_chunks()
         self._latest: dict[int, StreamCell] = {}
+        #: of these, those whose chunks have not all been taken
+        self._partly: dict[int, StreamCell] = {}
         #: state is being changed; if this is still set later, an exception has interrupted it
         self._changing = False
         #: requests whose streams were left: amid a step or on another thread, if the collector closes them
@@ -179,11 +181,15 @@ class LLM:
 
     def take_chunks(self) -> dict[int, Chunk]:
         """What the requests have put out since the previous call, by key; also those that finished in the
-        latest :meth:`step`. The chunks of one request are like those of a :class:`~aioinfer.Stream`."""
+        latest :meth:`step`. The chunks of one request are like those of a :class:`~aioinfer.Stream`: behind
+        an update of the weights its last ones can take further calls, until one has ``finish_reason``."""
         self._mend()
-        latest, self._latest = self._latest, {}
-        chunks = {key: cell.take() for key, cell in {**latest, **self._open}.items()}
-        return {key: chunk for key, chunk in chunks.items() if chunk is not None}
+        ended, self._latest, self._partly = {**self._partly, **self._latest}, {}, {}
+        taken = {key: (cell, cell.take()) for key, cell in {**ended, **self._open}.items()}
+        for key, (cell, chunk) in taken.items():
+            if key in ended and chunk is not None and chunk.finish_reason is None:
+                self._partly[key] = cell  # each version of the weights has a chunk of its own
+        return {key: chunk for key, (_, chunk) in taken.items() if chunk is not None}
 
     def abort(self, key: int) -> bool:
         """End a request; :meth:`step` does not return it. False if it is not there or has ended."""
@@ -243,10 +249,10 @@ class LLM:
         chosen = check_version(version, core.weight_version)
         prepared = updatable(device).prepare_weights(frozen(source), lambda: None)
         if mode == "wait":
-            core.hold_back()
             try:
+                core.hold_back()
                 while core.begun:
-                    self._advance()
+                    self._advance(keep=True)
             finally:
                 core.let_in()
         while self._flights:
@@ -497,14 +503,16 @@ class LLM:
                 return
             entered.popleft()
 
-    def _advance(self) -> list[Request]:
-        """Launch what may be launched and read one step; returns the requests that ended with it.
+    def _advance(self, *, keep: bool = False) -> list[Request]:
+        """Launch what may be launched and read one step; returns the requests that ended with it. ``keep``:
+        the chunks of those that ended before can still be taken.
 
         Raises what the step raised, after ending its requests.
         """
         device = self._opened()
         self._mend()
-        self._latest = {}
+        if not keep:
+            self._latest = {}
         self._changing = True
         failed = self._take_ended(self._late(), returned=True)
         begun, steps = self._core.clock(), list[Step]()
@@ -616,7 +624,7 @@ class LLM:
         for key, cell in self._open.items():
             if key not in self._ended:
                 cell.request.refuse(Cancelled("an exception has interrupted a step"))
-        self._open, self._latest, self._returned = {}, {}, set()
+        self._open, self._latest, self._partly, self._returned = {}, {}, {}, set()
         self._core.start_over()
         self._changing = False
 

@@ -148,8 +148,8 @@ class SamplingParams:
         logprobs: report the logprob of each token and of this many most likely ones (0 to 20).
         prompt_logprobs: the same for the tokens of the prompt. What is scored is not read from the prefix
             cache.
-        logprob_start_len: index of the first token of the prompt that ``prompt_logprobs`` are wanted of.
-            What lies before it can come from the prefix cache.
+        logprob_start_len: index of the first token of the prompt that ``prompt_logprobs`` are wanted of;
+            has no effect without them, and is refused. What lies before it can come from the prefix cache.
         grammar: constraint on the output; needs the extra ``aioinfer[structured]``. A mapping is a JSON
             schema, and a class with ``model_json_schema`` (pydantic's) stands for its schema.
         bad_words: excluded from the output: texts, each as tokenized at the start of an output and after a

@@ -15,6 +15,7 @@ from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
 from aioinfer.embedding import EmbeddingForm, pool_all
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
+from aioinfer.loop.checks import check_chat, pooling_params
 from aioinfer.loop.options import (
     GenerateOptions,
     JobOptions,
@@ -170,7 +171,8 @@ class Requests(ABC):
             adapter: name of a LoRA adapter that was loaded: :meth:`load_adapter`. The request keeps what the
                 name stands for now, whatever is loaded or unloaded meanwhile.
             pooling: what is wanted of the prompt's hidden states, which ``Result.pooled`` then has. Nothing
-                is generated; :meth:`embed` is what most applications want.
+                is generated, so ``params`` can only have ``prompt_logprobs``; :meth:`embed` is what most
+                applications want.
             chat_template_kwargs: variables of the chat template, e.g. ``{"enable_thinking": False}``.
 
         Raises:
@@ -180,9 +182,9 @@ class Requests(ABC):
             EngineClosed, EngineFailed, WrongLoop: the engine cannot serve it here and now.
         """
         serving = self._serving()
-        params = inherited(params, self.default_params)
         if pooling is not None:
-            params = params.changed(max_tokens=0, min_tokens=0)
+            params = pooling_params(inherited(params, SamplingParams()))
+        params = inherited(params, self.default_params)
         options = RequestOptions(
             priority=priority,
             cache_salt=cache_salt,
@@ -320,6 +322,7 @@ class Requests(ABC):
     ) -> ChatStream:
         """The second half of :meth:`chat`: queue a chat that was checked."""
         try:
+            check_chat(asked.params, options.get("pooling"))
             stream = self.generate(prompt, asked.params, **options)
         except RequestError as error:
             raise renamed(error, asked.names) from error.__cause__

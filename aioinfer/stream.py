@@ -199,7 +199,7 @@ class StreamCell:
         redrafted = draft is not None and request.draft_version > self.taken_draft
         if count == self.taken_ids and not (finished or redrafted):
             return None
-        end, version = len(request.text.pieces), request.weight_version
+        end, version, final = len(request.text.pieces), request.weight_version, finished
         if request.switches:
             # What earlier weights have computed is a chunk of its own.
             switch = request.switch_behind(self.taken_ids, self.taken_pieces)
@@ -211,7 +211,8 @@ class StreamCell:
         text = "".join(request.text.pieces[self.taken_pieces : end])
         token_ids = request.output_ids[self.taken_ids : count]
         ended = finished and request.error is None
-        bare = finished or not request.text.enabled or end < len(request.text.pieces)
+        # The last tokens may have no text of their own, also those before a switch.
+        bare = final or not request.text.enabled or end < len(request.text.pieces)
         if not (ended or text or redrafted or (token_ids and bare)):
             return None
         chunk = Chunk(text, token_ids, draft=draft, weight_version=version)
@@ -301,7 +302,8 @@ class Stream(Coroutine[Any, Any, Result]):
         """How far the request has come, for :meth:`aioinfer.Engine.restore`: also when it was aborted, or the
         engine failed or was closed. Does not wait.
 
-        Raises RuntimeError before the prompt is tokenized, and when the output is complete.
+        Raises RuntimeError before the prompt is tokenized, when the output is complete, and for what
+        generates nothing: scores and embeddings.
         """
         return self._owner.checkpoint(self._cell.request)
 

@@ -41,15 +41,16 @@ _LONG = 1 << 15
 
 
 class Intake:
-    """Two thread pools: one for tokenizing, one for requests that need a grammar.
+    """Two thread pools: one for tokenizing, one for requests that need a grammar; and a thread each for
+    reading adapters and weights.
 
-    They are separate so that a grammar, however large, never delays plain prompts. Of the two threads that
-    tokenize, long prompts use one at a time, so a short prompt waits for short ones only. What waits can be
+    The pools are separate so that a grammar, however large, never delays plain prompts. Of the two threads
+    that tokenize, long prompts use one at a time, so a short prompt waits for short ones only. What waits can be
     withdrawn, and leaves nothing behind.
     """
 
     __slots__ = ("_asking", "_compilers", "_decoding", "_encodings", "_grammars", "_long", "_readers",
-                 "_short", "_workers", "loop")  # fmt: skip
+                 "_short", "_weights", "_workers", "loop")  # fmt: skip
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -57,6 +58,8 @@ class Intake:
         self._compilers = WorkerExecutor(_THREADS, "aioinfer-text-grammar")
         #: of adapters: these can be large, and nothing else waits for them
         self._readers = WorkerExecutor(1, "aioinfer-adapters", niceness=10)
+        #: of other weights for the model, which no adapter waits for either
+        self._weights = WorkerExecutor(1, "aioinfer-weights")
         self._short = _Lane(loop, self._workers, _THREADS)
         self._long = _Lane(loop, self._workers, 1)
         self._grammars = _Lane(loop, self._compilers, _THREADS)
@@ -72,7 +75,14 @@ class Intake:
 
     def read(self, call: Callable[..., _T], *arguments: Any) -> asyncio.Future[_T]:
         """The result of reading an adapter, on a thread of its own. Cancelled when closed."""
-        reading = self.loop.run_in_executor(self._readers, call, *arguments)
+        return self._read(self._readers, call, *arguments)
+
+    def read_weights(self, call: Callable[..., _T], *arguments: Any) -> asyncio.Future[_T]:
+        """The same for weights of the model, on another thread."""
+        return self._read(self._weights, call, *arguments)
+
+    def _read(self, readers: WorkerExecutor, call: Callable[..., _T], *arguments: Any) -> asyncio.Future[_T]:
+        reading = self.loop.run_in_executor(readers, call, *arguments)
         reading.add_done_callback(_seen)
         return reading
 
@@ -142,6 +152,7 @@ class Intake:
         """Close, and wait until the calls that have begun are done. Only before the first request."""
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
+        self._weights.shutdown(wait=False, cancel_futures=True)
         try:
             # A thread of the other pool waits for them, and is free then.
             await self.loop.run_in_executor(self._compilers, self._workers.shutdown)
@@ -157,6 +168,7 @@ class Intake:
         self._workers.shutdown(wait=False, cancel_futures=True)
         self._compilers.shutdown(wait=False, cancel_futures=True)
         self._readers.shutdown(wait=False, cancel_futures=True)
+        self._weights.shutdown(wait=False, cancel_futures=True)
 
 
 def _seen(reading: asyncio.Future[Any]) -> None:

@@ -78,6 +78,8 @@ class Resumption:
         same = checkpoint.weight_version == weight_version or not checkpoint.token_ids
         if not same:
             request.note_switch(checkpoint.weight_version)
+        elif checkpoint.weight_version != weight_version:
+            request.prompt_logprobs.clear()  # no output was behind them
         request.take_version(weight_version)
         if isinstance(cursor, BlockCursor):
             # With other weights its block begins again.
@@ -209,8 +211,10 @@ def _check_state(
 
 
 def take(request: Request, cell: StreamCell, info: DeviceInfo) -> StreamCheckpoint:
-    """How far a request has come. Raises RuntimeError before its prompt is tokenized, and if its output is
-    complete."""
+    """How far a request has come. Raises RuntimeError before its prompt is tokenized, if its output is
+    complete, and if it has none: what only scores or pools a prompt starts anew."""
+    if request.params.max_tokens == 0 or request.pooled is not None:
+        raise RuntimeError("it generates nothing (max_tokens 0), so there is nothing to go on with")
     if not request.key:
         raise RuntimeError("the prompt has not been tokenized yet")
     if request.ended and request.finish_reason != "abort":

@@ -137,10 +137,9 @@ class Updates:
     async def _update(self, given: Any, mode: UpdateMode, version: int | None) -> int:
         async with self._turn:
             prepared = await self._prepared(given)
-            if mode == "wait":
-                self._core.hold_back()
             try:
                 if mode == "wait":
+                    self._core.hold_back()
                     await self._until_ended()
                 return await self._installed(prepared, mode, version)
             finally:
@@ -153,7 +152,7 @@ class Updates:
         before it raises. Raises ConfigError."""
         prepare = await self._launcher.call(lambda device: updatable(device).prepare_weights)
         stopped = threading.Event()
-        reading = asyncio.ensure_future(self._intake.run(prepare, given, partial(_go_on, stopped)))
+        reading = self._intake.read_weights(prepare, given, partial(_go_on, stopped))
         try:
             return await asyncio.shield(reading)
         except asyncio.CancelledError:

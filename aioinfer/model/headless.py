@@ -94,14 +94,21 @@ def with_head(checkpoint: Checkpoint, config: Any, known: Collection[str]) -> tu
     return Headless(checkpoint, architecture, classifies=classifies), config
 
 
-def with_prefix(tensors: Tensors) -> Tensors:
-    """The tensors of a checkpoint under the names that they have in a language model."""
-    if _WORDS not in tensors.names or f"{_PREFIX}{_WORDS}" in tensors.names:
-        return tensors
+def with_prefix(tensors: Tensors, known: Collection[str] = ()) -> Tensors:
+    """The tensors of a checkpoint under the names that they have in a language model. ``known``: all such
+    names, for tensors that are not a whole checkpoint."""
     names = tensors.names
+    bare = _WORDS in names and f"{_PREFIX}{_WORDS}" not in names
+    if not bare and not (known and _all_bare(names, known)):
+        return tensors
     return _Renamed(
         tensors, {name if name.startswith(_OUTSIDE) else f"{_PREFIX}{name}": name for name in names}
     )
+
+
+def _all_bare(names: Collection[str], known: Collection[str]) -> bool:
+    inner = [name for name in names if not name.startswith(_OUTSIDE)]
+    return bool(inner) and all(name not in known and f"{_PREFIX}{name}" in known for name in inner)
 
 
 def without_score(tensors: Tensors) -> Tensors:

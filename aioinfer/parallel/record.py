@@ -318,11 +318,12 @@ class Attempt:
             there = output[first : first + len(ids)]
             if there != list(ids[: len(there)]):
                 raise Diverged(f"the tokens from {first} on are others than those that were delivered")
+        if not output:
+            record.weight_version = rows.weight_version  # scores and vectors have no tokens
         if len(ids) <= known:
             return False
         if rows.weight_version != record.weight_version:
-            if output:
-                record.note_switch(record.weight_version)
+            record.note_switch(record.weight_version)
             record.weight_version = rows.weight_version
         output += ids[known:] if known else ids
         record.token_times += rows.times[known:] if known else rows.times

@@ -170,7 +170,7 @@ class RequestQueues:
 
     def park(self, request: Request, waits: ParkedFor = ParkedFor.READER) -> None:
         """Compute nothing for a request until :meth:`unpark` was called for all that it waits for. It keeps
-        its pages while no other request needs them."""
+        its pages while no other request needs them. If the policy raises, it is not parked."""
         if request.finished or waits in request.parked_for:
             return
         parked = request.parked
@@ -181,7 +181,11 @@ class RequestQueues:
         if request.state is RequestState.RUNNING:
             self._stop_computing(request)
         else:
-            self._dequeue(request)
+            try:
+                self._dequeue(request)
+            except BaseException:
+                request.parked_for -= {waits}
+                raise
             self.shelved[request.key] = request
 
     def unpark(self, request: Request, waits: ParkedFor = ParkedFor.READER) -> None:

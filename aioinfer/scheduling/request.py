@@ -340,8 +340,15 @@ class Request:
         """Other weights compute the next token, and no KV of those before is read. Its text is not behind."""
         if self.output_ids:
             self.note_switch(self.weight_version)
+        elif self.prompt_logprobs:
+            self.rescore()
         self.take_version(version)
         self.cursor.forget_draft()
+
+    def rescore(self) -> None:
+        """All logprobs of the prompt are computed again. Nothing is in flight, and no KV is kept."""
+        self.prompt_logprobs.clear()
+        self.cursor.restart(0)
 
     def take_version(self, version: int) -> None:
         """Weights of this version compute the next token."""

@@ -21,7 +21,7 @@ from aioinfer.stream import Stream, request_of
 from aioinfer.testing import ToyTokenizer, VirtualLoop
 from tests.engine.block_worlds import make_block_world
 from tests.engine.laws import LawChecker, watch
-from tests.engine.worlds import VOCAB, Claim, Injected, World, make_world
+from tests.engine.worlds import VOCAB, Claim, Injected, World, make_world, of_prompt
 from tests.speculation.drafters import name_of
 
 
@@ -63,7 +63,7 @@ async def lifetime(world: World, number: int) -> None:
     try:
         stream = engine.generate(
             text if as_text else ids,
-            params,
+            params if pooling is None else of_prompt(params),
             request_id=name_of(params),
             adapter=adapter,
             pooling=pooling,

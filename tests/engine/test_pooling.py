@@ -301,3 +301,40 @@ async def test_a_step_of_prompts_alone_samples_nothing(make_engine: MakeEngine) 
         await engine.embed([[1, 2, 3], [4, 5]])
     assert seen
     assert not any(seen)
+
+
+@pytest.mark.parametrize(
+    "ignored",
+    [{"max_tokens": 50}, {"stop": ("x",)}, {"logprobs": 2}, {"min_tokens": 1}, {"temperature": 0.5}],
+    ids=lambda ignored: next(iter(ignored)),
+)
+async def test_parameters_that_pooling_would_ignore_are_refused(
+    make_engine: MakeEngine, ignored: dict[str, Any]
+) -> None:
+    async with make_engine() as engine:
+        with pytest.raises(InvalidRequest) as refused:
+            engine.generate([1, 2, 3], SamplingParams(**ignored), pooling=MEAN)
+        assert refused.value.field == next(iter(ignored))
+        scored = SamplingParams(max_tokens=0, prompt_logprobs=0, logprob_start_len=1)
+        result = await engine.generate([1, 2, 3], scored, pooling=MEAN)
+        assert result.pooled is not None
+        assert len(result.prompt_logprobs or ()) == 3
+
+
+async def test_a_chat_without_an_answer_is_refused(make_engine: MakeEngine) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    async with make_engine() as engine:
+        for options, field in (
+            ({"pooling": MEAN}, "pooling"),
+            ({"params": SamplingParams(max_tokens=0)}, "max_tokens"),
+        ):
+            with pytest.raises(InvalidRequest) as refused:
+                engine.chat(messages, **options)
+            assert refused.value.field == field
+
+
+async def test_a_start_of_logprobs_that_are_not_wanted_is_refused(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        with pytest.raises(InvalidRequest) as refused:
+            engine.generate([1, 2, 3], SamplingParams(logprob_start_len=1))
+        assert refused.value.field == "logprob_start_len"

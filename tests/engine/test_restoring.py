@@ -19,6 +19,7 @@ from aioinfer.engine import Engine
 from aioinfer.loop.resumption import Resumption
 from aioinfer.outputs import Result
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams
+from aioinfer.pooling import Pooling
 from aioinfer.scheduling.request import Request
 from examples.training.tasks import TASKS, held_out
 from tests.engine.conftest import MakeEngine
@@ -322,6 +323,22 @@ async def test_checkpoints_are_of_outputs_that_go_on(make_engine: MakeEngine) ->
         stream = engine.generate("text", SamplingParams(max_tokens=4))
         with pytest.raises(RuntimeError, match="tokenized"):
             stream.checkpoint()
+
+
+async def test_what_generates_nothing_has_no_checkpoint(make_engine: MakeEngine) -> None:
+    async with make_engine(chunk_size=8) as engine:
+        score = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        for stream in (
+            engine.generate([*range(40)], score),
+            engine.generate([*range(40)], SamplingParams(max_tokens=0), pooling=Pooling("mean")),
+        ):
+            with pytest.raises(RuntimeError, match="max_tokens 0"):
+                stream.checkpoint()
+            while not stream.admitted:
+                await asyncio.sleep(0)
+            with pytest.raises(RuntimeError, match="max_tokens 0"):
+                stream.checkpoint()
+            await stream
 
 
 # -- bad input -----------------------------------------------------------------------------------------

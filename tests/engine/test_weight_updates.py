@@ -226,6 +226,21 @@ async def test_cancelled_while_it_reads_it_stops_reading_and_changes_nothing(mak
         assert await engine.update_weights(weights(1)) == 1
 
 
+async def test_prompts_are_tokenized_on_all_threads_while_it_reads(make_engine: MakeEngine) -> None:
+    device = Slow()
+    device.may_install.set()
+    both = threading.Barrier(2, timeout=20)
+    async with make_engine(device=device) as engine:
+        updating = asyncio.ensure_future(engine.update_weights(weights(1)))
+        await asyncio.to_thread(device.reading.wait)
+        intake = engine._serving()._intake
+        try:
+            await asyncio.gather(*(intake.run(both.wait) for _ in range(2)))
+        finally:
+            device.may_read.set()
+        assert await updating == 1
+
+
 async def test_cancelled_while_it_installs_it_is_completed(make_engine: MakeEngine) -> None:
     device = Slow()
     device.may_read.set()
@@ -330,6 +345,27 @@ async def test_a_stream_that_is_resumed_with_other_weights_says_so(make_engine: 
         assert (await engine.restore(again)).token_ids == toy_generate(PROMPT, LONG, weights=1)
 
 
+async def test_logprobs_of_a_prompt_are_not_resumed_under_other_weights(make_engine: MakeEngine) -> None:
+    params, prompt = SHORT.changed(prompt_logprobs=0), [*range(1, 41)]
+    async with make_engine(chunk_size=8, max_running_requests=4, max_step_tokens=8) as engine:
+        stream = engine.generate(prompt, params)
+        while not (known := stream._cell.request.prompt_logprobs):
+            await asyncio.sleep(0)
+        stored = stream.checkpoint()
+        stream.close()
+        assert 0 < len(stored.prompt_logprobs) == len(known)
+        assert not stored.token_ids
+        await engine.update_weights(weights(1))
+        resumed = engine.restore(stored)
+        while not resumed.admitted:
+            assert not resumed._cell.request.prompt_logprobs
+            await asyncio.sleep(0)
+        result = await resumed
+        assert len(result.prompt_logprobs or ()) == 40
+        assert result.token_ids == toy_generate(prompt, params, weights=1)
+        assert result.weight_version == 1
+
+
 async def test_from_another_thread(make_engine: MakeEngine) -> None:
     async with make_engine() as engine:
         remote = engine.threadsafe()
@@ -366,6 +402,96 @@ def test_without_a_loop(mode: Any) -> None:
         with pytest.raises(errors.ConfigError):
             llm.update_weights({"weights": None})
         assert llm.generate([PROMPT], SHORT)[0].token_ids == toy_generate(PROMPT, SHORT, weights=1)
+
+
+def make_llm(**settings: Any) -> LLM:
+    settings = {"page_size": 4, "num_pages": 64, "max_running_requests": 4, "overlap_steps": 0, **settings}
+    config = EngineConfig(model="toy", **settings)
+    return LLM(config, device=lambda _: ToyDevice(), tokenizer=lambda _: ToyTokenizer())
+
+
+def driven(params: SamplingParams, *, at: int) -> tuple[list[Chunk], Result]:
+    """One request whose weights are replaced once it has ``at`` tokens: its chunks and its result."""
+    with make_llm() as llm:
+        key = llm.add_request(PROMPT, params)
+        chunks: list[Chunk] = []
+        found: dict[int, Result] = {}
+        tokens = 0
+        while llm.has_unfinished():
+            found |= llm.step()
+            chunks += llm.take_chunks().values()
+            tokens += 1
+            if tokens == at:
+                llm.update_weights(weights(1))
+        chunks += llm.take_chunks().values()
+        assert not llm.take_chunks()
+        return chunks, found[key]
+
+
+def test_a_stop_string_across_a_switch_still_ends_the_chunks() -> None:
+    chunks, _ = driven(LONG, at=8)
+    stop = chunks[7].text + chunks[8].text
+    chunks, result = driven(LONG.changed(stop=(stop,)), at=8)
+    assert result.finish_reason == "stop" == chunks[-1].finish_reason
+    assert [chunk.weight_version for chunk in chunks[-2:]] == [0, 1]
+    assert [token for chunk in chunks for token in chunk.token_ids] == result.token_ids
+    assert "".join(chunk.text for chunk in chunks) == result.text
+
+
+def test_chunks_of_those_that_end_while_an_update_waits_can_be_taken() -> None:
+    with make_llm() as llm:
+        keys = [llm.add_request([*PROMPT, each], SHORT.changed(max_tokens=4 * each)) for each in (1, 2)]
+        llm.step()
+        taken = llm.take_chunks()
+        llm.update_weights(weights(1), mode="wait")
+        rest = llm.take_chunks()
+        assert [rest[key].finish_reason for key in keys] == ["length"] * 2
+        for key, each in zip(keys, (1, 2), strict=True):
+            ids = taken[key].token_ids if key in taken else []
+            assert len(ids) + len(rest[key].token_ids) == 4 * each
+
+
+@pytest.mark.parametrize("settings", [SamplingParams(max_tokens=0), SHORT])
+def test_logprobs_of_a_prompt_without_output_are_all_of_the_new_weights(settings: SamplingParams) -> None:
+    prompt, params = [*range(1, 41)], settings.changed(prompt_logprobs=0)
+    with make_llm(chunk_size=8, max_step_tokens=32) as llm:
+        key = llm.add_request(prompt, params)
+        llm.step()
+        llm.step()
+        (cell,) = llm._open.values()
+        assert 0 < len(cell.request.prompt_logprobs) < 39
+        llm.update_weights(weights(1))
+        assert not cell.request.prompt_logprobs, "those of the earlier weights"
+        found: dict[int, Result] = {}
+        while llm.has_unfinished():
+            found |= llm.step()
+    with make_llm() as llm:
+        llm.update_weights(weights(1))
+        (wanted,) = llm.generate([prompt], params)
+    assert found[key].prompt_logprobs == wanted.prompt_logprobs
+    assert found[key].token_ids == wanted.token_ids
+    assert (found[key].weight_version, found[key].identical) == (1, True)
+
+
+async def test_a_policy_that_raises_when_it_is_held_back_holds_back_nothing(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with make_engine(max_running_requests=1) as engine:
+        running, waiting = engine.generate(PROMPT, LONG), engine.generate([4, 5], SHORT)
+        await anext(running)
+        policy = type(engine._core.scheduler.queues.waiting)
+
+        def raising(self: object, request: Request) -> None:
+            raise ValueError("planted")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(policy, "remove", raising)
+            with pytest.raises(ValueError, match="planted"):
+                await engine.update_weights(weights(1), mode="wait")
+        for stream in (waiting, engine.generate([7, 8], SHORT)):
+            async with asyncio.timeout(20):
+                assert (await stream).weight_version == 0
+        assert engine.weight_version == 0
 
 
 # -- planted bugs

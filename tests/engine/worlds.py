@@ -224,7 +224,9 @@ def random_prefills(params: SamplingParams) -> tuple[SamplingParams, Pooling | N
     """Of its own dice: some requests have no output, and most of these pool."""
     assert params.seed is not None
     rng = random.Random(params.seed + 6)
-    params = params.changed(logprob_start_len=rng.choice([0, 0, 1, 5, 1000]))
+    start = rng.choice([0, 0, 1, 5, 1000])
+    if params.prompt_logprobs is not None:
+        params = params.changed(logprob_start_len=start)
     if rng.random() < 0.7:
         return params, None
     kind = rng.choice([*KINDS, None])
@@ -232,6 +234,13 @@ def random_prefills(params: SamplingParams) -> tuple[SamplingParams, Pooling | N
     if kind in (None, "cls", "classes"):
         return params, None
     return params, Pooling(kind, (3, 9, 40) if kind == "choices" else ())
+
+
+def of_prompt(params: SamplingParams) -> SamplingParams:
+    """Those of them that apply to a prompt that is pooled."""
+    return SamplingParams(
+        max_tokens=0, prompt_logprobs=params.prompt_logprobs, logprob_start_len=params.logprob_start_len
+    )
 
 
 def verify(world: World, claims: Sequence[Claim]) -> None:

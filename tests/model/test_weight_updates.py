@@ -38,6 +38,9 @@ KINDS = [
 OTHERS = [kind for kind in {**FAMILIES, **RECURRENT} if kind not in KINDS]
 
 
+FILE = "model.safetensors"
+
+
 def go_on() -> None:
     """Nobody wants to end it."""
 
@@ -105,6 +108,29 @@ def test_an_updated_model_has_the_bits_of_one_that_was_loaded_anew(
         own = bool(model.spec.layer_kernels)
         update(model, items(one) if own else [*load(one, kernels).state().items()])
         assert torch.equal(logits(model, kernels), before)
+
+
+@pytest.mark.parametrize("given", ["directory", "file", "memory", "parts"])
+def test_tensors_whose_names_lack_the_prefix_are_those_of_the_model(
+    pair: Callable[[str], tuple[Path, Path]], given: str
+) -> None:
+    one, two = pair("llama-gqa-tied")
+    expected = logits(load(two, "sdpa"), "sdpa")
+    for path in (one, two):
+        named = {name.removeprefix("model."): tensor for name, tensor in load_file(path / FILE).items()}
+        save_file(named, path / FILE, {"format": "pt"})
+    model = load(one, "sdpa")
+    if given == "directory":
+        update(model, two)
+    elif given == "file":
+        update(model, two / FILE)
+    elif given == "memory":
+        update(model, items(two))
+    else:
+        layers = [item for item in items(two) if str(item[0]).startswith("layers.")]
+        update(model, layers)
+        update(model, [item for item in items(two) if not str(item[0]).startswith("layers.")])
+    assert torch.equal(logits(model, "sdpa"), expected)
 
 
 @pytest.mark.parametrize("kind", grid(["qwen3-wide-untied", "qwen3.5-moe"], ["llama-gqa-tied", "gpt2-wide"]))

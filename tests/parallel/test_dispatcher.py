@@ -459,3 +459,12 @@ async def test_weights_are_replaced_in_one_engine_after_the_other() -> None:
             assert ids == toy_generate(prompt(number), params, weights=1, begun=ids[:before])
             assert (stream.result().weight_version, stream.result().identical) == (1, False)
         assert dispatcher.stats().weight_version == 1
+
+
+@virtual
+async def test_what_has_no_tokens_has_the_version_of_its_weights() -> None:
+    async with Dispatcher(toys(1)) as dispatcher:
+        await dispatcher.update_weights({"weights": 5}, version=5)
+        score = SamplingParams(max_tokens=0, prompt_logprobs=0)
+        assert (await dispatcher.generate(prompt(1), score)).weight_version == 5
+        assert (await dispatcher.generate(prompt(1), PARAMS)).weight_version == 5

@@ -13,6 +13,7 @@ import torch
 from aioinfer.checkpoint.files import Checkpoint
 from aioinfer.checkpoint.tensors import SafetensorsTensors, Tensors
 from aioinfer.errors import ConfigError, shown
+from aioinfer.model.headless import with_prefix
 from aioinfer.model.layers import LayerKernels
 from aioinfer.model.spec import CausalLM
 from aioinfer.model.updates.given import GivenTensors, check_finite
@@ -145,6 +146,7 @@ class DecoderRecipe:
         plain: bool,
     ) -> list[Change]:
         """``plain``: reading a tensor costs no more than its bytes."""
+        tensors = with_prefix(tensors, self.known.names)
         weights = NewWeights(
             tensors, self.known, partial=partial, mapped=mapped, dtype=self.dtype, device=self.device
         )
