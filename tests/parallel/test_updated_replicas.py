@@ -1,0 +1,59 @@
+"""Replicas with weights of several versions, and what their streams say of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioinfer import SamplingParams
+from aioinfer.parallel import Dispatcher
+from tests.parallel.framed import FramedDispatcher
+from tests.parallel.toys import STEP, Toy, prompt, record, toys, virtual
+
+LONG = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
+
+
+def local(engines: list[Toy], **options: Any) -> Dispatcher:
+    return Dispatcher(engines, policy="round_robin", **options)
+
+
+def framed(engines: list[Toy], **options: Any) -> Dispatcher:
+    return FramedDispatcher(engines, policy="round_robin", dice=random.Random(3), **options)
+
+
+both = pytest.mark.parametrize("kind", [local, framed])
+Kind = Callable[..., Dispatcher]
+
+
+@both
+@virtual
+async def test_a_stream_that_two_versions_wrote_says_that_it_is_not_identical(kind: Kind) -> None:
+    engines = toys(2, deterministic=True)
+    async with kind(engines) as dispatcher:
+        await engines[0].update_weights({"weights": 1})
+        stream = dispatcher.generate(prompt(0), LONG)
+        await asyncio.sleep(6.5 * STEP)
+        attempt = record(stream).attempt
+        assert attempt is not None and attempt.replica.name == "local-0"
+        assert record(stream).weight_version == 1
+        engines[0].lose()
+        result = await stream
+        assert (result.weight_version, result.identical) == (0, False)
+
+
+@both
+@virtual
+async def test_a_stream_of_one_version_stays_identical_when_its_replica_is_lost(kind: Kind) -> None:
+    engines = toys(2, deterministic=True)
+    async with kind(engines) as dispatcher:
+        for engine in engines:
+            await engine.update_weights({"weights": 1})
+        stream = dispatcher.generate(prompt(0), LONG)
+        await asyncio.sleep(6.5 * STEP)
+        engines[0].lose()
+        result = await stream
+        assert (result.weight_version, result.identical) == (1, True)
