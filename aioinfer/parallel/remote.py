@@ -253,6 +253,11 @@ class SocketReplica(Replica):
 
     no_updates = "engines in other processes are given weights there"
 
+    @property
+    def weight_version(self) -> int:
+        """As of its last statistics."""
+        return 0 if self._stats is None else self._stats.weight_version
+
     # -- the engine -------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats | None:

@@ -256,3 +256,28 @@ def test_a_replica_that_is_lost_while_it_loads_does_not_count(make: Make) -> Non
             assert await ask(dispatcher, 1) == wanted(1, make("1"))
 
     run(work)
+
+
+@both
+@pytest.mark.parametrize("steps", [0.5, 4.5], ids=["before its first token", "behind it"])
+@pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "unloaded"])
+def test_a_draining_replica_finishes_what_has_an_adapter_that_is_gone(
+    kind: Kind, make: Make, replaced: bool, steps: float
+) -> None:
+    async def work() -> None:
+        engines = toys(2)
+        async with kind(engines, policy="round_robin") as dispatcher:
+            await dispatcher.load_adapter("a", make("1"))
+            streams = [dispatcher.generate(prompt(number), PARAMS, adapter="a") for number in range(2)]
+            await asyncio.sleep(steps * STEP)
+            assert bool(record(streams[0]).output_ids) == (steps > 1)
+            if replaced:
+                await dispatcher.load_adapter("a", make("2"))
+            else:
+                await dispatcher.unload_adapter("a")
+            await dispatcher.restart("local-0")
+            for number, stream in enumerate(streams):
+                assert (await stream).token_ids == wanted(number, make("1"))
+            assert dispatcher.stats().resumed == 0
+
+    run(work)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from aioinfer import SamplingParams
+from aioinfer.errors import EngineFailed
 from aioinfer.parallel import Dispatcher
 from tests.parallel.framed import FramedDispatcher
 from tests.parallel.toys import STEP, Toy, prompt, record, toys, virtual
@@ -52,6 +53,41 @@ async def test_a_stream_of_one_version_stays_identical_when_its_replica_is_lost(
     async with kind(engines) as dispatcher:
         for engine in engines:
             await engine.update_weights({"weights": 1})
+        stream = dispatcher.generate(prompt(0), LONG)
+        await asyncio.sleep(6.5 * STEP)
+        engines[0].lose()
+        result = await stream
+        assert (result.weight_version, result.identical) == (1, True)
+
+
+@both
+@virtual
+async def test_an_output_that_must_be_identical_goes_on_with_the_same_weights_only(kind: Kind) -> None:
+    engines = toys(3, deterministic=True)
+    async with kind(engines, on_loss="identical") as dispatcher:
+        for engine in (engines[0], engines[2]):
+            await engine.update_weights({"weights": 1})
+        await asyncio.sleep(0.6)  # until their statistics have come
+        stream = dispatcher.generate(prompt(0), LONG)
+        await asyncio.sleep(6.5 * STEP)
+        for number in (0, 2):
+            attempt = record(stream).attempt
+            assert attempt is not None and attempt.replica.name == f"local-{number}"
+            engines[number].lose()
+            if number == 0:
+                await asyncio.sleep(6.5 * STEP)
+        with pytest.raises(EngineFailed, match="weights of version 1"):
+            await stream
+
+
+@both
+@virtual
+async def test_an_output_that_goes_on_anyhow_prefers_its_weights(kind: Kind) -> None:
+    engines = toys(3, deterministic=True)
+    async with kind(engines) as dispatcher:
+        for engine in (engines[0], engines[2]):
+            await engine.update_weights({"weights": 1})
+        await asyncio.sleep(0.6)
         stream = dispatcher.generate(prompt(0), LONG)
         await asyncio.sleep(6.5 * STEP)
         engines[0].lose()
