@@ -152,7 +152,7 @@ class Dispatcher(EngineLike):
         try:
             self._running = await self._begin(loop, progress)
             for replica in self._replicas:
-                self._running.adapters |= {each.name: each.path for each in replica.adapters()}
+                self._running.adapters |= {each.name: each for each in replica.adapters()}
                 await replica.start(self._running)
         except BaseException:
             self._running, self._idle = None, EngineState.CLOSED
@@ -256,6 +256,8 @@ class Dispatcher(EngineLike):
             await self._join(running, replica)
         except BaseException:
             self._replicas.remove(replica)
+            if replica in running.placing.replicas:
+                running.placing.replicas.remove(replica)
             if not engine.closed and engine.state is not EngineState.STARTING:
                 await replica.aclose()
             raise
@@ -306,6 +308,9 @@ class Dispatcher(EngineLike):
         """Start an engine, unless the dispatcher closes: it would outlive that."""
         running.check_open()
         await replica.launch()
+        await self._unless_closed(running, replica)
+
+    async def _unless_closed(self, running: Dispatching, replica: Replica) -> None:
         try:
             running.check_open()
         except EngineClosed:
@@ -314,12 +319,13 @@ class Dispatcher(EngineLike):
 
     async def _join(self, running: Dispatching, replica: Replica) -> None:
         await adapting.catch_up(running, replica)
-        await replica.start(running)
+        await self._unless_closed(running, replica)
+        await replica.start(running)  # at once: nothing is loaded or unloaded in between
+        if replica not in running.placing.replicas:
+            running.placing.replicas.append(replica)
         self._follow(running, replica)
         if self._paused:
             await replica.pause()
-        if replica not in running.placing.replicas:
-            running.placing.replicas.append(replica)
         running.joined()
 
     @contextmanager
@@ -375,7 +381,7 @@ class Dispatcher(EngineLike):
     async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
         """As :meth:`aioinfer.Engine.load_adapter`, on every replica; ``path`` is one that all of them see.
 
-        Where one refuses, the others forget a name that they did not have before. Replicas that start later
+        Where one refuses, and when this is cancelled, all have what they had before. Replicas that start later
         load it, too. A request that still waits for a replica gets what its name stands for when it is sent.
         """
         return await adapting.load(self._serving(), name, path)

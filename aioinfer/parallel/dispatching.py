@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import (
@@ -46,6 +47,7 @@ from aioinfer.stream import Stream, StreamCell, tell_lanes
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
+    from aioinfer.outputs import AdapterInfo
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Dispatching", "OnLoss", "close_all"]
@@ -91,8 +93,9 @@ class Dispatching(OpenStreams):
         self._intake = intake
         self.queue = RecordQueue(config, info, tokenizer, self._checks, intake, self)
         self._attempts = 0
-        #: paths by name, for replicas that join
-        self.adapters: dict[str, str] = {}
+        #: by name, for replicas that join; and whose turn it is to change what a name stands for
+        self.adapters: dict[str, AdapterInfo] = {}
+        self.adapter_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         #: a pump is scheduled
         self._due = False
         #: told of each replica that is lost
@@ -407,9 +410,13 @@ class Dispatching(OpenStreams):
 
     def joined(self) -> None:
         """A replica is ready."""
-        self.queue.take_back()
         if self.state is EngineState.FAILED:
             self.state = EngineState.RUNNING
+        self.adapted()
+
+    def adapted(self) -> None:
+        """Replicas have other adapters, or other weights."""
+        self.queue.take_back()
         self._pump_soon()
 
     def _check_left(self) -> None:

@@ -39,7 +39,8 @@ async def test_a_stream_that_two_versions_wrote_says_that_it_is_not_identical(ki
         stream = dispatcher.generate(prompt(0), LONG)
         await asyncio.sleep(6.5 * STEP)
         attempt = record(stream).attempt
-        assert attempt is not None and attempt.replica.name == "local-0"
+        assert attempt is not None
+        assert attempt.replica.name == "local-0"
         assert record(stream).weight_version == 1
         engines[0].lose()
         result = await stream
@@ -72,7 +73,8 @@ async def test_an_output_that_must_be_identical_goes_on_with_the_same_weights_on
         await asyncio.sleep(6.5 * STEP)
         for number in (0, 2):
             attempt = record(stream).attempt
-            assert attempt is not None and attempt.replica.name == f"local-{number}"
+            assert attempt is not None
+            assert attempt.replica.name == f"local-{number}"
             engines[number].lose()
             if number == 0:
                 await asyncio.sleep(6.5 * STEP)
