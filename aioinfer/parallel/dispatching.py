@@ -96,6 +96,8 @@ class Dispatching(OpenStreams):
         #: by name, for replicas that join; and whose turn it is to change what a name stands for
         self.adapters: dict[str, AdapterInfo] = {}
         self.adapter_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        #: one update of the weights at a time
+        self.updating = asyncio.Lock()
         #: a pump is scheduled
         self._due = False
         #: told of each replica that is lost

@@ -12,6 +12,7 @@ import pytest
 from aioinfer import SamplingParams
 from aioinfer.errors import EngineFailed
 from aioinfer.parallel import Dispatcher
+from aioinfer.testing import toy_generate
 from tests.parallel.framed import FramedDispatcher
 from tests.parallel.toys import STEP, Toy, prompt, record, toys, virtual
 
@@ -95,3 +96,44 @@ async def test_an_output_that_goes_on_anyhow_prefers_its_weights(kind: Kind) -> 
         engines[0].lose()
         result = await stream
         assert (result.weight_version, result.identical) == (1, True)
+
+
+@virtual
+async def test_updates_that_are_asked_for_together_happen_in_order() -> None:
+    engines = toys(2)
+    async with local(engines) as dispatcher:
+        updates = [dispatcher.update_weights({"weights": each}) for each in (1, 2, 3)]
+        assert await asyncio.gather(*updates) == [1, 2, 3]
+        assert [engine.weight_version for engine in engines] == [3, 3]
+        result = await dispatcher.generate(prompt(0), LONG)
+        assert result.token_ids == toy_generate(prompt(0), LONG, weights=3)
+
+
+@virtual
+async def test_an_update_goes_on_where_one_replica_is_lost() -> None:
+    engines = toys(3)
+    async with local(engines) as dispatcher:
+        update = engines[1].update_weights
+
+        async def lost(*arguments: Any, **options: Any) -> int:
+            engines[1].lose()
+            return await update(*arguments, **options)
+
+        engines[1].update_weights = lost  # type: ignore[method-assign]
+        assert await dispatcher.update_weights({"weights": 1}, version=7) == 7
+        assert [engines[number].weight_version for number in (0, 2)] == [7, 7]
+        assert dispatcher.weight_version == 7
+
+
+@virtual
+async def test_an_update_that_all_replicas_are_lost_in_fails() -> None:
+    engines = toys(1)
+    async with local(engines) as dispatcher:
+
+        async def lost(*arguments: Any, **options: Any) -> int:
+            engines[0].lose()
+            raise EngineFailed("the device is lost")
+
+        engines[0].update_weights = lost  # type: ignore[method-assign]
+        with pytest.raises(EngineFailed, match="the device is lost"):
+            await dispatcher.update_weights({"weights": 1})
