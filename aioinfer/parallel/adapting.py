@@ -7,8 +7,9 @@ import contextlib
 import logging
 import os
 from collections import Counter
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aioinfer.errors import AioInferError, EngineClosed, EngineFailed, InvalidRequest
 from aioinfer.loop.adapters import checked_path
@@ -26,40 +27,136 @@ __all__ = ["adapters", "catch_up", "check", "gone", "load", "unload"]
 
 _log = logging.getLogger("aioinfer")
 
+#: how often one replica is asked to load an adapter, as it may be started again meanwhile
+_TRIES = 3
+
 
 async def load(running: Dispatching, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
-    """On every replica that takes requests. Where one refuses, those that did not have the name lose it
-    again, and what that one raised is raised. One that is lost meanwhile does not count."""
+    """On every replica that takes requests. Where one refuses, and when this is cancelled, each has what it
+    had before, and what was raised is raised. One that is lost meanwhile does not count."""
     check_adapter_name(name, running.info.model)
     path = checked_path(path)
-    ready = running.placing.ready
-    had = {replica for replica in ready if replica.has(name)}
-    loads = [replica.load_adapter(name, path) for replica in ready]
-    ends = await asyncio.gather(*loads, return_exceptions=True)
-    loaded = [(each, end) for each, end in zip(ready, ends, strict=True) if isinstance(end, AdapterInfo)]
-    errors = [end for end in ends if isinstance(end, BaseException)]
-    refused = [error for error in errors if not isinstance(error, (EngineFailed, EngineClosed))]
-    if refused or not loaded:
-        for replica, _ in loaded:
-            if replica not in had:
-                with contextlib.suppress(AioInferError):
-                    await replica.unload_adapter(name)
-        raise (refused or errors or [EngineFailed("no replica takes requests")])[0]
-    running.adapters[name] = path
-    running.joined()
-    return loaded[0][1]
+    async with _turn(running, name):
+        running.check_serving()
+        had = {replica: _found(replica, name) for replica in running.placing.ready}
+        try:
+            info = await _load(running, name, path, had)
+        except BaseException:
+            await _in_any_case(_undo(name, had))
+            raise
+        running.adapters[name] = info
+        running.adapted()
+        return info
+
+
+async def _load(
+    running: Dispatching, name: str, path: str, had: dict[Replica, AdapterInfo | None]
+) -> AdapterInfo:
+    done: dict[Replica, AdapterInfo] = {}
+    tries: Counter[Replica] = Counter()
+    lost: list[BaseException] = []
+    # Those, too, that have started meanwhile, perhaps again.
+    while pending := [each for each in running.placing.ready if tries[each] < _TRIES and _lacks(each, done)]:
+        tries.update(pending)
+        for each in pending:
+            had.setdefault(each, _found(each, name))
+        loads = [each.load_adapter(name, path) for each in pending]
+        ends = await asyncio.gather(*loads, return_exceptions=True)
+        for replica, end in zip(pending, ends, strict=True):
+            if isinstance(end, AdapterInfo):
+                done[replica] = end
+            elif isinstance(end, (EngineFailed, EngineClosed)):
+                lost.append(end)
+            else:
+                raise end
+    for replica in running.placing.ready:
+        if replica in done:
+            return done[replica]
+    raise (lost or [EngineFailed("no replica takes requests")])[0]
+
+
+def _lacks(replica: Replica, done: dict[Replica, AdapterInfo]) -> bool:
+    info = done.get(replica)
+    return info is None or not replica.has(info.name, info.fingerprint)
+
+
+async def _undo(name: str, had: dict[Replica, AdapterInfo | None]) -> None:
+    await asyncio.gather(*(_give_back(replica, name, info) for replica, info in had.items()))
+
+
+async def _give_back(replica: Replica, name: str, info: AdapterInfo | None) -> None:
+    """The name stands for what it stood for, or for nothing."""
+    present = _found(replica, name)
+    if present is None or _alike(present, info):
+        return
+    with contextlib.suppress(EngineFailed, EngineClosed):
+        if info is not None:
+            try:
+                if _alike(await replica.load_adapter(name, info.path), info):
+                    return
+                why: object = "its files were changed"
+            except (EngineFailed, EngineClosed):
+                raise
+            except AioInferError as error:
+                why = error
+            _log.error("the replica %s loses the adapter %r: %s", replica.name, name, why)
+        with contextlib.suppress(InvalidRequest):
+            await replica.unload_adapter(name)
 
 
 async def unload(running: Dispatching, name: str) -> None:
-    """Everywhere. Raises InvalidRequest: no replica has it."""
-    known = running.adapters.pop(name, None)
-    having = [replica for replica in running.placing.ready if replica.has(name)]
-    if not having and known is None:
-        raise adapter_not_loaded(name, (each.name for each in adapters(running)), "name")
+    """Everywhere, also if this is cancelled. Raises InvalidRequest: no replica has it."""
+    async with _turn(running, name):
+        running.check_serving()
+        known = running.adapters.pop(name, None)
+        having = [replica for replica in running.placing.ready if replica.has(name)]
+        if not having and known is None:
+            raise adapter_not_loaded(name, (each.name for each in adapters(running)), "name")
+        await _in_any_case(_unload(name, having))
+
+
+async def _unload(name: str, having: Sequence[Replica]) -> None:
     ends = await asyncio.gather(*(each.unload_adapter(name) for each in having), return_exceptions=True)
     for end in ends:
         if isinstance(end, BaseException) and not isinstance(end, (EngineFailed, EngineClosed)):
             raise end
+
+
+@contextlib.asynccontextmanager
+async def _turn(running: Dispatching, name: str) -> AsyncIterator[None]:
+    """One load or unload of a name at a time, in the order of the calls."""
+    lock = running.adapter_turns.get(name)
+    if lock is None:
+        lock = running.adapter_turns[name] = asyncio.Lock()
+    async with lock:
+        yield
+
+
+async def _in_any_case(work: Coroutine[Any, Any, None]) -> None:
+    """Do it to its end; if this is cancelled meanwhile, raise that then."""
+    task = asyncio.get_running_loop().create_task(work, name="aioinfer-adapter")
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait((task,))
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()
+        raise cancelled
+    task.result()
+
+
+def _found(replica: Replica, name: str) -> AdapterInfo | None:
+    return next((each for each in replica.adapters() if each.name == name), None)
+
+
+def _alike(one: AdapterInfo | None, other: AdapterInfo | None) -> bool:
+    """From the same files."""
+    if one is None or other is None:
+        return one is other
+    return (one.name, one.path, one.fingerprint) == (other.name, other.path, other.fingerprint)
 
 
 def adapters(running: Dispatching) -> list[AdapterInfo]:
@@ -91,13 +188,33 @@ def gone(running: Dispatching, name: str) -> InvalidRequest:
 
 
 async def catch_up(running: Dispatching, replica: Replica) -> None:
-    """Load what the others have into a replica that joins. What it cannot have, it gets no requests for."""
-    for name, path in list(running.adapters.items()):
-        if any((each.name, each.path) == (name, path) for each in replica.adapters()):
-            continue
+    """Give a replica that joins what the others have, and no more than that, also of what is loaded and
+    unloaded meanwhile: when this returns, nothing has changed since. What it cannot have, it gets no
+    requests for."""
+    tried: dict[str, AdapterInfo | None] = {}
+    while (change := _next_change(running, replica, tried)) is not None:
+        name, info = change
+        tried[name] = info
         try:
-            await replica.load_adapter(name, path)
+            if info is None:
+                await replica.unload_adapter(name)
+            else:
+                await replica.load_adapter(name, info.path)
         except (EngineFailed, EngineClosed):
             return  # which is noticed otherwise
         except AioInferError as error:
-            _log.error("the replica %s joins without the adapter %r: %s", replica.name, name, error)
+            how = "with" if info is None else "without"
+            _log.error("the replica %s joins %s the adapter %r: %s", replica.name, how, name, error)
+
+
+def _next_change(
+    running: Dispatching, replica: Replica, tried: dict[str, AdapterInfo | None]
+) -> tuple[str, AdapterInfo | None] | None:
+    """A name, and what it should stand for in a replica, other than what was tried last."""
+    for name, info in running.adapters.items():
+        if not _alike(_found(replica, name), info) and tried.get(name) is not info:
+            return name, info
+    for each in replica.adapters():
+        if each.name not in running.adapters and tried.get(each.name, each) is not None:
+            return each.name, None
+    return None

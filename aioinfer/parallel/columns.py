@@ -131,6 +131,8 @@ def _further(row: Rows, now: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if row.admitted_at is not None:
         found["admitted"] = [max(0.0, now - row.admitted_at), row.cached_tokens]
+    if row.weight_version:
+        found["weights"] = row.weight_version
     if row.logprobs:
         found["logprobs"] = _plain(row.logprobs)
     if row.prompt_logprobs:
@@ -159,6 +161,8 @@ def _add(row: Rows, further: dict[str, Any], now: float) -> None:
             case "admitted":
                 age, row.cached_tokens = _is(value[0], float, int), _is(value[1], int)
                 row.admitted_at = now - age
+            case "weights":
+                row.weight_version = _is(value, int)
             case "logprobs" | "prompt_logprobs":
                 setattr(row, name, [_logprob(*each) for each in value])
             case "steps":

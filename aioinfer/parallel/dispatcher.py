@@ -21,12 +21,12 @@ from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.loop_bound import asyncio_loop, require_loop
 from aioinfer.loop.options import check_timeout
-from aioinfer.loop.updating import UpdateMode, WeightSource, check_mode, check_version, frozen
+from aioinfer.loop.updating import UpdateMode, WeightSource
 from aioinfer.observe.observers import Observer, Observers
 from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer
 from aioinfer.outputs import AdapterInfo
-from aioinfer.parallel import adapting
+from aioinfer.parallel import adapting, updating
 from aioinfer.parallel.dispatching import Dispatching, OnLoss, close_all
 from aioinfer.parallel.elsewhere import replicas_elsewhere
 from aioinfer.parallel.front import Front, bring_up, check_same_model
@@ -152,7 +152,7 @@ class Dispatcher(EngineLike):
         try:
             self._running = await self._begin(loop, progress)
             for replica in self._replicas:
-                self._running.adapters |= {each.name: each.path for each in replica.adapters()}
+                self._running.adapters |= {each.name: each for each in replica.adapters()}
                 await replica.start(self._running)
         except BaseException:
             self._running, self._idle = None, EngineState.CLOSED
@@ -256,6 +256,8 @@ class Dispatcher(EngineLike):
             await self._join(running, replica)
         except BaseException:
             self._replicas.remove(replica)
+            if replica in running.placing.replicas:
+                running.placing.replicas.remove(replica)
             if not engine.closed and engine.state is not EngineState.STARTING:
                 await replica.aclose()
             raise
@@ -306,6 +308,9 @@ class Dispatcher(EngineLike):
         """Start an engine, unless the dispatcher closes: it would outlive that."""
         running.check_open()
         await replica.launch()
+        await self._unless_closed(running, replica)
+
+    async def _unless_closed(self, running: Dispatching, replica: Replica) -> None:
         try:
             running.check_open()
         except EngineClosed:
@@ -314,12 +319,13 @@ class Dispatcher(EngineLike):
 
     async def _join(self, running: Dispatching, replica: Replica) -> None:
         await adapting.catch_up(running, replica)
-        await replica.start(running)
+        await self._unless_closed(running, replica)
+        await replica.start(running)  # at once: nothing is loaded or unloaded in between
+        if replica not in running.placing.replicas:
+            running.placing.replicas.append(replica)
         self._follow(running, replica)
         if self._paused:
             await replica.pause()
-        if replica not in running.placing.replicas:
-            running.placing.replicas.append(replica)
         running.joined()
 
     @contextmanager
@@ -375,8 +381,9 @@ class Dispatcher(EngineLike):
     async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
         """As :meth:`aioinfer.Engine.load_adapter`, on every replica; ``path`` is one that all of them see.
 
-        Where one refuses, the others forget a name that they did not have before. Replicas that start later
-        load it, too. A request that still waits for a replica gets what its name stands for when it is sent.
+        Where one refuses, and when this is cancelled, all have what they had before. Replicas that start
+        later load it, too. A request that still waits for a replica gets what its name stands for when it is
+        sent.
         """
         return await adapting.load(self._serving(), name, path)
 
@@ -395,26 +402,17 @@ class Dispatcher(EngineLike):
         self, source: WeightSource, *, mode: UpdateMode = "keep", version: int | None = None
     ) -> int:
         """As :meth:`aioinfer.Engine.update_weights`, of one engine of this process after the other, so
-        that the others serve meanwhile. A replica that joins, or is restarted, later has the weights of its
-        checkpoint.
+        that the others serve meanwhile. Updates happen in the order of the calls. One that is lost meanwhile
+        does not count; one that joins, or is restarted, later has the weights of its checkpoint.
 
         Raises ConfigError, before anything is changed, if an engine is in another process.
         """
-        running, given = self._serving(), frozen(source)
-        check_mode(mode)
-        chosen = check_version(version, self.weight_version)
-        replicas = [*running.placing.ready]
-        for replica in replicas:
-            if replica.no_updates:
-                raise ConfigError(f"weights: {replica.no_updates} (replica {replica.name})")
-        for replica in replicas:
-            await replica.update_weights(given, mode, chosen)
-        return chosen
+        return await updating.update(self._serving(), source, mode, version)
 
     @property
     def weight_version(self) -> int:
         """Of the replica with the newest weights."""
-        return max((each.weight_version for each in self._serving().placing.ready), default=0)
+        return updating.newest_version(self._serving())
 
     # -- observing ------------------------------------------------------------------------------
 

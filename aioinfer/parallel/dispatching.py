@@ -17,6 +17,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import (
@@ -34,7 +35,7 @@ from aioinfer.loop.loop_bound import EngineState
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.resumption import check
 from aioinfer.parallel import adapting
-from aioinfer.parallel.placing import Placement, Placing
+from aioinfer.parallel.placing import Placement, Placing, Wanted
 from aioinfer.parallel.queue import RecordQueue
 from aioinfer.parallel.record import Attempt, Diverged, Ending, Record
 from aioinfer.parallel.replica import Replica, ReplicaState, Rows
@@ -46,6 +47,7 @@ from aioinfer.stream import Stream, StreamCell, tell_lanes
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
+    from aioinfer.outputs import AdapterInfo
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Dispatching", "OnLoss", "close_all"]
@@ -91,8 +93,11 @@ class Dispatching(OpenStreams):
         self._intake = intake
         self.queue = RecordQueue(config, info, tokenizer, self._checks, intake, self)
         self._attempts = 0
-        #: paths by name, for replicas that join
-        self.adapters: dict[str, str] = {}
+        #: by name, for replicas that join; and whose turn it is to change what a name stands for
+        self.adapters: dict[str, AdapterInfo] = {}
+        self.adapter_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        #: one update of the weights at a time
+        self.updating = asyncio.Lock()
         #: a pump is scheduled
         self._due = False
         #: told of each replica that is lost
@@ -179,21 +184,12 @@ class Dispatching(OpenStreams):
 
     def _send_or_refuse(self, record: Record) -> bool:
         """Whether the next one may try."""
-        wanted = self._wanted(record)
-        if wanted is not None and not self.placing.computes(wanted):
-            if self.placing.computes(wanted, soon=True):
+        wanted, picky = self._wanted(record), record.options.adapter is not None
+        if (picky or wanted is not None) and not self.placing.computes(record, wanted):
+            if self.placing.computes(record, wanted, soon=True):
                 self.queue.set_aside(record)
             else:
-                self.end(record, self._lost_for_good(record, "no replica left has the same arithmetic"))
-            return True
-        adapter = record.options.adapter
-        if adapter is not None and not self.placing.adapts(record):
-            if self.placing.adapts(record, soon=True):
-                self.queue.set_aside(record)
-            elif record.output_ids:
-                self.end(record, self._lost_for_good(record, f"no replica left has its adapter {adapter!r}"))
-            else:
-                self.end(record, adapting.gone(self, adapter))
+                self.end(record, self._nowhere(record, wanted))
             return True
         try:
             placement = self.placing.choose(record, wanted)
@@ -218,10 +214,21 @@ class Dispatching(OpenStreams):
             self.end(record, _step_failed("the request could not be sent", cause))
         return True
 
-    def _wanted(self, record: Record) -> str | None:
-        """The arithmetic that an output must go on with. None: any."""
-        begun = record.output_ids and record.identical
-        return record.numerics if self.on_loss == "identical" and begun else None
+    def _wanted(self, record: Record) -> Wanted | None:
+        """What an output must go on with. None: anything."""
+        if self.on_loss != "identical" or not record.output_ids or not record.identical:
+            return None
+        return Wanted(record.numerics, record.newest_version)
+
+    def _nowhere(self, record: Record, wanted: Wanted | None) -> RequestError | EngineError:
+        """Why no replica computes a record, now or soon."""
+        adapter = record.options.adapter
+        if wanted is not None and not any(map(wanted.is_of, self.placing.ready)):
+            return self._lost_for_good(record, f"no replica left has {wanted}")
+        assert adapter is not None
+        if record.output_ids:
+            return self._lost_for_good(record, f"no replica left has its adapter {adapter!r}")
+        return adapting.gone(self, adapter)
 
     def _send(self, record: Record, placement: Placement) -> None:
         self._attempts += 1
@@ -385,9 +392,10 @@ class Dispatching(OpenStreams):
             return
         replica.state = ReplicaState.DRAINING
         for attempt in list(replica.load.attempts.values()):
-            if self.placing.computes(self._wanted(attempt.record)):
+            record = attempt.record
+            if self.placing.computes(record, self._wanted(record), sent=True):
                 self._leave(attempt, abort=True)
-                self._again(attempt.record)
+                self._again(record)
 
     async def emptied(self, replica: Replica) -> None:
         """Wait until nothing is computed on a replica that is draining, or until it is lost."""
@@ -404,9 +412,13 @@ class Dispatching(OpenStreams):
 
     def joined(self) -> None:
         """A replica is ready."""
-        self.queue.take_back()
         if self.state is EngineState.FAILED:
             self.state = EngineState.RUNNING
+        self.adapted()
+
+    def adapted(self) -> None:
+        """Replicas have other adapters, or other weights."""
+        self.queue.take_back()
         self._pump_soon()
 
     def _check_left(self) -> None:

@@ -169,7 +169,10 @@ class LocalReplica(Replica):
 
     @property
     def weight_version(self) -> int:
-        return self.engine.weight_version
+        try:
+            return self.engine.weight_version
+        except EngineClosed:
+            return 0  # it is starting
 
     async def update_weights(self, source: WeightSource, mode: UpdateMode, version: int) -> None:
         await self.engine.update_weights(source, mode=mode, version=version)

@@ -11,13 +11,28 @@ from aioinfer.parallel.record import Attempt, Record
 from aioinfer.parallel.remembering import PAGE
 from aioinfer.parallel.replica import Replica, ReplicaState, take_away
 
-__all__ = ["Placement", "Placing", "has_adapter"]
+__all__ = ["Placement", "Placing", "Wanted", "has_adapter"]
 
 #: steps of prefill that a replica may have in its own queue
 _STEPS = 2
 #: hashes of a prompt's prefixes, at most
 _MOST_PAGES = 512
 _READY = ReplicaState.READY
+
+
+class Wanted(NamedTuple):
+    """What an output must go on with."""
+
+    #: by which arithmetic, and by which version of the weights its last token was computed
+    numerics: str
+    weights: int
+
+    def __str__(self) -> str:
+        return "the same arithmetic" + (f" and the weights of version {self.weights}" if self.weights else "")
+
+    def is_of(self, replica: Replica) -> bool:
+        """A replica has it, as far as that is known."""
+        return replica.info.numerics == self.numerics and replica.weight_version == self.weights
 
 
 class Placement(NamedTuple):
@@ -51,30 +66,25 @@ class Placing:
         """Something computes, or is about to."""
         return any(each.state not in (ReplicaState.LOST, ReplicaState.CLOSED) for each in self.replicas)
 
-    def computes(self, numerics: str | None, *, soon: bool = False) -> bool:
-        """A replica that takes requests has this arithmetic; ``soon``: one that does or is about to. None:
-        there is one."""
-        states = (_READY, ReplicaState.DRAINING, ReplicaState.STARTING) if soon else (_READY,)
+    def computes(
+        self, record: Record, wanted: Wanted | None, *, soon: bool = False, sent: bool = False
+    ) -> bool:
+        """A replica that takes requests has what is ``wanted`` (None: anything) and the adapter of a record;
+        ``soon``: or one may have these soon; ``sent``: the adapter that it had where it was sent."""
+        states = (ReplicaState.STARTING, ReplicaState.DRAINING) if soon else ()
         return any(
-            each.state in states and (numerics is None or each.info.numerics == numerics)
+            (each.state in states or (each.state is _READY and has_adapter(each, record, sent)))
+            and (wanted is None or wanted.is_of(each))
             for each in self.replicas
         )
 
-    def adapts(self, record: Record, *, soon: bool = False) -> bool:
-        """A replica that takes requests has the adapter of a record; ``soon``: or one may have it soon."""
-        states = (ReplicaState.STARTING, ReplicaState.DRAINING)
-        return any(
-            (soon and each.state in states) or (each.state is _READY and has_adapter(each, record))
-            for each in self.replicas
-        )
-
-    def choose(self, record: Record, numerics: str | None = None) -> Placement | None:
-        """Who computes a record; None: none has room. ``numerics``: of the arithmetic that it must have."""
+    def choose(self, record: Record, wanted: Wanted | None = None) -> Placement | None:
+        """Who computes a record; None: none has room. ``wanted``: what that one must have."""
         free = [each for each in self.ready if has_adapter(each, record) and self._has_room(each, record)]
         if record.output_ids:
-            wanted = numerics or record.numerics
-            same = [each for each in free if each.info.numerics == wanted]
-            free = same if same or numerics is not None else free
+            preferred = wanted or Wanted(record.numerics, record.newest_version)
+            same = [each for each in free if preferred.is_of(each)]
+            free = same if same or wanted is not None else free
         if not free:
             return None
         known, pages, candidates = record.known, list[int](), list[Candidate]()
@@ -145,10 +155,11 @@ class Placing:
         return load.backlog < _STEPS * replica.step_tokens
 
 
-def has_adapter(replica: Replica, record: Record) -> bool:
-    """A replica has what computes a record: where some of its output is there, the same that computed it."""
+def has_adapter(replica: Replica, record: Record, sent: bool = False) -> bool:
+    """A replica has what computes a record: where some of its output is there, the same that computed it;
+    ``sent``: the same in any case."""
     name = record.options.adapter
-    return name is None or replica.has(name, record.adapter_fingerprint if record.output_ids else "")
+    return name is None or replica.has(name, record.adapter_fingerprint if sent or record.output_ids else "")
 
 
 def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequence[int]) -> tuple[int, int]:

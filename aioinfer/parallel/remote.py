@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -253,6 +254,11 @@ class SocketReplica(Replica):
 
     no_updates = "engines in other processes are given weights there"
 
+    @property
+    def weight_version(self) -> int:
+        """As of its last statistics."""
+        return 0 if self._stats is None else self._stats.weight_version
+
     # -- the engine -------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats | None:
@@ -265,7 +271,10 @@ class SocketReplica(Replica):
     async def load_adapter(self, name: str, path: str) -> AdapterInfo:
         """The path is one there."""
         adapters = await self._adapt(name, path)
-        return next(each for each in adapters if each.name == name)
+        for each in adapters:
+            if each.name == name:
+                return each
+        raise EngineError(f"the replica {self.name} has loaded the adapter {name!r}, and does not name it")
 
     async def unload_adapter(self, name: str) -> None:
         await self._adapt(name, None)
@@ -342,17 +351,22 @@ class _Link:
             connection.send(Kind.PING)
 
     async def adapt(self, name: str, path: str | None) -> Adapted:
-        """Have an adapter loaded or unloaded; cancelled, it is left."""
+        """Have an adapter loaded or unloaded; cancelled, it is left, and what came of it is known then."""
         self._adapts += 1
         number, waiting = self._adapts, self._loop.create_future()
         self._adapting[number] = waiting
         try:
             self.connection.send(Kind.ADAPT, Adapt(number, name, path).pack())
-            answer: Adapted = await waiting
+            await asyncio.wait((waiting,))
+            answer: Adapted = waiting.result()
             return answer
         except asyncio.CancelledError:
             if not self.connection.closed:
                 self.connection.send(Kind.ADAPT, Adapt(number).pack())
+            while not waiting.done():  # its answer comes soon, or the connection ends
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.wait((waiting,))
+            waiting.exception()
             raise
         finally:
             del self._adapting[number]

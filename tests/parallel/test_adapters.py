@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from aioinfer import StreamCheckpoint
+from aioinfer.engine import EngineState
 from aioinfer.errors import ConfigError, EngineFailed, InvalidRequest
 from aioinfer.parallel import Dispatcher
 from aioinfer.testing.toy_adapters import ToyAdapter, write_toy_adapter
@@ -254,5 +255,192 @@ def test_a_replica_that_is_lost_while_it_loads_does_not_count(make: Make) -> Non
             engines[0].device.prepare_adapter = prepare  # type: ignore[method-assign]
             await dispatcher.load_adapter("a", make("1"))
             assert await ask(dispatcher, 1) == wanted(1, make("1"))
+
+    run(work)
+
+
+@both
+@pytest.mark.parametrize("steps", [0.5, 4.5], ids=["before its first token", "behind it"])
+@pytest.mark.parametrize("replaced", [True, False], ids=["replaced", "unloaded"])
+def test_a_draining_replica_finishes_what_has_an_adapter_that_is_gone(
+    kind: Kind, make: Make, replaced: bool, steps: float
+) -> None:
+    async def work() -> None:
+        engines = toys(2)
+        async with kind(engines, policy="round_robin") as dispatcher:
+            await dispatcher.load_adapter("a", make("1"))
+            streams = [dispatcher.generate(prompt(number), PARAMS, adapter="a") for number in range(2)]
+            await asyncio.sleep(steps * STEP)
+            assert bool(record(streams[0]).output_ids) == (steps > 1)
+            if replaced:
+                await dispatcher.load_adapter("a", make("2"))
+            else:
+                await dispatcher.unload_adapter("a")
+            await dispatcher.restart("local-0")
+            for number, stream in enumerate(streams):
+                assert (await stream).token_ids == wanted(number, make("1"))
+            assert dispatcher.stats().resumed == 0
+
+    run(work)
+
+
+def held_by(engines: list[Toy], name: str = "a") -> list[str | None]:
+    """The paths that a name stands for in each engine."""
+    found = [{each.name: each.path for each in engine.adapters()} for engine in engines]
+    return [each.get(name) for each in found]
+
+
+class Gate:
+    """An engine whose loads wait until they may go on."""
+
+    def __init__(self, engine: Toy) -> None:
+        self.began, self.open = asyncio.Event(), asyncio.Event()
+        self._load = engine.load_adapter
+        engine.load_adapter = self._wait  # type: ignore[method-assign]
+
+    async def _wait(self, name: str, path: Any) -> Any:
+        self.began.set()
+        await self.open.wait()
+        return await self._load(name, path)
+
+
+@both
+def test_a_load_that_the_last_replicas_are_lost_in_fails_and_so_do_requests(kind: Kind, make: Make) -> None:
+    async def work() -> None:
+        engines = toys(2)
+        async with kind(engines) as dispatcher:
+            gate = Gate(engines[1])
+            load = asyncio.ensure_future(dispatcher.load_adapter("a", make("1")))
+            await gate.began.wait()
+            await asyncio.sleep(0.5)
+            for engine in engines:
+                engine.lose()
+            gate.open.set()
+            await asyncio.wait([load])
+            assert isinstance(load.exception(), EngineFailed)
+            await asyncio.sleep(0.5)
+            assert dispatcher.state is EngineState.FAILED
+            with pytest.raises(EngineFailed, match="no replica is left"):
+                dispatcher.generate(prompt(1), PARAMS)
+
+    run(work)
+
+
+@both
+def test_a_replacement_that_one_replica_refuses_is_undone_in_the_others(kind: Kind, make: Make) -> None:
+    async def work() -> None:
+        engines = toys(3)
+        async with kind(engines) as dispatcher:
+            await dispatcher.load_adapter("a", make("1"))
+
+            def prepare(path: Path) -> Any:
+                raise ConfigError("no room here")
+
+            engines[1].device.prepare_adapter = prepare  # type: ignore[method-assign]
+            with pytest.raises(ConfigError, match="no room here"):
+                await dispatcher.load_adapter("a", make("2"))
+            assert held_by(engines) == [str(make("1"))] * 3
+            for number in range(6):
+                assert await ask(dispatcher, number) == wanted(number, make("1"))
+
+    run(work)
+
+
+@both
+def test_where_what_was_replaced_cannot_come_back_the_name_goes(kind: Kind, make: Make) -> None:
+    async def work() -> None:
+        engines = toys(2)
+        async with kind(engines, policy="round_robin") as dispatcher:
+            await dispatcher.load_adapter("a", make("1"))
+
+            def refuse(path: Path) -> Any:
+                raise ConfigError("no room here")
+
+            def prepare(path: Path) -> Any:
+                return ToyAdapter.read(path) if path.name == "of-2" else refuse(path)
+
+            engines[0].device.prepare_adapter = prepare  # type: ignore[method-assign]
+            engines[1].device.prepare_adapter = refuse  # type: ignore[method-assign]
+            with pytest.raises(ConfigError, match="no room here"):
+                await dispatcher.load_adapter("a", make("2"))
+            assert held_by(engines) == [None, str(make("1"))]
+            for number in range(4):
+                assert await ask(dispatcher, number) == wanted(number, make("1"))
+
+    run(work)
+
+
+@both
+@pytest.mark.parametrize("before", [True, False], ids=["replaced", "new"])
+def test_a_load_that_is_cancelled_is_undone_where_it_was_done(kind: Kind, make: Make, before: bool) -> None:
+    async def work() -> None:
+        engines = toys(2)
+        async with kind(engines) as dispatcher:
+            if before:
+                await dispatcher.load_adapter("a", make("1"))
+            gate = Gate(engines[1])
+            load = asyncio.ensure_future(dispatcher.load_adapter("a", make("2")))
+            await gate.began.wait()
+            await asyncio.sleep(0.5)
+            assert held_by(engines)[0] == str(make("2"))
+            load.cancel()
+            await asyncio.wait([load])
+            assert load.cancelled()
+            assert held_by(engines) == [str(make("1")) if before else None] * 2
+            gate.open.set()
+            assert (await dispatcher.load_adapter("a", make("3"))).path == str(make("3"))
+            assert held_by(engines) == [str(make("3"))] * 2
+
+    run(work)
+
+
+@both
+def test_a_replica_that_starts_again_amid_a_load_has_the_adapter(kind: Kind, make: Make) -> None:
+    async def work() -> None:
+        engines = toys(2)
+        async with kind(engines) as dispatcher:
+            gate = Gate(engines[1])
+            load = asyncio.ensure_future(dispatcher.load_adapter("a", make("1")))
+            await gate.began.wait()
+            await asyncio.sleep(0.5)
+            await dispatcher.restart("local-0")
+            await dispatcher.add(other := Toy())
+            gate.open.set()
+            await load
+            assert held_by([*engines, other]) == [str(make("1"))] * 3
+
+    run(work)
+
+
+@both
+def test_a_replica_that_joins_has_no_name_that_is_unloaded_meanwhile(kind: Kind, make: Make) -> None:
+    async def work() -> None:
+        engines = toys(2)
+        async with kind(engines) as dispatcher:
+            await dispatcher.load_adapter("a", make("1"))
+            await dispatcher.load_adapter("b", make("2"))
+            gate = Gate(engines[0])
+            restart = asyncio.ensure_future(dispatcher.restart("local-0"))
+            await gate.began.wait()
+            await dispatcher.unload_adapter("a")
+            await dispatcher.load_adapter("b", make("3"))
+            gate.open.set()
+            await restart
+            assert held_by(engines) == [None, None]
+            assert held_by(engines, "b") == [str(make("3"))] * 2
+            assert [each.name for each in dispatcher.adapters()] == ["b"]
+
+    run(work)
+
+
+@both
+def test_an_adapter_of_the_config_that_was_unloaded_does_not_come_back(kind: Kind, make: Make) -> None:
+    async def work() -> None:
+        engines = toys(2, adapters=f"a={make('1')}")
+        async with kind(engines) as dispatcher:
+            await dispatcher.unload_adapter("a")
+            await dispatcher.restart("local-0")
+            assert held_by(engines) == [None, None]
+            assert dispatcher.adapters() == []
 
     run(work)

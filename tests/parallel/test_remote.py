@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, EngineError
 from aioinfer.parallel.columns import pack_rows
 from aioinfer.parallel.frames import Kind, frame
-from aioinfer.parallel.messages import Hello, Reason, Welcome
+from aioinfer.parallel.messages import Adapted, Hello, Reason, Welcome
 from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import Rows
 from tests.parallel.served import (
@@ -82,6 +82,22 @@ async def test_what_a_replica_may_not_send_ends_that_replica(
         assert message in str(told.causes[0])
         await replica.aclose()
     assert len(told.causes) == 1
+
+
+async def test_a_load_whose_answer_does_not_name_the_adapter_fails(tmp_path: Path) -> None:
+    welcome = await welcomed()
+    replica, told = SocketReplica(str(tmp_path / "x"), "x"), Told()
+    async with saying(tmp_path / "x", welcome):
+        await replica.launch()
+        await replica.start(told)
+        link = replica._link
+        assert link is not None
+        load = asyncio.ensure_future(replica.load_adapter("a", "/a"))
+        await asyncio.sleep(0)
+        link.connection.data_received(frame(Kind.ADAPTED, Adapted(1, (), None).pack()))
+        with pytest.raises(EngineError, match="does not name it"):
+            await load
+        await replica.aclose()
 
 
 async def test_a_token_outside_of_the_vocabulary_ends_that_replica(tmp_path: Path) -> None:

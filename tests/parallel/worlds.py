@@ -14,6 +14,7 @@ from aioinfer.errors import AioInferError, EngineFailed
 from aioinfer.execution.device import DeviceLost
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.local import LocalReplica
+from aioinfer.parallel.placing import Wanted
 from aioinfer.parallel.policies import POLICIES
 from aioinfer.parallel.record import Attempt, Ending, Record
 from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
@@ -325,7 +326,9 @@ def may_fail(dispatcher: Dispatcher, record: Record, error: EngineFailed) -> boo
         or not running.placing.alive
     ):
         return True
-    return dispatcher._on_loss == "identical" and not running.placing.computes(record.numerics, soon=True)
+    return dispatcher._on_loss == "identical" and not running.placing.computes(
+        record, Wanted(record.numerics, record.newest_version), soon=True
+    )
 
 
 def check_sums(dispatcher: Dispatcher) -> None:

@@ -1,0 +1,139 @@
+"""Replicas with weights of several versions, and what their streams say of it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from aioinfer import SamplingParams
+from aioinfer.errors import EngineFailed
+from aioinfer.parallel import Dispatcher
+from aioinfer.testing import toy_generate
+from tests.parallel.framed import FramedDispatcher
+from tests.parallel.toys import STEP, Toy, prompt, record, toys, virtual
+
+LONG = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
+
+
+def local(engines: list[Toy], **options: Any) -> Dispatcher:
+    return Dispatcher(engines, policy="round_robin", **options)
+
+
+def framed(engines: list[Toy], **options: Any) -> Dispatcher:
+    return FramedDispatcher(engines, policy="round_robin", dice=random.Random(3), **options)
+
+
+both = pytest.mark.parametrize("kind", [local, framed])
+Kind = Callable[..., Dispatcher]
+
+
+@both
+@virtual
+async def test_a_stream_that_two_versions_wrote_says_that_it_is_not_identical(kind: Kind) -> None:
+    engines = toys(2, deterministic=True)
+    async with kind(engines) as dispatcher:
+        await engines[0].update_weights({"weights": 1})
+        stream = dispatcher.generate(prompt(0), LONG)
+        await asyncio.sleep(6.5 * STEP)
+        attempt = record(stream).attempt
+        assert attempt is not None
+        assert attempt.replica.name == "local-0"
+        assert record(stream).weight_version == 1
+        engines[0].lose()
+        result = await stream
+        assert (result.weight_version, result.identical) == (0, False)
+
+
+@both
+@virtual
+async def test_a_stream_of_one_version_stays_identical_when_its_replica_is_lost(kind: Kind) -> None:
+    engines = toys(2, deterministic=True)
+    async with kind(engines) as dispatcher:
+        for engine in engines:
+            await engine.update_weights({"weights": 1})
+        stream = dispatcher.generate(prompt(0), LONG)
+        await asyncio.sleep(6.5 * STEP)
+        engines[0].lose()
+        result = await stream
+        assert (result.weight_version, result.identical) == (1, True)
+
+
+@both
+@virtual
+async def test_an_output_that_must_be_identical_goes_on_with_the_same_weights_only(kind: Kind) -> None:
+    engines = toys(3, deterministic=True)
+    async with kind(engines, on_loss="identical") as dispatcher:
+        for engine in (engines[0], engines[2]):
+            await engine.update_weights({"weights": 1})
+        await asyncio.sleep(0.6)  # until their statistics have come
+        stream = dispatcher.generate(prompt(0), LONG)
+        await asyncio.sleep(6.5 * STEP)
+        for number in (0, 2):
+            attempt = record(stream).attempt
+            assert attempt is not None
+            assert attempt.replica.name == f"local-{number}"
+            engines[number].lose()
+            if number == 0:
+                await asyncio.sleep(6.5 * STEP)
+        with pytest.raises(EngineFailed, match="weights of version 1"):
+            await stream
+
+
+@both
+@virtual
+async def test_an_output_that_goes_on_anyhow_prefers_its_weights(kind: Kind) -> None:
+    engines = toys(3, deterministic=True)
+    async with kind(engines) as dispatcher:
+        for engine in (engines[0], engines[2]):
+            await engine.update_weights({"weights": 1})
+        await asyncio.sleep(0.6)
+        stream = dispatcher.generate(prompt(0), LONG)
+        await asyncio.sleep(6.5 * STEP)
+        engines[0].lose()
+        result = await stream
+        assert (result.weight_version, result.identical) == (1, True)
+
+
+@virtual
+async def test_updates_that_are_asked_for_together_happen_in_order() -> None:
+    engines = toys(2)
+    async with local(engines) as dispatcher:
+        updates = [dispatcher.update_weights({"weights": each}) for each in (1, 2, 3)]
+        assert await asyncio.gather(*updates) == [1, 2, 3]
+        assert [engine.weight_version for engine in engines] == [3, 3]
+        result = await dispatcher.generate(prompt(0), LONG)
+        assert result.token_ids == toy_generate(prompt(0), LONG, weights=3)
+
+
+@virtual
+async def test_an_update_goes_on_where_one_replica_is_lost() -> None:
+    engines = toys(3)
+    async with local(engines) as dispatcher:
+        update = engines[1].update_weights
+
+        async def lost(*arguments: Any, **options: Any) -> int:
+            engines[1].lose()
+            return await update(*arguments, **options)
+
+        engines[1].update_weights = lost  # type: ignore[method-assign]
+        assert await dispatcher.update_weights({"weights": 1}, version=7) == 7
+        assert [engines[number].weight_version for number in (0, 2)] == [7, 7]
+        assert dispatcher.weight_version == 7
+
+
+@virtual
+async def test_an_update_that_all_replicas_are_lost_in_fails() -> None:
+    engines = toys(1)
+    async with local(engines) as dispatcher:
+
+        async def lost(*arguments: Any, **options: Any) -> int:
+            engines[0].lose()
+            raise EngineFailed("the device is lost")
+
+        engines[0].update_weights = lost  # type: ignore[method-assign]
+        with pytest.raises(EngineFailed, match="the device is lost"):
+            await dispatcher.update_weights({"weights": 1})
