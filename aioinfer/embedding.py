@@ -10,6 +10,7 @@ from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.errors import AioInferError, InvalidRequest, shown
 from aioinfer.mapping import MapProgress, ResultMap, Submit
 from aioinfer.outputs import Result, Usage
+from aioinfer.plain import plain
 from aioinfer.pooling import Pooling, PoolingKind
 
 if TYPE_CHECKING:
@@ -66,6 +67,9 @@ class EmbeddingForm:
         prompt_name: str | None = None,
     ) -> Self:
         """What a caller asks for, and for the rest what the model recommends. Raises InvalidRequest."""
+        pooling, dimensions, normalize, prompt_name = map(
+            plain, (pooling, dimensions, normalize, prompt_name)
+        )
         if pooling is None and sentences.unsupported:
             raise InvalidRequest("model", f"{sentences.unsupported}, which is not supported")
         usual = "mean" if info.whole_prompts and not sentences.stated else sentences.pooling
@@ -77,7 +81,7 @@ class EmbeddingForm:
             raise InvalidRequest("dimensions", f"must be 1 to {size}, got {shown(dimensions)}")
         if normalize is not None and type(normalize) is not bool:
             raise InvalidRequest("normalize", f"must be true or false, got {shown(normalize)}")
-        if prompt_name is not None and prompt_name not in sentences.prompts:
+        if prompt_name is not None and prompt_name not in list(sentences.prompts):
             known = ", ".join(sentences.prompts) or "none"
             raise InvalidRequest("prompt_name", f"the model has {known}, got {shown(prompt_name)}")
         chosen = sentences.normalize if normalize is None else normalize

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -290,3 +291,28 @@ def test_files_that_change_later_do_not_change_what_was_read(tmp_path: Path) -> 
     file = path / "adapter_model.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
     assert all(found.a.equal(before[name]) for name, found in files.modules.items())
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_only_regular_files_are_read(tmp_path: Path, name: str) -> None:
+    path = write_adapter(tmp_path / "a", matrices())
+    kept = tmp_path / "kept"
+    (path / name).rename(kept)
+    os.mkfifo(path / name)
+    with pytest.raises(ConfigError, match=f"adapter: '{name}' is no regular file"):
+        AdapterFiles.read(path)
+    (path / name).unlink()
+    (path / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"adapter: '{name}' is no regular file"):
+        AdapterFiles.read(path)
+    (path / name).unlink()
+    (path / name).symlink_to(kept)
+    assert AdapterFiles.read(path).rank == 4
+
+
+def test_a_config_has_a_bounded_size(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, matrices())
+    with (path / "adapter_config.json").open("a") as file:
+        file.write(" " * (4 << 20))
+    with pytest.raises(ConfigError, match=r"adapter_config\.json has more than 4 MB"):
+        AdapterFiles.read(path)

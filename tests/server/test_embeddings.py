@@ -82,6 +82,8 @@ async def test_base64_has_the_bits_of_the_numbers_and_dimensions_are_cut_first(s
         ({"input": "a", "pooling": "tokens"}, "pooling"),
         ({"input": "a", "normalize": 1}, "normalize"),
         ({"input": "a", "prompt_name": "query"}, "prompt_name"),
+        ({"input": "a", "prompt_name": []}, "prompt_name"),
+        ({"input": "a", "prompt_name": {"a": 1}}, "prompt_name"),
         ({"input": "a", "stream": True}, "stream"),
         ({"input": "a" * 5000}, "input"),
         ({"input": ["a", "a" * 5000]}, "input[1]"),
