@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar
 
@@ -19,8 +21,9 @@ if TYPE_CHECKING:
 
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.loop.options import Prompt
+    from aioinfer.stream import Stream
 
-__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "of_input", "pool_all"]
+__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "listing", "of_input", "pool_all"]
 
 _Finished = TypeVar("_Finished")
 _KINDS: tuple[PoolingKind, ...] = ("last", "cls", "mean", "tokens")
@@ -124,6 +127,21 @@ def of_input(error: AioInferError, name: str) -> AioInferError:
     return error
 
 
+#: where the streams of this context's calls are put down
+_listed: ContextVar[list[Stream] | None] = ContextVar("_listed", default=None)
+
+
+@contextmanager
+def listing(streams: list[Stream]) -> Iterator[None]:
+    """Puts the streams of the calls that are made here into a list, for what has to be known of them however
+    the calls end."""
+    token = _listed.set(streams)
+    try:
+        yield
+    finally:
+        _listed.reset(token)
+
+
 async def pool_all(
     submit: Submit,
     prompts: Sequence[Prompt],
@@ -136,9 +154,17 @@ async def pool_all(
     """What ``finish`` makes of the results of all prompts, in order; ``name``: of one by its index, in
     errors. If one fails, the others are withdrawn."""
     found: list[_Finished] = []
+    listed = _listed.get()
+
+    def submitted(prompt: Prompt, waiting: int) -> Stream:
+        stream = submit(prompt, waiting)
+        if listed is not None:
+            listed.append(stream)
+        return stream
+
     try:
         async with ResultMap(
-            submit, prompts, concurrency=concurrency, progress=progress, on_error="raise"
+            submitted, prompts, concurrency=concurrency, progress=progress, on_error="raise"
         ) as results:
             async for result in results:
                 assert isinstance(result, Result)

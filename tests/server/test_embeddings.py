@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -218,6 +221,63 @@ async def test_a_completion_without_tokens_scores_its_prompt(serving: Serving) -
     assert late.choices[0].logprobs is not None
     assert late.choices[0].logprobs.tokens == choice.logprobs.tokens
     assert late.choices[0].logprobs.token_logprobs == [None, None, *choice.logprobs.token_logprobs[2:]]
+
+
+def keyed(directory: Path) -> dict[str, Any]:
+    """A server with one key, of 60,000 tokens a minute."""
+    entry = {"name": "a", "sha256": hashlib.sha256(b"k").hexdigest(), "tokens_per_minute": 60_000}
+    file = directory / "keys.yaml"
+    file.write_text(json.dumps([entry]))
+    return {"api_keys": str(file)}
+
+
+HEADERS = {"Authorization": "Bearer k"}
+
+
+async def left(session: aiohttp.ClientSession) -> int:
+    async with session.get("/v1/models") as response:
+        return int(response.headers["x-ratelimit-remaining-tokens"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": [*([index + 1] * 3000 for index in range(8)), "a" * 5000]}),
+        ("/v1/score", {"text_1": "a", "text_2": [*(each * 3000 for each in "bcdefghi"), "a" * 5000]}),
+        ("/v1/rerank", {"query": "a", "documents": [*(each * 3000 for each in "bcdefghi"), "a" * 5000]}),
+    ],
+)
+async def test_what_a_call_that_fails_has_computed_is_charged(
+    serving: Serving, tmp_path: Path, path: str, body: Any
+) -> None:
+    async with (
+        serving(server=keyed(tmp_path), max_running_requests=1) as served,
+        aiohttp.ClientSession(served.url, headers=HEADERS) as session,
+    ):
+        served.engine.sentences = type(served.engine.sentences)(stated=True)
+        async with session.post(path, json=body) as response:
+            assert response.status == 400
+        computed = served.engine.stats().prefill_tokens
+        assert computed > 9000
+        assert await left(session) < 60_000 - computed + 6000  # what has come back in some seconds
+
+
+async def test_a_client_that_leaves_is_charged_for_its_inputs(serving: Serving, tmp_path: Path) -> None:
+    gate = Gate()
+    async with (
+        serving(server=keyed(tmp_path), fault=gate, max_running_requests=4) as served,
+        aiohttp.ClientSession(served.url, headers=HEADERS) as session,
+    ):
+        async with aiohttp.ClientSession(served.url, headers=HEADERS) as leaving:
+            body = {"input": [[index + 1] * 4000 for index in range(16)]}
+            asking = asyncio.create_task(leaving.post("/v1/embeddings", json=body))
+            await asyncio.to_thread(gate.arrived.acquire)
+            asking.cancel()
+            await asyncio.wait([asking])
+        gate.release()
+        while served.engine.stats().running + served.engine.stats().waiting:
+            await asyncio.sleep(0)
+        assert await left(session) < 50_000
 
 
 @battery(SIMULATION)
