@@ -65,7 +65,8 @@ class PoolingRoutes:
                         found = await self._engine.embed(call.inputs, **call.options)
                 except RequestError as error:
                     raise renamed(error, call.names) from None
-            return await self._json(request, embeddings_answer(call, found))
+            pieces = await embeddings_answer(call, found)
+            return whole_response(request, pieces, self._config.send_timeout)
 
     async def score(self, request: web.Request) -> web.StreamResponse:
         record = record_of(request)

@@ -14,8 +14,10 @@ import numpy as np
 import openai
 import pytest
 
-from aioinfer.embedding import normalized
+from aioinfer.embedding import Embedding, normalized
+from aioinfer.outputs import Usage
 from aioinfer.pooling import Pooling
+from aioinfer.server.openai.embeddings import EmbeddingCall, embeddings_answer
 from aioinfer.testing import ToyTokenizer
 from aioinfer.testing.toy_pooling import toy_pooled
 from tests.engine.conftest import Gate
@@ -221,6 +223,35 @@ async def test_a_completion_without_tokens_scores_its_prompt(serving: Serving) -
     assert late.choices[0].logprobs is not None
     assert late.choices[0].logprobs.tokens == choice.logprobs.tokens
     assert late.choices[0].logprobs.token_logprobs == [None, None, *choice.logprobs.token_logprobs[2:]]
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+async def test_an_answer_is_written_with_turns_of_the_loop_between_embeddings(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioinfer.server.http.pace._SLICE", 0.0)
+    rng = np.random.default_rng(1)
+    found = [Embedding(rng.standard_normal(8).astype(np.float32), Usage(5, 0, 0)) for _ in range(20)]
+    call = EmbeddingCall('a "model"', [], form == "base64", {}, {})
+    turns, loop = 0, asyncio.get_running_loop()
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        loop.call_soon(turn)
+
+    loop.call_soon(turn)
+    pieces = await embeddings_answer(call, found)
+    assert turns >= len(found)
+    answer = json.loads(b"".join(pieces))
+    assert b"".join(pieces) == json.dumps(answer).encode()
+    assert (answer["model"], answer["usage"]["prompt_tokens"]) == ('a "model"', 100)
+    for index, each in enumerate(answer["data"]):
+        given: Any = each["embedding"]
+        if form == "base64":
+            given = np.frombuffer(base64.b64decode(given), "<f4")
+        assert each["index"] == index
+        assert np.array_equal(np.asarray(given, np.float32), found[index].vector)
 
 
 def keyed(directory: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ and ``/v1/rerank``, as vLLM and Jina have them."""
 from __future__ import annotations
 
 import base64
+import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from aioinfer.embedding import Embedding
 from aioinfer.errors import InvalidRequest
 from aioinfer.loop.options import MAX_LABEL, Prompt
 from aioinfer.scoring import METHODS, Scores
+from aioinfer.server.http.pace import Pace
+from aioinfer.server.http.pieces import Pieces
 from aioinfer.server.openai.extras import parse_extras
 from aioinfer.server.openai.protocol import Served, flag_of, object_of
 from aioinfer.server.openapi.endpoints import Body, Endpoint
@@ -334,17 +337,27 @@ def _is_id(value: Any) -> bool:
 # -- answers ----------------------------------------------------------------------------------------------
 
 
-def embeddings_answer(call: EmbeddingCall, found: Sequence[Embedding]) -> EmbeddingAnswer:
-    """The answer to a call."""
-    return {
-        "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": _encoded(each, as_bytes=call.base64)}
-            for index, each in enumerate(found)
-        ],
-        "model": call.model,
-        "usage": _usage(each.usage for each in found),
+async def embeddings_answer(call: EmbeddingCall, found: Sequence[Embedding]) -> list[bytes]:
+    """The JSON of the EmbeddingAnswer to a call, in pieces: other callbacks run between two embeddings."""
+    pieces, pace = Pieces(), Pace()
+    pieces.add('{"object": "list", "data": [')
+    for index, each in enumerate(found):
+        if index:
+            pieces.add(", ")
+        await pieces.add_json(_object(index, each, as_bytes=call.base64), pace)
+    rest = {"model": call.model, "usage": _usage(each.usage for each in found)}
+    pieces.add("], ")
+    pieces.add(json.dumps(rest)[1:])
+    return pieces.end()
+
+
+def _object(index: int, embedding: Embedding, *, as_bytes: bool) -> dict[str, Any]:
+    found: EmbeddingObject = {
+        "object": "embedding",
+        "index": index,
+        "embedding": _encoded(embedding, as_bytes=as_bytes),
     }
+    return dict(found)
 
 
 def _encoded(embedding: Embedding, *, as_bytes: bool) -> list[float] | str:
