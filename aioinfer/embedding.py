@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar
 
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.errors import AioInferError, InvalidRequest, shown
+from aioinfer.loop.options import is_one
 from aioinfer.mapping import MapProgress, ResultMap, Submit
 from aioinfer.outputs import Result, Usage
 from aioinfer.plain import plain
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from aioinfer.loop.options import Prompt
     from aioinfer.stream import Stream
 
-__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "listing", "of_input", "pool_all"]
+__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "inputs_of", "listing", "of_input", "pool_all"]
 
 _Finished = TypeVar("_Finished")
 _KINDS: tuple[PoolingKind, ...] = ("last", "cls", "mean", "tokens")
@@ -115,6 +116,20 @@ def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     lengths = np.linalg.norm(vectors.astype(np.float64), axis=-1, keepdims=True)
     found: npt.NDArray[np.float32] = (vectors / np.maximum(lengths, 1e-30)).astype(np.float32)
     return found
+
+
+def inputs_of(inputs: Any) -> tuple[list[Prompt], bool]:
+    """The inputs of :meth:`aioinfer.Engine.embed` in a list of their own, and whether it was a single one.
+    Raises InvalidRequest."""
+    if is_one(inputs):
+        return [inputs], True
+    try:
+        if isinstance(inputs, (bytes, bytearray, memoryview)):
+            raise TypeError
+        return list(inputs), False
+    except TypeError:
+        kinds = "a text, token ids, a chat or a list of such"
+        raise InvalidRequest("inputs", f"must be {kinds}, got {shown(inputs)}") from None
 
 
 def of_input(error: AioInferError, name: str) -> AioInferError:
