@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -282,6 +283,26 @@ def test_a_pattern_cannot_take_forever(tmp_path: Path) -> None:
     path = write_adapter(tmp_path, matrices(), target_modules=r"(?:\w|\w\w|\w\w\w|[\w.])*(?<!j)")
     with pytest.raises(ConfigError, match="target_modules takes too long to match"):
         AdapterFiles.read(path)
+
+
+def test_all_patterns_of_a_config_have_one_bound_on_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which every match takes a hundredth of a second."""
+    clock = itertools.count()
+    monkeypatch.setattr("aioinfer.checkpoint.adapter_config.time.perf_counter", lambda: next(clock) / 100)
+    few, many = ({f"(x+x+)+y{index}": 4 for index in range(count)} for count in (20, 200))
+    assert AdapterFiles.read(write_adapter(tmp_path / "few", matrices(), rank_pattern=few)).rank == 4
+    path = write_adapter(tmp_path / "many", matrices(), rank_pattern=many)
+    with pytest.raises(ConfigError, match="rank_pattern takes too long to match"):
+        AdapterFiles.read(path)
+
+
+def test_a_rank_for_every_module_of_a_large_model_is_read(tmp_path: Path) -> None:
+    ranks = {f"model.layers.{layer}.self_attn.{name}": 3 for layer in range(1, 400) for name in "qkvo"}
+    ranks |= {"layers.0.self_attn.k_proj": 3, "q.proj": 2}
+    path = write_adapter(tmp_path, matrices(q_proj=2, k_proj=3), rank_pattern=ranks)
+    assert {len(each.a) for each in AdapterFiles.read(path).modules.values()} == {2, 3}
 
 
 def test_files_that_change_later_do_not_change_what_was_read(tmp_path: Path) -> None:
