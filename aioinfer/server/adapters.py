@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from aiohttp import web
 
@@ -41,7 +42,10 @@ LOAD: Table = {
 }
 UNLOAD: Table = {"lora_name": _NAME}
 
-_OFF = {403: "The server has no `lora_root`, or the `Host` or the `Origin` is not allowed."}
+_OFF = {
+    403: "The server has no `lora_root`, or the `Host` or the `Origin` is not allowed.",
+    429: "The key is at its limit: try again after `Retry-After` seconds.",
+}
 _LOAD = Endpoint(
     "POST",
     "/load_lora_adapter",
@@ -62,6 +66,10 @@ _UNLOAD = Endpoint(
 )
 
 
+#: by engine, and by name
+_turns: WeakKeyDictionary[EngineLike, WeakValueDictionary[str, asyncio.Lock]] = WeakKeyDictionary()
+
+
 class Adapters:
     """What the routes do, whatever socket they are on."""
 
@@ -77,13 +85,16 @@ class Adapters:
         name = _text_of(body, "lora_name")
         if name in self._models:
             raise InvalidRequest("lora_name", f"{shown(name)} is the name of the model")
-        replaces = flag_of(body, "load_inplace")
-        if not replaces and any(each.name == name for each in self._engine.adapters()):
-            raise InvalidRequest("lora_name", f"{shown(name)} is loaded already: load_inplace replaces it")
+        may_replace = flag_of(body, "load_inplace")
         within = Confined(root, "lora_root", "lora_path")
         path = await asyncio.to_thread(within.directory, _text_of(body, "lora_path"), ADAPTER_FILES)
         try:
-            await self._engine.load_adapter(name, path)
+            async with self._turn(name):
+                replaces = any(each.name == name for each in self._engine.adapters())
+                if replaces and not may_replace:
+                    message = f"{shown(name)} is loaded already: load_inplace replaces it"
+                    raise InvalidRequest("lora_name", message)
+                await self._engine.load_adapter(name, path)
         except ConfigError as error:
             raise InvalidRequest("lora_path", within.said(error)) from error
         except OutOfMemory as error:
@@ -103,6 +114,14 @@ class Adapters:
                 _not_found(error)
             raise renamed(error, _NAMES) from error.__cause__
         return f"Success: the LoRA adapter {name!r} was removed."
+
+    def _turn(self, name: str) -> asyncio.Lock:
+        """What loads of a name hold, on any socket: whether it is there is asked and changed by one."""
+        turns = _turns.setdefault(self._engine, WeakValueDictionary())
+        lock = turns.get(name)
+        if lock is None:
+            lock = turns[name] = asyncio.Lock()
+        return lock
 
     def _enabled(self) -> str:
         if self._root is None:

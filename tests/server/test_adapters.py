@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any, cast
@@ -234,6 +235,9 @@ async def test_more_than_max_adapters_are_refused(serving: Serving, root: Path) 
 def test_a_root_is_a_path() -> None:
     with pytest.raises(ConfigError, match="lora_root must be a path, not empty"):
         ServerConfig(lora_root="")
+    for name in ("lora_root", "weights_root"):
+        with pytest.raises(ConfigError, match=f"{name} must be a path, which has no NUL"):
+            ServerConfig(**{name: "a\0b"})
 
 
 async def test_links_of_files_out_of_the_root_and_pipes_are_refused_before_they_are_read(
@@ -292,3 +296,38 @@ async def test_what_an_engine_says_of_an_adapter_does_not_tell_where_the_root_is
     assert status == 400
     assert "is broken" in error["message"]
     assert str(root) not in error["message"]
+
+
+async def test_of_several_loads_of_a_name_at_once_one_adds_it(serving: Serving, root: Path) -> None:
+    write_toy_adapter(root / "two", "two")
+    async with (
+        serving(server={"lora_root": str(root)}, device=device()) as served,
+        aiohttp.ClientSession(served.url) as session,
+    ):
+        paths = ("one", "two", "one")
+        answers = await asyncio.gather(
+            *(post(session, LOAD, lora_name="a", lora_path=path) for path in paths)
+        )
+        assert sorted(status for status, _ in answers) == [200, 400, 400]
+        assert {error["param"] for status, error in answers if status == 400} == {"lora_name"}
+
+
+async def test_the_answer_says_whether_a_name_was_replaced(serving: Serving, root: Path) -> None:
+    async with (
+        serving(server={"lora_root": str(root)}, device=device()) as served,
+        aiohttp.ClientSession(served.url) as session,
+    ):
+        body: dict[str, Any] = {"lora_name": "a", "lora_path": "one", "load_inplace": True}
+        assert (await post(session, LOAD, **body))[1] == "Success: the LoRA adapter 'a' was added."
+        assert (await post(session, LOAD, **body))[1] == "Success: the LoRA adapter 'a' was replaced."
+
+
+async def test_the_document_of_the_routes_has_the_limit_of_a_key(serving: Serving) -> None:
+    async with (
+        serving() as served,
+        aiohttp.ClientSession(served.url) as session,
+        session.get("/openapi.json") as response,
+    ):
+        paths = (await response.json())["paths"]
+    assert {"403", "429"} <= paths[LOAD]["post"]["responses"].keys()
+    assert "429" in paths[UNLOAD]["post"]["responses"]

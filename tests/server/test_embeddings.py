@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import jsonschema
 import numpy as np
 import openai
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from aioinfer.embedding import Embedding, normalized
 from aioinfer.outputs import Usage
 from aioinfer.pooling import Pooling
-from aioinfer.server.openai.embeddings import EmbeddingCall, embeddings_answer
+from aioinfer.server.openai.embeddings import RERANK, EmbeddingCall, embeddings_answer
 from aioinfer.testing import ToyTokenizer
 from aioinfer.testing.toy_pooling import toy_pooled
 from tests.engine.conftest import Gate
@@ -309,6 +310,13 @@ async def test_a_client_that_leaves_is_charged_for_its_inputs(serving: Serving, 
         while served.engine.stats().running + served.engine.stats().waiting:
             await asyncio.sleep(0)
         assert await left(session) < 50_000
+
+
+def test_documents_of_a_reranking_have_a_text_and_nothing_else_in_the_schema() -> None:
+    check = jsonschema.Draft202012Validator(RERANK["documents"].schema).is_valid
+    assert check(["a", {"text": "a"}])
+    assert not check([{"text": "a", "title": "b"}])
+    assert not check([{"title": "b"}])
 
 
 @battery(SIMULATION)

@@ -49,7 +49,7 @@ _INPUT = either(text(1), _IDS, array(either(text(1), _IDS), 1, MOST_INPUTS))
 _LABEL = text(0, MAX_LABEL)
 _SECONDS: Schema = {"type": "number", "exclusiveMinimum": 0}
 _SCHEDULING: Table = {
-    "model": Honoured("the served model's name; a request without it gets the served model", schema=TEXT),
+    "model": Honoured("name of the served model (the default), or of an adapter", schema=TEXT),
     "priority": Honoured("see scheduling", schema=integer(-(2**31), 2**31 - 1)),
     "cache_salt": Honoured("see scheduling", schema=_LABEL),
     "routing_key": Honoured("see scheduling", schema=_LABEL),
@@ -87,6 +87,12 @@ _JUDGING: Table = {
     "max_tokens_per_doc": Unsupported((), "send shorter texts"),
 }
 _TEXTS = either(text(1), array(text(1), 1, MOST_INPUTS))
+_DOCUMENT: Schema = {
+    "type": "object",
+    "properties": {"text": text(1)},
+    "required": ["text"],
+    "additionalProperties": False,
+}
 #: of ``/v1/score``
 SCORE: Table = {
     **_JUDGING,
@@ -99,7 +105,7 @@ RERANK: Table = {
     "query": Honoured("a text", schema=text(1), required=True),
     "documents": Honoured(
         f"texts, or objects with a `text`; up to {MOST_INPUTS}",
-        schema=array(either(text(1), {"type": "object", "required": ["text"]}), 1, MOST_INPUTS),
+        schema=array(either(text(1), _DOCUMENT), 1, MOST_INPUTS),
         required=True,
     ),
     "top_n": Honoured("only so many results, the best ones", schema=integer(1)),
