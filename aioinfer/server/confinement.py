@@ -87,14 +87,19 @@ class Confined:
         try:
             check_regular(files, self._top())
         except ConfigError as error:
-            raise self._bad(f"{error}" + f" of {self._setting}" * str(error).endswith("outside")) from None
+            raise self._bad(
+                str(error).replace("leads outside", f"leads outside of {self._setting}")
+            ) from None
 
     def said(self, error: Exception) -> str:
         """What an error says, without where the root is."""
         try:
-            return str(error).replace(f"{self._top()}{os.sep}", "").replace(str(self._top()), self._setting)
+            top = self._top()
         except InvalidRequest:
             return str(error)
+        if top == top.parent:
+            return str(error)
+        return str(error).replace(f"{top}{os.sep}", "").replace(str(top), self._setting)
 
     def _top(self) -> Path:
         try:
