@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar
 
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.errors import AioInferError, InvalidRequest, shown
+from aioinfer.loop.options import is_one
 from aioinfer.mapping import MapProgress, ResultMap, Submit
 from aioinfer.outputs import Result, Usage
+from aioinfer.plain import plain
 from aioinfer.pooling import Pooling, PoolingKind
 
 if TYPE_CHECKING:
@@ -18,8 +22,9 @@ if TYPE_CHECKING:
 
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.loop.options import Prompt
+    from aioinfer.stream import Stream
 
-__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "of_input", "pool_all"]
+__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "inputs_of", "listing", "of_input", "pool_all"]
 
 _Finished = TypeVar("_Finished")
 _KINDS: tuple[PoolingKind, ...] = ("last", "cls", "mean", "tokens")
@@ -66,6 +71,9 @@ class EmbeddingForm:
         prompt_name: str | None = None,
     ) -> Self:
         """What a caller asks for, and for the rest what the model recommends. Raises InvalidRequest."""
+        pooling, dimensions, normalize, prompt_name = map(
+            plain, (pooling, dimensions, normalize, prompt_name)
+        )
         if pooling is None and sentences.unsupported:
             raise InvalidRequest("model", f"{sentences.unsupported}, which is not supported")
         usual = "mean" if info.whole_prompts and not sentences.stated else sentences.pooling
@@ -77,7 +85,7 @@ class EmbeddingForm:
             raise InvalidRequest("dimensions", f"must be 1 to {size}, got {shown(dimensions)}")
         if normalize is not None and type(normalize) is not bool:
             raise InvalidRequest("normalize", f"must be true or false, got {shown(normalize)}")
-        if prompt_name is not None and prompt_name not in sentences.prompts:
+        if prompt_name is not None and prompt_name not in list(sentences.prompts):
             known = ", ".join(sentences.prompts) or "none"
             raise InvalidRequest("prompt_name", f"the model has {known}, got {shown(prompt_name)}")
         chosen = sentences.normalize if normalize is None else normalize
@@ -110,6 +118,20 @@ def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return found
 
 
+def inputs_of(inputs: Any) -> tuple[list[Prompt], bool]:
+    """The inputs of :meth:`aioinfer.Engine.embed` in a list of their own, and whether it was a single one.
+    Raises InvalidRequest."""
+    if is_one(inputs):
+        return [inputs], True
+    try:
+        if isinstance(inputs, (bytes, bytearray, memoryview)):
+            raise TypeError
+        return list(inputs), False
+    except TypeError:
+        kinds = "a text, token ids, a chat or a list of such"
+        raise InvalidRequest("inputs", f"must be {kinds}, got {shown(inputs)}") from None
+
+
 def of_input(error: AioInferError, name: str) -> AioInferError:
     """The error of the input with this name, with that name."""
     if isinstance(error, InvalidRequest) and error.field == "prompt":
@@ -118,6 +140,21 @@ def of_input(error: AioInferError, name: str) -> AioInferError:
         return named
     error.add_note(f"of {name}")
     return error
+
+
+#: where the streams of this context's calls are put down
+_listed: ContextVar[list[Stream] | None] = ContextVar("_listed", default=None)
+
+
+@contextmanager
+def listing(streams: list[Stream]) -> Iterator[None]:
+    """Puts the streams of the calls that are made here into a list, for what has to be known of them however
+    the calls end."""
+    token = _listed.set(streams)
+    try:
+        yield
+    finally:
+        _listed.reset(token)
 
 
 async def pool_all(
@@ -132,9 +169,17 @@ async def pool_all(
     """What ``finish`` makes of the results of all prompts, in order; ``name``: of one by its index, in
     errors. If one fails, the others are withdrawn."""
     found: list[_Finished] = []
+    listed = _listed.get()
+
+    def submitted(prompt: Prompt, waiting: int) -> Stream:
+        stream = submit(prompt, waiting)
+        if listed is not None:
+            listed.append(stream)
+        return stream
+
     try:
         async with ResultMap(
-            submit, prompts, concurrency=concurrency, progress=progress, on_error="raise"
+            submitted, prompts, concurrency=concurrency, progress=progress, on_error="raise"
         ) as results:
             async for result in results:
                 assert isinstance(result, Result)

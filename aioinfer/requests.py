@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack
 
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.chat.asking import ChatRequest, chat_request
@@ -13,7 +13,7 @@ from aioinfer.chat.functions import Tool
 from aioinfer.chats import ChatStream
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
-from aioinfer.embedding import EmbeddingForm, pool_all
+from aioinfer.embedding import EmbeddingForm, inputs_of, pool_all
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
 from aioinfer.loop.checks import check_chat, pooling_params
 from aioinfer.loop.options import (
@@ -23,7 +23,6 @@ from aioinfer.loop.options import (
     PromptForm,
     PromptSource,
     RequestOptions,
-    is_one,
 )
 from aioinfer.mapping import MapProgress, OnError, Prompts, ResultMap
 from aioinfer.outputs import AdapterInfo, Result
@@ -428,8 +427,7 @@ class Requests(ABC):
             normalize=normalize,
             prompt_name=prompt_name,
         )
-        one, several = is_one(inputs), cast("Sequence[Prompt]", inputs)
-        given: Any = [inputs] if one else list(several)
+        given, one = inputs_of(inputs)
         found = await self._pooled(
             [form.prompt(each) for each in given],
             form.pooling,

@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack, cast
 from aioinfer.chat.asking import chat_request
 from aioinfer.chat.results import ChatDelta, ChatResult
 from aioinfer.chats import ChatStream
-from aioinfer.errors import EngineClosed, Rejected, RequestError, WrongLoop, renamed
+from aioinfer.embedding import inputs_of, of_input
+from aioinfer.errors import EngineClosed, InvalidRequest, Rejected, RequestError, WrongLoop, renamed
 from aioinfer.loop.options import GenerateOptions, Prompt
 from aioinfer.loop.updating import Updatable, UpdateMode, WeightSource, frozen
 from aioinfer.outputs import AdapterInfo, Chunk, Result
@@ -144,14 +145,23 @@ class ThreadsafeEngine:
     def embed(self, inputs: Prompt | Sequence[Prompt], **options: Any) -> concurrent.futures.Future[Any]:
         """As :meth:`aioinfer.Engine.embed`, as a future: ``future.result()`` waits on this thread, and
         ``asyncio.wrap_future(future)`` on another loop; cancelling it withdraws what is left. ``progress`` is
-        called on the engine's loop. Raises Rejected, EngineClosed."""
-        return self._send(lambda: self._engine.embed(inputs, **options))
+        called on the engine's loop. Raises InvalidRequest, Rejected, EngineClosed."""
+        given, one = inputs_of(inputs)
+        kept: list[Prompt] = []
+        for index, each in enumerate(given):
+            try:
+                # A text may get another one in front of it.
+                kept.append(each if isinstance(each, str) else self._serving.source(each))
+            except InvalidRequest as error:
+                raise of_input(error, "inputs" if one else f"inputs[{index}]") from error.__cause__
+        return self._send(lambda: self._engine.embed(kept[0] if one else kept, **options))
 
     def score(
         self, query: str | Sequence[str], documents: Sequence[str], **options: Any
     ) -> concurrent.futures.Future[Scores]:
         """As :meth:`aioinfer.Engine.score`, as a future like that of :meth:`embed`."""
-        return self._send(lambda: self._engine.score(query, documents, **options))
+        queries, texts = _kept(query), _kept(documents)
+        return self._send(lambda: self._engine.score(queries, texts, **options))
 
     def _send(self, make: Callable[[], Coroutine[Any, Any, _T]]) -> concurrent.futures.Future[_T]:
         with self._lock:
@@ -190,6 +200,11 @@ class ThreadsafeEngine:
             return
         if running is self._loop:
             raise WrongLoop("waiting here would stop the engine's loop: await it, or use the engine itself")
+
+
+def _kept(texts: Any) -> Any:
+    """A list of the same texts, which nobody else has; anything else unchanged."""
+    return list(texts) if isinstance(texts, Sequence) and not isinstance(texts, str) else texts
 
 
 class RemoteStream(Generic[_Item, _Final]):

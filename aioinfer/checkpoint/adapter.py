@@ -15,15 +15,20 @@ import regex
 
 from aioinfer.checkpoint.adapter_config import AdapterConfig
 from aioinfer.checkpoint.adapter_tensors import read_tensors
+from aioinfer.checkpoint.regular import check_regular
 from aioinfer.checkpoint.tensors import read_json_object
 from aioinfer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["AdapterFiles", "Factors", "module_key"]
+__all__ = ["ADAPTER_FILES", "AdapterFiles", "Factors", "module_key"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+#: what is read of a directory
+ADAPTER_FILES = (_CONFIG, _WEIGHTS)
+#: bytes of a config; those of large models with a rank for every module have some 100 KB
+_LARGEST_CONFIG = 4 << 20
 #: of the names of tensors
 _PEFT = "base_model.model."
 #: what is in front of the layers of the same model in one class of transformers or another, and in wrappers
@@ -114,13 +119,20 @@ def _check_directory(path: Path) -> None:
     try:
         names = {entry.name for entry in path.iterdir()}
     except (OSError, ValueError) as error:
-        raise ConfigError(f"adapter: {shown(str(path))} cannot be read: {error}") from error
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise ConfigError(f"adapter: {shown(path.name)} cannot be read: {reason}") from error
     if _CONFIG not in names:
         raise ConfigError(f"adapter: {path.name} has no {_CONFIG}")
-    if not (path / _WEIGHTS).is_file():
+    if _WEIGHTS not in names:
         pickled = any(name.endswith((".bin", ".pt", ".pth")) for name in names)
         more = "; pickled weights (.bin, .pt) are not loaded" if pickled else ""
         raise ConfigError(f"adapter: {path.name} has no {_WEIGHTS}{more}")
+    try:
+        check_regular(path / name for name in ADAPTER_FILES)
+    except ConfigError as error:
+        raise ConfigError(f"adapter: {error}") from None
+    if (path / _CONFIG).stat().st_size > _LARGEST_CONFIG:
+        raise ConfigError(f"adapter: {_CONFIG} has more than {_LARGEST_CONFIG >> 20} MB")
 
 
 def _stated(path: Path) -> dict[str, object]:

@@ -6,7 +6,10 @@ training alone is ignored. Patterns in it are regular expressions, with a bound 
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,9 +51,13 @@ _KNOWN = frozenset(
     }
 )
 _LONGEST_PATTERN = 1000
-_SECONDS_PER_PATTERN = 0.25
+#: of one match, and of all patterns of a config with all modules of a model
+_SECONDS_PER_MATCH = 0.25
+_SECONDS = 1.0
 #: of a rank, and of the number of a layer
 _LARGEST = 2**20
+#: a pattern of which only dots stand for anything else
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_.-]*")
 #: the number of a layer in the name of a module
 _LAYER = r".*?\.[^.]*\.(?P<index>\d+)\."
 
@@ -72,6 +79,7 @@ class AdapterConfig:
     excluded: str | tuple[str, ...]
     layers: tuple[int, ...] | None
     layer_patterns: tuple[str, ...]
+    _matcher: _Matcher = dataclasses.field(default_factory=lambda: _Matcher(), compare=False, repr=False)
 
     @classmethod
     def read(cls, stated: Mapping[str, Any]) -> AdapterConfig:
@@ -99,26 +107,26 @@ class AdapterConfig:
 
     def rank_of(self, module: str) -> int:
         """The rank of a module. Raises ConfigError, as all below: a pattern is none."""
-        rank: int = _found(self.ranks, module, "rank_pattern", self.rank)
+        rank: int = self._matcher.find(self.ranks, module, "rank_pattern", self.rank)
         return rank
 
     def scale_of(self, module: str) -> float:
         """The factor of the products of a module."""
         rank = self.rank_of(module)
-        alpha: float = _found(self.alphas, module, "alpha_pattern", self.alpha)
+        alpha: float = self._matcher.find(self.alphas, module, "alpha_pattern", self.alpha)
         return alpha / (math.sqrt(rank) if self.root else rank)
 
     def selects(self, module: str) -> bool:
         """Whether the fields that choose modules choose this one, if it is a linear layer."""
-        if self.targets is None or _named(self.excluded, module, "exclude_modules"):
+        if self.targets is None or _named(self._matcher, self.excluded, module, "exclude_modules"):
             return False
-        if not _named(self.targets, module, "target_modules"):
+        if not _named(self._matcher, self.targets, module, "target_modules"):
             return False
         if self.layers is None or isinstance(self.targets, str) or module in self.targets:
             return True
         patterns = [rf"(?:^|.*?\.){pattern}\.(?P<index>\d+)\." for pattern in self.layer_patterns]
         for pattern in patterns or [_LAYER]:
-            found = _matched(pattern, module, "layers_pattern", regex.match)
+            found = self._matcher.match(pattern, module, "layers_pattern")
             if found is not None:
                 return int(found["index"]) in self.layers
         return False
@@ -204,35 +212,99 @@ def _patterns(stated: Mapping[str, Any]) -> tuple[str, ...]:
     return (values,) if isinstance(values, str) else values
 
 
-def _named(names: str | Sequence[str], module: str, field: str) -> bool:
+def _named(matcher: _Matcher, names: str | Sequence[str], module: str, field: str) -> bool:
     """Whether names, or a pattern of them, name a module."""
     if isinstance(names, str):
         if names == "":
             return False
         if names == "all-linear":
             return True
-        return _matched(names, module, field, regex.fullmatch) is not None
+        return matcher.match(names, module, field, whole=True) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _found(values: Mapping[str, Any], module: str, field: str, default: Any) -> Any:
-    """The value of the first pattern that a name ends with."""
-    for pattern, value in values.items():
-        if _matched(rf"(.*\.)?({pattern})$", module, field, regex.match) is not None:
-            return value
-    return default
+class _Matcher:
+    """Matches the patterns of one config within one bound on the time that all of it takes: an adapter is
+    read on a thread that other loads wait for."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[str, Any] = {}
+        #: by field and module, what was found
+        self._values: dict[tuple[str, str], Any] = {}
+        #: by field: patterns, the last part of those that are plain, and values
+        self._tables: dict[str, list[tuple[str, str | None, Any]]] = {}
+        self._left = _SECONDS
+
+    def find(self, values: Mapping[str, Any], module: str, field: str, default: Any) -> Any:
+        """The value of the first pattern that a name ends with. Raises as :meth:`match`."""
+        if (field, module) not in self._values:
+            table = self._tables.get(field)
+            if table is None:
+                table = self._tables[field] = [
+                    (pattern, _last_part(pattern, field), value) for pattern, value in values.items()
+                ]
+            self._values[field, module] = self._found(table, module, field, default)
+        return self._values[field, module]
+
+    def _found(
+        self, table: Sequence[tuple[str, str | None, Any]], module: str, field: str, default: Any
+    ) -> Any:
+        began, before = time.perf_counter(), self._left
+        try:
+            for pattern, last, value in table:
+                if last is None:
+                    if self.match(rf"(.*\.)?({pattern})$", module, field) is not None:
+                        return value
+                elif module.endswith(last) and _ends_with(module, pattern):
+                    return value
+        finally:
+            self._left = min(self._left, before - (time.perf_counter() - began))
+        if self._left <= 0 and table:
+            raise _slow(field, table[-1][0])
+        return default
+
+    def match(self, pattern: str, text: str, field: str, *, whole: bool = False) -> Any:
+        """The match, or None. Raises ConfigError: the pattern is none, or takes too long."""
+        _check_length(pattern, field)
+        began = time.perf_counter()
+        try:
+            if self._left <= 0:
+                raise TimeoutError
+            compiled = self._compiled.get(pattern)
+            if compiled is None:
+                compiled = self._compiled[pattern] = regex.compile(pattern, cache_pattern=False)
+            match = compiled.fullmatch if whole else compiled.match
+            # ``concurrent``: without the interpreter's lock.
+            return match(text, timeout=min(self._left, _SECONDS_PER_MATCH), concurrent=True)
+        except TimeoutError:
+            raise _slow(field, pattern) from None
+        except (regex.error, RecursionError, OverflowError) as error:
+            raise ConfigError(
+                f"adapter: {field} has no regular expression in {shown(pattern)}: {error}"
+            ) from error
+        finally:
+            self._left -= time.perf_counter() - began
 
 
-def _matched(pattern: str, text: str, field: str, match: Callable[..., Any]) -> Any:
-    """The match, or None. Raises ConfigError: the pattern is none, or takes too long."""
-    try:
-        if len(pattern) > _LONGEST_PATTERN:
-            raise ConfigError(f"adapter: {field} has a pattern of {len(pattern)} characters")
-        # ``concurrent``: without the interpreter's lock.
-        return match(pattern, text, timeout=_SECONDS_PER_PATTERN, concurrent=True)
-    except TimeoutError:
-        raise ConfigError(f"adapter: {field} takes too long to match {shown(pattern)}") from None
-    except (regex.error, RecursionError, OverflowError) as error:
-        raise ConfigError(
-            f"adapter: {field} has no regular expression in {shown(pattern)}: {error}"
-        ) from error
+def _check_length(pattern: str, field: str) -> None:
+    if len(pattern) > _LONGEST_PATTERN:
+        raise ConfigError(f"adapter: {field} has a pattern of {len(pattern)} characters")
+
+
+def _slow(field: str, pattern: str) -> ConfigError:
+    return ConfigError(f"adapter: {field} takes too long to match {shown(pattern)}")
+
+
+def _last_part(pattern: str, field: str) -> str | None:
+    """What is behind the last dot of a pattern in which only dots stand for anything else; None: of others.
+    Raises ConfigError."""
+    _check_length(pattern, field)
+    return pattern.rpartition(".")[2] if _PLAIN_NAME.fullmatch(pattern) else None
+
+
+def _ends_with(module: str, pattern: str) -> bool:
+    """Whether a name is a plain pattern, or ends with it behind a dot."""
+    before = len(module) - len(pattern)
+    if before < 0 or (before and module[before - 1] != "."):
+        return False
+    return all(a == b or b == "." for a, b in zip(module[before:], pattern, strict=True))

@@ -1,7 +1,8 @@
 """Sentences: what a checkpoint says of how it embeds, in the files of sentence-transformers.
 
-``modules.json`` lists what follows the model, ``1_Pooling/config.json`` says how it pools, and
-``config_sentence_transformers.json`` has the texts that are put in front of queries and documents.
+``modules.json`` lists what follows the model, the ``config.json`` in the directory of its pooling module
+(usually ``1_Pooling``) says how it pools, and ``config_sentence_transformers.json`` has the texts that are
+put in front of queries and documents.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ __all__ = ["Sentences"]
 
 Mode: TypeAlias = Literal["last", "cls", "mean"]
 
-_POOLING = "1_Pooling/config.json"
+_POOLING = "1_Pooling"
 _PROMPTS = "config_sentence_transformers.json"
 #: names of modes, in the older form behind ``pooling_mode_``
 _MODES: Mapping[str, Mode] = {
@@ -51,8 +52,15 @@ class Sentences:
         modules = path / "modules.json"
         if not modules.is_file():
             return cls()
-        kinds = _kinds(modules)
-        pooling, unsupported = _pooling(path / _POOLING) if "Pooling" in kinds else ("last", "")
+        listed = _modules(modules)
+        kinds = [kind for kind, _ in listed]
+        pooling: Mode = "last"
+        unsupported = ""
+        for kind, where in listed:
+            if kind == "Pooling":
+                pooling, unsupported = _pooling(path / where / "config.json")
+        if kinds.count("Pooling") > 1:
+            unsupported = "it pools more than once"
         further = [kind for kind in kinds if kind not in _MODULES]
         if further:
             unsupported = f"its embeddings pass through {', '.join(further)}"
@@ -61,7 +69,7 @@ class Sentences:
         prompts = stated.get("prompts") or {}
         default = stated.get("default_prompt_name")
         texts = isinstance(prompts, dict) and all(isinstance(each, str) for each in prompts.values())
-        if not texts or not (default is None or default in prompts):
+        if not texts or not (default is None or default in list(prompts)):
             raise ConfigError(f"model: the prompts in {_PROMPTS} make no sense")
         return cls(True, pooling, "Normalize" in kinds, prompts, default, unsupported)
 
@@ -71,23 +79,33 @@ class Sentences:
         return text if name is None else self.prompts[name] + text
 
 
-def _kinds(file: Path) -> list[str]:
-    """The classes of modules, without their packages."""
+def _modules(file: Path) -> list[tuple[str, str]]:
+    """The classes of modules, without their packages, and their directories."""
     import json
 
     try:
         modules: Any = json.loads(file.read_bytes())
-        return [str(module["type"]).rpartition(".")[2] for module in modules]
-    except (OSError, ValueError, TypeError, LookupError) as error:
+        found = [(str(module["type"]).rpartition(".")[2], module.get("path", _POOLING)) for module in modules]
+    except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ConfigError(f"model: {file.name} cannot be read: {error}") from error
+    for kind, where in found:
+        if kind == "Pooling" and not (isinstance(where, str) and Path(where).name == where != ".."):
+            raise ConfigError(f"model: {file.name} has no directory in the path {shown(where)}")
+    return found
 
 
 def _pooling(file: Path) -> tuple[Mode, str]:
     """How it pools, and what of that is not computed here."""
     stated = read_json_object(file) if file.is_file() else {}
-    wanted = [str(stated["pooling_mode"])] if isinstance(stated.get("pooling_mode"), str) else []
+    mode_or_modes = stated.get("pooling_mode") or []
+    wanted = mode_or_modes if isinstance(mode_or_modes, list) else [mode_or_modes]
+    if not all(isinstance(each, str) for each in wanted):
+        raise ConfigError(f"model: pooling_mode is {shown(mode_or_modes)} in {file.parent.name}/{file.name}")
     prefix = "pooling_mode_"
-    wanted += [name.removeprefix(prefix) for name in stated if name.startswith(prefix) and stated[name]]
+    wanted = [
+        *wanted,
+        *(name.removeprefix(prefix) for name in stated if name.startswith(prefix) and stated[name]),
+    ]
     if not wanted:
         return "mean", ""
     mode = _MODES.get(wanted[0])

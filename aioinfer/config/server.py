@@ -182,8 +182,11 @@ def _check_listening(config: ServerConfig) -> None:
     if not re.fullmatch("0?[0-7]{3}", config.uds_mode):
         raise ConfigError(f"uds_mode must be three octal digits such as 660, got {shown(config.uds_mode)}")
     for name in ("uds", "admin_uds", "lora_root", "weights_root"):
-        if getattr(config, name) == "":
+        path = getattr(config, name)
+        if path == "":
             raise ConfigError(f"{name} must be a path, not empty")
+        if path is not None and "\0" in path:
+            raise ConfigError(f"{name} must be a path, which has no NUL characters")
     for name in ("tls_key", "tls_ca"):
         if getattr(config, name) is not None and config.tls_certificate is None:
             raise ConfigError(f"{name} needs tls_certificate")

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import WeakValueDictionary
 
+from aioinfer.checkpoint.adapter import ADAPTER_FILES
 from aioinfer.checkpoint.identity import digest
 from aioinfer.errors import (
     AioInferError,
@@ -51,8 +52,6 @@ _T = TypeVar("_T")
 
 #: characters of a path, as Linux has it
 _LONGEST_PATH = 4096
-#: of a PEFT directory, what counts
-_FILES = "adapter_*"
 
 
 class ReadAdapter(NamedTuple):
@@ -77,7 +76,8 @@ def read_adapter(device: Device, path: str) -> ReadAdapter:
     try:
         found = Path(path).expanduser()
         prepared = device.prepare_adapter(found)
-        return ReadAdapter(prepared, digest(found.glob(_FILES)))
+        files = [found / name for name in ADAPTER_FILES]
+        return ReadAdapter(prepared, digest(file for file in files if file.is_file()))
     except AioInferError:
         raise
     except Exception as error:

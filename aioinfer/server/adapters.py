@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from aiohttp import web
 
 from aioinfer.chat.fields import Honoured, Table
 from aioinfer.chat.schemas import FLAG, text
+from aioinfer.checkpoint.adapter import ADAPTER_FILES
 from aioinfer.config import ServerConfig
 from aioinfer.engine_like import EngineLike
 from aioinfer.errors import ConfigError, InvalidRequest, OutOfMemory, RequestError, renamed, shown
 from aioinfer.scheduling.adapters import ADAPTER_NOT_FOUND, LONGEST_NAME
+from aioinfer.server.confinement import LONGEST_PATH, Confined
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.http.records import record_of
 from aioinfer.server.openai.protocol import Served, flag_of, object_of
 from aioinfer.server.openapi.endpoints import Body, Endpoint, Route
 
-__all__ = ["LOAD", "UNLOAD", "AdapterRoutes", "Adapters", "confined"]
+__all__ = ["LOAD", "UNLOAD", "AdapterRoutes", "Adapters"]
 
-_LONGEST_PATH = 4096
 #: argument of the engine -> field of the body
 _NAMES = {"name": "lora_name", "path": "lora_path"}
 
@@ -32,7 +33,7 @@ LOAD: Table = {
     "lora_name": _NAME,
     "lora_path": Honoured(
         "a directory in the server's `lora_root`; a relative path begins there",
-        schema=text(1, _LONGEST_PATH),
+        schema=text(1, LONGEST_PATH),
         required=True,
     ),
     "load_inplace": Honoured(
@@ -41,7 +42,10 @@ LOAD: Table = {
 }
 UNLOAD: Table = {"lora_name": _NAME}
 
-_OFF = {403: "The server has no `lora_root`, or the `Host` or the `Origin` is not allowed."}
+_OFF = {
+    403: "The server has no `lora_root`, or the `Host` or the `Origin` is not allowed.",
+    429: "The key is at its limit: try again after `Retry-After` seconds.",
+}
 _LOAD = Endpoint(
     "POST",
     "/load_lora_adapter",
@@ -62,6 +66,10 @@ _UNLOAD = Endpoint(
 )
 
 
+#: by engine, and by name
+_turns: WeakKeyDictionary[EngineLike, WeakValueDictionary[str, asyncio.Lock]] = WeakKeyDictionary()
+
+
 class Adapters:
     """What the routes do, whatever socket they are on."""
 
@@ -77,16 +85,20 @@ class Adapters:
         name = _text_of(body, "lora_name")
         if name in self._models:
             raise InvalidRequest("lora_name", f"{shown(name)} is the name of the model")
-        replaces = flag_of(body, "load_inplace")
-        if not replaces and any(each.name == name for each in self._engine.adapters()):
-            raise InvalidRequest("lora_name", f"{shown(name)} is loaded already: load_inplace replaces it")
-        path = await asyncio.to_thread(confined, root, _text_of(body, "lora_path"))
+        may_replace = flag_of(body, "load_inplace")
+        within = Confined(root, "lora_root", "lora_path")
+        path = await asyncio.to_thread(within.directory, _text_of(body, "lora_path"), ADAPTER_FILES)
         try:
-            await self._engine.load_adapter(name, path)
+            async with self._turn(name):
+                replaces = any(each.name == name for each in self._engine.adapters())
+                if replaces and not may_replace:
+                    message = f"{shown(name)} is loaded already: load_inplace replaces it"
+                    raise InvalidRequest("lora_name", message)
+                await self._engine.load_adapter(name, path)
         except ConfigError as error:
-            raise InvalidRequest("lora_path", str(error)) from error
+            raise InvalidRequest("lora_path", within.said(error)) from error
         except OutOfMemory as error:
-            raise InvalidRequest("lora_path", f"there is no memory for it: {error}") from error
+            raise InvalidRequest("lora_path", f"there is no memory for it: {within.said(error)}") from error
         except RequestError as error:
             raise renamed(error, _NAMES) from error.__cause__
         return f"Success: the LoRA adapter {name!r} was {'replaced' if replaces else 'added'}."
@@ -102,6 +114,14 @@ class Adapters:
                 _not_found(error)
             raise renamed(error, _NAMES) from error.__cause__
         return f"Success: the LoRA adapter {name!r} was removed."
+
+    def _turn(self, name: str) -> asyncio.Lock:
+        """What loads of a name hold, on any socket: whether it is there is asked and changed by one."""
+        turns = _turns.setdefault(self._engine, WeakValueDictionary())
+        lock = turns.get(name)
+        if lock is None:
+            lock = turns[name] = asyncio.Lock()
+        return lock
 
     def _enabled(self) -> str:
         if self._root is None:
@@ -139,30 +159,6 @@ def _parse_load(raw: bytes, served: Served) -> dict[str, Any]:
 
 def _parse_unload(raw: bytes, served: Served) -> dict[str, Any]:
     return object_of(raw, served, UNLOAD)
-
-
-def confined(root: str, path: str) -> Path:
-    """A directory in ``root``, without links. Blocks. Raises InvalidRequest, which says the same of whatever
-    lies outside, whether it is there or not."""
-    if "\0" in path:
-        raise InvalidRequest("lora_path", "has a NUL character")
-    if len(path) > _LONGEST_PATH:
-        raise InvalidRequest("lora_path", f"is longer than {_LONGEST_PATH} characters")
-    try:
-        top = Path(root).expanduser().resolve(strict=True)
-    except (OSError, RuntimeError):
-        raise InvalidRequest("lora_path", "the lora_root of this server is not there") from None
-    try:
-        found = (top / path).resolve()
-        inside = found.is_relative_to(top)
-        there = inside and found.is_dir()
-    except (OSError, RuntimeError, ValueError):  # a loop of links, a name that is too long
-        raise InvalidRequest("lora_path", f"{shown(path)} cannot be followed") from None
-    if not inside:
-        raise InvalidRequest("lora_path", f"{shown(path)} lies outside of lora_root")
-    if not there:
-        raise InvalidRequest("lora_path", f"there is no directory {shown(path)} in lora_root")
-    return found
 
 
 def _text_of(body: dict[str, Any], name: str) -> str:

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import logging
 import math
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
@@ -21,6 +20,7 @@ from aioinfer.config import ServerConfig, is_loopback
 from aioinfer.engine_like import EngineLike
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.server.adapters import LOAD, UNLOAD, Adapters
+from aioinfer.server.confinement import Confined
 from aioinfer.server.http.access import host_name
 from aioinfer.server.http.failures import Failure, Refused, as_failure
 from aioinfer.server.http.keys import Keys
@@ -93,19 +93,17 @@ class _AdminRoutes:
         """Load the checkpoint ``path`` in ``weights_root`` in place of the weights; answered when it
         computes."""
         body = await _body(request, "path", "mode", "version")
-        root = await asyncio.to_thread(Path(self._config.weights_root or "").resolve)
         given = body.get("path")
-        if not isinstance(given, str) or not given or "\0" in given:
+        if not isinstance(given, str) or not given:
             raise InvalidRequest("path", "must be a path below weights_root")
-        path = await asyncio.to_thread((root / given).resolve)
-        if not path.is_relative_to(root):
-            raise InvalidRequest("path", "is not below weights_root")
+        within = Confined(self._config.weights_root or "", "weights_root", "path")
+        path = await asyncio.to_thread(within.whole, given)
         try:
             version = await self._engine.update_weights(
                 path, mode=body.get("mode", "keep"), version=body.get("version")
             )
         except ConfigError as error:
-            field, _, message = str(error).partition(": ")
+            field, _, message = within.said(error).partition(": ")
             raise InvalidRequest({"weights": "path"}.get(field, field), message) from error
         return _json({"weight_version": version})
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
 
 from aioinfer.config import ServerConfig
+from aioinfer.embedding import listing
 from aioinfer.engine_like import EngineLike
 from aioinfer.errors import RequestError, renamed
 from aioinfer.scoring import Scores
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import Pieces, whole_response
-from aioinfer.server.http.records import record_of
+from aioinfer.server.http.records import Record, record_of
 from aioinfer.server.openai.embeddings import (
     EMBEDDING_ENDPOINT,
     RERANK_ENDPOINT,
@@ -29,6 +31,7 @@ from aioinfer.server.openai.embeddings import (
     score_answer,
 )
 from aioinfer.server.openapi.endpoints import Route
+from aioinfer.stream import Stream
 
 __all__ = ["PoolingRoutes"]
 
@@ -56,13 +59,14 @@ class PoolingRoutes:
         with record.admitted():
             call, _ = await self._generation.parsed(request, parse_embedding)
             record.model = call.model
-            try:
-                async with self._generation.watched(request):
-                    found = await self._engine.embed(call.inputs, **call.options)
-            except RequestError as error:
-                raise renamed(error, call.names) from None
-            record.prompt_tokens = sum(each.usage.prompt_tokens for each in found)
-            return await self._json(request, embeddings_answer(call, found))
+            with self._counting(record):
+                try:
+                    async with self._generation.watched(request):
+                        found = await self._engine.embed(call.inputs, **call.options)
+                except RequestError as error:
+                    raise renamed(error, call.names) from None
+            pieces = await embeddings_answer(call, found)
+            return whole_response(request, pieces, self._config.send_timeout)
 
     async def score(self, request: web.Request) -> web.StreamResponse:
         record = record_of(request)
@@ -79,13 +83,19 @@ class PoolingRoutes:
     async def _scores(self, request: web.Request, call: ScoreCall) -> Scores:
         record = record_of(request)
         record.model = call.model
-        try:
-            async with self._generation.watched(request):
-                found = await self._engine.score(call.query, call.documents, **call.options)
-        except RequestError as error:
-            raise renamed(error, call.names) from None
-        record.prompt_tokens = found.usage.prompt_tokens
-        return found
+        with self._counting(record):
+            try:
+                async with self._generation.watched(request):
+                    return await self._engine.score(call.query, call.documents, **call.options)
+            except RequestError as error:
+                raise renamed(error, call.names) from None
+
+    @contextmanager
+    def _counting(self, record: Record) -> Iterator[None]:
+        """Counts the prompts of a call of the engine, also of one that fails or is left."""
+        streams: list[Stream] = []
+        with record.counting(streams, 1), listing(streams):
+            yield
 
     async def _json(self, request: web.Request, found: Mapping[str, Any]) -> web.Response:
         pieces = Pieces()

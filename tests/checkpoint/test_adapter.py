@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -283,6 +285,26 @@ def test_a_pattern_cannot_take_forever(tmp_path: Path) -> None:
         AdapterFiles.read(path)
 
 
+def test_all_patterns_of_a_config_have_one_bound_on_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock on which every match takes a hundredth of a second."""
+    clock = itertools.count()
+    monkeypatch.setattr("aioinfer.checkpoint.adapter_config.time.perf_counter", lambda: next(clock) / 100)
+    few, many = ({f"(x+x+)+y{index}": 4 for index in range(count)} for count in (20, 200))
+    assert AdapterFiles.read(write_adapter(tmp_path / "few", matrices(), rank_pattern=few)).rank == 4
+    path = write_adapter(tmp_path / "many", matrices(), rank_pattern=many)
+    with pytest.raises(ConfigError, match="rank_pattern takes too long to match"):
+        AdapterFiles.read(path)
+
+
+def test_a_rank_for_every_module_of_a_large_model_is_read(tmp_path: Path) -> None:
+    ranks = {f"model.layers.{layer}.self_attn.{name}": 3 for layer in range(1, 400) for name in "qkvo"}
+    ranks |= {"layers.0.self_attn.k_proj": 3, "q.proj": 2}
+    path = write_adapter(tmp_path, matrices(q_proj=2, k_proj=3), rank_pattern=ranks)
+    assert {len(each.a) for each in AdapterFiles.read(path).modules.values()} == {2, 3}
+
+
 def test_files_that_change_later_do_not_change_what_was_read(tmp_path: Path) -> None:
     path = write_adapter(tmp_path, matrices())
     files = AdapterFiles.read(path)
@@ -290,3 +312,28 @@ def test_files_that_change_later_do_not_change_what_was_read(tmp_path: Path) -> 
     file = path / "adapter_model.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
     assert all(found.a.equal(before[name]) for name, found in files.modules.items())
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_only_regular_files_are_read(tmp_path: Path, name: str) -> None:
+    path = write_adapter(tmp_path / "a", matrices())
+    kept = tmp_path / "kept"
+    (path / name).rename(kept)
+    os.mkfifo(path / name)
+    with pytest.raises(ConfigError, match=f"adapter: '{name}' is no regular file"):
+        AdapterFiles.read(path)
+    (path / name).unlink()
+    (path / name).symlink_to("/dev/zero")
+    with pytest.raises(ConfigError, match=f"adapter: '{name}' is no regular file"):
+        AdapterFiles.read(path)
+    (path / name).unlink()
+    (path / name).symlink_to(kept)
+    assert AdapterFiles.read(path).rank == 4
+
+
+def test_a_config_has_a_bounded_size(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, matrices())
+    with (path / "adapter_config.json").open("a") as file:
+        file.write(" " * (4 << 20))
+    with pytest.raises(ConfigError, match=r"adapter_config\.json has more than 4 MB"):
+        AdapterFiles.read(path)

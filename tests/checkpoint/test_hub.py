@@ -78,9 +78,16 @@ def test_of_a_repository_only_what_is_read_is_wanted() -> None:
     names = [
         "README.md", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
         "model.safetensors", "pytorch_model.bin", "onnx/model.onnx", "original/params.json",
-        "chat_template.jinja",
+        "chat_template.jinja", "modules.json", "1_Pooling/config.json",
+        "config_sentence_transformers.json", "2_Dense/config.json",
     ]  # fmt: skip
-    other = {"README.md", "pytorch_model.bin", "onnx/model.onnx", "original/params.json"}
+    other = {
+        "README.md",
+        "pytorch_model.bin",
+        "onnx/model.onnx",
+        "original/params.json",
+        "2_Dense/config.json",
+    }
     small = sorted(set(names) - other - {WEIGHTS})
     assert wanted_files(names, HubModel(NAME)) == [*small, WEIGHTS]
     # The index says which shards.

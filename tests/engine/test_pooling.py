@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -338,3 +338,45 @@ async def test_a_start_of_logprobs_that_are_not_wanted_is_refused(make_engine: M
         with pytest.raises(InvalidRequest) as refused:
             engine.generate([1, 2, 3], SamplingParams(logprob_start_len=1))
         assert refused.value.field == "logprob_start_len"
+
+
+@pytest.mark.parametrize("given", [5, None, 1.5, b"ab", object()])
+async def test_what_is_no_input_is_named(make_engine: MakeEngine, given: Any) -> None:
+    async with make_engine() as engine:
+        with pytest.raises(InvalidRequest) as refused:
+            await engine.embed(given)
+        assert refused.value.field == "inputs"
+        with pytest.raises(InvalidRequest) as refused:
+            engine.threadsafe().embed(given)
+        assert refused.value.field == "inputs"
+
+
+async def test_scalars_of_arrays_are_taken_as_numbers_and_flags(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        wanted = await engine.embed([3, 4], dimensions=2, normalize=False)
+        found = await engine.embed(
+            [3, 4], dimensions=cast("int", np.int64(2)), normalize=cast("bool", np.bool_(False))
+        )
+        assert found.vector.tolist() == wanted.vector.tolist()
+        with pytest.raises(InvalidRequest, match="prompt_name"):
+            await engine.embed("a", prompt_name=cast("str", []))
+
+
+async def test_threads_may_change_what_they_gave_at_once(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        elsewhere, wanted = engine.threadsafe(), await engine.embed([[3, 4], [5, 6]])
+        scored = (await engine.score(["a", "b"], ["a", "c"], method="cosine")).scores
+        inputs, queries, documents = [[3, 4], [5, 6]], ["a", "b"], ["a", "c"]
+        embedding = elsewhere.embed(inputs)
+        scoring = elsewhere.score(queries, documents, method="cosine")
+        inputs[0][0] = 9
+        for each in (inputs, queries, documents):
+            each.pop()
+        documents.append("d")
+        queries.append("d")
+        found = await asyncio.wrap_future(embedding)
+        assert [each.vector.tolist() for each in found] == [each.vector.tolist() for each in wanted]
+        assert (await asyncio.wrap_future(scoring)).scores == scored
+        with pytest.raises(InvalidRequest) as refused:
+            elsewhere.embed([[1], [2.5]])  # type: ignore[list-item]
+        assert refused.value.field == "inputs[1]"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 from typing import Any, cast
@@ -13,7 +14,7 @@ import pytest
 from aioinfer import SamplingParams
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError, InvalidRequest
-from aioinfer.server.adapters import confined
+from aioinfer.server.confinement import Confined
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from aioinfer.testing.toy_adapters import ToyAdapter, write_toy_adapter
 from tests.server.conftest import Serving
@@ -170,7 +171,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"lora_name": "a", "lora_path": 5}, "lora_path", "must be text"),
     ({"lora_name": "a", "lora_path": "one", "load_inplace": "yes"}, "load_inplace", "true or false"),
     ({"lora_name": "a", "lora_path": "one", "lora_int_id": 1}, "lora_int_id", "is not a field"),
-    ({"lora_name": "a", "lora_path": "nothing"}, "lora_path", "no directory"),
+    ({"lora_name": "a", "lora_path": "nothing"}, "lora_path", "there is nothing at"),
     ({"lora_name": "a", "lora_path": "empty"}, "lora_path", "is no adapter"),
     ({"lora_name": "a", "lora_path": "../outside"}, "lora_path", "outside of lora_root"),
     ({"lora_name": "a", "lora_path": "/etc"}, "lora_path", "outside of lora_root"),
@@ -211,13 +212,14 @@ async def test_every_bad_body_gets_one_clear_error_and_changes_nothing(serving: 
 
 
 def test_paths_are_confined_to_the_root(root: Path) -> None:
+    within = Confined(str(root), "lora_root", "lora_path")
     for path in ("one", "./one", "stays", str(root / "one"), "empty/../one", f"{root}/../root/one"):
-        assert confined(str(root), path) == root / "one"
+        assert within.directory(path, ()) == root / "one"
     link = root.parent / "link"
     link.symlink_to(root)
-    assert confined(str(link), str(link / "one")) == root / "one"
+    assert Confined(str(link), "lora_root", "lora_path").find(str(link / "one")) == root / "one"
     with pytest.raises(InvalidRequest, match="lora_root of this server is not there"):
-        confined(str(root / "gone"), "one")
+        Confined(str(root / "gone"), "lora_root", "lora_path").find("one")
 
 
 async def test_more_than_max_adapters_are_refused(serving: Serving, root: Path) -> None:
@@ -233,3 +235,99 @@ async def test_more_than_max_adapters_are_refused(serving: Serving, root: Path) 
 def test_a_root_is_a_path() -> None:
     with pytest.raises(ConfigError, match="lora_root must be a path, not empty"):
         ServerConfig(lora_root="")
+    for name in ("lora_root", "weights_root"):
+        with pytest.raises(ConfigError, match=f"{name} must be a path, which has no NUL"):
+            ServerConfig(**{name: "a\0b"})
+
+
+async def test_links_of_files_out_of_the_root_and_pipes_are_refused_before_they_are_read(
+    serving: Serving, root: Path
+) -> None:
+    """Links within the root are files as any, as in a hub's cache."""
+    outside, bad = root.parent / "outside", {"out": "leads outside", "pipe": "no regular", "loops": "cannot"}
+    (root / "blob").write_bytes((outside / "adapter_config.json").read_bytes())
+    for name in (*bad, "within", "weights", "zero"):
+        (root / name).mkdir()
+    (root / "out" / "adapter_config.json").symlink_to(outside / "adapter_config.json")
+    os.mkfifo(root / "pipe" / "adapter_config.json")
+    (root / "loops" / "adapter_config.json").symlink_to("adapter_config.json")
+    (root / "within" / "adapter_config.json").symlink_to("../blob")
+    write_toy_adapter(root / "weights", "x")
+    (root / "weights" / "adapter_model.safetensors").symlink_to(outside / "adapter_config.json")
+    (root / "zero" / "adapter_config.json").symlink_to("/dev/zero")
+    async with (
+        serving(server={"lora_root": str(root)}, device=device()) as served,
+        aiohttp.ClientSession(served.url) as session,
+    ):
+        for name, message in (bad | {"weights": "leads outside", "zero": "leads outside"}).items():
+            status, error = await post(session, LOAD, lora_name="a", lora_path=name)
+            assert (status, error["param"]) == (400, "lora_path"), error
+            assert message in error["message"]
+            assert str(root.parent) not in error["message"]
+        assert served.engine.adapters() == []
+        assert (await post(session, LOAD, lora_name="a", lora_path="within"))[0] == 200
+
+
+async def test_other_things_beside_the_files_of_an_adapter_do_not_matter(
+    serving: Serving, root: Path
+) -> None:
+    (root / "one" / "adapter_old").mkdir()
+    os.mkfifo(root / "one" / "adapter_pipe")
+    async with (
+        serving(server={"lora_root": str(root)}, device=device()) as served,
+        aiohttp.ClientSession(served.url) as session,
+    ):
+        assert (await post(session, LOAD, lora_name="a", lora_path="one"))[0] == 200
+
+
+async def test_what_an_engine_says_of_an_adapter_does_not_tell_where_the_root_is(
+    serving: Serving, root: Path
+) -> None:
+    def prepare(path: Path) -> Any:
+        raise OSError(f"{path} is broken")
+
+    toy = device()
+    toy.prepare_adapter = prepare  # type: ignore[method-assign]
+    async with (
+        serving(server={"lora_root": str(root)}, device=toy) as served,
+        aiohttp.ClientSession(served.url) as session,
+    ):
+        status, error = await post(session, LOAD, lora_name="a", lora_path="one")
+    assert status == 400
+    assert "is broken" in error["message"]
+    assert str(root) not in error["message"]
+
+
+async def test_of_several_loads_of_a_name_at_once_one_adds_it(serving: Serving, root: Path) -> None:
+    write_toy_adapter(root / "two", "two")
+    async with (
+        serving(server={"lora_root": str(root)}, device=device()) as served,
+        aiohttp.ClientSession(served.url) as session,
+    ):
+        paths = ("one", "two", "one")
+        answers = await asyncio.gather(
+            *(post(session, LOAD, lora_name="a", lora_path=path) for path in paths)
+        )
+        assert sorted(status for status, _ in answers) == [200, 400, 400]
+        assert {error["param"] for status, error in answers if status == 400} == {"lora_name"}
+
+
+async def test_the_answer_says_whether_a_name_was_replaced(serving: Serving, root: Path) -> None:
+    async with (
+        serving(server={"lora_root": str(root)}, device=device()) as served,
+        aiohttp.ClientSession(served.url) as session,
+    ):
+        body: dict[str, Any] = {"lora_name": "a", "lora_path": "one", "load_inplace": True}
+        assert (await post(session, LOAD, **body))[1] == "Success: the LoRA adapter 'a' was added."
+        assert (await post(session, LOAD, **body))[1] == "Success: the LoRA adapter 'a' was replaced."
+
+
+async def test_the_document_of_the_routes_has_the_limit_of_a_key(serving: Serving) -> None:
+    async with (
+        serving() as served,
+        aiohttp.ClientSession(served.url) as session,
+        session.get("/openapi.json") as response,
+    ):
+        paths = (await response.json())["paths"]
+    assert {"403", "429"} <= paths[LOAD]["post"]["responses"].keys()
+    assert "429" in paths[UNLOAD]["post"]["responses"]

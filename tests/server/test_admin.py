@@ -232,12 +232,26 @@ async def test_weights_are_loaded_from_their_root_only(serving: Serving, path: s
     async with administered(serving, path) as (_, admin):
         assert (await admin("POST", "/update_weights", {"path": "a"}))[0] == 404
     (tmp_path / "link").symlink_to("/etc")
+    (tmp_path / "loop").symlink_to("loop")
+    for name in ("x", "linked", "deeper", "piped"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "linked" / "config.json").symlink_to("/etc/passwd")
+    (tmp_path / "deeper" / "out").symlink_to("/etc")
+    os.mkfifo(tmp_path / "piped" / "model.safetensors")
     async with administered(serving, path, {"weights_root": str(tmp_path)}) as (_, admin):
         for given, message in (
             ({}, "path: must be a path below weights_root"),
-            ({"path": "../x"}, "path: is not below weights_root"),
-            ({"path": "/etc"}, "path: is not below weights_root"),
-            ({"path": "link/x"}, "path: is not below weights_root"),
+            ({"path": "../x"}, "path: '../x' lies outside of weights_root"),
+            ({"path": "/etc"}, "path: '/etc' lies outside of weights_root"),
+            ({"path": "link/x"}, "path: 'link/x' lies outside of weights_root"),
+            ({"path": "loop"}, "path: "),
+            ({"path": "\ud800"}, "path: "),
+            ({"path": "a\0b"}, "path: has a NUL character"),
+            ({"path": "y" * 5000}, "path: is longer than 4096"),
+            ({"path": "nothing"}, "path: there is nothing at 'nothing' in weights_root"),
+            ({"path": "linked"}, "path: 'config.json' is a link that leads outside of weights_root"),
+            ({"path": "deeper"}, "path: 'out' is a link that leads outside of weights_root"),
+            ({"path": "piped"}, "path: 'model.safetensors' is no regular file"),
             ({"path": "x", "mode": "now"}, "mode: must be one of keep, wait, abort"),
             ({"path": "x", "version": -1}, "version: must be an integer greater than 0"),
             ({"path": "x", "other": 1}, "other: is unknown"),

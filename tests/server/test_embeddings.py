@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 import aiohttp
+import jsonschema
 import numpy as np
 import openai
 import pytest
 
-from aioinfer.embedding import normalized
+from aioinfer.embedding import Embedding, normalized
+from aioinfer.outputs import Usage
 from aioinfer.pooling import Pooling
+from aioinfer.server.openai.embeddings import RERANK, EmbeddingCall, embeddings_answer
 from aioinfer.testing import ToyTokenizer
 from aioinfer.testing.toy_pooling import toy_pooled
 from tests.engine.conftest import Gate
@@ -82,6 +88,8 @@ async def test_base64_has_the_bits_of_the_numbers_and_dimensions_are_cut_first(s
         ({"input": "a", "pooling": "tokens"}, "pooling"),
         ({"input": "a", "normalize": 1}, "normalize"),
         ({"input": "a", "prompt_name": "query"}, "prompt_name"),
+        ({"input": "a", "prompt_name": []}, "prompt_name"),
+        ({"input": "a", "prompt_name": {"a": 1}}, "prompt_name"),
         ({"input": "a", "stream": True}, "stream"),
         ({"input": "a" * 5000}, "input"),
         ({"input": ["a", "a" * 5000]}, "input[1]"),
@@ -216,6 +224,99 @@ async def test_a_completion_without_tokens_scores_its_prompt(serving: Serving) -
     assert late.choices[0].logprobs is not None
     assert late.choices[0].logprobs.tokens == choice.logprobs.tokens
     assert late.choices[0].logprobs.token_logprobs == [None, None, *choice.logprobs.token_logprobs[2:]]
+
+
+@pytest.mark.parametrize("form", ["float", "base64"])
+async def test_an_answer_is_written_with_turns_of_the_loop_between_embeddings(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioinfer.server.http.pace._SLICE", 0.0)
+    rng = np.random.default_rng(1)
+    found = [Embedding(rng.standard_normal(8).astype(np.float32), Usage(5, 0, 0)) for _ in range(20)]
+    call = EmbeddingCall('a "model"', [], form == "base64", {}, {})
+    turns, loop = 0, asyncio.get_running_loop()
+
+    def turn() -> None:
+        nonlocal turns
+        turns += 1
+        loop.call_soon(turn)
+
+    loop.call_soon(turn)
+    pieces = await embeddings_answer(call, found)
+    assert turns >= len(found)
+    answer = json.loads(b"".join(pieces))
+    assert b"".join(pieces) == json.dumps(answer).encode()
+    assert (answer["model"], answer["usage"]["prompt_tokens"]) == ('a "model"', 100)
+    for index, each in enumerate(answer["data"]):
+        given: Any = each["embedding"]
+        if form == "base64":
+            given = np.frombuffer(base64.b64decode(given), "<f4")
+        assert each["index"] == index
+        assert np.array_equal(np.asarray(given, np.float32), found[index].vector)
+
+
+def keyed(directory: Path) -> dict[str, Any]:
+    """A server with one key, of 60,000 tokens a minute."""
+    entry = {"name": "a", "sha256": hashlib.sha256(b"k").hexdigest(), "tokens_per_minute": 60_000}
+    file = directory / "keys.yaml"
+    file.write_text(json.dumps([entry]))
+    return {"api_keys": str(file)}
+
+
+HEADERS = {"Authorization": "Bearer k"}
+
+
+async def left(session: aiohttp.ClientSession) -> int:
+    async with session.get("/v1/models") as response:
+        return int(response.headers["x-ratelimit-remaining-tokens"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", {"input": [*([index + 1] * 3000 for index in range(8)), "a" * 5000]}),
+        ("/v1/score", {"text_1": "a", "text_2": [*(each * 3000 for each in "bcdefghi"), "a" * 5000]}),
+        ("/v1/rerank", {"query": "a", "documents": [*(each * 3000 for each in "bcdefghi"), "a" * 5000]}),
+    ],
+)
+async def test_what_a_call_that_fails_has_computed_is_charged(
+    serving: Serving, tmp_path: Path, path: str, body: Any
+) -> None:
+    async with (
+        serving(server=keyed(tmp_path), max_running_requests=1) as served,
+        aiohttp.ClientSession(served.url, headers=HEADERS) as session,
+    ):
+        served.engine.sentences = type(served.engine.sentences)(stated=True)
+        async with session.post(path, json=body) as response:
+            assert response.status == 400
+        computed = served.engine.stats().prefill_tokens
+        assert computed > 9000
+        assert await left(session) < 60_000 - computed + 6000  # what has come back in some seconds
+
+
+async def test_a_client_that_leaves_is_charged_for_its_inputs(serving: Serving, tmp_path: Path) -> None:
+    gate = Gate()
+    async with (
+        serving(server=keyed(tmp_path), fault=gate, max_running_requests=4) as served,
+        aiohttp.ClientSession(served.url, headers=HEADERS) as session,
+    ):
+        async with aiohttp.ClientSession(served.url, headers=HEADERS) as leaving:
+            body = {"input": [[index + 1] * 4000 for index in range(16)]}
+            asking = asyncio.create_task(leaving.post("/v1/embeddings", json=body))
+            await asyncio.to_thread(gate.arrived.acquire)
+            asking.cancel()
+            await asyncio.wait([asking])
+        gate.release()
+        while served.engine.stats().running + served.engine.stats().waiting:
+            await asyncio.sleep(0)
+        assert await left(session) < 50_000
+
+
+def test_documents_of_a_reranking_have_a_text_and_nothing_else_in_the_schema() -> None:
+    check = jsonschema.Draft202012Validator(RERANK["documents"].schema).is_valid
+    assert check(["a", {"text": "a"}])
+    assert not check([{"text": "a", "title": "b"}])
+    assert not check([{"title": "b"}])
 
 
 @battery(SIMULATION)

@@ -4,6 +4,7 @@ and ``/v1/rerank``, as vLLM and Jina have them."""
 from __future__ import annotations
 
 import base64
+import json
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,8 @@ from aioinfer.embedding import Embedding
 from aioinfer.errors import InvalidRequest
 from aioinfer.loop.options import MAX_LABEL, Prompt
 from aioinfer.scoring import METHODS, Scores
+from aioinfer.server.http.pace import Pace
+from aioinfer.server.http.pieces import Pieces
 from aioinfer.server.openai.extras import parse_extras
 from aioinfer.server.openai.protocol import Served, flag_of, object_of
 from aioinfer.server.openapi.endpoints import Body, Endpoint
@@ -46,7 +49,7 @@ _INPUT = either(text(1), _IDS, array(either(text(1), _IDS), 1, MOST_INPUTS))
 _LABEL = text(0, MAX_LABEL)
 _SECONDS: Schema = {"type": "number", "exclusiveMinimum": 0}
 _SCHEDULING: Table = {
-    "model": Honoured("the served model's name; a request without it gets the served model", schema=TEXT),
+    "model": Honoured("name of the served model (the default), or of an adapter", schema=TEXT),
     "priority": Honoured("see scheduling", schema=integer(-(2**31), 2**31 - 1)),
     "cache_salt": Honoured("see scheduling", schema=_LABEL),
     "routing_key": Honoured("see scheduling", schema=_LABEL),
@@ -84,6 +87,12 @@ _JUDGING: Table = {
     "max_tokens_per_doc": Unsupported((), "send shorter texts"),
 }
 _TEXTS = either(text(1), array(text(1), 1, MOST_INPUTS))
+_DOCUMENT: Schema = {
+    "type": "object",
+    "properties": {"text": text(1)},
+    "required": ["text"],
+    "additionalProperties": False,
+}
 #: of ``/v1/score``
 SCORE: Table = {
     **_JUDGING,
@@ -96,7 +105,7 @@ RERANK: Table = {
     "query": Honoured("a text", schema=text(1), required=True),
     "documents": Honoured(
         f"texts, or objects with a `text`; up to {MOST_INPUTS}",
-        schema=array(either(text(1), {"type": "object", "required": ["text"]}), 1, MOST_INPUTS),
+        schema=array(either(text(1), _DOCUMENT), 1, MOST_INPUTS),
         required=True,
     ),
     "top_n": Honoured("only so many results, the best ones", schema=integer(1)),
@@ -334,17 +343,27 @@ def _is_id(value: Any) -> bool:
 # -- answers ----------------------------------------------------------------------------------------------
 
 
-def embeddings_answer(call: EmbeddingCall, found: Sequence[Embedding]) -> EmbeddingAnswer:
-    """The answer to a call."""
-    return {
-        "object": "list",
-        "data": [
-            {"object": "embedding", "index": index, "embedding": _encoded(each, as_bytes=call.base64)}
-            for index, each in enumerate(found)
-        ],
-        "model": call.model,
-        "usage": _usage(each.usage for each in found),
+async def embeddings_answer(call: EmbeddingCall, found: Sequence[Embedding]) -> list[bytes]:
+    """The JSON of the EmbeddingAnswer to a call, in pieces: other callbacks run between two embeddings."""
+    pieces, pace = Pieces(), Pace()
+    pieces.add('{"object": "list", "data": [')
+    for index, each in enumerate(found):
+        if index:
+            pieces.add(", ")
+        await pieces.add_json(_object(index, each, as_bytes=call.base64), pace)
+    rest = {"model": call.model, "usage": _usage(each.usage for each in found)}
+    pieces.add("], ")
+    pieces.add(json.dumps(rest)[1:])
+    return pieces.end()
+
+
+def _object(index: int, embedding: Embedding, *, as_bytes: bool) -> dict[str, Any]:
+    found: EmbeddingObject = {
+        "object": "embedding",
+        "index": index,
+        "embedding": _encoded(embedding, as_bytes=as_bytes),
     }
+    return dict(found)
 
 
 def _encoded(embedding: Embedding, *, as_bytes: bool) -> list[float] | str:

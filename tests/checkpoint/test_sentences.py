@@ -1,0 +1,68 @@
+"""The files of sentence-transformers: what is read of them, and one clear error for what makes no sense."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aioinfer.checkpoint.sentences import Sentences
+from aioinfer.errors import ConfigError
+
+MEAN = {"pooling_mode_mean_tokens": True}
+
+
+def write(directory: Path, /, pooling: Any = None, where: str = "1_Pooling", **modules: Any) -> Path:
+    """``modules``: further fields of the pooling module."""
+    listed = [{"type": "x.Transformer", "path": ""}, {"type": "x.Pooling", **modules}]
+    (directory / "modules.json").write_text(json.dumps(listed))
+    if pooling is not None:
+        (directory / where).mkdir()
+        (directory / where / "config.json").write_text(json.dumps(pooling))
+    return directory
+
+
+def test_pooling_is_read_where_the_modules_say(tmp_path: Path) -> None:
+    stated = {"pooling_mode_lasttoken": True}
+    assert Sentences.of(write(tmp_path, stated, "2_Pooling", path="2_Pooling")).pooling == "last"
+
+
+def test_pooling_is_read_in_its_usual_place_where_they_say_nothing(tmp_path: Path) -> None:
+    assert Sentences.of(write(tmp_path, {"pooling_mode_cls_token": True})).pooling == "cls"
+
+
+@pytest.mark.parametrize("where", ["..", "../x", "/etc", 5, None, "a/b"])
+def test_a_place_outside_is_none(tmp_path: Path, where: Any) -> None:
+    with pytest.raises(ConfigError, match=r"modules\.json has no directory in the path"):
+        Sentences.of(write(tmp_path, MEAN, path=where))
+
+
+def test_modes_may_be_a_list(tmp_path: Path) -> None:
+    (tmp_path / "one").mkdir()
+    (tmp_path / "two").mkdir()
+    assert Sentences.of(write(tmp_path / "one", {"pooling_mode": ["lasttoken"]})).pooling == "last"
+    two = Sentences.of(write(tmp_path / "two", {"pooling_mode": ["mean", "cls"]}))
+    assert two.unsupported == "it pools by 'mean' and 'cls'"
+
+
+@pytest.mark.parametrize("mode", [5, {"a": 1}, [["mean"]], [5]])
+def test_a_mode_that_is_no_name_is_refused(tmp_path: Path, mode: Any) -> None:
+    with pytest.raises(ConfigError, match="pooling_mode is"):
+        Sentences.of(write(tmp_path, {"pooling_mode": mode}))
+
+
+@pytest.mark.parametrize("default", [[], {}, 5, "other"])
+def test_a_default_prompt_that_is_not_there_is_refused(tmp_path: Path, default: Any) -> None:
+    stated = {"prompts": {"query": "q: "}, "default_prompt_name": default}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(stated))
+    with pytest.raises(ConfigError, match="make no sense"):
+        Sentences.of(write(tmp_path, MEAN))
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}x", "5", "[5]", '[{"type": 1}, []]'])
+def test_modules_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "modules.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"modules\.json cannot be read"):
+        Sentences.of(tmp_path)
