@@ -45,8 +45,8 @@ class Intake:
     reading adapters and weights.
 
     The pools are separate so that a grammar, however large, never delays plain prompts. Of the two threads
-    that tokenize, long prompts use one at a time, so a short prompt waits for short ones only. What waits can be
-    withdrawn, and leaves nothing behind.
+    that tokenize, long prompts use one at a time, so a short prompt waits for short ones only. What waits can
+    be withdrawn, and leaves nothing behind.
     """
 
     __slots__ = ("_asking", "_compilers", "_decoding", "_encodings", "_grammars", "_long", "_readers",

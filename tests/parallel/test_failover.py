@@ -256,7 +256,7 @@ def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> No
 
     async def work() -> None:
         async with asyncio.timeout(10_000):
-            await lose_everywhere(3)
+            await lose_everywhere(2)
 
     with pytest.raises((AssertionError, AioInferError, TimeoutError, IndexError, KeyError)):
         in_virtual_time(work)
