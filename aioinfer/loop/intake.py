@@ -44,9 +44,9 @@ class Intake:
     """Two thread pools: one for tokenizing, one for requests that need a grammar; and a thread each for
     reading adapters and weights.
 
-    The pools are separate so that a grammar, however large, never delays plain prompts. Of the two threads that
-    tokenize, long prompts use one at a time, so a short prompt waits for short ones only. What waits can be
-    withdrawn, and leaves nothing behind.
+    The pools are separate so that a grammar, however large, never delays plain prompts. Of the two threads
+    that tokenize, long prompts use one at a time, so a short prompt waits for short ones only. What waits can
+    be withdrawn, and leaves nothing behind.
     """
 
     __slots__ = ("_asking", "_compilers", "_decoding", "_encodings", "_grammars", "_long", "_readers",
