@@ -15,7 +15,6 @@ from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
 from aioinfer.embedding import EmbeddingForm, inputs_of, pool_all
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
-from aioinfer.loop.checks import check_chat, pooling_params
 from aioinfer.loop.options import (
     GenerateOptions,
     JobOptions,
@@ -23,6 +22,8 @@ from aioinfer.loop.options import (
     PromptForm,
     PromptSource,
     RequestOptions,
+    check_chat,
+    pooling_params,
 )
 from aioinfer.mapping import MapProgress, OnError, Prompts, ResultMap
 from aioinfer.outputs import AdapterInfo, Result

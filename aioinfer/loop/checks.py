@@ -15,33 +15,10 @@ if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Checks", "check_chat", "pooling_params"]
-
-#: parameters that also apply to a prompt that is pooled
-_OF_PROMPTS = frozenset({"prompt_logprobs", "logprob_start_len"})
+__all__ = ["Checks"]
 
 #: of the hidden states of all tokens of a prompt: 256 MiB
 _MOST_FLOATS = 1 << 26
-
-
-def pooling_params(params: SamplingParams) -> SamplingParams:
-    """Those of a request that only pools its prompt. Raises InvalidRequest for a parameter that would have no
-    effect."""
-    defaults = SamplingParams()
-    for name in SamplingParams.__dataclass_fields__:
-        value = getattr(params, name)
-        if name in _OF_PROMPTS or value == getattr(defaults, name) or (name == "max_tokens" and value == 0):
-            continue
-        raise InvalidRequest(name, "has no effect with pooling, which generates nothing")
-    return params.changed(max_tokens=0)
-
-
-def check_chat(params: SamplingParams, pooling: Pooling | None) -> None:
-    """Raise InvalidRequest for a chat without an answer."""
-    if pooling is not None:
-        raise InvalidRequest("pooling", "a chat generates an answer: use embed() or generate()")
-    if params.max_tokens == 0:
-        raise InvalidRequest("max_tokens", "must be a positive number: a chat generates an answer")
 
 
 class Checks:

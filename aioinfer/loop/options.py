@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.loop.copies import check_ids, freeze
+from aioinfer.params import SamplingParams
 from aioinfer.plain import exactly, keep_plain, plain
 from aioinfer.pooling import Pooling
 from aioinfer.text.length import ASSUMED_LONGEST, exceeds_bytes
@@ -35,8 +36,10 @@ __all__ = [
     "PromptForm",
     "PromptSource",
     "RequestOptions",
+    "check_chat",
     "check_timeout",
     "is_one",
+    "pooling_params",
 ]
 
 #: text, token ids (also an array of integers), chat messages (mappings with "role" and "content", of plain
@@ -51,6 +54,10 @@ _CHAT_FACTOR = 4
 _CHAT_ROOM = 1 << 20
 #: parameters of a tokenizer's methods
 _NOT_VARIABLES = ("self", "messages")
+
+
+#: parameters that also apply to a prompt that is pooled
+_OF_PROMPTS = frozenset({"prompt_logprobs", "logprob_start_len"})
 
 
 class JobOptions(TypedDict, total=False):
@@ -405,3 +412,23 @@ def is_one(prompts: Any) -> bool:
         hasattr(first, "__len__") and not isinstance(first, Mapping)
     )
     return not several
+
+
+def pooling_params(params: SamplingParams) -> SamplingParams:
+    """Those of a request that only pools its prompt. Raises InvalidRequest for a parameter that would have no
+    effect."""
+    defaults = SamplingParams()
+    for name in SamplingParams.__dataclass_fields__:
+        value = getattr(params, name)
+        if name in _OF_PROMPTS or value == getattr(defaults, name) or (name == "max_tokens" and value == 0):
+            continue
+        raise InvalidRequest(name, "has no effect with pooling, which generates nothing")
+    return params.changed(max_tokens=0)
+
+
+def check_chat(params: SamplingParams, pooling: Pooling | None) -> None:
+    """Raise InvalidRequest for a chat without an answer."""
+    if pooling is not None:
+        raise InvalidRequest("pooling", "a chat generates an answer: use embed() or generate()")
+    if params.max_tokens == 0:
+        raise InvalidRequest("max_tokens", "must be a positive number: a chat generates an answer")
