@@ -133,7 +133,7 @@ def test_tensors_whose_names_lack_the_prefix_are_those_of_the_model(
     assert torch.equal(logits(model, "sdpa"), expected)
 
 
-@pytest.mark.parametrize("kind", grid(["qwen3-wide-untied", "qwen3.5-moe"], ["llama-gqa-tied", "gpt2-wide"]))
+@pytest.mark.parametrize("kind", grid(["qwen3-wide-untied", "qwen3.5-moe"], ["llama-head-dim", "gpt2-wide"]))
 @pytest.mark.parametrize("quantization", grid(["int8", "int4"], []))
 @pytest.mark.parametrize("dtype", grid(["bfloat16"], ["float32"]))
 def test_rounded_weights_are_rounded_again(
