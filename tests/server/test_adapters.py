@@ -213,7 +213,7 @@ async def test_every_bad_body_gets_one_clear_error_and_changes_nothing(serving: 
 
 def test_paths_are_confined_to_the_root(root: Path) -> None:
     within = Confined(str(root), "lora_root", "lora_path")
-    for path in ("one", "./one", "stays", str(root / "one"), "empty/../one", f"{root}/../root/one"):
+    for path in ("one", "./one", "stays", str(root / "one"), "empty/../one", f"{root}/../{root.name}/one"):
         assert within.directory(path, ()) == root / "one"
     link = root.parent / "link"
     link.symlink_to(root)
