@@ -17,8 +17,9 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from itertools import count
 from typing import Any
 
 import openai
@@ -122,7 +123,8 @@ async def run(
     ray: str | None = None,
     direct: bool = True,
 ) -> dict[str, Any]:
-    """What differed, what failed, and how often replicas were killed or restarted."""
+    """What differed, what failed, and how often replicas were killed or restarted. Streams are added to those
+    asked for until that has happened once, for at most two minutes."""
     dice, counts = random.Random(seed), Counter[str]()
     bodies = requests(model)
     parsers: dict[str, Any] = {} if model == "tiny-diffusion" else {"tool_call_parser": "hermes"}
@@ -133,8 +135,16 @@ async def run(
     async with dispatcher, served(dispatcher) as url:
         client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
         wanted = [await answer(client, body) for body in bodies]
-        todo = iter(range(streams))
         started = time.monotonic()
+
+        def numbers() -> Iterator[int]:
+            for number in count():
+                disturbed = counts["kills"] or counts["rolled"] or time.monotonic() > started + 120
+                if number >= streams and disturbed:
+                    return
+                yield number
+
+        todo = numbers()
 
         async def load() -> None:
             for number in todo:

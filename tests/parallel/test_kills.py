@@ -21,5 +21,5 @@ def test_no_answer_shows_that_replicas_were_killed(model: str, streams: int, rol
     every = 0.1 if rolling else 1.0
     found = asyncio.run(run(model, streams, clients=12, every=every, rolling=rolling, seed=0))
     assert found["failed"] == found["differing"] == found["diverged"] == 0, found
-    assert found["streams"] == streams
+    assert found["streams"] >= streams
     assert found["kills"] or found["rolled"]

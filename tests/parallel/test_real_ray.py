@@ -122,5 +122,5 @@ def test_the_example_runs(head: RayHead) -> None:
 def test_no_answer_shows_that_actors_were_killed(head: RayHead) -> None:
     found = asyncio.run(run("tiny-chat", 40, clients=12, every=1.0, rolling=False, seed=0, ray=head.address))
     assert found["failed"] == found["differing"] == found["diverged"] == 0, found
-    assert found["streams"] == 40
+    assert found["streams"] >= 40
     assert found["kills"]
