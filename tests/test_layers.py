@@ -67,8 +67,8 @@ LAYERS: list[set[str]] = [
     {"checkpoint"},
     # exceptions, results, parts found by file name
     {"errors", "outputs", "plugins"},
-    # the plain values of what a caller gives; work that ends with its client
-    {"plain", "disconnects"},
+    # the plain values of what a caller gives; work that ends with its client; work on threads of low priority
+    {"plain", "disconnects", "niceness"},
 ]
 
 #: rooms in pure Python: neither they nor what they import load these at module level

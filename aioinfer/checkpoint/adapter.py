@@ -6,6 +6,9 @@ model an adapter belongs to is decided by :mod:`aioinfer.model.adapters.targets`
 
 from __future__ import annotations
 
+import hashlib
+import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +18,7 @@ import regex
 
 from aioinfer.checkpoint.adapter_config import AdapterConfig
 from aioinfer.checkpoint.adapter_tensors import read_tensors
-from aioinfer.checkpoint.regular import check_regular
-from aioinfer.checkpoint.tensors import read_json_object
+from aioinfer.checkpoint.regular import check_regular, open_regular
 from aioinfer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -73,13 +75,18 @@ class AdapterFiles:
     config: AdapterConfig
     #: by :func:`module_key` of their names
     modules: Mapping[str, Factors]
+    #: what tells the bytes that were read from others: 16 hexadecimal digits
+    fingerprint: str
 
     @classmethod
-    def read(cls, path: Path) -> AdapterFiles:
-        """The adapter in a directory. Raises ConfigError that names the field or tensor that is wrong."""
+    def read(cls, path: Path, most_bytes: int = sys.maxsize) -> AdapterFiles:
+        """The adapter in a directory, whose tensors take at most ``most_bytes``. Raises ConfigError that
+        names the field or tensor that is wrong."""
         _check_directory(path)
-        config = AdapterConfig.read(_stated(path))
-        halves = _halves(read_tensors(path / _WEIGHTS))
+        content = _config_of(path / _CONFIG)
+        config = AdapterConfig.read(_stated(content))
+        file = read_tensors(path / _WEIGHTS, most_bytes)
+        halves = _halves(file.tensors)
         modules: dict[str, Factors] = {}
         for name, found in halves.items():
             factors, key = _factors(name, found, config), module_key(name)
@@ -88,7 +95,8 @@ class AdapterFiles:
             modules[key] = factors
         if not modules:
             raise ConfigError(f"adapter: {_WEIGHTS} has no tensors")
-        return cls(path, config, modules)
+        fingerprint = hashlib.sha256(hashlib.sha256(content).digest() + file.digest).hexdigest()[:16]
+        return cls(path, config, modules, fingerprint)
 
     @property
     def rank(self) -> int:
@@ -131,15 +139,25 @@ def _check_directory(path: Path) -> None:
         check_regular(path / name for name in ADAPTER_FILES)
     except ConfigError as error:
         raise ConfigError(f"adapter: {error}") from None
-    if (path / _CONFIG).stat().st_size > _LARGEST_CONFIG:
-        raise ConfigError(f"adapter: {_CONFIG} has more than {_LARGEST_CONFIG >> 20} MB")
 
 
-def _stated(path: Path) -> dict[str, object]:
+def _config_of(file: Path) -> bytes:
     try:
-        return read_json_object(path / _CONFIG)
-    except ConfigError as error:
-        raise ConfigError(f"adapter: {str(error).removeprefix('model: ')}") from error
+        opened, _ = open_regular(file, _LARGEST_CONFIG)
+        with opened:
+            return opened.read()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"adapter: {_CONFIG} cannot be read: {error}") from error
+
+
+def _stated(content: bytes) -> dict[str, object]:
+    try:
+        stated = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"adapter: {_CONFIG} cannot be read: {error}") from error
+    if not isinstance(stated, dict):
+        raise ConfigError(f"adapter: {_CONFIG} holds no JSON object")
+    return stated
 
 
 def _halves(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, tuple[str, torch.Tensor]]]:
@@ -164,17 +182,11 @@ def _factors(module: str, halves: Mapping[str, tuple[str, torch.Tensor]], config
     rank = config.rank_of(module)
     (a_name, a), (b_name, b) = halves["A"], halves["B"]
     for name, tensor in (a_name, a), (b_name, b):
-        _check_numbers(name, tensor)
+        if tensor.dim() != 2:
+            raise ConfigError(f"adapter: {name} is shaped {tuple(tensor.shape)}, not a matrix")
     for name, tensor, dimension in (a_name, a, 0), (b_name, b, 1):
         if tensor.shape[dimension] != rank:
             raise ConfigError(f"adapter: {name} is shaped {tuple(tensor.shape)}, the config says rank {rank}")
     if config.targets is not None and not config.selects(module):
         raise ConfigError(f"adapter: {a_name} belongs to no module that the config chooses (target_modules)")
     return Factors(module, a, b, config.scale_of(module))
-
-
-def _check_numbers(name: str, tensor: torch.Tensor) -> None:
-    if tensor.dim() != 2:
-        raise ConfigError(f"adapter: {name} is shaped {tuple(tensor.shape)}, not a matrix")
-    if not bool(tensor.isfinite().all()):
-        raise ConfigError(f"adapter: {name} has numbers that are not finite")

@@ -51,7 +51,7 @@ _KNOWN = frozenset(
     }
 )
 _LONGEST_PATTERN = 1000
-#: of one match, and of all patterns of a config with all modules of a model
+#: of the processor: for one match, and for all patterns of a config with all modules of a model
 _SECONDS_PER_MATCH = 0.25
 _SECONDS = 1.0
 #: of a rank, and of the number of a layer
@@ -75,9 +75,9 @@ class AdapterConfig:
     #: whether the weights of the layers are stored as [inputs, outputs]
     transposed: bool
     #: names, or the ends of names behind a dot; or one regular expression. None: it is not said
-    targets: str | tuple[str, ...] | None
-    excluded: str | tuple[str, ...]
-    layers: tuple[int, ...] | None
+    targets: str | frozenset[str] | None
+    excluded: str | frozenset[str]
+    layers: frozenset[int] | None
     layer_patterns: tuple[str, ...]
     _matcher: _Matcher = dataclasses.field(default_factory=lambda: _Matcher(), compare=False, repr=False)
 
@@ -99,9 +99,9 @@ class AdapterConfig:
             alphas=_pattern(stated, "alpha_pattern", _is_number, "finite numbers"),
             transposed=take("fan_in_fan_out", _is_bool, "true or false", False),
             targets=_names(stated, "target_modules"),
-            excluded=_names(stated, "exclude_modules") or (),
+            excluded=_names(stated, "exclude_modules") or frozenset(),
             # As in PEFT, an empty list is none.
-            layers=tuple(layers) if layers else None,
+            layers=frozenset(layers) if layers else None,
             layer_patterns=_patterns(stated),
         )
 
@@ -198,21 +198,29 @@ def _pattern(
     return values
 
 
-def _names(stated: Mapping[str, Any], field: str) -> str | tuple[str, ...] | None:
+def _names(stated: Mapping[str, Any], field: str) -> str | frozenset[str] | None:
     values = stated.get(field)
     if values is None or isinstance(values, str):
         return values
-    if not isinstance(values, list) or not all(isinstance(name, str) for name in values):
+    if not _are_names(values):
         raise _invalid(field, "names of modules, or a pattern", values)
-    return tuple(values)
+    return frozenset(values)
+
+
+def _are_names(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(name, str) for name in values)
 
 
 def _patterns(stated: Mapping[str, Any]) -> tuple[str, ...]:
-    values = _names(stated, "layers_pattern") or ()
-    return (values,) if isinstance(values, str) else values
+    values = stated.get("layers_pattern")
+    if values is None or isinstance(values, str):
+        return (values,) if values else ()
+    if not _are_names(values):
+        raise _invalid("layers_pattern", "names of modules, or a pattern", values)
+    return tuple(values)
 
 
-def _named(matcher: _Matcher, names: str | Sequence[str], module: str, field: str) -> bool:
+def _named(matcher: _Matcher, names: str | frozenset[str], module: str, field: str) -> bool:
     """Whether names, or a pattern of them, name a module."""
     if isinstance(names, str):
         if names == "":
@@ -220,7 +228,11 @@ def _named(matcher: _Matcher, names: str | Sequence[str], module: str, field: st
         if names == "all-linear":
             return True
         return matcher.match(names, module, field, whole=True) is not None
-    return any(module == name or module.endswith(f".{name}") for name in names)
+    while module not in names:
+        _, dot, module = module.partition(".")
+        if not dot:
+            return False
+    return True
 
 
 class _Matcher:
@@ -249,7 +261,7 @@ class _Matcher:
     def _found(
         self, table: Sequence[tuple[str, str | None, Any]], module: str, field: str, default: Any
     ) -> Any:
-        began, before = time.perf_counter(), self._left
+        began, before = time.thread_time(), self._left
         try:
             for pattern, last, value in table:
                 if last is None:
@@ -258,7 +270,7 @@ class _Matcher:
                 elif module.endswith(last) and _ends_with(module, pattern):
                     return value
         finally:
-            self._left = min(self._left, before - (time.perf_counter() - began))
+            self._left = min(self._left, before - (time.thread_time() - began))
         if self._left <= 0 and table:
             raise _slow(field, table[-1][0])
         return default
@@ -266,7 +278,7 @@ class _Matcher:
     def match(self, pattern: str, text: str, field: str, *, whole: bool = False) -> Any:
         """The match, or None. Raises ConfigError: the pattern is none, or takes too long."""
         _check_length(pattern, field)
-        began = time.perf_counter()
+        began = time.thread_time()
         try:
             if self._left <= 0:
                 raise TimeoutError
@@ -283,7 +295,7 @@ class _Matcher:
                 f"adapter: {field} has no regular expression in {shown(pattern)}: {error}"
             ) from error
         finally:
-            self._left -= time.perf_counter() - began
+            self._left -= time.thread_time() - began
 
 
 def _check_length(pattern: str, field: str) -> None:

@@ -8,81 +8,163 @@ which the header has a type, a shape and a place.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
+from aioinfer.checkpoint.regular import open_regular
 from aioinfer.errors import ConfigError, shown
+from aioinfer.niceness import gently
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["read_tensors"]
+__all__ = ["TensorFile", "read_tensors"]
 
 _LENGTH = 8
 _LONGEST_HEADER = 16 << 20
 #: characters
 _LONGEST_NAME = 300
-#: supported types, by their names in torch and in a file
-_TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 
-def read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """All tensors by name. Raises ConfigError that names the file, and the tensor if it is one's."""
+class _Type(NamedTuple):
+    """A supported type."""
+
+    #: in torch
+    name: str
+    #: of its bits
+    bits: type[np.unsignedinteger[Any]]
+    #: all of these are set in what is not finite, and in nothing else
+    exponent: int
+
+
+#: by their names in a file
+_TYPES = {
+    "F32": _Type("float32", np.uint32, 0x7F800000),
+    "BF16": _Type("bfloat16", np.uint16, 0x7F80),
+    "F16": _Type("float16", np.uint16, 0x7C00),
+}
+#: numbers that are looked at together
+_PIECE = 1 << 18
+
+
+class TensorFile(NamedTuple):
+    """What was read of a file."""
+
+    #: by name; all numbers are finite
+    tensors: dict[str, torch.Tensor]
+    #: of all bytes, SHA-256
+    digest: bytes
+
+
+def read_tensors(file: Path, most_bytes: int) -> TensorFile:
+    """All tensors of a file. Raises ConfigError that names the file, and the tensor if it is one's."""
     import torch
 
     try:
-        with file.open("rb") as opened:
-            size = file.stat().st_size
-            buffer = bytearray(size)
-            if size == 0 or opened.readinto(buffer) != size:
-                raise ValueError("it is cut off")
-        memory = torch.frombuffer(buffer, dtype=torch.uint8)
-        start, header = _header(memory)
+        opened, size = open_regular(file, most_bytes)
+        with opened:
+            buffer = np.empty(size, np.uint8)
+            content = memoryview(buffer)
+            digest = gently(partial(_read_all, opened, content))
+        start, header = _header(content)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"adapter: {file.name} cannot be read: {error}") from error
-    return {
-        name: _tensor(memory[start:], name, entry) for name, entry in header.items() if name != "__metadata__"
-    }
+    header.pop("__metadata__", None)
+    numbers = buffer[start:]
+    entries = {name: _entry(len(numbers), name, entry) for name, entry in header.items()}
+    _check_finite(numbers, entries)
+    memory = torch.from_numpy(numbers)
+    return TensorFile({name: _tensor(memory, entry) for name, entry in entries.items()}, digest)
 
 
-def _header(memory: torch.Tensor) -> tuple[int, dict[str, Any]]:
+def _read_all(opened: Any, content: memoryview) -> bytes:
+    """Read a file to its end, into what is as large. Raises ValueError."""
+    at = 0
+    while at < len(content):
+        count = opened.readinto(content[at:])
+        if not count:
+            raise ValueError("it is cut off")
+        at += count
+    return hashlib.sha256(content).digest()
+
+
+def _header(content: memoryview) -> tuple[int, dict[str, Any]]:
     """Where the numbers begin, and the header. Raises ValueError."""
-    raw = memory[:_LENGTH].numpy().tobytes()
-    length = int.from_bytes(raw, "little")
-    if len(raw) < _LENGTH or length > min(_LONGEST_HEADER, len(memory) - _LENGTH):
+    length = int.from_bytes(content[:_LENGTH], "little")
+    if len(content) < _LENGTH or length > min(_LONGEST_HEADER, len(content) - _LENGTH):
         raise ValueError("it is cut off, or no safetensors file")
-    header = json.loads(memory[_LENGTH : _LENGTH + length].numpy().tobytes())
+    header = json.loads(bytes(content[_LENGTH : _LENGTH + length]))
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     return _LENGTH + length, header
 
 
-def _tensor(numbers: torch.Tensor, name: str, entry: Any) -> torch.Tensor:
-    import torch
+class _Entry(NamedTuple):
+    """Of a tensor in the header."""
 
+    type: _Type
+    shape: list[int]
+    #: of its bytes among the numbers
+    first: int
+    stop: int
+
+
+def _entry(size: int, name: str, stated: Any) -> _Entry:
     if not name.isprintable() or len(name) > _LONGEST_NAME:
         raise ConfigError(f"adapter: {shown(name)} is no name of a tensor")
-    fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
+    fields: dict[str, Any] = stated if isinstance(stated, dict) else {}
     stored = fields.get("dtype")
     if not isinstance(stored, str) or stored not in _TYPES:
-        supported = ", ".join(_TYPES.values())
+        supported = ", ".join(each.name for each in _TYPES.values())
         raise ConfigError(f"adapter: {name} holds {shown(stored)}; {supported} are supported")
-    dtype: torch.dtype = getattr(torch, _TYPES[stored])
-    shape, place = _counts(fields.get("shape")), _counts(fields.get("data_offsets"))
+    kind, shape, place = _TYPES[stored], _counts(fields.get("shape")), _counts(fields.get("data_offsets"))
     if shape is None or place is None or len(place) != 2:
         raise ConfigError(f"adapter: {name} has no valid shape and place in its file")
     first, stop = place
-    if stop > len(numbers) or stop - first != math.prod(shape) * dtype.itemsize:
+    if stop > size or stop - first != math.prod(shape) * np.dtype(kind.bits).itemsize:
         raise ConfigError(f"adapter: {name} is not in its file as a whole")
-    part = numbers[first:stop]
-    if part.storage_offset() % dtype.itemsize:
-        part = part.clone()
-    return part.view(dtype).view(shape)
+    return _Entry(kind, shape, first, stop)
 
 
 def _counts(values: Any) -> list[int] | None:
     """The same if it is a list of integers from 0 on, of a bounded size."""
     valid = isinstance(values, list) and all(type(value) is int and 0 <= value < 2**40 for value in values)
     return values if valid else None
+
+
+def _check_finite(numbers: npt.NDArray[np.uint8], entries: dict[str, _Entry]) -> None:
+    """Raise ConfigError that names a tensor with numbers that are not finite."""
+    kinds = {each.type for each in entries.values()}
+    if len(kinds) == 1:
+        # Together, nearly always: what is between tensors, if anything, is looked at below.
+        (kind,) = kinds
+        size = len(numbers) - len(numbers) % np.dtype(kind.bits).itemsize
+        if gently(partial(_all_finite, numbers[:size], kind)):
+            return
+    for name, entry in entries.items():
+        if not _all_finite(numbers[entry.first : entry.stop], entry.type):
+            raise ConfigError(f"adapter: {name} has numbers that are not finite")
+
+
+def _all_finite(numbers: npt.NDArray[np.uint8], kind: _Type) -> bool:
+    bits, exponent = numbers.view(kind.bits), kind.bits(kind.exponent)
+    return not any(
+        bool(np.any((bits[at : at + _PIECE] & exponent) == exponent)) for at in range(0, len(bits), _PIECE)
+    )
+
+
+def _tensor(memory: torch.Tensor, entry: _Entry) -> torch.Tensor:
+    import torch
+
+    dtype: torch.dtype = getattr(torch, entry.type.name)
+    part = memory[entry.first : entry.stop]
+    if part.data_ptr() % dtype.itemsize:
+        part = part.clone()
+    return part.view(dtype).view(entry.shape)

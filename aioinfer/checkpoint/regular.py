@@ -1,18 +1,20 @@
 """Regular files: what is read of a directory that others may write to.
 
 A pipe would keep its reader for good, a device has no end, and a link can lead anywhere: files are looked at
-before any of them is opened.
+before any of them is opened, and what is opened is looked at again, as it may be another one.
 """
 
 from __future__ import annotations
 
+import os
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 from aioinfer.errors import ConfigError, shown
 
-__all__ = ["check_regular"]
+__all__ = ["check_regular", "open_regular"]
 
 
 def check_regular(files: Iterable[Path], root: Path | None = None) -> None:
@@ -30,3 +32,20 @@ def check_regular(files: Iterable[Path], root: Path | None = None) -> None:
             raise ConfigError(f"{shown(file.name)} is a link that leads outside")
         if not regular:
             raise ConfigError(f"{shown(file.name)} is no regular file")
+
+
+def open_regular(file: Path, most_bytes: int) -> tuple[BinaryIO, int]:
+    """A file to be read, and its size. Never waits for another process, as opening a pipe does. Raises
+    OSError, and ValueError: it is no regular file, or larger than ``most_bytes``."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    opened = os.fdopen(descriptor, "rb", buffering=0)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no regular file")
+        if status.st_size > most_bytes:
+            raise ValueError(f"it has {status.st_size} bytes; {most_bytes} are the most that are read")
+    except BaseException:
+        opened.close()
+        raise
+    return opened, status.st_size

@@ -199,7 +199,14 @@ class TorchDevice:
         slots = self._adapters
         if slots is None:
             raise ConfigError("adapters: the device is closed, or its model computes none")
-        return slots.prepare(path)
+        try:
+            return slots.prepare(path)
+        except Exception as error:
+            from aioinfer.execution.backends import lacks_memory
+
+            if not lacks_memory(error):
+                raise
+            raise OutOfMemory(f"there is no memory for the adapter {path.name}") from error
 
     def install_adapter(self, slot: int, adapter: PreparedAdapter) -> None:
         assert self._adapters is not None, "the model computes no adapters"

@@ -7,10 +7,7 @@ between two calls, too. What a dead thread had at hand fails at once, and its wo
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
-import os
-import sys
 import threading
 import time
 import weakref
@@ -51,14 +48,11 @@ class Workers(Generic[_Work]):
         most: int,
         work: Callable[[_Work], None],
         fail: Callable[[_Work, BaseException], None],
-        *,
-        niceness: int = 0,
     ) -> None:
         self._name = name
         self._most = most
         self._work = work
         self._fail = fail
-        self._niceness = niceness
         self._inbox: SimpleQueue[_Work | None] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         #: told to end
@@ -129,8 +123,6 @@ class Workers(Generic[_Work]):
             self._threads.append(thread)
 
     def _run(self) -> None:
-        if self._niceness:
-            _be_nice(self._niceness)
         try:
             while (work := self._inbox.get()) is not None:
                 if id(work) not in self._open:
@@ -178,9 +170,8 @@ class WorkerExecutor(Executor):
     and a call that never returns (a chat template is a program, and may loop) keeps the process from exiting
     for two seconds only."""
 
-    def __init__(self, most: int, name: str, *, niceness: int = 0) -> None:
-        """``niceness``: of the threads, on Linux, for work that must not take cores from the model's."""
-        self._workers: Workers[_Call] = Workers(name, most, _call, _fail, niceness=niceness)
+    def __init__(self, most: int, name: str) -> None:
+        self._workers: Workers[_Call] = Workers(name, most, _call, _fail)
         self._closed = False
         _executors.add(self)
 
@@ -214,13 +205,6 @@ class WorkerExecutor(Executor):
         # On any thread, at any point: nothing here waits for a lock or a thread.
         self._closed = True
         self._workers.abandon()
-
-
-def _be_nice(niceness: int) -> None:
-    """Lower the priority of this thread; of Linux alone threads have one of their own."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
 
 
 def _call(call: _Call) -> None:

@@ -21,11 +21,9 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mappin
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakValueDictionary
 
-from aioinfer.checkpoint.adapter import ADAPTER_FILES
-from aioinfer.checkpoint.identity import digest
 from aioinfer.errors import (
     AioInferError,
     ConfigError,
@@ -33,6 +31,7 @@ from aioinfer.errors import (
     EngineError,
     EngineFailed,
     InvalidRequest,
+    OutOfMemory,
     shown,
 )
 from aioinfer.execution.device import Device, DeviceLost
@@ -45,21 +44,13 @@ if TYPE_CHECKING:
     from aioinfer.loop.intake import Intake
     from aioinfer.model.adapters.base import PreparedAdapter
 
-__all__ = ["AdapterLoads", "ReadAdapter", "checked_path", "of_config", "read_adapter"]
+__all__ = ["AdapterLoads", "checked_path", "of_config", "read_adapter"]
 
 _log = logging.getLogger("aioinfer")
 _T = TypeVar("_T")
 
 #: characters of a path, as Linux has it
 _LONGEST_PATH = 4096
-
-
-class ReadAdapter(NamedTuple):
-    """An adapter as it was read."""
-
-    prepared: PreparedAdapter
-    #: what tells its files from others
-    fingerprint: str
 
 
 def checked_path(path: Any) -> str:
@@ -70,16 +61,15 @@ def checked_path(path: Any) -> str:
     return given
 
 
-def read_adapter(device: Device, path: str) -> ReadAdapter:
-    """Read and check an adapter. Blocks; on any thread but the launch thread. Raises ConfigError, and what
-    else an engine may raise."""
+def read_adapter(device: Device, path: str) -> PreparedAdapter:
+    """Read and check an adapter. Blocks; on any thread but the launch thread. Raises ConfigError,
+    OutOfMemory, and what else an engine may raise."""
     try:
-        found = Path(path).expanduser()
-        prepared = device.prepare_adapter(found)
-        files = [found / name for name in ADAPTER_FILES]
-        return ReadAdapter(prepared, digest(file for file in files if file.is_file()))
+        return device.prepare_adapter(Path(path).expanduser())
     except AioInferError:
         raise
+    except MemoryError as error:
+        raise OutOfMemory(f"there is no memory for the adapter {shown(path)}") from error
     except Exception as error:
         raise ConfigError(f"the adapter {shown(path)} cannot be read: {error!r}") from error
 
@@ -121,8 +111,8 @@ class AdapterLoads:
         self._registry.begin(name)
         try:
             async with self._turn(name):
-                read = await self._read(where)
-                return (await self._install(name, where, read)).info
+                prepared = await self._read(where)
+                return (await self._install(name, where, prepared)).info
         finally:
             self._registry.end(name)
 
@@ -156,9 +146,13 @@ class AdapterLoads:
         if self._closed.done():
             raise EngineClosed("the engine was closed")
 
-    async def _read(self, path: str) -> ReadAdapter:
+    async def _read(self, path: str) -> PreparedAdapter:
         reading = self._intake.read(read_adapter, self._launcher.device, path)
-        return await self._unless_closed(reading)
+        try:
+            return await self._unless_closed(reading)
+        except asyncio.CancelledError:
+            reading.cancel()  # others wait for the thread, if it has not begun
+            raise
 
     async def _unless_closed(self, future: asyncio.Future[_T]) -> _T:
         """The result of a future that nobody may cancel. Raises EngineClosed, EngineFailed."""
@@ -167,8 +161,8 @@ class AdapterLoads:
             self._check_open()
         return future.result()
 
-    async def _install(self, name: str, path: str, read: ReadAdapter) -> AdapterVersion:
-        slot, prepared = await self._slot(), read.prepared
+    async def _install(self, name: str, path: str, prepared: PreparedAdapter) -> AdapterVersion:
+        slot = await self._slot()
         try:
             await self._launcher.call(lambda device: device.install_adapter(slot, prepared))
         except asyncio.CancelledError:
@@ -185,7 +179,10 @@ class AdapterLoads:
                 raise
             raise EngineError(f"the adapter {shown(name)} could not be installed: {error!r}") from error
         return self._registry.publish(
-            name, path, slot, rank=prepared.rank, num_bytes=prepared.num_bytes, fingerprint=read.fingerprint
+            *(name, path, slot),
+            rank=prepared.rank,
+            num_bytes=prepared.num_bytes,
+            fingerprint=prepared.fingerprint,
         )
 
     async def _slot(self) -> int:

@@ -33,21 +33,20 @@ class BlockingLoads:
         check_adapter_name(name, self._model)
         registry.begin(name)
         try:
-            read = read_adapter(device, where)
+            prepared = read_adapter(device, where)
             slot = registry.reserve()
             if slot is None:
                 raise Rejected("adapters that were replaced have requests still, which go on with step()")
             try:
-                device.install_adapter(slot, read.prepared)
+                device.install_adapter(slot, prepared)
             except BaseException:
                 registry.give_back(slot)
                 raise
-            prepared = read.prepared
             return registry.publish(
                 *(name, where, slot),
                 rank=prepared.rank,
                 num_bytes=prepared.num_bytes,
-                fingerprint=read.fingerprint,
+                fingerprint=prepared.fingerprint,
             ).info
         finally:
             registry.end(name)

@@ -57,7 +57,7 @@ class Intake:
         self._workers = WorkerExecutor(_THREADS, "aioinfer-text")
         self._compilers = WorkerExecutor(_THREADS, "aioinfer-text-grammar")
         #: of adapters: these can be large, and nothing else waits for them
-        self._readers = WorkerExecutor(1, "aioinfer-adapters", niceness=10)
+        self._readers = WorkerExecutor(1, "aioinfer-adapters")
         #: of other weights for the model, which no adapter waits for either
         self._weights = WorkerExecutor(1, "aioinfer-weights")
         self._short = _Lane(loop, self._workers, _THREADS)

@@ -5,23 +5,27 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from aioinfer.checkpoint.adapter import AdapterFiles
 from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.model.adapters.targets import AdapterTargets, LowRank
-from aioinfer.native.adapter_arguments import AdaptArguments, LowRankTarget
+from aioinfer.native.adapter_arguments import AdaptedLayer, LowRankTarget
+from aioinfer.native.bindings import InvalidArguments
 from aioinfer.native.packed import PackedAdapter, Stack
+from aioinfer.niceness import gently
 
 __all__ = ["PARTS", "NativeAdapters", "PreparedNative"]
 
 #: the linear layers of a decoder's layer that can be adapted, in the order of ``adapters.hpp``
 PARTS = ("into", "out", "gate_up", "down", "gates")
+#: ranks that are computed together
+_RANKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class PreparedNative:
 
     rank: int
     num_bytes: int
+    fingerprint: str
     packed: PackedAdapter
 
 
@@ -44,20 +49,23 @@ class NativeAdapters:
 
     def prepare(self, path: Path) -> PreparedNative:
         """See :class:`~aioinfer.model.adapters.base.AdapterSlots`."""
-        files = AdapterFiles.read(path)
+        files = AdapterFiles.read(path, self._targets.most_bytes(self._max_rank))
         found = self._targets.match(files, self._max_rank)
         size, keep = 0, _Kept()
-        parts = []
+        layers = []
         for index, entries in found.items():
             if index not in self._places:
                 names = " and ".join(target.name for target in self._targets.layers[index].targets)
                 raise ConfigError(f"adapter: {names} cannot be adapted by native kernels")
-            layer, part = self._places[index]
             ranks = [entry for entry in entries if entry is not None]
-            parts.append(keep.arguments(layer, part, ranks))
-            size += sum(each.a.numel() + each.b.numel() for each in ranks)
-        packed = self._stack.adapter(parts)
-        return PreparedNative(files.rank, size * (4 if self._stack.number == "float32" else 2), packed)
+            layers.append(keep.layer(*self._places[index], ranks))
+            size += sum(_padded(each.rank) * each.a.shape[1] + each.b.numel() for each in ranks)
+        try:
+            packed = gently(partial(self._stack.adapter, layers))
+        except InvalidArguments as error:
+            raise ConfigError(f"adapter: {error}") from error
+        size *= 4 if self._stack.number == "float32" else 2
+        return PreparedNative(files.rank, size, files.fingerprint, packed)
 
     def install(self, slot: int, adapter: PreparedAdapter) -> None:
         """See :class:`~aioinfer.model.adapters.base.AdapterSlots`."""
@@ -72,30 +80,28 @@ class NativeAdapters:
 class _Kept(list[object]):
     """What arguments refer to, until the adapter is packed."""
 
-    def arguments(self, layer: int, part: int, ranks: Sequence[LowRank]) -> AdaptArguments:
+    def layer(self, layer: int, part: int, ranks: Sequence[LowRank]) -> AdaptedLayer:
+        """One linear layer of an adapter."""
         targets = (LowRankTarget * len(ranks))()
         self.append(targets)
         for target, each in zip(targets, ranks, strict=True):
-            target.a, target.b = self._floats(each.a), self._floats(each.b)
+            target.a, target.a_is_bfloat16 = self._numbers(each.a)
+            target.b, target.b_is_bfloat16 = self._numbers(each.b)
             target.rank, target.start, target.rows = each.rank, each.start, len(each.b)
             target.scale = each.scale
-        return AdaptArguments(
-            decoder=None,
-            adapter=None,
-            layer=layer,
-            part=part,
-            targets=ctypes.addressof(targets),
-            count=len(ranks),
-        )
+        return AdaptedLayer(layer=layer, part=part, targets=ctypes.addressof(targets), count=len(ranks))
 
-    def _floats(self, tensor: torch.Tensor) -> int:
-        """The address of a copy in float32. By numpy: torch would divide the work among threads that the
-        launch thread needs."""
-        values: npt.NDArray[np.float32]
-        if tensor.dtype == torch.bfloat16:
-            bits = tensor.contiguous().view(torch.int16).numpy().view(np.uint16)
-            values = (bits.astype(np.uint32) << 16).view(np.float32)
-        else:
-            values = np.ascontiguousarray(tensor.numpy(), np.float32)
+    def _numbers(self, tensor: torch.Tensor) -> tuple[int, bool]:
+        """The address of numbers in bfloat16 or float32, and whether in the former."""
+        # By numpy: torch would divide the work among threads that the launch thread needs.
+        is_bfloat16 = tensor.dtype == torch.bfloat16
+        values = tensor.contiguous()
+        if not is_bfloat16:
+            values = torch.from_numpy(np.ascontiguousarray(values.numpy(), np.float32))
         self.append(values)
-        return values.ctypes.data
+        return values.data_ptr(), is_bfloat16
+
+
+def _padded(rank: int) -> int:
+    """Ranks that are computed for so many; see ``adapters.hpp``."""
+    return -(-rank // _RANKS) * _RANKS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from aioinfer.native.arguments import Address, Arguments, structure
 
-__all__ = ["AdaptArguments", "LowRankTarget"]
+__all__ = ["AdaptArguments", "AdaptedLayer", "LowRankTarget"]
 
 
 @structure
@@ -15,6 +15,8 @@ class LowRankTarget(Arguments):
 
     a: Address
     b: Address
+    a_is_bfloat16: bool
+    b_is_bfloat16: bool
     rank: int
     start: int
     rows: int
@@ -22,14 +24,24 @@ class LowRankTarget(Arguments):
 
 
 @structure
+class AdaptedLayer(Arguments):
+    """The summands of one linear layer."""
+
+    __slots__ = ()
+
+    layer: int
+    part: int
+    targets: Address
+    count: int
+
+
+@structure
 class AdaptArguments(Arguments):
-    """Make the summands of one linear layer a part of an adapter."""
+    """Make the summands of layers an adapter's."""
 
     __slots__ = ()
 
     decoder: Address
     adapter: Address
-    layer: int
-    part: int
-    targets: Address
+    layers: Address
     count: int

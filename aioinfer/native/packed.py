@@ -5,9 +5,10 @@ They are freed with their Python objects. Sizes and addresses are as in :mod:`ai
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+from collections.abc import Iterable, Sequence
 
-from aioinfer.native.adapter_arguments import AdaptArguments
+from aioinfer.native.adapter_arguments import AdaptArguments, AdaptedLayer
 from aioinfer.native.arguments import (
     Address,
     DecoderArguments,
@@ -241,9 +242,10 @@ class Stack:
         self._kept += keep
         self.pool.kernels.call(arguments, self.number)
 
-    def adapter(self, arguments: Iterable[AdaptArguments]) -> PackedAdapter:
-        """An adapter of these parts, which are read and copied. On any thread."""
-        return PackedAdapter(self, arguments)
+    def adapter(self, layers: Sequence[AdaptedLayer]) -> PackedAdapter:
+        """An adapter of these layers, which are read and copied. On any thread. Raises InvalidArguments: a
+        number is not finite in the type of the model."""
+        return PackedAdapter(self, layers)
 
     def set_adapter(self, slot: int, adapter: PackedAdapter | None) -> None:
         """The rows with this slot have the adapter, from the next step on. Between two steps."""
@@ -271,10 +273,15 @@ class PackedAdapter:
 
     __slots__ = ("__weakref__", "handle")
 
-    def __init__(self, stack: Stack, parts: Iterable[AdaptArguments]) -> None:
+    def __init__(self, stack: Stack, layers: Sequence[AdaptedLayer]) -> None:
         kernels, number = stack.pool.kernels, stack.number
         self.handle: int = kernels.function(f"adapter_{number}", stack.handle)
         release(self, kernels, f"free_adapter_{number}", self.handle)
-        for arguments in parts:
-            arguments.decoder, arguments.adapter = stack.handle, self.handle
-            kernels.call(arguments, number)
+        given = (AdaptedLayer * len(layers))(*layers)
+        arguments = AdaptArguments(
+            decoder=stack.handle,
+            adapter=self.handle,
+            layers=ctypes.addressof(given),
+            count=len(layers),
+        )
+        kernels.call(arguments, number)

@@ -31,6 +31,7 @@ class ToyAdapter:
         self.key = key
         self.rank = rank
         self.num_bytes = num_bytes
+        self.fingerprint = f"{key:016x}"
 
     @classmethod
     def read(cls, path: Path) -> Self:

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioinfer.checkpoint.adapter import AdapterFiles
+from aioinfer.checkpoint.regular import open_regular
 from aioinfer.errors import ConfigError
 from tests.model.adapters import FIELDS, factors, write_adapter, write_config
 
@@ -290,7 +292,7 @@ def test_all_patterns_of_a_config_have_one_bound_on_their_time(
 ) -> None:
     """By a clock on which every match takes a hundredth of a second."""
     clock = itertools.count()
-    monkeypatch.setattr("aioinfer.checkpoint.adapter_config.time.perf_counter", lambda: next(clock) / 100)
+    monkeypatch.setattr("aioinfer.checkpoint.adapter_config.time.thread_time", lambda: next(clock) / 100)
     few, many = ({f"(x+x+)+y{index}": 4 for index in range(count)} for count in (20, 200))
     assert AdapterFiles.read(write_adapter(tmp_path / "few", matrices(), rank_pattern=few)).rank == 4
     path = write_adapter(tmp_path / "many", matrices(), rank_pattern=many)
@@ -335,5 +337,53 @@ def test_a_config_has_a_bounded_size(tmp_path: Path) -> None:
     path = write_adapter(tmp_path, matrices())
     with (path / "adapter_config.json").open("a") as file:
         file.write(" " * (4 << 20))
-    with pytest.raises(ConfigError, match=r"adapter_config\.json has more than 4 MB"):
+    with pytest.raises(ConfigError, match=r"adapter_config\.json cannot be read: it has 4\d+ bytes"):
         AdapterFiles.read(path)
+
+
+def test_weights_that_are_too_large_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path, matrices())
+    os.truncate(path / "adapter_model.safetensors", 1 << 40)  # more than any memory, and nothing on the disk
+    with pytest.raises(ConfigError, match="it has 1099511627776 bytes; 1000 are the most that are read"):
+        AdapterFiles.read(path, 1000)
+
+
+def test_a_file_that_has_become_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="it is no regular file"):
+        open_regular(tmp_path / "pipe", 1)
+
+
+def test_the_fingerprint_is_of_what_was_read(tmp_path: Path) -> None:
+    path = write_adapter(tmp_path / "a", matrices())
+    first = AdapterFiles.read(path)
+    assert AdapterFiles.read(shutil.copytree(path, tmp_path / "b")).fingerprint == first.fingerprint
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{PREFIX}{Q}.lora_A.weight"][0, 0] += 1
+
+    retouch(path, change)
+    assert AdapterFiles.read(path).fingerprint != first.fingerprint
+    other = write_adapter(tmp_path / "c", matrices(), lora_alpha=3)
+    assert AdapterFiles.read(other).fingerprint != first.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("names", "selects"),
+    [
+        (["q_proj", "k_proj"], True),
+        (["self_attn.q_proj", "0.self_attn.k_proj"], True),
+        ([Q, K], True),
+        (["roj", "", "model"], False),
+        (["self_attn"], False),
+    ],
+)
+def test_names_are_whole_names_or_their_ends_behind_a_dot(
+    tmp_path: Path, names: list[str], *, selects: bool
+) -> None:
+    path = write_adapter(tmp_path, matrices(), target_modules=names)
+    if selects:
+        assert len(AdapterFiles.read(path).modules) == 2
+    else:
+        with pytest.raises(ConfigError, match="belongs to no module that the config chooses"):
+            AdapterFiles.read(path)

@@ -118,12 +118,12 @@ def cancelled_loads_keep_their_slot(patch: Patch) -> None:
 
 
 def a_name_is_found_before_its_adapter_is_there(patch: Patch) -> None:
-    async def install(self: AdapterLoads, name: str, path: str, read: Any) -> Any:
+    async def install(self: AdapterLoads, name: str, path: str, prepared: Any) -> Any:
         slot = await self._slot()
-        facts: dict[str, Any] = {"rank": 1, "num_bytes": 1, "fingerprint": read.fingerprint}
+        facts: dict[str, Any] = {"rank": 1, "num_bytes": 1, "fingerprint": prepared.fingerprint}
         version = self._registry.publish(name, path, slot, **facts)
         await self._unless_closed(self._loop.run_in_executor(None, int))
-        await self._launcher.call(lambda device: device.install_adapter(slot, read.prepared))
+        await self._launcher.call(lambda device: device.install_adapter(slot, prepared))
         return version
 
     patch.setattr(AdapterLoads, "_install", install)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from aioinfer import LLM, EngineConfig, StreamCheckpoint, errors
 from aioinfer.engine import Engine
 from aioinfer.execution.device import DeviceInfo
+from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.params import SamplingParams
 from aioinfer.testing import FakeEngine, ToyDevice, ToyTokenizer, toy_generate
 from aioinfer.testing.toy_adapters import ToyAdapter, write_toy_adapter
@@ -152,8 +154,6 @@ async def test_other_calls_take_an_adapter_too(make: Make) -> None:
 
 def test_an_engine_on_threads_loads_while_it_streams(make: Make) -> None:
     async def run() -> None:
-        from aioinfer.execution.launcher import ThreadLauncher
-
         device = ToyDevice(num_pages=512, max_adapters=3)
         config = EngineConfig(model="toy", max_adapters=2, page_size=4)
         engine = Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: ToyTokenizer())
@@ -315,6 +315,40 @@ async def test_a_load_that_is_cancelled_at_any_moment_leaves_nothing(make: Make)
         await engine.load_adapter("a", make("2"))
         assert (await engine.generate(PROMPT, PARAMS, adapter="a")).token_ids == wanted(make("2"))
         stream.close()
+
+
+def test_a_load_that_is_cancelled_before_it_is_read_is_not_read(make: Make) -> None:
+    """With threads: on a virtual loop a read begins at once."""
+    read: list[str] = []
+
+    async def main() -> None:
+        device, go_on = ToyDevice(num_pages=512, max_adapters=4), threading.Event()
+        prepare = device.prepare_adapter
+
+        def slowly(path: Path) -> Any:
+            read.append(path.name)
+            go_on.wait()
+            return prepare(path)
+
+        device.prepare_adapter = slowly  # type: ignore[method-assign]
+        config = EngineConfig(model="toy", max_adapters=3, page_size=4)
+        engine = Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: ToyTokenizer())
+        async with engine:
+            first = asyncio.ensure_future(engine.load_adapter("a", make("1")))
+            while not read:
+                await asyncio.sleep(0)
+            others = [asyncio.ensure_future(engine.load_adapter("b", make("2"))) for _ in range(3)]
+            for _ in range(5):
+                await asyncio.sleep(0)
+            for other in others:
+                other.cancel()
+            await asyncio.wait(others)
+            go_on.set()
+            assert (await first).name == "a"
+            await engine.load_adapter("c", make("3"))
+
+    asyncio.run(main())
+    assert read == [make("1").name, make("3").name]
 
 
 @virtual

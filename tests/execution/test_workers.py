@@ -5,8 +5,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
-import os
-import sys
 import threading
 from concurrent.futures import Future
 from typing import Any
@@ -173,17 +171,3 @@ def test_work_that_no_thread_will_do_fails_with_the_last_thread(monkeypatch: pyt
         workers.put(2004)
     monkeypatch.setattr(threading.Thread, "start", start)
     assert workers.close() == []
-
-
-def test_nice_threads_leave_the_priority_of_others_alone() -> None:
-    def priority() -> int:
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-
-    before = priority()
-    executor = WorkerExecutor(1, "nice", niceness=7)
-    try:
-        own = sys.platform == "linux"  # elsewhere threads have no priority of their own
-        assert executor.submit(priority).result() == (max(before, 7) if own else before)
-        assert priority() == before
-    finally:
-        executor.shutdown()

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from aioinfer.errors import ConfigError
 from aioinfer.model.loader import load_model
 from aioinfer.model.quantization import Quantization
 from tests.compiled import require_native
@@ -161,6 +162,19 @@ def test_rounded_weights_take_adapters_too(quantization: Quantization, tmp_path:
     # Nearer to what unrounded weights and the adapter give than to what these weights give without it.
     first, wanted = together[0][: len(PROMPTS[0])], logits(exact, PROMPTS[:1], [1], 4)[0][: len(PROMPTS[0])]
     assert (first - wanted).norm() < 0.5 * (base[0][: len(PROMPTS[0])] - wanted).norm()
+
+
+def test_numbers_that_the_type_of_the_model_does_not_have_are_refused(tmp_path: Path) -> None:
+    """The largest float32 is none of bfloat16's."""
+    path = tmp_path / "llama-head-dim"
+    make_checkpoint("llama-head-dim", path)
+    (first, _, _), *_ = adapters(path, tmp_path)
+    tensors = load_file(first / "adapter_model.safetensors")
+    next(iter(tensors.values()))[0, 0] = torch.finfo(torch.float32).max
+    save_file(tensors, first / "adapter_model.safetensors")
+    assert loaded(path).adapters.prepare(first).rank == 4
+    with pytest.raises(ConfigError, match=r"adapter: .* numbers that the model's type does not have"):
+        loaded(path, dtype="bfloat16").adapters.prepare(first)
 
 
 def test_a_row_whose_slot_is_empty_is_refused_before_anything_is_computed(tmp_path: Path) -> None:

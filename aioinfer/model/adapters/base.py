@@ -19,6 +19,10 @@ class PreparedAdapter(Protocol):
     def num_bytes(self) -> int:
         """Memory that it takes on the model's device."""
 
+    @property
+    def fingerprint(self) -> str:
+        """What tells what was read of its files from others."""
+
 
 class AdapterSlots(Protocol):
     """The adapters of a model by the slots that rows name, from 1 on; 0 is none."""
@@ -32,5 +36,5 @@ class AdapterSlots(Protocol):
         microseconds."""
 
     def remove(self, slot: int) -> None:
-        """Empty a slot, of which no row is left. On the launch thread, between two steps. The memory is freed
-        once nobody holds the adapter."""
+        """Empty a slot, of which no row is left, if anything is in it. On the launch thread, between two
+        steps. The memory is freed once nobody holds the adapter."""

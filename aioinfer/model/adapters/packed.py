@@ -49,6 +49,7 @@ class PackedAdapter:
     layers: Mapping[int, PackedLayer]
     #: all of its memory
     memory: torch.Tensor
+    fingerprint: str
 
     @property
     def num_bytes(self) -> int:
@@ -62,6 +63,7 @@ class PackedAdapter:
         dtype: torch.dtype,
         device: torch.device,
         multiple: int = 1,
+        fingerprint: str = "",
     ) -> PackedAdapter:
         """Copy matrices, see :meth:`~aioinfer.model.adapters.targets.AdapterTargets.match`.
 
@@ -79,7 +81,8 @@ class PackedAdapter:
             raise ConfigError(f"adapter: it has numbers that are not finite in {name}, the model's type")
         memory = _on_device(memory, device)
         ranks = [part.rank for entries in found.values() for part in entries if part is not None]
-        return cls(max(ranks), _layers(memory, shapes, found, multiple, fill=False), memory)
+        layers = _layers(memory, shapes, found, multiple, fill=False)
+        return cls(max(ranks), layers, memory, fingerprint)
 
 
 def _padded(rank: int, multiple: int) -> int:

@@ -84,8 +84,11 @@ class TorchAdapters:
 
     def prepare(self, path: Path) -> PackedAdapter:
         """See :class:`~aioinfer.model.adapters.base.AdapterSlots`."""
-        found = self.targets.match(AdapterFiles.read(path), self._max_rank)
-        return PackedAdapter.pack(found, self._dtype, self._device, self.rank_multiple)
+        files = AdapterFiles.read(path, self.targets.most_bytes(self._max_rank))
+        found = self.targets.match(files, self._max_rank)
+        return PackedAdapter.pack(
+            found, self._dtype, self._device, self.rank_multiple, fingerprint=files.fingerprint
+        )
 
     def install(self, slot: int, adapter: PreparedAdapter) -> None:
         """See :class:`~aioinfer.model.adapters.base.AdapterSlots`. Raises ValueError: the slot is taken, or
@@ -96,9 +99,8 @@ class TorchAdapters:
         self._slots[slot] = adapter
 
     def remove(self, slot: int) -> None:
-        """See :class:`~aioinfer.model.adapters.base.AdapterSlots`. Raises ValueError: there is none."""
-        if self._slots.pop(slot, None) is None:
-            raise ValueError(f"slot {slot} has no adapter")
+        """See :class:`~aioinfer.model.adapters.base.AdapterSlots`."""
+        self._slots.pop(slot, None)
 
     @contextlib.contextmanager
     def computing(self, batch: Batch) -> Iterator[None]:

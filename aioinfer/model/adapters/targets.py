@@ -39,6 +39,8 @@ _FIXED = {
     "embed_vision": "it is in a part of the model that is not loaded",
     "embed_audio": "it is in a part of the model that is not loaded",
 }
+#: bytes of a file that are no numbers
+_HEADER = 16 << 20
 
 
 class LowRank(NamedTuple):
@@ -110,6 +112,12 @@ class AdapterTargets:
         for at, target in enumerate(layer.targets):
             self._places.setdefault(module_key(target.name), []).append((index, at))
         return index
+
+    def most_bytes(self, max_rank: int) -> int:
+        """Above that a file cannot be an adapter of this model: four times what ``max_rank`` takes in
+        float32 in all layers, so that a rank that is too high is refused as such."""
+        elements = sum((each.inputs + each.outputs) * len(each.targets) for each in self.layers)
+        return 4 * max_rank * elements * 4 + _HEADER
 
     def match(self, files: AdapterFiles, max_rank: int) -> dict[int, list[LowRank | None]]:
         """What an adapter adds to each layer that it changes, an entry for each of the layer's targets.

@@ -193,7 +193,7 @@ class TritonAdapters(TorchAdapters):
                 at = starts[index] + part.target
                 entries[at] = layer.a[part.first].data_ptr(), part.b.data_ptr(), part.stop - part.first
                 scales[at] = part.scale
-        return _TabledAdapter(packed.rank, packed.layers, packed.memory, entries, scales)
+        return _TabledAdapter(packed.rank, packed.layers, packed.memory, packed.fingerprint, entries, scales)
 
     def install(self, slot: int, adapter: PreparedAdapter) -> None:
         super().install(slot, adapter)
@@ -204,7 +204,7 @@ class TritonAdapters(TorchAdapters):
     def remove(self, slot: int) -> None:
         super().remove(slot)
         # Nothing reads the row of an empty slot.
-        del self._installed[slot]
+        self._installed.pop(slot, None)
 
     def _step(self, batch: Batch) -> AdapterStep | None:
         found = blocks(runs(batch.adapter_slots or (), batch.q_lens), _TILE)

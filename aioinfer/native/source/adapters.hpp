@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <memory>
 #include <new>
@@ -86,6 +87,9 @@ class LowRank {
       for (i = 0; i < count; i++) put(targets[i], first[i] - range.first, from, up.data() + range.at);
       ranges_.push_back(range);
     }
+    for (const std::vector<T>* numbers : {&down, &up})
+      for (const T number : *numbers)
+        require(std::isfinite(Number<T>::read(number)), "an adapter has numbers that the model's type does not have");
     down_ = kept(arena, down), up_ = kept(arena, up);
   }
 
@@ -159,8 +163,13 @@ class LowRank {
       const int64_t row = from + lane - target.start;
       if (row < 0 || row >= target.rows) continue;
       for (int64_t rank = 0; rank < target.rank; rank++)
-        to[(first + rank) * LANES + lane] = Number<T>::make(target.b[row * target.rank + rank]);
+        to[(first + rank) * LANES + lane] = number(target.b, target.b_is_bfloat16, row * target.rank + rank);
     }
+  }
+
+  static T number(const void* numbers, bool is_bfloat16, int64_t at) {
+    return Number<T>::make(is_bfloat16 ? Number<bfloat16>::read(static_cast<const bfloat16*>(numbers)[at])
+                                       : static_cast<const float*>(numbers)[at]);
   }
 
   static const T* kept(Arena& arena, const std::vector<T>& numbers) {
@@ -178,7 +187,7 @@ class LowRank {
       T* panel = down.data() + from + rank / RANKS * RANKS * inner_;
       for (int64_t k = 0; k < inner_; k++)
         panel[(k / PER_UNIT * RANKS + rank % RANKS) * PER_UNIT + k % PER_UNIT] =
-            Number<T>::make(target.a[rank * inner_ + k]);
+            number(target.a, target.a_is_bfloat16, rank * inner_ + k);
     }
     ranks_ += padded;
   }

@@ -355,21 +355,28 @@ struct ForwardArguments {
 
 // What is added to some outputs of a layer: scale * b (a x).
 struct LowRankTarget {
-  const float* a;  // [rank, inner]
-  const float* b;  // [rows, rank]
+  const void* a;  // [rank, inner]
+  const void* b;  // [rows, rank]
+  bool a_is_bfloat16, b_is_bfloat16;  // not float
   int64_t rank;
   int64_t start, rows;  // which of the layer's outputs it is added to
   float scale;
 };
 
-// Make the summands of one linear layer a part of an adapter.
+// The summands of one linear layer.
+struct AdaptedLayer {
+  int64_t layer;
+  int64_t part;  // see adapters.hpp
+  const LowRankTarget* targets;  // [count]
+  int64_t count;
+};
+
+// Make the summands of layers an adapter's.
 template <class T>
 struct AdaptArguments {
   const Decoder<T>* decoder;
   Adapter<T>* adapter;
-  int64_t layer;
-  int64_t part;  // see adapters.hpp
-  const LowRankTarget* targets;  // [count]
+  const AdaptedLayer* layers;  // [count]
   int64_t count;
 };
 

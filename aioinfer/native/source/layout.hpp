@@ -83,8 +83,9 @@ inline std::string layout() {
                     num_logits, input_ids, positions, slot_mapping, cu_q, kv_len, block_table, table_width,
                     state_pools, num_states, num_cells, read, write, logits_rows,
                     logits, adapters, num_hidden, hidden_rows, hidden, seconds)
-  AIOINFER_PLAIN(LowRankTarget, a, b, rank, start, rows, scale)
-  AIOINFER_TEMPLATE(AdaptArguments, decoder, adapter, layer, part, targets, count)
+  AIOINFER_PLAIN(LowRankTarget, a, b, a_is_bfloat16, b_is_bfloat16, rank, start, rows, scale)
+  AIOINFER_PLAIN(AdaptedLayer, layer, part, targets, count)
+  AIOINFER_TEMPLATE(AdaptArguments, decoder, adapter, layers, count)
   AIOINFER_PLAIN(SampleArguments, pool, logits, rows, vocab, stride, temperature, top_p, min_p, top_k, seeds,
                  positions, bans, banned_rows, banned_ids, bad, tokens)
   AIOINFER_PLAIN(PenaliseArguments, pool, logits, rows, vocab, stride, counts, lines, row_of, num_slots, slots, repetition,

@@ -348,14 +348,17 @@ void NAMED(free_adapter)(void* adapter) { delete static_cast<Adapter<T>*>(adapte
 
 bool NAMED(adapt)(const AdaptArguments<T>* a) {
   return guarded(false, [&] {
-    require_below("layer", &a->layer, 1, a->decoder->num_layers());
-    require_below("part", &a->part, 1, ADAPTED_PARTS);
-    const Linear<T>* linear = a->decoder->adapted(a->layer, static_cast<AdaptedPart>(a->part));
-    require(linear != nullptr, "this part of the layer cannot be adapted");
-    require(!linear->gated || linear->outputs % LANES == 0, "the outputs of gated weights are no multiple of a vector");
-    const int64_t rows = linear->gated ? 2 * linear->outputs : linear->outputs;
-    a->adapter->layers.at(a->layer)[a->part] =
-        std::make_unique<LowRank<T>>(a->adapter->arena, a->targets, a->count, rows, linear->inner);
+    for (const AdaptedLayer* layer = a->layers; layer < a->layers + a->count; layer++) {
+      require_below("layer", &layer->layer, 1, a->decoder->num_layers());
+      require_below("part", &layer->part, 1, ADAPTED_PARTS);
+      const Linear<T>* linear = a->decoder->adapted(layer->layer, static_cast<AdaptedPart>(layer->part));
+      require(linear != nullptr, "this part of the layer cannot be adapted");
+      require(!linear->gated || linear->outputs % LANES == 0,
+              "the outputs of gated weights are no multiple of a vector");
+      const int64_t rows = linear->gated ? 2 * linear->outputs : linear->outputs;
+      a->adapter->layers.at(layer->layer)[layer->part] =
+          std::make_unique<LowRank<T>>(a->adapter->arena, layer->targets, layer->count, rows, linear->inner);
+    }
     return true;
   });
 }
