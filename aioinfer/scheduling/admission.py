@@ -24,7 +24,8 @@ class StepBudget:
     fifo it then goes alone; with packing it comes on top, and others that fit still ride along.
     """
 
-    __slots__ = ("_chunk_size", "_on_top", "_page_size", "_unit", "_untouched", "beside", "prefill", "tokens")
+    __slots__ = ("_chunk_size", "_on_top", "_page_size", "_unit", "_untouched", "beside", "generates",
+                 "prefill", "tokens")  # fmt: skip
 
     def __init__(self, config: EngineConfig, page_size: int, tokens: int, unit: int = 1) -> None:
         """``unit``: what tokens come in, positions of a block for diffusion models."""
@@ -38,6 +39,8 @@ class StepBudget:
         self._chunk_size = max(config.chunk_size, unit)
         #: tokens for requests that only prefill, where others generate: these wait for one chunk at most
         self.beside = self._chunk_size
+        #: the step has rows that generate
+        self.generates = False
         self._page_size = page_size
         self._on_top = config.admission == "pack"
         self._untouched = True
@@ -83,6 +86,7 @@ class StepBudget:
         self._untouched = False
 
     def spend_decodes(self, tokens: int) -> None:
+        self.generates = self.generates or tokens > 0
         self.tokens -= tokens
         self.prefill = min(self.prefill, self.tokens)
 

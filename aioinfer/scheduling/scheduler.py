@@ -227,6 +227,8 @@ class Scheduler:
         for request, most in chosen:
             if budget.room() <= 0:
                 break
+            if budget.beside <= 0 and self._beside_tokens(request, budget):
+                continue  # it would have a slot and pages, and no row
             try:
                 if not self._admit(request, reserve):
                     break
@@ -275,7 +277,7 @@ class Scheduler:
             end = self.memory.states.stop(request, start, stop)
             if end is not None:
                 most = end - start if most is None else min(most, end - start)
-        beside = cursor.only_prefills and len(queues.batch) > 0
+        beside = self._beside_tokens(request, budget)
         if beside:
             most = budget.beside if most is None else min(most, budget.beside)
         length = budget.chunk(start, stop - start, most) if start < stop else 0
@@ -292,6 +294,10 @@ class Scheduler:
             del queues.prefilling[request.key]
             queues.batch.join(request)
         return rows
+
+    def _beside_tokens(self, request: Request, budget: StepBudget) -> bool:
+        """Whether a request has no output of its own, and others wait for theirs: in this step, or next."""
+        return request.cursor.only_prefills and (budget.generates or len(self.queues.batch) > 0)
 
     def _row(self, request: Request, start: int, length: int) -> Row:
         kv, cursor = request.kv, request.cursor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from typing import Any, cast
 
 import numpy as np
@@ -286,6 +287,37 @@ async def test_beside_tokens_prompts_without_an_output_take_one_chunk_of_a_step(
     assert [each.vector.tolist() for each in found] == [
         toy_pooled([index + 20] * 30, LAST).tolist() for index in range(8)
     ]
+
+
+async def test_the_last_token_of_a_stream_waits_for_one_chunk_too(make_engine: MakeEngine) -> None:
+    """A request leaves the batch with the launch of its last token, which is in that step all the same.
+    Prompts without an output take no slots before they have rows."""
+    seen: list[tuple[bool, int, int]] = []
+    go_on = threading.Event()
+    go_on.set()
+
+    def watch(step: Any) -> None:
+        go_on.wait()
+        rows = [row for row in step.prefilling if row.request.pooled is not None]
+        running = sum(each.pooled is not None for each in scheduler.queues.running.values())
+        seen.append((bool(step.num_generating), sum(row.length for row in rows), running - len(rows)))
+
+    async with make_engine(fault=watch, chunk_size=16, num_pages=512) as engine:
+        scheduler = engine._core.scheduler
+        chat = engine.generate([1, 2], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
+        await anext(aiter(chat))
+        go_on.clear()
+        embedding = asyncio.ensure_future(engine.embed([[index + 20] * 30 for index in range(40)]))
+        while len(scheduler.queues.waiting) < 8:
+            await asyncio.sleep(0)
+        go_on.set()
+        await chat
+        await embedding
+    beside = [(tokens, idle) for generates, tokens, idle in seen if generates and tokens]
+    assert len(beside) >= 3
+    assert max(tokens for tokens, _ in beside) <= 16
+    assert max(idle for _, idle in beside) <= 8  # of steps that are planned already
+    assert max(tokens for generates, tokens, _ in seen if not generates) > 16
 
 
 async def test_a_step_of_prompts_alone_samples_nothing(make_engine: MakeEngine) -> None:
