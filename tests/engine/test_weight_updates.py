@@ -249,11 +249,49 @@ async def test_cancelled_while_it_installs_it_is_completed(make_engine: MakeEngi
         await anext(stream)
         updating = asyncio.ensure_future(engine.update_weights(weights(1)))
         await asyncio.to_thread(device.installing.wait)
-        updating.cancel()
+        for _ in range(3):
+            updating.cancel()
+            await asyncio.sleep(0)
+            assert not updating.done(), "its tensors are still read"
+        device.may_install.set()
         with pytest.raises(asyncio.CancelledError):
             await updating
-        device.may_install.set()
-        assert (await stream).weight_version == 1 == engine.weight_version
+        assert device.weights == 1 == engine.weight_version
+        assert (await stream).weight_version == 1
+
+
+class Unstoppable(Slow):
+    """Reads a tensor that takes long."""
+
+    def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> int:
+        self.reading.set()
+        self.may_read.wait()
+        go_on()
+        return ToyDevice.prepare_weights(self, given, go_on)
+
+
+@pytest.mark.parametrize("closing", [False, True])
+async def test_however_often_it_is_cancelled_it_returns_when_it_reads_no_more(
+    make_engine: MakeEngine, closing: bool
+) -> None:
+    device = Unstoppable()
+    async with make_engine(device=device) as engine:
+        updating = asyncio.ensure_future(engine.update_weights(weights(1)))
+        await asyncio.to_thread(device.reading.wait)
+        closed = None
+        for _ in range(3):
+            updating.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not updating.done(), "its tensors are still read"
+            if closing and closed is None:
+                closed = asyncio.ensure_future(engine.aclose())
+        device.may_read.set()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        if closed is not None:
+            await closed
+        assert device.weights == 0
 
 
 @pytest.mark.parametrize("stage", ["reading", "waiting", "installing"])
