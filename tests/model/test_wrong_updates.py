@@ -161,3 +161,17 @@ def test_the_limit_between_two_types_is_where_rounding_ends_in_infinity(
                 assert not fits, signed
             else:
                 assert fits, signed
+
+
+def test_a_set_that_replaces_nothing_is_refused(tmp_path: Path) -> None:
+    """A head alone where that is the embedding, and what no model reads."""
+    model = load(write("llama-gqa-tied", tmp_path / "tied", 1), "sdpa")
+    head = load_file(tmp_path / "tied" / FILE)["model.embed_tokens.weight"]
+    refused(
+        model,
+        [("lm_head.weight", head + 1)],
+        "lm_head.weight is model.embed_tokens.weight here, which is missing",
+        "sdpa",
+    )
+    model = load(write("qwen3.5", tmp_path / "unread", 1), "sdpa")
+    refused(model, [("mtp.norm.weight", torch.ones(3))], "no tensor is one that the model has", "sdpa")

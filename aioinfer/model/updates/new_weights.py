@@ -66,6 +66,11 @@ class NewWeights(Weights):
         """Of the tensors that were taken, the types in which the model has them."""
         return {name: self._kinds.get(name, self._dtype) for name in self.used}
 
+    def check_any(self) -> None:
+        """Raise ConfigError if none of the tensors is asked for."""
+        if not self.given(self._asked):
+            raise ConfigError("model: no tensor is one that the model has")
+
     def asked_since(self, start: int) -> list[str]:
         """The tensors that were declared after so many others."""
         return self._asked[start:]
@@ -102,6 +107,8 @@ class NewWeights(Weights):
 
     def differs(self, name: str, other: str) -> bool:
         """Whether the model has a head of its own. Raises ConfigError: it has none, and one is given."""
+        if self._known.tied and name in self._names and other not in self._names:
+            raise ConfigError(f"model: {name} is {other} here, which is missing")
         if self._known.tied and super().differs(name, other):
             raise ConfigError(f"model: {name} is not {other}, and the model has one matrix for both")
         return not self._known.tied

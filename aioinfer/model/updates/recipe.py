@@ -143,6 +143,7 @@ class DecoderRecipe:
         rewriting = Rewriting(model, self.made, self.kernels, weights)
         go_on()
         self.build(weights, rewriting)
+        weights.check_any()
         check_values(tensors, weights.kinds, go_on, rewriting.kept)
         return rewriting.changes
 
