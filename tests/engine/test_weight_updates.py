@@ -13,6 +13,7 @@ from aioinfer import Chunk, EngineConfig, Result, SamplingParams, StreamCheckpoi
 from aioinfer.cache.namespace import Namespace
 from aioinfer.engine import EngineState
 from aioinfer.llm import LLM
+from aioinfer.loop.updating import UpdateMode
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.request import Request
@@ -530,6 +531,35 @@ async def test_a_policy_that_raises_when_it_is_held_back_holds_back_nothing(
             async with asyncio.timeout(20):
                 assert (await stream).weight_version == 0
         assert engine.weight_version == 0
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+async def test_a_paused_engine_reports_what_a_policy_raises_when_weights_are_replaced(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, mode: UpdateMode
+) -> None:
+    async with make_engine() as engine:
+        stream = engine.generate(PROMPT, LONG)
+        if mode == "keep":
+            await anext(stream)
+        await engine.pause()
+        await stream.accepted()
+        reading = asyncio.ensure_future(stream)
+        await asyncio.sleep(0)
+        policy = type(engine._core.scheduler.queues.waiting)
+
+        def raising(self: object, request: Request) -> None:
+            raise ValueError("planted")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(policy, "add", raising)
+            assert await engine.update_weights(weights(1), mode=mode) == 1
+            async with asyncio.timeout(20):
+                with pytest.raises(errors.StepFailed, match="planted"):
+                    await reading
+        assert engine.stats().paused
+        engine.resume()
+        assert (await engine.generate(PROMPT, SHORT)).weight_version == 1
+        await settle(engine)
 
 
 # -- planted bugs
