@@ -295,12 +295,13 @@ class Engine(EngineLike):
         those before: for that long every stream waits. Requests go on from the tokens that they have:
         their KV is computed again, prefixes cached before are not found any more, and chunks say which
         version computed them. Several updates take place in their order. Cancelled before it begins to
-        write, it changes nothing; later, it is completed. docs/weights.md says what a source may leave out.
+        write, it changes nothing; later, it is completed first. docs/weights.md says what a source may leave
+        out.
 
         Args:
             source: a checkpoint with the same architecture and shapes, as the model was loaded from; or a
                 mapping or an iterable of names and tensors of torch, as ``state_dict()`` has them. Tensors
-                are read until this returns, and not longer.
+                are read until this returns or raises, and not longer.
             mode: what becomes of requests that have begun. "keep": they go on with the new weights.
                 "wait": they finish first, and those that arrive wait in the queue. "abort": they end with
                 :class:`~aioinfer.Cancelled`.

@@ -132,8 +132,9 @@ class ThreadsafeEngine:
     def update_weights(
         self, source: WeightSource, *, mode: UpdateMode = "keep", version: int | None = None
     ) -> concurrent.futures.Future[int]:
-        """As :meth:`aioinfer.Engine.update_weights`: tensors are read until the future is done. Raises
-        EngineClosed, and ConfigError for what is no source."""
+        """As :meth:`aioinfer.Engine.update_weights`: tensors are read until the future has a result or an
+        exception; after ``cancel()`` they may be read a while longer. Raises EngineClosed, and ConfigError
+        for what is no source."""
         given = frozen(source)
 
         async def update() -> int:

@@ -210,6 +210,8 @@ class Driver:
     def _turn(self) -> None:
         """Launch what may be launched, and resolve one step if it has landed."""
         flights, resolved = self._flights, False
+        if not self._stopping:
+            self._report_ended()  # an update of the weights has ended them: perhaps nothing is planned now
         while not self._stopping:
             if resolved and self._launcher.blocking:
                 # Consumers run first: launching would compute the next step.
@@ -278,10 +280,16 @@ class Driver:
         step = self._core.plan(self._flights[-1].step if self._flights else None)
         if step is not None:
             self._timeline.loop.add("plan", step.id, start, now())
-        if self._core.ended:
-            self._recovered(self._core.take_ended())
+        if self._report_ended():
             self._again()
         return step
+
+    def _report_ended(self) -> bool:
+        """Report the requests that ended because something raised for them; whether there were any."""
+        ended = bool(self._core.ended)
+        if ended:
+            self._recovered(self._core.take_ended())
+        return ended
 
     def _launch(self, step: Step) -> None:
         start = now()

@@ -75,10 +75,10 @@ class Resumption:
         """Behind that: cursors of the request and of its consumer. ``weight_version``: of the weights that go
         on with it."""
         checkpoint, cursor = self.checkpoint, request.cursor
-        same = checkpoint.weight_version == weight_version or not checkpoint.token_ids
-        if not same:
+        same = checkpoint.weight_version == weight_version
+        if not same and checkpoint.token_ids:
             request.note_switch(checkpoint.weight_version)
-        elif checkpoint.weight_version != weight_version:
+        elif not same:
             request.prompt_logprobs.clear()  # no output was behind them
         request.take_version(weight_version)
         if isinstance(cursor, BlockCursor):
@@ -223,11 +223,13 @@ def take(request: Request, cell: StreamCell, info: DeviceInfo) -> StreamCheckpoi
     cursor, block = request.cursor, None
     identical = request.identical and info.deterministic
     if isinstance(cursor, BlockCursor):
-        block = cursor.under_way
+        if request.newest_version == request.weight_version:
+            block = cursor.under_way  # and not one that other weights began than the record says
         known = len(request.prompt_ids) + count
         start = known - known % cursor.block_size
         if known > max(start, len(request.prompt_ids)) and (block is None or block.start != start):
-            # Its text is late, and the rounds of this block are gone: it goes on from its tokens.
+            # Its text is late, or its weights were replaced, and the rounds of this block are gone: it goes
+            # on from its tokens.
             block = _from_tokens(request, start, known, cursor.block_size, info)
             identical = False
     taken = sum(map(len, request.text.pieces[: cell.taken_pieces]))

@@ -7,7 +7,8 @@
     steps go on            steps go on              steps end             no step
 
 Nothing is changed before everything was checked; from the retraction on, an update is completed, whoever is
-cancelled, or the engine has failed.
+cancelled, or the engine has failed. Whatever happens, who asked for it is not told before nothing is read any
+more of what it gave.
 """
 
 from __future__ import annotations
@@ -123,16 +124,10 @@ class Updates:
         task = loop.create_task(self._update(frozen(source), mode, version), name="aioinfer-updating")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if self._closed:
-                raise EngineClosed("the engine was closed during an update of its weights") from None
-            if task is not self._installing:
-                task.cancel()
-                # A worker thread stops reading the caller's tensors first.
-                await asyncio.wait([task])
-            raise
+        await _until_done(task, lambda: task is self._installing or task.cancel())
+        if task.cancelled():
+            raise EngineClosed("the engine was closed during an update of its weights")
+        return task.result()
 
     async def _update(self, given: Any, mode: UpdateMode, version: int | None) -> int:
         async with self._turn:
@@ -153,14 +148,8 @@ class Updates:
         prepare = await self._launcher.call(lambda device: updatable(device).prepare_weights)
         stopped = threading.Event()
         reading = self._intake.read_weights(prepare, given, partial(_go_on, stopped))
-        try:
-            return await asyncio.shield(reading)
-        except asyncio.CancelledError:
-            stopped.set()
-            await asyncio.wait([reading])
-            if not reading.cancelled():
-                reading.exception()  # retrieved: it is that of having been stopped
-            raise
+        await _until_done(reading, stopped.set)
+        return reading.result()
 
     async def _until_ended(self) -> None:
         """Until no request is left that has begun."""
@@ -213,6 +202,22 @@ class Updates:
         """Wait for the others; the launch thread has ended."""
         if self._tasks:
             await asyncio.wait(self._tasks)
+
+
+async def _until_done(work: asyncio.Future[Any], stop: Callable[[], object]) -> None:
+    """Wait for what must not be left while it runs. Cancelled, call ``stop``, once, and raise at its end."""
+    cancelled: asyncio.CancelledError | None = None
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError as error:
+            if cancelled is None:
+                stop()
+            cancelled = error
+    if cancelled is not None:
+        if not work.cancelled():
+            work.exception()  # retrieved: often that of having been stopped
+        raise cancelled
 
 
 def _go_on(stopped: threading.Event) -> None:

@@ -13,6 +13,7 @@ from aioinfer import Chunk, EngineConfig, Result, SamplingParams, StreamCheckpoi
 from aioinfer.cache.namespace import Namespace
 from aioinfer.engine import EngineState
 from aioinfer.llm import LLM
+from aioinfer.loop.updating import UpdateMode
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.request import Request
@@ -249,11 +250,49 @@ async def test_cancelled_while_it_installs_it_is_completed(make_engine: MakeEngi
         await anext(stream)
         updating = asyncio.ensure_future(engine.update_weights(weights(1)))
         await asyncio.to_thread(device.installing.wait)
-        updating.cancel()
+        for _ in range(3):
+            updating.cancel()
+            await asyncio.sleep(0)
+            assert not updating.done(), "its tensors are still read"
+        device.may_install.set()
         with pytest.raises(asyncio.CancelledError):
             await updating
-        device.may_install.set()
-        assert (await stream).weight_version == 1 == engine.weight_version
+        assert device.weights == 1 == engine.weight_version
+        assert (await stream).weight_version == 1
+
+
+class Unstoppable(Slow):
+    """Reads a tensor that takes long."""
+
+    def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> int:
+        self.reading.set()
+        self.may_read.wait()
+        go_on()
+        return ToyDevice.prepare_weights(self, given, go_on)
+
+
+@pytest.mark.parametrize("closing", [False, True])
+async def test_however_often_it_is_cancelled_it_returns_when_it_reads_no_more(
+    make_engine: MakeEngine, closing: bool
+) -> None:
+    device = Unstoppable()
+    async with make_engine(device=device) as engine:
+        updating = asyncio.ensure_future(engine.update_weights(weights(1)))
+        await asyncio.to_thread(device.reading.wait)
+        closed = None
+        for _ in range(3):
+            updating.cancel()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not updating.done(), "its tensors are still read"
+            if closing and closed is None:
+                closed = asyncio.ensure_future(engine.aclose())
+        device.may_read.set()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        if closed is not None:
+            await closed
+        assert device.weights == 0
 
 
 @pytest.mark.parametrize("stage", ["reading", "waiting", "installing"])
@@ -492,6 +531,35 @@ async def test_a_policy_that_raises_when_it_is_held_back_holds_back_nothing(
             async with asyncio.timeout(20):
                 assert (await stream).weight_version == 0
         assert engine.weight_version == 0
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait"])
+async def test_a_paused_engine_reports_what_a_policy_raises_when_weights_are_replaced(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, mode: UpdateMode
+) -> None:
+    async with make_engine() as engine:
+        stream = engine.generate(PROMPT, LONG)
+        if mode == "keep":
+            await anext(stream)
+        await engine.pause()
+        await stream.accepted()
+        reading = asyncio.ensure_future(stream)
+        await asyncio.sleep(0)
+        policy = type(engine._core.scheduler.queues.waiting)
+
+        def raising(self: object, request: Request) -> None:
+            raise ValueError("planted")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(policy, "add", raising)
+            assert await engine.update_weights(weights(1), mode=mode) == 1
+            async with asyncio.timeout(20):
+                with pytest.raises(errors.StepFailed, match="planted"):
+                    await reading
+        assert engine.stats().paused
+        engine.resume()
+        assert (await engine.generate(PROMPT, SHORT)).weight_version == 1
+        await settle(engine)
 
 
 # -- planted bugs

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 
 from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, Tensors
 from aioinfer.errors import ConfigError, shown
 
-__all__ = ["GivenTensors", "check_finite"]
+__all__ = ["GivenTensors", "check_values"]
 
 #: elements that are examined at a time: they stay in a cache, and the interpreter's lock is free meanwhile
 _SLICE = 1 << 18
-#: by dtype, the integer of the same size and the bits of the exponent, all of which infinity and NaN have
+#: by dtype, the integer of the same size and the bits of infinity
 _EXPONENTS = {
     torch.float32: (torch.int32, 0x7F800000),
     torch.bfloat16: (torch.int16, 0x7F80),
@@ -68,28 +69,66 @@ def _checked(name: str, tensor: object) -> torch.Tensor:
     return tensor.detach()
 
 
-def check_finite(tensors: Tensors, names: Iterable[str], go_on: Callable[[], None]) -> None:
-    """Read tensors once, which brings those of files into memory, and raise ConfigError for the first that
-    has infinity or NaN; ``go_on`` is called again and again, and may raise.
+def check_values(
+    tensors: Tensors,
+    kinds: Mapping[str, torch.dtype],
+    go_on: Callable[[], None],
+    kept: Collection[str] = (),
+) -> None:
+    """Read tensors once, as they will be when they are written, and forget them: that brings those of files
+    into memory, and finds what is wrong with a file while nothing has changed. ``go_on`` is called again and
+    again, and may raise.
 
-    Without torch's own threads, which would slow the steps that are computed meanwhile.
+    Args:
+        kinds: by name, the type in which the model has its numbers.
+        kept: names of matrices that stay as they are quantised.
+
+    Raises:
+        ConfigError: the first that cannot be read, that has infinity or NaN, or a number that its type in the
+            model does not have.
     """
-    for name in names:
+    for name, kind in kinds.items():
         go_on()
-        tensor = tensors.read(name)
-        if tensor.dtype not in _EXPONENTS:
+        if name in kept:
+            matrix = tensors.quantised(name)
+            factors = [each for each in (matrix.scales, matrix.offsets) if each is not None]
+            if not all(bool(each.isfinite().all()) for each in factors):
+                raise ConfigError(f"model: the factors of {name} have infinity or NaN")
             continue
-        if not (_finite(tensor, go_on) if tensor.is_cpu else bool(tensor.isfinite().all())):
+        tensor = tensors.read(name)
+        if not tensor.is_floating_point():
+            continue
+        tensor = tensor if tensor.dtype in _EXPONENTS else tensor.float()
+        if not (_fits(tensor, kind, go_on) if tensor.is_cpu else bool(tensor.to(kind).isfinite().all())):
+            if bool(tensor.isfinite().all()):
+                raise ConfigError(f"model: {name} has numbers beyond those of {kind}")
             raise ConfigError(f"model: {name} has infinity or NaN")
 
 
-def _finite(tensor: torch.Tensor, go_on: Callable[[], None]) -> bool:
-    whole, exponent = _EXPONENTS[tensor.dtype]
+def _fits(tensor: torch.Tensor, kind: torch.dtype, go_on: Callable[[], None]) -> bool:
+    """Whether all numbers are finite in another type. Without torch's own threads, which would slow the steps
+    that are computed meanwhile."""
+    whole, largest = _EXPONENTS[tensor.dtype][0], _largest(tensor.dtype, kind)
+    magnitude = torch.iinfo(whole).max
     flat = tensor.contiguous().flatten().view(whole).numpy()
     for start in range(0, len(flat), _SLICE):
         if start % (16 * _SLICE) == 0:
             go_on()
-        part = flat[start : start + _SLICE]
-        if ((part & exponent) == exponent).any():
+        # As integers, floats without their signs are in order, infinity and NaN last.
+        if (flat[start : start + _SLICE] & magnitude).max() > largest:
             return False
     return True
+
+
+@functools.cache
+def _largest(kind: torch.dtype, other: torch.dtype) -> int:
+    """The bits of the largest number of a type that is finite in another one."""
+    whole, infinity = _EXPONENTS[kind]
+    finite = 0
+    while infinity - finite > 1:
+        middle = (finite + infinity) // 2
+        if bool(torch.tensor(middle, dtype=whole).view(kind).to(other).isfinite()):
+            finite = middle
+        else:
+            infinity = middle
+    return finite

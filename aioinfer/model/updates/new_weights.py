@@ -47,17 +47,29 @@ class NewWeights(Weights):
         file, which stays as it is."""
         super().__init__(tensors, dtype=dtype, device=device)
         self._known = known
-        self._partial = partial
+        self.partial = partial
         self.mapped = mapped
         #: in the order in which they were asked for
         self._asked: list[str] = []
+        #: types of those that were not taken in that of the model
+        self._kinds: dict[str, torch.dtype] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names or (self._partial and name in self._known.names)
+        return name in self._names or (self.partial and name in self._known.names)
 
     def given(self, names: Sequence[str]) -> int:
         """How many of these there are."""
         return sum(name in self._names for name in names)
+
+    @property
+    def kinds(self) -> dict[str, torch.dtype]:
+        """Of the tensors that were taken, the types in which the model has them."""
+        return {name: self._kinds.get(name, self._dtype) for name in self.used}
+
+    def check_any(self) -> None:
+        """Raise ConfigError if none of the tensors is asked for."""
+        if not self.given(self._asked):
+            raise ConfigError("model: no tensor is one that the model has")
 
     def asked_since(self, start: int) -> list[str]:
         """The tensors that were declared after so many others."""
@@ -83,10 +95,11 @@ class NewWeights(Weights):
         super().declare(name, shape)
 
     def _lacks(self, name: str) -> bool:
-        return self._partial and name not in self._names and name in self._known.names
+        return self.partial and name not in self._names and name in self._known.names
 
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         if not self._lacks(name):
+            self._kinds[name] = dtype or self._dtype
             return super().take(name, shape, dtype=dtype)
         self.declare(name, shape)
         # One element: a missing table is as large as the rest of the model.
@@ -94,6 +107,8 @@ class NewWeights(Weights):
 
     def differs(self, name: str, other: str) -> bool:
         """Whether the model has a head of its own. Raises ConfigError: it has none, and one is given."""
+        if self._known.tied and name in self._names and other not in self._names:
+            raise ConfigError(f"model: {name} is {other} here, which is missing")
         if self._known.tied and super().differs(name, other):
             raise ConfigError(f"model: {name} is not {other}, and the model has one matrix for both")
         return not self._known.tied

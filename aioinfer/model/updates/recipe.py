@@ -16,7 +16,7 @@ from aioinfer.errors import ConfigError, shown
 from aioinfer.model.headless import with_prefix
 from aioinfer.model.layers import LayerKernels
 from aioinfer.model.spec import CausalLM
-from aioinfer.model.updates.given import GivenTensors, check_finite
+from aioinfer.model.updates.given import GivenTensors, check_values
 from aioinfer.model.updates.new_weights import Known, NewWeights
 from aioinfer.model.updates.rewriting import Change, Rewriting
 
@@ -122,30 +122,20 @@ class DecoderRecipe:
             tensors = tensors if self.part is None else self.part(tensors)
             # Whole sets may have another layout than the checkpoint had; what is not whole has the same.
             with suppress(ConfigError):
-                return self._planned(model, tensors, go_on, partial=False, mapped=False, plain=True)
-            return self._planned(model, tensors, go_on, partial=True, mapped=False, plain=True)
-        plain = True
+                return self._planned(model, tensors, go_on, partial=False, mapped=False)
+            return self._planned(model, tensors, go_on, partial=True, mapped=False)
         if given.suffix == ".safetensors" and given.is_file():
             tensors = SafetensorsTensors(given)
             tensors = tensors if self.part is None else self.part(tensors)
         else:
             checkpoint, config = self.open(given)
             check_config(self.config, config)
-            tensors, plain = checkpoint.tensors(), getattr(config, "quantization_config", None) is None
-            plain = plain and given.is_dir()
-        return self._planned(model, tensors, go_on, partial=False, mapped=True, plain=plain)
+            tensors = checkpoint.tensors()
+        return self._planned(model, tensors, go_on, partial=False, mapped=True)
 
     def _planned(
-        self,
-        model: CausalLM,
-        tensors: Tensors,
-        go_on: Callable[[], None],
-        *,
-        partial: bool,
-        mapped: bool,
-        plain: bool,
+        self, model: CausalLM, tensors: Tensors, go_on: Callable[[], None], *, partial: bool, mapped: bool
     ) -> list[Change]:
-        """``plain``: reading a tensor costs no more than its bytes."""
         tensors = with_prefix(tensors, self.known.names)
         weights = NewWeights(
             tensors, self.known, partial=partial, mapped=mapped, dtype=self.dtype, device=self.device
@@ -153,8 +143,8 @@ class DecoderRecipe:
         rewriting = Rewriting(model, self.made, self.kernels, weights)
         go_on()
         self.build(weights, rewriting)
-        if plain:
-            check_finite(tensors, weights.used, go_on)
+        weights.check_any()
+        check_values(tensors, weights.kinds, go_on, rewriting.kept)
         return rewriting.changes
 
 

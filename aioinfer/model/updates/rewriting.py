@@ -113,6 +113,8 @@ class Rewriting:
         self._kernels = kernels
         self.weights = weights
         self.changes: list[Change] = []
+        #: names of the matrices that are written as they are quantised
+        self.kept: set[str] = set()
 
     @property
     def native(self) -> bool:
@@ -155,9 +157,9 @@ class Rewriting:
     def _route(self, router: Any, rule: Rule, stored: StoredExperts, backend: Backend) -> None:
         tensors = [rule.weight, rule.bias, getattr(rule, "scales", None)]
         there = [tensor for tensor in tensors if tensor is not None]
-        if all(map(is_missing, there)):
+        if self.weights.partial and all(map(is_missing, there)):
             return
-        if any(bool(tensor.isnan().any()) for tensor in there):
+        if self.weights.partial and any(bool(tensor.isnan().any()) for tensor in there):
             raise ConfigError(f"model: a tensor of the router of {stored.prefix} is missing")
         if backend.name == "native":
             self.changes.append(lambda: router.set(rule))
@@ -181,6 +183,7 @@ class Rewriting:
                     f"model: {stored.name} must be quantised as in the checkpoint that was loaded: to "
                     f"{kept.bits} bits, {f'in groups of {kept.group}' if kept.group else 'one group a row'}"
                 )
+            self.kept.update(stored.tensors[0])
             self.changes.append(lambda: _exchange(linear, stored))
         elif biases and kept is not None:
             raise ConfigError(f"model: the bias of {stored.name} can be replaced with its weights only")

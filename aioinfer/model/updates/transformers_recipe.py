@@ -15,7 +15,7 @@ from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
 from aioinfer.model.spec import CausalLM
 from aioinfer.model.transformers_model import TransformersLM, loaded
-from aioinfer.model.updates.given import GivenTensors, check_finite
+from aioinfer.model.updates.given import GivenTensors, check_values
 from aioinfer.model.updates.recipe import NewTensors, check_config
 from aioinfer.model.updates.rewriting import Change
 from aioinfer.model.wrappers import TextPart
@@ -68,5 +68,5 @@ def _changes(state: Mapping[str, torch.Tensor], new: Tensors, go_on: Callable[[]
         other = written.setdefault(old.data_ptr(), name)
         if other != name and not torch.equal(new.read(name), new.read(other)):
             raise ConfigError(f"model: {name} is not {other}, and the model has one tensor for both")
-    check_finite(new, new.names, go_on)
+    check_values(new, {name: state[name].dtype for name in new.names}, go_on)
     return [partial(state[name].copy_, new.read(name)) for name in written.values()]
