@@ -293,7 +293,7 @@ async def test_the_last_token_of_a_stream_waits_for_one_chunk_too(make_engine: M
     """A request leaves the batch with the launch of its last token, which is in that step all the same.
     Prompts without an output take no slots before they have rows."""
     seen: list[tuple[bool, int, int]] = []
-    go_on = threading.Event()
+    go_on, many = threading.Event(), {"max_running_requests": 32}
     go_on.set()
 
     def watch(step: Any) -> None:
@@ -302,7 +302,7 @@ async def test_the_last_token_of_a_stream_waits_for_one_chunk_too(make_engine: M
         running = sum(each.pooled is not None for each in scheduler.queues.running.values())
         seen.append((bool(step.num_generating), sum(row.length for row in rows), running - len(rows)))
 
-    async with make_engine(fault=watch, chunk_size=16, num_pages=512) as engine:
+    async with make_engine(fault=watch, chunk_size=16, num_pages=512, **many) as engine:
         scheduler = engine._core.scheduler
         chat = engine.generate([1, 2], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
         await anext(aiter(chat))
