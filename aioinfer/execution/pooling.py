@@ -136,4 +136,8 @@ def _sums(states: torch.Tensor, counts: list[int]) -> torch.Tensor:
     """Over so many states each, in float64: then a mean hardly depends on how a prompt was cut."""
     import torch
 
-    return torch.stack([part.sum(0, dtype=torch.float64) for part in states.split(counts)])
+    if states.device.type != "cpu":
+        return torch.stack([part.sum(0, dtype=torch.float64) for part in states.split(counts)])
+    # By numpy: the threads that torch would start take the cores from the model's.
+    parts = np.split(states.numpy(), np.cumsum(counts)[:-1])
+    return torch.from_numpy(np.stack([part.sum(0, dtype=np.float64) for part in parts]))
