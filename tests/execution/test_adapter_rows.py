@@ -60,7 +60,7 @@ def test_steps_carry_adapters_only_where_a_row_has_one() -> None:
 
 
 class Prepared:
-    rank, num_bytes = 8, 123
+    rank, num_bytes, fingerprint = 8, 123, "f"
 
 
 class Slots:
