@@ -27,13 +27,13 @@ from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer
 from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel import adapting, updating
-from aioinfer.parallel.dispatching import Dispatching, OnLoss, close_all
+from aioinfer.parallel.dispatching import Dispatching, OnLoss
 from aioinfer.parallel.elsewhere import replicas_elsewhere
 from aioinfer.parallel.front import Front, bring_up, check_same_model
 from aioinfer.parallel.local import LocalReplica
 from aioinfer.parallel.placing import Placing
 from aioinfer.parallel.policies import RoutingPolicy, routing_policy
-from aioinfer.parallel.replica import Replica, ReplicaState
+from aioinfer.parallel.replica import Replica, ReplicaState, close_all
 from aioinfer.parallel.stats import DispatcherStats, ReplicaStats, add_counts, summed, with_counts
 from aioinfer.parallel.supervisor import Supervisor
 from aioinfer.params import SamplingParams

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
@@ -35,10 +35,11 @@ from aioinfer.loop.loop_bound import EngineState
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.resumption import check
 from aioinfer.parallel import adapting
+from aioinfer.parallel.losses import lost_for_good, none_left
 from aioinfer.parallel.placing import Placement, Placing, Wanted
 from aioinfer.parallel.queue import RecordQueue
 from aioinfer.parallel.record import Attempt, Diverged, Ending, Record
-from aioinfer.parallel.replica import Replica, ReplicaState, Rows
+from aioinfer.parallel.replica import Replica, ReplicaState, Rows, close_all
 from aioinfer.parallel.streams import OpenStreams, cell_of, record_of
 from aioinfer.params import SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from aioinfer.outputs import AdapterInfo
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Dispatching", "OnLoss", "close_all"]
+__all__ = ["Dispatching", "OnLoss"]
 
 _log = logging.getLogger("aioinfer")
 
@@ -224,10 +225,10 @@ class Dispatching(OpenStreams):
         """Why no replica computes a record, now or soon."""
         adapter = record.options.adapter
         if wanted is not None and not any(map(wanted.is_of, self.placing.ready)):
-            return self._lost_for_good(record, f"no replica left has {wanted}")
+            return self._for_good(record, f"no replica left has {wanted}")
         assert adapter is not None
         if record.output_ids:
-            return self._lost_for_good(record, f"no replica left has its adapter {adapter!r}")
+            return self._for_good(record, f"no replica left has its adapter {adapter!r}")
         return adapting.gone(self, adapter)
 
     def _send(self, record: Record, placement: Placement) -> None:
@@ -355,12 +356,12 @@ class Dispatching(OpenStreams):
             record.losses.append(cause)
             record.lost_length = len(record.output_ids)
         if self.on_loss == "fail":
-            self.end(record, self._lost_for_good(record, "its replica is lost", cause))
+            self.end(record, self._for_good(record, "its replica is lost", cause))
         elif len(record.losses) >= _MOST_LOSSES:
-            self.end(record, self._lost_for_good(record, f"{len(record.losses)} replicas were lost with it"))
+            self.end(record, self._for_good(record, f"{len(record.losses)} replicas were lost with it"))
         elif record.unbegun >= _MOST_UNBEGUN:
             reason = f"{record.unbegun} replicas were lost before they had begun with it"
-            self.end(record, self._lost_for_good(record, reason, cause))
+            self.end(record, self._for_good(record, reason, cause))
         else:
             self._again(record)
 
@@ -430,17 +431,10 @@ class Dispatching(OpenStreams):
         self._end_all(self._failed_error)
 
     def _failed_error(self) -> EngineFailed:
-        causes = [f"{each.name}: {each.cause}" for each in self.placing.replicas if each.cause is not None]
-        error = EngineFailed(f"no replica is left: {'; '.join(causes)}")
-        error.__cause__ = next((each.cause for each in self.placing.replicas if each.cause), None)
-        return error
+        return none_left(self.placing.replicas)
 
-    def _lost_for_good(self, record: Record, reason: str, cause: BaseException | None = None) -> EngineFailed:
-        causes = [cause] if cause is not None else record.losses
-        causes = causes or [each.cause for each in self.placing.replicas if each.cause is not None]
-        error = EngineFailed(f"{reason}: {'; '.join(map(str, causes))}")
-        error.__cause__ = causes[-1] if causes else None
-        return error
+    def _for_good(self, record: Record, reason: str, cause: BaseException | None = None) -> EngineFailed:
+        return lost_for_good(self.placing.replicas, record, reason, cause)
 
     # -- endings --------------------------------------------------------------------------------
 
@@ -482,14 +476,6 @@ class Dispatching(OpenStreams):
             finally:
                 self.state = EngineState.CLOSED
                 self.observers.closed()
-
-
-async def close_all(replicas: Iterable[Replica]) -> None:
-    """Side by side, and each of them, whatever another one raises; that is raised at the end."""
-    ends = await asyncio.gather(*(each.aclose() for each in replicas), return_exceptions=True)
-    for end in ends:
-        if end is not None:
-            raise end
 
 
 def _step_failed(what: str, cause: Exception) -> StepFailed:

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from aioinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest, shown
+from aioinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest
 from aioinfer.loop.clock import clock_of
 from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
+from aioinfer.parallel.addresses import PATIENCE, Connect, connector
 from aioinfer.parallel.columns import unpack_rows
 from aioinfer.parallel.connection import BEAT, MISSES, Connection
 from aioinfer.parallel.frames import LIMIT, FrameError, Kind
@@ -29,35 +30,11 @@ if TYPE_CHECKING:
     from aioinfer.resuming.record import StreamCheckpoint
     from aioinfer.scheduling.request import Request
 
-__all__ = ["Connect", "SocketReplica", "connector"]
+__all__ = ["SocketReplica"]
 
 _log = logging.getLogger("aioinfer")
 
-#: seconds in which a replica must have answered
-_PATIENCE = 10.0
 _READER = frozenset({ParkedFor.READER})
-
-#: opens a connection with the protocol that it is given
-Connect = Callable[[Callable[[], asyncio.Protocol]], Awaitable[Any]]
-
-
-def connector(address: str) -> Connect:
-    """How to connect to ``HOST:PORT``, or to the path of a Unix socket. Raises ConfigError."""
-
-    async def unix(protocol: Callable[[], asyncio.Protocol]) -> Any:
-        async with asyncio.timeout(_PATIENCE):
-            return await asyncio.get_running_loop().create_unix_connection(protocol, address)
-
-    async def tcp(protocol: Callable[[], asyncio.Protocol]) -> Any:
-        async with asyncio.timeout(_PATIENCE):
-            return await asyncio.get_running_loop().create_connection(protocol, host.strip("[]"), int(port))
-
-    if "/" in address:
-        return unix
-    host, _, port = address.rpartition(":")
-    if not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        raise ConfigError(f"a replica's address must be HOST:PORT or a path, got {shown(address)}")
-    return tcp
 
 
 class _Sent:
@@ -126,7 +103,7 @@ class SocketReplica(Replica):
         link = _Link(self)
         try:
             await self._connect(lambda: link.connection)
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(PATIENCE):
                 link.connection.send(Kind.HELLO, Hello(self._token, self._fingerprint).pack())
                 welcome = await link.welcome
         except (OSError, TimeoutError, FrameError) as error:

@@ -6,9 +6,10 @@ numbers its attempts and knows from these alone how much each replica has to do:
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from aioinfer.parallel.record import Attempt, Ending, Record
     from aioinfer.resuming.record import StreamCheckpoint
 
-__all__ = ["Load", "Replica", "ReplicaEvents", "ReplicaState", "Rows", "take_away"]
+__all__ = ["Load", "Replica", "ReplicaEvents", "ReplicaState", "Rows", "close_all", "take_away"]
 
 
 class ReplicaState(Enum):
@@ -283,3 +284,11 @@ class Replica(ABC):
 
     def __repr__(self) -> str:
         return f"<Replica {self.name} {self.state.value} requests={self.load.requests}>"
+
+
+async def close_all(replicas: Iterable[Replica]) -> None:
+    """Side by side, and each of them, whatever another one raises; that is raised at the end."""
+    ends = await asyncio.gather(*(each.aclose() for each in replicas), return_exceptions=True)
+    for end in ends:
+        if end is not None:
+            raise end
