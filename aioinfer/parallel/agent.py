@@ -140,26 +140,33 @@ class _Watch(Observer):
 class _Reading(Reading):
     """The stream of an attempt that a dispatcher knows by its number."""
 
-    __slots__ = ("_admitted", "_scored", "ended", "number")
+    __slots__ = ("_admitted", "_scored", "_version", "ended", "number")
 
     def __init__(self, session: _Session, number: int, stream: Stream, resumed: int) -> None:
         super().__init__(session, stream, resumed)
         self.number = number
         self.ended = False
         self._admitted = False
-        #: logprobs of the prompt that were sent
+        #: logprobs of the prompt that were sent, and the version of the weights
         self._scored = 0
+        self._version: int | None = None
 
     @property
     def news(self) -> bool:
         return self.ended or super().news or (self.request.admitted_at is not None and not self._admitted)
 
     def take_new(self) -> Rows:
-        """As :meth:`take`, without what was sent before."""
+        """As :meth:`take`, without what was sent before: of the version, too."""
         rows = self.take(self.ending() if self.ended else None)
         if self._admitted:
             rows.admitted_at = None
         self._admitted = self.request.admitted_at is not None
+        if rows.weight_version == self._version:
+            rows.weight_version = None
+        else:
+            self._version = rows.weight_version
+            if not rows.first:
+                self._scored = 0  # nothing was output, and all of them are computed again
         rows.prompt_logprobs = rows.prompt_logprobs[self._scored :]
         self._scored += len(rows.prompt_logprobs)
         return rows

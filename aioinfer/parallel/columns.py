@@ -131,7 +131,7 @@ def _further(row: Rows, now: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if row.admitted_at is not None:
         found["admitted"] = [max(0.0, now - row.admitted_at), row.cached_tokens]
-    if row.weight_version:
+    if row.weight_version is not None:
         found["weights"] = row.weight_version
     if row.logprobs:
         found["logprobs"] = _plain(row.logprobs)

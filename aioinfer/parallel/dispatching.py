@@ -235,6 +235,8 @@ class Dispatching(OpenStreams):
         self._attempts += 1
         attempt = Attempt(record, placement.replica, self._attempts)
         checkpoint = record.checkpoint(self.info) if record.output_ids else None
+        if checkpoint is None:
+            record.prompt_logprobs.clear()  # it computes all of them
         self.placing.place(attempt, placement)
         try:
             placement.replica.submit(attempt, checkpoint, *record.time_left(self.clock()))

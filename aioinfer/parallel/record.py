@@ -281,7 +281,7 @@ class Attempt:
     """One replica's work on a record. When it has ended, nothing more that comes from it counts."""
 
     __slots__ = ("ended", "handle", "number", "pages", "record", "replica", "resumes", "tokens",
-                 "uncached")  # fmt: skip
+                 "uncached", "weight_version")  # fmt: skip
 
     def __init__(self, record: Record, replica: Replica, number: int) -> None:
         """``number``: rises with every attempt of a dispatcher."""
@@ -296,6 +296,8 @@ class Attempt:
         #: of the replica's load: tokens in all, those to compute before the first one, hashes of its prefixes
         self.tokens = 0
         self.uncached = 0
+        #: of the weights that computed what it has brought last; None: unknown
+        self.weight_version: int | None = None
         self.pages: Sequence[int] = ()
 
     @property
@@ -311,6 +313,9 @@ class Attempt:
 
     def _bring_tokens(self, rows: Rows) -> bool:
         record, ids, first = self.record, rows.ids, rows.first
+        if rows.weight_version is not None:
+            self.weight_version = rows.weight_version
+        version = record.weight_version if self.weight_version is None else self.weight_version
         output, known = record.output_ids, len(record.output_ids) - first
         if known < 0:
             raise ValueError(f"tokens from {first} on behind {len(output)}")
@@ -318,13 +323,14 @@ class Attempt:
             there = output[first : first + len(ids)]
             if there != list(ids[: len(there)]):
                 raise Diverged(f"the tokens from {first} on are others than those that were delivered")
-        if not output:
-            record.weight_version = rows.weight_version  # scores and vectors have no tokens
+        if not output and version != record.weight_version:
+            record.weight_version = version  # scores and vectors have no tokens
+            record.prompt_logprobs.clear()
         if len(ids) <= known:
             return False
-        if rows.weight_version != record.weight_version:
+        if version != record.weight_version:
             record.note_switch(record.weight_version)
-            record.weight_version = rows.weight_version
+            record.weight_version = version
         output += ids[known:] if known else ids
         record.token_times += rows.times[known:] if known else rows.times
         if rows.logprobs and record.params.logprobs is not None:

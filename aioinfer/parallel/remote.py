@@ -417,7 +417,7 @@ class _Link:
                 self._replica.late_rows += 1
                 continue
             attempt = sent.attempt
-            if row.admitted_at is not None or row.prompt_logprobs or row.draft is not None:
+            if row.admitted_at is not None or row.prompt_logprobs or row.draft or row.weight_version is not None:
                 self._complete(sent, row)
             found.append((attempt, row))
             if row.ending is not None:
@@ -437,6 +437,8 @@ class _Link:
             sent.admitted_at = row.admitted_at
             if sent.attempt.params.prompt_logprobs is None:  # else nothing was looked for
                 self._replica.remembered.found(sent.attempt.pages, -(-row.cached_tokens // PAGE))
+        if row.weight_version is not None and not row.first:
+            sent.prompt_logprobs = []  # nothing was output, and others compute them
         sent.prompt_logprobs += row.prompt_logprobs
         row.prompt_logprobs = sent.prompt_logprobs
         if row.draft is not None:

@@ -59,7 +59,7 @@ class Rows:
         steps: Sequence[int] = (),
         draft: Callable[[], Draft | None] | None = None,
         ending: Ending | None = None,
-        weight_version: int = 0,
+        weight_version: int | None = None,
     ) -> None:
         #: index in the output of the first of ``ids``, and in its text of the first character of ``text``
         self.first = first
@@ -81,7 +81,7 @@ class Rows:
         self.draft = draft
         #: nothing follows. It comes with the last tokens: an output is never complete and without its end
         self.ending = ending
-        #: of the weights that computed the last of the tokens
+        #: of the weights that computed the tokens; None: those of the rows before
         self.weight_version = weight_version
 
 

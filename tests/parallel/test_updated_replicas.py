@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import random
 from collections.abc import Callable
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 
 from aioinfer import SamplingParams
 from aioinfer.errors import EngineFailed
+from aioinfer.outputs import TokenLogprob
 from aioinfer.parallel import Dispatcher
 from aioinfer.testing import toy_generate
-from tests.parallel.framed import FramedDispatcher
+from tests.parallel.framed import FramedDispatcher, FramedReplica
 from tests.parallel.toys import STEP, Toy, prompt, record, toys, virtual
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
@@ -137,3 +139,47 @@ async def test_an_update_that_all_replicas_are_lost_in_fails() -> None:
         engines[0].update_weights = lost  # type: ignore[method-assign]
         with pytest.raises(EngineFailed, match="the device is lost"):
             await dispatcher.update_weights({"weights": 1})
+
+
+SCORED = SamplingParams(max_tokens=5, ignore_eos=True, temperature=0, prompt_logprobs=1)
+
+
+@virtual
+async def test_logprobs_of_a_prompt_that_were_sent_before_an_update_are_all_sent_again() -> None:
+    engines = toys(1, chunk_size=8, max_step_tokens=8, max_running_requests=4)
+    async with framed(engines) as dispatcher:
+        (replica,) = dispatcher._replicas
+        assert isinstance(replica, FramedReplica)
+        assert replica.agent is not None
+        assert replica.agent.session is not None
+        connection = replica.agent.session.connection
+        connection.pause_writing()
+        stream = dispatcher.generate(prompt(0, 64), SCORED)
+        await asyncio.sleep(4.5 * STEP)
+        connection.resume_writing()  # in the midst of the prompt
+        await asyncio.sleep(STEP)
+        assert 0 < len(record(stream).prompt_logprobs) < 63
+        # Those of a toy are the same with all weights.
+        sent = record(stream).attempt.handle.prompt_logprobs  # type: ignore[union-attr]
+        sent[:] = [TokenLogprob(each.token_id, -1.0) for each in sent]
+        await engines[0].update_weights({"weights": 1})
+        result, wanted = await stream, await dispatcher.generate(prompt(0, 64), SCORED)
+        assert (result.weight_version, result.identical) == (1, True)
+        assert result.prompt_logprobs == wanted.prompt_logprobs
+        assert result.token_ids == wanted.token_ids
+
+
+@both
+@virtual
+async def test_what_is_restored_without_output_has_the_logprobs_of_the_weights_that_go_on(kind: Kind) -> None:
+    engines = toys(1)
+    async with kind(engines) as dispatcher:
+        before = await dispatcher.generate(prompt(0), SCORED)
+        stream = dispatcher.generate(prompt(0), SCORED)
+        # Those of a toy are the same with all weights.
+        scored = tuple(TokenLogprob(each.token_id, -1.0) for each in before.prompt_logprobs or () if each)
+        checkpoint = dataclasses.replace(stream.checkpoint(), prompt_logprobs=scored)
+        stream.close()
+        await engines[0].update_weights({"weights": 1})
+        result, wanted = await dispatcher.restore(checkpoint), await dispatcher.generate(prompt(0), SCORED)
+        assert result.prompt_logprobs == wanted.prompt_logprobs
