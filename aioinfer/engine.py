@@ -311,7 +311,11 @@ class Engine(EngineLike):
                 argument is none.
             EngineClosed, EngineFailed, WrongLoop: the engine does not serve.
         """
-        return await self._serving().updates.update(source, mode, version)
+        runtime = self._serving()
+        try:
+            return await runtime.updates.update(source, mode, version)
+        finally:
+            runtime.observers.changed()
 
     @property
     def weight_version(self) -> int:

@@ -133,6 +133,10 @@ class _Watch(Observer):
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
+    def changed(self) -> None:
+        if self._agent.session is not None:
+            self._agent.session.changed()
+
     def failed(self, cause: BaseException) -> None:
         self._agent.failed(cause)
 
@@ -398,6 +402,12 @@ class _Session:
             self.connection.write_soon()
 
     # -- the engine -------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """Its weights are others: the dispatcher knows it before the next beat."""
+        engine, connection = self._agent.engine, self.connection
+        if engine.ready and not connection.closed:
+            connection.send(Kind.STATS, Stats.pack(engine.stats()))
 
     def _adapt(self, order: Adapt) -> None:
         if not order.name:

@@ -38,7 +38,7 @@ from aioinfer.parallel import adapting
 from aioinfer.parallel.losses import lost_for_good, none_left
 from aioinfer.parallel.placing import Placement, Placing, Wanted
 from aioinfer.parallel.queue import RecordQueue
-from aioinfer.parallel.record import Attempt, Diverged, Ending, Record
+from aioinfer.parallel.record import Attempt, Diverged, Ending, Record, Unwanted
 from aioinfer.parallel.replica import Replica, ReplicaState, Rows, close_all
 from aioinfer.parallel.streams import OpenStreams, cell_of, record_of
 from aioinfer.params import SamplingParams
@@ -202,7 +202,7 @@ class Dispatching(OpenStreams):
             return False
         replica = placement.replica
         try:
-            self._send(record, placement)
+            self._send(record, placement, wanted)
         except Rejected as error:
             if not self.placing.full(replica):
                 self.end(record, error)  # others fill it
@@ -231,9 +231,10 @@ class Dispatching(OpenStreams):
             return self._for_good(record, f"no replica left has its adapter {adapter!r}")
         return adapting.gone(self, adapter)
 
-    def _send(self, record: Record, placement: Placement) -> None:
+    def _send(self, record: Record, placement: Placement, wanted: Wanted | None) -> None:
         self._attempts += 1
         attempt = Attempt(record, placement.replica, self._attempts)
+        attempt.wanted = wanted
         checkpoint = record.checkpoint(self.info) if record.output_ids else None
         if checkpoint is None:
             record.prompt_logprobs.clear()  # it computes all of them
@@ -266,6 +267,9 @@ class Dispatching(OpenStreams):
                     self._finish(attempt, brought.ending)
                 elif moved:
                     told.append(attempt.record)
+            except Unwanted:
+                self._leave(attempt, abort=True)
+                self._again(attempt.record)
             except Diverged as error:
                 self._diverged(attempt, error)
             except ValueError as error:
@@ -292,8 +296,6 @@ class Dispatching(OpenStreams):
             if not attempt.resumes:
                 record.kv.cached_tokens = rows.cached_tokens
             self.placing.admitted(attempt, rows.cached_tokens)
-        if not rows.identical:
-            record.identical = False
         more = attempt.bring(rows)
         if rows.prompt_logprobs and len(rows.prompt_logprobs) > len(record.prompt_logprobs):
             record.prompt_logprobs[:] = rows.prompt_logprobs
@@ -420,7 +422,7 @@ class Dispatching(OpenStreams):
         self.adapted()
 
     def adapted(self) -> None:
-        """Replicas have other adapters, or other weights."""
+        """As in ReplicaEvents, or several replicas have."""
         self.queue.take_back()
         self._pump_soon()
 

@@ -129,6 +129,10 @@ class LocalReplica(Replica):
         attempt.handle = None
         self._events.moved([(attempt, reading.take(reading.ending()))])
 
+    def changed(self) -> None:
+        assert self._events is not None
+        self._events.adapted()
+
     def failed(self, cause: BaseException) -> None:
         assert self._events is not None
         self._events.lost(self, cause)
@@ -192,6 +196,9 @@ class _Watch(Observer):
     def __init__(self, replica: LocalReplica) -> None:
         self._replica = replica
         self._loop = asyncio.get_running_loop()
+
+    def changed(self) -> None:
+        self._replica.changed()
 
     def failed(self, cause: BaseException) -> None:
         self._replica.failed(cause)

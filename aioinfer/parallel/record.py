@@ -31,10 +31,11 @@ from aioinfer.text.output import OutputText
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.loop.options import RequestOptions
+    from aioinfer.parallel.placing import Wanted
     from aioinfer.parallel.replica import Replica, Rows
     from aioinfer.params import SamplingParams
 
-__all__ = ["Attempt", "Diverged", "Ending", "Record"]
+__all__ = ["Attempt", "Diverged", "Ending", "Record", "Unwanted"]
 
 
 #: seconds that are left when none are: the timer for it runs next
@@ -43,6 +44,10 @@ _SOON = 1e-6
 
 class Diverged(Exception):
     """An attempt brought other tokens or another text than the record has."""
+
+
+class Unwanted(Exception):
+    """An attempt goes on with other weights than it must."""
 
 
 class Ending:
@@ -281,7 +286,7 @@ class Attempt:
     """One replica's work on a record. When it has ended, nothing more that comes from it counts."""
 
     __slots__ = ("ended", "handle", "number", "pages", "record", "replica", "resumes", "tokens",
-                 "uncached", "weight_version")  # fmt: skip
+                 "uncached", "wanted", "weight_version")  # fmt: skip
 
     def __init__(self, record: Record, replica: Replica, number: int) -> None:
         """``number``: rises with every attempt of a dispatcher."""
@@ -290,6 +295,8 @@ class Attempt:
         self.number = number
         #: the output has begun before
         self.resumes = bool(record.output_ids)
+        #: what it must go on with, until its first token is there
+        self.wanted: Wanted | None = None
         self.ended = False
         #: what the replica knows it by
         self.handle: Any = None
@@ -307,14 +314,23 @@ class Attempt:
 
     def bring(self, rows: Rows) -> bool:
         """Compare what a step brought with the record, and append what is new there; whether anything is.
-        Raises Diverged, and ValueError for rows that leave a gap."""
+        Raises Unwanted, Diverged, and ValueError for rows that leave a gap."""
+        if rows.weight_version is not None:
+            self.weight_version = rows.weight_version
+            self.replica.note_version(rows.weight_version)
+        if self.wanted is not None:
+            if rows.ids and self.weight_version not in (None, self.wanted.weights):
+                raise Unwanted
+            if not rows.ids and rows.ending is None:
+                return self._bring_text(rows.at, rows.text)  # what computes it is not known yet
+            self.wanted = None
+        if not rows.identical:
+            self.record.identical = False
         tokens = self._bring_tokens(rows)
         return self._bring_text(rows.at, rows.text) or tokens
 
     def _bring_tokens(self, rows: Rows) -> bool:
         record, ids, first = self.record, rows.ids, rows.first
-        if rows.weight_version is not None:
-            self.weight_version = rows.weight_version
         version = record.weight_version if self.weight_version is None else self.weight_version
         output, known = record.output_ids, len(record.output_ids) - first
         if known < 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -214,6 +215,7 @@ class SocketReplica(Replica):
             self._events.moved(rows)
 
     def measured(self, stats: EngineStats) -> None:
+        self.note_version(stats.weight_version)
         self._stats = stats
 
     def leaving(self) -> None:
@@ -233,8 +235,14 @@ class SocketReplica(Replica):
 
     @property
     def weight_version(self) -> int:
-        """As of its last statistics."""
+        """As far as it has told."""
         return 0 if self._stats is None else self._stats.weight_version
+
+    def note_version(self, version: int) -> None:
+        if self._stats is not None and version > self._stats.weight_version:
+            self._stats = dataclasses.replace(self._stats, weight_version=version)
+            if self._events is not None:
+                self._events.adapted()
 
     # -- the engine -------------------------------------------------------------------------------
 
@@ -417,7 +425,12 @@ class _Link:
                 self._replica.late_rows += 1
                 continue
             attempt = sent.attempt
-            if row.admitted_at is not None or row.prompt_logprobs or row.draft or row.weight_version is not None:
+            if (
+                row.admitted_at is not None
+                or row.prompt_logprobs
+                or row.draft
+                or row.weight_version is not None
+            ):
                 self._complete(sent, row)
             found.append((attempt, row))
             if row.ending is not None:

@@ -94,6 +94,9 @@ class ReplicaEvents(Protocol):
     def leaving(self, replica: Replica) -> None:
         """It is about to end: its streams should go on elsewhere."""
 
+    def adapted(self) -> None:
+        """A replica has other adapters, or other weights."""
+
     def lost(self, replica: Replica, cause: BaseException) -> None:
         """Nothing more comes from it. Idempotent."""
 
@@ -265,6 +268,10 @@ class Replica(ABC):
     def weight_version(self) -> int:
         """As :attr:`aioinfer.Engine.weight_version`."""
         return 0
+
+    def note_version(self, version: int) -> None:
+        """Something was computed by weights of this version, or of a later one."""
+        return
 
     async def update_weights(self, source: WeightSource, mode: UpdateMode, version: int) -> None:
         """As :meth:`aioinfer.Engine.update_weights`."""

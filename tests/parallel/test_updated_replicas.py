@@ -71,7 +71,6 @@ async def test_an_output_that_must_be_identical_goes_on_with_the_same_weights_on
     async with kind(engines, on_loss="identical") as dispatcher:
         for engine in (engines[0], engines[2]):
             await engine.update_weights({"weights": 1})
-        await asyncio.sleep(0.6)  # until their statistics have come
         stream = dispatcher.generate(prompt(0), LONG)
         await asyncio.sleep(6.5 * STEP)
         for number in (0, 2):
@@ -85,6 +84,36 @@ async def test_an_output_that_must_be_identical_goes_on_with_the_same_weights_on
             await stream
 
 
+@pytest.mark.parametrize("left", [1, 2])
+@virtual
+async def test_an_output_that_must_be_identical_leaves_a_replica_that_was_updated_unnoticed(
+    left: int,
+) -> None:
+    engines = toys(1 + left, deterministic=True)
+    async with framed(engines, on_loss="identical") as dispatcher:
+        stream = dispatcher.generate(prompt(0), LONG)
+        await asyncio.sleep(6.5 * STEP)
+        updated = dispatcher._replicas[-1]
+        assert isinstance(updated, FramedReplica)
+        updated.sockets[1].held = True
+        await engines[-1].update_weights({"weights": 1})
+        engines[0].lose()
+        await asyncio.sleep(3.5 * STEP)
+        attempt = record(stream).attempt
+        assert attempt is not None
+        assert attempt.replica is updated
+        assert updated.weight_version == 0, "nothing has come of the update"
+        updated.sockets[1].release()
+        if left == 1:
+            with pytest.raises(EngineFailed, match="no replica left has the same arithmetic"):
+                await stream
+            return
+        result = await stream
+        assert (result.weight_version, result.identical) == (0, True)
+        assert result.token_ids == toy_generate(prompt(0), LONG)
+        assert len(record(stream).losses) < 2, "an update is no loss"
+
+
 @both
 @virtual
 async def test_an_output_that_goes_on_anyhow_prefers_its_weights(kind: Kind) -> None:
@@ -92,7 +121,6 @@ async def test_an_output_that_goes_on_anyhow_prefers_its_weights(kind: Kind) -> 
     async with kind(engines) as dispatcher:
         for engine in (engines[0], engines[2]):
             await engine.update_weights({"weights": 1})
-        await asyncio.sleep(0.6)
         stream = dispatcher.generate(prompt(0), LONG)
         await asyncio.sleep(6.5 * STEP)
         engines[0].lose()
