@@ -405,6 +405,11 @@ class Dispatcher(EngineLike):
         that the others serve meanwhile. Updates happen in the order of the calls. One that is lost meanwhile
         does not count; one that joins, or is restarted, later has the weights of its checkpoint.
 
+        What the first engine refuses, none gets, and it is raised. Where a later one does, and when this is
+        cancelled on the way, versions differ: EngineError says how, and the same call with the ``version``
+        that the others have updates those behind. While versions differ, only a checkpoint is accepted, or
+        what the others have got last; tensors may be some of all.
+
         Raises ConfigError, before anything is changed, if an engine is in another process.
         """
         return await updating.update(self._serving(), source, mode, version)

@@ -99,6 +99,8 @@ class Dispatching(OpenStreams):
         self.adapter_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         #: one update of the weights at a time
         self.updating = asyncio.Lock()
+        #: what all replicas had before the newest version; None: not the same
+        self.updated_from: int | None = None
         #: a pump is scheduled
         self._due = False
         #: told of each replica that is lost

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aioinfer import SamplingParams
-from aioinfer.errors import EngineFailed
+from aioinfer.errors import ConfigError, EngineError, EngineFailed
 from aioinfer.outputs import TokenLogprob
 from aioinfer.parallel import Dispatcher
 from aioinfer.testing import toy_generate
@@ -211,3 +211,90 @@ async def test_what_is_restored_without_output_has_the_logprobs_of_the_weights_t
         await engines[0].update_weights({"weights": 1})
         result, wanted = await dispatcher.restore(checkpoint), await dispatcher.generate(prompt(0), SCORED)
         assert result.prompt_logprobs == wanted.prompt_logprobs
+
+
+def refuse(engine: Toy, message: str) -> Callable[[], None]:
+    """Its device refuses weights, until what is returned is called."""
+    accept = engine.device.prepare_weights
+
+    def prepare(given: Any, go_on: Any) -> int:
+        raise ConfigError(message)
+
+    def again() -> None:
+        engine.device.prepare_weights = accept  # type: ignore[method-assign]
+
+    engine.device.prepare_weights = prepare  # type: ignore[method-assign]
+    return again
+
+
+@virtual
+async def test_what_the_first_replica_refuses_none_gets() -> None:
+    engines = toys(3)
+    async with local(engines) as dispatcher:
+        refuse(engines[0], "norm: has another shape")
+        with pytest.raises(ConfigError, match=r"^norm: has another shape$"):
+            await dispatcher.update_weights({"weights": 1})
+        assert [engine.weight_version for engine in engines] == [0, 0, 0]
+
+
+@virtual
+async def test_what_a_later_replica_refuses_the_others_get_and_it_gets_when_asked_once_more() -> None:
+    engines = toys(4)
+    async with local(engines) as dispatcher:
+        again = [refuse(engines[number], "the files are gone") for number in (1, 3)]
+        with pytest.raises(
+            EngineError, match=r"version 200 \(local-0: 200, local-1: 0, .*: the files are gone"
+        ):
+            await dispatcher.update_weights({"weights": 1}, version=200)
+        assert [engine.weight_version for engine in engines] == [200, 0, 200, 0]
+        again[1]()
+        with pytest.raises(EngineError, match="local-1: the files are gone"):
+            await dispatcher.update_weights({"weights": 1}, version=200)
+        again[0]()
+        assert await dispatcher.update_weights({"weights": 1}, version=200) == 200
+        assert [(engine.weight_version, engine.device.weights) for engine in engines] == [(200, 1)] * 4
+        with pytest.raises(ConfigError, match="greater than 200"):
+            await dispatcher.update_weights({"weights": 1}, version=200)
+
+
+@virtual
+async def test_an_update_that_is_cancelled_between_two_replicas_goes_on_when_asked_once_more() -> None:
+    engines = toys(2)
+    async with local(engines) as dispatcher:
+        hold = asyncio.Event()
+        update = engines[1].update_weights
+
+        async def held(*arguments: Any, **options: Any) -> int:
+            await hold.wait()
+            return await update(*arguments, **options)
+
+        engines[1].update_weights = held  # type: ignore[method-assign]
+        task = asyncio.ensure_future(dispatcher.update_weights({"weights": 1}, version=7))
+        while engines[0].weight_version == 0:
+            await asyncio.sleep(STEP)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert [engine.weight_version for engine in engines] == [7, 0]
+        hold.set()
+        assert await dispatcher.update_weights({"weights": 1}, version=7) == 7
+        assert [engine.weight_version for engine in engines] == [7, 7]
+
+
+@virtual
+async def test_replicas_of_different_versions_are_given_checkpoints_only() -> None:
+    engines = toys(2)
+    async with local(engines) as dispatcher:
+        for weights in (1, 2):
+            await dispatcher.update_weights({"weights": weights})
+        await dispatcher.restart("local-1")
+        assert [engine.weight_version for engine in engines] == [2, 0]
+        different = r"different versions \(local-0: 2, local-1: 0\), and only a checkpoint"
+        for version in (None, 2, 3):
+            with pytest.raises(ConfigError, match=different):
+                await dispatcher.update_weights({"weights": 2}, version=version)
+        assert [engine.device.weights for engine in engines] == [2, 0]
+        for engine in engines:
+            engine.device.prepare_weights = lambda given, go_on: 3  # type: ignore[method-assign]
+        assert await dispatcher.update_weights("a checkpoint") == 3
+        assert [(engine.weight_version, engine.device.weights) for engine in engines] == [(3, 3)] * 2
