@@ -150,10 +150,11 @@ class Dispatcher(EngineLike):
         self._paused = False
         self._past.clear()
         try:
-            self._running = await self._begin(loop, progress)
+            running = await self._begin(loop, progress)
+            await adapting.reconcile(running)
             for replica in self._replicas:
-                self._running.adapters |= {each.name: each for each in replica.adapters()}
-                await replica.start(self._running)
+                await replica.start(running)
+            self._running = running
         except BaseException:
             self._running, self._idle = None, EngineState.CLOSED
             try:
