@@ -31,7 +31,7 @@ class Observer:
         """A step was computed; the loop reads it ``lag`` seconds after its end."""
 
     def changed(self) -> None:
-        """The engine was given other weights, or tried to."""
+        """The engine was given other weights or adapters, or somebody has tried."""
 
     def failed(self, cause: BaseException) -> None:
         """The engine is lost, and its streams have ended."""

@@ -163,7 +163,7 @@ class _Reading(Reading):
         """As :meth:`take`, without what was sent before: of the version, too."""
         rows = self.take(self.ending() if self.ended else None)
         if self._admitted:
-            rows.admitted_at = None
+            rows.admitted_at, rows.adapter_fingerprint = None, ""
         self._admitted = self.request.admitted_at is not None
         if rows.weight_version == self._version:
             rows.weight_version = None
@@ -404,10 +404,11 @@ class _Session:
     # -- the engine -------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """Its weights are others: the dispatcher knows it before the next beat."""
+        """Its weights or adapters are others: the dispatcher learns it before anything that follows."""
         engine, connection = self._agent.engine, self.connection
         if engine.ready and not connection.closed:
             connection.send(Kind.STATS, Stats.pack(engine.stats()))
+            connection.send(Kind.ADAPTED, Adapted(0, engine.adapters()).pack())
 
     def _adapt(self, order: Adapt) -> None:
         if not order.name:

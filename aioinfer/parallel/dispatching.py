@@ -24,6 +24,7 @@ from aioinfer.errors import (
     EngineClosed,
     EngineError,
     EngineFailed,
+    InvalidRequest,
     Rejected,
     RequestError,
     StepFailed,
@@ -36,7 +37,7 @@ from aioinfer.loop.options import Prompt, PromptForm, PromptSource, RequestOptio
 from aioinfer.loop.resumption import check
 from aioinfer.parallel import adapting
 from aioinfer.parallel.losses import lost_for_good, none_left
-from aioinfer.parallel.placing import Placement, Placing, Wanted
+from aioinfer.parallel.placing import Placement, Placing, Wanted, has_adapter
 from aioinfer.parallel.queue import RecordQueue
 from aioinfer.parallel.record import Attempt, Diverged, Ending, Record, Unwanted
 from aioinfer.parallel.replica import Replica, ReplicaState, Rows, close_all
@@ -298,6 +299,8 @@ class Dispatching(OpenStreams):
             if not attempt.resumes:
                 record.kv.cached_tokens = rows.cached_tokens
             self.placing.admitted(attempt, rows.cached_tokens)
+        if rows.adapter_fingerprint and not record.output_ids:
+            record.adapter_fingerprint = rows.adapter_fingerprint
         more = attempt.bring(rows)
         if rows.prompt_logprobs and len(rows.prompt_logprobs) > len(record.prompt_logprobs):
             record.prompt_logprobs[:] = rows.prompt_logprobs
@@ -315,7 +318,9 @@ class Dispatching(OpenStreams):
     def _finish(self, attempt: Attempt, ending: Ending) -> None:
         record, error = attempt.record, ending.error
         self._leave(attempt)
-        if isinstance(error, Rejected) and self.placing.full(attempt.replica):
+        full = isinstance(error, Rejected) and self.placing.full(attempt.replica)
+        # What it asks for was replaced or unloaded on its way.
+        if full or (isinstance(error, InvalidRequest) and not has_adapter(attempt.replica, record)):
             self._again(record)
             return
         if isinstance(error, TimedOut):

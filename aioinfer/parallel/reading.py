@@ -87,6 +87,7 @@ class Reading:
             cached_tokens=request.kv.cached_tokens,
             identical=request.identical,
             weight_version=request.newest_version,
+            adapter_fingerprint="" if request.adapter is None else request.adapter.fingerprint,
             logprobs=() if request.params.logprobs is None else request.logprobs[first:count],
             prompt_logprobs=request.prompt_logprobs,
             steps=() if steps is None else steps[first:count],

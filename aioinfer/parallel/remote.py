@@ -74,7 +74,7 @@ class SocketReplica(Replica):
         self._link: _Link | None = None
         self._welcome: Welcome | None = None
         self._stats: EngineStats | None = None
-        #: as of its start, or the last change that was asked for here
+        #: as far as it has told
         self._adapters: list[AdapterInfo] = []
 
     @property
@@ -276,6 +276,8 @@ class SocketReplica(Replica):
     def adapted(self, adapters: Sequence[AdapterInfo]) -> None:
         """These are there now."""
         self._adapters = list(adapters)
+        if self._events is not None:
+            self._events.adapted()
 
     async def pause(self) -> None:
         link = self._link

@@ -39,8 +39,8 @@ class ReplicaState(Enum):
 class Rows:
     """What a step brought one attempt, or several steps did. Lists are as long as ``ids`` or empty."""
 
-    __slots__ = ("admitted_at", "at", "cached_tokens", "draft", "ending", "first", "identical", "ids",
-                 "logprobs", "prompt_logprobs", "steps", "text", "times",
+    __slots__ = ("adapter_fingerprint", "admitted_at", "at", "cached_tokens", "draft", "ending", "first",
+                 "identical", "ids", "logprobs", "prompt_logprobs", "steps", "text", "times",
                  "weight_version")  # fmt: skip
 
     def __init__(
@@ -60,6 +60,7 @@ class Rows:
         draft: Callable[[], Draft | None] | None = None,
         ending: Ending | None = None,
         weight_version: int | None = None,
+        adapter_fingerprint: str = "",
     ) -> None:
         #: index in the output of the first of ``ids``, and in its text of the first character of ``text``
         self.first = first
@@ -83,6 +84,8 @@ class Rows:
         self.ending = ending
         #: of the weights that computed the tokens; None: those of the rows before
         self.weight_version = weight_version
+        #: of the files of the adapter that computes them; empty: none, or as of the rows before
+        self.adapter_fingerprint = adapter_fingerprint
 
 
 class ReplicaEvents(Protocol):

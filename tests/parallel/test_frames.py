@@ -160,6 +160,7 @@ def some_rows(draw: Any) -> tuple[int, Rows]:
         draft=None if draft is None else lambda: draft,
         ending=draw(st.none() | endings()),
         weight_version=draw(st.none() | COUNTS),
+        adapter_fingerprint=draw(st.just("") | TEXT),
     )
     return draw(NUMBERS), row
 
