@@ -238,13 +238,15 @@ class _Session:
         size = 0
         while self._moved and size < _MOST:
             reading = next(iter(self._moved))
-            del self._moved[reading]
             if reading.number in self.open and reading.news:
                 found = reading.take_new()
                 rows.append((reading.number, found))
                 size += len(found.ids) + len(found.text) + 20 * len(found.prompt_logprobs)
-                if reading.ended:
+                if found.ending is not None:
                     del self.open[reading.number]
+                elif reading.news:
+                    continue  # of other weights
+            del self._moved[reading]
         if rows:
             self._send_rows(rows)
             self._agent.emptied()

@@ -268,7 +268,7 @@ class Dispatching(OpenStreams):
                 moved = self._take(attempt, brought)
                 if brought.ending is not None:
                     self._finish(attempt, brought.ending)
-                elif moved:
+                elif moved and not (told and told[-1] is attempt.record):
                     told.append(attempt.record)
             except Unwanted:
                 self._leave(attempt, abort=True)

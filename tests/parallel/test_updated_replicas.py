@@ -128,6 +128,39 @@ async def test_an_output_that_goes_on_anyhow_prefers_its_weights(kind: Kind) -> 
         assert (result.weight_version, result.identical) == (1, True)
 
 
+@pytest.mark.parametrize("count", [20, 60])
+@virtual
+async def test_rows_that_wait_for_a_socket_are_each_of_one_version(count: int) -> None:
+    engines = toys(1)
+    params = LONG.changed(max_tokens=count)
+    async with framed(engines) as dispatcher:
+        stream = dispatcher.generate(prompt(0), params)
+        (replica,) = dispatcher._replicas
+        assert isinstance(replica, FramedReplica)
+        assert replica.agent is not None
+        assert replica.agent.session is not None
+        await asyncio.sleep(4.5 * STEP)
+        connection = replica.agent.session.connection
+        replica.sockets[1].held = True
+        connection.pause_writing()
+        for weights in (1, 2):
+            await asyncio.sleep(5 * STEP)
+            await engines[0].update_weights({"weights": weights})
+        await asyncio.sleep(20 * STEP)
+        replica.sockets[1].release()
+        connection.resume_writing()
+        parts: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        async for chunk in stream:
+            parts[chunk.weight_version] += chunk.token_ids
+        assert all(parts.values())
+        begun: list[int] = []
+        for weights, ids in parts.items():
+            wanted = toy_generate(prompt(0), params, weights=weights, begun=begun)
+            assert wanted[: len(begun) + len(ids)] == begun + ids
+            begun += ids
+        assert len(begun) == count
+
+
 @virtual
 async def test_updates_that_are_asked_for_together_happen_in_order() -> None:
     engines = toys(2)
