@@ -79,12 +79,14 @@ class Placing:
         )
 
     def choose(self, record: Record, wanted: Wanted | None = None) -> Placement | None:
-        """Who computes a record; None: none has room. ``wanted``: what that one must have."""
+        """Who computes a record, rather one that is not given weights; None: none has room. ``wanted``: what
+        that one must have."""
         free = [each for each in self.ready if has_adapter(each, record) and self._has_room(each, record)]
         if record.output_ids:
             preferred = wanted or Wanted(record.numerics, record.newest_version)
             same = [each for each in free if preferred.is_of(each)]
             free = same if same or wanted is not None else free
+        free = [each for each in free if not each.updating] or free
         if not free:
             return None
         known, pages, candidates = record.known, list[int](), list[Candidate]()

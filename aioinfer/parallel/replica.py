@@ -171,6 +171,8 @@ class Replica(ABC):
         #: why it is LOST
         self.cause: BaseException | None = None
         self.load = Load()
+        #: it is given other weights: for some time it computes nothing
+        self.updating = False
 
     @property
     @abstractmethod

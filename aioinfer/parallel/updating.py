@@ -80,6 +80,7 @@ async def _update_each(
     for replica in replicas:
         if replica not in running.placing.ready:
             continue  # it has left meanwhile
+        replica.updating = True
         try:
             await replica.update_weights(given, mode, chosen)
             begun = True
@@ -92,6 +93,8 @@ async def _update_each(
                 raise
             refused.append(f"{replica.name}: {error}")
             _log.error("the replica %s keeps the weights that it has: %s", replica.name, error)
+        finally:
+            replica.updating = False
         running.adapted()
     if not begun:
         raise lost

@@ -16,7 +16,7 @@ from aioinfer.outputs import TokenLogprob
 from aioinfer.parallel import Dispatcher
 from aioinfer.testing import toy_generate
 from tests.parallel.framed import FramedDispatcher, FramedReplica
-from tests.parallel.toys import STEP, Toy, prompt, record, toys, virtual
+from tests.parallel.toys import PARAMS, STEP, Toy, prompt, record, sent, toys, virtual
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
 
@@ -331,3 +331,22 @@ async def test_replicas_of_different_versions_are_given_checkpoints_only() -> No
             engine.device.prepare_weights = lambda given, go_on: 3  # type: ignore[method-assign]
         assert await dispatcher.update_weights("a checkpoint") == 3
         assert [(engine.weight_version, engine.device.weights) for engine in engines] == [(3, 3)] * 2
+
+
+@virtual
+async def test_requests_that_come_during_an_update_go_to_the_replicas_that_serve() -> None:
+    engines = toys(2)
+    async with local(engines) as dispatcher:
+        old = dispatcher.generate(prompt(0), LONG)
+        await asyncio.sleep(2.5 * STEP)
+        assert sent(dispatcher, [old])["local-0"]
+        update = asyncio.ensure_future(dispatcher.update_weights({"weights": 1}, mode="wait"))
+        await asyncio.sleep(STEP)
+        results = [await dispatcher.generate(prompt(number), PARAMS) for number in range(1, 5)]
+        assert not old.done, "it is waited for"
+        assert [each.weight_version for each in results] == [0] * 4
+        await update
+        assert (await old).weight_version == 0
+        streams = [dispatcher.generate(prompt(number), PARAMS) for number in range(4)]
+        await asyncio.sleep(STEP)
+        assert sorted(sent(dispatcher, streams).values()) == [2, 2]
