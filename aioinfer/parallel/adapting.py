@@ -163,11 +163,14 @@ def _alike(one: AdapterInfo | None, other: AdapterInfo | None) -> bool:
 
 
 def adapters(running: Dispatching) -> list[AdapterInfo]:
-    """Those of all replicas, by name, with the requests of all."""
+    """Those of all replicas, by name, with the requests of all; and those that replicas will have which
+    start."""
     found: dict[str, AdapterInfo] = {}
     for replica in running.placing.ready:
         for each in replica.adapters():
             found.setdefault(each.name, each)
+    if any(each.coming for each in running.placing.replicas):
+        found = {**running.adapters, **found}
     counts = Counter(record_of(request).options.adapter for request in running.open_requests)
     return [replace(each, requests=counts[name]) for name, each in found.items()]
 

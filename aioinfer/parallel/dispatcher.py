@@ -284,7 +284,7 @@ class Dispatcher(EngineLike):
 
     async def _restart(self, name: str) -> None:
         running = self._started()
-        with self._changing(name) as replica:
+        with self._changing(name, restarting=True) as replica:
             running.drain(replica)
             await running.emptied(replica)
             try:
@@ -330,7 +330,7 @@ class Dispatcher(EngineLike):
         running.joined()
 
     @contextmanager
-    def _changing(self, name: str) -> Iterator[Replica]:
+    def _changing(self, name: str, *, restarting: bool = False) -> Iterator[Replica]:
         """One at a time may take a replica away. Raises ConfigError."""
         running = self._started()
         running.check_loop()
@@ -339,10 +339,12 @@ class Dispatcher(EngineLike):
         if replica.state is ReplicaState.STARTING or replica in self._changed:
             raise ConfigError(f"the replica {name} is being started, restarted or removed already")
         self._changed.add(replica)
+        replica.restarting = restarting
         try:
             yield replica
         finally:
             self._changed.discard(replica)
+            replica.restarting = False
 
     def _replica_of(self, engine: Engine, name: str) -> LocalReplica:
         """How an engine is used; tests put a wire between."""
@@ -394,7 +396,8 @@ class Dispatcher(EngineLike):
         await adapting.unload(self._serving(), name)
 
     def adapters(self) -> list[AdapterInfo]:
-        """As :meth:`aioinfer.Engine.adapters`: those that at least one replica has."""
+        """As :meth:`aioinfer.Engine.adapters`: those that at least one replica has, or will have when it has
+        started."""
         return adapting.adapters(self._started())
 
     # -- weights --------------------------------------------------------------------------------

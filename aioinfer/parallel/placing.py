@@ -71,9 +71,8 @@ class Placing:
     ) -> bool:
         """A replica that takes requests has what is ``wanted`` (None: anything) and the adapter of a record;
         ``soon``: or one may have these soon; ``sent``: the adapter that it had where it was sent."""
-        states = (ReplicaState.STARTING, ReplicaState.DRAINING) if soon else ()
         return any(
-            (each.state in states or (each.state is _READY and has_adapter(each, record, sent)))
+            ((soon and each.coming) or (each.state is _READY and has_adapter(each, record, sent)))
             and (wanted is None or wanted.is_of(each))
             for each in self.replicas
         )

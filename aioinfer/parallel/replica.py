@@ -173,6 +173,13 @@ class Replica(ABC):
         self.load = Load()
         #: it is given other weights: for some time it computes nothing
         self.updating = False
+        #: it is closed, or about to be, and is started again
+        self.restarting = False
+
+    @property
+    def coming(self) -> bool:
+        """It may take requests soon."""
+        return self.restarting or self.state in (ReplicaState.STARTING, ReplicaState.DRAINING)
 
     @property
     @abstractmethod
