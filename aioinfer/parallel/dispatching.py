@@ -37,7 +37,7 @@ from aioinfer.loop.options import Prompt, PromptForm, PromptSource, RequestOptio
 from aioinfer.loop.resumption import check
 from aioinfer.parallel import adapting
 from aioinfer.parallel.losses import lost_for_good, none_left
-from aioinfer.parallel.placing import Placement, Placing, Wanted, has_adapter
+from aioinfer.parallel.placing import Placement, Placing, Wanted, has_adapter, makes_the_same
 from aioinfer.parallel.queue import RecordQueue
 from aioinfer.parallel.record import Attempt, Diverged, Ending, Record, Unwanted
 from aioinfer.parallel.replica import Replica, ReplicaState, Rows, close_all
@@ -238,9 +238,13 @@ class Dispatching(OpenStreams):
         self._attempts += 1
         attempt = Attempt(record, placement.replica, self._attempts)
         attempt.wanted = wanted
-        checkpoint = record.checkpoint(self.info) if record.output_ids else None
-        if checkpoint is None:
+        checkpoint = None
+        if not record.output_ids:
             record.prompt_logprobs.clear()  # it computes all of them
+        elif makes_the_same(placement.replica, record):
+            checkpoint = record.checkpoint(self.info)
+        else:
+            checkpoint = record.checkpoint_of_tokens(self.info)
         self.placing.place(attempt, placement)
         try:
             placement.replica.submit(attempt, checkpoint, *record.time_left(self.clock()))

@@ -11,7 +11,7 @@ from aioinfer.parallel.record import Attempt, Record
 from aioinfer.parallel.remembering import PAGE
 from aioinfer.parallel.replica import Replica, ReplicaState, take_away
 
-__all__ = ["Placement", "Placing", "Wanted", "has_adapter"]
+__all__ = ["Placement", "Placing", "Wanted", "has_adapter", "makes_the_same"]
 
 #: steps of prefill that a replica may have in its own queue
 _STEPS = 2
@@ -154,6 +154,12 @@ class Placing:
         if record.output_ids and load.resuming >= max(1, replica.step_tokens // 2):
             return False
         return load.backlog < _STEPS * replica.step_tokens
+
+
+def makes_the_same(replica: Replica, record: Record) -> bool:
+    """A replica goes on with an output to the bit, as far as that is known."""
+    wanted = Wanted(record.numerics, record.newest_version)
+    return wanted.is_of(replica) and replica.info.deterministic
 
 
 def has_adapter(replica: Replica, record: Record, sent: bool = False) -> bool:

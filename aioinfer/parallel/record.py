@@ -208,7 +208,8 @@ class Record(Request):
         return waiting, running
 
     def checkpoint(self, info: DeviceInfo) -> StreamCheckpoint:
-        """From where another attempt goes on: of a diffusion model, behind its last whole block."""
+        """From where another attempt makes the same tokens: of a diffusion model, behind its last whole
+        block."""
         count = len(self.output_ids)
         steps: tuple[int, ...] | None = None
         if info.block_size is not None:
@@ -239,17 +240,21 @@ class Record(Request):
 
     def read_checkpoint(self, info: DeviceInfo) -> StreamCheckpoint:
         """From where an application goes on: with what the consumer has read."""
-        cell, found = self.consumer, self.checkpoint(info)
+        cell = self.consumer
         assert isinstance(cell, StreamCell)
         read = sum(map(len, self.text.pieces[: cell.taken_pieces]))
-        found = dataclasses.replace(
-            found,
+        return dataclasses.replace(
+            self.checkpoint_of_tokens(info),
             delivered_tokens=min(cell.taken_ids, len(self.output_ids)),
             delivered_characters=self.delivered or read,
         )
+
+    def checkpoint_of_tokens(self, info: DeviceInfo) -> StreamCheckpoint:
+        """From where an attempt goes on that would make other tokens of the last block: with all that there
+        are. The rounds of a block under way are known in the replica only."""
+        found = self.checkpoint(info)
         if info.block_size is None or len(found.token_ids) == len(self.output_ids):
             return found
-        # The rounds of the block under way are known in the replica only: it goes on from its tokens.
         assert info.mask_token_id is not None
         known = self.known
         start = known - known % info.block_size
@@ -257,6 +262,7 @@ class Record(Request):
         return dataclasses.replace(
             found,
             token_ids=tuple(self.output_ids),
+            delivered_tokens=len(self.output_ids),
             logprobs=tuple(self.logprobs),
             step_map=tuple(self.cursor.step_map or ()),
             block=BlockState.unknown(start, tokens, info.block_size, info.mask_token_id),

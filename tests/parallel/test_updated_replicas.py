@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 
-from aioinfer import SamplingParams
+from aioinfer import DiffusionParams, SamplingParams
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError, EngineError, EngineFailed
 from aioinfer.outputs import TokenLogprob
 from aioinfer.parallel import Dispatcher
-from aioinfer.testing import toy_generate
+from aioinfer.testing import TimedLauncher, ToyTokenizer, toy_generate
+from aioinfer.testing.toy_blocks import ScriptedDevice
 from tests.parallel.framed import FramedDispatcher, FramedReplica
 from tests.parallel.toys import PARAMS, STEP, Toy, prompt, record, sent, toys, virtual
 
@@ -350,3 +353,37 @@ async def test_requests_that_come_during_an_update_go_to_the_replicas_that_serve
         streams = [dispatcher.generate(prompt(number), PARAMS) for number in range(4)]
         await asyncio.sleep(STEP)
         assert sorted(sent(dispatcher, streams).values()) == [2, 2]
+
+
+class Blocks(Engine):
+    """An engine of a scripted diffusion model in virtual time."""
+
+    def __init__(self) -> None:
+        config = EngineConfig(model="scripted", page_size=8, num_pages=64, max_running_requests=8)
+
+        def launcher(_: EngineConfig) -> TimedLauncher:
+            self.device = ScriptedDevice(num_slots=config.num_slots, mean_steps=6.0, variation=0.0)
+            return TimedLauncher(self.device, lambda step: STEP)
+
+        super().__init__(config, launcher=launcher, tokenizer=lambda _: ToyTokenizer())
+
+    lose = Toy.lose
+
+
+@pytest.mark.parametrize("steps", [12, 15])
+@both
+@virtual
+async def test_half_a_block_goes_on_with_other_weights(kind: Kind, steps: int) -> None:
+    engines = [Blocks(), Blocks()]
+    params = LONG.changed(diffusion=DiffusionParams(algorithm="low_confidence"))
+    async with kind(engines) as dispatcher:
+        await engines[1].update_weights({"weights": 1})
+        stream = dispatcher.generate([5, 6, 7], params)
+        await asyncio.sleep((steps + 0.5) * STEP)
+        before = list(record(stream).output_ids)
+        assert (3 + len(before)) % 8, "a block is not complete"
+        engines[0].lose()
+        result = await stream
+        assert result.token_ids[: len(before)] == before
+        assert len(result.token_ids) == len(result.step_map or ()) == 60
+        assert dispatcher.stats().diverged == 0
