@@ -274,10 +274,18 @@ class Engine(EngineLike):
     # -- adapters -------------------------------------------------------------------------------
 
     async def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
-        return await self._serving().adapters.load(name, path)
+        runtime = self._serving()
+        try:
+            return await runtime.adapters.load(name, path)
+        finally:
+            runtime.observers.changed()
 
     async def unload_adapter(self, name: str) -> None:
-        await self._serving().adapters.unload(name)
+        runtime = self._serving()
+        try:
+            await runtime.adapters.unload(name)
+        finally:
+            runtime.observers.changed()
 
     def adapters(self) -> list[AdapterInfo]:
         loaded = self._core.adapters.loaded.values()
@@ -312,7 +320,11 @@ class Engine(EngineLike):
                 argument is none.
             EngineClosed, EngineFailed, WrongLoop: the engine does not serve.
         """
-        return await self._serving().updates.update(source, mode, version)
+        runtime = self._serving()
+        try:
+            return await runtime.updates.update(source, mode, version)
+        finally:
+            runtime.observers.changed()
 
     @property
     def weight_version(self) -> int:

@@ -30,6 +30,9 @@ class Observer:
     def stepped(self, step: Step, lag: float) -> None:
         """A step was computed; the loop reads it ``lag`` seconds after its end."""
 
+    def changed(self) -> None:
+        """The engine was given other weights or adapters, or somebody has tried."""
+
     def failed(self, cause: BaseException) -> None:
         """The engine is lost, and its streams have ended."""
 
@@ -76,6 +79,9 @@ class Observers:
 
     def stepped(self, step: Step, lag: float) -> None:
         self._tell("stepped", step, lag)
+
+    def changed(self) -> None:
+        self._tell("changed")
 
     def failed(self, cause: BaseException) -> None:
         self._tell("failed", cause)

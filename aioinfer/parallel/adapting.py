@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.errors import AioInferError, EngineClosed, EngineFailed, InvalidRequest
+from aioinfer.errors import AioInferError, ConfigError, EngineClosed, EngineFailed, InvalidRequest
 from aioinfer.loop.adapters import checked_path
 from aioinfer.loop.resumption import check_adapter
 from aioinfer.outputs import AdapterInfo
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aioinfer.parallel.replica import Replica
     from aioinfer.resuming.record import StreamCheckpoint
 
-__all__ = ["adapters", "catch_up", "check", "gone", "load", "unload"]
+__all__ = ["adapters", "catch_up", "check", "gone", "load", "reconcile", "unload"]
 
 _log = logging.getLogger("aioinfer")
 
@@ -69,9 +69,12 @@ async def _load(
                 lost.append(end)
             else:
                 raise end
-    for replica in running.placing.ready:
-        if replica in done:
-            return done[replica]
+    found = {each: done[each] for each in running.placing.ready if each in done}
+    if len({info.fingerprint for info in found.values()}) > 1:
+        names = ", ".join(f"{each.name}: {info.fingerprint[:12]}" for each, info in found.items())
+        raise ConfigError(f"adapter {name!r}: its files differ between the replicas ({names})")
+    for info in found.values():
+        return info
     raise (lost or [EngineFailed("no replica takes requests")])[0]
 
 
@@ -160,11 +163,14 @@ def _alike(one: AdapterInfo | None, other: AdapterInfo | None) -> bool:
 
 
 def adapters(running: Dispatching) -> list[AdapterInfo]:
-    """Those of all replicas, by name, with the requests of all."""
+    """Those of all replicas, by name, with the requests of all; and those that replicas will have which
+    start."""
     found: dict[str, AdapterInfo] = {}
     for replica in running.placing.ready:
         for each in replica.adapters():
             found.setdefault(each.name, each)
+    if any(each.coming for each in running.placing.replicas):
+        found = {**running.adapters, **found}
     counts = Counter(record_of(request).options.adapter for request in running.open_requests)
     return [replace(each, requests=counts[name]) for name, each in found.items()]
 
@@ -187,6 +193,17 @@ def gone(running: Dispatching, name: str) -> InvalidRequest:
     return adapter_not_loaded(name, (each.name for each in adapters(running)))
 
 
+async def reconcile(running: Dispatching) -> None:
+    """Before its replicas start: each gets what the others have. Where a name stands for other files in some,
+    it is that of the first one which has it."""
+    replicas = running.placing.replicas
+    for replica in replicas:
+        for each in replica.adapters():
+            running.adapters.setdefault(each.name, each)
+    for replica in replicas:
+        await catch_up(running, replica)
+
+
 async def catch_up(running: Dispatching, replica: Replica) -> None:
     """Give a replica that joins what the others have, and no more than that, also of what is loaded and
     unloaded meanwhile: when this returns, nothing has changed since. What it cannot have, it gets no
@@ -205,6 +222,9 @@ async def catch_up(running: Dispatching, replica: Replica) -> None:
         except AioInferError as error:
             how = "with" if info is None else "without"
             _log.error("the replica %s joins %s the adapter %r: %s", replica.name, how, name, error)
+            if info is not None and replica.has(name):  # from other files
+                with contextlib.suppress(AioInferError):
+                    await replica.unload_adapter(name)
 
 
 def _next_change(
@@ -212,7 +232,7 @@ def _next_change(
 ) -> tuple[str, AdapterInfo | None] | None:
     """A name, and what it should stand for in a replica, other than what was tried last."""
     for name, info in running.adapters.items():
-        if not _alike(_found(replica, name), info) and tried.get(name) is not info:
+        if not replica.has(name, info.fingerprint) and tried.get(name) is not info:
             return name, info
     for each in replica.adapters():
         if each.name not in running.adapters and tried.get(each.name, each) is not None:

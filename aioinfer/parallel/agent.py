@@ -133,6 +133,10 @@ class _Watch(Observer):
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
 
+    def changed(self) -> None:
+        if self._agent.session is not None:
+            self._agent.session.changed()
+
     def failed(self, cause: BaseException) -> None:
         self._agent.failed(cause)
 
@@ -140,26 +144,33 @@ class _Watch(Observer):
 class _Reading(Reading):
     """The stream of an attempt that a dispatcher knows by its number."""
 
-    __slots__ = ("_admitted", "_scored", "ended", "number")
+    __slots__ = ("_admitted", "_scored", "_version", "ended", "number")
 
     def __init__(self, session: _Session, number: int, stream: Stream, resumed: int) -> None:
         super().__init__(session, stream, resumed)
         self.number = number
         self.ended = False
         self._admitted = False
-        #: logprobs of the prompt that were sent
+        #: logprobs of the prompt that were sent, and the version of the weights
         self._scored = 0
+        self._version: int | None = None
 
     @property
     def news(self) -> bool:
         return self.ended or super().news or (self.request.admitted_at is not None and not self._admitted)
 
     def take_new(self) -> Rows:
-        """As :meth:`take`, without what was sent before."""
+        """As :meth:`take`, without what was sent before: of the version, too."""
         rows = self.take(self.ending() if self.ended else None)
         if self._admitted:
-            rows.admitted_at = None
+            rows.admitted_at, rows.adapter_fingerprint = None, ""
         self._admitted = self.request.admitted_at is not None
+        if rows.weight_version == self._version:
+            rows.weight_version = None
+        else:
+            self._version = rows.weight_version
+            if not rows.first:
+                self._scored = 0  # nothing was output, and all of them are computed again
         rows.prompt_logprobs = rows.prompt_logprobs[self._scored :]
         self._scored += len(rows.prompt_logprobs)
         return rows
@@ -227,13 +238,15 @@ class _Session:
         size = 0
         while self._moved and size < _MOST:
             reading = next(iter(self._moved))
-            del self._moved[reading]
             if reading.number in self.open and reading.news:
                 found = reading.take_new()
                 rows.append((reading.number, found))
                 size += len(found.ids) + len(found.text) + 20 * len(found.prompt_logprobs)
-                if reading.ended:
+                if found.ending is not None:
                     del self.open[reading.number]
+                elif reading.news:
+                    continue  # of other weights
+            del self._moved[reading]
         if rows:
             self._send_rows(rows)
             self._agent.emptied()
@@ -391,6 +404,13 @@ class _Session:
             self.connection.write_soon()
 
     # -- the engine -------------------------------------------------------------------------------
+
+    def changed(self) -> None:
+        """Its weights or adapters are others: the dispatcher learns it before anything that follows."""
+        engine, connection = self._agent.engine, self.connection
+        if engine.ready and not connection.closed:
+            connection.send(Kind.STATS, Stats.pack(engine.stats()))
+            connection.send(Kind.ADAPTED, Adapted(0, engine.adapters()).pack())
 
     def _adapt(self, order: Adapt) -> None:
         if not order.name:

@@ -131,8 +131,10 @@ def _further(row: Rows, now: float) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if row.admitted_at is not None:
         found["admitted"] = [max(0.0, now - row.admitted_at), row.cached_tokens]
-    if row.weight_version:
+    if row.weight_version is not None:
         found["weights"] = row.weight_version
+    if row.adapter_fingerprint:
+        found["adapter"] = row.adapter_fingerprint
     if row.logprobs:
         found["logprobs"] = _plain(row.logprobs)
     if row.prompt_logprobs:
@@ -163,6 +165,8 @@ def _add(row: Rows, further: dict[str, Any], now: float) -> None:
                 row.admitted_at = now - age
             case "weights":
                 row.weight_version = _is(value, int)
+            case "adapter":
+                row.adapter_fingerprint = _is(value, str)
             case "logprobs" | "prompt_logprobs":
                 setattr(row, name, [_logprob(*each) for each in value])
             case "steps":

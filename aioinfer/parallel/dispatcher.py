@@ -27,13 +27,13 @@ from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer
 from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel import adapting, updating
-from aioinfer.parallel.dispatching import Dispatching, OnLoss, close_all
+from aioinfer.parallel.dispatching import Dispatching, OnLoss
 from aioinfer.parallel.elsewhere import replicas_elsewhere
 from aioinfer.parallel.front import Front, bring_up, check_same_model
 from aioinfer.parallel.local import LocalReplica
 from aioinfer.parallel.placing import Placing
 from aioinfer.parallel.policies import RoutingPolicy, routing_policy
-from aioinfer.parallel.replica import Replica, ReplicaState
+from aioinfer.parallel.replica import Replica, ReplicaState, close_all
 from aioinfer.parallel.stats import DispatcherStats, ReplicaStats, add_counts, summed, with_counts
 from aioinfer.parallel.supervisor import Supervisor
 from aioinfer.params import SamplingParams
@@ -150,10 +150,11 @@ class Dispatcher(EngineLike):
         self._paused = False
         self._past.clear()
         try:
-            self._running = await self._begin(loop, progress)
+            running = await self._begin(loop, progress)
+            await adapting.reconcile(running)
             for replica in self._replicas:
-                self._running.adapters |= {each.name: each for each in replica.adapters()}
-                await replica.start(self._running)
+                await replica.start(running)
+            self._running = running
         except BaseException:
             self._running, self._idle = None, EngineState.CLOSED
             try:
@@ -283,7 +284,7 @@ class Dispatcher(EngineLike):
 
     async def _restart(self, name: str) -> None:
         running = self._started()
-        with self._changing(name) as replica:
+        with self._changing(name, restarting=True) as replica:
             running.drain(replica)
             await running.emptied(replica)
             try:
@@ -329,7 +330,7 @@ class Dispatcher(EngineLike):
         running.joined()
 
     @contextmanager
-    def _changing(self, name: str) -> Iterator[Replica]:
+    def _changing(self, name: str, *, restarting: bool = False) -> Iterator[Replica]:
         """One at a time may take a replica away. Raises ConfigError."""
         running = self._started()
         running.check_loop()
@@ -338,10 +339,12 @@ class Dispatcher(EngineLike):
         if replica.state is ReplicaState.STARTING or replica in self._changed:
             raise ConfigError(f"the replica {name} is being started, restarted or removed already")
         self._changed.add(replica)
+        replica.restarting = restarting
         try:
             yield replica
         finally:
             self._changed.discard(replica)
+            replica.restarting = False
 
     def _replica_of(self, engine: Engine, name: str) -> LocalReplica:
         """How an engine is used; tests put a wire between."""
@@ -393,7 +396,8 @@ class Dispatcher(EngineLike):
         await adapting.unload(self._serving(), name)
 
     def adapters(self) -> list[AdapterInfo]:
-        """As :meth:`aioinfer.Engine.adapters`: those that at least one replica has."""
+        """As :meth:`aioinfer.Engine.adapters`: those that at least one replica has, or will have when it has
+        started."""
         return adapting.adapters(self._started())
 
     # -- weights --------------------------------------------------------------------------------
@@ -404,6 +408,11 @@ class Dispatcher(EngineLike):
         """As :meth:`aioinfer.Engine.update_weights`, of one engine of this process after the other, so
         that the others serve meanwhile. Updates happen in the order of the calls. One that is lost meanwhile
         does not count; one that joins, or is restarted, later has the weights of its checkpoint.
+
+        What the first engine refuses, none gets, and it is raised. Where a later one does, and when this is
+        cancelled on the way, versions differ: EngineError says how, and the same call with the ``version``
+        that the others have updates those behind. While versions differ, only a checkpoint is accepted, or
+        what the others have got last; tensors may be some of all.
 
         Raises ConfigError, before anything is changed, if an engine is in another process.
         """

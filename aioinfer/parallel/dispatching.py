@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
@@ -24,6 +24,7 @@ from aioinfer.errors import (
     EngineClosed,
     EngineError,
     EngineFailed,
+    InvalidRequest,
     Rejected,
     RequestError,
     StepFailed,
@@ -35,10 +36,11 @@ from aioinfer.loop.loop_bound import EngineState
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.resumption import check
 from aioinfer.parallel import adapting
-from aioinfer.parallel.placing import Placement, Placing, Wanted
+from aioinfer.parallel.losses import lost_for_good, none_left
+from aioinfer.parallel.placing import Placement, Placing, Wanted, has_adapter, makes_the_same
 from aioinfer.parallel.queue import RecordQueue
-from aioinfer.parallel.record import Attempt, Diverged, Ending, Record
-from aioinfer.parallel.replica import Replica, ReplicaState, Rows
+from aioinfer.parallel.record import Attempt, Diverged, Ending, Record, Unwanted
+from aioinfer.parallel.replica import Replica, ReplicaState, Rows, close_all
 from aioinfer.parallel.streams import OpenStreams, cell_of, record_of
 from aioinfer.params import SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
@@ -50,7 +52,7 @@ if TYPE_CHECKING:
     from aioinfer.outputs import AdapterInfo
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Dispatching", "OnLoss", "close_all"]
+__all__ = ["Dispatching", "OnLoss"]
 
 _log = logging.getLogger("aioinfer")
 
@@ -98,6 +100,8 @@ class Dispatching(OpenStreams):
         self.adapter_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         #: one update of the weights at a time
         self.updating = asyncio.Lock()
+        #: what all replicas had before the newest version; None: not the same
+        self.updated_from: int | None = None
         #: a pump is scheduled
         self._due = False
         #: told of each replica that is lost
@@ -201,7 +205,7 @@ class Dispatching(OpenStreams):
             return False
         replica = placement.replica
         try:
-            self._send(record, placement)
+            self._send(record, placement, wanted)
         except Rejected as error:
             if not self.placing.full(replica):
                 self.end(record, error)  # others fill it
@@ -224,16 +228,23 @@ class Dispatching(OpenStreams):
         """Why no replica computes a record, now or soon."""
         adapter = record.options.adapter
         if wanted is not None and not any(map(wanted.is_of, self.placing.ready)):
-            return self._lost_for_good(record, f"no replica left has {wanted}")
+            return self._for_good(record, f"no replica left has {wanted}")
         assert adapter is not None
         if record.output_ids:
-            return self._lost_for_good(record, f"no replica left has its adapter {adapter!r}")
+            return self._for_good(record, f"no replica left has its adapter {adapter!r}")
         return adapting.gone(self, adapter)
 
-    def _send(self, record: Record, placement: Placement) -> None:
+    def _send(self, record: Record, placement: Placement, wanted: Wanted | None) -> None:
         self._attempts += 1
         attempt = Attempt(record, placement.replica, self._attempts)
-        checkpoint = record.checkpoint(self.info) if record.output_ids else None
+        attempt.wanted = wanted
+        checkpoint = None
+        if not record.output_ids:
+            record.prompt_logprobs.clear()  # it computes all of them
+        elif makes_the_same(placement.replica, record):
+            checkpoint = record.checkpoint(self.info)
+        else:
+            checkpoint = record.checkpoint_of_tokens(self.info)
         self.placing.place(attempt, placement)
         try:
             placement.replica.submit(attempt, checkpoint, *record.time_left(self.clock()))
@@ -261,8 +272,11 @@ class Dispatching(OpenStreams):
                 moved = self._take(attempt, brought)
                 if brought.ending is not None:
                     self._finish(attempt, brought.ending)
-                elif moved:
+                elif moved and not (told and told[-1] is attempt.record):
                     told.append(attempt.record)
+            except Unwanted:
+                self._leave(attempt, abort=True)
+                self._again(attempt.record)
             except Diverged as error:
                 self._diverged(attempt, error)
             except ValueError as error:
@@ -289,8 +303,8 @@ class Dispatching(OpenStreams):
             if not attempt.resumes:
                 record.kv.cached_tokens = rows.cached_tokens
             self.placing.admitted(attempt, rows.cached_tokens)
-        if not rows.identical:
-            record.identical = False
+        if rows.adapter_fingerprint and not record.output_ids:
+            record.adapter_fingerprint = rows.adapter_fingerprint
         more = attempt.bring(rows)
         if rows.prompt_logprobs and len(rows.prompt_logprobs) > len(record.prompt_logprobs):
             record.prompt_logprobs[:] = rows.prompt_logprobs
@@ -308,7 +322,9 @@ class Dispatching(OpenStreams):
     def _finish(self, attempt: Attempt, ending: Ending) -> None:
         record, error = attempt.record, ending.error
         self._leave(attempt)
-        if isinstance(error, Rejected) and self.placing.full(attempt.replica):
+        full = isinstance(error, Rejected) and self.placing.full(attempt.replica)
+        # What it asks for was replaced or unloaded on its way.
+        if full or (isinstance(error, InvalidRequest) and not has_adapter(attempt.replica, record)):
             self._again(record)
             return
         if isinstance(error, TimedOut):
@@ -355,12 +371,12 @@ class Dispatching(OpenStreams):
             record.losses.append(cause)
             record.lost_length = len(record.output_ids)
         if self.on_loss == "fail":
-            self.end(record, self._lost_for_good(record, "its replica is lost", cause))
+            self.end(record, self._for_good(record, "its replica is lost", cause))
         elif len(record.losses) >= _MOST_LOSSES:
-            self.end(record, self._lost_for_good(record, f"{len(record.losses)} replicas were lost with it"))
+            self.end(record, self._for_good(record, f"{len(record.losses)} replicas were lost with it"))
         elif record.unbegun >= _MOST_UNBEGUN:
             reason = f"{record.unbegun} replicas were lost before they had begun with it"
-            self.end(record, self._lost_for_good(record, reason, cause))
+            self.end(record, self._for_good(record, reason, cause))
         else:
             self._again(record)
 
@@ -417,7 +433,7 @@ class Dispatching(OpenStreams):
         self.adapted()
 
     def adapted(self) -> None:
-        """Replicas have other adapters, or other weights."""
+        """As in ReplicaEvents, or several replicas have."""
         self.queue.take_back()
         self._pump_soon()
 
@@ -430,17 +446,10 @@ class Dispatching(OpenStreams):
         self._end_all(self._failed_error)
 
     def _failed_error(self) -> EngineFailed:
-        causes = [f"{each.name}: {each.cause}" for each in self.placing.replicas if each.cause is not None]
-        error = EngineFailed(f"no replica is left: {'; '.join(causes)}")
-        error.__cause__ = next((each.cause for each in self.placing.replicas if each.cause), None)
-        return error
+        return none_left(self.placing.replicas)
 
-    def _lost_for_good(self, record: Record, reason: str, cause: BaseException | None = None) -> EngineFailed:
-        causes = [cause] if cause is not None else record.losses
-        causes = causes or [each.cause for each in self.placing.replicas if each.cause is not None]
-        error = EngineFailed(f"{reason}: {'; '.join(map(str, causes))}")
-        error.__cause__ = causes[-1] if causes else None
-        return error
+    def _for_good(self, record: Record, reason: str, cause: BaseException | None = None) -> EngineFailed:
+        return lost_for_good(self.placing.replicas, record, reason, cause)
 
     # -- endings --------------------------------------------------------------------------------
 
@@ -482,14 +491,6 @@ class Dispatching(OpenStreams):
             finally:
                 self.state = EngineState.CLOSED
                 self.observers.closed()
-
-
-async def close_all(replicas: Iterable[Replica]) -> None:
-    """Side by side, and each of them, whatever another one raises; that is raised at the end."""
-    ends = await asyncio.gather(*(each.aclose() for each in replicas), return_exceptions=True)
-    for end in ends:
-        if end is not None:
-            raise end
 
 
 def _step_failed(what: str, cause: Exception) -> StepFailed:

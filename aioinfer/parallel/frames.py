@@ -18,7 +18,7 @@ from enum import IntEnum
 __all__ = ["HANDSHAKE_LIMIT", "LIMIT", "PROTOCOL", "Frame", "FrameError", "FrameReader", "Kind", "frame"]
 
 #: of all that follows the handshake; whoever speaks another one is refused
-PROTOCOL = 3
+PROTOCOL = 4
 #: bytes of a frame before the peer has shown its token, and afterwards
 HANDSHAKE_LIMIT = 1 << 16
 LIMIT = 1 << 26

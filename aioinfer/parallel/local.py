@@ -111,7 +111,7 @@ class LocalReplica(Replica):
         for reading in cast("Sequence[_Reading]", outlets):
             if reading.stream.cell.max_lag is not None:
                 reading.mirror()
-            if reading.news:
+            while reading.news:
                 rows.append((reading.attempt, reading.take()))
         if rows:
             self._events.moved(rows)
@@ -126,8 +126,15 @@ class LocalReplica(Replica):
             cause = error if error is None or error.__cause__ is None else error.__cause__
             self._events.lost(self, cause or EngineClosed("its engine was closed"))
             return
-        attempt.handle = None
-        self._events.moved([(attempt, reading.take(reading.ending()))])
+        attempt.handle, ending = None, reading.ending()
+        rows = [reading.take(ending)]
+        while rows[-1].ending is None:
+            rows.append(reading.take(ending))
+        self._events.moved([(attempt, each) for each in rows])
+
+    def changed(self) -> None:
+        assert self._events is not None
+        self._events.adapted()
 
     def failed(self, cause: BaseException) -> None:
         assert self._events is not None
@@ -192,6 +199,9 @@ class _Watch(Observer):
     def __init__(self, replica: LocalReplica) -> None:
         self._replica = replica
         self._loop = asyncio.get_running_loop()
+
+    def changed(self) -> None:
+        self._replica.changed()
 
     def failed(self, cause: BaseException) -> None:
         self._replica.failed(cause)

@@ -233,7 +233,7 @@ class Adapt:
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """What came of it, and the adapters that there are now."""
+    """What came of it, and the adapters that there are now. Number 0: they were changed elsewhere."""
 
     number: int
     adapters: Sequence[AdapterInfo]

@@ -11,7 +11,7 @@ from aioinfer.parallel.record import Attempt, Record
 from aioinfer.parallel.remembering import PAGE
 from aioinfer.parallel.replica import Replica, ReplicaState, take_away
 
-__all__ = ["Placement", "Placing", "Wanted", "has_adapter"]
+__all__ = ["Placement", "Placing", "Wanted", "has_adapter", "makes_the_same"]
 
 #: steps of prefill that a replica may have in its own queue
 _STEPS = 2
@@ -71,20 +71,21 @@ class Placing:
     ) -> bool:
         """A replica that takes requests has what is ``wanted`` (None: anything) and the adapter of a record;
         ``soon``: or one may have these soon; ``sent``: the adapter that it had where it was sent."""
-        states = (ReplicaState.STARTING, ReplicaState.DRAINING) if soon else ()
         return any(
-            (each.state in states or (each.state is _READY and has_adapter(each, record, sent)))
+            ((soon and each.coming) or (each.state is _READY and has_adapter(each, record, sent)))
             and (wanted is None or wanted.is_of(each))
             for each in self.replicas
         )
 
     def choose(self, record: Record, wanted: Wanted | None = None) -> Placement | None:
-        """Who computes a record; None: none has room. ``wanted``: what that one must have."""
+        """Who computes a record, rather one that is not given weights; None: none has room. ``wanted``: what
+        that one must have."""
         free = [each for each in self.ready if has_adapter(each, record) and self._has_room(each, record)]
         if record.output_ids:
             preferred = wanted or Wanted(record.numerics, record.newest_version)
             same = [each for each in free if preferred.is_of(each)]
             free = same if same or wanted is not None else free
+        free = [each for each in free if not each.updating] or free
         if not free:
             return None
         known, pages, candidates = record.known, list[int](), list[Candidate]()
@@ -153,6 +154,12 @@ class Placing:
         if record.output_ids and load.resuming >= max(1, replica.step_tokens // 2):
             return False
         return load.backlog < _STEPS * replica.step_tokens
+
+
+def makes_the_same(replica: Replica, record: Record) -> bool:
+    """A replica goes on with an output to the bit, as far as that is known."""
+    wanted = Wanted(record.numerics, record.newest_version)
+    return wanted.is_of(replica) and replica.info.deterministic
 
 
 def has_adapter(replica: Replica, record: Record, sent: bool = False) -> bool:

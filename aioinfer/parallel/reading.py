@@ -69,11 +69,16 @@ class Reading:
         return self.request.draft_version > self._drafts and not self.request.text_behind
 
     def take(self, ending: Ending | None = None) -> Rows:
-        """What is new, and the end."""
+        """What is new, and the end. Of what weights of several versions have computed, that of the first of
+        them: there are news still, or the end has not come."""
         request, first, at, redrafted = self.request, self._first, self._at, self._redrafted
-        count, pieces = max(first, len(request.token_times)), request.text.pieces
-        text = "".join(pieces[self._pieces :])
-        self._first, self._pieces, self._at = count, len(pieces), at + len(text)
+        count, pieces = max(first, len(request.token_times)), len(request.text.pieces)
+        version, switch = request.newest_version, request.switch_behind(first, self._pieces)
+        if switch is not None:
+            count, pieces, version = switch
+            redrafted, ending = False, None
+        text = "".join(request.text.pieces[self._pieces : pieces])
+        self._first, self._pieces, self._at = count, pieces, at + len(text)
         if redrafted:
             self._drafts = request.draft_version
         steps = request.cursor.step_map
@@ -86,7 +91,8 @@ class Reading:
             admitted_at=request.admitted_at,
             cached_tokens=request.kv.cached_tokens,
             identical=request.identical,
-            weight_version=request.newest_version,
+            weight_version=version,
+            adapter_fingerprint="" if request.adapter is None else request.adapter.fingerprint,
             logprobs=() if request.params.logprobs is None else request.logprobs[first:count],
             prompt_logprobs=request.prompt_logprobs,
             steps=() if steps is None else steps[first:count],

@@ -31,10 +31,11 @@ from aioinfer.text.output import OutputText
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.loop.options import RequestOptions
+    from aioinfer.parallel.placing import Wanted
     from aioinfer.parallel.replica import Replica, Rows
     from aioinfer.params import SamplingParams
 
-__all__ = ["Attempt", "Diverged", "Ending", "Record"]
+__all__ = ["Attempt", "Diverged", "Ending", "Record", "Unwanted"]
 
 
 #: seconds that are left when none are: the timer for it runs next
@@ -43,6 +44,10 @@ _SOON = 1e-6
 
 class Diverged(Exception):
     """An attempt brought other tokens or another text than the record has."""
+
+
+class Unwanted(Exception):
+    """An attempt goes on with other weights than it must."""
 
 
 class Ending:
@@ -203,7 +208,8 @@ class Record(Request):
         return waiting, running
 
     def checkpoint(self, info: DeviceInfo) -> StreamCheckpoint:
-        """From where another attempt goes on: of a diffusion model, behind its last whole block."""
+        """From where another attempt makes the same tokens: of a diffusion model, behind its last whole
+        block."""
         count = len(self.output_ids)
         steps: tuple[int, ...] | None = None
         if info.block_size is not None:
@@ -234,17 +240,21 @@ class Record(Request):
 
     def read_checkpoint(self, info: DeviceInfo) -> StreamCheckpoint:
         """From where an application goes on: with what the consumer has read."""
-        cell, found = self.consumer, self.checkpoint(info)
+        cell = self.consumer
         assert isinstance(cell, StreamCell)
         read = sum(map(len, self.text.pieces[: cell.taken_pieces]))
-        found = dataclasses.replace(
-            found,
+        return dataclasses.replace(
+            self.checkpoint_of_tokens(info),
             delivered_tokens=min(cell.taken_ids, len(self.output_ids)),
             delivered_characters=self.delivered or read,
         )
+
+    def checkpoint_of_tokens(self, info: DeviceInfo) -> StreamCheckpoint:
+        """From where an attempt goes on that would make other tokens of the last block: with all that there
+        are. The rounds of a block under way are known in the replica only."""
+        found = self.checkpoint(info)
         if info.block_size is None or len(found.token_ids) == len(self.output_ids):
             return found
-        # The rounds of the block under way are known in the replica only: it goes on from its tokens.
         assert info.mask_token_id is not None
         known = self.known
         start = known - known % info.block_size
@@ -252,6 +262,7 @@ class Record(Request):
         return dataclasses.replace(
             found,
             token_ids=tuple(self.output_ids),
+            delivered_tokens=len(self.output_ids),
             logprobs=tuple(self.logprobs),
             step_map=tuple(self.cursor.step_map or ()),
             block=BlockState.unknown(start, tokens, info.block_size, info.mask_token_id),
@@ -281,7 +292,7 @@ class Attempt:
     """One replica's work on a record. When it has ended, nothing more that comes from it counts."""
 
     __slots__ = ("ended", "handle", "number", "pages", "record", "replica", "resumes", "tokens",
-                 "uncached")  # fmt: skip
+                 "uncached", "wanted", "weight_version")  # fmt: skip
 
     def __init__(self, record: Record, replica: Replica, number: int) -> None:
         """``number``: rises with every attempt of a dispatcher."""
@@ -290,12 +301,16 @@ class Attempt:
         self.number = number
         #: the output has begun before
         self.resumes = bool(record.output_ids)
+        #: what it must go on with, until its first token is there
+        self.wanted: Wanted | None = None
         self.ended = False
         #: what the replica knows it by
         self.handle: Any = None
         #: of the replica's load: tokens in all, those to compute before the first one, hashes of its prefixes
         self.tokens = 0
         self.uncached = 0
+        #: of the weights that computed what it has brought last; None: unknown
+        self.weight_version: int | None = None
         self.pages: Sequence[int] = ()
 
     @property
@@ -305,12 +320,24 @@ class Attempt:
 
     def bring(self, rows: Rows) -> bool:
         """Compare what a step brought with the record, and append what is new there; whether anything is.
-        Raises Diverged, and ValueError for rows that leave a gap."""
+        Raises Unwanted, Diverged, and ValueError for rows that leave a gap."""
+        if rows.weight_version is not None:
+            self.weight_version = rows.weight_version
+            self.replica.note_version(rows.weight_version)
+        if self.wanted is not None:
+            if rows.ids and self.weight_version not in (None, self.wanted.weights):
+                raise Unwanted
+            if not rows.ids and rows.ending is None:
+                return self._bring_text(rows.at, rows.text)  # what computes it is not known yet
+            self.wanted = None
+        if not rows.identical:
+            self.record.identical = False
         tokens = self._bring_tokens(rows)
         return self._bring_text(rows.at, rows.text) or tokens
 
     def _bring_tokens(self, rows: Rows) -> bool:
         record, ids, first = self.record, rows.ids, rows.first
+        version = record.weight_version if self.weight_version is None else self.weight_version
         output, known = record.output_ids, len(record.output_ids) - first
         if known < 0:
             raise ValueError(f"tokens from {first} on behind {len(output)}")
@@ -318,13 +345,14 @@ class Attempt:
             there = output[first : first + len(ids)]
             if there != list(ids[: len(there)]):
                 raise Diverged(f"the tokens from {first} on are others than those that were delivered")
-        if not output:
-            record.weight_version = rows.weight_version  # scores and vectors have no tokens
+        if not output and version != record.weight_version:
+            record.weight_version = version  # scores and vectors have no tokens
+            record.prompt_logprobs.clear()
         if len(ids) <= known:
             return False
-        if rows.weight_version != record.weight_version:
+        if version != record.weight_version:
             record.note_switch(record.weight_version)
-            record.weight_version = rows.weight_version
+            record.weight_version = version
         output += ids[known:] if known else ids
         record.token_times += rows.times[known:] if known else rows.times
         if rows.logprobs and record.params.logprobs is not None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-from aioinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest, shown
+from aioinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest
 from aioinfer.loop.clock import clock_of
 from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
+from aioinfer.parallel.addresses import PATIENCE, Connect, connector
 from aioinfer.parallel.columns import unpack_rows
 from aioinfer.parallel.connection import BEAT, MISSES, Connection
 from aioinfer.parallel.frames import LIMIT, FrameError, Kind
@@ -29,35 +31,11 @@ if TYPE_CHECKING:
     from aioinfer.resuming.record import StreamCheckpoint
     from aioinfer.scheduling.request import Request
 
-__all__ = ["Connect", "SocketReplica", "connector"]
+__all__ = ["SocketReplica"]
 
 _log = logging.getLogger("aioinfer")
 
-#: seconds in which a replica must have answered
-_PATIENCE = 10.0
 _READER = frozenset({ParkedFor.READER})
-
-#: opens a connection with the protocol that it is given
-Connect = Callable[[Callable[[], asyncio.Protocol]], Awaitable[Any]]
-
-
-def connector(address: str) -> Connect:
-    """How to connect to ``HOST:PORT``, or to the path of a Unix socket. Raises ConfigError."""
-
-    async def unix(protocol: Callable[[], asyncio.Protocol]) -> Any:
-        async with asyncio.timeout(_PATIENCE):
-            return await asyncio.get_running_loop().create_unix_connection(protocol, address)
-
-    async def tcp(protocol: Callable[[], asyncio.Protocol]) -> Any:
-        async with asyncio.timeout(_PATIENCE):
-            return await asyncio.get_running_loop().create_connection(protocol, host.strip("[]"), int(port))
-
-    if "/" in address:
-        return unix
-    host, _, port = address.rpartition(":")
-    if not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
-        raise ConfigError(f"a replica's address must be HOST:PORT or a path, got {shown(address)}")
-    return tcp
 
 
 class _Sent:
@@ -96,7 +74,7 @@ class SocketReplica(Replica):
         self._link: _Link | None = None
         self._welcome: Welcome | None = None
         self._stats: EngineStats | None = None
-        #: as of its start, or the last change that was asked for here
+        #: as far as it has told
         self._adapters: list[AdapterInfo] = []
 
     @property
@@ -126,7 +104,7 @@ class SocketReplica(Replica):
         link = _Link(self)
         try:
             await self._connect(lambda: link.connection)
-            async with asyncio.timeout(_PATIENCE):
+            async with asyncio.timeout(PATIENCE):
                 link.connection.send(Kind.HELLO, Hello(self._token, self._fingerprint).pack())
                 welcome = await link.welcome
         except (OSError, TimeoutError, FrameError) as error:
@@ -237,6 +215,7 @@ class SocketReplica(Replica):
             self._events.moved(rows)
 
     def measured(self, stats: EngineStats) -> None:
+        self.note_version(stats.weight_version)
         self._stats = stats
 
     def leaving(self) -> None:
@@ -256,8 +235,14 @@ class SocketReplica(Replica):
 
     @property
     def weight_version(self) -> int:
-        """As of its last statistics."""
+        """As far as it has told."""
         return 0 if self._stats is None else self._stats.weight_version
+
+    def note_version(self, version: int) -> None:
+        if self._stats is not None and version > self._stats.weight_version:
+            self._stats = dataclasses.replace(self._stats, weight_version=version)
+            if self._events is not None:
+                self._events.adapted()
 
     # -- the engine -------------------------------------------------------------------------------
 
@@ -291,6 +276,8 @@ class SocketReplica(Replica):
     def adapted(self, adapters: Sequence[AdapterInfo]) -> None:
         """These are there now."""
         self._adapters = list(adapters)
+        if self._events is not None:
+            self._events.adapted()
 
     async def pause(self) -> None:
         link = self._link
@@ -440,7 +427,12 @@ class _Link:
                 self._replica.late_rows += 1
                 continue
             attempt = sent.attempt
-            if row.admitted_at is not None or row.prompt_logprobs or row.draft is not None:
+            if (
+                row.admitted_at is not None
+                or row.prompt_logprobs
+                or row.draft
+                or row.weight_version is not None
+            ):
                 self._complete(sent, row)
             found.append((attempt, row))
             if row.ending is not None:
@@ -460,6 +452,8 @@ class _Link:
             sent.admitted_at = row.admitted_at
             if sent.attempt.params.prompt_logprobs is None:  # else nothing was looked for
                 self._replica.remembered.found(sent.attempt.pages, -(-row.cached_tokens // PAGE))
+        if row.weight_version is not None and not row.first:
+            sent.prompt_logprobs = []  # nothing was output, and others compute them
         sent.prompt_logprobs += row.prompt_logprobs
         row.prompt_logprobs = sent.prompt_logprobs
         if row.draft is not None:

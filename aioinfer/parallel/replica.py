@@ -6,9 +6,10 @@ numbers its attempts and knows from these alone how much each replica has to do:
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from aioinfer.parallel.record import Attempt, Ending, Record
     from aioinfer.resuming.record import StreamCheckpoint
 
-__all__ = ["Load", "Replica", "ReplicaEvents", "ReplicaState", "Rows", "take_away"]
+__all__ = ["Load", "Replica", "ReplicaEvents", "ReplicaState", "Rows", "close_all", "take_away"]
 
 
 class ReplicaState(Enum):
@@ -38,8 +39,8 @@ class ReplicaState(Enum):
 class Rows:
     """What a step brought one attempt, or several steps did. Lists are as long as ``ids`` or empty."""
 
-    __slots__ = ("admitted_at", "at", "cached_tokens", "draft", "ending", "first", "identical", "ids",
-                 "logprobs", "prompt_logprobs", "steps", "text", "times",
+    __slots__ = ("adapter_fingerprint", "admitted_at", "at", "cached_tokens", "draft", "ending", "first",
+                 "identical", "ids", "logprobs", "prompt_logprobs", "steps", "text", "times",
                  "weight_version")  # fmt: skip
 
     def __init__(
@@ -58,7 +59,8 @@ class Rows:
         steps: Sequence[int] = (),
         draft: Callable[[], Draft | None] | None = None,
         ending: Ending | None = None,
-        weight_version: int = 0,
+        weight_version: int | None = None,
+        adapter_fingerprint: str = "",
     ) -> None:
         #: index in the output of the first of ``ids``, and in its text of the first character of ``text``
         self.first = first
@@ -80,8 +82,10 @@ class Rows:
         self.draft = draft
         #: nothing follows. It comes with the last tokens: an output is never complete and without its end
         self.ending = ending
-        #: of the weights that computed the last of the tokens
+        #: of the weights that computed the tokens; None: those of the rows before
         self.weight_version = weight_version
+        #: of the files of the adapter that computes them; empty: none, or as of the rows before
+        self.adapter_fingerprint = adapter_fingerprint
 
 
 class ReplicaEvents(Protocol):
@@ -92,6 +96,9 @@ class ReplicaEvents(Protocol):
 
     def leaving(self, replica: Replica) -> None:
         """It is about to end: its streams should go on elsewhere."""
+
+    def adapted(self) -> None:
+        """A replica has other adapters, or other weights."""
 
     def lost(self, replica: Replica, cause: BaseException) -> None:
         """Nothing more comes from it. Idempotent."""
@@ -164,6 +171,15 @@ class Replica(ABC):
         #: why it is LOST
         self.cause: BaseException | None = None
         self.load = Load()
+        #: it is given other weights: for some time it computes nothing
+        self.updating = False
+        #: it is closed, or about to be, and is started again
+        self.restarting = False
+
+    @property
+    def coming(self) -> bool:
+        """It may take requests soon."""
+        return self.restarting or self.state in (ReplicaState.STARTING, ReplicaState.DRAINING)
 
     @property
     @abstractmethod
@@ -265,6 +281,10 @@ class Replica(ABC):
         """As :attr:`aioinfer.Engine.weight_version`."""
         return 0
 
+    def note_version(self, version: int) -> None:
+        """Something was computed by weights of this version, or of a later one."""
+        return
+
     async def update_weights(self, source: WeightSource, mode: UpdateMode, version: int) -> None:
         """As :meth:`aioinfer.Engine.update_weights`."""
         raise ConfigError(f"weights: {self.no_updates}")
@@ -283,3 +303,11 @@ class Replica(ABC):
 
     def __repr__(self) -> str:
         return f"<Replica {self.name} {self.state.value} requests={self.load.requests}>"
+
+
+async def close_all(replicas: Iterable[Replica]) -> None:
+    """Side by side, and each of them, whatever another one raises; that is raised at the end."""
+    ends = await asyncio.gather(*(each.aclose() for each in replicas), return_exceptions=True)
+    for end in ends:
+        if end is not None:
+            raise end

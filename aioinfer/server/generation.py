@@ -126,7 +126,8 @@ class Generation:
             computes,
             most,
             aliases=self._aliases,
-            adapters=frozenset(each.name for each in engine.adapters()) if engine.ready else frozenset(),
+            adapters=frozenset(each.name for each in engine.adapters()),
+            ready=engine.ready,
             request_id=record_of(request).id,
         )
         return await self._parser.parse(lambda body: parse(body, served), raw, limits), limits

@@ -15,6 +15,7 @@ from aioinfer import __version__
 from aioinfer.config import ServerConfig
 from aioinfer.engine import EngineState
 from aioinfer.engine_like import EngineLike
+from aioinfer.errors import EngineClosed
 from aioinfer.outputs import AdapterInfo
 from aioinfer.server.http.access import WebAccess
 from aioinfer.server.http.keys import Keys
@@ -121,6 +122,8 @@ class Status:
         for each in self._adapters():
             if each.name == name:
                 return web.json_response(self._adapter(each))
+        if not self._engine.ready:
+            raise EngineClosed("the engine does not serve, and its adapters are not known")
         raise model_not_found(self._models[0], name)
 
     async def health(self, request: web.Request) -> web.StreamResponse:
@@ -153,7 +156,10 @@ class Status:
 
     def _adapters(self) -> list[AdapterInfo]:
         """Those that requests can select by a name of their own."""
-        loaded = self._engine.adapters() if self._engine.ready else []
+        try:
+            loaded = self._engine.adapters()
+        except EngineClosed:  # it has not started
+            return []
         return [each for each in loaded if each.name not in self._models]
 
     def _adapter(self, adapter: AdapterInfo) -> Model:

@@ -123,6 +123,9 @@ class Told:
     def moved(self, rows: Any) -> None:
         self.rows += rows
 
+    def adapted(self) -> None:
+        pass
+
     def leaving(self, replica: Any) -> None:
         self.left.append(replica)
 

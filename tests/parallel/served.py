@@ -146,6 +146,9 @@ class Told:
     def moved(self, rows: Any) -> None:
         raise AssertionError(rows)
 
+    def adapted(self) -> None:
+        pass
+
     def leaving(self, replica: Any) -> None:
         self.left += 1
 

@@ -13,10 +13,11 @@ import pytest
 from aioinfer import SamplingParams
 from aioinfer.errors import ConfigError, EngineError
 from aioinfer.loop.options import RequestOptions
+from aioinfer.parallel.addresses import connector
 from aioinfer.parallel.columns import unpack_rows
 from aioinfer.parallel.frames import HANDSHAKE_LIMIT, PROTOCOL, Kind, frame
 from aioinfer.parallel.messages import Hello, Reason, Submit, Welcome
-from aioinfer.parallel.remote import SocketReplica, connector
+from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import ReplicaState
 from tests.parallel.served import (
     TOKEN,
@@ -147,7 +148,7 @@ async def test_no_answer_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
     nobody = SocketReplica(str(tmp_path / "none"), "nobody")
     with pytest.raises(EngineError, match="the replica nobody does not answer"):
         await nobody.launch()
-    monkeypatch.setattr("aioinfer.parallel.remote._PATIENCE", 0.02)
+    monkeypatch.setattr("aioinfer.parallel.remote.PATIENCE", 0.02)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         mute = SocketReplica(f"127.0.0.1:{silent.getsockname()[1]}", "mute")
         with pytest.raises(EngineError, match="the replica mute does not answer"):

@@ -159,7 +159,8 @@ def some_rows(draw: Any) -> tuple[int, Rows]:
         steps=draw(one_each(COUNTS)),
         draft=None if draft is None else lambda: draft,
         ending=draw(st.none() | endings()),
-        weight_version=draw(st.just(0) | COUNTS),
+        weight_version=draw(st.none() | COUNTS),
+        adapter_fingerprint=draw(st.just("") | TEXT),
     )
     return draw(NUMBERS), row
 

@@ -55,6 +55,9 @@ class Wire:
     def moved(self, rows: Sequence[tuple[Attempt, Rows]]) -> None:
         self._send(self._events.moved, rows)
 
+    def adapted(self) -> None:
+        self._send(self._events.adapted)
+
     def leaving(self, replica: Replica) -> None:
         self._send(self._events.leaving, replica)
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -20,6 +21,7 @@ from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.parallel import Dispatcher
 from aioinfer.server import asgi_app, create_app, serve
 from aioinfer.testing import Answer, FakeEngine, ToyDevice, ToyTokenizer
+from aioinfer.testing.toy_adapters import write_toy_adapter
 from tests.asgi import Exchange
 from tests.observe.scrapes import read_text, values
 from tests.server.conftest import without_certificates
@@ -28,10 +30,22 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = {"name": "wrong", "schema": {"type": "nonsense"}}
 
 
-def toy(fault: Any = None) -> Engine:
-    config = EngineConfig(model="toy", page_size=4, num_pages=1024, max_running_requests=16)
-    device = ToyDevice(num_pages=1024, page_size=4, num_slots=config.num_slots, fault=fault)
-    return Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: ToyTokenizer())
+def toy(fault: Any = None, kind: type[Engine] = Engine, max_adapters: int = 0) -> Engine:
+    config = EngineConfig(
+        model="toy", page_size=4, num_pages=1024, max_running_requests=16, max_adapters=max_adapters
+    )
+
+    def launcher(_: EngineConfig) -> ThreadLauncher:
+        device = ToyDevice(
+            num_pages=1024,
+            page_size=4,
+            num_slots=config.num_slots,
+            fault=fault,
+            max_adapters=config.adapter_slots,
+        )
+        return ThreadLauncher(device)
+
+    return kind(config, launcher=launcher, tokenizer=lambda _: ToyTokenizer())
 
 
 def lose(engine: Engine) -> None:
@@ -232,3 +246,49 @@ async def test_an_asgi_application_with_a_dispatcher() -> None:
         assert answered.status == 200
         assert b"[DONE]" in answered.body
         assert (await Exchange("GET", "/health").run(app)).status == 200
+
+
+class Gated(Engine):
+    """Starts again when it may."""
+
+    gate: asyncio.Event | None = None
+
+    async def start(self, progress: Any = None) -> None:
+        if self.gate is not None:
+            await self.gate.wait()
+        await super().start(progress)
+
+
+async def test_an_adapter_is_known_while_the_only_replica_restarts_and_unknown_names_are_not_denied(
+    tmp_path: Any,
+) -> None:
+    adapter = write_toy_adapter(tmp_path / "one", "one")
+    engine = toy(kind=Gated, max_adapters=3)
+    assert isinstance(engine, Gated)
+    async with site(tmp_path, [engine]) as served:
+        ask = partial(served.client.completions.create, prompt="abc", max_tokens=5, temperature=0)
+        await served.dispatcher.load_adapter("sql", adapter)
+        before = await ask(model="sql")
+        engine.gate = asyncio.Event()
+        restart = asyncio.ensure_future(served.dispatcher.restart("local-0"))
+        while served.dispatcher.ready:
+            await asyncio.sleep(0)
+        waiting = asyncio.ensure_future(ask(model="sql"))
+        assert (await served.get("/v1/models/sql"))[0] == 200
+        assert [each["id"] for each in (await served.get("/v1/models"))[1]["data"]] == ["toy", "sql"]
+        assert (await served.get("/v1/models/other"))[0] == 503
+        with pytest.raises(openai.APIStatusError) as refused:
+            await ask(model="other")
+        assert refused.value.status_code == 503
+        assert not waiting.done()
+        engine.gate.set()
+        await restart
+        assert (await waiting).choices[0].text == before.choices[0].text
+        assert (await served.get("/v1/models/other"))[0] == 404
+        lose(engine)
+        while served.dispatcher.ready:
+            await asyncio.sleep(0)
+        for name in ("sql", "other"):
+            with pytest.raises(openai.APIStatusError) as refused:
+                await ask(model=name)
+            assert refused.value.status_code == 503

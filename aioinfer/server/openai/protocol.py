@@ -22,7 +22,7 @@ from aioinfer.chat.structured import parse_grammar
 from aioinfer.chat.tools import Tools, parse_tools
 from aioinfer.chat.variables import template_variables
 from aioinfer.engine import Prompt
-from aioinfer.errors import InvalidRequest, renamed, shown
+from aioinfer.errors import EngineClosed, InvalidRequest, renamed, shown
 from aioinfer.params import SamplingParams
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.openai.diffusion import parse_diffusion
@@ -63,6 +63,8 @@ class Served:
     aliases: frozenset[str] = frozenset()
     #: names of the adapters that are loaded
     adapters: frozenset[str] = frozenset()
+    #: the engine serves, so that these are all names that there are
+    ready: bool = True
     request_id: str = ""
 
     def adapter(self, wanted: Any) -> str | None:
@@ -71,11 +73,14 @@ class Served:
         return wanted if isinstance(wanted, str) and wanted in adapters else None
 
     def name(self, wanted: Any) -> str:
-        """The name in the answer to a call that asks for the model ``wanted``; None: any. Raises Refused."""
+        """The name in the answer to a call that asks for the model ``wanted``; None: any. Raises Refused;
+        EngineClosed: it may be a name later."""
         if wanted is None or wanted == self.model:
             return self.model
         if isinstance(wanted, str) and (wanted in self.aliases or wanted in self.adapters):
             return wanted
+        if not self.ready:
+            raise EngineClosed("the engine does not serve, and its adapters are not known")
         raise model_not_found(self.model, wanted)
 
 
