@@ -75,8 +75,9 @@ class EmbeddingForm:
             plain, (pooling, dimensions, normalize, prompt_name)
         )
         if pooling is None and sentences.unsupported:
-            raise InvalidRequest("model", f"{sentences.unsupported}, which is not supported")
-        usual = "mean" if info.whole_prompts and not sentences.stated else sentences.pooling
+            message = f"{sentences.unsupported}, which is not supported: pooling says what else is wanted"
+            raise InvalidRequest("model", message)
+        usual = "mean" if info.whole_prompts and not sentences.embeds else sentences.pooling
         kind: Any = usual if pooling is None else pooling
         if kind not in _KINDS:
             raise InvalidRequest("pooling", f"must be one of {', '.join(_KINDS)}, got {shown(kind)}")

@@ -116,14 +116,15 @@ def score_job(
     each: list[int | None] = [*range(len(pairs))]
     if method == "classifier":
         return ScoreJob(prompts, Pooling("classes"), None, each, _of_classes)
-    return ScoreJob(prompts, Pooling("choices", _answers(tokenizer)), False, each, _of_choices)
+    answers = _answers(tokenizer, sentences, own_template=template is not None)
+    return ScoreJob(prompts, Pooling("choices", answers), False, each, _of_choices)
 
 
 def _method(info: DeviceInfo, sentences: Sentences) -> ScoreMethod:
     """What the model is made for, as far as its files say."""
     if info.num_labels:
         return "classifier"
-    return "cosine" if sentences.stated or not info.generates else "judge"
+    return "cosine" if sentences.embeds or not info.generates else "judge"
 
 
 def _pairs(query: str | Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
@@ -160,14 +161,31 @@ def _filled(template: str, instruction: str, query: str, document: str) -> str:
     return _PLACES.sub(lambda place: found[place[1]], template)
 
 
-def _answers(tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The tokens "yes" and "no". Raises InvalidRequest."""
+def _answers(tokenizer: Tokenizer | None, sentences: Sentences, *, own_template: bool) -> tuple[int, ...]:
+    """The tokens that the model answers with: those of its files, else "yes" and "no". Raises
+    InvalidRequest."""
     if tokenizer is None:
         raise InvalidRequest("method", "the model has no tokenizer, so it cannot answer yes or no")
     found = [tokenizer.encode_part(word) for word in _ANSWERS]
-    if any(len(ids) != 1 for ids in found) or found[0] == found[1]:
+    words = tuple(ids[0] for ids in found) if all(len(ids) == 1 for ids in found) else ()
+    stated = sentences.answers
+    if stated is not None:
+        if len(stated) < len(_ANSWERS):
+            why = (
+                f"by the logit of token {stated[0]} by itself"
+                if stated
+                else "by tokens of a file that is missing"
+            )
+            raise InvalidRequest("model", f"scores {why}, which is not supported")
+        if stated != words and not own_template:
+            message = "the model answers by tokens {} and {} to a prompt of its own: give that".format(
+                *stated
+            )
+            raise InvalidRequest("template", message)
+        return stated
+    if len(set(words)) < len(_ANSWERS):
         raise InvalidRequest("method", "yes and no are no tokens of this model, which cannot judge")
-    return tuple(ids[0] for ids in found)
+    return words
 
 
 # -- from what was pooled to scores -----------------------------------------------------------------------

@@ -179,13 +179,14 @@ def with_tokenizer(path: Path, *words: str) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(kind))
 
 
-def with_sentences(path: Path, pooling: dict[str, Any], *modules: str, **prompts: Any) -> None:
-    """The files of sentence-transformers."""
+def with_sentences(path: Path, pooling: dict[str, Any] | None, *modules: str, **prompts: Any) -> None:
+    """The files of sentence-transformers; without ``pooling`` that file is missing."""
     kinds = ["Transformer", "Pooling", *modules]
     listed = [{"idx": at, "type": f"sentence_transformers.models.{kind}"} for at, kind in enumerate(kinds)]
     (path / "modules.json").write_text(json.dumps(listed))
-    (path / "1_Pooling").mkdir()
-    (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    if pooling is not None:
+        (path / "1_Pooling").mkdir()
+        (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
 
 
@@ -216,10 +217,11 @@ def test_pooling_length_and_prompts_are_those_of_the_files(tmp_path: Path) -> No
         ({"pooling_mode": "weightedmean"}, (), "pools by"),
         ({"pooling_mode": "lasttoken"}, ("Dense", "Normalize"), "pass through Dense"),
         ({"pooling_mode_mean_tokens": True, "include_prompt": False}, (), "without the prompt's"),
+        (None, (), "1_Pooling/config.json"),
     ],
 )
 def test_what_the_files_ask_for_and_is_not_computed_is_refused(
-    tmp_path: Path, pooling: dict[str, Any], modules: tuple[str, ...], message: str
+    tmp_path: Path, pooling: dict[str, Any] | None, modules: tuple[str, ...], message: str
 ) -> None:
     make_checkpoint("llama-mqa", tmp_path)
     with_sentences(tmp_path, pooling, *modules)
@@ -256,3 +258,37 @@ def test_a_judge_answers_with_the_share_of_yes(tmp_path: Path) -> None:
             with pytest.raises(InvalidRequest) as refused:
                 llm.score("apple", documents, **options)  # type: ignore[arg-type]
             assert refused.value.field == field
+
+
+def with_answers(path: Path, *answers: int | None) -> None:
+    """The files of a reranker of sentence-transformers."""
+    listed = [{"type": "x.Transformer", "path": ""}, {"type": "x.LogitScore", "path": "1_LogitScore"}]
+    (path / "modules.json").write_text(json.dumps(listed))
+    (path / "1_LogitScore").mkdir(exist_ok=True)
+    stated = dict(zip(("true_token_id", "false_token_id"), answers, strict=True))
+    (path / "1_LogitScore" / "config.json").write_text(json.dumps(stated))
+
+
+def test_a_reranker_by_its_files_judges_by_their_tokens(tmp_path: Path) -> None:
+    model = make_model("Qwen3", {"head_dim": 16, "max_position_embeddings": 512}, tmp_path, seed=5)
+    with_tokenizer(tmp_path, "yes", "no")
+    pairs: Any = ("apple", ["a fruit", "a car"])
+    with LLM(config(tmp_path, num_pages=600)) as llm:
+        assert llm.tokenizer is not None
+        (yes,), (no,) = (llm.tokenizer.encode_part(word) for word in ("yes", "no"))
+        wanted = llm.score(*pairs).scores
+    with_answers(tmp_path, yes, no)
+    with LLM(config(tmp_path, num_pages=600)) as llm:
+        assert llm.score(*pairs).scores == pytest.approx(wanted)
+    with_answers(tmp_path, 7, 9)
+    with LLM(config(tmp_path, num_pages=600)) as llm, torch.no_grad():
+        with pytest.raises(InvalidRequest, match="tokens 7 and 9") as refused:
+            llm.score(*pairs)
+        assert refused.value.field == "template"
+        assert llm.tokenizer is not None
+        logits = model(torch.tensor([llm.tokenizer.encode_part("apple?pear")])).logits[0, -1]
+        (score,) = llm.score("apple", ["pear"], template="{query}?{document}").scores
+        assert score == pytest.approx(float(torch.sigmoid(logits[7] - logits[9])), rel=1e-3)
+    with_answers(tmp_path, 7, None)
+    with LLM(config(tmp_path, num_pages=600)) as llm, pytest.raises(InvalidRequest, match="logit of token 7"):
+        llm.score(*pairs, template="{query}?{document}")

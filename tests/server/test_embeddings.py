@@ -140,7 +140,7 @@ async def test_a_client_that_leaves_withdraws_its_inputs(serving: Serving) -> No
 @pytest.mark.parametrize("path", ["/v1/score", "/score"])
 async def test_scores_are_cosines_in_the_order_of_the_texts(serving: Serving, path: str) -> None:
     async with serving() as served:
-        served.engine.sentences = type(served.engine.sentences)(stated=True)
+        served.engine.sentences = type(served.engine.sentences)(stated=True, embeds=True)
         _, answer = await post(served, path, text_1="hello", text_2=["hello", "other"])
         _, pairs = await post(served, path, text_1=["a", "b"], text_2=["a", "c"])
         status, refused = await post(served, path, text_1=["a", "b"], text_2=["a"])
@@ -156,7 +156,7 @@ async def test_scores_are_cosines_in_the_order_of_the_texts(serving: Serving, pa
 async def test_reranking_gives_the_best_first(serving: Serving, path: str) -> None:
     documents = ["one", "two", "three", {"text": "query"}]
     async with serving() as served:
-        served.engine.sentences = type(served.engine.sentences)(stated=True)
+        served.engine.sentences = type(served.engine.sentences)(stated=True, embeds=True)
         _, answer = await post(served, path, query="query", documents=documents, top_n=3)
         _, bare = await post(served, path, query="query", documents=documents, return_documents=False)
     results = answer["results"]
@@ -191,7 +191,7 @@ async def test_a_model_without_a_head_for_yes_and_no_is_refused_as_a_judge(servi
 )
 async def test_what_is_wrong_with_a_reranking_is_named(serving: Serving, body: Any, param: str) -> None:
     async with serving() as served:
-        served.engine.sentences = type(served.engine.sentences)(stated=True)
+        served.engine.sentences = type(served.engine.sentences)(stated=True, embeds=True)
         status, answer = await post(served, "/v1/rerank", **body)
     assert (status, answer["error"]["param"]) == (400, param), answer
 
@@ -286,7 +286,7 @@ async def test_what_a_call_that_fails_has_computed_is_charged(
         serving(server=keyed(tmp_path), max_running_requests=1) as served,
         aiohttp.ClientSession(served.url, headers=HEADERS) as session,
     ):
-        served.engine.sentences = type(served.engine.sentences)(stated=True)
+        served.engine.sentences = type(served.engine.sentences)(stated=True, embeds=True)
         async with session.post(path, json=body) as response:
             assert response.status == 400
         computed = served.engine.stats().prefill_tokens
