@@ -106,11 +106,14 @@ class Generation:
             finally:
                 self._tokenizing -= 1
 
-    async def parsed(self, request: web.Request, parse: Callable[[bytes, Served], _T]) -> tuple[_T, Limits]:
-        """The body of a request, read and parsed within the server's limits, and these. Raises Refused,
-        InvalidRequest, ClientGone."""
+    async def parsed(
+        self, request: web.Request, parse: Callable[[bytes, Served], _T], *, batch: bool = False
+    ) -> tuple[_T, Limits]:
+        """The body of a request, read and parsed within the server's limits, and these. ``batch``: it may
+        have many prompts. Raises Refused, InvalidRequest, ClientGone."""
         engine = self._engine
-        limits = Limits.of(self._config, engine.info.max_model_len if engine.ready else None)
+        context = engine.info.max_model_len if engine.ready else None
+        limits = Limits.of(self._config, context, batch=batch)
         # The limit of the application, too, where the engine is mounted in one.
         longest = min(limits.body, request.client_max_size or limits.body)
         refuse_large(request, longest)

@@ -57,7 +57,7 @@ class PoolingRoutes:
     async def embed(self, request: web.Request) -> web.StreamResponse:
         record = record_of(request)
         with record.admitted():
-            call, _ = await self._generation.parsed(request, parse_embedding)
+            call, _ = await self._generation.parsed(request, parse_embedding, batch=True)
             record.model = call.model
             with self._counting(record):
                 try:
@@ -71,13 +71,13 @@ class PoolingRoutes:
     async def score(self, request: web.Request) -> web.StreamResponse:
         record = record_of(request)
         with record.admitted():
-            call, _ = await self._generation.parsed(request, parse_score)
+            call, _ = await self._generation.parsed(request, parse_score, batch=True)
             return await self._json(request, score_answer(call, await self._scores(request, call)))
 
     async def rerank(self, request: web.Request) -> web.StreamResponse:
         record = record_of(request)
         with record.admitted():
-            call, _ = await self._generation.parsed(request, parse_rerank)
+            call, _ = await self._generation.parsed(request, parse_rerank, batch=True)
             return await self._json(request, rerank_answer(call, await self._scores(request, call)))
 
     async def _scores(self, request: web.Request, call: ScoreCall) -> Scores:

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,26 @@ async def test_a_batch_needs_no_more_of_the_queue_than_there_is(serving: Serving
         assert served.engine.stats().admitted == 200
     for ids, each in zip(inputs, found.data, strict=True):
         assert np.array_equal(np.asarray(each.embedding, np.float32), wanted(ids, Pooling()))
+
+
+async def test_many_inputs_that_are_as_long_as_the_context_are_one_call(serving: Serving) -> None:
+    def body() -> BytesIO:
+        return BytesIO(json.dumps({"input": inputs}).encode())
+
+    headers = {"Content-Type": "application/json"}
+    async with serving(max_running_requests=4) as served, aiohttp.ClientSession(served.url) as session:
+        text = "a" * (served.engine.info.max_model_len // 2)
+        inputs = [f"{text}{index}" for index in range((11 << 17) // len(text))]
+        async with session.post("/v1/embeddings", data=body(), headers=headers) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+        assert len(answer["data"]) == len(inputs)
+    async with (
+        serving(server={"max_body_mib": 1.0}) as served,
+        aiohttp.ClientSession(served.url) as session,
+        session.post("/v1/embeddings", data=body(), headers=headers) as response,
+    ):
+        assert response.status == 413
 
 
 async def test_a_client_that_leaves_withdraws_its_inputs(serving: Serving) -> None:
