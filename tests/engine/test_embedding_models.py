@@ -161,6 +161,14 @@ def test_a_base_model_that_sees_what_follows_is_refused(tmp_path: Path) -> None:
         LLM(config(tmp_path))
 
 
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model", "Other"])
+def test_a_model_that_is_not_causal_is_refused_by_any_name(tmp_path: Path, architecture: str) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    rewrite(tmp_path, lambda name: name, architectures=[architecture], is_causal=False)
+    with pytest.raises(ConfigError, match="attends to what follows"):
+        LLM(config(tmp_path))
+
+
 # -- what the model's files say -----------------------------------------------------------------------------
 
 
