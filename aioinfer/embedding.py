@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.errors import AioInferError, InvalidRequest, shown
 from aioinfer.loop.options import is_one
-from aioinfer.mapping import MapProgress, ResultMap, Submit
 from aioinfer.outputs import Result, Usage
 from aioinfer.plain import plain
 from aioinfer.pooling import Pooling, PoolingKind
@@ -22,11 +19,9 @@ if TYPE_CHECKING:
 
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.loop.options import Prompt
-    from aioinfer.stream import Stream
 
-__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "inputs_of", "listing", "of_input", "pool_all"]
+__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "inputs_of", "of_input"]
 
-_Finished = TypeVar("_Finished")
 _KINDS: tuple[PoolingKind, ...] = ("last", "cls", "mean", "tokens")
 
 
@@ -38,6 +33,8 @@ class Embedding:
     vector: npt.NDArray[np.float32] = field(compare=False)
     usage: Usage
     prompt_token_ids: Sequence[int] = field(default=(), repr=False)
+    #: of the weights that computed it, as of a Result. Of several inputs, each has its own
+    weight_version: int = field(default=0, compare=False)
 
 
 class EmbeddingOptions(TypedDict, total=False):
@@ -107,7 +104,7 @@ class EmbeddingForm:
             vector = vector[..., : self.dimensions].copy()
         if self.normalize:
             vector = normalized(vector)
-        return Embedding(vector, result.usage, result.prompt_token_ids)
+        return Embedding(vector, result.usage, result.prompt_token_ids, result.weight_version)
 
 
 def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -141,50 +138,3 @@ def of_input(error: AioInferError, name: str) -> AioInferError:
         return named
     error.add_note(f"of {name}")
     return error
-
-
-#: where the streams of this context's calls are put down
-_listed: ContextVar[list[Stream] | None] = ContextVar("_listed", default=None)
-
-
-@contextmanager
-def listing(streams: list[Stream]) -> Iterator[None]:
-    """Puts the streams of the calls that are made here into a list, for what has to be known of them however
-    the calls end."""
-    token = _listed.set(streams)
-    try:
-        yield
-    finally:
-        _listed.reset(token)
-
-
-async def pool_all(
-    submit: Submit,
-    prompts: Sequence[Prompt],
-    finish: Callable[[Result], _Finished],
-    name: Callable[[int], str],
-    *,
-    concurrency: int,
-    progress: MapProgress | None,
-) -> list[_Finished]:
-    """What ``finish`` makes of the results of all prompts, in order; ``name``: of one by its index, in
-    errors. If one fails, the others are withdrawn."""
-    found: list[_Finished] = []
-    listed = _listed.get()
-
-    def submitted(prompt: Prompt, waiting: int) -> Stream:
-        stream = submit(prompt, waiting)
-        if listed is not None:
-            listed.append(stream)
-        return stream
-
-    try:
-        async with ResultMap(
-            submitted, prompts, concurrency=concurrency, progress=progress, on_error="raise"
-        ) as results:
-            async for result in results:
-                assert isinstance(result, Result)
-                found.append(finish(result))
-    except AioInferError as error:
-        raise of_input(error, name(len(found))) from error.__cause__
-    return found

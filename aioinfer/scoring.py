@@ -52,9 +52,12 @@ class Scores:
     """One score for each document, in their order."""
 
     scores: list[float]
+    #: of all that was computed; of "cosine", texts that are equal are computed and counted once
     usage: Usage
     #: the tokens of what was computed for each document; of "cosine", those of its text
     tokens: list[int] = field(default_factory=list)
+    #: of the weights that computed all of them
+    weight_version: int = field(default=0, compare=False)
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -232,13 +235,14 @@ def _cosine(info: DeviceInfo, sentences: Sentences, pairs: Sequence[tuple[str, s
         vectors = [forms[0].finish(each).vector for each in results]
         found = [float(vectors[first] @ vectors[second]) for first, second in places]
         tokens = [results[second].usage.prompt_tokens for _, second in places]
-        return Scores(found, _usage(results), tokens)
+        return Scores(found, _usage(results), tokens, results[0].weight_version)
 
     return ScoreJob(list(at), forms[0].pooling, None, documents, finish)
 
 
 def _scores(results: Sequence[Result], scores: list[float]) -> Scores:
-    return Scores(scores, _usage(results), [each.usage.prompt_tokens for each in results])
+    tokens = [each.usage.prompt_tokens for each in results]
+    return Scores(scores, _usage(results), tokens, results[0].weight_version)
 
 
 def _usage(results: Sequence[Result]) -> Usage:

@@ -10,9 +10,9 @@ from typing import Any
 from aiohttp import web
 
 from aioinfer.config import ServerConfig
-from aioinfer.embedding import listing
 from aioinfer.engine_like import EngineLike
 from aioinfer.errors import RequestError, renamed
+from aioinfer.pooled import listing
 from aioinfer.scoring import Scores
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.pace import Pace
