@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.errors import AioInferError, InvalidRequest, shown
-from aioinfer.loop.options import is_one
+from aioinfer.loop.options import PromptForm, PromptSource, is_one
 from aioinfer.outputs import Result, Usage
 from aioinfer.plain import plain
 from aioinfer.pooling import Pooling, PoolingKind
@@ -20,7 +20,15 @@ if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.loop.options import Prompt
 
-__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "inputs_of", "of_input"]
+__all__ = [
+    "Embedding",
+    "EmbeddingForm",
+    "EmbeddingOptions",
+    "input_form",
+    "inputs_of",
+    "of_input",
+    "source_form",
+]
 
 _KINDS: tuple[PoolingKind, ...] = ("last", "cls", "mean", "tokens")
 
@@ -44,6 +52,7 @@ class EmbeddingOptions(TypedDict, total=False):
     dimensions: int | None
     normalize: bool | None
     prompt_name: str | None
+    truncate_prompt_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +64,8 @@ class EmbeddingForm:
     normalize: bool
     sentences: Sentences
     prompt_name: str | None = None
+    #: how texts become tokens; None: as usual
+    form: PromptForm | None = None
 
     @classmethod
     def of(
@@ -66,6 +77,7 @@ class EmbeddingForm:
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> Self:
         """What a caller asks for, and for the rest what the model recommends. Raises InvalidRequest."""
         pooling, dimensions, normalize, prompt_name = map(
@@ -87,7 +99,8 @@ class EmbeddingForm:
             known = ", ".join(sentences.prompts) or "none"
             raise InvalidRequest("prompt_name", f"the model has {known}, got {shown(prompt_name)}")
         chosen = sentences.normalize if normalize is None else normalize
-        return cls(Pooling(kind), dimensions, chosen, sentences, prompt_name)
+        form = input_form(sentences, truncate_prompt_tokens)
+        return cls(Pooling(kind), dimensions, chosen, sentences, prompt_name, form)
 
     def prompt(self, given: Prompt) -> Prompt:
         """An input with the text in front of it that the model expects. Raises InvalidRequest."""
@@ -105,6 +118,21 @@ class EmbeddingForm:
         if self.normalize:
             vector = normalized(vector)
         return Embedding(vector, result.usage, result.prompt_token_ids, result.weight_version)
+
+
+def input_form(sentences: Sentences, truncate: Any = None) -> PromptForm | None:
+    """How inputs become tokens: only so many as the model was made for, or cut to ``truncate`` of their
+    beginning and these. Raises InvalidRequest."""
+    longest, truncate = sentences.max_tokens, plain(truncate)
+    if truncate is None:
+        return None if longest is None else PromptForm(longest=longest)
+    form = PromptForm(truncate=truncate, beginning=True, longest=longest)
+    return form if longest is None else replace(form, truncate=min(truncate, longest))
+
+
+def source_form(prompt: Prompt, form: PromptForm | None) -> PromptForm | None:
+    """That of an input; what was made before has one already."""
+    return None if isinstance(prompt, PromptSource) else form
 
 
 def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

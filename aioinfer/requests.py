@@ -13,7 +13,7 @@ from aioinfer.chat.functions import Tool
 from aioinfer.chats import ChatStream
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
-from aioinfer.embedding import EmbeddingForm, inputs_of
+from aioinfer.embedding import EmbeddingForm, inputs_of, source_form
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
 from aioinfer.loop.options import (
     GenerateOptions,
@@ -388,6 +388,7 @@ class Requests(ABC):
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         progress: MapProgress | None = None,
         **options: Unpack[JobOptions],
     ) -> Any:
@@ -411,6 +412,9 @@ class Requests(ABC):
             normalize: every vector has length 1. Default: as the model's files say, else True.
             prompt_name: which of the model's prompts (:attr:`sentences`) is put in front of texts; default:
                 the one that its files name, if any.
+            truncate_prompt_tokens: only so many tokens of an input's beginning are kept, those of the prompt
+                and special ones included, and not more than the model's files say. By default an input that
+                is too long is refused.
             progress: ``progress(done, total)`` is called as inputs end.
             options: those of :meth:`generate`.
 
@@ -428,13 +432,14 @@ class Requests(ABC):
             dimensions=dimensions,
             normalize=normalize,
             prompt_name=prompt_name,
+            truncate_prompt_tokens=truncate_prompt_tokens,
         )
         given, one = inputs_of(inputs)
 
         def name(index: int) -> str:
             return "inputs" if one else f"inputs[{index}]"
 
-        call = self._pooled_call(form.pooling, name, **options)
+        call = self._pooled_call(form.pooling, form.form, name, **options)
         found = await call.results([form.prompt(each) for each in given], form.finish, progress)
         return found[0] if one else found
 
@@ -474,24 +479,22 @@ class Requests(ABC):
             instruction=instruction,
             template=template,
         )
-        call = self._pooled_call(job.pooling, job.name, special_tokens=job.special_tokens, **options)
+        call = self._pooled_call(job.pooling, job.form, job.name, **options)
         name = options.get("adapter")
         return job.finish(await call.of_one_version(job.prompts, progress, lambda: self._files_of(name)))
 
     def _pooled_call(
         self,
         pooling: Pooling,
+        form: PromptForm | None,
         name: Callable[[int], str],
-        *,
-        special_tokens: bool | None = None,
         **options: Unpack[JobOptions],
     ) -> PooledCall:
         """``name``: of the input with an index, in errors."""
         serving = self._serving()
-        form = None if special_tokens is None else PromptForm(special_tokens)
 
         def source(prompt: Prompt) -> PromptSource:
-            return serving.source(prompt, None, form)
+            return serving.source(prompt, None, source_form(prompt, form))
 
         def submit(prompt: PromptSource, waiting: int) -> Stream:
             return self.generate(prompt, pooling=pooling, queue_behind=waiting, **options)

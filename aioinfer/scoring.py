@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.embedding import EmbeddingForm
 from aioinfer.errors import InvalidRequest, shown
+from aioinfer.loop.options import PromptForm
 from aioinfer.outputs import Result, Usage
 from aioinfer.pooling import Pooling
 
@@ -74,8 +75,8 @@ class ScoreJob:
 
     prompts: list[str]
     pooling: Pooling
-    #: special tokens of the tokenizer around each prompt; None: as usual
-    special_tokens: bool | None
+    #: how prompts become tokens; None: as usual
+    form: PromptForm | None
     #: index of the document that a prompt belongs to; None: to the query
     documents: list[int | None]
     finish: Callable[[Sequence[Result]], Scores]
@@ -120,7 +121,7 @@ def score_job(
     if method == "classifier":
         return ScoreJob(prompts, Pooling("classes"), None, each, _of_classes)
     answers = _answers(tokenizer, sentences, own_template=template is not None)
-    return ScoreJob(prompts, Pooling("choices", answers), False, each, _of_choices)
+    return ScoreJob(prompts, Pooling("choices", answers), PromptForm(special_tokens=False), each, _of_choices)
 
 
 def _method(info: DeviceInfo, sentences: Sentences) -> ScoreMethod:
@@ -237,7 +238,7 @@ def _cosine(info: DeviceInfo, sentences: Sentences, pairs: Sequence[tuple[str, s
         tokens = [results[second].usage.prompt_tokens for _, second in places]
         return Scores(found, _usage(results), tokens, results[0].weight_version)
 
-    return ScoreJob(list(at), forms[0].pooling, None, documents, finish)
+    return ScoreJob(list(at), forms[0].pooling, forms[0].form, documents, finish)
 
 
 def _scores(results: Sequence[Result], scores: list[float]) -> Scores:

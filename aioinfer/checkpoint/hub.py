@@ -37,7 +37,7 @@ _SMALL = re.compile(
     r"|tokenizer\.model|vocab\.json|merges\.txt|chat_template\.(json|jinja)"
     r"|additional_chat_templates/[^/]+\.jinja"
     # modules of sentence-transformers lie in directories of any name
-    r"|modules\.json|config_sentence_transformers\.json|\w[^/]*/config\.json"
+    r"|modules\.json|config_sentence_transformers\.json|sentence_bert_config\.json|\w[^/]*/config\.json"
 )
 #: one of them is there if there is a tokenizer
 _TOKENIZERS = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"}

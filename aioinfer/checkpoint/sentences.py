@@ -2,7 +2,8 @@
 
 ``modules.json`` lists what follows the model, the ``config.json`` in the directory of its pooling module
 (usually ``1_Pooling``) says how it pools, and ``config_sentence_transformers.json`` has the texts that are
-put in front of queries and documents. Of a reranker that answers by a token, ``config.json`` in the directory
+put in front of queries and documents. ``sentence_bert_config.json`` has the length up to which the model was
+made to read. Of a reranker that answers by a token, ``config.json`` in the directory
 of its module LogitScore says which tokens these are.
 """
 
@@ -23,6 +24,7 @@ Mode: TypeAlias = Literal["last", "cls", "mean"]
 #: the usual directories of modules
 _DIRECTORIES = {"Pooling": "1_Pooling", "LogitScore": "1_LogitScore"}
 _PROMPTS = "config_sentence_transformers.json"
+_LENGTH = "sentence_bert_config.json"
 #: names of modes, in the older form behind ``pooling_mode_``
 _MODES: Mapping[str, Mode] = {
     "cls": "cls",
@@ -52,6 +54,8 @@ class Sentences:
     #: of a reranker: the tokens that say that a document answers, and that it does not. One by itself: its
     #: logit is the score; none: the file that has them is missing
     answers: tuple[int, ...] | None = None
+    #: tokens of an input, at most; None: as many as the model's context has
+    max_tokens: int | None = None
 
     @classmethod
     def of(cls, path: Path) -> Self:
@@ -89,6 +93,7 @@ class Sentences:
             unsupported=unsupported,
             embeds="Pooling" in kinds,
             answers=answers,
+            max_tokens=_max_tokens(path / _LENGTH),
         )
 
     def with_prompt(self, text: str, name: str | None) -> str:
@@ -152,3 +157,11 @@ def _answers(file: Path) -> tuple[int, ...]:
     if not all(type(each) is int and each >= 0 for each in found) or len(set(found)) < len(found):
         raise ConfigError(f"model: {file.parent.name}/{file.name} names no tokens to score by")
     return tuple(found)
+
+
+def _max_tokens(file: Path) -> int | None:
+    """How long an input may be. Raises ConfigError."""
+    found = (read_json_object(file) if file.is_file() else {}).get("max_seq_length")
+    if found is not None and (type(found) is not int or found < 1):
+        raise ConfigError(f"model: max_seq_length is {shown(found)} in {file.name}")
+    return found

@@ -150,6 +150,10 @@ class PromptForm:
     #: it is not to be computed, so it may have any number of tokens that a text of the longest prompt's
     #: length can have
     counted: bool = False
+    #: of a truncated prompt the beginning is kept, with the special tokens around it
+    beginning: bool = False
+    #: it may have so many tokens, because the model was made for no more; None: as many as its context has
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.special_tokens, (bool, NoneType)):
@@ -277,10 +281,24 @@ class PromptSource:
                 ids = tokenizer.encode_part(self._prompt)
             if not ids:
                 raise InvalidRequest("prompt", "is empty")
+            if self._form.beginning and isinstance(self._prompt, str) and special is not False:
+                ids = self._beginning(tokenizer, self._prompt, ids)
             self._ids = self._checked(ids)
             self._prompt = None
         assert self._ids is not None
         return self._ids
+
+    def _beginning(self, tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int]:
+        """So many tokens of a text's beginning that there is room for the special ones around them."""
+        most = self._form.truncate
+        if most is None or len(ids) <= most:
+            return ids
+        part = tokenizer.encode_part(text)
+        around = len(ids) - len(part)
+        first = next((at for at in range(around + 1) if ids[at : at + len(part)] == part), None)
+        if first is None or around >= most:
+            return ids  # the tokenizer does not only put tokens around, or there is no room for these
+        return [*ids[:first], *part[: most - around], *ids[first + len(part) :]]
 
     def _encode_chat(self, tokenizer: Tokenizer) -> list[int]:
         messages, kwargs = self._prompt, self._template_kwargs
@@ -295,10 +313,14 @@ class PromptSource:
 
     def _checked(self, ids: list[int]) -> list[int]:
         """The ids that are the prompt."""
-        if self._form.truncate is not None:
-            ids = ids[-self._form.truncate :]
+        most, longest = self._form.truncate, self._form.longest
+        if most is not None:
+            ids = ids[:most] if self._form.beginning else ids[-most:]
         if not self._form.counted:
             self._check_count(len(ids), "tokens")
+        if longest is not None and len(ids) > longest:
+            message = f"has {len(ids)} tokens, and this model was made for {longest} at most (max_seq_length)"
+            raise InvalidRequest("prompt", message, code="context_length_exceeded")
         check_ids("prompt", ids, self._info.vocab_size)
         return ids
 

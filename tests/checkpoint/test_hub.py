@@ -80,6 +80,7 @@ def test_of_a_repository_only_what_is_read_is_wanted() -> None:
         "model.safetensors", "pytorch_model.bin", "onnx/model.onnx", "original/params.json",
         "chat_template.jinja", "modules.json", "1_Pooling/config.json",
         "config_sentence_transformers.json", "1_Head/config.json", "a/b/config.json",
+        "sentence_bert_config.json",
     ]  # fmt: skip
     other = {
         "README.md",

@@ -105,3 +105,15 @@ def test_a_reranker_embeds_nothing_and_says_what_it_answers_with(
 def test_answers_that_are_no_tokens_are_refused(tmp_path: Path, stated: Any) -> None:
     with pytest.raises(ConfigError, match=r"1_Other/config\.json names no tokens"):
         Sentences.of(reranker(tmp_path, stated))
+
+
+def test_the_length_is_the_files(tmp_path: Path) -> None:
+    assert Sentences.of(write(tmp_path, MEAN)).max_tokens is None
+    file = tmp_path / "sentence_bert_config.json"
+    for stated, wanted in (({"max_seq_length": 256}, 256), ({"max_seq_length": None}, None), ({}, None)):
+        file.write_text(json.dumps(stated))
+        assert Sentences.of(tmp_path).max_tokens == wanted
+    for wrong in (0, "256", 2.5, True):
+        file.write_text(json.dumps({"max_seq_length": wrong}))
+        with pytest.raises(ConfigError, match="max_seq_length"):
+            Sentences.of(tmp_path)

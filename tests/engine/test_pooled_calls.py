@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from aioinfer import InvalidRequest, Pooling, Rejected, SamplingParams, StepFailed
+from aioinfer import LLM, EngineConfig, InvalidRequest, Pooling, Rejected, SamplingParams, StepFailed
+from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.embedding import normalized
 from aioinfer.parallel import Dispatcher
 from aioinfer.stream import Stream
-from aioinfer.testing import ToyTokenizer
+from aioinfer.testing import ToyDevice, ToyTokenizer
 from aioinfer.testing.toy_adapters import ToyAdapter, write_toy_adapter
 from aioinfer.testing.toy_pooling import toy_pooled
 from tests.engine.conftest import Gate, MakeEngine
@@ -172,3 +173,65 @@ async def test_other_tasks_have_turns_while_inputs_are_checked(make_engine: Make
         with pytest.raises(InvalidRequest):
             await engine.embed([*([1] * 100 for _ in range(400)), [64]])
     assert turns >= 10
+
+
+# -- how long an input may be ---------------------------------------------------------------------------
+
+SHORT = Sentences(stated=True, embeds=True, normalize=False, max_tokens=8)
+
+
+class Around(ToyTokenizer):
+    """Puts a token in front of texts, and another one behind."""
+
+    def encode(self, text: str) -> list[int]:
+        return [1, *super().encode(text), 2]
+
+    def encode_part(self, text: str) -> list[int]:
+        return super().encode(text)
+
+
+async def test_an_input_longer_than_the_model_was_made_for_is_refused_or_cut(make_engine: MakeEngine) -> None:
+    ids = [*range(10, 22)]
+    async with make_engine() as engine:
+        engine.sentences = SHORT
+        for inputs in (ids, "a text of many", [ids[:8], ids]):
+            with pytest.raises(InvalidRequest, match="made for 8") as refused:
+                await engine.embed(inputs)
+            assert refused.value.code == "context_length_exceeded"
+        with pytest.raises(InvalidRequest, match="made for 8") as refused:
+            await engine.score("a", ["b", "a text of many"], method="cosine")
+        assert refused.value.field == "documents[1]"
+        elsewhere = engine.threadsafe()
+        with pytest.raises(InvalidRequest, match="made for 8"):
+            await asyncio.to_thread(elsewhere.embed, ids)
+        thread = await asyncio.wrap_future(elsewhere.embed([ids], truncate_prompt_tokens=5))
+        assert thread[0].vector.tolist() == toy_pooled(ids[:5], LAST).tolist()
+        for most, kept in ((5, 5), (8, 8), (20, 8)):
+            found = await engine.embed([ids, ids[:3]], truncate_prompt_tokens=most)
+            wanted = [toy_pooled(each, LAST).tolist() for each in (ids[:kept], ids[:3])]
+            assert [each.vector.tolist() for each in found] == wanted
+        wrongs: list[Any] = [0, -1, 2.5, "5"]
+        for wrong in wrongs:
+            with pytest.raises(InvalidRequest) as refused:
+                await engine.embed(ids, truncate_prompt_tokens=wrong)
+            assert refused.value.field == "truncate_prompt_tokens"
+
+
+async def test_special_tokens_stay_around_a_text_that_is_cut(make_engine: MakeEngine) -> None:
+    async with make_engine(tokenizer=Around) as engine:
+        engine.sentences = SHORT
+        part = ToyTokenizer().encode("a text of many")
+        found = await engine.embed("a text of many", truncate_prompt_tokens=6)
+        assert list(found.prompt_token_ids) == [1, *part[:4], 2]
+        short = await engine.embed("abc", truncate_prompt_tokens=6)
+        assert list(short.prompt_token_ids) == [1, *ToyTokenizer().encode("abc"), 2]
+
+
+def test_the_synchronous_engine_cuts_inputs_likewise() -> None:
+    config = EngineConfig(model="toy", page_size=4, num_pages=64, max_running_requests=4)
+    with LLM(config, device=lambda _: ToyDevice(), tokenizer=lambda _: ToyTokenizer()) as llm:
+        llm.sentences = SHORT
+        with pytest.raises(InvalidRequest, match="made for 8"):
+            llm.embed([*range(1, 10)])
+        found = llm.embed([*range(1, 20)], truncate_prompt_tokens=8)
+    assert found.vector.tolist() == toy_pooled([*range(1, 9)], LAST).tolist()

@@ -88,6 +88,7 @@ async def test_base64_has_the_bits_of_the_numbers_and_dimensions_are_cut_first(s
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "pooling": "tokens"}, "pooling"),
         ({"input": "a", "normalize": 1}, "normalize"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "a", "prompt_name": "query"}, "prompt_name"),
         ({"input": "a", "prompt_name": []}, "prompt_name"),
         ({"input": "a", "prompt_name": {"a": 1}}, "prompt_name"),
@@ -101,6 +102,13 @@ async def test_what_is_wrong_with_a_body_is_named(serving: Serving, body: Any, p
         status, answer = await post(served, "/v1/embeddings", **body)
         assert (status, answer["error"]["param"]) == (400, param), answer
         assert served.engine.stats().running == served.engine.stats().waiting == 0
+
+
+async def test_inputs_are_cut_on_demand(serving: Serving) -> None:
+    async with serving() as served:
+        _, cut = await post(served, "/v1/embeddings", input=["hello", "he"], truncate_prompt_tokens=3)
+        _, whole = await post(served, "/v1/embeddings", input=["hel", "he"])
+    assert cut == whole
 
 
 async def test_another_model_is_not_found(serving: Serving) -> None:
