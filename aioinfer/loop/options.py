@@ -70,6 +70,7 @@ class JobOptions(TypedDict, total=False):
     cache_salt: str
     routing_key: str | None
     max_lag: int | None
+    request_id: str | None
     adapter: str | None
 
 
@@ -77,7 +78,6 @@ class GenerateOptions(JobOptions, total=False):
     """The same for one request."""
 
     queue_behind: int
-    request_id: str | None
     pooling: Pooling | None
 
 

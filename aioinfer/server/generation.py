@@ -70,8 +70,7 @@ class Generation:
         with record.admitted():
             call, limits = await self.parsed(request, wire.parse)
             check_answer(call, limits)
-            if self._metrics is not None:
-                self._metrics.called(call.n)
+            self.called(call.n)
             record.model, record.call = call.model, call.id
             try:
                 return await self._answer(request, call, wire, record)
@@ -79,6 +78,11 @@ class Generation:
                 raise call.named(error) from None
             finally:
                 self._engine.timeline.request(record.id, record.started, record.output_tokens)
+
+    def called(self, n: int) -> None:
+        """Counts a call for ``n`` choices."""
+        if self._metrics is not None:
+            self._metrics.called(n)
 
     async def count(self, request: web.Request, parse: Callable[[bytes, Served], Call]) -> int:
         """How many tokens the prompt of a request has."""

@@ -62,7 +62,7 @@ class PoolingRoutes:
             with self._counting(record):
                 try:
                     async with self._generation.watched(request):
-                        found = await self._engine.embed(call.inputs, **call.options)
+                        found = await self._engine.embed(call.inputs, request_id=record.id, **call.options)
                 except RequestError as error:
                     raise renamed(error, call.names) from None
             pieces = await embeddings_answer(call, found)
@@ -72,13 +72,15 @@ class PoolingRoutes:
         record = record_of(request)
         with record.admitted():
             call, _ = await self._generation.parsed(request, parse_score, batch=True)
-            return await self._json(request, score_answer(call, await self._scores(request, call)))
+            name = record.call = f"score-{record.id}"
+            return await self._json(request, score_answer(call, await self._scores(request, call), name))
 
     async def rerank(self, request: web.Request) -> web.StreamResponse:
         record = record_of(request)
         with record.admitted():
             call, _ = await self._generation.parsed(request, parse_rerank, batch=True)
-            return await self._json(request, rerank_answer(call, await self._scores(request, call)))
+            name = record.call = f"rerank-{record.id}"
+            return await self._json(request, rerank_answer(call, await self._scores(request, call), name))
 
     async def _scores(self, request: web.Request, call: ScoreCall) -> Scores:
         record = record_of(request)
@@ -86,7 +88,9 @@ class PoolingRoutes:
         with self._counting(record):
             try:
                 async with self._generation.watched(request):
-                    return await self._engine.score(call.query, call.documents, **call.options)
+                    return await self._engine.score(
+                        call.query, call.documents, request_id=record.id, **call.options
+                    )
             except RequestError as error:
                 raise renamed(error, call.names) from None
 
@@ -94,8 +98,12 @@ class PoolingRoutes:
     def _counting(self, record: Record) -> Iterator[None]:
         """Counts the prompts of a call of the engine, also of one that fails or is left."""
         streams: list[Stream] = []
-        with record.counting(streams, 1), listing(streams):
-            yield
+        self._generation.called(1)
+        try:
+            with record.counting(streams, 1), listing(streams):
+                yield
+        finally:
+            self._engine.timeline.request(record.id, record.started, record.output_tokens)
 
     async def _json(self, request: web.Request, found: Mapping[str, Any]) -> web.Response:
         pieces = Pieces()

@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import json
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
@@ -375,10 +374,10 @@ def _encoded(embedding: Embedding, *, as_bytes: bool) -> list[float] | str:
     return numbers
 
 
-def score_answer(call: ScoreCall, found: Scores) -> ScoreAnswer:
-    """The answer to a call of ``/v1/score``."""
+def score_answer(call: ScoreCall, found: Scores, name: str) -> ScoreAnswer:
+    """The answer to a call of ``/v1/score``, with this id."""
     return {
-        "id": f"score-{uuid.uuid4().hex}",
+        "id": name,
         "object": "list",
         "created": int(time.time()),
         "model": call.model,
@@ -389,8 +388,8 @@ def score_answer(call: ScoreCall, found: Scores) -> ScoreAnswer:
     }
 
 
-def rerank_answer(call: ScoreCall, found: Scores) -> RerankAnswer:
-    """The answer to a call of ``/v1/rerank``: equal scores in the order of the request."""
+def rerank_answer(call: ScoreCall, found: Scores, name: str) -> RerankAnswer:
+    """The answer to a call of ``/v1/rerank``, with this id: equal scores in the order of the request."""
     order = sorted(range(len(found.scores)), key=lambda index: -found.scores[index])
     results: list[Ranked] = []
     for index in order[: call.top_n]:
@@ -399,7 +398,7 @@ def rerank_answer(call: ScoreCall, found: Scores) -> RerankAnswer:
             ranked["document"] = {"text": call.documents[index]}
         results.append(ranked)
     return {
-        "id": f"rerank-{uuid.uuid4().hex}",
+        "id": name,
         "model": call.model,
         "results": results,
         "usage": _usage([found.usage]),
