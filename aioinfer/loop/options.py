@@ -40,6 +40,7 @@ __all__ = [
     "check_timeout",
     "is_one",
     "pooling_params",
+    "too_long",
 ]
 
 #: text, token ids (also an array of integers), chat messages (mappings with "role" and "content", of plain
@@ -360,26 +361,31 @@ class PromptSource:
     @property
     def _most_bytes(self) -> int:
         """A text with more bytes has too many tokens."""
-        return self._token_bytes * (self._info.max_model_len - 1)
+        return self._token_bytes * self._info.max_model_len
 
     def _check_text(self, text: str) -> None:
         if exceeds_bytes(text, self._most_bytes):
             raise self._too_long(f"the prompt has {len(text)} characters")
 
     def _check_count(self, count: int, what: str) -> None:
-        # A model that generates has room for a token behind the prompt.
-        if count >= self._info.max_model_len + (not self._info.generates):
+        # Whether there has to be room for a token behind it, its request says.
+        if count > self._info.max_model_len:
             raise self._too_long(f"the prompt has {count} {what}")
 
     def _too_long(self, found: str) -> InvalidRequest:
-        limit, reason = self._info.max_model_len, self._info.length_reason
-        why = f" ({reason})" if reason else ""
-        return InvalidRequest(
-            "prompt",
-            f"This model's maximum context length is {limit} tokens{why}, prompt and output together. "
-            f"However, {found}.",
-            code="context_length_exceeded",
-        )
+        return too_long(self._info, found)
+
+
+def too_long(info: DeviceInfo, found: str) -> InvalidRequest:
+    """The error of a prompt that leaves no room for what is to follow; ``found``: what it has."""
+    limit, reason = info.max_model_len, info.length_reason
+    why = f" ({reason})" if reason else ""
+    return InvalidRequest(
+        "prompt",
+        f"This model's maximum context length is {limit} tokens{why}, prompt and output together. "
+        f"However, {found}.",
+        code="context_length_exceeded",
+    )
 
 
 def _length(given: Any) -> int:

@@ -235,3 +235,17 @@ def test_the_synchronous_engine_cuts_inputs_likewise() -> None:
             llm.embed([*range(1, 10)])
         found = llm.embed([*range(1, 20)], truncate_prompt_tokens=8)
     assert found.vector.tolist() == toy_pooled([*range(1, 9)], LAST).tolist()
+
+
+async def test_a_prompt_without_an_output_may_fill_the_context(make_engine: MakeEngine) -> None:
+    async with make_engine(max_model_len=64) as engine, Dispatcher([make_engine()]) as dispatcher:
+        for each in (engine, dispatcher):
+            ids = [index % 60 + 1 for index in range(each.info.max_model_len)]
+            assert (await each.embed(ids, normalize=False)).vector.tolist() == toy_pooled(ids, LAST).tolist()
+            scored = await each.generate(ids, SamplingParams(max_tokens=0, prompt_logprobs=0))
+            assert len(scored.prompt_logprobs or ()) == len(ids)
+            with pytest.raises(InvalidRequest) as refused:
+                await each.generate(ids, SamplingParams(max_tokens=1))
+            assert (refused.value.field, refused.value.code) == ("prompt", "context_length_exceeded")
+            with pytest.raises(InvalidRequest, match="maximum context length"):
+                await each.embed([*ids, 1])
