@@ -45,6 +45,9 @@ _JUDGE = (
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _PLAIN = "{query}{document}"
 _ANSWERS = ("yes", "no")
+#: what models call their prompts for queries and for documents; the first one that is there counts
+_QUERIES = ("query",)
+_DOCUMENTS = ("document", "passage", "corpus")
 _PLACES = re.compile(r"\{(instruction|query|document)\}")
 
 
@@ -216,8 +219,9 @@ def _sigmoid(value: float) -> float:
 
 def _cosine(info: DeviceInfo, sentences: Sentences, pairs: Sequence[tuple[str, str]]) -> ScoreJob:
     """Every text once, with the model's own prompts for queries and documents."""
-    names = ["query" if "query" in sentences.prompts else None]
-    names.append("document" if "document" in sentences.prompts else None)
+    names = [
+        next((name for name in known if name in sentences.prompts), None) for known in (_QUERIES, _DOCUMENTS)
+    ]
     forms = [EmbeddingForm.of(info, sentences, normalize=True, prompt_name=name) for name in names]
     at: dict[str, int] = {}
     documents: list[int | None] = []

@@ -218,6 +218,27 @@ def test_pooling_length_and_prompts_are_those_of_the_files(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("prompts", "used"),
+    [
+        ({"passage": "p: "}, "p: "),
+        ({"corpus": "c: ", "other": "o: "}, "c: "),
+        ({"corpus": "c: ", "document": "d: ", "passage": "p: "}, "d: "),
+        ({"other": "o: "}, ""),
+    ],
+)
+def test_documents_have_the_prompt_for_them_whatever_it_is_called(
+    tmp_path: Path, prompts: dict[str, str], used: str
+) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    with_tokenizer(tmp_path)
+    with_sentences(tmp_path, {"pooling_mode_mean_tokens": True}, prompts={"query": "q: ", **prompts})
+    with LLM(config(tmp_path)) as llm:
+        (score,) = llm.score("apple", ["pear"]).scores
+        query, document = llm.embed(["q: apple", f"{used}pear"])
+        assert score == pytest.approx(cosine(query.vector, document.vector), abs=1e-5)
+
+
+@pytest.mark.parametrize(
     ("pooling", "modules", "message"),
     [
         ({"pooling_mode_cls_token": True}, (), "sees no other"),
