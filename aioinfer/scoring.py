@@ -3,7 +3,8 @@
 ===========  =====================================================  =======================================
 method       model                                                  score
 ===========  =====================================================  =======================================
-classifier   a head of its own (``Qwen3ForSequenceClassification``)  the sigmoid of its logit; with two
+classifier   a head of its own (``Qwen3ForSequenceClassification``)  the sigmoid of its logit, or the logit
+                                                                    where its files say so; with two
                                                                     classes the softmax of the second
 judge        a language model that answers "yes" or "no"            the probability of "yes" against "no"
              (Qwen3-Reranker)
@@ -17,6 +18,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from aioinfer.checkpoint.sentences import Sentences
@@ -122,7 +124,8 @@ def score_job(
     prompts = [_filled(form, wanted, *pair) for pair in pairs]
     each: list[int | None] = [*range(len(pairs))]
     if method == "classifier":
-        return ScoreJob(prompts, Pooling("classes"), None, each, _of_classes)
+        raw = _is_raw(info, sentences)
+        return ScoreJob(prompts, Pooling("classes"), None, each, partial(_of_classes, raw=raw))
     answers = _answers(tokenizer, sentences, own_template=template is not None)
     return ScoreJob(prompts, Pooling("choices", answers), PromptForm(special_tokens=False), each, _of_choices)
 
@@ -132,6 +135,16 @@ def _method(info: DeviceInfo, sentences: Sentences) -> ScoreMethod:
     if info.num_labels:
         return "classifier"
     return "cosine" if sentences.embeds or not info.generates else "judge"
+
+
+def _is_raw(info: DeviceInfo, sentences: Sentences) -> bool:
+    """Whether the score of a classifier is its logit as it is. Raises InvalidRequest."""
+    if info.num_labels != 1 or sentences.activation == "Sigmoid":
+        return False
+    if sentences.activation != "Identity":
+        message = f"its files make scores of logits by {sentences.activation}, which is not supported"
+        raise InvalidRequest("model", message)
+    return True
 
 
 def _pairs(query: str | Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
@@ -202,10 +215,13 @@ def _of_choices(results: Sequence[Result]) -> Scores:
     return _scores(results, [_sigmoid(float(each.pooled[0]) - float(each.pooled[1])) for each in results])
 
 
-def _of_classes(results: Sequence[Result]) -> Scores:
+def _of_classes(results: Sequence[Result], *, raw: bool) -> Scores:
     found = []
     for each in results:
         logits = [float(logit) for logit in each.pooled]
+        if raw:
+            found.append(logits[0])
+            continue
         found.append(_sigmoid(logits[0] if len(logits) == 1 else logits[1] - logits[0]))
     return _scores(results, found)
 

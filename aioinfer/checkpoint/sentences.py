@@ -56,13 +56,15 @@ class Sentences:
     answers: tuple[int, ...] | None = None
     #: tokens of an input, at most; None: as many as the model's context has
     max_tokens: int | None = None
+    #: the class of what makes a score of a classifier's logit, without its package
+    activation: str = "Sigmoid"
 
     @classmethod
     def of(cls, path: Path) -> Self:
         """Those of a directory; any other path has none. Raises ConfigError."""
         modules = path / "modules.json"
         if not modules.is_file():
-            return cls()
+            return cls(activation=_activation(path))
         listed = _modules(modules)
         kinds = [kind for kind, _ in listed]
         pooling: Mode = "last"
@@ -94,6 +96,7 @@ class Sentences:
             embeds="Pooling" in kinds,
             answers=answers,
             max_tokens=_max_tokens(path / _LENGTH),
+            activation=_activation(path),
         )
 
     def with_prompt(self, text: str, name: str | None) -> str:
@@ -165,3 +168,18 @@ def _max_tokens(file: Path) -> int | None:
     if found is not None and (type(found) is not int or found < 1):
         raise ConfigError(f"model: max_seq_length is {shown(found)} in {file.name}")
     return found
+
+
+def _activation(path: Path) -> str:
+    """What makes a score of a logit: where CrossEncoder states it, in files of its versions, newest first."""
+    files = [path / name for name in (_PROMPTS, "config.json")]
+    newest, config = (read_json_object(file) if file.is_file() else {} for file in files)
+    inner = config.get("sentence_transformers")
+    for stated in (
+        newest.get("activation_fn"),
+        inner.get("activation_fn") if isinstance(inner, dict) else None,
+        config.get("sbert_ce_default_activation_function"),
+    ):
+        if stated is not None:
+            return str(stated).rpartition(".")[2]
+    return "Sigmoid"

@@ -117,3 +117,16 @@ def test_the_length_is_the_files(tmp_path: Path) -> None:
         file.write_text(json.dumps({"max_seq_length": wrong}))
         with pytest.raises(ConfigError, match="max_seq_length"):
             Sentences.of(tmp_path)
+
+
+def test_the_activation_is_that_of_the_newest_file(tmp_path: Path) -> None:
+    assert Sentences.of(tmp_path).activation == "Sigmoid"
+    old = {"sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"}
+    inner = {"sentence_transformers": {"activation_fn": "x.Tanh"}}
+    for name, stated, wanted in (
+        ("config.json", old, "Identity"),
+        ("config.json", {**old, **inner}, "Tanh"),
+        ("config_sentence_transformers.json", {"activation_fn": "x.Other"}, "Other"),
+    ):
+        (tmp_path / name).write_text(json.dumps(stated))
+        assert Sentences.of(tmp_path).activation == wanted

@@ -153,6 +153,34 @@ def test_a_classifier_gives_the_logits_of_its_classes(tmp_path: Path, labels: in
             llm.generate([1, 2, 3])
 
 
+def test_the_score_of_a_classifier_is_what_its_files_make_of_the_logit(tmp_path: Path) -> None:
+    changes = {"head_dim": 16, "num_labels": 1, "tie_word_embeddings": False}
+    make_model("Qwen3", changes, tmp_path, seed=3)
+    shape = transformers.AutoConfig.from_pretrained(tmp_path)
+    model = transformers.Qwen3ForSequenceClassification(shape).eval()
+    model.config.pad_token_id = 0
+    model.save_pretrained(tmp_path)
+    with_tokenizer(tmp_path)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "logit"),
+        ({"sentence_transformers": {"activation_fn": "mine.Scaled"}}, "refused"),
+    ]
+    for stated, how in cases:
+        rewrite(tmp_path, lambda name: name, **stated)
+        with LLM(config(tmp_path)) as llm, torch.no_grad():
+            assert llm.tokenizer is not None
+            ids = llm.tokenizer.encode("applepear")
+            logit = float(model(torch.tensor([ids])).logits[0, 0])
+            if how == "refused":
+                with pytest.raises(InvalidRequest, match="Scaled"):
+                    llm.score("apple", ["pear"])
+                continue
+            wanted = logit if how == "logit" else 1 / (1 + math.exp(-logit))
+            assert llm.score("apple", ["pear"]).scores == [pytest.approx(wanted, rel=1e-3, abs=1e-4)]
+
+
 def test_a_base_model_that_sees_what_follows_is_refused(tmp_path: Path) -> None:
     make_checkpoint("gemma3", tmp_path)
     change: dict[str, Any] = {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}
