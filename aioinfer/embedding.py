@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.errors import AioInferError, InvalidRequest, shown
-from aioinfer.loop.options import is_one
-from aioinfer.mapping import MapProgress, ResultMap, Submit
+from aioinfer.loop.options import PromptForm, PromptSource, is_one
 from aioinfer.outputs import Result, Usage
 from aioinfer.plain import plain
 from aioinfer.pooling import Pooling, PoolingKind
@@ -22,11 +19,17 @@ if TYPE_CHECKING:
 
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.loop.options import Prompt
-    from aioinfer.stream import Stream
 
-__all__ = ["Embedding", "EmbeddingForm", "EmbeddingOptions", "inputs_of", "listing", "of_input", "pool_all"]
+__all__ = [
+    "Embedding",
+    "EmbeddingForm",
+    "EmbeddingOptions",
+    "input_form",
+    "inputs_of",
+    "of_input",
+    "source_form",
+]
 
-_Finished = TypeVar("_Finished")
 _KINDS: tuple[PoolingKind, ...] = ("last", "cls", "mean", "tokens")
 
 
@@ -38,6 +41,8 @@ class Embedding:
     vector: npt.NDArray[np.float32] = field(compare=False)
     usage: Usage
     prompt_token_ids: Sequence[int] = field(default=(), repr=False)
+    #: of the weights that computed it, as of a Result. Of several inputs, each has its own
+    weight_version: int = field(default=0, compare=False)
 
 
 class EmbeddingOptions(TypedDict, total=False):
@@ -47,6 +52,7 @@ class EmbeddingOptions(TypedDict, total=False):
     dimensions: int | None
     normalize: bool | None
     prompt_name: str | None
+    truncate_prompt_tokens: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +64,8 @@ class EmbeddingForm:
     normalize: bool
     sentences: Sentences
     prompt_name: str | None = None
+    #: how texts become tokens; None: as usual
+    form: PromptForm | None = None
 
     @classmethod
     def of(
@@ -69,14 +77,16 @@ class EmbeddingForm:
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
     ) -> Self:
         """What a caller asks for, and for the rest what the model recommends. Raises InvalidRequest."""
         pooling, dimensions, normalize, prompt_name = map(
             plain, (pooling, dimensions, normalize, prompt_name)
         )
         if pooling is None and sentences.unsupported:
-            raise InvalidRequest("model", f"{sentences.unsupported}, which is not supported")
-        usual = "mean" if info.whole_prompts and not sentences.stated else sentences.pooling
+            message = f"{sentences.unsupported}, which is not supported: pooling says what else is wanted"
+            raise InvalidRequest("model", message)
+        usual = "mean" if info.whole_prompts and not sentences.embeds else sentences.pooling
         kind: Any = usual if pooling is None else pooling
         if kind not in _KINDS:
             raise InvalidRequest("pooling", f"must be one of {', '.join(_KINDS)}, got {shown(kind)}")
@@ -89,7 +99,8 @@ class EmbeddingForm:
             known = ", ".join(sentences.prompts) or "none"
             raise InvalidRequest("prompt_name", f"the model has {known}, got {shown(prompt_name)}")
         chosen = sentences.normalize if normalize is None else normalize
-        return cls(Pooling(kind), dimensions, chosen, sentences, prompt_name)
+        form = input_form(sentences, truncate_prompt_tokens)
+        return cls(Pooling(kind), dimensions, chosen, sentences, prompt_name, form)
 
     def prompt(self, given: Prompt) -> Prompt:
         """An input with the text in front of it that the model expects. Raises InvalidRequest."""
@@ -106,7 +117,22 @@ class EmbeddingForm:
             vector = vector[..., : self.dimensions].copy()
         if self.normalize:
             vector = normalized(vector)
-        return Embedding(vector, result.usage, result.prompt_token_ids)
+        return Embedding(vector, result.usage, result.prompt_token_ids, result.weight_version)
+
+
+def input_form(sentences: Sentences, truncate: Any = None) -> PromptForm | None:
+    """How inputs become tokens: only so many as the model was made for, or cut to ``truncate`` of their
+    beginning and these. Raises InvalidRequest."""
+    longest, truncate = sentences.max_tokens, plain(truncate)
+    if truncate is None:
+        return None if longest is None else PromptForm(longest=longest)
+    form = PromptForm(truncate=truncate, beginning=True, longest=longest)
+    return form if longest is None else replace(form, truncate=min(truncate, longest))
+
+
+def source_form(prompt: Prompt, form: PromptForm | None) -> PromptForm | None:
+    """That of an input; what was made before has one already."""
+    return None if isinstance(prompt, PromptSource) else form
 
 
 def normalized(vectors: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -140,50 +166,3 @@ def of_input(error: AioInferError, name: str) -> AioInferError:
         return named
     error.add_note(f"of {name}")
     return error
-
-
-#: where the streams of this context's calls are put down
-_listed: ContextVar[list[Stream] | None] = ContextVar("_listed", default=None)
-
-
-@contextmanager
-def listing(streams: list[Stream]) -> Iterator[None]:
-    """Puts the streams of the calls that are made here into a list, for what has to be known of them however
-    the calls end."""
-    token = _listed.set(streams)
-    try:
-        yield
-    finally:
-        _listed.reset(token)
-
-
-async def pool_all(
-    submit: Submit,
-    prompts: Sequence[Prompt],
-    finish: Callable[[Result], _Finished],
-    name: Callable[[int], str],
-    *,
-    concurrency: int,
-    progress: MapProgress | None,
-) -> list[_Finished]:
-    """What ``finish`` makes of the results of all prompts, in order; ``name``: of one by its index, in
-    errors. If one fails, the others are withdrawn."""
-    found: list[_Finished] = []
-    listed = _listed.get()
-
-    def submitted(prompt: Prompt, waiting: int) -> Stream:
-        stream = submit(prompt, waiting)
-        if listed is not None:
-            listed.append(stream)
-        return stream
-
-    try:
-        async with ResultMap(
-            submitted, prompts, concurrency=concurrency, progress=progress, on_error="raise"
-        ) as results:
-            async for result in results:
-                assert isinstance(result, Result)
-                found.append(finish(result))
-    except AioInferError as error:
-        raise of_input(error, name(len(found))) from error.__cause__
-    return found

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
-from aioinfer.embedding import EmbeddingForm, EmbeddingOptions, of_input
+from aioinfer.embedding import EmbeddingForm, EmbeddingOptions, of_input, source_form
 from aioinfer.errors import (
     Cancelled,
     EngineFailed,
@@ -257,7 +257,7 @@ class LLM(BlockingLoop):
         given: Any = [inputs] if one else list(several)
         names = ["inputs" if one else f"inputs[{index}]" for index in range(len(given))]
         prompts = [form.prompt(each) for each in given]
-        results = self._pooled(prompts, form.pooling, names, progress, adapter=adapter)
+        results = self._pooled(prompts, form.pooling, names, progress, form.form, adapter=adapter)
         found = [form.finish(each) for each in results]
         return found[0] if one else found
 
@@ -273,9 +273,8 @@ class LLM(BlockingLoop):
         """As :meth:`aioinfer.Engine.score`; ``progress`` as of :meth:`generate`."""
         self._opened()
         job = score_job(self._core.info, self.tokenizer, self.sentences, query, documents, **asked)
-        form = None if job.special_tokens is None else PromptForm(job.special_tokens)
         names = [job.name(index) for index in range(len(job.prompts))]
-        return job.finish(self._pooled(job.prompts, job.pooling, names, progress, form, adapter=adapter))
+        return job.finish(self._pooled(job.prompts, job.pooling, names, progress, job.form, adapter=adapter))
 
     def _pooled(
         self,
@@ -292,7 +291,8 @@ class LLM(BlockingLoop):
         entered: list[Entered] = []
         for name, prompt in zip(names, prompts, strict=True):
             try:
-                entered.append(self._prepare(self._core.source(prompt, None, form), params, options))
+                source = self._core.source(prompt, None, source_form(prompt, form))
+                entered.append(self._prepare(source, params, options))
             except InvalidRequest as error:
                 raise of_input(error, name) from error.__cause__
         return self._finish_all(entered, progress)

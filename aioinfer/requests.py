@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
 
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.chat.asking import ChatRequest, chat_request
@@ -13,7 +13,7 @@ from aioinfer.chat.functions import Tool
 from aioinfer.chats import ChatStream
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
-from aioinfer.embedding import EmbeddingForm, inputs_of, pool_all
+from aioinfer.embedding import EmbeddingForm, inputs_of, source_form
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
 from aioinfer.loop.options import (
     GenerateOptions,
@@ -26,8 +26,9 @@ from aioinfer.loop.options import (
     pooling_params,
 )
 from aioinfer.mapping import MapProgress, OnError, Prompts, ResultMap
-from aioinfer.outputs import AdapterInfo, Result
+from aioinfer.outputs import AdapterInfo
 from aioinfer.params import SamplingParams, Schema, inherited
+from aioinfer.pooled import PooledCall
 from aioinfer.pooling import Pooling
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.scoring import ScoreMethod, Scores, score_job
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Requests", "Serving"]
 
-_Finished = TypeVar("_Finished")
 #: choices of one prompt, as in the HTTP API
 _MOST_CHOICES = 128
 
@@ -388,6 +388,7 @@ class Requests(ABC):
         dimensions: int | None = None,
         normalize: bool | None = None,
         prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         progress: MapProgress | None = None,
         **options: Unpack[JobOptions],
     ) -> Any:
@@ -411,11 +412,15 @@ class Requests(ABC):
             normalize: every vector has length 1. Default: as the model's files say, else True.
             prompt_name: which of the model's prompts (:attr:`sentences`) is put in front of texts; default:
                 the one that its files name, if any.
+            truncate_prompt_tokens: only so many tokens of an input's beginning are kept, those of the prompt
+                and special ones included, and not more than the model's files say. By default an input that
+                is too long is refused.
             progress: ``progress(done, total)`` is called as inputs end.
             options: those of :meth:`generate`.
 
         Returns:
-            :class:`~aioinfer.Embedding`, or a list of them.
+            :class:`~aioinfer.Embedding`, or a list of them. Each input has the adapter and the weights that
+            are there when it is queued and computed: ``weight_version`` tells vectors of other weights apart.
 
         Raises as :meth:`generate`, with ``field`` "inputs[3]" for the input at index 3, if there are several;
         all else is withdrawn then, and when the call is cancelled.
@@ -427,16 +432,15 @@ class Requests(ABC):
             dimensions=dimensions,
             normalize=normalize,
             prompt_name=prompt_name,
+            truncate_prompt_tokens=truncate_prompt_tokens,
         )
         given, one = inputs_of(inputs)
-        found = await self._pooled(
-            [form.prompt(each) for each in given],
-            form.pooling,
-            form.finish,
-            lambda index: "inputs" if one else f"inputs[{index}]",
-            progress=progress,
-            **options,
-        )
+
+        def name(index: int) -> str:
+            return "inputs" if one else f"inputs[{index}]"
+
+        call = self._pooled_call(form.pooling, form.form, name, **options)
+        found = await call.results([form.prompt(each) for each in given], form.finish, progress)
         return found[0] if one else found
 
     async def score(
@@ -460,7 +464,9 @@ class Requests(ABC):
             template: a text with ``{query}`` and ``{document}``, which a judge or a classifier reads.
             progress, options: as of :meth:`embed`.
 
-        Raises as :meth:`generate`; ``field`` is "documents[3]" for the document at index 3.
+        All scores are by the same weights: where these, or the adapter, are replaced meanwhile, what was
+        computed before is computed again. Raises as :meth:`generate`; ``field`` is "documents[3]" for the
+        document at index 3. StepFailed if the weights are replaced again and again.
         """
         serving = self._serving()
         job = score_job(
@@ -473,37 +479,32 @@ class Requests(ABC):
             instruction=instruction,
             template=template,
         )
-        results = await self._pooled(
-            job.prompts,
-            job.pooling,
-            lambda result: result,
-            job.name,
-            special_tokens=job.special_tokens,
-            progress=progress,
-            **options,
-        )
-        return job.finish(results)
+        call = self._pooled_call(job.pooling, job.form, job.name, **options)
+        name = options.get("adapter")
+        return job.finish(await call.of_one_version(job.prompts, progress, lambda: self._files_of(name)))
 
-    async def _pooled(
+    def _pooled_call(
         self,
-        prompts: Sequence[Prompt],
         pooling: Pooling,
-        finish: Callable[[Result], _Finished],
+        form: PromptForm | None,
         name: Callable[[int], str],
-        *,
-        special_tokens: bool | None = None,
-        progress: MapProgress | None,
         **options: Unpack[JobOptions],
-    ) -> list[_Finished]:
-        """What is pooled of these, in order; ``name``: of the input with an index, in errors."""
+    ) -> PooledCall:
+        """``name``: of the input with an index, in errors."""
+        serving = self._serving()
 
-        def submit(prompt: Prompt, waiting: int) -> Stream:
-            if special_tokens is not None:
-                prompt = self.prompt(prompt, add_special_tokens=special_tokens)
+        def source(prompt: Prompt) -> PromptSource:
+            return serving.source(prompt, None, source_form(prompt, form))
+
+        def submit(prompt: PromptSource, waiting: int) -> Stream:
             return self.generate(prompt, pooling=pooling, queue_behind=waiting, **options)
 
-        most = 2 * self.config.max_running_requests
-        return await pool_all(submit, prompts, finish, name, concurrency=most, progress=progress)
+        return PooledCall(self.config, source, submit, name)
+
+    def _files_of(self, adapter: str | None) -> str:
+        """What tells the files of the adapter that new requests have by this name from others."""
+        found = () if adapter is None else self.adapters()
+        return next((each.fingerprint for each in found if each.name == adapter), "")
 
     def choices(
         self,

@@ -3,7 +3,8 @@
 ===========  =====================================================  =======================================
 method       model                                                  score
 ===========  =====================================================  =======================================
-classifier   a head of its own (``Qwen3ForSequenceClassification``)  the sigmoid of its logit; with two
+classifier   a head of its own (``Qwen3ForSequenceClassification``)  the sigmoid of its logit, or the logit
+                                                                    where its files say so; with two
                                                                     classes the softmax of the second
 judge        a language model that answers "yes" or "no"            the probability of "yes" against "no"
              (Qwen3-Reranker)
@@ -17,11 +18,13 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.embedding import EmbeddingForm
 from aioinfer.errors import InvalidRequest, shown
+from aioinfer.loop.options import PromptForm
 from aioinfer.outputs import Result, Usage
 from aioinfer.pooling import Pooling
 
@@ -44,6 +47,9 @@ _JUDGE = (
 _INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 _PLAIN = "{query}{document}"
 _ANSWERS = ("yes", "no")
+#: what models call their prompts for queries and for documents; the first one that is there counts
+_QUERIES = ("query",)
+_DOCUMENTS = ("document", "passage", "corpus")
 _PLACES = re.compile(r"\{(instruction|query|document)\}")
 
 
@@ -52,9 +58,12 @@ class Scores:
     """One score for each document, in their order."""
 
     scores: list[float]
+    #: of all that was computed; of "cosine", texts that are equal are computed and counted once
     usage: Usage
     #: the tokens of what was computed for each document; of "cosine", those of its text
     tokens: list[int] = field(default_factory=list)
+    #: of the weights that computed all of them
+    weight_version: int = field(default=0, compare=False)
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -71,8 +80,8 @@ class ScoreJob:
 
     prompts: list[str]
     pooling: Pooling
-    #: special tokens of the tokenizer around each prompt; None: as usual
-    special_tokens: bool | None
+    #: how prompts become tokens; None: as usual
+    form: PromptForm | None
     #: index of the document that a prompt belongs to; None: to the query
     documents: list[int | None]
     finish: Callable[[Sequence[Result]], Scores]
@@ -115,15 +124,27 @@ def score_job(
     prompts = [_filled(form, wanted, *pair) for pair in pairs]
     each: list[int | None] = [*range(len(pairs))]
     if method == "classifier":
-        return ScoreJob(prompts, Pooling("classes"), None, each, _of_classes)
-    return ScoreJob(prompts, Pooling("choices", _answers(tokenizer)), False, each, _of_choices)
+        raw = _is_raw(info, sentences)
+        return ScoreJob(prompts, Pooling("classes"), None, each, partial(_of_classes, raw=raw))
+    answers = _answers(tokenizer, sentences, own_template=template is not None)
+    return ScoreJob(prompts, Pooling("choices", answers), PromptForm(special_tokens=False), each, _of_choices)
 
 
 def _method(info: DeviceInfo, sentences: Sentences) -> ScoreMethod:
     """What the model is made for, as far as its files say."""
     if info.num_labels:
         return "classifier"
-    return "cosine" if sentences.stated or not info.generates else "judge"
+    return "cosine" if sentences.embeds or not info.generates else "judge"
+
+
+def _is_raw(info: DeviceInfo, sentences: Sentences) -> bool:
+    """Whether the score of a classifier is its logit as it is. Raises InvalidRequest."""
+    if info.num_labels != 1 or sentences.activation == "Sigmoid":
+        return False
+    if sentences.activation != "Identity":
+        message = f"its files make scores of logits by {sentences.activation}, which is not supported"
+        raise InvalidRequest("model", message)
+    return True
 
 
 def _pairs(query: str | Sequence[str], documents: Sequence[str]) -> list[tuple[str, str]]:
@@ -160,14 +181,31 @@ def _filled(template: str, instruction: str, query: str, document: str) -> str:
     return _PLACES.sub(lambda place: found[place[1]], template)
 
 
-def _answers(tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """The tokens "yes" and "no". Raises InvalidRequest."""
+def _answers(tokenizer: Tokenizer | None, sentences: Sentences, *, own_template: bool) -> tuple[int, ...]:
+    """The tokens that the model answers with: those of its files, else "yes" and "no". Raises
+    InvalidRequest."""
     if tokenizer is None:
         raise InvalidRequest("method", "the model has no tokenizer, so it cannot answer yes or no")
     found = [tokenizer.encode_part(word) for word in _ANSWERS]
-    if any(len(ids) != 1 for ids in found) or found[0] == found[1]:
+    words = tuple(ids[0] for ids in found) if all(len(ids) == 1 for ids in found) else ()
+    stated = sentences.answers
+    if stated is not None:
+        if len(stated) < len(_ANSWERS):
+            why = (
+                f"by the logit of token {stated[0]} by itself"
+                if stated
+                else "by tokens of a file that is missing"
+            )
+            raise InvalidRequest("model", f"scores {why}, which is not supported")
+        if stated != words and not own_template:
+            message = "the model answers by tokens {} and {} to a prompt of its own: give that".format(
+                *stated
+            )
+            raise InvalidRequest("template", message)
+        return stated
+    if len(set(words)) < len(_ANSWERS):
         raise InvalidRequest("method", "yes and no are no tokens of this model, which cannot judge")
-    return tuple(ids[0] for ids in found)
+    return words
 
 
 # -- from what was pooled to scores -----------------------------------------------------------------------
@@ -177,10 +215,13 @@ def _of_choices(results: Sequence[Result]) -> Scores:
     return _scores(results, [_sigmoid(float(each.pooled[0]) - float(each.pooled[1])) for each in results])
 
 
-def _of_classes(results: Sequence[Result]) -> Scores:
+def _of_classes(results: Sequence[Result], *, raw: bool) -> Scores:
     found = []
     for each in results:
         logits = [float(logit) for logit in each.pooled]
+        if raw:
+            found.append(logits[0])
+            continue
         found.append(_sigmoid(logits[0] if len(logits) == 1 else logits[1] - logits[0]))
     return _scores(results, found)
 
@@ -194,8 +235,9 @@ def _sigmoid(value: float) -> float:
 
 def _cosine(info: DeviceInfo, sentences: Sentences, pairs: Sequence[tuple[str, str]]) -> ScoreJob:
     """Every text once, with the model's own prompts for queries and documents."""
-    names = ["query" if "query" in sentences.prompts else None]
-    names.append("document" if "document" in sentences.prompts else None)
+    names = [
+        next((name for name in known if name in sentences.prompts), None) for known in (_QUERIES, _DOCUMENTS)
+    ]
     forms = [EmbeddingForm.of(info, sentences, normalize=True, prompt_name=name) for name in names]
     at: dict[str, int] = {}
     documents: list[int | None] = []
@@ -214,13 +256,14 @@ def _cosine(info: DeviceInfo, sentences: Sentences, pairs: Sequence[tuple[str, s
         vectors = [forms[0].finish(each).vector for each in results]
         found = [float(vectors[first] @ vectors[second]) for first, second in places]
         tokens = [results[second].usage.prompt_tokens for _, second in places]
-        return Scores(found, _usage(results), tokens)
+        return Scores(found, _usage(results), tokens, results[0].weight_version)
 
-    return ScoreJob(list(at), forms[0].pooling, None, documents, finish)
+    return ScoreJob(list(at), forms[0].pooling, forms[0].form, documents, finish)
 
 
 def _scores(results: Sequence[Result], scores: list[float]) -> Scores:
-    return Scores(scores, _usage(results), [each.usage.prompt_tokens for each in results])
+    tokens = [each.usage.prompt_tokens for each in results]
+    return Scores(scores, _usage(results), tokens, results[0].weight_version)
 
 
 def _usage(results: Sequence[Result]) -> Usage:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack, cast
 from aioinfer.chat.asking import chat_request
 from aioinfer.chat.results import ChatDelta, ChatResult
 from aioinfer.chats import ChatStream
-from aioinfer.embedding import inputs_of, of_input
+from aioinfer.embedding import input_form, inputs_of, of_input, source_form
 from aioinfer.errors import EngineClosed, InvalidRequest, Rejected, RequestError, WrongLoop, renamed
 from aioinfer.loop.options import GenerateOptions, Prompt
 from aioinfer.loop.updating import Updatable, UpdateMode, WeightSource, frozen
@@ -148,11 +148,13 @@ class ThreadsafeEngine:
         ``asyncio.wrap_future(future)`` on another loop; cancelling it withdraws what is left. ``progress`` is
         called on the engine's loop. Raises InvalidRequest, Rejected, EngineClosed."""
         given, one = inputs_of(inputs)
+        form = input_form(self._engine.sentences, options.get("truncate_prompt_tokens"))
         kept: list[Prompt] = []
         for index, each in enumerate(given):
             try:
                 # A text may get another one in front of it.
-                kept.append(each if isinstance(each, str) else self._serving.source(each))
+                given_form = source_form(each, form)
+                kept.append(each if isinstance(each, str) else self._serving.source(each, None, given_form))
             except InvalidRequest as error:
                 raise of_input(error, "inputs" if one else f"inputs[{index}]") from error.__cause__
         return self._send(lambda: self._engine.embed(kept[0] if one else kept, **options))

@@ -39,6 +39,7 @@ LAYERS: list[set[str]] = [
     {"requests"},
     # scores and embeddings: what many requests pool
     {"scoring"},
+    {"pooled"},
     {"embedding"},
     # chats and maps in this process: what reads streams
     {"chats", "mapping"},

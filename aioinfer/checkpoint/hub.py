@@ -36,7 +36,8 @@ _SMALL = re.compile(
     r"config\.json|generation_config\.json|tokenizer[^/]*\.json|special_tokens_map\.json|added_tokens\.json"
     r"|tokenizer\.model|vocab\.json|merges\.txt|chat_template\.(json|jinja)"
     r"|additional_chat_templates/[^/]+\.jinja"
-    r"|modules\.json|config_sentence_transformers\.json|[^/]*Pooling[^/]*/config\.json"
+    # modules of sentence-transformers lie in directories of any name
+    r"|modules\.json|config_sentence_transformers\.json|sentence_bert_config\.json|\w[^/]*/config\.json"
 )
 #: one of them is there if there is a tokenizer
 _TOKENIZERS = {"tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json"}

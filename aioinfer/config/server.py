@@ -95,7 +95,8 @@ class ServerConfig:
     max_body_mib: float | None = option(
         None,
         "connections",
-        "largest request body in MiB; default: 1, and 64 bytes per token of the context, at most 16",
+        "largest request body in MiB; default: 1, and 64 bytes per token of the context, at most 16; of "
+        "embeddings and scores 16",
         POSITIVE,
     )
     #: The parser of JSON holds up all else while it runs, 0.1 to 0.5 us per value on a Xeon.

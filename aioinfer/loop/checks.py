@@ -8,6 +8,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.loop.copies import check_range
 from aioinfer.loop.generation import generation
+from aioinfer.loop.options import too_long
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.pooling import Pooling
 
@@ -84,8 +85,8 @@ class Checks:
     def check_length(
         self, params: SamplingParams, prompt_tokens: int, pooling: Pooling | None = None
     ) -> None:
-        """Raise InvalidRequest if there is no room for ``min_tokens`` behind the prompt, or if the hidden
-        states of all its tokens are too many."""
+        """Raise InvalidRequest if there is no room for a token, or for ``min_tokens``, behind the prompt, or
+        if the hidden states of all its tokens are too many. Where nothing is generated, none is needed."""
         longest = self._info.max_model_len
         floats = prompt_tokens * (self._info.hidden_size or 0)
         if pooling is not None and pooling.kind == "tokens" and floats > _MOST_FLOATS:
@@ -93,6 +94,8 @@ class Checks:
                 "pooling",
                 f"the hidden states of {prompt_tokens} tokens are {floats} numbers: {_MOST_FLOATS} at most",
             )
+        if prompt_tokens + (params.max_tokens != 0) > longest:
+            raise too_long(self._info, f"the prompt has {prompt_tokens} tokens")
         if prompt_tokens + params.min_tokens > longest:
             raise InvalidRequest(
                 "min_tokens",

@@ -40,6 +40,7 @@ __all__ = [
     "check_timeout",
     "is_one",
     "pooling_params",
+    "too_long",
 ]
 
 #: text, token ids (also an array of integers), chat messages (mappings with "role" and "content", of plain
@@ -70,6 +71,7 @@ class JobOptions(TypedDict, total=False):
     cache_salt: str
     routing_key: str | None
     max_lag: int | None
+    request_id: str | None
     adapter: str | None
 
 
@@ -77,7 +79,6 @@ class GenerateOptions(JobOptions, total=False):
     """The same for one request."""
 
     queue_behind: int
-    request_id: str | None
     pooling: Pooling | None
 
 
@@ -150,6 +151,10 @@ class PromptForm:
     #: it is not to be computed, so it may have any number of tokens that a text of the longest prompt's
     #: length can have
     counted: bool = False
+    #: of a truncated prompt the beginning is kept, with the special tokens around it
+    beginning: bool = False
+    #: it may have so many tokens, because the model was made for no more; None: as many as its context has
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.special_tokens, (bool, NoneType)):
@@ -277,10 +282,24 @@ class PromptSource:
                 ids = tokenizer.encode_part(self._prompt)
             if not ids:
                 raise InvalidRequest("prompt", "is empty")
+            if self._form.beginning and isinstance(self._prompt, str) and special is not False:
+                ids = self._beginning(tokenizer, self._prompt, ids)
             self._ids = self._checked(ids)
             self._prompt = None
         assert self._ids is not None
         return self._ids
+
+    def _beginning(self, tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int]:
+        """So many tokens of a text's beginning that there is room for the special ones around them."""
+        most = self._form.truncate
+        if most is None or len(ids) <= most:
+            return ids
+        part = tokenizer.encode_part(text)
+        around = len(ids) - len(part)
+        first = next((at for at in range(around + 1) if ids[at : at + len(part)] == part), None)
+        if first is None or around >= most:
+            return ids  # the tokenizer does not only put tokens around, or there is no room for these
+        return [*ids[:first], *part[: most - around], *ids[first + len(part) :]]
 
     def _encode_chat(self, tokenizer: Tokenizer) -> list[int]:
         messages, kwargs = self._prompt, self._template_kwargs
@@ -295,10 +314,14 @@ class PromptSource:
 
     def _checked(self, ids: list[int]) -> list[int]:
         """The ids that are the prompt."""
-        if self._form.truncate is not None:
-            ids = ids[-self._form.truncate :]
+        most, longest = self._form.truncate, self._form.longest
+        if most is not None:
+            ids = ids[:most] if self._form.beginning else ids[-most:]
         if not self._form.counted:
             self._check_count(len(ids), "tokens")
+        if longest is not None and len(ids) > longest:
+            message = f"has {len(ids)} tokens, and this model was made for {longest} at most (max_seq_length)"
+            raise InvalidRequest("prompt", message, code="context_length_exceeded")
         check_ids("prompt", ids, self._info.vocab_size)
         return ids
 
@@ -338,26 +361,31 @@ class PromptSource:
     @property
     def _most_bytes(self) -> int:
         """A text with more bytes has too many tokens."""
-        return self._token_bytes * (self._info.max_model_len - 1)
+        return self._token_bytes * self._info.max_model_len
 
     def _check_text(self, text: str) -> None:
         if exceeds_bytes(text, self._most_bytes):
             raise self._too_long(f"the prompt has {len(text)} characters")
 
     def _check_count(self, count: int, what: str) -> None:
-        # A model that generates has room for a token behind the prompt.
-        if count >= self._info.max_model_len + (not self._info.generates):
+        # Whether there has to be room for a token behind it, its request says.
+        if count > self._info.max_model_len:
             raise self._too_long(f"the prompt has {count} {what}")
 
     def _too_long(self, found: str) -> InvalidRequest:
-        limit, reason = self._info.max_model_len, self._info.length_reason
-        why = f" ({reason})" if reason else ""
-        return InvalidRequest(
-            "prompt",
-            f"This model's maximum context length is {limit} tokens{why}, prompt and output together. "
-            f"However, {found}.",
-            code="context_length_exceeded",
-        )
+        return too_long(self._info, found)
+
+
+def too_long(info: DeviceInfo, found: str) -> InvalidRequest:
+    """The error of a prompt that leaves no room for what is to follow; ``found``: what it has."""
+    limit, reason = info.max_model_len, info.length_reason
+    why = f" ({reason})" if reason else ""
+    return InvalidRequest(
+        "prompt",
+        f"This model's maximum context length is {limit} tokens{why}, prompt and output together. "
+        f"However, {found}.",
+        code="context_length_exceeded",
+    )
 
 
 def _length(given: Any) -> int:

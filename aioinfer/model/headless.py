@@ -81,13 +81,18 @@ def with_head(checkpoint: Checkpoint, config: Any, known: Collection[str]) -> tu
 
     architecture, kind = config.architectures[0], config.model_type
     language = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if (language in known or architecture in known) and getattr(config, "is_causal", True) is False:
+        # Whatever its architecture is called: embedding models keep the name of the language model, too.
+        raise ConfigError(
+            f"model: {architecture} attends to what follows (is_causal), which is not supported"
+        )
     if language not in known or not isinstance(checkpoint, Directory):
         return checkpoint, config
     base = architecture == auto.MODEL_MAPPING_NAMES.get(kind)
     classifies = architecture == auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind)
     if not (base or classifies):
         return checkpoint, config
-    if getattr(config, "use_bidirectional_attention", False) or getattr(config, "is_causal", True) is False:
+    if getattr(config, "use_bidirectional_attention", False):
         raise ConfigError(f"model: {architecture} attends to what follows, which is not supported")
     config.architectures = [language]
     config.tie_word_embeddings = True

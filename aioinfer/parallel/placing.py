@@ -172,7 +172,7 @@ def has_adapter(replica: Replica, record: Record, sent: bool = False) -> bool:
 def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequence[int]) -> tuple[int, int]:
     """How many of the known tokens it has, and has or is about to have for another request."""
     whole = record.pooled is not None and record.pooled.pooling.whole
-    if record.params.prompt_logprobs is not None or whole:  # all of it is computed
+    if whole:  # all of it is computed
         return 0, 0
     coming = 0
     for page in pages:
@@ -180,6 +180,8 @@ def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequenc
             break
         coming += PAGE
     most = len(ids) - 1  # the last known token is always computed
+    if record.params.prompt_logprobs is not None:
+        most = min(most, record.first_scored)  # so is all that is scored
     return min(replica.cached(ids, record, pages), most), min(coming, most)
 
 

@@ -146,7 +146,7 @@ class RecordQueue:
             self._events.accepted(record)
 
     def _accept(self, record: Record, ids: Sequence[int], checkpoint: StreamCheckpoint | None) -> None:
-        self._checks.check_length(record.params, len(ids))
+        self._checks.check_length(record.params, len(ids), record.options.pooling)
         self.check(len(ids))
         self._keys += 1
         self._arrived += not record.queue_behind

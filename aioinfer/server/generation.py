@@ -70,8 +70,7 @@ class Generation:
         with record.admitted():
             call, limits = await self.parsed(request, wire.parse)
             check_answer(call, limits)
-            if self._metrics is not None:
-                self._metrics.called(call.n)
+            self.called(call.n)
             record.model, record.call = call.model, call.id
             try:
                 return await self._answer(request, call, wire, record)
@@ -79,6 +78,11 @@ class Generation:
                 raise call.named(error) from None
             finally:
                 self._engine.timeline.request(record.id, record.started, record.output_tokens)
+
+    def called(self, n: int) -> None:
+        """Counts a call for ``n`` choices."""
+        if self._metrics is not None:
+            self._metrics.called(n)
 
     async def count(self, request: web.Request, parse: Callable[[bytes, Served], Call]) -> int:
         """How many tokens the prompt of a request has."""
@@ -106,11 +110,14 @@ class Generation:
             finally:
                 self._tokenizing -= 1
 
-    async def parsed(self, request: web.Request, parse: Callable[[bytes, Served], _T]) -> tuple[_T, Limits]:
-        """The body of a request, read and parsed within the server's limits, and these. Raises Refused,
-        InvalidRequest, ClientGone."""
+    async def parsed(
+        self, request: web.Request, parse: Callable[[bytes, Served], _T], *, batch: bool = False
+    ) -> tuple[_T, Limits]:
+        """The body of a request, read and parsed within the server's limits, and these. ``batch``: it may
+        have many prompts. Raises Refused, InvalidRequest, ClientGone."""
         engine = self._engine
-        limits = Limits.of(self._config, engine.info.max_model_len if engine.ready else None)
+        context = engine.info.max_model_len if engine.ready else None
+        limits = Limits.of(self._config, context, batch=batch)
         # The limit of the application, too, where the engine is mounted in one.
         longest = min(limits.body, request.client_max_size or limits.body)
         refuse_large(request, longest)

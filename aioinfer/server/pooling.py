@@ -10,9 +10,9 @@ from typing import Any
 from aiohttp import web
 
 from aioinfer.config import ServerConfig
-from aioinfer.embedding import listing
 from aioinfer.engine_like import EngineLike
 from aioinfer.errors import RequestError, renamed
+from aioinfer.pooled import listing
 from aioinfer.scoring import Scores
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.pace import Pace
@@ -57,12 +57,12 @@ class PoolingRoutes:
     async def embed(self, request: web.Request) -> web.StreamResponse:
         record = record_of(request)
         with record.admitted():
-            call, _ = await self._generation.parsed(request, parse_embedding)
+            call, _ = await self._generation.parsed(request, parse_embedding, batch=True)
             record.model = call.model
             with self._counting(record):
                 try:
                     async with self._generation.watched(request):
-                        found = await self._engine.embed(call.inputs, **call.options)
+                        found = await self._engine.embed(call.inputs, request_id=record.id, **call.options)
                 except RequestError as error:
                     raise renamed(error, call.names) from None
             pieces = await embeddings_answer(call, found)
@@ -71,14 +71,16 @@ class PoolingRoutes:
     async def score(self, request: web.Request) -> web.StreamResponse:
         record = record_of(request)
         with record.admitted():
-            call, _ = await self._generation.parsed(request, parse_score)
-            return await self._json(request, score_answer(call, await self._scores(request, call)))
+            call, _ = await self._generation.parsed(request, parse_score, batch=True)
+            name = record.call = f"score-{record.id}"
+            return await self._json(request, score_answer(call, await self._scores(request, call), name))
 
     async def rerank(self, request: web.Request) -> web.StreamResponse:
         record = record_of(request)
         with record.admitted():
-            call, _ = await self._generation.parsed(request, parse_rerank)
-            return await self._json(request, rerank_answer(call, await self._scores(request, call)))
+            call, _ = await self._generation.parsed(request, parse_rerank, batch=True)
+            name = record.call = f"rerank-{record.id}"
+            return await self._json(request, rerank_answer(call, await self._scores(request, call), name))
 
     async def _scores(self, request: web.Request, call: ScoreCall) -> Scores:
         record = record_of(request)
@@ -86,7 +88,9 @@ class PoolingRoutes:
         with self._counting(record):
             try:
                 async with self._generation.watched(request):
-                    return await self._engine.score(call.query, call.documents, **call.options)
+                    return await self._engine.score(
+                        call.query, call.documents, request_id=record.id, **call.options
+                    )
             except RequestError as error:
                 raise renamed(error, call.names) from None
 
@@ -94,8 +98,12 @@ class PoolingRoutes:
     def _counting(self, record: Record) -> Iterator[None]:
         """Counts the prompts of a call of the engine, also of one that fails or is left."""
         streams: list[Stream] = []
-        with record.counting(streams, 1), listing(streams):
-            yield
+        self._generation.called(1)
+        try:
+            with record.counting(streams, 1), listing(streams):
+                yield
+        finally:
+            self._engine.timeline.request(record.id, record.started, record.output_tokens)
 
     async def _json(self, request: web.Request, found: Mapping[str, Any]) -> web.Response:
         pieces = Pieces()

@@ -79,14 +79,15 @@ def test_of_a_repository_only_what_is_read_is_wanted() -> None:
         "README.md", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
         "model.safetensors", "pytorch_model.bin", "onnx/model.onnx", "original/params.json",
         "chat_template.jinja", "modules.json", "1_Pooling/config.json",
-        "config_sentence_transformers.json", "2_Dense/config.json",
+        "config_sentence_transformers.json", "1_Head/config.json", "a/b/config.json",
+        "sentence_bert_config.json",
     ]  # fmt: skip
     other = {
         "README.md",
         "pytorch_model.bin",
         "onnx/model.onnx",
         "original/params.json",
-        "2_Dense/config.json",
+        "a/b/config.json",
     }
     small = sorted(set(names) - other - {WEIGHTS})
     assert wanted_files(names, HubModel(NAME)) == [*small, WEIGHTS]
@@ -94,7 +95,7 @@ def test_of_a_repository_only_what_is_read_is_wanted() -> None:
     index = "model.safetensors.index.json"
     sharded = ["config.json", "a-1-of-1.safetensors", index]
     assert wanted_files(sharded, HubModel(NAME)) == ["config.json", index]
-    outside = ["config.json", WEIGHTS, "tokenizer/../../x.json"]
+    outside = ["config.json", WEIGHTS, "tokenizer/../../x.json", "../config.json"]
     assert wanted_files(outside, HubModel(NAME)) == ["config.json", WEIGHTS]
 
 

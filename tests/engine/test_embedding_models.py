@@ -153,10 +153,46 @@ def test_a_classifier_gives_the_logits_of_its_classes(tmp_path: Path, labels: in
             llm.generate([1, 2, 3])
 
 
+def test_the_score_of_a_classifier_is_what_its_files_make_of_the_logit(tmp_path: Path) -> None:
+    changes = {"head_dim": 16, "num_labels": 1, "tie_word_embeddings": False}
+    make_model("Qwen3", changes, tmp_path, seed=3)
+    shape = transformers.AutoConfig.from_pretrained(tmp_path)
+    model = transformers.Qwen3ForSequenceClassification(shape).eval()
+    model.config.pad_token_id = 0
+    model.save_pretrained(tmp_path)
+    with_tokenizer(tmp_path)
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, "sigmoid"),
+        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "logit"),
+        ({"sentence_transformers": {"activation_fn": "mine.Scaled"}}, "refused"),
+    ]
+    for stated, how in cases:
+        rewrite(tmp_path, lambda name: name, **stated)
+        with LLM(config(tmp_path)) as llm, torch.no_grad():
+            assert llm.tokenizer is not None
+            ids = llm.tokenizer.encode("applepear")
+            logit = float(model(torch.tensor([ids])).logits[0, 0])
+            if how == "refused":
+                with pytest.raises(InvalidRequest, match="Scaled"):
+                    llm.score("apple", ["pear"])
+                continue
+            wanted = logit if how == "logit" else 1 / (1 + math.exp(-logit))
+            assert llm.score("apple", ["pear"]).scores == [pytest.approx(wanted, rel=1e-3, abs=1e-4)]
+
+
 def test_a_base_model_that_sees_what_follows_is_refused(tmp_path: Path) -> None:
     make_checkpoint("gemma3", tmp_path)
     change: dict[str, Any] = {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}
     rewrite(tmp_path, without_prefix, **change)
+    with pytest.raises(ConfigError, match="attends to what follows"):
+        LLM(config(tmp_path))
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model", "Other"])
+def test_a_model_that_is_not_causal_is_refused_by_any_name(tmp_path: Path, architecture: str) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    rewrite(tmp_path, lambda name: name, architectures=[architecture], is_causal=False)
     with pytest.raises(ConfigError, match="attends to what follows"):
         LLM(config(tmp_path))
 
@@ -179,13 +215,14 @@ def with_tokenizer(path: Path, *words: str) -> None:
     (path / "tokenizer_config.json").write_text(json.dumps(kind))
 
 
-def with_sentences(path: Path, pooling: dict[str, Any], *modules: str, **prompts: Any) -> None:
-    """The files of sentence-transformers."""
+def with_sentences(path: Path, pooling: dict[str, Any] | None, *modules: str, **prompts: Any) -> None:
+    """The files of sentence-transformers; without ``pooling`` that file is missing."""
     kinds = ["Transformer", "Pooling", *modules]
     listed = [{"idx": at, "type": f"sentence_transformers.models.{kind}"} for at, kind in enumerate(kinds)]
     (path / "modules.json").write_text(json.dumps(listed))
-    (path / "1_Pooling").mkdir()
-    (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    if pooling is not None:
+        (path / "1_Pooling").mkdir()
+        (path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
     (path / "config_sentence_transformers.json").write_text(json.dumps(prompts))
 
 
@@ -209,6 +246,27 @@ def test_pooling_length_and_prompts_are_those_of_the_files(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
+    ("prompts", "used"),
+    [
+        ({"passage": "p: "}, "p: "),
+        ({"corpus": "c: ", "other": "o: "}, "c: "),
+        ({"corpus": "c: ", "document": "d: ", "passage": "p: "}, "d: "),
+        ({"other": "o: "}, ""),
+    ],
+)
+def test_documents_have_the_prompt_for_them_whatever_it_is_called(
+    tmp_path: Path, prompts: dict[str, str], used: str
+) -> None:
+    make_checkpoint("qwen3", tmp_path)
+    with_tokenizer(tmp_path)
+    with_sentences(tmp_path, {"pooling_mode_mean_tokens": True}, prompts={"query": "q: ", **prompts})
+    with LLM(config(tmp_path)) as llm:
+        (score,) = llm.score("apple", ["pear"]).scores
+        query, document = llm.embed(["q: apple", f"{used}pear"])
+        assert score == pytest.approx(cosine(query.vector, document.vector), abs=1e-5)
+
+
+@pytest.mark.parametrize(
     ("pooling", "modules", "message"),
     [
         ({"pooling_mode_cls_token": True}, (), "sees no other"),
@@ -216,10 +274,11 @@ def test_pooling_length_and_prompts_are_those_of_the_files(tmp_path: Path) -> No
         ({"pooling_mode": "weightedmean"}, (), "pools by"),
         ({"pooling_mode": "lasttoken"}, ("Dense", "Normalize"), "pass through Dense"),
         ({"pooling_mode_mean_tokens": True, "include_prompt": False}, (), "without the prompt's"),
+        (None, (), "1_Pooling/config.json"),
     ],
 )
 def test_what_the_files_ask_for_and_is_not_computed_is_refused(
-    tmp_path: Path, pooling: dict[str, Any], modules: tuple[str, ...], message: str
+    tmp_path: Path, pooling: dict[str, Any] | None, modules: tuple[str, ...], message: str
 ) -> None:
     make_checkpoint("llama-mqa", tmp_path)
     with_sentences(tmp_path, pooling, *modules)
@@ -256,3 +315,37 @@ def test_a_judge_answers_with_the_share_of_yes(tmp_path: Path) -> None:
             with pytest.raises(InvalidRequest) as refused:
                 llm.score("apple", documents, **options)  # type: ignore[arg-type]
             assert refused.value.field == field
+
+
+def with_answers(path: Path, *answers: int | None) -> None:
+    """The files of a reranker of sentence-transformers."""
+    listed = [{"type": "x.Transformer", "path": ""}, {"type": "x.LogitScore", "path": "1_LogitScore"}]
+    (path / "modules.json").write_text(json.dumps(listed))
+    (path / "1_LogitScore").mkdir(exist_ok=True)
+    stated = dict(zip(("true_token_id", "false_token_id"), answers, strict=True))
+    (path / "1_LogitScore" / "config.json").write_text(json.dumps(stated))
+
+
+def test_a_reranker_by_its_files_judges_by_their_tokens(tmp_path: Path) -> None:
+    model = make_model("Qwen3", {"head_dim": 16, "max_position_embeddings": 512}, tmp_path, seed=5)
+    with_tokenizer(tmp_path, "yes", "no")
+    pairs: Any = ("apple", ["a fruit", "a car"])
+    with LLM(config(tmp_path, num_pages=600)) as llm:
+        assert llm.tokenizer is not None
+        (yes,), (no,) = (llm.tokenizer.encode_part(word) for word in ("yes", "no"))
+        wanted = llm.score(*pairs).scores
+    with_answers(tmp_path, yes, no)
+    with LLM(config(tmp_path, num_pages=600)) as llm:
+        assert llm.score(*pairs).scores == pytest.approx(wanted)
+    with_answers(tmp_path, 7, 9)
+    with LLM(config(tmp_path, num_pages=600)) as llm, torch.no_grad():
+        with pytest.raises(InvalidRequest, match="tokens 7 and 9") as refused:
+            llm.score(*pairs)
+        assert refused.value.field == "template"
+        assert llm.tokenizer is not None
+        logits = model(torch.tensor([llm.tokenizer.encode_part("apple?pear")])).logits[0, -1]
+        (score,) = llm.score("apple", ["pear"], template="{query}?{document}").scores
+        assert score == pytest.approx(float(torch.sigmoid(logits[7] - logits[9])), rel=1e-3)
+    with_answers(tmp_path, 7, None)
+    with LLM(config(tmp_path, num_pages=600)) as llm, pytest.raises(InvalidRequest, match="logit of token 7"):
+        llm.score(*pairs, template="{query}?{document}")

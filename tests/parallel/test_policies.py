@@ -237,6 +237,18 @@ def choice(policy: str, *candidates: tuple[Bare, int], seed: int = 0) -> str:
     return str(chosen.name)
 
 
+@virtual
+async def test_what_lies_before_the_scored_tokens_counts_as_cached() -> None:
+    replicas = toys(2)
+    ids = [index % 60 + 1 for index in range(400)]
+    async with Dispatcher(replicas, policy="prefix") as dispatcher:
+        await replicas[1].generate(ids, SamplingParams(max_tokens=0))
+        scored = SamplingParams(max_tokens=0, prompt_logprobs=0, logprob_start_len=380)
+        result = await dispatcher.generate(ids, scored)
+        assert result.usage.cached_tokens >= 370
+        assert replicas[0].stats().admitted == 0
+
+
 def test_prefix_weighs_what_is_cached_against_what_waits() -> None:
     """The better half of a prompt that is cached is worth so many tokens of others' prompts, not more."""
     for backlog in range(0, 2000, 50):

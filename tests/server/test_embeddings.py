@@ -6,6 +6,7 @@ import asyncio
 import base64
 import hashlib
 import json
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,7 @@ async def test_base64_has_the_bits_of_the_numbers_and_dimensions_are_cut_first(s
         ({"input": "a", "dimensions": 0}, "dimensions"),
         ({"input": "a", "pooling": "tokens"}, "pooling"),
         ({"input": "a", "normalize": 1}, "normalize"),
+        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         ({"input": "a", "prompt_name": "query"}, "prompt_name"),
         ({"input": "a", "prompt_name": []}, "prompt_name"),
         ({"input": "a", "prompt_name": {"a": 1}}, "prompt_name"),
@@ -100,6 +102,13 @@ async def test_what_is_wrong_with_a_body_is_named(serving: Serving, body: Any, p
         status, answer = await post(served, "/v1/embeddings", **body)
         assert (status, answer["error"]["param"]) == (400, param), answer
         assert served.engine.stats().running == served.engine.stats().waiting == 0
+
+
+async def test_inputs_are_cut_on_demand(serving: Serving) -> None:
+    async with serving() as served:
+        _, cut = await post(served, "/v1/embeddings", input=["hello", "he"], truncate_prompt_tokens=3)
+        _, whole = await post(served, "/v1/embeddings", input=["hel", "he"])
+    assert cut == whole
 
 
 async def test_another_model_is_not_found(serving: Serving) -> None:
@@ -118,6 +127,26 @@ async def test_a_batch_needs_no_more_of_the_queue_than_there_is(serving: Serving
         assert served.engine.stats().admitted == 200
     for ids, each in zip(inputs, found.data, strict=True):
         assert np.array_equal(np.asarray(each.embedding, np.float32), wanted(ids, Pooling()))
+
+
+async def test_many_inputs_that_are_as_long_as_the_context_are_one_call(serving: Serving) -> None:
+    def body() -> BytesIO:
+        return BytesIO(json.dumps({"input": inputs}).encode())
+
+    headers = {"Content-Type": "application/json"}
+    async with serving(max_running_requests=4) as served, aiohttp.ClientSession(served.url) as session:
+        text = "a" * (served.engine.info.max_model_len // 2)
+        inputs = [f"{text}{index}" for index in range((11 << 17) // len(text))]
+        async with session.post("/v1/embeddings", data=body(), headers=headers) as response:
+            answer = await response.json()
+            assert response.status == 200, answer
+        assert len(answer["data"]) == len(inputs)
+    async with (
+        serving(server={"max_body_mib": 1.0}) as served,
+        aiohttp.ClientSession(served.url) as session,
+        session.post("/v1/embeddings", data=body(), headers=headers) as response,
+    ):
+        assert response.status == 413
 
 
 async def test_a_client_that_leaves_withdraws_its_inputs(serving: Serving) -> None:
@@ -140,7 +169,7 @@ async def test_a_client_that_leaves_withdraws_its_inputs(serving: Serving) -> No
 @pytest.mark.parametrize("path", ["/v1/score", "/score"])
 async def test_scores_are_cosines_in_the_order_of_the_texts(serving: Serving, path: str) -> None:
     async with serving() as served:
-        served.engine.sentences = type(served.engine.sentences)(stated=True)
+        served.engine.sentences = type(served.engine.sentences)(stated=True, embeds=True)
         _, answer = await post(served, path, text_1="hello", text_2=["hello", "other"])
         _, pairs = await post(served, path, text_1=["a", "b"], text_2=["a", "c"])
         status, refused = await post(served, path, text_1=["a", "b"], text_2=["a"])
@@ -156,7 +185,7 @@ async def test_scores_are_cosines_in_the_order_of_the_texts(serving: Serving, pa
 async def test_reranking_gives_the_best_first(serving: Serving, path: str) -> None:
     documents = ["one", "two", "three", {"text": "query"}]
     async with serving() as served:
-        served.engine.sentences = type(served.engine.sentences)(stated=True)
+        served.engine.sentences = type(served.engine.sentences)(stated=True, embeds=True)
         _, answer = await post(served, path, query="query", documents=documents, top_n=3)
         _, bare = await post(served, path, query="query", documents=documents, return_documents=False)
     results = answer["results"]
@@ -191,7 +220,7 @@ async def test_a_model_without_a_head_for_yes_and_no_is_refused_as_a_judge(servi
 )
 async def test_what_is_wrong_with_a_reranking_is_named(serving: Serving, body: Any, param: str) -> None:
     async with serving() as served:
-        served.engine.sentences = type(served.engine.sentences)(stated=True)
+        served.engine.sentences = type(served.engine.sentences)(stated=True, embeds=True)
         status, answer = await post(served, "/v1/rerank", **body)
     assert (status, answer["error"]["param"]) == (400, param), answer
 
@@ -286,7 +315,7 @@ async def test_what_a_call_that_fails_has_computed_is_charged(
         serving(server=keyed(tmp_path), max_running_requests=1) as served,
         aiohttp.ClientSession(served.url, headers=HEADERS) as session,
     ):
-        served.engine.sentences = type(served.engine.sentences)(stated=True)
+        served.engine.sentences = type(served.engine.sentences)(stated=True, embeds=True)
         async with session.post(path, json=body) as response:
             assert response.status == 400
         computed = served.engine.stats().prefill_tokens

@@ -150,6 +150,37 @@ async def test_the_trace_names_requests(serving: Serving) -> None:
         assert 0 <= event["ts"] <= ended[number]["ts"]
 
 
+async def test_embeddings_and_scores_have_the_id_too(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: dict[str, Any] = {
+        "embeddings": {"input": ["a", "b"]},
+        "score": {"text_1": "a", "text_2": ["b", "c"], "method": "cosine"},
+        "rerank": {"query": "a", "documents": ["b", "c"], "method": "cosine"},
+    }
+    async with serving() as served, aiohttp.ClientSession(served.url) as session:
+        names: list[str] = []
+        queue = served.engine._queue
+
+        def queued(serving: Any, prompt: Any, params: Any, options: Any, *rest: Any) -> Any:
+            names.append(options.request_id)
+            return queue(serving, prompt, params, options, *rest)
+
+        monkeypatch.setattr(served.engine, "_queue", queued)
+        recorder = served.engine.measuring.recorder
+        assert recorder is not None
+        for route, body in calls.items():
+            async with session.post(f"/v1/{route}", json=body, headers={ID: f"of-{route}"}) as answer:
+                assert answer.status == 200
+                if route != "embeddings":
+                    assert (await answer.json())["id"] == f"{route}-of-{route}"
+        assert names == ["of-embeddings"] * 2 + ["of-score"] * 3 + ["of-rerank"] * 3
+        async with session.get("/debug/trace") as answer:
+            events = (await answer.json())["traceEvents"]
+        assert [each["name"] for each in events if each["ph"] == "b"] == [f"of-{route}" for route in calls]
+        assert sum(recorder.n.counts) == 3
+
+
 # -- the access log ------------------------------------------------------------------------------------
 
 

@@ -42,12 +42,13 @@ class Limits:
     logprobs: int
 
     @classmethod
-    def of(cls, config: ServerConfig, max_model_len: int | None) -> Limits:
-        """``max_model_len`` is None while no model is there."""
+    def of(cls, config: ServerConfig, max_model_len: int | None, *, batch: bool = False) -> Limits:
+        """``max_model_len`` is None while no model is there. ``batch``: a call may have many prompts, each of
+        which may fill the context."""
         context = max_model_len or 1 << 20
         body = config.max_body_mib
         if body is None:
-            body = min(MOST_BODY_MIB, 1.0 + _BYTES_PER_TOKEN * context / _MIB)
+            body = MOST_BODY_MIB if batch else min(MOST_BODY_MIB, 1.0 + _BYTES_PER_TOKEN * context / _MIB)
         return cls(
             context=context,
             body=int(body * _MIB),

@@ -6,7 +6,6 @@ from __future__ import annotations
 import base64
 import json
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
@@ -56,7 +55,6 @@ _SCHEDULING: Table = {
     "waiting_timeout": Honoured("seconds until the first step; at most the server's own", schema=_SECONDS),
     "running_timeout": Honoured("seconds from the first step on; at most the server's own", schema=_SECONDS),
     "user": Harmless("the client's bookkeeping"),
-    "truncate_prompt_tokens": Unsupported((), "send shorter texts"),
 }
 #: of ``/v1/embeddings``
 EMBEDDING: Table = {
@@ -75,6 +73,10 @@ EMBEDDING: Table = {
     ),
     "normalize": Honoured("every embedding has length 1; by default as the model's files say", schema=FLAG),
     "prompt_name": Honoured("which of the model's prompts is put in front of texts", schema=TEXT),
+    "truncate_prompt_tokens": Honoured(
+        "only so many tokens of an input's beginning are kept, at most as many as the model was made for",
+        schema=integer(1),
+    ),
     "messages": Unsupported((), "use input"),
 }
 _JUDGING: Table = {
@@ -83,6 +85,7 @@ _JUDGING: Table = {
         "`classifier`, `judge` or `cosine`; by default what the model is made for", schema=choice(*METHODS)
     ),
     "instruction": Honoured("what makes a document fit, for a model that is told", schema=text(1)),
+    "truncate_prompt_tokens": Unsupported((), "send shorter texts"),
     "truncation_side": Unsupported(()),
     "max_tokens_per_doc": Unsupported((), "send shorter texts"),
 }
@@ -114,7 +117,7 @@ RERANK: Table = {
 
 
 #: fields with the names of the engine's arguments
-_ASKED = ("dimensions", "pooling", "normalize", "prompt_name")
+_ASKED = ("dimensions", "pooling", "normalize", "prompt_name", "truncate_prompt_tokens")
 
 
 class EmbeddingUsage(TypedDict):
@@ -250,9 +253,7 @@ def parse_embedding(raw: bytes, served: Served) -> EmbeddingCall:
     form = body.get("encoding_format")
     if form not in (None, "float", "base64"):
         raise InvalidRequest("encoding_format", "must be float or base64")
-    asked = {
-        name: body[name] for name in ("dimensions", "pooling", "normalize", "prompt_name") if _has(body, name)
-    }
+    asked = {name: body[name] for name in _ASKED if _has(body, name)}
     if asked.get("pooling") not in (None, "last", "cls", "mean"):
         raise InvalidRequest("pooling", "must be last, cls or mean")
     model = served.name(body.get("model"))
@@ -373,10 +374,10 @@ def _encoded(embedding: Embedding, *, as_bytes: bool) -> list[float] | str:
     return numbers
 
 
-def score_answer(call: ScoreCall, found: Scores) -> ScoreAnswer:
-    """The answer to a call of ``/v1/score``."""
+def score_answer(call: ScoreCall, found: Scores, name: str) -> ScoreAnswer:
+    """The answer to a call of ``/v1/score``, with this id."""
     return {
-        "id": f"score-{uuid.uuid4().hex}",
+        "id": name,
         "object": "list",
         "created": int(time.time()),
         "model": call.model,
@@ -387,8 +388,8 @@ def score_answer(call: ScoreCall, found: Scores) -> ScoreAnswer:
     }
 
 
-def rerank_answer(call: ScoreCall, found: Scores) -> RerankAnswer:
-    """The answer to a call of ``/v1/rerank``: equal scores in the order of the request."""
+def rerank_answer(call: ScoreCall, found: Scores, name: str) -> RerankAnswer:
+    """The answer to a call of ``/v1/rerank``, with this id: equal scores in the order of the request."""
     order = sorted(range(len(found.scores)), key=lambda index: -found.scores[index])
     results: list[Ranked] = []
     for index in order[: call.top_n]:
@@ -397,7 +398,7 @@ def rerank_answer(call: ScoreCall, found: Scores) -> RerankAnswer:
             ranked["document"] = {"text": call.documents[index]}
         results.append(ranked)
     return {
-        "id": f"rerank-{uuid.uuid4().hex}",
+        "id": name,
         "model": call.model,
         "results": results,
         "usage": _usage([found.usage]),
