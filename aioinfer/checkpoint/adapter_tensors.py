@@ -71,7 +71,7 @@ def read_tensors(file: Path, most_bytes: int) -> TensorFile:
         opened, size = open_regular(file, most_bytes)
         with opened:
             buffer = np.empty(size, np.uint8)
-            content = memoryview(buffer)
+            content = buffer.data
             digest = gently(partial(_read_all, opened, content))
         start, header = _header(content)
     except (OSError, ValueError, RecursionError) as error:

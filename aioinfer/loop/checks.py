@@ -38,9 +38,12 @@ class Checks:
         ends = frozenset() if params.ignore_eos else self._info.eos_token_ids
         return ends.union(params.stop_token_ids) if params.stop_token_ids else ends
 
-    def check(self, params: SamplingParams, pooling: Pooling | None = None) -> None:
-        """Raise InvalidRequest for parameters that this model cannot serve, and for constraints that allow no
-        token, as far as that needs no mask."""
+    def check(self, params: SamplingParams, pooling: Pooling | None = None, least_tokens: int = 0) -> None:
+        """Raise InvalidRequest for parameters that this model cannot serve, for constraints that allow no
+        token, as far as that needs no mask, and for a prompt that has ``least_tokens`` or more and leaves no
+        room for one."""
+        if least_tokens + (params.max_tokens != 0) > self._info.max_model_len:
+            raise too_long(self._info, f"the prompt has at least {least_tokens} tokens")
         if pooling is not None:
             self._check_pooling(pooling)
         elif not self._info.generates:

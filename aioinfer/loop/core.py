@@ -322,10 +322,9 @@ class Core:
         """Tokens that end an output."""
         return self._checks.stop_ids(params)
 
-    def check(self, params: SamplingParams, pooling: Pooling | None = None) -> None:
-        """Raise InvalidRequest for parameters that this model cannot serve, and for constraints that allow no
-        token, as far as that needs no mask."""
-        self._checks.check(params, pooling)
+    def check(self, params: SamplingParams, pooling: Pooling | None = None, least_tokens: int = 0) -> None:
+        """As :meth:`~aioinfer.loop.checks.Checks.check`."""
+        self._checks.check(params, pooling, least_tokens)
 
     def _output_text(self, prompt_ids: Sequence[int], params: SamplingParams) -> OutputText:
         if self.tokenizer is None:

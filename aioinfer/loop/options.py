@@ -265,8 +265,10 @@ class PromptSource:
         """The prompt has at least this many tokens, as far as that is known."""
         if self._ids is not None:
             return len(self._ids)
-        text = self._prompt if isinstance(self._prompt, str) else ""
-        least = max(1, len(text) // self._token_bytes)
+        if isinstance(self._prompt, str):
+            least = -(-len(self._prompt) // self._token_bytes)
+        else:
+            least = len(self._prompt)  # messages
         return least if self._form.truncate is None else min(least, self._form.truncate)
 
     def encode(self) -> Sequence[int]:

@@ -124,8 +124,8 @@ class Runtime(LoopBound):
     ) -> Stream:
         """Queue a request, at once or when its prompt is prepared, with the output that a checkpoint has.
         Raises InvalidRequest, Rejected."""
-        self.core.check(params, options.pooling)
         least = prompt.least_tokens
+        self.core.check(params, options.pooling, least)
         if checkpoint is not None:
             check(checkpoint, self.core.info, self.core.stop_ids(params))
             least += len(checkpoint.token_ids)

@@ -81,7 +81,10 @@ def with_head(checkpoint: Checkpoint, config: Any, known: Collection[str]) -> tu
 
     architecture, kind = config.architectures[0], config.model_type
     language = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
-    if (language in known or architecture in known) and getattr(config, "is_causal", True) is False:
+    sees_all = getattr(config, "is_causal", True) is False
+    # Families that have both kinds of attention know their own field.
+    own = getattr(config, "use_bidirectional_attention", None) is not None
+    if sees_all and not own and (language in known or architecture in known):
         # Whatever its architecture is called: embedding models keep the name of the language model, too.
         raise ConfigError(
             f"model: {architecture} attends to what follows (is_causal), which is not supported"
@@ -92,7 +95,7 @@ def with_head(checkpoint: Checkpoint, config: Any, known: Collection[str]) -> tu
     classifies = architecture == auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind)
     if not (base or classifies):
         return checkpoint, config
-    if getattr(config, "use_bidirectional_attention", False):
+    if sees_all or getattr(config, "use_bidirectional_attention", False):
         raise ConfigError(f"model: {architecture} attends to what follows, which is not supported")
     config.architectures = [language]
     config.tie_word_embeddings = True

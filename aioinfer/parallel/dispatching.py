@@ -128,7 +128,7 @@ class Dispatching(OpenStreams):
         checkpoint: StreamCheckpoint | None = None,
     ) -> Stream:
         """As in Serving."""
-        self._checks.check(params, options.pooling)
+        self._checks.check(params, options.pooling, prompt.least_tokens)
         if checkpoint is not None:
             check(checkpoint, self.info, self._checks.stop_ids(params))
         adapting.check(self, options.adapter, checkpoint)

@@ -87,6 +87,8 @@ class StepBudget:
 
     def spend_decodes(self, tokens: int) -> None:
         self.generates = self.generates or tokens > 0
+        # With these rows a step has as many tokens as one chunk; half of it at least, or others would starve.
+        self.beside = max(self._chunk_size // 2, self.beside - tokens)
         self.tokens -= tokens
         self.prefill = min(self.prefill, self.tokens)
 
