@@ -66,31 +66,41 @@ class LowRank {
       : inner_(inner), units_(inner / Number<T>::PER_UNIT) {
     require(inner % RANKS == 0, "the inner dimension of an adapted layer is no multiple of 16");
     std::vector<int64_t> first;  // rank of each target
-    std::vector<T> down, up;
     for (int64_t i = 0; i < count; i++) {
       const LowRankTarget& target = targets[i];
       require(target.rank > 0 && target.rows > 0, "a target of an adapter has no rank or no rows");
       require(target.start >= 0 && target.start + target.rows <= rows, "a target of an adapter is not in its layer");
       first.push_back(ranks_);
-      add(target, down);
+      ranks_ += (target.rank + RANKS - 1) / RANKS * RANKS;
+      scales_.resize(ranks_, target.scale);
     }
+    int64_t size = 0;
     for (int64_t from = 0; from < rows; from += LANES) {
-      Range range{ranks_, 0, static_cast<int64_t>(up.size())};
-      int64_t last = 0, i = 0;
-      for (; i < count; i++) {
+      Range range{ranks_, 0, size};
+      int64_t last = 0;
+      for (int64_t i = 0; i < count; i++) {
         const LowRankTarget& target = targets[i];
         if (from + LANES <= target.start || from >= target.start + target.rows) continue;
         range.first = std::min(range.first, first[i]), last = std::max(last, first[i] + target.rank);
       }
       range.count = std::max<int64_t>(0, last - range.first);
-      up.resize(range.at + range.count * LANES, Number<T>::make(0.0f));
-      for (i = 0; i < count; i++) put(targets[i], first[i] - range.first, from, up.data() + range.at);
+      size += range.count * LANES;
       ranges_.push_back(range);
     }
-    for (const std::vector<T>* numbers : {&down, &up})
-      for (const T number : *numbers)
-        require(std::isfinite(Number<T>::read(number)), "an adapter has numbers that the model's type does not have");
-    down_ = kept(arena, down), up_ = kept(arena, up);
+    T* down = arena.take<T>(ranks_ * inner);
+    T* up = arena.take<T>(size);
+    std::fill_n(down, ranks_ * inner, Number<T>::make(0.0f)), std::fill_n(up, size, Number<T>::make(0.0f));
+    bool finite = true;
+    for (int64_t i = 0; i < count; i++) {
+      const LowRankTarget& target = targets[i];
+      T* to = down + first[i] * inner;
+      finite &= target.a_is_bfloat16 ? put_down(static_cast<const bfloat16*>(target.a), target.rank, to)
+                                     : put_down(static_cast<const float*>(target.a), target.rank, to);
+      finite &= target.b_is_bfloat16 ? put_up(static_cast<const bfloat16*>(target.b), target, first[i], up)
+                                     : put_up(static_cast<const float*>(target.b), target, first[i], up);
+    }
+    require(finite, "an adapter has numbers that the model's type does not have");
+    down_ = down, up_ = up;
   }
 
   int64_t panels() const { return ranks_ / RANKS; }
@@ -156,40 +166,39 @@ class LowRank {
     int64_t first, count, at;
   };
 
-  // The weights of a target for the vector of outputs that begins at ``from``: to [..][LANES], its own from rank
-  // ``first`` on.
-  static void put(const LowRankTarget& target, int64_t first, int64_t from, T* to) {
-    for (int lane = 0; lane < LANES; lane++) {
-      const int64_t row = from + lane - target.start;
-      if (row < 0 || row >= target.rows) continue;
-      for (int64_t rank = 0; rank < target.rank; rank++)
-        to[(first + rank) * LANES + lane] = number(target.b, target.b_is_bfloat16, row * target.rank + rank);
-    }
+  // A number of the model's; ``finite`` stays true if it is.
+  template <class From>
+  static T made(From number, bool& finite) {
+    const T found = Number<T>::make(Number<From>::read(number));
+    finite &= std::isfinite(Number<T>::read(found));
+    return found;
   }
 
-  static T number(const void* numbers, bool is_bfloat16, int64_t at) {
-    return Number<T>::make(is_bfloat16 ? Number<bfloat16>::read(static_cast<const bfloat16*>(numbers)[at])
-                                       : static_cast<const float*>(numbers)[at]);
-  }
-
-  static const T* kept(Arena& arena, const std::vector<T>& numbers) {
-    T* to = arena.take<T>(numbers.size());
-    std::copy(numbers.begin(), numbers.end(), to);
-    return to;
-  }
-
-  void add(const LowRankTarget& target, std::vector<T>& down) {
+  // The panels of a target, from [rank, inner]. Returns whether all numbers are finite.
+  template <class From>
+  bool put_down(const From* from, int64_t rank, T* to) const {
     constexpr int PER_UNIT = Number<T>::PER_UNIT;
-    const int64_t padded = (target.rank + RANKS - 1) / RANKS * RANKS, from = down.size();
-    down.resize(from + padded * inner_, Number<T>::make(0.0f));
-    scales_.resize(ranks_ + padded, target.scale);
-    for (int64_t rank = 0; rank < target.rank; rank++) {
-      T* panel = down.data() + from + rank / RANKS * RANKS * inner_;
-      for (int64_t k = 0; k < inner_; k++)
-        panel[(k / PER_UNIT * RANKS + rank % RANKS) * PER_UNIT + k % PER_UNIT] =
-            number(target.a, target.a_is_bfloat16, rank * inner_ + k);
+    bool finite = true;
+    for (int64_t panel = 0; panel < rank; panel += RANKS, to += RANKS * inner_)
+      for (int64_t unit = 0; unit < units_; unit++)
+        for (int64_t each = panel; each < std::min(rank, panel + RANKS); each++)
+          for (int i = 0; i < PER_UNIT; i++)
+            to[(unit * RANKS + each - panel) * PER_UNIT + i] = made(from[each * inner_ + unit * PER_UNIT + i], finite);
+    return finite;
+  }
+
+  // The weights of a target, from [rows, rank], for all vectors of outputs. ``first``: its first rank. Returns the same.
+  template <class From>
+  bool put_up(const From* from, const LowRankTarget& target, int64_t first, T* to) const {
+    bool finite = true;
+    for (int64_t row = 0; row < target.rows; row++) {
+      const int64_t output = target.start + row;
+      const Range& range = ranges_[output / LANES];
+      T* lane = to + range.at + (first - range.first) * LANES + output % LANES;
+      for (int64_t rank = 0; rank < target.rank; rank++)
+        lane[rank * LANES] = made(from[row * target.rank + rank], finite);
     }
-    ranks_ += padded;
+    return finite;
   }
 
   int64_t inner_, units_, ranks_ = 0;
