@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from aioinfer.settings import shown
 
 __all__ = ["EngineConfig", "policy_names"]
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
 #: ways of drafting
 SPECULATION = ("off", "lookup")
 
@@ -74,7 +76,8 @@ class EngineConfig:
         None, "adapters", "adapters to load at the start: NAME=PATH, separated by commas"
     )
 
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "kernels", "auto: cuda where available")
+    #: cuda without a number is the current CUDA device of the thread that starts the engine.
+    device: str = option("auto", "kernels", "auto, cpu, cuda or cuda:N; auto: cuda where available")
     attention_backend: Literal["auto", "triton", "native", "sdpa"] = option(
         "auto", "kernels", "attention kernels"
     )
@@ -300,6 +303,8 @@ class EngineConfig:
         self._check_adapters()
         if self.chat_template is not None and not self.chat_template.strip():
             raise ConfigError("chat_template must name a file or be a template, got an empty text")
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}")
         if not self.speculation.strip() or "\0" in self.speculation:
             raise ConfigError(f"speculation must be off, lookup or a model, got {shown(self.speculation)}")
         if isinstance(self.policy, str) and self.policy not in policy_names():

@@ -28,6 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aioinfer.execution.cuda_device import current
 from aioinfer.execution.decoding.mirror import KEPT
 from aioinfer.execution.device import CompletedFlight, DeviceLost, Flight, StepOutOfMemory, StepResult
 from aioinfer.execution.graphs import Graph
@@ -112,12 +113,12 @@ class _Place:
     """A step's place in the ring: page-locked memory of what goes in and comes out, and its events."""
 
     __slots__ = (
-        *("_bytes", "_device", "_last", "_memory", "_outgrown", "_tokens", "_tokens_of_step", "_used"),
-        *("done", "flight", "sampled", "started"),
+        *("_bytes", "_last", "_memory", "_outgrown", "_tokens", "_tokens_of_step", "_used"),
+        *("device", "done", "flight", "sampled", "started"),
     )
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._last: _CudaFlight | None = None
         self._allot(1 << 16)
         self._outgrown: list[torch.Tensor] = []
@@ -158,7 +159,7 @@ class _Place:
         np.copyto(self._bytes[self._used : end].view(array.dtype).reshape(array.shape), array)
         pinned = self._memory[self._used : end].view(_torch_dtype(array.dtype))
         self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return _send(pinned if array.ndim == 1 else pinned.view(array.shape), self._device)
+        return _send(pinned if array.ndim == 1 else pinned.view(array.shape), self.device)
 
     def await_last_result(self) -> None:
         """Until the host has read what the step before sampled, on whichever thread."""
@@ -224,6 +225,10 @@ class CudaBackend:
         self._graph_pool = None
 
     def launch(self, packed: PackedStep) -> Flight:
+        with current(self._device):
+            return self._launch(packed)
+
+    def _launch(self, packed: PackedStep) -> Flight:
         assert self.runner is not None, "no runner"
         place = self._ring[self._next]
         self._next = (self._next + 1) % self.RING
@@ -347,9 +352,11 @@ class _CudaFlight:
                 self._last.settle()
                 self._last = None
             try:
-                self.place.done.synchronize()
-                self._clock()
-                self._result = self._read()
+                # A completion thread knows of no device, and would make itself one.
+                with current(self.place.device):
+                    self.place.done.synchronize()
+                    self._clock()
+                    self._result = self._read()
             except Exception as error:
                 self._error = error
             self._read = None

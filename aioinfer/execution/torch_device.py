@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from aioinfer.checkpoint.locate import locate
 from aioinfer.config import SPECULATION, EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
+from aioinfer.execution.cuda_device import callers_device, current, pick_device
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
 from aioinfer.execution.draft_checks import check_draft
 from aioinfer.execution.grammar_worker import GrammarWorker
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from aioinfer.model.spec import CausalLM, ModelSpec
     from aioinfer.model.updates.recipe import PreparedUpdate
 
-__all__ = ["TorchDevice", "pick_device"]
+__all__ = ["TorchDevice"]
 
 
 class TorchDevice:
@@ -49,6 +50,9 @@ class TorchDevice:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        #: what "cuda" is: the launch thread knows nothing of what its caller has chosen
+        self._index = callers_device()
+        self._device: torch.device | None = None
         self._packer: Packer | None = None
         self._model: CausalLM | None = None
         self._backend: Backend | None = None
@@ -59,6 +63,11 @@ class TorchDevice:
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
         preload_torch()
+        self._device = device = pick_device(self._config.device, self._index)
+        with current(device):
+            return self._open(device, progress)
+
+    def _open(self, device: torch.device, progress: Progress | None) -> DeviceInfo:
         import torch
 
         from aioinfer.execution.backends import lacks_memory
@@ -70,8 +79,7 @@ class TorchDevice:
         from aioinfer.native.bindings import ThreadsUnavailable
         from aioinfer.sampling.backend import choose_sampling
 
-        config = self._config
-        device = pick_device(config.device)
+        wanted = config = self._config
         if device.type == "cpu":
             before = torch.get_num_threads()
             threads = config.threads or default_threads(before, cpu_quota())
@@ -199,8 +207,10 @@ class TorchDevice:
         slots = self._adapters
         if slots is None:
             raise ConfigError("adapters: the device is closed, or its model computes none")
+        assert self._device is not None, "it has adapters"
         try:
-            return slots.prepare(path)
+            with current(self._device):
+                return slots.prepare(path)
         except Exception as error:
             from aioinfer.execution.backends import lacks_memory
 
@@ -219,12 +229,15 @@ class TorchDevice:
     def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> PreparedUpdate:
         from aioinfer.model.updates.recipe import prepare_update
 
-        if self._model is None:
+        if self._model is None or self._device is None:
             raise DeviceLost("the device is closed")
-        return prepare_update(self._model, given, go_on)
+        with current(self._device):
+            return prepare_update(self._model, given, go_on)
 
     def install_weights(self, prepared: PreparedUpdate) -> None:
-        prepared.install()
+        assert self._device is not None, "not open"
+        with current(self._device):
+            prepared.install()
         if self._backend is not None:
             self._backend.synchronize()
 
@@ -246,17 +259,6 @@ class TorchDevice:
 
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
-
-
-def pick_device(wanted: str) -> torch.device:
-    """What ``auto``, ``cpu`` or ``cuda`` stands for on this machine. Raises ConfigError."""
-    import torch
-
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for, and torch sees no CUDA device")
-    return torch.device(wanted, torch.cuda.current_device()) if wanted == "cuda" else torch.device(wanted)
 
 
 def _adapters(model: CausalLM, config: EngineConfig) -> tuple[AdapterSlots | None, str]:

@@ -106,6 +106,21 @@ async def test_launching_never_waits_for_the_device(
     assert device.launched >= 2 * TOKENS
 
 
+async def test_the_callers_current_device_is_the_engines_and_stays_his(
+    checkpoint: Callable[[str], tuple[Path, Any]],
+) -> None:
+    """Of several GPUs the last one, by its number and as the current one; inline on the caller's thread."""
+    path, _ = checkpoint("qwen3")
+    last = torch.cuda.device_count() - 1
+    for name, current in ((f"cuda:{last}", 0), ("cuda", last)):
+        for mode in ("thread", "inline"):
+            with torch.cuda.device(current):
+                async with Engine(config(path, device=name, launch_mode=mode)) as engine:
+                    await engine.generate([1, 2, 3], SamplingParams(max_tokens=4))
+                    assert engine.info.device == f"cuda:{last}"
+                assert torch.cuda.current_device() == current
+
+
 async def test_the_pool_leaves_alone_what_it_may_not_use(
     checkpoint: Callable[[str], tuple[Path, Any]],
 ) -> None:
