@@ -142,12 +142,21 @@ class EngineConfig:
         4096, "memory", "maximum output per request that admission counts", AT_LEAST_ONE
     )
 
-    max_running_requests: int = option(64, "batching", "requests that hold a slot", AT_LEAST_ONE)
-    max_step_tokens: int = option(
-        2048, "batching", "tokens per step, prefill and decode together", AT_LEAST_ONE
+    # More on a GPU with much memory: see aioinfer.execution.sizing.
+    max_running_requests: int | None = option(
+        None, "batching", "requests that hold a slot; default: 64, 128 or 256 by GPU memory", AT_LEAST_ONE
     )
-    chunk_size: int = option(
-        512, "batching", "longest prefill chunk of one request in one step", AT_LEAST_ONE
+    max_step_tokens: int | None = option(
+        None,
+        "batching",
+        "tokens per step, prefill and decode together; default: 2048, 4096 or 8192 by GPU memory",
+        AT_LEAST_ONE,
+    )
+    chunk_size: int | None = option(
+        None,
+        "batching",
+        "longest prefill chunk of one request in one step; default: 512, 1024 or 2048 by GPU memory",
+        AT_LEAST_ONE,
     )
     #: A single chunk may exceed it when it is the only one in its step.
     max_prefill_tokens: int | None = option(
@@ -309,10 +318,10 @@ class EngineConfig:
             raise ConfigError(f"speculation must be off, lookup or a model, got {shown(self.speculation)}")
         if isinstance(self.policy, str) and self.policy not in policy_names():
             raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {self.policy!r}")
-        if self.max_step_tokens < self.max_running_requests:
+        if self.step_tokens < self.running_requests:
             raise ConfigError(
-                f"max_step_tokens ({self.max_step_tokens}) must be at least max_running_requests "
-                f"({self.max_running_requests}): every running request may need a token in one step"
+                f"max_step_tokens ({self.step_tokens}) must be at least max_running_requests "
+                f"({self.running_requests}): every running request may need a token in one step"
             )
 
     @classmethod
@@ -366,19 +375,34 @@ class EngineConfig:
         return self.max_adapters + 1 if self.max_adapters else 0
 
     @property
+    def running_requests(self) -> int:
+        """``max_running_requests``, or what it is where nothing says otherwise."""
+        return 64 if self.max_running_requests is None else self.max_running_requests
+
+    @property
+    def step_tokens(self) -> int:
+        """``max_step_tokens``, or what it is where nothing says otherwise."""
+        return 2048 if self.max_step_tokens is None else self.max_step_tokens
+
+    @property
+    def chunk_tokens(self) -> int:
+        """``chunk_size``, or what it is where nothing says otherwise."""
+        return 512 if self.chunk_size is None else self.chunk_size
+
+    @property
     def num_slots(self) -> int:
         """Slots in addition to the null slot 0: enough that fenced slots never delay an admission."""
-        return self.max_running_requests * (2 if self.overlap_steps is None else self.overlap_steps + 1)
+        return self.running_requests * (2 if self.overlap_steps is None else self.overlap_steps + 1)
 
     @property
     def graph_rows(self) -> int:
         """Rows of the largest decode batch captured as a graph."""
-        rows = self.max_running_requests
+        rows = self.running_requests
         return min(rows, self.max_decode_rows or rows, self.decode_graph_rows)
 
     def round_rows(self, block_size: int) -> int:
         """Rows, one block each, of the largest denoising round captured as a graph."""
-        rows = min(2 * self.max_running_requests, self.max_step_tokens // block_size)
+        rows = min(2 * self.running_requests, self.step_tokens // block_size)
         return min(rows, self.max_decode_rows or rows, self.decode_graph_rows)
 
 

@@ -22,7 +22,7 @@ from aioinfer.execution.memory import memory_available
 from aioinfer.execution.opening import preload_torch
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
-from aioinfer.execution.sizing import check_weights, fewer_requests
+from aioinfer.execution.sizing import by_memory, check_weights, fewer_requests
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.scheduling.step import Step
 
@@ -94,7 +94,10 @@ class TorchDevice:
             model = self._load(device, progress)
             self._model, spec = model, model.spec
             decoding = kind(spec)
-            config = fitted(decoding.fit(config), spec, device)
+            if device.type == "cuda" and not spec.block_size:
+                # A row of a diffusion model is a whole block, with the logits of all of its positions.
+                wanted = by_memory(config, torch.cuda.mem_get_info(device)[1])
+            config = fitted(decoding.fit(wanted), spec, device)
             choice = choose_attention(device, spec.head_dims, spec.dtype, config.attention_backend)
             if config.deterministic and not model.invariant:
                 raise ConfigError(f"deterministic: {why_variant(spec.architecture, choice.name)}")
@@ -139,7 +142,12 @@ class TorchDevice:
             draft_length=0 if draft is None else draft.spec.max_model_len,
             max_adapters=0 if self._adapters is None else config.adapter_slots,
             adapter_reason=adapter_reason,
-            max_running_requests=fewer_requests(self._config, config),
+            max_running_requests=fewer_requests(wanted, config),
+            settled={
+                name: getattr(wanted, name)
+                for name in ("max_running_requests", "max_step_tokens", "chunk_size")
+                if getattr(self._config, name) != getattr(wanted, name)
+            },
             model_positions=spec.max_model_len,
             length_reason=_length_reason(config, spec, size, device),
         )

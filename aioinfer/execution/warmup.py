@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -17,10 +18,12 @@ if TYPE_CHECKING:
     from aioinfer.execution.graphs import Capture
     from aioinfer.execution.packed import PackedStep
 
-__all__ = ["COSTLY", "Graphs", "filled_slots", "measure"]
+__all__ = ["COSTLY", "SCORED", "Graphs", "filled_slots", "measure"]
 
-#: everything that costs memory
+#: everything that costs memory to sample
 COSTLY = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
+#: logits of every position, not of the last alone
+SCORED = SamplingParams(temperature=0.0, logprobs=20, prompt_logprobs=20)
 
 
 class Graphs(Protocol):
@@ -29,12 +32,15 @@ class Graphs(Protocol):
     def capture(self, capture: Capture, /) -> None: ...
 
 
-def filled_slots(rows: int, length: int, params: SamplingParams, *, samples: bool) -> tuple[Row, ...]:
-    """Prefill rows of new requests in slots 1 to ``rows``, on the null page."""
-    nobody: Any = None
+def filled_slots(
+    rows: int, length: int, params: SamplingParams, *, samples: bool, scored: bool = False
+) -> tuple[Row, ...]:
+    """Prefill rows of new requests in slots 1 to ``rows``, on the null page; ``scored``: all positions."""
+    nobody: Any = SimpleNamespace(prompt_ids=[0] * (length + 1), params=params)
     new = NewRequestData(params, 0, frozenset(), [0] * length, [])
+    scores = (0, length) if scored else None
     return tuple(
-        Row(nobody, slot, 0, length, [0] * length, samples, (), 0, new, state_write=slot)
+        Row(nobody, slot, 0, length, [0] * length, samples, (), 0, new, scores, state_write=slot)
         for slot in range(1, rows + 1)
     )
 

@@ -279,9 +279,9 @@ class BlockKind:
         size, spec = self._size, self._spec
         if spec.states:
             raise ConfigError("model: a diffusion model with recurrent state cannot be served")
-        if config.max_step_tokens < 2 * size:
+        if config.step_tokens < 2 * size:
             raise ConfigError(
-                f"max_step_tokens is {config.max_step_tokens}; two blocks of {size} positions must fit"
+                f"max_step_tokens is {config.step_tokens}; two blocks of {size} positions must fit"
             )
         if min(config.max_model_len or spec.max_model_len, spec.max_model_len) < size:
             raise ConfigError(f"max_model_len is less than a block of {size} positions")
@@ -302,8 +302,8 @@ class BlockKind:
 
     def largest_steps(self, config: EngineConfig, max_len: int) -> Iterator[Step]:
         size = self._size
-        rows = min(config.max_running_requests, config.max_step_tokens // size)
-        length = min(config.max_step_tokens // rows, max_len) // size * size
+        rows = min(config.running_requests, config.step_tokens // size)
+        length = min(config.step_tokens // rows, max_len) // size * size
         yield Step(-2, NO_ROWS, filled_slots(rows, length, COSTLY, samples=False), rows * length)
         start = min(length, max_len // size * size - size)
         nobody: Any = None

@@ -19,14 +19,15 @@ from aioinfer.execution.decoding.token_graphs import CapturedTokens
 from aioinfer.execution.device import StepResult
 from aioinfer.execution.grammar_worker import Constraints, GrammarRow, GrammarWorker
 from aioinfer.execution.packed import Layout, PackedStep
-from aioinfer.execution.warmup import COSTLY, filled_slots
+from aioinfer.execution.paging import Tables
+from aioinfer.execution.warmup import COSTLY, SCORED, filled_slots
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.model.state import StatePool
 from aioinfer.observe.timeline import now
 from aioinfer.outputs import TokenLogprob
 from aioinfer.sampling.batch import FilterRows, PenaltyReset, SamplingBatch
-from aioinfer.sampling.logprobs import Logprobs
+from aioinfer.sampling.logprobs import Logprobs, score
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.sampling.verification import DraftRows, Drafts
@@ -237,15 +238,19 @@ class TokenDecoding:
         transfer: Transfer,
     ) -> Output:
         work: TokenWork = packed.work
-        logits = logits.float()
         masked: float | None = None
-        count, score_ids = len(work.sample_rows), parts["score_ids"]
-        logprobs = self._logprobs(logits, work, transfer) if work.top >= 0 else None
+        count = len(work.sample_rows)
+        scores = self._scores(logits[count:], parts["score_ids"], work.top)
         if not count:
             # A first chunk of a prompt: what it says of its request must not be lost.
             self.sampler.reset(work.penalty_resets)
-            return Output(_tensors(None, logprobs, score_ids))
-        logits = logits[:count]
+            return Output(scores)
+        logits = logits[:count].float()
+        logprobs: Logprobs | None = None
+        if work.sampling.logprobs:
+            # As they are before biases and masks.
+            asked = transfer.send(np.asarray([row for row, _ in work.sampling.logprobs], np.int64))
+            logprobs = self.sampler.logprobs(logits[asked], work.top)
         processors, sampling = self.sampler.logits_processors, _sampling_batch(work, parts, transfer)
         if len(parts["bias_rows"]):
             processors.add_biases_(logits, parts["bias_rows"], parts["bias_ids"], parts["bias_bits"])
@@ -272,17 +277,14 @@ class TokenDecoding:
             at, values = transfer.send(np.asarray([*outcomes.items()], np.int64).T)
             tokens[at] = values
         self.relay.scatter(last, tokens)
-        scored = score_ids
         if logprobs is not None:
-            asked = transfer.send(np.asarray([row for row, _ in work.sampling.logprobs], np.int64))
-            scored = torch.cat((tokens[asked], score_ids))
-        return Output(_tensors(tokens, logprobs, scored), forced, masked=masked)
+            sampled = [logprobs.of(tokens[asked]), logprobs.top_ids, logprobs.top]
+            scores = [torch.cat(each) for each in zip(sampled, scores, strict=True)] if scores else sampled
+        return Output([tokens, *scores], forced, masked=masked)
 
-    def _logprobs(self, logits: torch.Tensor, work: TokenWork, transfer: Transfer) -> Logprobs:
-        """Of the sampling rows that want them, then of the scored positions."""
-        rows = [row for row, _ in work.sampling.logprobs]
-        rows += range(len(work.sample_rows), len(logits))
-        return self.sampler.logprobs(logits[transfer.send(np.asarray(rows, np.int64))], work.top)
+    def _scores(self, logits: torch.Tensor, ids: torch.Tensor, top: int) -> list[torch.Tensor]:
+        """Of the scored positions, in the order of :func:`_read_logprobs`; nothing if there are none."""
+        return [*score(self.sampler.logprobs, logits, ids, top)] if len(ids) else []
 
     def _constrain(self, logits: torch.Tensor, work: TokenWork, transfer: Transfer) -> Constraints:
         """Apply the masks of this step, which were made while its forward ran."""
@@ -351,15 +353,6 @@ def _read_runs(result: StepResult, work: TokenWork, drafts: DraftRows, tokens: S
                 run = result.runs[row] = [token]
         elif token != NO_TOKEN:
             run.append(token)
-
-
-def _tensors(
-    tokens: torch.Tensor | None, logprobs: Logprobs | None, scored: torch.Tensor
-) -> list[torch.Tensor]:
-    """int64 [S], and of the rows and positions that asked for logprobs theirs, float32, in the order of
-    :func:`_read_logprobs`."""
-    found = [] if tokens is None else [tokens]
-    return found if logprobs is None else [*found, logprobs.of(scored), logprobs.top_ids, logprobs.top]
 
 
 def _read_logprobs(
@@ -436,8 +429,11 @@ class TokenKind:
         )
 
     def largest_steps(self, config: EngineConfig, max_len: int) -> Iterator[Step]:
-        rows = config.max_running_requests
-        length = max(1, min(config.max_step_tokens // rows, max_len - 1))
+        rows = config.running_requests
+        length = max(1, min(config.step_tokens // rows, max_len - 1))
+        if self._spec.generates:
+            scored = filled_slots(rows, length, SCORED, samples=True, scored=True)
+            yield Step(-3, NO_ROWS, scored, rows * length)
         yield Step(-2, NO_ROWS, filled_slots(rows, length, COSTLY, samples=True), rows * length)
         nobody: Any = None
         generating = Generating([nobody] * rows, np.arange(1, rows + 1), np.full(rows, length))
