@@ -39,7 +39,7 @@ from aioinfer.observe.timeline import DeviceLane, now
 __all__ = ["Backend", "CpuBackend", "CudaBackend", "Direct", "lacks_memory"]
 
 _ALIGNMENT = 16
-_NO_MEMORY = ("out of memory", "can't allocate memory")
+_NO_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 
 
 class Backend(Protocol):
@@ -62,7 +62,7 @@ def lacks_memory(error: Exception) -> bool:
     """Whether an error says that memory did not suffice.
 
     torch's allocator on CUDA and Python have classes for that; torch on the CPU, the driver, which pinned
-    memory and replays ask, and Triton say it in words.
+    memory and replays ask, Triton, and the libraries of CUDA, which allocate for themselves, say it in words.
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError, StepOutOfMemory)):
         return True

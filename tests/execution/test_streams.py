@@ -139,8 +139,9 @@ async def test_every_feature_passes_the_backend(
         torch.OutOfMemoryError("injected"),
         RuntimeError("CUDA error: out of memory"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
-    ids=["allocator", "driver", "triton"],
+    ids=["allocator", "driver", "triton", "cublas"],
 )
 async def test_a_step_without_memory_is_tried_again_in_smaller_ones(
     cuda: Cuda,
