@@ -100,6 +100,10 @@ class EngineConfig:
     decode_graph_rows: int = option(
         256, "kernels", "largest batch captured as a CUDA graph; 0: no graphs", NOT_NEGATIVE
     )
+    #: What a step has beside its decodes: chunks of prompts, and drafts that it verifies.
+    prefill_graph_tokens: int = option(
+        2048, "kernels", "most tokens beside decodes in a captured step; 0: none", NOT_NEGATIVE
+    )
 
     #: Of a diffusion model: a multiple of the block size.
     page_size: int = option(16, "memory", "KV positions per page", AT_LEAST_ONE)
@@ -399,6 +403,11 @@ class EngineConfig:
         """Rows of the largest decode batch captured as a graph."""
         rows = self.running_requests
         return min(rows, self.max_decode_rows or rows, self.decode_graph_rows)
+
+    @property
+    def graph_tokens(self) -> int:
+        """Tokens beside decodes of the largest step captured as a graph."""
+        return min(self.step_tokens, self.prefill_graph_tokens)
 
     def round_rows(self, block_size: int) -> int:
         """Rows, one block each, of the largest denoising round captured as a graph."""

@@ -31,6 +31,7 @@ import torch
 from aioinfer.execution.cuda_device import current
 from aioinfer.execution.decoding.mirror import KEPT
 from aioinfer.execution.device import CompletedFlight, DeviceLost, Flight, StepOutOfMemory, StepResult
+from aioinfer.execution.graph_shapes import GraphShapes
 from aioinfer.execution.graphs import Graph
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.runner import Runner
@@ -45,8 +46,8 @@ _NO_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 class Backend(Protocol):
     """One device's way of running packed steps."""
 
-    #: steps of so many decodes and nothing else are computed by captured decodes
-    graph_rows: int
+    #: of the steps that are replayed
+    graphs: GraphShapes
 
     def launch(self, packed: PackedStep) -> Flight: ...
 
@@ -85,7 +86,7 @@ class CpuBackend:
     """The step is done when ``launch`` returns."""
 
     def __init__(self, runner: Runner) -> None:
-        self.graph_rows = 0
+        self.graphs = GraphShapes()
         self._runner = runner
         self._transfer = Direct(torch.device("cpu"))
 
@@ -196,7 +197,7 @@ class CudaBackend:
         self._newest: _CudaFlight | None = None
         self._graph_pool: Any = None
         self._clock = _Clock(lane)
-        self.graph_rows = 0
+        self.graphs = GraphShapes()
         #: set before the first launch
         self.runner: Runner | None = None
 
@@ -219,6 +220,12 @@ class CudaBackend:
         ):
             call()
         return graph
+
+    def rehearse(self, replay: Callable[[], None]) -> None:
+        """Have graphs be replayed where steps will replay them. Waits for it."""
+        with torch.cuda.stream(self.forward):
+            replay()
+        torch.cuda.synchronize(self._device)
 
     def forget_graphs(self) -> None:
         """What was captured is gone; its memory may serve others."""

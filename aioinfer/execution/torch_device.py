@@ -114,7 +114,7 @@ class TorchDevice:
         sampling = None if spec.block_size else choose_sampling(device, config.sampling_backend)
         self.lane.parts = lambda: model.seconds
         self.synchronous = device.type == "cpu"
-        self._packer = parts.packer(size.max_model_len, self._backend.graph_rows)
+        self._packer = parts.packer(size.max_model_len, self._backend.graphs)
         self._adapters, adapter_reason = _adapters(model, self._config)
         return DeviceInfo(
             vocab_size=spec.vocab_size,

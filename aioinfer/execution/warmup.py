@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from aioinfer.execution.graph_shapes import GraphShapes
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import NewRequestData, Row
 
@@ -48,12 +49,12 @@ def filled_slots(
 def measure(
     backend: CudaBackend,
     steps: Iterable[PackedStep],
-    graphs: Callable[[list[int]], Graphs],
-    sizes: list[int],
+    graphs: Callable[[GraphShapes], Graphs],
+    shapes: GraphShapes,
 ) -> int:
-    """Bytes that the largest steps and the graphs of all ``sizes`` take, at least about.
+    """Bytes that the largest steps and the graphs of all ``shapes`` take, at least about.
 
-    ``graphs`` makes the graphs of given sizes. Two are captured for trial: all share one pool of memory, so
+    ``graphs`` makes the graphs of given shapes. Two are captured for trial: all share one pool of memory, so
     the largest decides, and what the second adds is taken for what each of the others adds.
     """
     torch.cuda.empty_cache()
@@ -64,10 +65,10 @@ def measure(
     activations = torch.cuda.max_memory_reserved() - before
     torch.cuda.empty_cache()
     free = [torch.cuda.mem_get_info()[0]]
-    trial = [graphs([size]) for size in sorted(sizes)[-2:]]
-    for each in reversed(trial):
+    trial = [graphs(GraphShapes([shape])) for shape in itertools.islice(shapes, 2)]
+    for each in trial:
         each.capture(backend.capture)
         free.append(torch.cuda.mem_get_info()[0])
     taken = [max(0, before - after) for before, after in itertools.pairwise(free)]
     backend.forget_graphs()
-    return activations + sum(taken[:1]) + sum(taken[1:]) * (len(sizes) - 1)
+    return activations + sum(taken[:1]) + sum(taken[1:]) * (len(shapes) - 1)

@@ -18,6 +18,7 @@ from aioinfer.execution.decoding.sampling_metadata import FLOAT_FIELDS, Sampling
 from aioinfer.execution.decoding.token_graphs import CapturedTokens
 from aioinfer.execution.device import StepResult
 from aioinfer.execution.grammar_worker import Constraints, GrammarRow, GrammarWorker
+from aioinfer.execution.graph_shapes import GraphShape, GraphShapes, mixed_shapes
 from aioinfer.execution.packed import Layout, PackedStep
 from aioinfer.execution.paging import Tables
 from aioinfer.execution.warmup import COSTLY, SCORED, filled_slots
@@ -63,13 +64,16 @@ class TokenWork:
     drafts: DraftRows | None = None
     #: of a draft model
     draft_forwards: Sequence[DraftForward] = ()
+    #: of a step that a captured one computes: pages of the first rows that sample, all that bring no drafts
+    tables: Tables | None = None
 
     @property
     def plain(self) -> bool:
         """Sampling needs no more than seeds, temperatures and filters."""
         sampling = self.sampling
         return not (
-            sampling.any_penalty
+            self.drafts is not None
+            or sampling.any_penalty
             or sampling.logprobs
             or self.scores
             or self.grammars
@@ -104,6 +108,17 @@ class TokenPacker:
             reset = self._table.admit(slot, data)
             if reset is not None:
                 self._resets[slot] = reset
+
+    def graph_need(self, step: Step) -> GraphShape | None:
+        generating, prefilling = step.generating, step.prefilling
+        # Those of a draft model read what its own forwards have drawn; the others read more than samples.
+        if generating.draft_inputs or any(row.scores or row.pools for row in prefilling):
+            return None
+        decodes = generating.num_decodes
+        chunks = step.num_rows - decodes
+        sampled = sum(row.samples for row in prefilling)
+        sampled += sum(1 + len(drafts) for drafts in generating.drafts)
+        return GraphShape(decodes, step.num_tokens - decodes, max(chunks, sampled))
 
     def pack(self, step: Step, layout: Layout) -> tuple[dict[str, npt.NDArray[np.int64]], TokenWork]:
         slots, cu_q, kv_len = layout.slots, layout.placement.cu_q, layout.placement.kv_len
@@ -144,11 +159,16 @@ class TokenPacker:
         forwards: Sequence[DraftForward] = ()
         if step.generating.draft_inputs:
             forwards = draft_forwards(step, layout, [] if drafts is None else drafts.first)
+        tables: Tables | None = None
+        if layout.shape is not None:
+            still = len(sample_slots) if drafts is None else step.generating.num_decodes
+            tables = layout.tables.of(sample_slots[:still])
         # A step that cannot be packed leaves its resets to the next one.
         resets, self._resets = list(self._resets.values()), {}
         return sections, TokenWork(
             *(sample_rows, sampling, resets, grammars, scores, len(banned_ids), score_ids, drafts),
             draft_forwards=forwards,
+            tables=tables,
         )
 
 
@@ -209,16 +229,18 @@ class TokenDecoding:
         self.sampler.warm_up()
 
     def begin(self, packed: PackedStep, transfer: Transfer) -> None:
-        """A replayed step has no new requests."""
+        """Counts of penalties are reset where tokens are sampled."""
+        work: TokenWork = packed.work
+        if work.drafts is not None and work.grammars:
+            # Their masks are made while the forward runs.
+            self.grammars.look_ahead(work.grammars)
 
     def gather(
         self, packed: PackedStep, parts: dict[str, torch.Tensor], transfer: Transfer
     ) -> tuple[torch.Tensor, _Drawn]:
         work: TokenWork = packed.work
         self.relay.gather(parts["input_ids"], parts["slots"], packed.num_decodes, parts.get("verified"))
-        if work.drafts is not None and work.grammars:
-            # Their masks are made while the forward runs.
-            self.grammars.look_ahead(work.grammars)
+        self.begin(packed, transfer)
         drawn: _Drawn = None
         if work.draft_forwards:
             assert self.draft_model is not None
@@ -318,14 +340,14 @@ class TokenDecoding:
         model: CausalLM,
         attention: Attention,
         *,
-        max_rows: int,
+        shapes: GraphShapes,
         max_pages: int,
         page_size: int,
         states: StatePool | None = None,
     ) -> CapturedTokens:
         return CapturedTokens(
             *(model, attention, self.sampler, self.relay),
-            max_rows=max_rows,
+            shapes=shapes,
             max_pages=max_pages,
             page_size=page_size,
             states=states,
@@ -421,12 +443,15 @@ class TokenKind:
         sampler = Sampler(config.num_slots, self._spec.vocab_size, device, config.sampling_backend)
         return TokenDecoding(sampler, Relay(config.num_slots, device), grammars)
 
-    def graph_sizes(self, config: EngineConfig) -> list[int]:
-        """Steps of 8, and finer where a row counts."""
+    def graph_shapes(self, config: EngineConfig) -> GraphShapes:
+        """Of decodes steps of 8, and finer where a row counts; and of chunks beside them."""
         most = config.graph_rows
-        return (
-            sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most}) if most else []
-        )
+        if not most:
+            return GraphShapes()
+        sizes = {size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most}
+        # A recurrent state goes through a chunk position by position, for which its length must be known.
+        tokens = 0 if self._spec.states else config.graph_tokens
+        return GraphShapes([*map(GraphShape, sizes), *mixed_shapes(most if config.mixed else 1, tokens)])
 
     def largest_steps(self, config: EngineConfig, max_len: int) -> Iterator[Step]:
         rows = config.running_requests
