@@ -163,7 +163,7 @@ class Engine(EngineLike):
             config,
             info.block_size,
             asynchronous=launcher.asynchronous,
-            max_running=info.max_running_requests,
+            info=info,
         )
         info = factory.completed(info, tokenizer, config, fingerprint)
         core = Core(config, info, tokenizer, clock_of(intake.loop), self._drafter)

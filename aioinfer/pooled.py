@@ -52,13 +52,16 @@ class PooledCall:
         source: Callable[[Prompt], PromptSource],
         submit: Callable[[PromptSource, int], Stream],
         name: Callable[[int], str],
+        at_once: int,
     ) -> None:
         """``source``: an input, checked and copied; ``submit``: its request, in front of which so many of the
-        call wait; ``name``: of an input by its index, in errors."""
+        call wait; ``name``: of an input by its index, in errors; ``at_once``: requests that are open at a
+        time."""
         self._config = config
         self._make = source
         self._submit = submit
         self._name = name
+        self._at_once = at_once
         #: requests that may not have begun yet, and how many tokens their prompts have at least
         self._waiting: list[tuple[Stream, int]] = []
 
@@ -123,10 +126,9 @@ class PooledCall:
     ) -> list[_Finished]:
         """``numbers``: which inputs of the call the sources are."""
         found: list[_Finished] = []
-        most = 2 * self._config.max_running_requests
         try:
             async with ResultMap(
-                self._queue, sources, concurrency=most, progress=progress, on_error="raise"
+                self._queue, sources, concurrency=self._at_once, progress=progress, on_error="raise"
             ) as results:
                 async for result in results:
                     assert isinstance(result, Result)

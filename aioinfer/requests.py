@@ -96,6 +96,10 @@ class Requests(ABC):
     def _serving(self) -> Serving:
         """What takes the requests. Raises EngineClosed, EngineFailed, WrongLoop."""
 
+    def _at_once(self) -> int:
+        """Requests of one call that are open at a time."""
+        return 2 * self._serving().info.settle(self.config).running_requests
+
     @property
     @abstractmethod
     def tokenizer(self) -> Tokenizer | None:
@@ -352,7 +356,7 @@ class Requests(ABC):
         Args:
             prompts: any iterable or asynchronous iterable of prompts; it may be endless.
             concurrency: so many requests are open at most, and so many further results are kept in memory;
-                default: twice ``config.max_running_requests``.
+                default: twice as many as run at a time.
             progress: ``progress(done, total)`` is called by the consumer's task; total is None if ``prompts``
                 has no length.
             on_error: "raise" ends the iteration with the first error; "return" yields the error in the place
@@ -375,7 +379,7 @@ class Requests(ABC):
         return ResultMap(
             submit,
             prompts,
-            concurrency=2 * self.config.max_running_requests if concurrency is None else concurrency,
+            concurrency=self._at_once() if concurrency is None else concurrency,
             progress=progress,
             on_error=on_error,
         )
@@ -499,7 +503,7 @@ class Requests(ABC):
         def submit(prompt: PromptSource, waiting: int) -> Stream:
             return self.generate(prompt, pooling=pooling, queue_behind=waiting, **options)
 
-        return PooledCall(self.config, source, submit, name)
+        return PooledCall(self.config, source, submit, name, self._at_once())
 
     def _files_of(self, adapter: str | None) -> str:
         """What tells the files of the adapter that new requests have by this name from others."""

@@ -96,8 +96,11 @@ def _gpus() -> list[Finding]:
 
 def _plan(config: EngineConfig) -> list[Finding]:
     """What an engine would run. Raises ConfigError."""
+    import torch
+
+    from aioinfer.execution.cuda_device import pick_device
     from aioinfer.execution.graphs import graphs_unsupported
-    from aioinfer.execution.torch_device import pick_device
+    from aioinfer.execution.sizing import by_memory
     from aioinfer.model.attention.backend import choose_attention
     from aioinfer.model.layers import choose_layers
     from aioinfer.model.loader import inspect_model
@@ -152,6 +155,8 @@ def _plan(config: EngineConfig) -> list[Finding]:
     window = factory.decide(config, size, asynchronous=device.type != "cpu").overlap_steps
     of_experts = None if backend is None else backend.name
     unsupported_reason = graphs_unsupported(device, attention.name, model.own, of_experts)
+    if device.type == "cuda" and model.blocks is None:
+        config = by_memory(config, torch.cuda.mem_get_info(device)[1])
     if config.decode_graph_rows == 0:
         unsupported_reason = "asked for"
     captured = f"{config.graph_rows} rows"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from aioinfer.settings import shown
 
 __all__ = ["EngineConfig", "policy_names"]
 
+_DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
 #: ways of drafting
 SPECULATION = ("off", "lookup")
 
@@ -74,7 +76,8 @@ class EngineConfig:
         None, "adapters", "adapters to load at the start: NAME=PATH, separated by commas"
     )
 
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "kernels", "auto: cuda where available")
+    #: cuda without a number is the current CUDA device of the thread that starts the engine.
+    device: str = option("auto", "kernels", "auto, cpu, cuda or cuda:N; auto: cuda where available")
     attention_backend: Literal["auto", "triton", "native", "sdpa"] = option(
         "auto", "kernels", "attention kernels"
     )
@@ -96,6 +99,10 @@ class EngineConfig:
     )
     decode_graph_rows: int = option(
         256, "kernels", "largest batch captured as a CUDA graph; 0: no graphs", NOT_NEGATIVE
+    )
+    #: What a step has beside its decodes: chunks of prompts, and drafts that it verifies.
+    prefill_graph_tokens: int = option(
+        2048, "kernels", "most tokens beside decodes in a captured step; 0: none", NOT_NEGATIVE
     )
 
     #: Of a diffusion model: a multiple of the block size.
@@ -139,12 +146,21 @@ class EngineConfig:
         4096, "memory", "maximum output per request that admission counts", AT_LEAST_ONE
     )
 
-    max_running_requests: int = option(64, "batching", "requests that hold a slot", AT_LEAST_ONE)
-    max_step_tokens: int = option(
-        2048, "batching", "tokens per step, prefill and decode together", AT_LEAST_ONE
+    # More on a GPU with much memory: see aioinfer.execution.sizing.
+    max_running_requests: int | None = option(
+        None, "batching", "requests that hold a slot; default: 64, 128 or 256 by GPU memory", AT_LEAST_ONE
     )
-    chunk_size: int = option(
-        512, "batching", "longest prefill chunk of one request in one step", AT_LEAST_ONE
+    max_step_tokens: int | None = option(
+        None,
+        "batching",
+        "tokens per step, prefill and decode together; default: 2048, 4096 or 8192 by GPU memory",
+        AT_LEAST_ONE,
+    )
+    chunk_size: int | None = option(
+        None,
+        "batching",
+        "longest prefill chunk of one request in one step; default: 512, 1024 or 2048 by GPU memory",
+        AT_LEAST_ONE,
     )
     #: A single chunk may exceed it when it is the only one in its step.
     max_prefill_tokens: int | None = option(
@@ -300,14 +316,16 @@ class EngineConfig:
         self._check_adapters()
         if self.chat_template is not None and not self.chat_template.strip():
             raise ConfigError("chat_template must name a file or be a template, got an empty text")
+        if not _DEVICE.fullmatch(self.device):
+            raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {shown(self.device)}")
         if not self.speculation.strip() or "\0" in self.speculation:
             raise ConfigError(f"speculation must be off, lookup or a model, got {shown(self.speculation)}")
         if isinstance(self.policy, str) and self.policy not in policy_names():
             raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {self.policy!r}")
-        if self.max_step_tokens < self.max_running_requests:
+        if self.step_tokens < self.running_requests:
             raise ConfigError(
-                f"max_step_tokens ({self.max_step_tokens}) must be at least max_running_requests "
-                f"({self.max_running_requests}): every running request may need a token in one step"
+                f"max_step_tokens ({self.step_tokens}) must be at least max_running_requests "
+                f"({self.running_requests}): every running request may need a token in one step"
             )
 
     @classmethod
@@ -361,19 +379,39 @@ class EngineConfig:
         return self.max_adapters + 1 if self.max_adapters else 0
 
     @property
+    def running_requests(self) -> int:
+        """``max_running_requests``, or what it is where nothing says otherwise."""
+        return 64 if self.max_running_requests is None else self.max_running_requests
+
+    @property
+    def step_tokens(self) -> int:
+        """``max_step_tokens``, or what it is where nothing says otherwise."""
+        return 2048 if self.max_step_tokens is None else self.max_step_tokens
+
+    @property
+    def chunk_tokens(self) -> int:
+        """``chunk_size``, or what it is where nothing says otherwise."""
+        return 512 if self.chunk_size is None else self.chunk_size
+
+    @property
     def num_slots(self) -> int:
         """Slots in addition to the null slot 0: enough that fenced slots never delay an admission."""
-        return self.max_running_requests * (2 if self.overlap_steps is None else self.overlap_steps + 1)
+        return self.running_requests * (2 if self.overlap_steps is None else self.overlap_steps + 1)
 
     @property
     def graph_rows(self) -> int:
         """Rows of the largest decode batch captured as a graph."""
-        rows = self.max_running_requests
+        rows = self.running_requests
         return min(rows, self.max_decode_rows or rows, self.decode_graph_rows)
+
+    @property
+    def graph_tokens(self) -> int:
+        """Tokens beside decodes of the largest step captured as a graph."""
+        return min(self.step_tokens, self.prefill_graph_tokens)
 
     def round_rows(self, block_size: int) -> int:
         """Rows, one block each, of the largest denoising round captured as a graph."""
-        rows = min(2 * self.max_running_requests, self.max_step_tokens // block_size)
+        rows = min(2 * self.running_requests, self.step_tokens // block_size)
         return min(rows, self.max_decode_rows or rows, self.decode_graph_rows)
 
 

@@ -28,8 +28,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aioinfer.execution.cuda_device import current
 from aioinfer.execution.decoding.mirror import KEPT
 from aioinfer.execution.device import CompletedFlight, DeviceLost, Flight, StepOutOfMemory, StepResult
+from aioinfer.execution.graph_shapes import GraphShapes
 from aioinfer.execution.graphs import Graph
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.runner import Runner
@@ -38,14 +40,14 @@ from aioinfer.observe.timeline import DeviceLane, now
 __all__ = ["Backend", "CpuBackend", "CudaBackend", "Direct", "lacks_memory"]
 
 _ALIGNMENT = 16
-_NO_MEMORY = ("out of memory", "can't allocate memory")
+_NO_MEMORY = ("out of memory", "can't allocate memory", "STATUS_ALLOC_FAILED")
 
 
 class Backend(Protocol):
     """One device's way of running packed steps."""
 
-    #: steps of so many decodes and nothing else are computed by captured decodes
-    graph_rows: int
+    #: of the steps that are replayed
+    graphs: GraphShapes
 
     def launch(self, packed: PackedStep) -> Flight: ...
 
@@ -61,7 +63,7 @@ def lacks_memory(error: Exception) -> bool:
     """Whether an error says that memory did not suffice.
 
     torch's allocator on CUDA and Python have classes for that; torch on the CPU, the driver, which pinned
-    memory and replays ask, and Triton say it in words.
+    memory and replays ask, Triton, and the libraries of CUDA, which allocate for themselves, say it in words.
     """
     if isinstance(error, (MemoryError, torch.OutOfMemoryError, StepOutOfMemory)):
         return True
@@ -84,7 +86,7 @@ class CpuBackend:
     """The step is done when ``launch`` returns."""
 
     def __init__(self, runner: Runner) -> None:
-        self.graph_rows = 0
+        self.graphs = GraphShapes()
         self._runner = runner
         self._transfer = Direct(torch.device("cpu"))
 
@@ -112,12 +114,12 @@ class _Place:
     """A step's place in the ring: page-locked memory of what goes in and comes out, and its events."""
 
     __slots__ = (
-        *("_bytes", "_device", "_last", "_memory", "_outgrown", "_tokens", "_tokens_of_step", "_used"),
-        *("done", "flight", "sampled", "started"),
+        *("_bytes", "_last", "_memory", "_outgrown", "_tokens", "_tokens_of_step", "_used"),
+        *("device", "done", "flight", "sampled", "started"),
     )
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._last: _CudaFlight | None = None
         self._allot(1 << 16)
         self._outgrown: list[torch.Tensor] = []
@@ -158,7 +160,7 @@ class _Place:
         np.copyto(self._bytes[self._used : end].view(array.dtype).reshape(array.shape), array)
         pinned = self._memory[self._used : end].view(_torch_dtype(array.dtype))
         self._used = -(-end // _ALIGNMENT) * _ALIGNMENT
-        return _send(pinned if array.ndim == 1 else pinned.view(array.shape), self._device)
+        return _send(pinned if array.ndim == 1 else pinned.view(array.shape), self.device)
 
     def await_last_result(self) -> None:
         """Until the host has read what the step before sampled, on whichever thread."""
@@ -195,7 +197,7 @@ class CudaBackend:
         self._newest: _CudaFlight | None = None
         self._graph_pool: Any = None
         self._clock = _Clock(lane)
-        self.graph_rows = 0
+        self.graphs = GraphShapes()
         #: set before the first launch
         self.runner: Runner | None = None
 
@@ -219,11 +221,21 @@ class CudaBackend:
             call()
         return graph
 
+    def rehearse(self, replay: Callable[[], None]) -> None:
+        """Have graphs be replayed where steps will replay them. Waits for it."""
+        with torch.cuda.stream(self.forward):
+            replay()
+        torch.cuda.synchronize(self._device)
+
     def forget_graphs(self) -> None:
         """What was captured is gone; its memory may serve others."""
         self._graph_pool = None
 
     def launch(self, packed: PackedStep) -> Flight:
+        with current(self._device):
+            return self._launch(packed)
+
+    def _launch(self, packed: PackedStep) -> Flight:
         assert self.runner is not None, "no runner"
         place = self._ring[self._next]
         self._next = (self._next + 1) % self.RING
@@ -347,9 +359,11 @@ class _CudaFlight:
                 self._last.settle()
                 self._last = None
             try:
-                self.place.done.synchronize()
-                self._clock()
-                self._result = self._read()
+                # A completion thread knows of no device, and would make itself one.
+                with current(self.place.device):
+                    self.place.done.synchronize()
+                    self._clock()
+                    self._result = self._read()
             except Exception as error:
                 self._error = error
             self._read = None

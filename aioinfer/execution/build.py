@@ -12,6 +12,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.execution.backends import Backend, CpuBackend, CudaBackend
 from aioinfer.execution.decoding.base import Kind
 from aioinfer.execution.grammar_worker import GrammarWorker
+from aioinfer.execution.graph_shapes import GraphShapes
 from aioinfer.execution.graphs import Capture, StepGraphs, graphs_unsupported
 from aioinfer.execution.memory import give_back, memory_available
 from aioinfer.execution.packed import PackedStep
@@ -28,6 +29,8 @@ from aioinfer.model.state import StatePool
 from aioinfer.observe.timeline import DeviceLane
 
 __all__ = ["Parts", "build", "fitted"]
+
+_NO_GRAPHS = GraphShapes()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +54,12 @@ class Parts:
         page_size = self.config.page_size
         return sum(KVPool.bytes_per_page(each.spec.kv_layers, page_size, each.spec.dtype) for each in models)
 
-    def packer(self, max_len: int, graph_rows: int = 0) -> Packer:
+    def packer(self, max_len: int, graphs: GraphShapes = _NO_GRAPHS) -> Packer:
         """For sequences of up to ``max_len`` positions."""
         config = self.config
         pages = -(-max_len // config.page_size)
         rows, states = self.kind.rows(config), bool(self.model.spec.states)
-        return Packer(rows, config.num_slots, pages, config.page_size, graph_rows, states=states)
+        return Packer(rows, config.num_slots, pages, config.page_size, graphs, states=states)
 
     def runner(self, num_pages: int, num_snapshots: int | None = None) -> Runner:
         """Runs steps over new pools."""
@@ -88,28 +91,28 @@ class Parts:
             device=self.device,
         )
 
-    def graphs(self, runner: Runner, max_len: int, sizes: list[int]) -> StepGraphs:
-        """Of these numbers of rows, not captured yet."""
+    def graphs(self, runner: Runner, max_len: int, shapes: GraphShapes) -> StepGraphs:
+        """Of these shapes, not captured yet."""
         page_size = self.config.page_size
         captured = runner.decoding.captured(
             *(runner.model, runner.attention),
-            max_rows=max(sizes),
+            shapes=shapes,
             max_pages=-(-max_len // page_size),
             page_size=page_size,
             states=runner.states,
         )
-        return StepGraphs(captured, sizes)
+        return StepGraphs(captured, shapes)
 
     def largest_steps(self, max_len: int) -> Iterator[PackedStep]:
         """To warm up with; see :mod:`aioinfer.execution.warmup`."""
         return map(self.packer(max_len).pack, self.kind.largest_steps(self.config, max_len))
 
-    def graph_sizes(self) -> list[int]:
-        """Sizes of the graphs to capture; none where they cannot be."""
+    def graph_shapes(self) -> GraphShapes:
+        """Of the graphs to capture; none where they cannot be."""
         kernels, experts = self.attention.name, self.model.spec.expert_kernels
         if graphs_unsupported(self.device, kernels, self.model.capturable, experts) is not None:
-            return []
-        return self.kind.graph_sizes(self.config)
+            return _NO_GRAPHS
+        return self.kind.graph_shapes(self.config)
 
 
 def fitted(config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
@@ -142,30 +145,31 @@ def build(
     check_pool(config, pool_bytes, memory_available(), spec.mapped_bytes, state_bytes=size.state_bytes)
     runner = parts.runner(size.num_pages, size.num_snapshots)
     backend = CpuBackend(runner)
-    sizes = parts.kind.graph_sizes(config)
-    if capture is not None and sizes:
-        graphs = parts.graphs(runner, size.max_model_len, sizes)
+    shapes = parts.kind.graph_shapes(config)
+    if capture is not None and shapes:
+        graphs = parts.graphs(runner, size.max_model_len, shapes)
         graphs.capture(capture)
         runner.graphs = graphs
-        backend.graph_rows = sizes[-1]
+        backend.graphs = shapes
     return backend, size
 
 
 def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolSize]:
     config, spec = parts.config, parts.model.spec
     backend = CudaBackend(parts.device, parts.lane)
-    sizes = parts.graph_sizes()
-    budget = 0 if config.num_pages is not None else _measured_budget(parts, backend, sizes)
+    shapes = parts.graph_shapes()
+    budget = 0 if config.num_pages is not None else _measured_budget(parts, backend, shapes)
     size = size_pool(config, spec, parts.page_bytes, budget)
     backend.runner = runner = parts.runner(size.num_pages, size.num_snapshots)
     runner.warm_up()
     # What was made so far was enqueued elsewhere than on the stream of the steps.
     torch.cuda.synchronize(parts.device)
-    if sizes:
-        graphs = parts.graphs(runner, size.max_model_len, sizes)
+    if shapes:
+        graphs = parts.graphs(runner, size.max_model_len, shapes)
         graphs.capture(backend.capture, progress and partial(progress, "graphs"))
+        backend.rehearse(graphs.rehearse)
         runner.graphs = graphs
-        backend.graph_rows = sizes[-1]
+        backend.graphs = shapes
     # Again with the real pool, and last: torch keeps the memory that steps need, until something is captured.
     for packed in parts.largest_steps(size.max_model_len):
         backend.launch(packed).wait()
@@ -173,7 +177,7 @@ def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolS
     return backend, size
 
 
-def _measured_budget(parts: Parts, backend: CudaBackend, sizes: list[int]) -> int:
+def _measured_budget(parts: Parts, backend: CudaBackend, shapes: GraphShapes) -> int:
     """Bytes for KV pages beside everything else, found out with a pool of one page."""
     config, positions = parts.config, parts.model.spec.max_model_len
     max_len = min(config.max_model_len or positions, positions)
@@ -183,7 +187,7 @@ def _measured_budget(parts: Parts, backend: CudaBackend, sizes: list[int]) -> in
         backend,
         parts.largest_steps(max_len),
         partial(parts.graphs, runner, max_len),
-        sizes,
+        shapes,
     )
     backend.runner = None
     del runner

@@ -7,7 +7,7 @@ device of :mod:`aioinfer.testing.toy`, which needs no torch at all.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -19,6 +19,7 @@ from aioinfer.outputs import TokenLogprob
 from aioinfer.scheduling.outcome import Outcome
 
 if TYPE_CHECKING:
+    from aioinfer.config import EngineConfig
     from aioinfer.scheduling.step import Step
 
 __all__ = [
@@ -98,6 +99,8 @@ class DeviceInfo:
     adapter_reason: str = ""
     #: requests that can hold a slot, if memory has states for fewer than the config asks for
     max_running_requests: int | None = None
+    #: settings that the config left open and that follow from the device's memory
+    settled: Mapping[str, int] = field(default_factory=dict)
     #: positions that the model knows
     model_positions: int | None = None
     #: why ``max_model_len`` is less than these, and which setting changes that; empty if it is not
@@ -111,6 +114,17 @@ class DeviceInfo:
     #: the arithmetic: deterministic engines of one model where it is equal compute the same tokens and
     #: logprobs, to the bit
     numerics: str = ""
+
+    def settle(self, config: EngineConfig) -> EngineConfig:
+        """The config with what follows from the device, where it says nothing else."""
+        values: dict[str, Any] = {
+            name: value for name, value in self.settled.items() if getattr(config, name) is None
+        }
+        if self.max_running_requests is not None:
+            values["max_running_requests"] = min(
+                self.max_running_requests, config.max_running_requests or self.max_running_requests
+            )
+        return replace(config, **values)
 
     @property
     def decisions(self) -> str:
@@ -137,6 +151,7 @@ class DeviceInfo:
             parts.append(f"max_running_requests {self.max_running_requests} ({why})")
         why = f" ({self.length_reason})" if self.length_reason else ""
         parts.append(f"max_model_len {self.max_model_len}{why}")
+        parts += [f"{name} {value} (the GPU's memory)" for name, value in self.settled.items()]
         parts.append(f"overlap_steps {self.overlap_steps}")
         parts.append(f"deterministic {str(self.deterministic).lower()}")
         return "; ".join(parts)

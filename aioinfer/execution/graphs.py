@@ -4,13 +4,13 @@ What a captured step reads lies still on the device (:class:`~aioinfer.execution
 Where rows or pages changed since the step before, the host sends the difference to what it knows to be
 there::
 
-    forward     rows, pages ─► model ─► logits
-    step        logits ─► sampled tokens, or blocks after a round      in a few variants
+    forward     rows, pages, chunks ─► model ─► logits               by shape: decodes, mixed, prefill
+    step        logits ─► sampled tokens, or blocks after a round      by rows, in a few variants
 
-Graphs come in sizes; a step takes the next larger one. All share one pool of memory, the largest is captured
-first (mini-sglang and nano-vllm do the same), and only while nothing else touches the device. What a graph
-leaves for others lies outside of the pool: there, any replay may overwrite it. The results of a few steps are
-kept, so that the next step need not wait for the copies of those before.
+A step takes the next larger graph (:mod:`~aioinfer.execution.graph_shapes`) and is padded. All share one pool
+of memory, the largest is captured first (mini-sglang and nano-vllm do the same), and only while nothing else
+touches the device. What a graph leaves for others lies outside of the pool: there, any replay may overwrite
+it. The results of a few steps are kept, so that the next step need not wait for the copies of those before.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Protocol
 import torch
 
 from aioinfer.execution.decoding.base import Captured, Output, Send
+from aioinfer.execution.graph_shapes import GraphShape, GraphShapes
 from aioinfer.execution.packed import PackedStep
 
 __all__ = ["Capture", "Graph", "StepGraphs", "graphs_unsupported"]
@@ -60,15 +61,16 @@ def graphs_unsupported(
 class StepGraphs:
     """The captured steps of one model. Launch thread only."""
 
-    __slots__ = ("_captured", "_forwards", "_size", "_sizes", "_steps")
+    __slots__ = ("_captured", "_forwards", "_shapes", "_sizes", "_steps")
 
-    def __init__(self, captured: Captured, sizes: list[int]) -> None:
+    def __init__(self, captured: Captured, shapes: GraphShapes) -> None:
         self._captured = captured
-        self._sizes = sorted(sizes)
-        self._forwards: dict[int, Graph] = {}
+        self._shapes = shapes
+        #: numbers of rows that are sampled or denoised
+        self._sizes = sorted({shape.rows for shape in shapes})
+        self._forwards: dict[GraphShape, Graph] = {}
         #: by size and variant
         self._steps: dict[tuple[int, object], Graph] = {}
-        self._size = 0
 
     @property
     def captured(self) -> Captured:
@@ -76,27 +78,37 @@ class StepGraphs:
 
     @torch.inference_mode()
     def capture(self, capture: Capture, progress: Callable[[int, int], None] | None = None) -> None:
-        """Capture all sizes, on padding alone. ``progress`` is called with (done, total)."""
+        """Capture everything, on padding alone. ``progress`` is called with (done, total)."""
         captured = self._captured
         captured.prepare()
-        for done, size in enumerate(reversed(self._sizes), 1):
-            self._forwards[size] = capture(partial(captured.forward, size))
+        total = len(self._shapes) + len(self._sizes)
+        for done, shape in enumerate(self._shapes, 1):
+            captured.clear(shape)
+            self._forwards[shape] = capture(partial(captured.forward, shape))
+            if progress is not None:
+                progress(done, total)
+        for done, size in enumerate(reversed(self._sizes), 1 + len(self._shapes)):
             for variant in captured.variants():
                 self._steps[size, variant] = capture(partial(captured.step, size, variant))
             if progress is not None:
-                progress(done, len(self._sizes))
+                progress(done, total)
 
-    def hold(self, packed: PackedStep) -> bool:
-        """Whether a step can be a replay."""
-        return 0 < self._captured.num_rows(packed) <= self._sizes[-1]
+    @torch.inference_mode()
+    def rehearse(self) -> None:
+        """Replay everything once, on padding alone: what a device does for a graph's first replay, no request
+        waits for. Before the first step."""
+        for shape, graph in self._forwards.items():
+            self._captured.clear(shape)
+            graph.replay()
+        for graph in self._steps.values():
+            graph.replay()
 
-    def forward(self, packed: PackedStep, send: Send) -> None:
-        """Compute the :meth:`logits` of the step's rows."""
+    def forward(self, packed: PackedStep, shape: GraphShape, send: Send) -> None:
+        """Compute the :meth:`logits` of a step that has this shape."""
         captured = self._captured
-        self._size = self._sizes[bisect_left(self._sizes, captured.num_rows(packed))]
         try:
-            captured.update(packed, send)
-            self._forwards[self._size].replay()
+            captured.update(packed, shape, send)
+            self._forwards[shape].replay()
         except BaseException:
             captured.forget()
             raise
@@ -110,5 +122,9 @@ class StepGraphs:
         """Sample or denoise the last forward's step; None if that was not captured."""
         return self._captured.finish(packed, self._replay)
 
-    def _replay(self, variant: object) -> None:
-        self._steps[self._size, variant].replay()
+    def _replay(self, rows: int, variant: object) -> bool:
+        at = bisect_left(self._sizes, rows)
+        if at == len(self._sizes):
+            return False
+        self._steps[self._sizes[at], variant].replay()
+        return True

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from aioinfer.execution.paging import PageTables, Placement, Tables
+from aioinfer.execution.graph_shapes import GraphShape
+from aioinfer.execution.paging import PageTables, Placement
 from aioinfer.scheduling.step import MultiStepBudget
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class Sections:
         start = sum(self._sizes[:at])
         return self.ints[start : start + self._sizes[at]]
 
+    def get(self, name: str) -> npt.NDArray[np.int64] | None:
+        """One section, a view; None if it is not there."""
+        return self[name] if name in self._names else None
+
     def split(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of the sections of ``tensor``, which holds what ``ints`` does."""
         return dict(zip(self._names, tensor.split(self._sizes), strict=True))
@@ -52,8 +57,8 @@ class Layout:
     #: int64 [R]: positions of each row; None where all have one
     q_len: npt.NDArray[np.int64] | None
     placement: Placement
-    #: captured decodes may compute this step
-    captured: bool
+    #: of the captured step that computes this one; None: it is not captured
+    shape: GraphShape | None
     #: where further positions of its slots lie
     tables: PageTables
     #: int64 [R]: the slot of each row's adapter; None where no row has one
@@ -67,7 +72,8 @@ class PackedStep:
     ``sections`` holds input_ids[T], positions[T], slot_mapping[T], cu_q[R + 1], kv_len[R], slots[R] and
     block_table[R * P], as in :class:`~aioinfer.model.batch.Batch`, and behind them the sections of the
     decoding; and for a model with recurrent state, where a row may have another cell than its slot's,
-    state_read[R] and state_write[R]; and adapters[R] if a row has an adapter.
+    state_read[R] and state_write[R]; and adapters[R] if a row has an adapter. Where a captured step computes
+    it, the block table is that of the rows behind the decodes only.
     """
 
     sections: Sections
@@ -80,8 +86,8 @@ class PackedStep:
     kv_lens: list[int]
     #: what the decoding packed besides its sections
     work: Any
-    #: instead of ``block_table``, which has no rows then, for a step that captured decodes may compute
-    tables: Tables | None = None
+    #: of the captured step that computes it; None: it is not captured
+    shape: GraphShape | None = None
     multi_step: MultiStepBudget | None = None
     #: the section ``adapters`` on the host; None where no row has an adapter, and the section is not there
     adapter_slots: list[int] | None = None

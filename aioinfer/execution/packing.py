@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.execution.decoding.base import RowPacker
+from aioinfer.execution.graph_shapes import GraphShapes
 from aioinfer.execution.packed import Layout, PackedStep, Sections
 from aioinfer.execution.paging import PageTables
 from aioinfer.execution.pooling import PoolingWork
@@ -17,15 +18,17 @@ from aioinfer.scheduling.step import UNDRAWN, Step
 
 __all__ = ["Packer"]
 
+_NO_GRAPHS = GraphShapes()
+
 
 class Packer:
     """Keeps, by slot, what rows do not repeat: page tables and adapters here, parameters in ``rows``.
 
-    ``graph_rows``: steps of so many decodes and nothing else are computed by captured decodes, which know
-    most of the page tables already. ``states``: the model has recurrent state.
+    ``graphs``: steps that have room in one of these are computed by captured steps, which know most of the
+    page tables of decodes already. ``states``: the model has recurrent state.
     """
 
-    __slots__ = ("_adapted", "_adapters", "_graph_rows", "_rows", "_states", "_tables")
+    __slots__ = ("_adapted", "_adapters", "_graphs", "_rows", "_states", "_tables")
 
     def __init__(
         self,
@@ -33,12 +36,12 @@ class Packer:
         num_slots: int,
         max_pages: int,
         page_size: int,
-        graph_rows: int = 0,
+        graphs: GraphShapes = _NO_GRAPHS,
         *,
         states: bool = False,
     ) -> None:
         self._rows = rows
-        self._graph_rows = graph_rows
+        self._graphs = graphs
         self._states = states
         self._tables = PageTables(num_slots, max_pages, page_size)
         #: by slot, the slot of its tenant's adapter; and whether any has ever had one
@@ -84,7 +87,7 @@ class Packer:
             q_lens=[1] * len(layout.slots) if layout.q_len is None else layout.q_len.tolist(),
             kv_lens=placement.kv_lens,
             work=work,
-            tables=self._tables.of(layout.slots) if layout.captured else None,
+            shape=layout.shape,
             multi_step=step.multi_step,
             adapter_slots=None if layout.adapters is None else layout.adapters.tolist(),
             pooling=pooling,
@@ -101,9 +104,12 @@ class Packer:
         adapters = self._adapters[slots] if self._adapted else None
         if adapters is not None and not adapters.any():
             adapters = None
-        captured = q_len is None and len(slots) <= self._graph_rows and adapters is None
-        placement = self._tables.place(slots, starts, q_len, with_tables=not captured)
-        return Layout(slots, starts, q_len, placement, captured, self._tables, adapters)
+        # Graphs were captured without adapters.
+        need = self._rows.graph_need(step) if adapters is None else None
+        shape = None if need is None else self._graphs.fit(need)
+        tabled = 0 if shape is None else generating.num_decodes
+        placement = self._tables.place(slots, starts, q_len, first=tabled)
+        return Layout(slots, starts, q_len, placement, shape, self._tables, adapters)
 
     def _input_ids(self, step: Step, cu_q: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Known ids in place; elsewhere the slot on the device has them, or nothing."""

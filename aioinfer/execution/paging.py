@@ -35,7 +35,7 @@ class Placement:
     #: [R]
     kv_len: npt.NDArray[np.int64]
     kv_lens: list[int]
-    #: [R, P], or [0, P] if it is not wanted
+    #: [R, P], or of the rows from some on
     block_table: npt.NDArray[np.int64]
 
 
@@ -84,13 +84,14 @@ class PageTables:
         starts: npt.NDArray[np.int64],
         q_len: npt.NDArray[np.int64] | None,
         *,
-        with_tables: bool,
+        first: int = 0,
     ) -> Placement:
-        """Of rows, at least one; ``q_len`` is None where all have length 1."""
+        """Of rows, at least one; ``q_len`` is None where all have length 1. ``first``: of the rows whose
+        tables are wanted."""
         size = self._page_size
         kv_len = starts + (1 if q_len is None else q_len)
         kv_lens = kv_len.tolist()
-        tables = self._tables[slots if with_tables else slots[:0], : -(-max(kv_lens) // size)]
+        tables = self._tables[slots[first:], : -(-max(kv_lens[first:], default=0) // size)]
         cu_q = np.arange(len(slots) + 1)
         rows, positions = cu_q[:-1], starts
         if q_len is not None:

@@ -10,6 +10,7 @@ import torch
 
 from aioinfer.execution.decoding.base import Decoding, Output, Transfer
 from aioinfer.execution.device import StepResult
+from aioinfer.execution.graph_shapes import GraphShape
 from aioinfer.execution.graphs import StepGraphs
 from aioinfer.execution.packed import PackedStep
 from aioinfer.model.attention.base import Attention
@@ -53,9 +54,8 @@ class Runner:
         start = now()
         if not packed.decodes_only:
             check_ids(packed.sections["input_ids"], self.model.spec.vocab_size)
-        # Graphs were captured without adapters.
-        if self.graphs is not None and packed.adapter_slots is None and self.graphs.hold(packed):
-            return self._replay(self.graphs, packed, transfer, start)
+        if packed.shape is not None:
+            return self._replay(packed, packed.shape, transfer, start)
         parts = packed.sections.split(transfer.send(packed.sections.ints))
         logits_rows, state = self.decoding.gather(packed, parts, transfer)
         batch = _batch(packed, parts, logits_rows)
@@ -79,9 +79,11 @@ class Runner:
         output.times = (start, forward, output.masked or forward, now())
         return output
 
-    def _replay(self, graphs: StepGraphs, packed: PackedStep, transfer: Transfer, start: float) -> Output:
+    def _replay(self, packed: PackedStep, shape: GraphShape, transfer: Transfer, start: float) -> Output:
+        graphs = self.graphs
+        assert graphs is not None, "the step was packed for graphs that are not there"
         self.decoding.begin(packed, transfer)
-        graphs.forward(packed, transfer.send)
+        graphs.forward(packed, shape, transfer.send)
         forward = now()
         output = graphs.finish(packed)
         if output is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
@@ -20,7 +21,7 @@ from aioinfer.execution.memory import Available
 from aioinfer.model.spec import ModelSpec
 
 __all__ = [
-    *("PoolSize", "check_pool", "check_weights", "cpu_budget", "cuda_budget"),
+    *("PoolSize", "by_memory", "check_pool", "check_weights", "cpu_budget", "cuda_budget"),
     *("fewer_requests", "fit_states", "size_pool"),
 ]
 
@@ -31,6 +32,10 @@ _MIB = 1 << 20
 _SNAPSHOT_SHARE = 4
 #: and at most so many per running request
 _SNAPSHOTS_EACH = 4
+
+
+#: bytes of a device from which on it has so many running requests, tokens per step and tokens per chunk
+_BY_MEMORY = ((60 * _GIB, 256, 8192, 2048), (36 * _GIB, 128, 4096, 1024))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +81,7 @@ def check_pool(
     takes = f"the KV pool takes {pool_bytes / _GIB:.2f} GiB"
     if state_bytes and config.num_pages is not None:
         # Their number does not follow from the pages'.
-        knob += f", max_running_requests {config.max_running_requests}"
+        knob += f", max_running_requests {config.running_requests}"
         takes = (
             f"the KV pool takes {(pool_bytes - state_bytes) / _GIB:.2f} GiB, the recurrent states of slots "
             f"and snapshots {state_bytes / _GIB:.2f} GiB"
@@ -110,6 +115,25 @@ def cuda_budget(*, total: int, free: int, wanted: int, utilization: float) -> in
     return int(free - wanted - total * (1 - utilization))
 
 
+def by_memory(config: EngineConfig, total: int) -> EngineConfig:
+    """The config with the requests that run, and the tokens of steps and chunks, that suit a CUDA device of
+    ``total`` bytes, where it leaves these open. Estimated, not measured: a device with much memory is fast,
+    decodes many rows in the time of a few, and computes a longer chunk while others can wait."""
+    found = next((sizes for least, *sizes in _BY_MEMORY if total >= least), None)
+    if found is None:
+        return config
+    names = "max_running_requests", "max_step_tokens", "chunk_size"
+    values: dict[str, Any] = {
+        name: value for name, value in zip(names, found, strict=True) if getattr(config, name) is None
+    }
+    # A limit that was given bounds what was not.
+    if "max_running_requests" in values:
+        values["max_running_requests"] = min(
+            values["max_running_requests"], config.max_step_tokens or values["max_step_tokens"]
+        )
+    return dataclasses.replace(config, **values)
+
+
 def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: int) -> PoolSize:
     """Pages of ``page_bytes`` for ``budget`` bytes, or as many as the config says.
 
@@ -121,7 +145,7 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
         )
     wanted_len = spec.max_model_len if config.max_model_len is None else config.max_model_len
     if spec.whole_prompts:
-        wanted_len = min(wanted_len, config.max_step_tokens)
+        wanted_len = min(wanted_len, config.step_tokens)
     block = spec.unit
     wanted_len -= wanted_len % block
     num_snapshots, state_bytes = None, 0
@@ -132,7 +156,7 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
     num_pages = config.num_pages
     if num_pages is None:
         # Never more than every running request could use at its longest.
-        useful = config.max_running_requests * -(-wanted_len // config.page_size)
+        useful = config.running_requests * -(-wanted_len // config.page_size)
         num_pages = min(useful, budget // page_bytes)
     if num_pages < 1:
         raise OutOfMemory(
@@ -157,7 +181,7 @@ def fit_states(config: EngineConfig, spec: ModelSpec, budget: int) -> EngineConf
     """
     if not spec.states or config.num_pages is not None:
         return config
-    each = config.num_slots // config.max_running_requests * spec.state_bytes
+    each = config.num_slots // config.running_requests * spec.state_bytes
     most = (budget // 2 - spec.state_bytes) // each
     if most < 1:
         raise OutOfMemory(
@@ -166,15 +190,15 @@ def fit_states(config: EngineConfig, spec: ModelSpec, budget: int) -> EngineConf
             f"{max(0, budget) / 2 / _MIB:.1f} MiB: more memory (gpu_memory_utilization, "
             "kv_memory_gib) is needed"
         )
-    if most >= config.max_running_requests:
+    if most >= config.running_requests:
         return config
     return dataclasses.replace(config, max_running_requests=most)
 
 
 def fewer_requests(wanted: EngineConfig, fitted: EngineConfig) -> int | None:
     """Requests that can run, if :func:`fit_states` has left fewer than were ``wanted``."""
-    fewer = fitted.max_running_requests < wanted.max_running_requests
-    return fitted.max_running_requests if fewer else None
+    fewer = fitted.running_requests < wanted.running_requests
+    return fitted.running_requests if fewer else None
 
 
 def _snapshots(config: EngineConfig, spec: ModelSpec, budget: int) -> int:
@@ -187,13 +211,13 @@ def _snapshots(config: EngineConfig, spec: ModelSpec, budget: int) -> int:
     left = budget - slots
     if bounded and left < 0:
         raise OutOfMemory(
-            f"max_running_requests is {config.max_running_requests}: the recurrent states of its "
+            f"max_running_requests is {config.running_requests}: the recurrent states of its "
             f"{config.num_slots} slots take {slots / _GIB:.2f} GiB, and the memory budget has "
             f"{max(0, budget) / _GIB:.2f} GiB: fewer, or more memory (gpu_memory_utilization, kv_memory_gib) "
             "is needed"
         )
     if wanted is None:
-        running = config.max_running_requests
+        running = config.running_requests
         if not bounded:
             return running
         return min(_SNAPSHOTS_EACH * running, left // (_SNAPSHOT_SHARE * spec.state_bytes))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from aioinfer.checkpoint.locate import locate
 from aioinfer.config import SPECULATION, EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
+from aioinfer.execution.cuda_device import callers_device, current, pick_device
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
 from aioinfer.execution.draft_checks import check_draft
 from aioinfer.execution.grammar_worker import GrammarWorker
@@ -21,7 +22,7 @@ from aioinfer.execution.memory import memory_available
 from aioinfer.execution.opening import preload_torch
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
-from aioinfer.execution.sizing import check_weights, fewer_requests
+from aioinfer.execution.sizing import by_memory, check_weights, fewer_requests
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.scheduling.step import Step
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     from aioinfer.model.spec import CausalLM, ModelSpec
     from aioinfer.model.updates.recipe import PreparedUpdate
 
-__all__ = ["TorchDevice", "pick_device"]
+__all__ = ["TorchDevice"]
 
 
 class TorchDevice:
@@ -49,6 +50,9 @@ class TorchDevice:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        #: what "cuda" is: the launch thread knows nothing of what its caller has chosen
+        self._index = callers_device()
+        self._device: torch.device | None = None
         self._packer: Packer | None = None
         self._model: CausalLM | None = None
         self._backend: Backend | None = None
@@ -59,6 +63,11 @@ class TorchDevice:
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
         preload_torch()
+        self._device = device = pick_device(self._config.device, self._index)
+        with current(device):
+            return self._open(device, progress)
+
+    def _open(self, device: torch.device, progress: Progress | None) -> DeviceInfo:
         import torch
 
         from aioinfer.execution.backends import lacks_memory
@@ -70,8 +79,7 @@ class TorchDevice:
         from aioinfer.native.bindings import ThreadsUnavailable
         from aioinfer.sampling.backend import choose_sampling
 
-        config = self._config
-        device = pick_device(config.device)
+        wanted = config = self._config
         if device.type == "cpu":
             before = torch.get_num_threads()
             threads = config.threads or default_threads(before, cpu_quota())
@@ -86,7 +94,10 @@ class TorchDevice:
             model = self._load(device, progress)
             self._model, spec = model, model.spec
             decoding = kind(spec)
-            config = fitted(decoding.fit(config), spec, device)
+            if device.type == "cuda" and not spec.block_size:
+                # A row of a diffusion model is a whole block, with the logits of all of its positions.
+                wanted = by_memory(config, torch.cuda.mem_get_info(device)[1])
+            config = fitted(decoding.fit(wanted), spec, device)
             choice = choose_attention(device, spec.head_dims, spec.dtype, config.attention_backend)
             if config.deterministic and not model.invariant:
                 raise ConfigError(f"deterministic: {why_variant(spec.architecture, choice.name)}")
@@ -103,7 +114,7 @@ class TorchDevice:
         sampling = None if spec.block_size else choose_sampling(device, config.sampling_backend)
         self.lane.parts = lambda: model.seconds
         self.synchronous = device.type == "cpu"
-        self._packer = parts.packer(size.max_model_len, self._backend.graph_rows)
+        self._packer = parts.packer(size.max_model_len, self._backend.graphs)
         self._adapters, adapter_reason = _adapters(model, self._config)
         return DeviceInfo(
             vocab_size=spec.vocab_size,
@@ -131,7 +142,12 @@ class TorchDevice:
             draft_length=0 if draft is None else draft.spec.max_model_len,
             max_adapters=0 if self._adapters is None else config.adapter_slots,
             adapter_reason=adapter_reason,
-            max_running_requests=fewer_requests(self._config, config),
+            max_running_requests=fewer_requests(wanted, config),
+            settled={
+                name: getattr(wanted, name)
+                for name in ("max_running_requests", "max_step_tokens", "chunk_size")
+                if getattr(self._config, name) != getattr(wanted, name)
+            },
             model_positions=spec.max_model_len,
             length_reason=_length_reason(config, spec, size, device),
         )
@@ -199,8 +215,10 @@ class TorchDevice:
         slots = self._adapters
         if slots is None:
             raise ConfigError("adapters: the device is closed, or its model computes none")
+        assert self._device is not None, "it has adapters"
         try:
-            return slots.prepare(path)
+            with current(self._device):
+                return slots.prepare(path)
         except Exception as error:
             from aioinfer.execution.backends import lacks_memory
 
@@ -219,12 +237,15 @@ class TorchDevice:
     def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> PreparedUpdate:
         from aioinfer.model.updates.recipe import prepare_update
 
-        if self._model is None:
+        if self._model is None or self._device is None:
             raise DeviceLost("the device is closed")
-        return prepare_update(self._model, given, go_on)
+        with current(self._device):
+            return prepare_update(self._model, given, go_on)
 
     def install_weights(self, prepared: PreparedUpdate) -> None:
-        prepared.install()
+        assert self._device is not None, "not open"
+        with current(self._device):
+            prepared.install()
         if self._backend is not None:
             self._backend.synchronize()
 
@@ -246,17 +267,6 @@ class TorchDevice:
 
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
-
-
-def pick_device(wanted: str) -> torch.device:
-    """What ``auto``, ``cpu`` or ``cuda`` stands for on this machine. Raises ConfigError."""
-    import torch
-
-    if wanted == "auto":
-        wanted = "cuda" if torch.cuda.is_available() else "cpu"
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for, and torch sees no CUDA device")
-    return torch.device(wanted, torch.cuda.current_device()) if wanted == "cuda" else torch.device(wanted)
 
 
 def _adapters(model: CausalLM, config: EngineConfig) -> tuple[AdapterSlots | None, str]:

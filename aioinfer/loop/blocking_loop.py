@@ -71,7 +71,7 @@ class BlockingLoop:
             located,
             info.block_size,
             asynchronous=not self._device.synchronous,
-            max_running=info.max_running_requests,
+            info=info,
         )
         self._overlap_steps = decided.overlap_steps or 0
         self._core = Core(decided, info, loaded, time.monotonic, drafter)

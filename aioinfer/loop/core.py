@@ -132,7 +132,7 @@ class Core:
                 *(self._drafter, info.vocab_size, config.max_draft_tokens),
                 adaptive=config.adaptive_drafts,
                 overlap=bool(config.overlap_steps),
-                catch_up=0 if info.draft_unit is None else config.chunk_size,
+                catch_up=0 if info.draft_unit is None else config.chunk_tokens,
                 draft_unit=info.draft_unit or 1,
                 draft_length=info.draft_length,
             )

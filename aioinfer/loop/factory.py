@@ -169,21 +169,27 @@ def _numerics(info: DeviceInfo, config: EngineConfig) -> str:
 
 
 def decide(
-    config: EngineConfig, block_size: int | None, *, asynchronous: bool, max_running: int | None = None
+    config: EngineConfig, block_size: int | None, *, asynchronous: bool, info: DeviceInfo | None = None
 ) -> EngineConfig:
     """The config with the values filled in that depend on model and device.
 
     ``block_size`` is that of a diffusion model, None for others; an ``asynchronous`` device computes while
-    Python does something else. ``max_running``: requests that the device has memory for, if that bounds them.
+    Python does something else. ``info``: of the device, once it is open.
     """
     from aioinfer.loop.generation import generation  # imports numpy
 
-    settings: dict[str, Any] = {"overlap_steps": 1, "max_prefill_tokens": None}
+    if info is not None:
+        config = info.settle(config)
+    settings: dict[str, Any] = {
+        "overlap_steps": 1,
+        "max_prefill_tokens": None,
+        "max_running_requests": config.running_requests,
+        "max_step_tokens": config.step_tokens,
+        "chunk_size": config.chunk_tokens,
+    }
     if not asynchronous:
         settings |= generation(block_size).synchronous_settings
     left_open = {name: value for name, value in settings.items() if getattr(config, name) is None}
-    if max_running is not None:
-        left_open["max_running_requests"] = max_running
     config = dataclasses.replace(config, **left_open)
     if config.max_rounds is None:
         config = dataclasses.replace(config, max_rounds=1 if config.overlap_steps else 4)

@@ -69,7 +69,7 @@ class TokenGeneration:
     def batch(
         self, memory: Memory, config: EngineConfig, speculation: Speculation | None = None
     ) -> RunningBatch:
-        return TokenBatch(memory, config.max_running_requests, speculation)
+        return TokenBatch(memory, config.running_requests, speculation)
 
 
 class BlockGeneration:

@@ -289,12 +289,11 @@ class _Session:
             self._loop.call_soon(self.connection.finish)
             return
         engine = agent.engine
-        most = engine.info.max_running_requests
-        own = engine.config.max_running_requests
+        settled = engine.info.settle(engine.config)
         welcome = Welcome(
             engine.info,
-            own if most is None else min(own, most),
-            engine.config.max_step_tokens,
+            settled.running_requests,
+            settled.step_tokens,
             engine.stats(),
             engine.config.prefix_cache,
             engine.adapters(),

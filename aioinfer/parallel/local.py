@@ -44,13 +44,11 @@ class LocalReplica(Replica):
 
     @property
     def slots(self) -> int:
-        most = self.info.max_running_requests
-        own = self.engine.config.max_running_requests
-        return own if most is None else min(own, most)
+        return self.info.settle(self.engine.config).running_requests
 
     @property
     def step_tokens(self) -> int:
-        return self.engine.config.max_step_tokens
+        return self.info.settle(self.engine.config).step_tokens
 
     async def launch(self, progress: Progress | None = None) -> None:
         """Start the engine, if it is not started. Raises as :meth:`aioinfer.Engine.start`; EngineFailed and

@@ -295,6 +295,7 @@ _KINDS: Mapping[str, tuple[type, ...]] = {
     "frozenset[int]": (list,),
     "Mapping[str, str]": (dict,),
     "Mapping[str, float]": (dict,),
+    "Mapping[str, int]": (dict,),
 }
 _Made = TypeVar("_Made")
 

@@ -59,7 +59,8 @@ def _cores() -> int:
 
 
 def _environment(config: EngineConfig, number: int) -> dict[str, str]:
-    """That of this process, without settings, which are in the file; of several GPUs, each child sees one."""
+    """That of this process, without settings, which are in the file; of several GPUs, each child sees one,
+    unless the device has a number."""
     settings = {
         f"AIOINFER_{item.name.upper()}"
         for kind in (EngineConfig, ServerConfig, ReplicaConfig)
@@ -72,7 +73,7 @@ def _environment(config: EngineConfig, number: int) -> dict[str, str]:
         devices = [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     else:
         devices = [each.strip() for each in given.split(",") if each.strip()]
-    if len(devices) > 1 and config.device != "cpu":
+    if len(devices) > 1 and config.device in ("auto", "cuda"):
         found["CUDA_VISIBLE_DEVICES"] = devices[number % len(devices)]
     return found
 
@@ -84,7 +85,7 @@ class ProcessReplica(LaunchedReplica):
         """``number``: of so many ``children``, from 0 on, which share the cores. Raises ConfigError."""
         super().__init__(name)
         self._settings = child_config(config)
-        if config.threads is None and config.device != "cuda":
+        if config.threads is None and not config.device.startswith("cuda"):
             self._settings["threads"] = max(1, _cores() // children)
         self._environ = _environment(config, number)
         self._process: asyncio.subprocess.Process | None = None

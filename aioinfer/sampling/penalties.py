@@ -111,6 +111,9 @@ class Penalties:
         rows = min(2 * len(old), len(self._row_of) + 1)
         self._counts = torch.zeros(rows, self._vocab_size, dtype=old.dtype, device=old.device)
         self._counts[: len(old)] = old
+        if old.is_cuda:
+            # It may be another stream's memory, which knows nothing of what reads it here.
+            old.record_stream(torch.cuda.current_stream(old.device))
         self._free.extend(range(rows - 1, len(old) - 1, -1))
 
     def _to_device(self, ids: Sequence[int]) -> torch.Tensor:

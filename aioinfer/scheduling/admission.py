@@ -36,7 +36,7 @@ class StepBudget:
         if config.max_prefill_tokens is not None:
             self.prefill = min(self.prefill, config.max_prefill_tokens)
         # A chunk size below the unit is taken for one.
-        self._chunk_size = max(config.chunk_size, unit)
+        self._chunk_size = max(config.chunk_tokens, unit)
         #: tokens for requests that only prefill, where others generate: these wait for one chunk at most
         self.beside = self._chunk_size
         #: the step has rows that generate

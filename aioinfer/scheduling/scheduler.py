@@ -62,7 +62,7 @@ class Scheduler:
         """``config`` leaves nothing open that concerns scheduling. ``batch``: by default of tokens.
         ``whole_prompts``: a prompt is one row, never cut."""
         if batch is None:
-            batch = TokenBatch(memory, config.max_running_requests)
+            batch = TokenBatch(memory, config.running_requests)
         policy = make_policy(config.policy, memory, config.seed or 0)
         leaders = PrefixLeaders(memory, config.share_prefix_tokens)
         self.config = config
@@ -70,7 +70,7 @@ class Scheduler:
         self.queues = RequestQueues(memory, policy, batch, leaders)
         self.admitter = Admitter(self.queues.waiting, memory, leaders, config)
         self.ratio = NewTokenRatio(config)
-        self.cap = StepCap(config.max_step_tokens, least=batch.unit)
+        self.cap = StepCap(config.step_tokens, least=batch.unit)
         #: requests that ended because planning raised for them
         self.faults = PlanFaults(self.queues)
         #: how often the weights were replaced
@@ -203,13 +203,13 @@ class Scheduler:
     @property
     def _may_admit(self) -> bool:
         queues = self.queues
-        full = len(queues.running) >= self.config.max_running_requests and not queues.counters.parkings
+        full = len(queues.running) >= self.config.running_requests and not queues.counters.parkings
         return bool(queues.waiting) and not full
 
     def _admissions(self, budget: StepBudget, reserve: Reserve) -> Iterator[Row]:
         queues, memory = self.queues, self.queues.memory
         parked = sum(each.parked for each in queues.running.values()) if queues.counters.parkings else 0
-        room = self.config.max_running_requests - len(queues.running) + parked
+        room = self.config.running_requests - len(queues.running) + parked
         if room <= 0 or budget.room() <= 0:
             return
         if not parked and memory.available <= reserve.pages():
@@ -250,7 +250,7 @@ class Scheduler:
         queues = self.queues
         spare = reserve.pages(request)
         while True:
-            free = len(queues.running) < self.config.max_running_requests
+            free = len(queues.running) < self.config.running_requests
             if free and queues.memory.admit(request, spare):
                 break
             victim = next(victims(queues.running.values()), None) if queues.counters.parkings else None
@@ -401,7 +401,7 @@ class Scheduler:
         reserve = self._reserve()
         chosen: list[Request] = []
         order, gained = victims(queues.running.values()), 0
-        while len(queues.running) - len(chosen) >= self.config.max_running_requests or not memory.fits(
+        while len(queues.running) - len(chosen) >= self.config.running_requests or not memory.fits(
             first, reserve.pages(first) - gained
         ):
             victim = next(order, None)

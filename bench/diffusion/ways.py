@@ -78,7 +78,7 @@ def configs(options: argparse.Namespace, model: str, block: int) -> dict[str, En
     )
     found = {}
     for way, settings in WAYS.items():
-        chunk = settings.get("chunk_size", config.chunk_size) or block
+        chunk = settings.get("chunk_size", config.chunk_tokens) or block
         config = replace(config, **{**settings, "chunk_size": chunk})
         found[way] = config
     return found

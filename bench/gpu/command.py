@@ -29,8 +29,8 @@ __all__ = ["add_arguments", "run"]
 
 #: seconds for every part of a rehearsal; a laptop's cores may be busy
 _REHEARSAL_BOUND = 60.0
-#: left out unless named: they load more than a first look needs
-_OPTIONAL = ("model-8b", "model-14b")
+#: left out unless named: they load or tell more than a first look needs
+_OPTIONAL = ("model-8b", "model-14b", "launching")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

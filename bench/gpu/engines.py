@@ -67,7 +67,7 @@ async def started(plan: Plan, shape: str, *, tokenizer: bool = False, **values: 
 
 async def _warm_up(engine: Engine, vocab: int) -> None:
     """One long sequence alone, then as many as the engine runs: kernels are made for either."""
-    rows, length = engine.config.max_running_requests, engine.info.max_model_len // 2
+    rows, length = engine.config.running_requests, engine.info.max_model_len // 2
     for load in (
         Workload(prompts_of(1, length, vocab, seed=98), [6]),
         Workload(prompts_of(rows, 20, vocab, seed=99), [6] * rows),

@@ -79,7 +79,7 @@ def prefill_flops(shape: Shape, rows: int, queries: int, context: int) -> int:
 
 def run(plan: Plan, report: PartReport) -> None:
     """A row per kernel, heads and case."""
-    from aioinfer.execution.torch_device import pick_device
+    from aioinfer.execution.cuda_device import pick_device
 
     torch.manual_seed(0)
     device = pick_device(plan.device)

@@ -19,7 +19,7 @@ def run(plan: Plan, report: PartReport, shape: str) -> None:
 
 
 async def _run(plan: Plan, report: PartReport, name: str) -> None:
-    from aioinfer.execution.torch_device import pick_device
+    from aioinfer.execution.cuda_device import pick_device
 
     shape, size = SHAPES[name], plan.size
     peaks = measure_peaks(plan, pick_device(plan.device), report)

@@ -24,7 +24,7 @@ def run(plan: Plan, report: PartReport) -> None:
 
 
 async def _run(plan: Plan, report: PartReport) -> None:
-    from aioinfer.execution.torch_device import pick_device
+    from aioinfer.execution.cuda_device import pick_device
 
     load = workload(plan)
     peaks = measure_peaks(plan, pick_device(plan.device), report)

@@ -129,7 +129,7 @@ def _make_model(plan: Plan) -> Any:
     import torch
     from transformers import AutoConfig
 
-    from aioinfer.execution.torch_device import pick_device
+    from aioinfer.execution.cuda_device import pick_device
     from aioinfer.model.transformers_model import random_model
     from aioinfer.model.weights import RandomWeights
 

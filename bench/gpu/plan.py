@@ -41,6 +41,9 @@ class Size:
     #: its first requests for the endpoint, and their longest output
     endpoint_requests: int
     endpoint_output: int
+    #: requests that arrive one after the other, and their prompts
+    arrivals: int = 48
+    arrival_lengths: tuple[int, int] = (8, 700)
 
 
 #: what tells most comes first: without time left, the rest is not run
@@ -104,6 +107,8 @@ REHEARSAL = Size(
     ways=((1, "thread"), (2, "thread"), (0, "inline")),
     endpoint_requests=6,
     endpoint_output=20,
+    arrivals=6,
+    arrival_lengths=(3, 40),
 )
 
 
@@ -148,4 +153,5 @@ PARTS: dict[str, Part] = {
     "peer": Part("bench.gpu.peer", "transformers' continuous batching on the same requests", 65, 25),
     "overlap": Part("bench.gpu.overlap", "overlapped steps and launch modes", 55, 25),
     "endpoint": Part("bench.gpu.endpoint", "the same load through HTTP from another process", 50, 20),
+    "launching": Part("bench.gpu.launching", "what a step costs the launch thread, by its kind", 60, 60),
 }

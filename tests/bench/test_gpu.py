@@ -21,7 +21,7 @@ from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.loader import load_model
 from aioinfer.text.tokenizer import HFTokenizer
 from bench.command import main
-from bench.gpu.command import listen, run_all
+from bench.gpu.command import _OPTIONAL, listen, run_all
 from bench.gpu.kernels import prefill_flops
 from bench.gpu.overlap import covered, device_seconds
 from bench.gpu.peer import _collect
@@ -172,7 +172,7 @@ def test_time_under_overlapping_spans_counts_once() -> None:
 
 
 def test_the_bounds_add_up_to_what_is_promised() -> None:
-    basic = [bench for name, bench in PARTS.items() if name not in ("model-8b", "model-14b")]
+    basic = [bench for name, bench in PARTS.items() if name not in _OPTIONAL]
     assert sum(bench.full for bench in basic) < 6 * 60 - 40
     assert sum(bench.quick for bench in basic) < 3 * 60 - 25
     for size in (FULL, QUICK):

@@ -229,7 +229,7 @@ triton.runtime.interpreter.GridExecutor.__call__ = _launch
 
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int | None,
-    soft_cap: float | None, block: int,
+    soft_cap: float | None, block: int, sinks: torch.Tensor | None,
 ) -> torch.Tensor:  # fmt: skip
     """Of a sequence's last positions."""
     k, v = (side.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for side in (k, v))
@@ -237,7 +237,10 @@ def _attend(
     if soft_cap is not None:
         scores = soft_cap * torch.tanh(scores / soft_cap)
     seen = visible(len(q), 0, len(k), AttentionParams(scale, window, block=block), q.device)
-    weights = scores.masked_fill_(~seen, float("-inf")).softmax(-1)
+    scores.masked_fill_(~seen, float("-inf"))
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().view(-1, 1, 1).expand(-1, len(q), 1)), -1)
+    weights = scores.softmax(-1)[..., : len(k)]
     return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
 
 
@@ -259,10 +262,11 @@ def _paged(
 def paged_prefill(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_table: torch.Tensor, cu_q: torch.Tensor,
     kv_len: torch.Tensor, *, scale: float, window: int | None, soft_cap: float | None, block: int = 1,
-    out: torch.Tensor, num_tokens: int, tuning: object,
+    sinks: torch.Tensor | None = None, out: torch.Tensor, num_tokens: int, tuning: object,
 ) -> torch.Tensor:  # fmt: skip
     tensors = [alias(tensor) for tensor in (q, keys, values, block_table, cu_q, kv_len, out)]
     scoring: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "block": block}
+    scoring["sinks"] = None if sinks is None else alias(sinks)
     enqueue(lambda: _paged(*tensors, **scoring), "paged_prefill")
     return out
 
@@ -283,11 +287,12 @@ def store_kv(
 
 
 def rotate_and_store(
-    qkv: torch.Tensor, norm: HeadNorm | None, rotary: Rotary, keys: torch.Tensor, values: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    qkv: torch.Tensor, norm: HeadNorm | None, rotary: Rotary | None, keys: torch.Tensor,
+    values: torch.Tensor, slot_mapping: torch.Tensor, *, shared: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    q, k, v = split_heads(qkv, keys.shape[2], norm, rotary)
-    store_kv(k, v, keys, values, slot_mapping)
+    q, k, v = split_heads(qkv, 0 if shared else keys.shape[2], norm, rotary)
+    if not shared:
+        store_kv(k, v, keys, values, slot_mapping)
     return q
 
 

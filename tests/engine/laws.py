@@ -57,7 +57,7 @@ class LawChecker:
         assert step.id == self.launched + 1
         self.launched = step.id
         rows = step.rows
-        assert sum(row.length for row in rows) == step.num_tokens <= self.scheduler.config.max_step_tokens
+        assert sum(row.length for row in rows) == step.num_tokens <= self.scheduler.config.step_tokens
         assert step.num_tokens <= self.scheduler.cap.tokens
         assert len({row.slot for row in rows}) == len(rows) == step.num_rows, (
             "a slot has two rows in one step"
@@ -70,7 +70,7 @@ class LawChecker:
     def check_limits(self, step: Step) -> None:
         config = self.scheduler.config
         chunks = [row.length for row in step.prefilling]
-        assert max(chunks, default=0) <= config.chunk_size
+        assert max(chunks, default=0) <= config.chunk_tokens
         most = config.max_prefill_tokens
         if most is not None and sum(chunks) > most:
             assert chunks[0] > most, "only the first chunk may be longer than the budget"
@@ -239,7 +239,7 @@ class BlockLaws(LawChecker):
         lengths = [row.length for row in chunks]
         generating = step.generating
         assert not generating or (generating.lengths is not None and generating.unit == self.size)
-        assert max(lengths, default=0) <= max(config.chunk_size, self.size)
+        assert max(lengths, default=0) <= max(config.chunk_tokens, self.size)
         most = config.max_prefill_tokens
         if most is not None and sum(lengths) > most:
             assert lengths[0] > most, "only the first chunk may be longer than the budget"

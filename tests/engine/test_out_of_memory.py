@@ -73,7 +73,7 @@ async def test_toy_ids_are_the_same_whichever_step_runs_out(
         assert results == [toy_generate(prompt, each, seed=each.seed or 0) for prompt, each in requests]
         assert stats.out_of_memory_retries >= fault.raised > 0
         assert stats.retractions >= stats.out_of_memory_retries
-        assert stats.step_tokens < engine.config.max_step_tokens
+        assert stats.step_tokens < engine.config.step_tokens
 
 
 @pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])

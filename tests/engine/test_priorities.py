@@ -42,7 +42,7 @@ async def traffic(seed: int, admission: Literal["fifo", "pack"]) -> list[Result]
 
         seconds, asking = 0.0, []
         for _ in range(60):
-            seconds += dice.expovariate(config.max_running_requests / (2.5 * STEP))
+            seconds += dice.expovariate(config.running_requests / (2.5 * STEP))
             asking.append(ask(seconds, dice.randint(1, 6), dice.randint(2, 5), 0))
         urgent = [
             ask(dice.uniform(0, seconds), dice.randint(1, 60), dice.randint(1, 8), 9) for _ in range(URGENT)

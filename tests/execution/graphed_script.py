@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from aioinfer.execution.decoding.blocks import BlockDecoding
+from aioinfer.execution.decoding.blocks import BlockDecoding, BlockPacker
 from aioinfer.execution.device import DeviceInfo, Flight
+from aioinfer.execution.graph_shapes import GraphShape, GraphShapes
 from aioinfer.execution.graphs import StepGraphs
 from aioinfer.execution.packed import PackedStep
+from aioinfer.execution.packing import Packer
 from aioinfer.execution.runner import Runner
 from aioinfer.model.batch import Batch
 from aioinfer.scheduling.step import Step
@@ -103,7 +105,14 @@ class GraphedScript(ScriptedDevice):
             self.script, self._lm.spec, num_pages=self._num_pages, page_size=self.page_size
         )
         self._backend._runner = self.runner = self.graphed(synchronous=True)
+        rows = BlockPacker(self._num_slots, self.block_size, self.mask_token_id)
+        pages = self._max_model_len // self.page_size
+        self._packer = Packer(rows, self._num_slots, pages, self.page_size, self._shapes)
         return info
+
+    @property
+    def _shapes(self) -> GraphShapes:
+        return GraphShapes(map(GraphShape, self._sizes))
 
     def graphed(self, capture: Any = None, *, synchronous: bool) -> Runner:
         """A runner that replays."""
@@ -113,11 +122,11 @@ class GraphedScript(ScriptedDevice):
             return runner
         captured = decoding.captured(
             *(self.lm, None),  # type: ignore[arg-type]
-            max_rows=max(self._sizes),
+            shapes=self._shapes,
             max_pages=self._max_model_len // self.page_size,
             page_size=self.page_size,
         )
-        self.graphs = StepGraphs(captured, self._sizes)
+        self.graphs = StepGraphs(captured, self._shapes)
         self.graphs.capture(capture or record)
         runner.graphs = self.graphs
         return runner

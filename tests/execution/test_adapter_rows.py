@@ -15,6 +15,7 @@ from aioinfer import EngineConfig, SamplingParams
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.execution.decoding.tokens import TokenPacker
+from aioinfer.execution.graph_shapes import GraphShape, GraphShapes
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.torch_device import TorchDevice
@@ -41,7 +42,7 @@ def decode(step: int, slots: Sequence[int]) -> Step:
 
 
 def test_steps_carry_adapters_only_where_a_row_has_one() -> None:
-    packer = Packer(TokenPacker(8), 8, 4, 4, graph_rows=8)
+    packer = Packer(TokenPacker(8), 8, 4, 4, GraphShapes([GraphShape(8)]))
     first = packer.pack(prefill(1, [1, 2], [0, 0]))
     assert first.adapter_slots is None
     with pytest.raises(ValueError, match="not in tuple"):
@@ -51,10 +52,10 @@ def test_steps_carry_adapters_only_where_a_row_has_one() -> None:
     assert mixed.sections["adapters"].dtype == np.int64
     without = packer.pack(decode(3, [1, 2, 4]))
     assert without.adapter_slots is None
-    assert without.tables is not None, "captured decodes compute it"
+    assert without.shape == GraphShape(8), "captured decodes compute it"
     with_one = packer.pack(decode(4, [1, 3]))
     assert with_one.adapter_slots == [0, 5]
-    assert with_one.tables is None, "graphs were captured without adapters"
+    assert with_one.shape is None, "graphs were captured without adapters"
     again = packer.pack(prefill(5, [3], [0]))
     assert again.adapter_slots is None, "the slot has another tenant"
 

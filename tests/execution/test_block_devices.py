@@ -147,5 +147,5 @@ def test_the_largest_steps_run_and_touch_the_junk_page_alone(
         assert max(packed.kv_lens) <= size.max_model_len
         results.append(backend.launch(packed).wait())
     assert not results[0].blocks
-    assert len(results[1].blocks) == min(fitted.max_running_requests, 200 // SIZE)
+    assert len(results[1].blocks) == min(fitted.running_requests, 200 // SIZE)
     assert all(state.rounds == 1 and not state.failed for state in results[1].blocks.values())

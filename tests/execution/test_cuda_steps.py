@@ -26,7 +26,8 @@ TOKENS = 24
 
 
 def config(path: Path, **changes: Any) -> EngineConfig:
-    settings = {"dtype": "float32", "device": "cuda", "num_pages": 128, "page_size": 16, **changes}
+    settings = {"dtype": "float32", "device": "cuda", "num_pages": 128, "page_size": 16}
+    settings |= {"prefill_graph_tokens": 64, **changes}
     return EngineConfig(model=str(path), max_running_requests=12, **settings)
 
 
@@ -61,6 +62,26 @@ async def test_replayed_decodes_give_the_ids_of_transformers(
             results = await asyncio.gather(*[engine.generate(*request) for request in requests])
         wanted = [greedy(oracle, prompt, TOKENS + at) for at, prompt in enumerate(batch)]
         assert [result.token_ids for result in results] == wanted, rows
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_prompts_that_arrive_beside_decodes_give_the_ids_of_transformers(
+    checkpoint: Callable[[str], tuple[Path, Any]], window: int
+) -> None:
+    """From replays of mixed steps, some of which are padded, and from plain ones."""
+    path, oracle = checkpoint("qwen3")
+    batch = [list(range(at, at + length)) for at, length in enumerate((3, 40, 1, 90, 17))]
+    wanted = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
+    for tokens in (0, 16, 2048):
+        settings = config(path, overlap_steps=window, prefill_graph_tokens=tokens, chunk_size=33)
+        async with Engine(settings) as engine:
+            streams = []
+            for prompt in batch:
+                streams.append(engine.generate(prompt, wanted))
+                async for _ in streams[-1]:
+                    break
+            found = [(await stream).token_ids for stream in streams]
+        assert found == [greedy(oracle, prompt, TOKENS) for prompt in batch], tokens
 
 
 @pytest.mark.parametrize("sampling", ["triton", "torch"])
@@ -104,6 +125,21 @@ async def test_launching_never_waits_for_the_device(
             results = await asyncio.gather(*[engine.generate(prompt, wanted) for prompt in prompts(2, 5)])
             assert [len(result.token_ids) for result in results] == [TOKENS] * 5
     assert device.launched >= 2 * TOKENS
+
+
+async def test_the_callers_current_device_is_the_engines_and_stays_his(
+    checkpoint: Callable[[str], tuple[Path, Any]],
+) -> None:
+    """Of several GPUs the last one, by its number and as the current one; inline on the caller's thread."""
+    path, _ = checkpoint("qwen3")
+    last = torch.cuda.device_count() - 1
+    for name, current in ((f"cuda:{last}", 0), ("cuda", last)):
+        for mode in ("thread", "inline"):
+            with torch.cuda.device(current):
+                async with Engine(config(path, device=name, launch_mode=mode)) as engine:
+                    await engine.generate([1, 2, 3], SamplingParams(max_tokens=4))
+                    assert engine.info.device == f"cuda:{last}"
+                assert torch.cuda.current_device() == current
 
 
 async def test_the_pool_leaves_alone_what_it_may_not_use(

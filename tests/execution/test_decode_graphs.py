@@ -20,6 +20,7 @@ from aioinfer.execution.decoding.relay import Relay
 from aioinfer.execution.decoding.token_graphs import DecodeRows
 from aioinfer.execution.decoding.tokens import TokenDecoding, TokenKind, TokenPacker
 from aioinfer.execution.grammar_worker import GrammarWorker
+from aioinfer.execution.graph_shapes import GraphShape, GraphShapes
 from aioinfer.execution.graphs import StepGraphs, graphs_unsupported
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.packed import PackedStep
@@ -62,6 +63,7 @@ def config(path: Path, **changes: Any) -> EngineConfig:
             "page_size": 4,
             "max_running_requests": 5,
             "max_model_len": 64,
+            "prefill_graph_tokens": 0,
             **changes,
         }
     )
@@ -162,8 +164,8 @@ class Sender:
         return torch.from_numpy(array.copy())
 
 
-def admitted(slots: int, graph_rows: int = 0) -> Packer:
-    packer = Packer(TokenPacker(slots), slots, PAGES, PAGE, graph_rows)
+def admitted(slots: int) -> Packer:
+    packer = Packer(TokenPacker(slots), slots, PAGES, PAGE, GraphShapes([GraphShape(ROWS)]))
     for slot in range(1, slots + 1):
         params = SamplingParams(temperature=slot / 8, top_p=1 / slot, top_k=slot, min_p=0.0)
         packer._rows.admit({slot: NewRequestData(params, 1000 + slot, frozenset(), [1], [])})
@@ -177,9 +179,8 @@ def decode(packer: Packer, rows: dict[int, int], tables: list[TableUpdate]) -> P
     return packer.pack(Step(1, Generating(nobody, slots, starts, tables=tables), (), len(rows)))
 
 
-@pytest.mark.parametrize("graph_rows", [0, ROWS])
-def test_rows_that_go_on_send_nothing_and_changes_send_once(graph_rows: int) -> None:
-    packer, rows, send = admitted(4, graph_rows), DecodeRows(ROWS, PAGES, torch.device("cpu")), Sender()
+def test_rows_that_go_on_send_nothing_and_changes_send_once() -> None:
+    packer, rows, send = admitted(4), DecodeRows(ROWS, PAGES, torch.device("cpu")), Sender()
     assert rows.update(decode(packer, {3: 0, 1: 0}, [(3, 0, [7]), (1, 0, [9])]), send)
     for position in range(1, PAGE):
         rows.moved_on()
@@ -214,35 +215,37 @@ def test_a_replay_moves_its_rows_on_and_padding_stays_where_it_is() -> None:
     relay, packer, send = Relay(4, cpu), admitted(4), Sender()
     attention: Any = None
     decoding = TokenDecoding(Sampler(4, 64, cpu, "triton"), relay, GrammarWorker())
-    captured = decoding.captured(model, attention, max_rows=4, max_pages=PAGES, page_size=PAGE)
-    graphs = StepGraphs(captured, [4])
+    shapes = GraphShapes([GraphShape(ROWS)])
+    captured = decoding.captured(model, attention, shapes=shapes, max_pages=PAGES, page_size=PAGE)
+    graphs = StepGraphs(captured, shapes)
     graphs.capture(record)
+    graphs.rehearse()
     relay.scatter(torch.tensor([2]), torch.tensor([10]))
     packer._rows.admit({2: NewRequestData(SamplingParams(temperature=0), 1, frozenset(), [1], [])})
     for position in range(PAGES * PAGE):
         pages = [(2, position // PAGE, [50 + position // PAGE])] if position % PAGE == 0 else []
         step = decode(packer, {2: position}, pages)
-        assert graphs.hold(step)
-        graphs.forward(step, send)
+        assert step.shape == GraphShape(ROWS)
+        graphs.forward(step, step.shape, send)
         assert graphs.logits(step).shape == (1, 64)
         output = graphs.finish(step)
         assert output is not None
         assert output.tensors[0].tolist() == [11 + position]
         batch = model.batch
         assert batch.input_ids.tolist()[0] == 10 + position
-        assert batch.positions.tolist() == [position, 0, 0, 0]
-        assert batch.kv_len.tolist() == [position + 1, 0, 0, 0]
-        assert batch.slot_mapping.tolist() == [(50 + position // PAGE) * PAGE + position % PAGE, 0, 0, 0]
+        padding = [0] * (ROWS - 1)
+        assert batch.positions.tolist() == [position, *padding]
+        assert batch.kv_len.tolist() == [position + 1, *padding]
+        assert batch.slot_mapping.tolist() == [(50 + position // PAGE) * PAGE + position % PAGE, *padding]
     assert send.sent == PAGES
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize("seed", range(10))
 def test_after_any_history_the_device_holds_what_the_step_says(seed: int, ahead: int) -> None:
-    """However many steps later the host is, whose rows have other tenants and pages by then; and if some
-    steps are packed without versions of their tables."""
+    """However many steps later the host is, whose rows have other tenants and pages by then."""
     random = np.random.default_rng(seed)
-    packer, rows = admitted(8, ROWS), DecodeRows(ROWS, PAGES, torch.device("cpu"))
+    packer, rows = admitted(8), DecodeRows(ROWS, PAGES, torch.device("cpu"))
     send, packed = Sender(), deque[tuple[PackedStep, dict[int, int], list[list[int]]]]()
     for _ in range(80):
         count = int(random.integers(1, ROWS + 1))
@@ -254,7 +257,6 @@ def test_after_any_history_the_device_holds_what_the_step_says(seed: int, ahead:
         tables: list[TableUpdate] = [
             (slot, first, random.integers(1, 90, PAGES - first).tolist()) for slot in chosen[:2]
         ]
-        packer._graph_rows = ROWS if random.random() < 0.9 else 0
         step = decode(packer, positions, tables)
         packed.append((step, positions, packer._tables._tables[chosen].tolist()))
         if len(packed) <= ahead:
@@ -271,8 +273,7 @@ def test_after_any_history_the_device_holds_what_the_step_says(seed: int, ahead:
         assert rows.seeds[:count].tolist() == [1000 + slot for slot in chosen], seed
         assert rows.top_k[:count].tolist() == chosen, seed
         assert rows.temperature[:count].tolist() == [slot / 8 for slot in chosen], seed
-        reach = PAGES if step.tables is not None else step.num_pages
-        assert rows.table[:count, :reach].tolist() == [row[:reach] for row in pages], seed
+        assert rows.table[:count].tolist() == pages, seed
         rows.moved_on()
         rows.starts += rows.slots > 0
 
@@ -282,9 +283,9 @@ def test_after_any_history_the_device_holds_what_the_step_says(seed: int, ahead:
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 5, 8, 9, 64, 100])
 def test_sizes_reach_the_most_and_waste_at_most_seven_rows(most: int) -> None:
-    spec: Any = None
+    spec: Any = SimpleNamespace(states=())
     config = EngineConfig(max_running_requests=100, decode_graph_rows=most)
-    sizes = TokenKind(spec).graph_sizes(config)
+    sizes = sorted(rows for rows, tokens, _ in TokenKind(spec).graph_shapes(config) if not tokens)
     assert sizes == sorted(set(sizes))
     assert max(sizes, default=0) == most
     for rows in range(1, most + 1):

@@ -11,8 +11,9 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution.build import Parts, build
 from aioinfer.execution.decoding import kind
+from aioinfer.execution.device import DeviceInfo
 from aioinfer.execution.grammar_worker import GrammarWorker
-from aioinfer.execution.sizing import PoolSize, cuda_budget, size_pool
+from aioinfer.execution.sizing import PoolSize, by_memory, cuda_budget, size_pool
 from aioinfer.model.attention.backend import choose_attention
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.loader import load_model
@@ -31,6 +32,34 @@ SPEC = ModelSpec(
     eos_token_ids=frozenset(),
     num_parameters=0,
 )
+
+
+@pytest.mark.parametrize(
+    ("gib", "given", "found"),
+    [
+        (24, {}, (64, 2048, 512)),
+        (39.5, {}, (128, 4096, 1024)),
+        (79, {}, (256, 8192, 2048)),
+        (140, {"chunk_size": 100}, (256, 8192, 100)),
+        (140, {"max_running_requests": 900}, (900, 8192, 2048)),
+        (140, {"max_step_tokens": 100}, (100, 100, 2048)),
+        (140, {"max_running_requests": 3, "max_step_tokens": 5, "chunk_size": 7}, (3, 5, 7)),
+    ],
+)
+def test_what_is_left_open_follows_from_the_memory_of_the_device(
+    gib: float, given: dict[str, int], found: tuple[int, int, int]
+) -> None:
+    config = by_memory(EngineConfig(**given), int(gib * GIB))
+    assert (config.running_requests, config.step_tokens, config.chunk_tokens) == found
+
+
+def test_an_engine_settles_for_what_its_device_says_where_the_config_says_nothing() -> None:
+    info = DeviceInfo(10, 20, 30, frozenset(), "a device", settled={"max_step_tokens": 99, "chunk_size": 98})
+    left_open = info.settle(EngineConfig(chunk_size=5))
+    assert (left_open.running_requests, left_open.step_tokens, left_open.chunk_tokens) == (64, 99, 5)
+    short = DeviceInfo(10, 20, 30, frozenset(), "a device", max_running_requests=3)
+    assert short.settle(EngineConfig()).running_requests == 3
+    assert short.settle(EngineConfig(max_running_requests=2)).running_requests == 2
 
 
 def sized(budget: int, **settings: Any) -> PoolSize:
@@ -74,7 +103,7 @@ def test_a_token_that_does_not_exist_fails_its_step_alone() -> None:
     choice = choose_attention(cpu, model.spec.head_dims, torch.float32)
     parts = Parts(config, kind(model.spec), model, choice, cpu, GrammarWorker(), DeviceLane())
     backend, size = build(parts)
-    prefill, _ = parts.largest_steps(size.max_model_len)
+    _, prefill, _ = parts.largest_steps(size.max_model_len)
     for token in (-1, -(2**63), model.spec.vocab_size, 10**9, 2**63 - 1):
         prefill.sections["input_ids"][3] = token
         with pytest.raises(ValueError, match=f"there is no token {token}, "):
@@ -100,14 +129,16 @@ def test_the_largest_steps_run_and_touch_the_junk_page_alone(settings: dict[str,
     choice = choose_attention(cpu, model.spec.head_dims, torch.float32)
     parts = Parts(config, kind(model.spec), model, choice, cpu, GrammarWorker(), DeviceLane())
     backend, size = build(parts)
-    prefill, decode = parts.largest_steps(size.max_model_len)
+    scored, prefill, decode = parts.largest_steps(size.max_model_len)
+    assert len(scored.sections["score_ids"]) == len(scored.sections["input_ids"]), "every position is scored"
+    assert len(scored.sections["input_ids"]) == len(prefill.sections["input_ids"])
     assert set(prefill.sections["slot_mapping"] // config.page_size) == {0}
     assert set(decode.sections["slot_mapping"] // config.page_size) == {0}
     assert max(decode.kv_lens) <= size.max_model_len, "beyond that there may be no position"
-    assert len(decode.q_lens) == config.max_running_requests
-    longest = config.max_running_requests * (size.max_model_len - 1)
-    least = min(config.max_step_tokens - config.max_running_requests + 1, longest)
-    assert least <= len(prefill.sections["input_ids"]) <= config.max_step_tokens
-    for step in (prefill, decode):
+    assert len(decode.q_lens) == config.running_requests
+    longest = config.running_requests * (size.max_model_len - 1)
+    least = min(config.step_tokens - config.running_requests + 1, longest)
+    assert least <= len(prefill.sections["input_ids"]) <= config.step_tokens
+    for step in (scored, prefill, decode):
         tokens = backend.launch(step).wait().tokens
         assert all(0 <= token < model.spec.vocab_size for token in tokens)

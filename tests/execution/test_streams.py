@@ -97,8 +97,19 @@ async def test_without_a_number_of_pages_the_pool_is_sized_by_a_trial(
         result = await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))
         assert running.stats().pages_free + running.stats().pages_cached == 4 * 64 // 4
     assert result.token_ids == greedy(oracle, [5, 6, 7], TOKENS)
-    # Two sizes for trial, two for good: each a forward and two ways of sampling.
-    assert len(cuda.recordings) == 12
+    # Two shapes for trial and three for good, of which two differ in rows: each a forward, and for each
+    # number of rows two ways of sampling.
+    assert len(cuda.recordings) == 2 * 3 + 3 + 2 * 2
+
+
+def test_every_graph_has_been_replayed_before_the_first_step(
+    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]]
+) -> None:
+    path, _ = checkpoint("llama-mqa")
+    device = FakeCudaDevice(config(path, decode_graph_rows=2))
+    device.open()
+    assert [graph.replays for graph in cuda.recordings] == [1] * 7
+    device.close()
 
 
 @battery(SLOW_MODEL)
@@ -139,8 +150,9 @@ async def test_every_feature_passes_the_backend(
         torch.OutOfMemoryError("injected"),
         RuntimeError("CUDA error: out of memory"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
     ],
-    ids=["allocator", "driver", "triton"],
+    ids=["allocator", "driver", "triton", "cublas"],
 )
 async def test_a_step_without_memory_is_tried_again_in_smaller_ones(
     cuda: Cuda,
@@ -389,7 +401,9 @@ def test_launching_a_decode_step_takes_few_calls(
 ) -> None:
     calls = Calls(cuda, monkeypatch)
     path, _ = checkpoint("llama-mqa")
-    device = FakeCudaDevice(config(path, page_size=32, max_model_len=256, decode_graph_rows=1))
+    # A prompt that is a replay leaves nothing to be sent for its first decode.
+    settings = config(path, page_size=32, max_model_len=256, decode_graph_rows=1, prefill_graph_tokens=0)
+    device = FakeCudaDevice(settings)
     device.open()
     flights: list[Any] = []
 

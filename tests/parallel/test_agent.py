@@ -38,7 +38,7 @@ async def test_a_replica_says_what_it_is(served: Served) -> None:
     assert answer[0] is Kind.WELCOME
     welcome = Welcome.unpack(answer[1])
     assert welcome.info == served.engine.info
-    assert (welcome.slots, welcome.step_tokens) == (8, served.engine.config.max_step_tokens)
+    assert (welcome.slots, welcome.step_tokens) == (8, served.engine.config.step_tokens)
     later = await peer.next()
     assert later is not None
     assert later[0] is Kind.STATS

@@ -81,10 +81,11 @@ def test_settings_of_the_environment_do_not_win_over_those_of_the_config(
         ("GPU-a, GPU-b", 1, "cuda", "GPU-b"),
         ("3", 5, "cuda", "3"),
         ("0,1", 1, "cpu", "0,1"),
+        ("0,1", 1, "cuda:0", "0,1"),
         ("", 1, "auto", ""),
     ],
 )
-def test_of_several_gpus_each_child_sees_one(
+def test_of_several_gpus_each_child_sees_one_unless_one_is_named(
     visible: str, number: int, device: Any, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

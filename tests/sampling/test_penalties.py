@@ -160,3 +160,24 @@ def test_counts_may_be_reset_by_a_step_that_samples_nothing(sampling: SamplingBa
     sampler.reset([PenaltyReset(1, [5], [])])
     row = {"slot": 1, "temperature": 0.0, "repetition_penalty": 10.0}
     assert int(sampler.sample(torch.arange(6.0)[None], make_batch([row]))) == 4
+
+
+@pytest.mark.gpu
+def test_counts_that_grow_leave_no_memory_to_others_that_is_still_read() -> None:
+    """They were made on another stream than that of the steps, where it looks free once it is let go."""
+    vocab, cuda = 1 << 20, torch.device("cuda")
+    ids = list(range(0, vocab, 3))
+    penalties = Penalties(8, vocab, cuda)
+    penalties.reset([PenaltyReset(1, ids)])
+    torch.cuda.synchronize()
+    # As many rows as there are: the next slot makes them grow.
+    steps = torch.cuda.Stream()
+    with torch.cuda.stream(steps):
+        torch.ones(1 << 24, device=cuda).sin_().sum()
+        penalties.reset([PenaltyReset(2, [5])])
+    junk = [torch.full((2, vocab), -7, dtype=torch.int32, device=cuda) for _ in range(4)]
+    torch.cuda.current_stream().synchronize()
+    steps.synchronize()
+    counts = penalties._counts[penalties._row_of[1]]
+    assert counts.nonzero().flatten().tolist() == ids
+    assert all(bool((each == -7).all()) for each in junk)

@@ -55,11 +55,9 @@ def plan_lawfully(desk: Desk) -> int:
         ahead = {ranks[other.key] for other in order[:at] if other in passed}
         assert each in waiting or ahead <= {ranks[each.key]}, "the two are not of equal rank"
     step = desk.flights[before]
-    left = (config.max_prefill_tokens or config.max_step_tokens) - sum(
-        len(row.ids) for row in step.prefilling
-    )
-    assert min(left, config.max_step_tokens - step.num_tokens) < 4, "there were tokens for it"
-    free = config.max_running_requests - len(scheduler.queues.running)
+    left = (config.max_prefill_tokens or config.step_tokens) - sum(len(row.ids) for row in step.prefilling)
+    assert min(left, config.step_tokens - step.num_tokens) < 4, "there were tokens for it"
+    free = config.running_requests - len(scheduler.queues.running)
     assert len(passed) <= free, "a later request took the slot of an earlier one"
     pages = sum(memory.pages.pages_for(each.length) - memory.lookup(each)[0] for each in passed)
     assert pages <= memory.available, "a later request took the pages of an earlier one"

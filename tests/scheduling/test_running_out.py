@@ -23,7 +23,7 @@ def run_out(bench: Bench, step: Step, *, capped: bool = False) -> list[Request]:
     """Unless it is about the cap, the next step may have as much again."""
     failed = bench.scheduler.run_out(step, Shortage())
     if not capped:
-        bench.scheduler.cap = StepCap(bench.scheduler.config.max_step_tokens)
+        bench.scheduler.cap = StepCap(bench.scheduler.config.step_tokens)
     audit(bench.scheduler)
     return failed
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from aioinfer.config import EngineConfig
     from aioinfer.execution.device import StepResult
     from aioinfer.execution.grammar_worker import GrammarWorker
+    from aioinfer.execution.graph_shapes import GraphShape, GraphShapes
     from aioinfer.execution.packed import Layout, PackedStep
     from aioinfer.model.attention.base import Attention
     from aioinfer.model.spec import CausalLM
@@ -71,6 +72,9 @@ class RowPacker(Protocol):
     def admit(self, new: Mapping[int, NewRequestData]) -> None:
         """Requests, perhaps none, take these slots in the step that is packed next."""
 
+    def graph_need(self, step: Step) -> GraphShape | None:
+        """What a captured step must have room for to compute this one; None if none could."""
+
     def pack(self, step: Step, layout: Layout) -> tuple[dict[str, npt.NDArray[np.int64]], Any]:
         """The sections of a step that only this decoding has, and whatever stays on the host."""
 
@@ -83,7 +87,8 @@ class Decoding(Protocol):
         """Whatever must not wait for the first step. Reads back from the device."""
 
     def begin(self, packed: PackedStep, transfer: Transfer) -> None:
-        """For a replayed step: what requests that take slots bring along."""
+        """For a replayed step, in place of :meth:`gather`: what requests that take slots bring along, and
+        what must go on while the forward runs."""
 
     def gather(
         self, packed: PackedStep, parts: dict[str, torch.Tensor], transfer: Transfer
@@ -112,35 +117,36 @@ class Decoding(Protocol):
         model: CausalLM,
         attention: Attention,
         *,
-        max_rows: int,
+        shapes: GraphShapes,
         max_pages: int,
         page_size: int,
         states: StatePool | None = None,
     ) -> Captured:
-        """What graphs of up to ``max_rows`` rows replay. ``states``: of a model with recurrent state."""
+        """What graphs of these shapes replay. ``states``: of a model with recurrent state."""
 
 
 class Captured(Protocol):
     """Work on memory that lies still, so that it can be captured and replayed. Rows beyond a step's own are
-    padding: slot 0, null page, no context."""
+    padding: slot 0, null page, no context; positions beyond those of its chunks are a row of padding."""
 
     def prepare(self) -> None:
         """Called before the first capture: make what must not be made during one."""
 
+    def clear(self, shape: GraphShape) -> None:
+        """Before the first step: have ``forward(shape)`` find nothing but padding."""
+
     def variants(self) -> Iterable[object]:
         """What ``step`` is captured for, by number of rows."""
 
-    def forward(self, size: int) -> None:
-        """Compute the logits of ``size`` rows."""
+    def forward(self, shape: GraphShape) -> None:
+        """Compute the logits of a step of this shape."""
 
     def step(self, size: int, variant: Any) -> None:
-        """Sample or denoise from the last forward's logits."""
+        """Sample or denoise ``size`` rows from the last forward's logits."""
 
-    def num_rows(self, packed: PackedStep) -> int:
-        """Rows that a replay of the step has; 0 if it cannot be a replay."""
-
-    def update(self, packed: PackedStep, send: Send) -> bool:
-        """Make the rows those of the step, and padding behind. False if they were so already."""
+    def update(self, packed: PackedStep, shape: GraphShape, send: Send) -> bool:
+        """Make the rows those of the step, and padding behind, as ``forward(shape)`` reads them. False if
+        they were so already."""
 
     def moved_on(self) -> None:
         """A replayed forward moved its rows on."""
@@ -151,9 +157,9 @@ class Captured(Protocol):
     def logits(self, packed: PackedStep) -> torch.Tensor:
         """Of the last forward's step, valid until the next forward."""
 
-    def finish(self, packed: PackedStep, replay: Callable[[object], None]) -> Output | None:
-        """Sample or denoise the last forward's step with ``replay(variant)``; None if it must be done
-        without. The output is valid for ``KEPT`` calls."""
+    def finish(self, packed: PackedStep, replay: Callable[[int, object], bool]) -> Output | None:
+        """Sample or denoise the last forward's step with ``replay(rows, variant)``, which is False if so many
+        rows were not captured; None if it must be done without. The output is valid for ``KEPT`` calls."""
 
 
 class Kind(Protocol):
@@ -166,8 +172,8 @@ class Kind(Protocol):
 
     def decoding(self, config: EngineConfig, device: torch.device, grammars: GrammarWorker) -> Decoding: ...
 
-    def graph_sizes(self, config: EngineConfig) -> list[int]:
-        """Numbers of rows to capture."""
+    def graph_shapes(self, config: EngineConfig) -> GraphShapes:
+        """What to capture."""
 
     def largest_steps(self, config: EngineConfig, max_len: int) -> Iterable[Step]:
         """A prefill and a generating step, as large as may be, on the null page alone, to warm up with.

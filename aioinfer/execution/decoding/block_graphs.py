@@ -35,6 +35,7 @@ from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.execution.decoding.base import Output, Send
 from aioinfer.execution.decoding.block_table import AlgorithmRows, BlockTable, Round
 from aioinfer.execution.decoding.mirror import KEPT, Mirror
+from aioinfer.execution.graph_shapes import GraphShape
 from aioinfer.execution.packed import PackedStep
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
@@ -114,14 +115,14 @@ class CapturedBlocks:
     def prepare(self) -> None:
         self._table.prepare(algorithm_names())
 
+    def clear(self, shape: GraphShape) -> None:
+        """Rows are padding until a step has some."""
+
     def variants(self) -> list[tuple[str, bool]]:
         """Algorithm, and whether rows may have a temperature."""
         return list(itertools.product(algorithm_names(), (False, True)))
 
-    def num_rows(self, packed: PackedStep) -> int:
-        return int(packed.work.num_rounds)
-
-    def update(self, packed: PackedStep, send: Send) -> bool:
+    def update(self, packed: PackedStep, shape: GraphShape, send: Send) -> bool:
         return self._rows.update(packed, send)
 
     def moved_on(self) -> None:
@@ -134,21 +135,22 @@ class CapturedBlocks:
         """[K * B, V]"""
         return self._logits[: len(packed.work.rows) * self._block]
 
-    def finish(self, packed: PackedStep, replay: Callable[[object], None]) -> Output:
+    def finish(self, packed: PackedStep, replay: Callable[[int, object], bool]) -> Output:
         """Records, int64 [K * words]; the slots have them."""
         work = packed.work
         count = len(work.rows)
         if len(work.groups) == 1:
             (group,) = work.groups
-            replay((group.algorithm, group.drawn))
+            assert packed.shape is not None, "the step was not packed for a graph"
+            replay(packed.shape.rows, (group.algorithm, group.drawn))
         else:
             self._denoise(count, work.groups)
         records = self._kept[self._turn, :count]
         self._turn = (self._turn + 1) % KEPT
         return Output([records.copy_(self._records[:count]).view(-1)])
 
-    def forward(self, size: int) -> None:
-        rows, block = self._rows, self._block
+    def forward(self, shape: GraphShape) -> None:
+        rows, block, size = self._rows, self._block, shape.rows
         slots, ends, to_second = rows.slots[:size], rows.ends[:size], rows.to_second[:size]
         table, own = rows.table[:size], self._numbers[:size]
         owned, second = slots > 0, own + to_second

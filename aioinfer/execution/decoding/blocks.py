@@ -21,6 +21,7 @@ from aioinfer.execution.decoding.block_graphs import CapturedBlocks
 from aioinfer.execution.decoding.block_table import AlgorithmRows, BlockTable, Round, Tenant
 from aioinfer.execution.device import StepResult
 from aioinfer.execution.grammar_worker import GrammarWorker
+from aioinfer.execution.graph_shapes import GraphShape, GraphShapes
 from aioinfer.execution.packed import Layout, PackedStep
 from aioinfer.execution.warmup import COSTLY, filled_slots
 from aioinfer.model.attention.base import Attention
@@ -46,8 +47,6 @@ class BlockWork:
     tenants: list[Tenant]
     #: some row may go on to another block than its slot's
     may_turn: bool
-    #: blocks of a step that has nothing else, 0 if it has
-    num_rounds: int
 
 
 def block_records(block_size: int, mask_id: int) -> BlockRecords:
@@ -107,6 +106,12 @@ class BlockPacker:
         self._reached[slot] = state.start
         return self._records.encode(state, len(prompt))
 
+    def graph_need(self, step: Step) -> GraphShape | None:
+        """Steps of nothing but blocks are captured."""
+        if any(row.ids or not row.blocks for row in step.prefilling):
+            return None
+        return GraphShape(step.num_tokens // self._records.size)
+
     def pack(self, step: Step, layout: Layout) -> tuple[dict[str, npt.NDArray[np.int64]], BlockWork]:
         size, slots, q_len, placement = self._records.size, layout.slots, layout.q_len, layout.placement
         assert q_len is not None, "a step of blocks has no rows of one position"
@@ -138,7 +143,6 @@ class BlockPacker:
             groups=self._groups(own),
             tenants=tenants,
             may_turn=may_turn,
-            num_rounds=int(blocks.sum()) if (blocks * size == q_len).all() else 0,
         )
 
     def _groups(self, slots: npt.NDArray[np.int64]) -> list[AlgorithmRows]:
@@ -244,7 +248,7 @@ class BlockDecoding:
         model: CausalLM,
         attention: Attention,
         *,
-        max_rows: int,
+        shapes: GraphShapes,
         max_pages: int,
         page_size: int,
         states: StatePool | None = None,
@@ -252,7 +256,7 @@ class BlockDecoding:
         assert states is None, "rounds would advance the states of a diffusion model"
         return CapturedBlocks(
             *(model, attention, self.table),
-            max_rows=max_rows,
+            max_rows=max(shape.rows for shape in shapes),
             max_pages=max_pages,
             page_size=page_size,
             device=self._device,
@@ -279,9 +283,9 @@ class BlockKind:
         size, spec = self._size, self._spec
         if spec.states:
             raise ConfigError("model: a diffusion model with recurrent state cannot be served")
-        if config.max_step_tokens < 2 * size:
+        if config.step_tokens < 2 * size:
             raise ConfigError(
-                f"max_step_tokens is {config.max_step_tokens}; two blocks of {size} positions must fit"
+                f"max_step_tokens is {config.step_tokens}; two blocks of {size} positions must fit"
             )
         if min(config.max_model_len or spec.max_model_len, spec.max_model_len) < size:
             raise ConfigError(f"max_model_len is less than a block of {size} positions")
@@ -293,17 +297,17 @@ class BlockKind:
     def decoding(self, config: EngineConfig, device: torch.device, grammars: GrammarWorker) -> BlockDecoding:
         return BlockDecoding(self._spec, config.num_slots, device, synchronous=device.type == "cpu")
 
-    def graph_sizes(self, config: EngineConfig) -> list[int]:
+    def graph_shapes(self, config: EngineConfig) -> GraphShapes:
         """Each number up to 8, and then four per doubling. A row is a whole block of tokens, so padding
         counts, and rather by its share than by its number."""
         most = config.round_rows(self._size)
         sizes = {number << shift for shift in range(most.bit_length()) for number in range(1, 9)}
-        return sorted({size for size in sizes if size < most} | {most}) if most else []
+        return GraphShapes(map(GraphShape, {size for size in sizes if size < most} | {most}) if most else ())
 
     def largest_steps(self, config: EngineConfig, max_len: int) -> Iterator[Step]:
         size = self._size
-        rows = min(config.max_running_requests, config.max_step_tokens // size)
-        length = min(config.max_step_tokens // rows, max_len) // size * size
+        rows = min(config.running_requests, config.step_tokens // size)
+        length = min(config.step_tokens // rows, max_len) // size * size
         yield Step(-2, NO_ROWS, filled_slots(rows, length, COSTLY, samples=False), rows * length)
         start = min(length, max_len // size * size - size)
         nobody: Any = None

@@ -108,7 +108,7 @@ class _Rows:
         """The rows with these tokens, each from where it begins."""
         lengths = [len(each) for each in ids]
         starts = np.asarray([each.start for each in self.inputs], np.int64)
-        placement = layout.tables.place(self.slots, starts, np.asarray(lengths, np.int64), with_tables=True)
+        placement = layout.tables.place(self.slots, starts, np.asarray(lengths, np.int64))
         return np.concatenate([np.asarray(each, np.int64) for each in ids]), placement, lengths
 
 
@@ -123,7 +123,7 @@ def _next_forward(rows: _Rows, layout: Layout, number: int) -> DraftForward:
     """Draft ``number``, behind which the next is drawn."""
     count = sum(each > number for each in rows.counts)
     at, own, each = rows.starts[:count] + number, rows.own[:count] + number, np.arange(count)
-    placement = layout.tables.place(rows.slots[:count], at, None, with_tables=True)
+    placement = layout.tables.place(rows.slots[:count], at, None)
     sampling = rows.sampling[:count] + number
     return DraftForward(
         *(np.zeros(count, np.int64), placement, [1] * count), *(each, own, each, at + 1, sampling, own + 1)

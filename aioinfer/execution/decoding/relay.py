@@ -46,6 +46,10 @@ class Relay:
             behind = slots[num_decodes : num_decodes + len(verified)]
             input_ids[verified] = self._cells[behind].clamp_(min=0)
 
+    def named(self, ids: torch.Tensor) -> torch.Tensor:
+        """Ids, int64, with the token of the slot ``-id`` where an id is negative."""
+        return torch.where(ids < 0, self._cells[(-ids).clamp_(min=0)].clamp_(min=0), ids)
+
     def scatter(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Leave the sampled tokens for the next step."""
         self._cells[slots] = tokens

@@ -1,12 +1,17 @@
-"""CapturedTokens: decode steps on memory that lies still, and moves on by itself::
+"""CapturedTokens: steps of decodes and of chunks on memory that lies still, and moves on by itself::
 
     columns   slots │ starts │ seeds │ top_k │ temperature │ top_p │ min_p       one entry per row
     table     pages of each row
-                 │
+                 │                 chunks   ids, positions, KV cells, rows, pages
+                 │                    │
     forward      relay[slots] ─► positions, KV cells ─► model ─► logits,  starts += 1
     sampling     greedy │ filtered ─► tokens ─► relay[slots], tokens of the last steps
 
-So a step with the rows and pages of the one before needs nothing from the host but its replay.
+So a step of decodes with the rows and pages of the one before needs nothing from the host but its replay.
+
+The rows are those that sample: decodes, and behind them the chunks that end their prompts, which decode in
+the next step. Of a step with chunks the forward is told how many are decodes; what it computes of the others
+is in the chunks (:mod:`~aioinfer.execution.decoding.chunk_rows`), and so are rows that verify drafts.
 """
 
 from __future__ import annotations
@@ -18,9 +23,11 @@ import numpy.typing as npt
 import torch
 
 from aioinfer.execution.decoding.base import Output, Send
+from aioinfer.execution.decoding.chunk_rows import ChunkRows
 from aioinfer.execution.decoding.mirror import KEPT, Mirror
 from aioinfer.execution.decoding.relay import Relay
 from aioinfer.execution.decoding.sampling_metadata import FLOAT_FIELDS
+from aioinfer.execution.graph_shapes import GraphShape, GraphShapes
 from aioinfer.execution.packed import PackedStep
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
@@ -39,7 +46,8 @@ _FLOAT_ROWS = [FLOAT_FIELDS.index(name) for name in _FLOAT_COLUMNS]
 
 
 class DecodeRows:
-    """What captured decode steps read: columns of integers, those of float32, two to a cell, and pages."""
+    """What captured steps read of rows that sample: columns of integers, those of float32, two to a cell, and
+    pages."""
 
     def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
         #: rows per column; kernels like what begins at round addresses
@@ -69,16 +77,11 @@ class DecodeRows:
         return self._mirror.update(self._columns_of(packed), *self._pages_of(packed), send)
 
     def _pages_of(self, packed: PackedStep) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Rows whose pages may differ from those of the step, and what these are.
-
-        Only rows with another version are looked at. Columns that a step packed without versions does not
-        reach stay as they are: nothing reads them.
-        """
-        count, tables = len(packed.q_lens), packed.tables
-        if tables is None:
-            self._versions[:count] = _NO_VERSION
-            return np.arange(count), packed.sections["block_table"].reshape(count, packed.num_pages)
-        rows = np.flatnonzero(self._versions[:count] != tables.versions)
+        """Rows whose pages may differ from those of the step, and what these are. Only rows with another
+        version are looked at."""
+        tables = packed.work.tables
+        assert tables is not None, "the step was not packed for a graph"
+        rows = np.flatnonzero(self._versions[: len(tables.rows)] != tables.versions)
         if not len(rows):
             return rows, _NO_PAGES
         self._versions[rows] = tables.versions[rows]
@@ -90,12 +93,14 @@ class DecodeRows:
 
     def _columns_of(self, packed: PackedStep) -> npt.NDArray[np.int64]:
         """What the columns of a step are; the rest is padding."""
-        columns, rows = np.zeros_like(self._mirror.known_columns), len(packed.q_lens)
+        columns, rows = np.zeros_like(self._mirror.known_columns), len(packed.work.tables.rows)
         ints = columns[: self._ints].reshape(-1, self._width)
-        for at, name in enumerate(("slots", "positions", "seeds", "top_k")):
-            ints[at, :rows] = packed.sections[name]
+        for at, name in enumerate(("sample_slots", "sample_positions", "seeds", "top_k")):
+            ints[at, :rows] = packed.sections[name][:rows]
+        # The forward moves them on to where the token will be.
+        ints[1, :rows] -= 1
         floats = columns[self._ints :].view(np.float32).reshape(-1, self._width)
-        floats[:, :rows] = packed.work.sampling.floats[_FLOAT_ROWS]
+        floats[:, :rows] = packed.work.sampling.floats[_FLOAT_ROWS, :rows]
         return columns
 
 
@@ -109,12 +114,13 @@ class CapturedTokens:
         sampler: Sampler,
         relay: Relay,
         *,
-        max_rows: int,
+        shapes: GraphShapes,
         max_pages: int,
         page_size: int,
         states: StatePool | None = None,
     ) -> None:
         device = relay.device
+        max_rows = max(shape.logits for shape in shapes)
         self._model = model
         self._attention = attention
         self._sampler = sampler
@@ -122,6 +128,7 @@ class CapturedTokens:
         self._page_size = page_size
         self._states = states
         self._rows = DecodeRows(max_rows, max_pages, device)
+        self._chunks = ChunkRows(shapes, max_pages, device)
         # Of all sizes, and not in the graphs' pool: the next forward would write there while tokens are still
         # copied to the host.
         self._logits = torch.empty(max_rows, model.spec.vocab_size, device=device)
@@ -130,21 +137,28 @@ class CapturedTokens:
         self._turns = torch.zeros(1, dtype=torch.int64, device=device)
         self._turn, self._in_turn = 0, False
         self._neutral = torch.ones(max_rows, device=device)
+        self._numbers = torch.arange(max_rows, device=device)
         #: by turn and number of rows
         self._sampled: dict[tuple[int, int], torch.Tensor] = {}
 
     def prepare(self) -> None:
         """Everything is there."""
 
+    def clear(self, shape: GraphShape) -> None:
+        """Rows are padding until a step has some."""
+        if shape.tokens:
+            self._chunks.clear(shape)
+
     def variants(self) -> tuple[bool, ...]:
         """Whether every row is greedy."""
         return (True, False)
 
-    def num_rows(self, packed: PackedStep) -> int:
-        return len(packed.q_lens) if packed.decodes_only else 0
-
-    def update(self, packed: PackedStep, send: Send) -> bool:
-        return self._rows.update(packed, send)
+    def update(self, packed: PackedStep, shape: GraphShape, send: Send) -> bool:
+        changed = self._rows.update(packed, send)
+        if not shape.tokens:
+            return changed
+        self._chunks.update(packed, shape, send)
+        return True
 
     def moved_on(self) -> None:
         self._rows.moved_on()
@@ -153,34 +167,45 @@ class CapturedTokens:
         self._rows.forget()
 
     def logits(self, packed: PackedStep) -> torch.Tensor:
-        """float32 [R, V]"""
-        return self._logits[: len(packed.q_lens)]
+        """float32 [S, V] of the S rows that sample"""
+        return self._logits[: len(packed.work.sample_rows)]
 
-    def finish(self, packed: PackedStep, replay: Callable[[object], None]) -> Output | None:
-        """Tokens, int64 [R]; the relay has them, too."""
+    def finish(self, packed: PackedStep, replay: Callable[[int, object], bool]) -> Output | None:
+        """Tokens, int64 [S]; the relay has them, too."""
         if not packed.work.plain:
             return None
+        count = len(packed.work.sample_rows)
+        if not count:
+            return Output([])
         if not self._in_turn:
             self._turns.fill_(self._turn)
         self._in_turn = False
-        replay(packed.work.sampling.all_greedy)
+        if not replay(count, packed.work.sampling.all_greedy):
+            return None
         self._in_turn = True
-        which = self._turn, len(packed.q_lens)
+        which = self._turn, count
         self._turn = (self._turn + 1) % KEPT
         tokens = self._sampled.get(which)
         if tokens is None:
             tokens = self._sampled[which] = self._tokens[which[0], : which[1]]
         return Output([tokens])
 
-    def forward(self, size: int) -> None:
+    def forward(self, shape: GraphShape) -> None:
+        rows = self._rows
+        sampling = (rows.slots[: shape.logits] > 0).to(torch.int64)
+        batch = self._with_chunks(shape) if shape.tokens else self._decodes(shape.rows, sampling)
+        self._logits[: shape.logits].copy_(self._model.forward(batch, self._attention))
+        rows.starts[: shape.logits] += sampling
+
+    def _decodes(self, size: int, live: torch.Tensor) -> Batch:
+        """Of the first rows those that are ``live``, 0 or 1; the others are padding."""
         rows = self._rows
         slots, starts, table = rows.slots[:size], rows.starts[:size], rows.table[:size]
-        live = (slots > 0).to(torch.int64)
         input_ids = torch.empty_like(slots)
         self._relay.gather(input_ids, slots, size)
         page = table.gather(1, (starts // self._page_size).unsqueeze(1)).squeeze(1)
         row = torch.arange(size + 1, device=slots.device)
-        batch = Batch(
+        return Batch(
             input_ids=input_ids,
             positions=starts.clone(),
             slot_mapping=(page * self._page_size + starts % self._page_size) * live,
@@ -195,8 +220,24 @@ class CapturedTokens:
             # Padding has the null slot and the null cell.
             states=None if self._states is None else RowStates(self._states, slots, slots),
         )
-        self._logits[:size].copy_(self._model.forward(batch, self._attention))
-        starts += live
+
+    def _with_chunks(self, shape: GraphShape) -> Batch:
+        """Behind the decodes, of which the chunks say how many there are, the chunks."""
+        chunks, table = self._chunks.of(shape)
+        decodes = self._decodes(shape.rows, (self._numbers[: shape.rows] < chunks.decodes).to(torch.int64))
+        first, ids = decodes.cu_q[:-1], self._relay.named(chunks.ids)
+        return Batch(
+            input_ids=torch.cat((decodes.input_ids, ids)),
+            positions=torch.cat((decodes.positions, chunks.positions)),
+            slot_mapping=torch.cat((decodes.slot_mapping, chunks.slot_mapping)),
+            cu_q=torch.cat((first, chunks.cu_q)),
+            kv_len=torch.cat((decodes.kv_len, chunks.kv_len)),
+            block_table=torch.cat((decodes.block_table, table)),
+            logits_rows=chunks.logits_rows,
+            q_lens=[],
+            kv_lens=[],
+            num_decodes=shape.rows,
+        )
 
     def step(self, size: int, variant: bool) -> None:
         """Sample from logits whose rows have moved on already: they stand where the token will."""

@@ -18,15 +18,17 @@ from aioinfer.execution.decoding.sampling_metadata import FLOAT_FIELDS, Sampling
 from aioinfer.execution.decoding.token_graphs import CapturedTokens
 from aioinfer.execution.device import StepResult
 from aioinfer.execution.grammar_worker import Constraints, GrammarRow, GrammarWorker
+from aioinfer.execution.graph_shapes import GraphShape, GraphShapes, mixed_shapes
 from aioinfer.execution.packed import Layout, PackedStep
-from aioinfer.execution.warmup import COSTLY, filled_slots
+from aioinfer.execution.paging import Tables
+from aioinfer.execution.warmup import COSTLY, SCORED, filled_slots
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.model.state import StatePool
 from aioinfer.observe.timeline import now
 from aioinfer.outputs import TokenLogprob
 from aioinfer.sampling.batch import FilterRows, PenaltyReset, SamplingBatch
-from aioinfer.sampling.logprobs import Logprobs
+from aioinfer.sampling.logprobs import Logprobs, score
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.sampling.verification import DraftRows, Drafts
@@ -62,13 +64,16 @@ class TokenWork:
     drafts: DraftRows | None = None
     #: of a draft model
     draft_forwards: Sequence[DraftForward] = ()
+    #: of a step that a captured one computes: pages of the first rows that sample, all that bring no drafts
+    tables: Tables | None = None
 
     @property
     def plain(self) -> bool:
         """Sampling needs no more than seeds, temperatures and filters."""
         sampling = self.sampling
         return not (
-            sampling.any_penalty
+            self.drafts is not None
+            or sampling.any_penalty
             or sampling.logprobs
             or self.scores
             or self.grammars
@@ -103,6 +108,17 @@ class TokenPacker:
             reset = self._table.admit(slot, data)
             if reset is not None:
                 self._resets[slot] = reset
+
+    def graph_need(self, step: Step) -> GraphShape | None:
+        generating, prefilling = step.generating, step.prefilling
+        # Those of a draft model read what its own forwards have drawn; the others read more than samples.
+        if generating.draft_inputs or any(row.scores or row.pools for row in prefilling):
+            return None
+        decodes = generating.num_decodes
+        chunks = step.num_rows - decodes
+        sampled = sum(row.samples for row in prefilling)
+        sampled += sum(1 + len(drafts) for drafts in generating.drafts)
+        return GraphShape(decodes, step.num_tokens - decodes, max(chunks, sampled))
 
     def pack(self, step: Step, layout: Layout) -> tuple[dict[str, npt.NDArray[np.int64]], TokenWork]:
         slots, cu_q, kv_len = layout.slots, layout.placement.cu_q, layout.placement.kv_len
@@ -143,11 +159,16 @@ class TokenPacker:
         forwards: Sequence[DraftForward] = ()
         if step.generating.draft_inputs:
             forwards = draft_forwards(step, layout, [] if drafts is None else drafts.first)
+        tables: Tables | None = None
+        if layout.shape is not None:
+            still = len(sample_slots) if drafts is None else step.generating.num_decodes
+            tables = layout.tables.of(sample_slots[:still])
         # A step that cannot be packed leaves its resets to the next one.
         resets, self._resets = list(self._resets.values()), {}
         return sections, TokenWork(
             *(sample_rows, sampling, resets, grammars, scores, len(banned_ids), score_ids, drafts),
             draft_forwards=forwards,
+            tables=tables,
         )
 
 
@@ -208,16 +229,18 @@ class TokenDecoding:
         self.sampler.warm_up()
 
     def begin(self, packed: PackedStep, transfer: Transfer) -> None:
-        """A replayed step has no new requests."""
+        """Counts of penalties are reset where tokens are sampled."""
+        work: TokenWork = packed.work
+        if work.drafts is not None and work.grammars:
+            # Their masks are made while the forward runs.
+            self.grammars.look_ahead(work.grammars)
 
     def gather(
         self, packed: PackedStep, parts: dict[str, torch.Tensor], transfer: Transfer
     ) -> tuple[torch.Tensor, _Drawn]:
         work: TokenWork = packed.work
         self.relay.gather(parts["input_ids"], parts["slots"], packed.num_decodes, parts.get("verified"))
-        if work.drafts is not None and work.grammars:
-            # Their masks are made while the forward runs.
-            self.grammars.look_ahead(work.grammars)
+        self.begin(packed, transfer)
         drawn: _Drawn = None
         if work.draft_forwards:
             assert self.draft_model is not None
@@ -237,15 +260,19 @@ class TokenDecoding:
         transfer: Transfer,
     ) -> Output:
         work: TokenWork = packed.work
-        logits = logits.float()
         masked: float | None = None
-        count, score_ids = len(work.sample_rows), parts["score_ids"]
-        logprobs = self._logprobs(logits, work, transfer) if work.top >= 0 else None
+        count = len(work.sample_rows)
+        scores = self._scores(logits[count:], parts["score_ids"], work.top)
         if not count:
             # A first chunk of a prompt: what it says of its request must not be lost.
             self.sampler.reset(work.penalty_resets)
-            return Output(_tensors(None, logprobs, score_ids))
-        logits = logits[:count]
+            return Output(scores)
+        logits = logits[:count].float()
+        logprobs: Logprobs | None = None
+        if work.sampling.logprobs:
+            # As they are before biases and masks.
+            asked = transfer.send(np.asarray([row for row, _ in work.sampling.logprobs], np.int64))
+            logprobs = self.sampler.logprobs(logits[asked], work.top)
         processors, sampling = self.sampler.logits_processors, _sampling_batch(work, parts, transfer)
         if len(parts["bias_rows"]):
             processors.add_biases_(logits, parts["bias_rows"], parts["bias_ids"], parts["bias_bits"])
@@ -272,17 +299,14 @@ class TokenDecoding:
             at, values = transfer.send(np.asarray([*outcomes.items()], np.int64).T)
             tokens[at] = values
         self.relay.scatter(last, tokens)
-        scored = score_ids
         if logprobs is not None:
-            asked = transfer.send(np.asarray([row for row, _ in work.sampling.logprobs], np.int64))
-            scored = torch.cat((tokens[asked], score_ids))
-        return Output(_tensors(tokens, logprobs, scored), forced, masked=masked)
+            sampled = [logprobs.of(tokens[asked]), logprobs.top_ids, logprobs.top]
+            scores = [torch.cat(each) for each in zip(sampled, scores, strict=True)] if scores else sampled
+        return Output([tokens, *scores], forced, masked=masked)
 
-    def _logprobs(self, logits: torch.Tensor, work: TokenWork, transfer: Transfer) -> Logprobs:
-        """Of the sampling rows that want them, then of the scored positions."""
-        rows = [row for row, _ in work.sampling.logprobs]
-        rows += range(len(work.sample_rows), len(logits))
-        return self.sampler.logprobs(logits[transfer.send(np.asarray(rows, np.int64))], work.top)
+    def _scores(self, logits: torch.Tensor, ids: torch.Tensor, top: int) -> list[torch.Tensor]:
+        """Of the scored positions, in the order of :func:`_read_logprobs`; nothing if there are none."""
+        return [*score(self.sampler.logprobs, logits, ids, top)] if len(ids) else []
 
     def _constrain(self, logits: torch.Tensor, work: TokenWork, transfer: Transfer) -> Constraints:
         """Apply the masks of this step, which were made while its forward ran."""
@@ -316,14 +340,14 @@ class TokenDecoding:
         model: CausalLM,
         attention: Attention,
         *,
-        max_rows: int,
+        shapes: GraphShapes,
         max_pages: int,
         page_size: int,
         states: StatePool | None = None,
     ) -> CapturedTokens:
         return CapturedTokens(
             *(model, attention, self.sampler, self.relay),
-            max_rows=max_rows,
+            shapes=shapes,
             max_pages=max_pages,
             page_size=page_size,
             states=states,
@@ -351,15 +375,6 @@ def _read_runs(result: StepResult, work: TokenWork, drafts: DraftRows, tokens: S
                 run = result.runs[row] = [token]
         elif token != NO_TOKEN:
             run.append(token)
-
-
-def _tensors(
-    tokens: torch.Tensor | None, logprobs: Logprobs | None, scored: torch.Tensor
-) -> list[torch.Tensor]:
-    """int64 [S], and of the rows and positions that asked for logprobs theirs, float32, in the order of
-    :func:`_read_logprobs`."""
-    found = [] if tokens is None else [tokens]
-    return found if logprobs is None else [*found, logprobs.of(scored), logprobs.top_ids, logprobs.top]
 
 
 def _read_logprobs(
@@ -428,16 +443,22 @@ class TokenKind:
         sampler = Sampler(config.num_slots, self._spec.vocab_size, device, config.sampling_backend)
         return TokenDecoding(sampler, Relay(config.num_slots, device), grammars)
 
-    def graph_sizes(self, config: EngineConfig) -> list[int]:
-        """Steps of 8, and finer where a row counts."""
+    def graph_shapes(self, config: EngineConfig) -> GraphShapes:
+        """Of decodes steps of 8, and finer where a row counts; and of chunks beside them."""
         most = config.graph_rows
-        return (
-            sorted({size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most}) if most else []
-        )
+        if not most:
+            return GraphShapes()
+        sizes = {size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most}
+        # A recurrent state goes through a chunk position by position, for which its length must be known.
+        tokens = 0 if self._spec.states else config.graph_tokens
+        return GraphShapes([*map(GraphShape, sizes), *mixed_shapes(most if config.mixed else 1, tokens)])
 
     def largest_steps(self, config: EngineConfig, max_len: int) -> Iterator[Step]:
-        rows = config.max_running_requests
-        length = max(1, min(config.max_step_tokens // rows, max_len - 1))
+        rows = config.running_requests
+        length = max(1, min(config.step_tokens // rows, max_len - 1))
+        if self._spec.generates:
+            scored = filled_slots(rows, length, SCORED, samples=True, scored=True)
+            yield Step(-3, NO_ROWS, scored, rows * length)
         yield Step(-2, NO_ROWS, filled_slots(rows, length, COSTLY, samples=True), rows * length)
         nobody: Any = None
         generating = Generating([nobody] * rows, np.arange(1, rows + 1), np.full(rows, length))

@@ -47,7 +47,7 @@ class AioInfer:
         return {
             "versions": {name: _version(name) for name in ("aioinfer", "torch")},
             "kv_gib": settings.kv_gib,
-            "step_tokens": config.max_step_tokens,
+            "step_tokens": config.step_tokens,
             "options": {name: str(value) for name, value in options.items()},
         }
 
