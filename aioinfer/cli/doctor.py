@@ -100,7 +100,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     """What an engine would run. Raises ConfigError."""
     from aioinfer.execution.graphs import graphs_unsupported
     from aioinfer.execution.torch_device import pick_device
-    from aioinfer.model.attention.backend import choose_attention
+    from aioinfer.model.attention.backend import check_kv_dtype, choose_attention
     from aioinfer.model.layers import choose_layers
     from aioinfer.model.loader import inspect_model
     from aioinfer.model.moe.backend import choose_experts
@@ -116,6 +116,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         block_size=config.block_size,
     )
     attention = choose_attention(device, model.head_dims, model.dtype, config.attention_backend)
+    check_kv_dtype(config.kv_dtype, attention)
     layers = choose_layers(attention, model.inner_sizes)
     operations = "transformers' own"
     if model.own:

@@ -103,6 +103,10 @@ class EngineConfig:
 
     #: Of a diffusion model: a multiple of the block size.
     page_size: int = option(16, "memory", "KV positions per page", AT_LEAST_ONE)
+    #: fp8: e4m3 with a power of two for each head of a token, half the memory of bfloat16.
+    kv_dtype: Literal["auto", "fp8"] = option(
+        "auto", "memory", "type of keys and values; auto: the model's; fp8: half of it (Triton only)"
+    )
     num_pages: int | None = option(None, "memory", "KV pages; default: from the memory budget", AT_LEAST_ONE)
     kv_memory_gib: float = option(
         1.0, "memory", "KV budget in GiB on a CPU, taken as it is used, if num_pages is not given", POSITIVE
