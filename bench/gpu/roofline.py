@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 __all__ = ["Peaks", "Phase", "Shape", "decode_phases", "decode_step", "offline"]
 
-#: bytes of bfloat16, of weights, keys and values alike
+#: bytes of bfloat16
 _ELEMENT = 2
+#: bytes of a scale of weights of 8 bits
+_SCALE = 4
 #: a float32 logit, written by the model and read by the sampler
 _LOGIT = 4
 
@@ -56,11 +58,24 @@ class Shape:
     tied: bool
     experts: int = 0
     chosen: int = 0
+    #: the matrices of the layers are floats of 8 bits, with a scale for each output; only of dense decoders
+    float8: bool = False
+    #: keys and values are, with a byte of a factor for each head
+    kv_float8: bool = False
 
     @property
     def kv_bytes(self) -> int:
         """Keys and values of one position."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * _ELEMENT
+        head = self.head_dim + 1 if self.kv_float8 else self.head_dim * _ELEMENT
+        return 2 * self.layers * self.kv_heads * head
+
+    @property
+    def layer_bytes(self) -> int:
+        """All matrices in the layers."""
+        if not self.float8:
+            return _ELEMENT * self.layer_parameters
+        outputs = (self.heads + 2 * self.kv_heads) * self.head_dim + 2 * self.intermediate + 2 * self.hidden
+        return self.layer_parameters + _SCALE * self.layers * outputs
 
     @property
     def layer_parameters(self) -> int:
@@ -92,7 +107,7 @@ class Shape:
     def step_bytes(self) -> int:
         """Weights that a step reads: all but an embedding of its own, of which it needs a few rows."""
         norms = self.layers * 2 * (self.hidden + self.head_dim) + self.hidden
-        return _ELEMENT * (self.layer_parameters + norms + self.vocab * self.hidden)
+        return self.layer_bytes + _ELEMENT * (norms + self.vocab * self.hidden)
 
     def idle_bytes(self, rows: int) -> float:
         """Weights of experts that none of so many tokens passes, if they choose at random."""

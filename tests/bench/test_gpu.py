@@ -28,7 +28,7 @@ from bench.gpu.peer import _collect
 from bench.gpu.plan import FULL, PARTS, QUICK, REHEARSAL, Part, Plan
 from bench.gpu.report import PartReport
 from bench.gpu.roofline import Peaks, Shape, decode_phases, decode_step, offline
-from bench.gpu.shapes import SHAPES, write_model, write_tokenizer
+from bench.gpu.shapes import SHAPES, shape_of, write_model, write_tokenizer
 from bench.gpu.workload import offline_workload
 from bench.report import Report
 from tests.tiers import PROGRAM, battery
@@ -169,6 +169,17 @@ def test_a_step_takes_the_sum_of_its_phases() -> None:
     assert total == pytest.approx(sum(seconds.values())) == pytest.approx(13.94e-3, rel=1e-3)
     # What the whole step would take if all of its reading and computing could overlap.
     assert total > 1.1 * (sum(phase.moved for phase in phases.values()) / H200.bandwidth)
+
+
+def test_numbers_of_8_bits_are_half_of_what_is_read() -> None:
+    shape, small = SHAPES["8b"], shape_of("8b", {"quantization": "fp8", "kv_dtype": "fp8"})
+    assert shape_of("8b", {"quantization": "auto"}) == shape
+    assert small.kv_bytes == 2 * 36 * 8 * 129
+    scales = 36 * (48 * 128 + 2 * 12_288 + 2 * 4096)
+    assert shape.step_bytes - small.step_bytes == shape.layer_parameters - 4 * scales
+    # With head and embedding as they are, weights alone allow for this at batch 1.
+    faster = decode_step(shape, 1024, 1, H200) / decode_step(small, 1024, 1, H200)
+    assert faster == pytest.approx(1.85, abs=0.01)
 
 
 def test_experts_are_a_phase_of_their_own() -> None:
