@@ -12,7 +12,7 @@ from aioinfer.checkpoint.gguf_architectures import architecture_of
 from aioinfer.checkpoint.gguf_blocks import BLOCKS
 from aioinfer.checkpoint.gguf_config import name_of
 from aioinfer.checkpoint.gguf_file import GGUFFile, StoredTensor
-from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
+from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding
 from aioinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,6 +97,9 @@ class GGUFTensors:
             None if offsets is None else torch.from_numpy(offsets),
             rounding,
         )
+
+    def float8(self, name: str) -> Float8Matrix | None:
+        return None
 
     def _rows(self, name: str) -> npt.NDArray[np.uint8]:
         """The bytes of a tensor, rows in transformers' order."""

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "Float8Matrix",
     "QuantisedMatrix",
     "Rounding",
     "SafetensorsTensors",
@@ -56,6 +57,17 @@ class QuantisedMatrix(NamedTuple):
     rounding: Rounding
 
 
+class Float8Matrix(NamedTuple):
+    """A matrix [rows, inner] of floats of 8 bits: an element is its value times the scale of its block."""
+
+    #: [rows, inner], float8_e4m3fn
+    values: torch.Tensor
+    #: [ceil(rows / height), ceil(inner / width)], float32
+    scales: torch.Tensor
+    #: height and width of a block; those at the edges may be smaller
+    block: tuple[int, int]
+
+
 class Tensors(Protocol):
     """The tensors of a checkpoint under the names that transformers gives them.
 
@@ -78,6 +90,9 @@ class Tensors(Protocol):
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """A matrix that has a rounding, as it is stored."""
+
+    def float8(self, name: str) -> Float8Matrix | None:
+        """A matrix that is stored as floats of 8 bits, as it is stored; None for anything else."""
 
 
 class SafetensorsTensors:
@@ -119,6 +134,9 @@ class SafetensorsTensors:
 
     def quantised(self, name: str) -> QuantisedMatrix:
         raise AssertionError(f"{name} is not quantised")
+
+    def float8(self, name: str) -> Float8Matrix | None:
+        return None
 
 
 def stored_bytes(

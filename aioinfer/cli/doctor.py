@@ -13,6 +13,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import AioInferError, ConfigError
 
 if TYPE_CHECKING:
+    import torch
+
     from aioinfer.model.backend import Backend
     from aioinfer.model.loader import ModelInfo
 
@@ -101,7 +103,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     from aioinfer.execution.cuda_device import pick_device
     from aioinfer.execution.graphs import graphs_unsupported
     from aioinfer.execution.sizing import by_memory
-    from aioinfer.model.attention.backend import choose_attention
+    from aioinfer.model.attention.backend import check_kv_dtype, choose_attention
     from aioinfer.model.layers import choose_layers
     from aioinfer.model.loader import inspect_model
     from aioinfer.model.moe.backend import choose_experts
@@ -117,6 +119,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         block_size=config.block_size,
     )
     attention = choose_attention(device, model.head_dims, model.dtype, config.attention_backend)
+    check_kv_dtype(config.kv_dtype, attention)
     layers = choose_layers(attention, model.inner_sizes)
     operations = "transformers' own"
     if model.own:
@@ -134,7 +137,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         native = layers.name == "native"
         backend = choose_experts(device, *model.experts, model.dtype, config.moe_backend, native=native)
         experts = [Finding("experts", f"{backend.name}: {backend.reason}")]
-    _check_promises(config, model, attention.name, layers, backend)
+    _check_promises(config, model, device, attention.name, layers, backend)
     instructions: list[Finding] = []
     if "native" in (attention.name, layers.name, backend and backend.name, sampling.name):
         from aioinfer.native import bindings
@@ -145,6 +148,11 @@ def _plan(config: EngineConfig) -> list[Finding]:
         kept = layers.name == "native" and config.quantization == "auto"
         bits = f"{' and '.join(map(str, model.stored_bits))} bits in the checkpoint"
         weights = [Finding("weights", f"{bits}, {'kept' if kept else 'dequantised'}")]
+    if model.stored_float8:
+        kept = layers.name == "triton" and config.quantization != "none"
+        weights.append(
+            Finding("weights", f"floats of 8 bits in the checkpoint, {'kept' if kept else 'dequantised'}")
+        )
     blocks: list[Finding] = []
     if model.blocks is not None:
         text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
@@ -180,13 +188,19 @@ def _plan(config: EngineConfig) -> list[Finding]:
 
 
 def _check_promises(
-    config: EngineConfig, model: ModelInfo, attention: str, layers: Backend, experts: Backend | None
+    config: EngineConfig,
+    model: ModelInfo,
+    device: torch.device,
+    attention: str,
+    layers: Backend,
+    experts: Backend | None,
 ) -> None:
     """Raises ConfigError for what only native kernels do."""
-    from aioinfer.model.layers import check_cache_weights, check_quantization, why_variant
+    from aioinfer.model.layers import check_cache_weights, check_float8, check_quantization, why_variant
 
     own_layers = layers if model.own else None
     check_quantization(config.quantization, own_layers, model.architecture, experts)
+    check_float8(config.quantization, device, model.dtype)
     if config.cache_weights:
         check_cache_weights(own_layers, config.load_format, model.architecture)
     native = all(each is None or each.name == "native" for each in (layers, experts))

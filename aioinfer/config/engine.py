@@ -54,12 +54,15 @@ class EngineConfig:
     load_format: Literal["auto", "random"] = option(
         "auto", "model", "auto reads the checkpoint's weights; random needs a config.json only"
     )
-    #: auto: weights that are quantised in the checkpoint stay so where native kernels compute them, and are
-    #: dequantised elsewhere; none: they are dequantised everywhere. int8: groups of up to 128 with a scale.
-    #: int4: groups of up to 64 with scale and offset; the head and the embedding have 8 bits. All multiply
-    #: integers, with activations rounded to 8 bits.
-    quantization: Literal["auto", "none", "int8", "int4"] = option(
-        "auto", "model", "bits of linear layers: the checkpoint's, or rounded to (native CPU kernels only)"
+    #: auto: weights that are quantised in the checkpoint stay so where kernels compute them (native ones
+    #: whole numbers, Triton's floats of 8 bits), and are dequantised elsewhere; none: they are dequantised
+    #: everywhere. int8: groups of up to 128 with a scale. int4: groups of up to 64 with scale and offset; the
+    #: head and the embedding have 8 bits. Both multiply integers, with activations rounded to 8 bits. fp8:
+    #: e4m3 with a scale for each output, activations as they are; fp8-dynamic: these are rounded, too.
+    quantization: Literal["auto", "none", "int8", "int4", "fp8", "fp8-dynamic"] = option(
+        "auto",
+        "model",
+        "bits of linear layers: the checkpoint's, or rounded to (int8, int4: native kernels; fp8: Triton)",
     )
     cache_weights: bool = option(
         False, "model", "map packed weights from the user's cache, writing them first; native kernels only"
@@ -107,6 +110,10 @@ class EngineConfig:
 
     #: Of a diffusion model: a multiple of the block size.
     page_size: int = option(16, "memory", "KV positions per page", AT_LEAST_ONE)
+    #: fp8: e4m3 with a power of two for each head of a token, half the memory of bfloat16.
+    kv_dtype: Literal["auto", "fp8"] = option(
+        "auto", "memory", "type of keys and values; auto: the model's; fp8: half of it (Triton only)"
+    )
     num_pages: int | None = option(None, "memory", "KV pages; default: from the memory budget", AT_LEAST_ONE)
     kv_memory_gib: float = option(
         1.0, "memory", "KV budget in GiB on a CPU, taken as it is used, if num_pages is not given", POSITIVE

@@ -52,7 +52,11 @@ class Parts:
         """Of both models: they have the same pages."""
         models = [self.model] if self.draft is None else [self.model, self.draft]
         page_size = self.config.page_size
-        return sum(KVPool.bytes_per_page(each.spec.kv_layers, page_size, each.spec.dtype) for each in models)
+        float8 = self.config.kv_dtype == "fp8"
+        return sum(
+            KVPool.bytes_per_page(each.spec.kv_layers, page_size, each.spec.dtype, float8=float8)
+            for each in models
+        )
 
     def packer(self, max_len: int, graphs: GraphShapes = _NO_GRAPHS) -> Packer:
         """For sequences of up to ``max_len`` positions."""
@@ -89,6 +93,7 @@ class Parts:
             page_size=self.config.page_size,
             dtype=model.spec.dtype,
             device=self.device,
+            kv_dtype=self.config.kv_dtype,
         )
 
     def graphs(self, runner: Runner, max_len: int, shapes: GraphShapes) -> StepGraphs:

@@ -74,7 +74,7 @@ class TorchDevice:
         from aioinfer.execution.build import Parts, build, fitted
         from aioinfer.execution.cores import check_threads, cpu_quota, default_threads
         from aioinfer.execution.decoding import kind
-        from aioinfer.model.attention.backend import choose_attention
+        from aioinfer.model.attention.backend import check_kv_dtype, choose_attention
         from aioinfer.model.layers import why_variant
         from aioinfer.native.bindings import ThreadsUnavailable
         from aioinfer.sampling.backend import choose_sampling
@@ -99,6 +99,7 @@ class TorchDevice:
                 wanted = by_memory(config, torch.cuda.mem_get_info(device)[1])
             config = fitted(decoding.fit(wanted), spec, device)
             choice = choose_attention(device, spec.head_dims, spec.dtype, config.attention_backend)
+            check_kv_dtype(config.kv_dtype, choice)
             if config.deterministic and not model.invariant:
                 raise ConfigError(f"deterministic: {why_variant(spec.architecture, choice.name)}")
             draft = self._load_draft(spec, device, progress)
@@ -121,7 +122,8 @@ class TorchDevice:
             max_model_len=size.max_model_len,
             num_pages=size.num_pages,
             eos_token_ids=frozenset(spec.eos_token_ids),
-            description=_describe(spec, device, size.num_pages * config.page_size, choice.name),
+            description=_describe(spec, device, size.num_pages * config.page_size, choice.name)
+            + (" in fp8" if config.kv_dtype == "fp8" else ""),
             page_size=config.page_size,
             block_size=spec.block_size,
             mask_token_id=spec.mask_token_id,

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.checkpoint.files import Checkpoint, Directory
-from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, Tensors
+from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, Tensors
 from aioinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -147,3 +147,6 @@ class _Renamed:
 
     def quantised(self, name: str) -> QuantisedMatrix:
         return self._tensors.quantised(self._stored[name])
+
+    def float8(self, name: str) -> Float8Matrix | None:
+        return self._tensors.float8(self._stored[name])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -13,6 +13,7 @@ from aioinfer.model.adapters.slots import TorchAdapters, make_adapters
 from aioinfer.model.attention.backend import make_operations
 from aioinfer.model.backend import Backend
 from aioinfer.model.decoder import Decoder, Layer
+from aioinfer.model.float8 import Float8Layers
 from aioinfer.model.gates import Gate
 from aioinfer.model.linear import Linear, MakeLinear, TorchLinear, packed_or_torch
 from aioinfer.model.mlp import FeedForward, GatedMLP, PlainMLP
@@ -20,7 +21,7 @@ from aioinfer.model.moe.backend import make_sparse
 from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import StoredExperts
 from aioinfer.model.operations.base import Operations
-from aioinfer.model.quantization import Quantization
+from aioinfer.model.quantization import FLOAT8, Quantization
 from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.model.weights import StoredMatrix
 from aioinfer.model.weights_cache import Blobs
@@ -29,6 +30,7 @@ __all__ = [
     "LayerKernels",
     "TorchLayers",
     "check_cache_weights",
+    "check_float8",
     "check_quantization",
     "choose_layers",
     "make_layers",
@@ -104,11 +106,18 @@ class TorchLayers:
     make_linear: MakeLinear
     #: of the layers that are made; None: they are not adapted
     adapters: TorchAdapters | None = None
+    #: makes layers of floats of 8 bits; None: there are none
+    float8: Float8Layers | None = None
     native = False
-    kept_bits: ClassVar[Collection[int]] = ()
+
+    @property
+    def kept_bits(self) -> Collection[int]:
+        return () if self.float8 is None else self.float8.kept_bits
 
     def linear(self, stored: StoredMatrix, *, exact: bool = False) -> Linear:
-        made = self.make_linear(stored.load(), stored.bias())
+        made = None if exact or self.float8 is None else self.float8.linear(stored)
+        if made is None:
+            made = self.make_linear(stored.load(), stored.bias())
         return made if self.adapters is None else self.adapters.linear(stored, made)
 
     def gated_mlp(
@@ -122,6 +131,8 @@ class TorchLayers:
     def sparse(
         self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
     ) -> FeedForward:
+        if self.float8 is not None and self.float8.rounds:
+            raise ConfigError("quantization: experts are not rounded to fp8, only dense layers are")
         return make_sparse(rule, stored, shared, backend)
 
     def decoder(
@@ -169,10 +180,27 @@ def check_quantization(
         return
     if layers is None:
         raise ConfigError(f"quantization: the code of {architecture} is transformers' own")
+    if quantization in FLOAT8:
+        if layers.name != "triton":
+            found = f"these are {'torch' if layers.name == 'sdpa' else layers.name}: {layers.reason}"
+            raise ConfigError(f"quantization: {quantization} needs layers by Triton, {found}")
+        if experts is not None:
+            raise ConfigError("quantization: experts are not rounded to fp8, only dense layers are")
+        return
     for what, backend in (("layers", layers), ("experts", experts)):
         if backend is not None and backend.name != "native":
             found = f"these are {backend.name}: {backend.reason}"
             raise ConfigError(f"quantization: {quantization} needs native {what}, {found}")
+
+
+def check_float8(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise ConfigError if activations are to be rounded and the device cannot multiply them."""
+    if quantization == "fp8-dynamic":
+        from aioinfer.model.float8 import scaled_unsupported
+
+        reason = scaled_unsupported(device, dtype)
+        if reason is not None:
+            raise ConfigError(f"quantization: fp8-dynamic was asked for, and {reason}")
 
 
 def check_cache_weights(layers: Backend | None, load_format: str, architecture: str) -> None:
@@ -222,4 +250,8 @@ def make_layers(
     # A captured CUDA graph reads weights in place: not packed.
     make_linear = TorchLinear if backend.name == "triton" else packed_or_torch(device, dtype)
     adapters = make_adapters(dtype, device, max_lora_rank, triton=backend.name == "triton")
-    return TorchLayers(make_operations(backend), make_linear, adapters)
+    float8 = None
+    if backend.name == "triton" and quantization in ("auto", *FLOAT8):
+        check_float8(quantization, device, dtype)
+        float8 = Float8Layers(quantization, device)
+    return TorchLayers(make_operations(backend), make_linear, adapters, float8)

@@ -23,6 +23,7 @@ from aioinfer.model.headless import Classifier, Headless, with_head, with_prefix
 from aioinfer.model.layers import (
     LayerKernels,
     check_cache_weights,
+    check_float8,
     check_quantization,
     choose_layers,
     make_layers,
@@ -153,6 +154,7 @@ def load_model(
     sizes = family.inner_sizes(config)
     layers = choose_layers(attention, sizes)
     check_quantization(quantization, layers, config.architectures[0])
+    check_float8(quantization, device, chosen)
     if tensors is not None and check_size is not None:
         kept = _kept(tensors) if quantization == "auto" and layers.name == "native" else frozenset()
         # What is converted is copied.
@@ -275,6 +277,12 @@ def _kept(tensors: Tensors) -> frozenset[str]:
     )
 
 
+def _stores_float8(tensors: Tensors) -> bool:
+    """Whether a layer, not an expert, is stored in floats of 8 bits."""
+    names = (name for name in tensors.names if ".experts." not in name)
+    return any(tensors.float8(name) is not None for name in names)
+
+
 def _load_cached(
     checkpoint: Checkpoint,
     build: Callable[[Blobs | None], CausalLM],
@@ -305,6 +313,8 @@ class ModelInfo:
     fallback_reason: str
     #: of the weights that native layers would keep as they are quantised in the checkpoint
     stored_bits: list[int]
+    #: there are weights of floats of 8 bits that layers by Triton would keep
+    stored_float8: bool
     #: of all layers
     head_dims: frozenset[int]
     dtype: torch.dtype
@@ -341,6 +351,7 @@ def inspect_model(
         own=family is not None,
         fallback_reason=reason,
         stored_bits=sorted({rounding.bits for rounding in roundings if rounding is not None}),
+        stored_float8=tensors is not None and _stores_float8(tensors),
         head_dims=_head_dims(config, family),
         dtype=_choose_dtype(config, dtype, device),
         inner_sizes=family.inner_sizes(config) if family else inner_sizes(config),

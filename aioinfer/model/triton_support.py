@@ -7,6 +7,8 @@ from functools import cache
 
 import torch
 
+from aioinfer.model.triton_build import build_unsupported
+
 __all__ = ["dtype_unsupported", "interpreted", "triton_unsupported"]
 
 #: the least compute capability: the first tensor cores with bfloat16 (Ampere)
@@ -31,7 +33,7 @@ def triton_unsupported(device: torch.device) -> str | None:
         return "the device is older than compute capability {}.{}".format(*_CAPABILITY)
     if (device.type == "cuda") == interpreted():
         return "TRITON_INTERPRET is " + ("set" if interpreted() else "not set, without which it needs CUDA")
-    return None
+    return build_unsupported() if device.type == "cuda" else None
 
 
 def dtype_unsupported(dtype: torch.dtype) -> str | None:

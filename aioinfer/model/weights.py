@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, Tensors
+from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, Tensors
 from aioinfer.errors import ConfigError
 from aioinfer.model.spec import Progress
 
@@ -89,6 +90,11 @@ class Weights:
         """A matrix that is quantised, as it is stored, on the CPU. Raises ConfigError."""
         return self._tensors.quantised(name)
 
+    def float8(self, name: str) -> Float8Matrix | None:
+        """A matrix that is stored as floats of 8 bits, as it is stored, on the CPU; None: it is not. Raises
+        ConfigError."""
+        return self._tensors.float8(name) if name in self._names else None
+
     def _count(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._taken:
             self._taken.add(name)
@@ -166,6 +172,9 @@ class RandomWeights(Weights):
         self._count(name, shape)
 
     def rounding(self, name: str) -> Rounding | None:
+        return None
+
+    def float8(self, name: str) -> Float8Matrix | None:
         return None
 
     def differs(self, name: str, other: str) -> bool:
@@ -309,6 +318,30 @@ class StoredMatrix:
         if whole is not None:
             whole = self._ordered(whole)
         return QuantisedMatrix(self._ordered(values), self._ordered(scales), whole, rounding)
+
+    def float8(self) -> Float8Matrix | None:
+        """The matrix as it is stored, if all of its tensors are floats of 8 bits, with blocks of one width;
+        else None. Where blocks of several heights or at odd places are joined, scales are repeated."""
+        if self._transposed:
+            return None
+        parts: list[Float8Matrix] = []
+        for name in self._names:
+            part = self._weights.float8(f"{name}.weight")
+            if part is None or part.block[1] != (parts or [part])[0].block[1]:
+                return None
+            parts.append(part)
+        if len(parts) == 1 and self._order is None:
+            return parts[0]
+        begins = itertools.accumulate(self._rows[:-1])
+        height = 1 if self._order is not None else math.gcd(*(part.block[0] for part in parts), *begins)
+        scales = [
+            part.scales.repeat_interleave(part.block[0] // height, dim=0)[: -(-len(part.values) // height)]
+            for part in parts
+        ]
+        # Bytes, which can be put into any order.
+        values = torch.cat([part.values.view(torch.uint8) for part in parts])
+        values = self._ordered(values).view(torch.float8_e4m3fn)
+        return Float8Matrix(values, self._ordered(torch.cat(scales)), (height, parts[0].block[1]))
 
     def load(self) -> torch.Tensor:
         """The matrix, ``shape``, in memory of its own."""

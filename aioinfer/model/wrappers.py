@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioinfer.checkpoint.files import Checkpoint, Directory
-from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, SafetensorsTensors, Tensors
+from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, SafetensorsTensors, Tensors
 from aioinfer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -216,6 +216,9 @@ class _TextTensors:
 
     def quantised(self, name: str) -> QuantisedMatrix:
         return self._tensors.quantised(self._stored[name])
+
+    def float8(self, name: str) -> Float8Matrix | None:
+        return self._tensors.float8(self._stored[name])
 
     def _transposed(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether stacked experts are stored as [experts, inputs, outputs], as Qwen3-VL's releases have them

@@ -1,4 +1,8 @@
-"""Models: decode through the engine, by batch, as a share of the roofline that this device allows."""
+"""Models: decode through the engine, by batch, as a share of the roofline that this device allows.
+
+With ``--set quantization=fp8`` and ``--set kv_dtype=fp8`` the roofline is that of their bytes. Operations are
+bounded by the rate of bfloat16, also with ``fp8-dynamic``, whose products can be faster.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from bench.gpu.measure import measure_peaks
 from bench.gpu.plan import Plan
 from bench.gpu.report import PartReport
 from bench.gpu.roofline import decode_step
-from bench.gpu.shapes import SHAPES
+from bench.gpu.shapes import shape_of
 from bench.gpu.workload import prompts_of
 
 __all__ = ["run"]
@@ -21,7 +25,7 @@ def run(plan: Plan, report: PartReport, shape: str) -> None:
 async def _run(plan: Plan, report: PartReport, name: str) -> None:
     from aioinfer.execution.cuda_device import pick_device
 
-    shape, size = SHAPES[name], plan.size
+    shape, size = shape_of(name, plan.settings), plan.size
     peaks = measure_peaks(plan, pick_device(plan.device), report)
     async with started(plan, name, prefix_cache=False) as engine:
         report.fact("engine", engine.info.description)

@@ -7,7 +7,7 @@ from bench.gpu.measure import measure_peaks
 from bench.gpu.plan import Plan
 from bench.gpu.report import PartReport
 from bench.gpu.roofline import offline
-from bench.gpu.shapes import SHAPES
+from bench.gpu.shapes import shape_of
 from bench.gpu.workload import Workload, offline_workload
 
 __all__ = ["run", "workload"]
@@ -28,7 +28,7 @@ async def _run(plan: Plan, report: PartReport) -> None:
 
     load = workload(plan)
     peaks = measure_peaks(plan, pick_device(plan.device), report)
-    prefill, decode = offline(SHAPES[plan.shape], load.prompt_lengths, load.outputs, peaks)
+    prefill, decode = offline(shape_of(plan.shape, plan.settings), load.prompt_lengths, load.outputs, peaks)
     report.fact("prompt_tokens", sum(load.prompt_lengths))
     report.fact("output_tokens", sum(load.outputs))
     async with started(plan, plan.shape) as engine:

@@ -2,21 +2,25 @@
 
 A decode step reads all weights once (of experts, those that a token passes), the keys and values of every
 context, and writes and reads logits in float32; it multiplies each token with all matrices that it passes.
-Whichever takes longer is the bound. What a real step pays besides (launches, dependent kernels, sampling) is
-the gap that the benches show.
+It does so in phases, one behind the other: at many rows the memory waits while matrices are multiplied, and
+the matrix units wait while attention reads. So each phase takes what takes longer in it, and a step the sum.
+What a real step pays besides (launches, dependent kernels, sampling) is the gap that the benches show.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-__all__ = ["Peaks", "Shape", "decode_step", "offline"]
+__all__ = ["Peaks", "Phase", "Shape", "decode_phases", "decode_step", "offline"]
 
-#: bytes of bfloat16, of weights, keys and values alike
+#: bytes of bfloat16
 _ELEMENT = 2
-#: float32 logits of a row, written by the model and read by the sampler
-_LOGIT = 8
+#: bytes of a scale of weights of 8 bits
+_SCALE = 4
+#: a float32 logit, written by the model and read by the sampler
+_LOGIT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +28,18 @@ class Peaks:
     """What a device was measured to do: bytes per second read and written by a copy, bf16 FLOP per second."""
 
     bandwidth: float
+    flops: float
+
+    def seconds(self, phase: Phase) -> float:
+        """The least that a phase can take."""
+        return max(phase.moved / self.bandwidth, phase.flops / self.flops)
+
+
+class Phase(NamedTuple):
+    """Work of a step whose reading and computing overlap; the next phase needs its result."""
+
+    #: bytes read and written
+    moved: float
     flops: float
 
 
@@ -42,11 +58,24 @@ class Shape:
     tied: bool
     experts: int = 0
     chosen: int = 0
+    #: the matrices of the layers are floats of 8 bits, with a scale for each output; only of dense decoders
+    float8: bool = False
+    #: keys and values are, with a byte of a factor for each head
+    kv_float8: bool = False
 
     @property
     def kv_bytes(self) -> int:
         """Keys and values of one position."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * _ELEMENT
+        head = self.head_dim + 1 if self.kv_float8 else self.head_dim * _ELEMENT
+        return 2 * self.layers * self.kv_heads * head
+
+    @property
+    def layer_bytes(self) -> int:
+        """All matrices in the layers."""
+        if not self.float8:
+            return _ELEMENT * self.layer_parameters
+        outputs = (self.heads + 2 * self.kv_heads) * self.head_dim + 2 * self.intermediate + 2 * self.hidden
+        return self.layer_parameters + _SCALE * self.layers * outputs
 
     @property
     def layer_parameters(self) -> int:
@@ -65,10 +94,20 @@ class Shape:
         return self.layers * self.hidden * (attention + middle)
 
     @property
+    def chosen_parameters(self) -> int:
+        """Of the experts that a token passes, in all layers."""
+        return 3 * self.layers * self.hidden * self.intermediate * self.chosen
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of all experts in the layers."""
+        return 3 * _ELEMENT * self.layers * self.hidden * self.intermediate * self.experts
+
+    @property
     def step_bytes(self) -> int:
         """Weights that a step reads: all but an embedding of its own, of which it needs a few rows."""
         norms = self.layers * 2 * (self.hidden + self.head_dim) + self.hidden
-        return _ELEMENT * (self.layer_parameters + norms + self.vocab * self.hidden)
+        return self.layer_bytes + _ELEMENT * (norms + self.vocab * self.hidden)
 
     def idle_bytes(self, rows: int) -> float:
         """Weights of experts that none of so many tokens passes, if they choose at random."""
@@ -83,17 +122,31 @@ class Shape:
         return 4 * self.layers * self.heads * self.head_dim
 
 
+def decode_phases(shape: Shape, contexts: int, rows: int) -> dict[str, Phase]:
+    """What a step of ``rows`` decodes, whose contexts have so many positions together, does one after the
+    other, summed over the layers."""
+    head = shape.vocab * shape.hidden
+    logits = _LOGIT * shape.vocab * rows
+    phases = {
+        # Of all of them each weight is used once per row: none waits for another resource than the others do.
+        "matrices": Phase(
+            shape.step_bytes - shape.expert_bytes - _ELEMENT * head,
+            2 * rows * (shape.token_parameters - shape.chosen_parameters),
+        ),
+        "attention": Phase(shape.kv_bytes * (contexts + rows), shape.attention_flops * contexts),
+        "head": Phase(_ELEMENT * head + logits, 2 * rows * head),
+        "sampling": Phase(logits, 0),
+    }
+    if shape.experts:
+        phases["experts"] = Phase(
+            shape.expert_bytes - shape.idle_bytes(rows), 2 * rows * shape.chosen_parameters
+        )
+    return phases
+
+
 def decode_step(shape: Shape, contexts: int, rows: int, peaks: Peaks) -> float:
     """Seconds of a step of ``rows`` decodes whose contexts have so many positions together."""
-    moved = (
-        shape.step_bytes
-        - shape.idle_bytes(rows)
-        + shape.kv_bytes * (contexts + rows)
-        + _LOGIT * shape.vocab * rows
-    )
-    per_row = 2 * (shape.token_parameters + shape.vocab * shape.hidden)
-    flops = per_row * rows + shape.attention_flops * contexts
-    return max(moved / peaks.bandwidth, flops / peaks.flops)
+    return sum(map(peaks.seconds, decode_phases(shape, contexts, rows).values()))
 
 
 def offline(

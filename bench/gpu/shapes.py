@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
+from aioinfer.model.quantization import FLOAT8
 from bench.gpu.roofline import Shape
 
-__all__ = ["SHAPES", "write_model", "write_tokenizer"]
+__all__ = ["SHAPES", "shape_of", "write_model", "write_tokenizer"]
 
 _VOCAB = 151_936
 SHAPES = {
@@ -24,6 +27,15 @@ SHAPES = {
         Shape("tiny-moe", 2, 64, 4, 2, 16, 64, 512, True, experts=4, chosen=2),
     )
 }
+
+
+def shape_of(name: str, settings: Mapping[str, str]) -> Shape:
+    """A shape as an engine with these settings keeps it in memory."""
+    return replace(
+        SHAPES[name],
+        float8=settings.get("quantization") in FLOAT8,
+        kv_float8=settings.get("kv_dtype") == "fp8",
+    )
 
 
 def write_model(shape: Shape, folder: Path) -> Path:

@@ -220,6 +220,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor], Encoded], bool
 }  # fmt: skip
 
 
+def repeat(scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Those of blocks, of every element."""
+    return scales.repeat_interleave(block[0], dim=0).repeat_interleave(block[1], dim=1)
+
+
 def stored(
     name: str, folder: Path, weight: torch.Tensor
 ) -> tuple[SafetensorsTensors, dict[str, Any], torch.Tensor]:
@@ -241,6 +246,12 @@ def test_a_weight_is_what_was_encoded(tmp_path: Path, name: str) -> None:
     assert tensors.shape("at.weight") == (72, 128)
     torch.testing.assert_close(tensors.read("at.weight"), made, rtol=1e-5, atol=1e-6)
     assert torch.equal(tensors.read("other.weight"), torch.ones(3, 4))
+    floats, is_float = tensors.float8("at.weight"), name.startswith("fp8")
+    assert (floats is not None) == is_float
+    if floats is not None:
+        wide = repeat(floats.scales, floats.block)[:72, :128]
+        torch.testing.assert_close(floats.values.float() * wide, made, rtol=1e-6, atol=0)
+    assert tensors.float8("other.weight") is None
     kept = FORMATS[name][2]
     assert (tensors.rounding("at.weight") is not None) == kept
     assert tensors.rounding("other.weight") is None
@@ -248,6 +259,15 @@ def test_a_weight_is_what_was_encoded(tmp_path: Path, name: str) -> None:
         matrix = tensors.quantised("at.weight")
         assert matrix.rounding == tensors.rounding("at.weight")
         torch.testing.assert_close(dequantised(matrix), made, rtol=1e-4, atol=1e-5)
+
+
+def test_other_floats_of_8_bits_are_dequantised(tmp_path: Path) -> None:
+    parts = fp8_tensor(torch.ones(8, 32)).parts
+    parts["weight"] = parts["weight"].float().to(torch.float8_e5m2)
+    save_file({f"at.{part}": value for part, value in parts.items()}, tmp_path / "model.safetensors")
+    tensors = quantised_tensors(SafetensorsTensors(tmp_path), FORMATS["fp8-tensor"][0])
+    assert tensors.float8("at.weight") is None
+    torch.testing.assert_close(tensors.read("at.weight"), torch.ones(8, 32))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -187,6 +187,9 @@ def test_a_matrix_of_differing_types_keeps_all_of_them(tmp_path: Path) -> None:
                 rounding,
             )
 
+        def float8(self, name: str) -> None:
+            return None
+
     weights = Weights(Mixed(), dtype=torch.float32, device=torch.device("cpu"))
     stored = StoredMatrix(weights, ["q", "k", "v"], [8, 8, 8], 256)
     assert stored.rounding == Rounding(8, 32)

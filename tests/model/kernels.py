@@ -55,16 +55,15 @@ def kernels_or_skip(device: str) -> ModuleType:
     return triton_common
 
 
-def compiled(module: str, cache: Path) -> list[dict[str, Any]]:
+def compiled(module: str, cache: Path, *arguments: str) -> list[dict[str, Any]]:
     """What a module says of the kernels that it compiles, in a process of its own: whether Triton compiles or
     interprets is settled on import."""
     pytest.importorskip("triton", reason="triton is not installed")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(_ROOT), *filter(None, [env.get("PYTHONPATH")])])
     env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-m", module], cwd=_ROOT, env=env, text=True, capture_output=True, timeout=200
-    )
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=_ROOT, env=env, text=True, capture_output=True, timeout=250)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

@@ -299,6 +299,7 @@ def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.Monk
     pytest.importorskip("triton", reason="triton is not installed")
 
     monkeypatch.setattr(triton_support, "interpreted", lambda: False)
+    monkeypatch.setattr(triton_support, "build_unsupported", lambda: None)
     assert choose_attention(cuda, {128}, bf16) == Backend("triton", "the device is CUDA")
     assert choose_attention(cuda, {128}, bf16, "sdpa").name == "sdpa"
     assert choose_attention(cuda, {257}, bf16) == Backend("sdpa", "heads of size 257 are larger than 256")
@@ -307,6 +308,8 @@ def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.Monk
         ConfigError, match=r"^attention_backend: triton was asked for, and TRITON_INTERPRET is not set"
     ):
         choose_attention(torch.device("cpu"), {64}, bf16, "triton")
+    monkeypatch.setattr(triton_support, "build_unsupported", lambda: "there is no C compiler")
+    assert choose_attention(cuda, {64}, bf16) == Backend("sdpa", "there is no C compiler")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     assert choose_attention(cuda, {64}, bf16) == Backend(
         "sdpa", "the device is older than compute capability 8.0"

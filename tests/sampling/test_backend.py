@@ -41,6 +41,7 @@ def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(triton_support, "interpreted", lambda: False)
+    monkeypatch.setattr(triton_support, "build_unsupported", lambda: None)
     assert choose(CUDA) == Backend("triton", "the device is CUDA")
     with pytest.raises(
         ConfigError, match=r"^sampling_backend: triton was asked for, and TRITON_INTERPRET is not set"

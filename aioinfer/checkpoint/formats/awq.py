@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.checkpoint.formats.base import Stored, dequantised, rounding_of_groups, unpacked
-from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
+from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding
 from aioinfer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -52,6 +52,9 @@ class AWQ:
         rounding = self.rounding(stored)
         assert rounding is not None
         return QuantisedMatrix(*self._parts(stored), rounding)
+
+    def float8(self, stored: Stored) -> Float8Matrix | None:
+        return None
 
     def read(self, stored: Stored) -> torch.Tensor:
         values, scales, offsets = self._parts(stored)

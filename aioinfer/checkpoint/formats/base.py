@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, Tensors
+from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, Tensors
 from aioinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,6 +95,9 @@ class Format(Protocol):
     def matrix(self, stored: Stored) -> QuantisedMatrix:
         """The weight as whole numbers with factors."""
 
+    def float8(self, stored: Stored) -> Float8Matrix | None:
+        """The weight as floats of 8 bits with scales; None if it is of other numbers."""
+
 
 class QuantisedTensors:
     """See :class:`~aioinfer.checkpoint.tensors.Tensors`; weights that a format stores in parts have the names
@@ -141,6 +144,10 @@ class QuantisedTensors:
 
     def quantised(self, name: str) -> QuantisedMatrix:
         return self._format.matrix(self._modules[name])
+
+    def float8(self, name: str) -> Float8Matrix | None:
+        stored = self._modules.get(name)
+        return None if stored is None else self._format.float8(stored)
 
 
 def rounding_of_groups(bits: int, inner: int, groups: int) -> Rounding | None:

@@ -20,7 +20,7 @@ from aioinfer.checkpoint.formats.base import (
     rounding_of_groups,
     unpacked,
 )
-from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
+from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding
 from aioinfer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -79,6 +79,9 @@ class IntQuantized:
         assert rounding is not None
         values = stored.typed("weight", "int8")
         return QuantisedMatrix(values, self._scales(stored, len(values)), None, rounding)
+
+    def float8(self, stored: Stored) -> Float8Matrix | None:
+        return None
 
     def read(self, stored: Stored) -> torch.Tensor:
         values = stored.typed("weight", "int8")
@@ -144,6 +147,9 @@ class PackQuantized:
         if rounding.bits == 8:
             values, zeros = (values ^ 128).view(torch.int8), zeros - 128
         return QuantisedMatrix(values, scales, None if self._symmetric else -scales * zeros, rounding)
+
+    def float8(self, stored: Stored) -> Float8Matrix | None:
+        return None
 
     def read(self, stored: Stored) -> torch.Tensor:
         import torch

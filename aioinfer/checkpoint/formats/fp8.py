@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Self
 
 from aioinfer.checkpoint.formats.base import Stored, row_slices
-from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
+from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding
 from aioinfer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["FP8"]
 
 
-_TYPES = ("float8_e4m3fn", "float8_e5m2")
+_E4M3 = "float8_e4m3fn"
+_TYPES = (_E4M3, "float8_e5m2")
 
 
 class FP8:
@@ -63,23 +64,35 @@ class FP8:
     def read(self, stored: Stored) -> torch.Tensor:
         import torch
 
-        weight, part = stored.typed("weight", *_TYPES), self._scale(stored)
-        scale = stored.read(part).float()
+        weight, scale, (height, width) = self._parts(stored)
         rows, inner = weight.shape
-        if scale.numel() == 1:
-            return weight.float().mul_(scale.reshape(()))
-        if scale.shape in ((rows,), (rows, 1)):
-            return weight.float().mul_(scale.reshape(rows, 1))
-        if self._block is None:
-            raise ConfigError(f"model: {stored.module}.{part} is shaped {tuple(scale.shape)} without blocks")
-        height, width = self._block
-        stored.expect(part, scale, -(-rows // height), -(-inner // width))
+        if scale.shape in ((1, 1), (rows, 1)):
+            return weight.float().mul_(scale)
         found = torch.empty(rows, inner)
         for each in row_slices(rows, inner, height):
             blocks = scale[each.start // height : -(-each.stop // height)]
             wide = blocks.repeat_interleave(width, dim=1)[:, :inner].repeat_interleave(height, dim=0)
             found[each] = weight[each].float() * wide[: each.stop - each.start]
         return found
+
+    def float8(self, stored: Stored) -> Float8Matrix | None:
+        found = self._parts(stored)
+        return found if str(found.values.dtype) == f"torch.{_E4M3}" else None
+
+    def _parts(self, stored: Stored) -> Float8Matrix:
+        """The weight, of either type, its scales in two dimensions, and their block. Raises ConfigError."""
+        weight, part = stored.typed("weight", *_TYPES), self._scale(stored)
+        scale = stored.read(part).float()
+        rows, inner = weight.shape
+        if scale.numel() == 1:
+            return Float8Matrix(weight, scale.reshape(1, 1), (rows, inner))
+        if scale.shape in ((rows,), (rows, 1)):
+            return Float8Matrix(weight, scale.reshape(rows, 1), (1, inner))
+        if self._block is None:
+            raise ConfigError(f"model: {stored.module}.{part} is shaped {tuple(scale.shape)} without blocks")
+        height, width = self._block
+        stored.expect(part, scale, -(-rows // height), -(-inner // width))
+        return Float8Matrix(weight, scale, (min(height, rows), min(width, inner)))
 
     def _scale(self, stored: Stored) -> str:
         """The name of the part with the scales."""

@@ -20,7 +20,7 @@ from aioinfer.checkpoint.formats.base import (
     rounding_of_groups,
     unpacked,
 )
-from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
+from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding
 from aioinfer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -78,6 +78,9 @@ class GPTQ:
             # Signed, the zeros shifted as well.
             values, zeros = (values ^ 128).view(torch.int8), zeros - 128
         return QuantisedMatrix(values, scales, -scales * zeros, rounding)
+
+    def float8(self, stored: Stored) -> Float8Matrix | None:
+        return None
 
     def read(self, stored: Stored) -> torch.Tensor:
         values, scales, zeros = self._parts(stored)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, Tensors
+from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, Tensors
 from aioinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -85,6 +85,9 @@ class MXFP4Tensors:
 
     def quantised(self, name: str) -> QuantisedMatrix:
         return self._tensors.quantised(name)
+
+    def float8(self, name: str) -> Float8Matrix | None:
+        return self._tensors.float8(name)
 
     def _shape(self, name: str) -> tuple[int, int, int]:
         """Of a tensor, from those of its parts. Raises ConfigError."""

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.sdpa import SDPAAttention
@@ -17,10 +18,15 @@ from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.spec import Progress
 from aioinfer.model.triton_support import dtype_unsupported, triton_unsupported
 
-__all__ = ["AttentionBackend", "choose_attention", "make_attention", "make_operations"]
+__all__ = [
+    *("AttentionBackend", "KVDtype", "check_kv_dtype", "choose_attention"),
+    *("make_attention", "make_operations"),
+]
 
 #: values of the option ``attention_backend``
 AttentionBackend = Literal["auto", "triton", "native", "sdpa"]
+#: values of the option ``kv_dtype``: auto is the model's type
+KVDtype = Literal["auto", "fp8"]
 
 #: what "auto" tries, by device type
 _AUTOMATIC = {"cuda": ("triton", "sdpa"), "cpu": ("native", "sdpa")}
@@ -66,21 +72,31 @@ def make_attention(
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    kv_dtype: KVDtype = "auto",
 ) -> Attention:
     """Attention by ``backend``, over a new KV pool for ``layers``, of ``num_pages`` pages and the null
-    page."""
+    page. ``dtype``: of what is computed with. Raises ConfigError as :func:`check_kv_dtype`."""
+    check_kv_dtype(kv_dtype, backend)
     sizes = {"num_pages": num_pages, "page_size": page_size}
     if backend.name == "native":
         from aioinfer.model.attention.native_attention import NativeAttention
         from aioinfer.native.bindings import shared_thread_pool
 
         return NativeAttention(shared_thread_pool(torch.get_num_threads()), layers, dtype=dtype, **sizes)
-    pool = KVPool(layers, dtype=dtype, device=device, **sizes)
+    pool = KVPool(layers, dtype=dtype, device=device, float8=kv_dtype == "fp8", **sizes)
     if backend.name == "sdpa":
         return SDPAAttention(pool)
     from aioinfer.model.attention.triton_attention import TritonAttention
 
     return TritonAttention(pool)
+
+
+def check_kv_dtype(kv_dtype: KVDtype, backend: Backend) -> None:
+    """Raise ConfigError if a backend of attention cannot compute with such keys and values."""
+    if kv_dtype != "auto" and backend.name != "triton":
+        raise ConfigError(
+            f"kv_dtype: {kv_dtype} needs attention by Triton, this is {backend.name}: {backend.reason}"
+        )
 
 
 def make_operations(backend: Backend) -> Operations:

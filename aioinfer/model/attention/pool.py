@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["KVPool", "KVShape", "pool_zeros"]
+__all__ = ["KVPool", "KVScales", "KVShape", "pool_zeros"]
 
 #: bytes; vectors do not cross lines of the cache
 _ALIGNMENT = 64
@@ -34,6 +34,14 @@ class KVShape(NamedTuple):
     head_dim: int
 
 
+class KVScales(NamedTuple):
+    """By what keys and values of 8 bits are multiplied: exponents plus 127 of powers of two, uint8 [pages,
+    page_size, num_kv_heads]; 0 stands for 0, and 255 for what is not finite."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
 class KVPool:
     """Keys and values of all layers, each ``[num_pages + 1, page_size, num_kv_heads, head_dim]``. Layers may
     differ in their shape; a page is the same positions in all of them.
@@ -43,7 +51,16 @@ class KVPool:
     values overflowed leaves NaN in pages that are reused. Kernels must read valid cells only.
     """
 
-    __slots__ = ("key_cells", "keys", "page_size", "value_cells", "values")
+    __slots__ = (
+        "dtype",
+        "key_cells",
+        "key_scales",
+        "keys",
+        "page_size",
+        "value_cells",
+        "value_scales",
+        "values",
+    )
 
     def __init__(
         self,
@@ -53,19 +70,36 @@ class KVPool:
         page_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        float8: bool = False,
     ) -> None:
+        """``float8``: keys and values are e4m3 with a power of two for each head of a cell; ``dtype`` is the
+        type of what is computed with."""
         shapes = [(num_pages + 1, page_size, *shape) for shape in layers]
         self.page_size = page_size
-        self.keys = [pool_zeros(shape, dtype, device) for shape in shapes]
-        self.values = [pool_zeros(shape, dtype, device) for shape in shapes]
+        self.dtype = dtype
+        stored = torch.float8_e4m3fn if float8 else dtype
+        self.keys = [pool_zeros(shape, stored, device) for shape in shapes]
+        self.values = [pool_zeros(shape, stored, device) for shape in shapes]
+        #: with ``float8``, exponents plus 127 [num_pages + 1, page_size, num_kv_heads], uint8, and 0 for 0
+        counts = [shape[:3] for shape in shapes] if float8 else []
+        self.key_scales = [pool_zeros(shape, torch.uint8, device) for shape in counts]
+        self.value_scales = [pool_zeros(shape, torch.uint8, device) for shape in counts]
         #: the same memory by KV cell, [cells, num_kv_heads, head_dim]
         self.key_cells = [store.flatten(0, 1) for store in self.keys]
         self.value_cells = [store.flatten(0, 1) for store in self.values]
 
     @staticmethod
-    def bytes_per_page(layers: Sequence[KVShape], page_size: int, dtype: torch.dtype) -> int:
+    def bytes_per_page(
+        layers: Sequence[KVShape], page_size: int, dtype: torch.dtype, *, float8: bool = False
+    ) -> int:
         """Bytes of one page over all layers, keys and values together."""
+        if float8:
+            return 2 * page_size * sum(heads * (head_dim + 1) for heads, head_dim in layers)
         return 2 * page_size * dtype.itemsize * sum(prod(shape) for shape in layers)
+
+    def scales(self, layer: int) -> KVScales | None:
+        """Those of keys and of values; None if these are of ``dtype``."""
+        return KVScales(self.key_scales[layer], self.value_scales[layer]) if self.key_scales else None
 
     def write(self, layer: int, slot_mapping: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Store keys and values [T, num_kv_heads, head_dim] at KV cells [T]."""

@@ -29,6 +29,8 @@ import torch
 import triton
 import triton.language as tl
 
+from aioinfer.model.attention.pool import KVScales
+from aioinfer.model.triton_float8 import decoded, power_of_two
 from aioinfer.model.triton_support import interpreted
 
 __all__ = [
@@ -36,6 +38,7 @@ __all__ = [
     "attend_tile",
     "check_layout",
     "inverse_rms",
+    "kv_arguments",
     "normalized",
     "rounded",
     "score_factors",
@@ -80,17 +83,19 @@ def _cell_offsets(
 @triton.jit
 def attend_tile(
     q: tl.tensor, acc: tl.tensor, peak: tl.tensor, total: tl.tensor,
-    keys: tl.tensor, values: tl.tensor, table: tl.tensor,
+    keys: tl.tensor, values: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor, table: tl.tensor,
     start: tl.tensor, first: tl.tensor, stop: tl.tensor, low: tl.tensor, high: tl.tensor,
     inner: tl.tensor, outer: tl.tensor,
     STRIDE: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     PAGE_SIZE: tl.constexpr, SOFT_CAP: tl.constexpr, MASKED: tl.constexpr, WIDEN: tl.constexpr,
+    FLOAT8: tl.constexpr, NATIVE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Attention of ``q`` [M, BLOCK_D] to positions [start, start + BLOCK_N): the new (acc, peak, total).
 
     ``keys`` and ``values`` point at the KV head of a contiguous pool whose cells are STRIDE elements apart,
     ``table`` at the row's page table. Query m attends to [low[m], high[m]); [first, stop) covers all queries,
-    and nothing else is read. Without MASKED every query attends to the whole tile.
+    and nothing else is read. Without MASKED every query attends to the whole tile. With FLOAT8 keys and
+    values are bytes of e4m3, and the scales, at the KV head, too, are the exponents of their factors.
     """
     key = start + tl.arange(0, BLOCK_N)
     dim = tl.arange(0, BLOCK_D)
@@ -108,7 +113,22 @@ def attend_tile(
     else:
         k = tl.load(keys + offsets)
         v = tl.load(values + offsets)
+    if FLOAT8:
+        at = cells // HEAD_DIM
+        if MASKED:
+            key_factor = power_of_two(tl.load(key_scales + at, mask=inside, other=0))
+            value_factor = power_of_two(tl.load(value_scales + at, mask=inside, other=0))
+        else:
+            key_factor = power_of_two(tl.load(key_scales + at))
+            value_factor = power_of_two(tl.load(value_scales + at))
+        k = decoded(k, q, NATIVE)
+        v = decoded(v, q, NATIVE)
+        if q.dtype == tl.float16:
+            # Its exponents do not reach down to the products of weights and factors.
+            v = (v.to(tl.float32) * value_factor[:, None]).to(tl.float16)
     scores = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), WIDEN)
+    if FLOAT8:
+        scores *= key_factor[None, :]
     scores = _capped(scores, inner, outer) if SOFT_CAP else scores * outer
     if MASKED:
         seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
@@ -119,6 +139,8 @@ def attend_tile(
     weights = tl.exp2(scores - shift[:, None])
     decay = tl.exp2(peak - shift)
     total = total * decay + tl.sum(weights, 1)
+    if FLOAT8 and q.dtype != tl.float16:
+        weights *= value_factor[None, :]
     acc = _dot(weights.to(v.dtype), v, acc * decay[:, None], WIDEN)
     return acc, new_peak, total
 
@@ -160,6 +182,15 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     if soft_cap is None:
         return 1.0, scale * math.log2(math.e)
     return scale / soft_cap, soft_cap * math.log2(math.e)
+
+
+def kv_arguments(
+    keys: torch.Tensor, values: torch.Tensor, scales: KVScales | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keys, values and their scales as kernels take them; without scales, something in their place."""
+    if scales is None:
+        return keys, values, keys, values
+    return keys.view(torch.uint8), values.view(torch.uint8), *scales
 
 
 def tile_dim(head_dim: int) -> int:

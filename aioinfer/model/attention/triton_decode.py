@@ -27,14 +27,17 @@ import torch
 import triton
 import triton.language as tl
 
+from aioinfer.model.attention.pool import KVScales
 from aioinfer.model.attention.triton_common import (
     INTERPRETED,
     attend_tile,
     check_layout,
+    kv_arguments,
     normalized,
     score_factors,
     tile_dim,
 )
+from aioinfer.model.triton_float8 import float8_native
 
 __all__ = ["DecodeTuning", "paged_decode"]
 
@@ -76,6 +79,11 @@ class DecodeTuning:
             return cls(block_n=16)
         return cls(block_n=32 if head_dim > 128 else 64)
 
+    @classmethod
+    def of_float8(cls, dtype: torch.dtype) -> DecodeTuning:
+        """For keys and values of 8 bits, which take registers where they are widened."""
+        return cls(block_n=16 if dtype.itemsize == 4 else 32)
+
 
 @triton.jit
 def _split(
@@ -94,14 +102,15 @@ def _split(
 # Arguments whose alignment or value changes from step to step must not select another compilation.
 @triton.jit(do_not_specialize=["table", "kv_len", "lse", "stride_table", "num_splits"])
 def _decode_kernel(
-    q: tl.tensor, keys: tl.tensor, values: tl.tensor, table: tl.tensor, kv_len: tl.tensor,
+    q: tl.tensor, keys: tl.tensor, values: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor,
+    table: tl.tensor, kv_len: tl.tensor,
     partial: tl.tensor, lse: tl.tensor,
     inner: tl.tensor, outer: tl.tensor, num_splits: tl.tensor, stride_table: tl.tensor,
     stride_q_row: tl.tensor, stride_q_head: tl.tensor,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
-    SOFT_CAP: tl.constexpr, WIDEN: tl.constexpr,
+    SOFT_CAP: tl.constexpr, WIDEN: tl.constexpr, FLOAT8: tl.constexpr, NATIVE: tl.constexpr,
 ) -> None:  # fmt: skip
     """One lane's splits of one row for up to HEADS heads of a KV head's group.
 
@@ -134,8 +143,10 @@ def _decode_kernel(
         for start in tl.range(origin, tl.minimum(origin + size, length), BLOCK_N):
             acc, peak, total = attend_tile(
                 tile, acc, peak, total, keys + kv_head * HEAD_DIM, values + kv_head * HEAD_DIM,
+                key_scales + kv_head, value_scales + kv_head,
                 table + row * stride_table, start, first, length, low, high, inner, outer,
                 NUM_HEADS // GROUP * HEAD_DIM, HEAD_DIM, BLOCK_D, BLOCK_N, PAGE_SIZE, SOFT_CAP, True, WIDEN,
+                FLOAT8, NATIVE,
             )  # fmt: skip
         part = (row * NUM_HEADS + head) * num_splits + split
         result = normalized(acc, total)
@@ -207,6 +218,7 @@ def paged_decode(
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     tuning: DecodeTuning | None = None,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Attention of one query per row, at position ``kv_len - 1``.
 
@@ -215,7 +227,7 @@ def paged_decode(
 
     Args:
         q: [R, num_heads, head_dim], heads contiguous; float32, float16 or bfloat16.
-        keys, values: [pages, page_size, num_kv_heads, head_dim], of q's type.
+        keys, values: [pages, page_size, num_kv_heads, head_dim], of q's type, or e4m3 with ``scales``.
         block_table: [R, P] pages of each row, any integer type.
         kv_len: [R] positions of each row, the query's included; 0 marks a padding row, whose output is 0.
         scale: factor of the dot products.
@@ -223,6 +235,7 @@ def paged_decode(
         soft_cap: scores become ``soft_cap * tanh(score / soft_cap)`` (Gemma 2, arXiv 2408.00118).
         sinks: [num_heads], see :class:`~aioinfer.model.attention.base.Attention`.
         out: where to write, [R, num_heads, head_dim].
+        scales: of keys and values of 8 bits; None for others.
 
     Returns:
         [R, num_heads, head_dim]
@@ -242,10 +255,11 @@ def paged_decode(
     cut = {"WINDOW": window or 0, "SPLIT": tuning.split_size, "MAX_SPLITS": tuning.max_splits}
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": tile_dim(head_dim), "BLOCK_N": tuning.block_n}
     _decode_kernel[(blocks, rows, _num_lanes(splits, rows * blocks, tuning))](
-        q, keys, values, block_table, kv_len, partial, lse, inner, outer, splits,
+        q, *kv_arguments(keys, values, scales), block_table, kv_len, partial, lse, inner, outer, splits,
         block_table.stride(0), *q.stride()[:2],
         NUM_HEADS=num_heads, GROUP=group, HEADS=heads, BLOCK_M=max(16, triton.next_power_of_2(heads)),
         PAGE_SIZE=page_size, SOFT_CAP=soft_cap is not None, WIDEN=INTERPRETED, **shape, **cut,
+        FLOAT8=scales is not None, NATIVE=scales is not None and float8_native(q.device),
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
         enable_fp_fusion=True,
     )  # fmt: skip

@@ -26,9 +26,11 @@ import torch
 import triton
 import triton.language as tl
 
-from aioinfer.model.attention.triton_common import INTERPRETED, inverse_rms, rounded
+from aioinfer.model.attention.pool import KVScales
+from aioinfer.model.attention.triton_common import INTERPRETED, inverse_rms, kv_arguments, rounded
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
+from aioinfer.model.triton_float8 import exponent_of, magnitude, shrunk
 
 __all__ = ["rotate_and_store"]
 
@@ -40,10 +42,12 @@ _TILE = 1024
 @triton.jit(do_not_specialize=["slot_mapping"])
 def _rotate_kernel(
     qkv: tl.tensor, weight: tl.tensor, cos: tl.tensor, sin: tl.tensor, slot_mapping: tl.tensor,
-    q: tl.tensor, keys: tl.tensor, values: tl.tensor, eps: tl.tensor,
+    q: tl.tensor, keys: tl.tensor, values: tl.tensor, key_scales: tl.tensor, value_scales: tl.tensor,
+    eps: tl.tensor,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     HALF: tl.constexpr, ROTATED: tl.constexpr, BLOCK_D: tl.constexpr,
     NORM: tl.constexpr, VALUES: tl.constexpr, ONCE: tl.constexpr, INTERPRETED: tl.constexpr,
+    FLOAT8: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_H heads of one token; with VALUES the norm is that of values, too; if ONCE, it is rounded only
     behind its weight. Grid (tokens, blocks of heads)."""
@@ -101,7 +105,22 @@ def _rotate_kernel(
     at = (token * HEADS + head) * (2 * HALF)
     tl.store(q + at + a_dim, turned_a, mask=is_query)
     tl.store(q + at + b_dim, turned_b, mask=is_query)
-    at = (cell * KV_HEADS + head - HEADS) * (2 * HALF)
+    at = cell * KV_HEADS + head - HEADS
+    if FLOAT8:
+        # Bytes of keys in the heads of keys, of values in those of values.
+        key_heads = (head >= HEADS) & (head < HEADS + KV_HEADS)
+        value_heads = (head >= HEADS + KV_HEADS) & (head < HEADS + 2 * KV_HEADS)
+        wide_a = tl.where(value_heads, value_a, turned_a).to(tl.float32)
+        wide_b = tl.where(value_heads, value_b, turned_b).to(tl.float32)
+        largest = tl.max(tl.maximum(magnitude(wide_a), magnitude(wide_b)), 1)
+        exponent = exponent_of(largest)[:, None]
+        tl.store(key_scales + at, exponent.to(tl.uint8), mask=key_heads)
+        tl.store(value_scales + at - KV_HEADS, exponent.to(tl.uint8), mask=value_heads)
+        turned_a = shrunk(wide_a, exponent)
+        turned_b = shrunk(wide_b, exponent)
+        value_a = turned_a
+        value_b = turned_b
+    at *= 2 * HALF
     tl.store(keys + at + a_dim, turned_a, mask=is_key)
     tl.store(keys + at + b_dim, turned_b, mask=is_key)
     at -= KV_HEADS * (2 * HALF)
@@ -118,6 +137,7 @@ def rotate_and_store(
     slot_mapping: torch.Tensor,
     *,
     shared: bool = False,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Norm and rotate the queries and keys of ``qkv``; write keys and values to the pool.
 
@@ -133,6 +153,7 @@ def rotate_and_store(
         keys, values: [pages, page_size, num_kv_heads, head_dim], contiguous.
         slot_mapping: [T] cells, any integer type.
         shared: ``qkv`` has queries only, [T, num_heads, head_dim]; nothing is written.
+        scales: of a pool of 8 bits, written with the keys and values.
 
     Returns:
         The queries, [T, num_heads, head_dim].
@@ -156,10 +177,11 @@ def rotate_and_store(
     block_d = triton.next_power_of_2(head_dim // 2)
     block_h = min(max(1, _TILE // (2 * block_d)), triton.next_power_of_2(total))
     _rotate_kernel[(tokens, triton.cdiv(total, block_h))](
-        qkv, weight, cos, sin, slot_mapping, q, keys, values, 0.0 if norm is None else norm.eps,
+        qkv, weight, cos, sin, slot_mapping, q, *kv_arguments(keys, values, scales),
+        0.0 if norm is None else norm.eps,
         HEADS=heads, KV_HEADS=kv_heads, BLOCK_H=block_h, HALF=head_dim // 2, ROTATED=rotated,
         BLOCK_D=block_d, NORM=norm is not None, VALUES=values_too, ONCE=weight.dtype != qkv.dtype,
-        INTERPRETED=INTERPRETED,
+        INTERPRETED=INTERPRETED, FLOAT8=scales is not None,
         # With fusion the compiler replaces torch's two operations by one multiply-add, which is rounded once.
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

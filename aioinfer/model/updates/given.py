@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 
-from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding, Tensors
+from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, Tensors
 from aioinfer.errors import ConfigError, shown
 
 __all__ = ["GivenTensors", "check_values"]
@@ -56,6 +56,9 @@ class GivenTensors:
 
     def quantised(self, name: str) -> QuantisedMatrix:
         raise AssertionError(f"{name} is not quantised")
+
+    def float8(self, name: str) -> Float8Matrix | None:
+        return None
 
 
 def _checked(name: str, tensor: object) -> torch.Tensor:

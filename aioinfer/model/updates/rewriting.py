@@ -13,8 +13,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol, cast
 
 from aioinfer.errors import ConfigError
+from aioinfer.model.adapters.slots import AdaptedLinear
 from aioinfer.model.backend import Backend
 from aioinfer.model.decoder import Layer
+from aioinfer.model.float8 import Float8Linear
 from aioinfer.model.gates import Gate
 from aioinfer.model.layers import LayerKernels
 from aioinfer.model.linear import Linear
@@ -188,13 +190,19 @@ class Rewriting:
         elif biases and kept is not None:
             raise ConfigError(f"model: the bias of {stored.name} can be replaced with its weights only")
         elif weights or biases:
-            self.changes.append(
-                lambda: linear.set(stored.view() if weights else None, stored.bias() if biases else None)
-            )
+            self.changes.append(lambda: _set(linear, stored, weight=weights, bias=biases))
 
 
 def _graft(old: Any, new: Any) -> None:
     graft(old, new)
+
+
+def _set(linear: Linear, stored: StoredMatrix, *, weight: bool, bias: bool) -> None:
+    inner = linear.linear if isinstance(linear, AdaptedLinear) else linear
+    if isinstance(inner, Float8Linear):
+        inner.set_stored(stored, weight=weight, bias=bias)
+    else:
+        linear.set(stored.view() if weight else None, stored.bias() if bias else None)
 
 
 def _exchange(linear: Any, stored: StoredMatrix) -> None:

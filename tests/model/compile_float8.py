@@ -1,0 +1,79 @@
+"""Compile the kernels for floats of 8 bits for a GPU on a machine without one; run as a module by a test.
+
+As ``compile_kernels.py`` beside it, of weights, and of keys and values. The argument is the compute
+capability without its point.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from aioinfer.model.attention.base import AttentionParams
+from aioinfer.model.attention.pool import KVPool, KVShape
+from aioinfer.model.attention.triton_attention import TritonAttention
+from aioinfer.model.float8 import Float8Linear, rounded_matrix
+from aioinfer.model.rope import Rotary
+from aioinfer.model.triton_float8 import EVERY_TUNING, round_rows
+from tests.model.compile_kernels import CPU, Driver, Recorder, step
+
+#: rows of the steps: one of every tuning, then others that must not compile again
+_ROWS = (*EVERY_TUNING, 1, 3, 20, 31, 50, 200, 1000)
+
+
+class Target(Driver):
+    """A device of one architecture."""
+
+    def __init__(self, architecture: int) -> None:
+        self._architecture = architecture
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._architecture, 32)
+
+
+def compile_products(name: str, dtype: torch.dtype, outputs: int, inner: int, block: tuple[int, int]) -> None:
+    """Steps of many sizes."""
+    linear = Float8Linear(
+        rounded_matrix(torch.zeros(outputs, inner), block), torch.zeros(outputs, dtype=dtype)
+    )
+    recorder = Recorder(name)
+    for recorder.step, rows in enumerate(_ROWS):
+        linear(torch.empty(rows, inner, dtype=dtype))
+        round_rows(torch.empty(rows, inner, dtype=dtype))
+
+
+def compile_steps(name: str, head_dim: int, dtype: torch.dtype, **options: Any) -> None:
+    """Decodes and chunks over keys and values of 8 bits; whatever is not constant must not compile again."""
+    shape, heads = KVShape(8, head_dim), 32
+    pool = KVPool([shape], num_pages=1, page_size=64, dtype=dtype, device=CPU, float8=True)
+    attention, params, rng = TritonAttention(pool), AttentionParams(0.1, **options), random.Random(0)
+    recorder = Recorder(name)
+    for recorder.step in range(6):
+        decodes = [(1, 3000 if recorder.step % 2 else 200)] * (recorder.step * 5 % 17 + 1)
+        chunks = [(17 + recorder.step, 17 + recorder.step)]
+        batch = step(decodes + chunks, len(decodes), 64, rng)
+        qkv = torch.empty(len(batch.input_ids), heads + 16, head_dim, dtype=dtype)
+        q, k, v = qkv.split((heads, 8, 8), dim=1)
+        attention(0, q, k, v, batch, params)
+        factors = torch.empty(len(qkv), 1, head_dim, dtype=dtype)
+        attention.fused(0, qkv, None, Rotary(factors, factors), batch, params)
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Target(int(sys.argv[1])))
+    compile_products("rows", torch.bfloat16, 4096, 4096, (1, 4096))
+    compile_products("blocks", torch.bfloat16, 6144, 4096, (128, 128))
+    compile_products("sums", torch.float16, 1024, 3072, (1, 3072))
+    compile_products("odd", torch.float32, 100, 200, (40, 200))
+    compile_steps("kv", 128, torch.bfloat16)
+    compile_steps("kv-capped", 80, torch.float16, window=100, soft_cap=50.0)
+    compile_steps("kv-large", 256, torch.bfloat16)
+
+
+if __name__ == "__main__":
+    main()
