@@ -42,7 +42,16 @@ def nothing_left() -> Iterator[None]:
     """Keepers are gone afterwards; their actors end with them."""
     yield
     children = psutil.Process().children(recursive=True)
-    assert not [each for each in children if "aioinfer.parallel.on_ray.keeper" in each.cmdline()]
+    assert not [each for each in children if "aioinfer.parallel.on_ray.keeper" in arguments(each)]
+
+
+def arguments(process: psutil.Process) -> list[str]:
+    """Of a process that runs: Ray's own end at any time, and are zombies until Ray has reaped them."""
+    try:
+        found: list[str] = process.cmdline()
+        return found
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return []
 
 
 @asynccontextmanager
