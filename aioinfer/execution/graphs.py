@@ -81,7 +81,7 @@ class StepGraphs:
         captured.prepare()
         for done, size in enumerate(reversed(self._sizes), 1):
             self._forwards[size] = capture(partial(captured.forward, size))
-            for variant in captured.variants():
+            for variant in captured.variants(size):
                 self._steps[size, variant] = capture(partial(captured.step, size, variant))
             if progress is not None:
                 progress(done, len(self._sizes))
@@ -110,5 +110,9 @@ class StepGraphs:
         """Sample or denoise the last forward's step; None if that was not captured."""
         return self._captured.finish(packed, self._replay)
 
-    def _replay(self, variant: object) -> None:
-        self._steps[self._size, variant].replay()
+    def _replay(self, variant: object) -> bool:
+        graph = self._steps.get((self._size, variant))
+        if graph is None:
+            return False
+        graph.replay()
+        return True

@@ -127,8 +127,8 @@ class Captured(Protocol):
     def prepare(self) -> None:
         """Called before the first capture: make what must not be made during one."""
 
-    def variants(self) -> Iterable[object]:
-        """What ``step`` is captured for, by number of rows."""
+    def variants(self, size: int) -> Iterable[object]:
+        """What ``step`` is captured for with ``size`` rows."""
 
     def forward(self, size: int) -> None:
         """Compute the logits of ``size`` rows."""
@@ -151,9 +151,10 @@ class Captured(Protocol):
     def logits(self, packed: PackedStep) -> torch.Tensor:
         """Of the last forward's step, valid until the next forward."""
 
-    def finish(self, packed: PackedStep, replay: Callable[[object], None]) -> Output | None:
-        """Sample or denoise the last forward's step with ``replay(variant)``; None if it must be done
-        without. The output is valid for ``KEPT`` calls."""
+    def finish(self, packed: PackedStep, replay: Callable[[object], bool]) -> Output | None:
+        """Sample or denoise the last forward's step with ``replay(variant)``; that is False, and does
+        nothing, where the variant was not captured for so many rows. None if it must be done without. The
+        output is valid for ``KEPT`` calls."""
 
 
 class Kind(Protocol):

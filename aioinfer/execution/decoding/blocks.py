@@ -279,6 +279,7 @@ class BlockDecoding:
             max_pages=max_pages,
             page_size=page_size,
             device=self._device,
+            warm_up=self.warm_up,
         )
 
 

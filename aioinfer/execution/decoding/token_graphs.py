@@ -4,7 +4,7 @@
     table     pages of each row
                  │
     forward      relay[slots] ─► positions, KV cells ─► model ─► logits,  starts += 1
-    sampling     greedy │ filtered ─► tokens ─► relay[slots], tokens of the last steps
+    sampling     greedy │ drawn │ wide ─► tokens ─► relay[slots], tokens of the last steps
 
 So a step with the rows and pages of the one before needs nothing from the host but its replay.
 """
@@ -118,6 +118,8 @@ class CapturedTokens:
         self._model = model
         self._attention = attention
         self._sampler = sampler
+        #: by kernels, which take hints
+        self._searches = sampler.backend.name == "triton"
         self._relay = relay
         self._page_size = page_size
         self._states = states
@@ -136,9 +138,10 @@ class CapturedTokens:
     def prepare(self) -> None:
         """Everything is there."""
 
-    def variants(self) -> tuple[bool, ...]:
-        """Whether every row is greedy."""
-        return (True, False)
+    def variants(self, size: int) -> tuple[str, ...]:
+        """What rows need: no more than their maxima; a draw with any filters; or, in ten launches more, that
+        none of them may stall the others if its nucleus is wide."""
+        return ("greedy", "drawn", "wide") if self._searches else ("greedy", "drawn")
 
     def num_rows(self, packed: PackedStep) -> int:
         return len(packed.q_lens) if packed.decodes_only else 0
@@ -156,14 +159,16 @@ class CapturedTokens:
         """float32 [R, V]"""
         return self._logits[: len(packed.q_lens)]
 
-    def finish(self, packed: PackedStep, replay: Callable[[object], None]) -> Output | None:
+    def finish(self, packed: PackedStep, replay: Callable[[object], bool]) -> Output | None:
         """Tokens, int64 [R]; the relay has them, too."""
-        if not packed.work.plain:
+        sampling = packed.work.sampling
+        if not packed.work.plain or (self._searches and sampling.wide_top_k):
             return None
         if not self._in_turn:
             self._turns.fill_(self._turn)
         self._in_turn = False
-        replay(packed.work.sampling.all_greedy)
+        wide = self._searches and sampling.wide_nucleus
+        replay("greedy" if sampling.all_greedy else "wide" if wide else "drawn")
         self._in_turn = True
         which = self._turn, len(packed.q_lens)
         self._turn = (self._turn + 1) % KEPT
@@ -198,7 +203,7 @@ class CapturedTokens:
         self._logits[:size].copy_(self._model.forward(batch, self._attention))
         starts += live
 
-    def step(self, size: int, variant: bool) -> None:
+    def step(self, size: int, variant: str) -> None:
         """Sample from logits whose rows have moved on already: they stand where the token will."""
         rows = self._rows
         neutral = self._neutral[:size]
@@ -215,11 +220,12 @@ class CapturedTokens:
                 repetition_penalty=neutral,
                 presence_penalty=neutral,
                 frequency_penalty=neutral,
-                all_greedy=variant,
+                all_greedy=variant == "greedy",
                 any_top_k=True,
                 any_top_p=True,
                 any_min_p=True,
                 any_penalty=False,
+                wide_nucleus=variant == "wide",
             ),
         )
         self._relay.scatter(rows.slots[:size], tokens)
