@@ -107,7 +107,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     from aioinfer.model.layers import choose_layers
     from aioinfer.model.loader import inspect_model
     from aioinfer.model.moe.backend import choose_experts
-    from aioinfer.sampling.backend import choose_sampling
+    from aioinfer.sampling.backend import choose_proposing, choose_sampling
 
     device = pick_device(config.device)
     model = inspect_model(
@@ -124,7 +124,8 @@ def _plan(config: EngineConfig) -> list[Finding]:
     operations = "transformers' own"
     if model.own:
         operations = f"{'torch' if layers.name == 'sdpa' else layers.name}: {layers.reason}"
-    sampling = choose_sampling(device, config.sampling_backend)
+    choose = choose_sampling if model.blocks is None else choose_proposing
+    sampling = choose(device, config.sampling_backend)
     part = f" ({model.part})" if model.part else ""
     code = "this package's own code"
     if not model.own:

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from aioinfer.diffusion.block import Block
-from aioinfer.diffusion.proposal import Proposal, propose
+from aioinfer.diffusion.proposal import Asked, Proposal, Propose, propose
 from aioinfer.diffusion.rows import Rows
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import DiffusionParams, SamplingParams
@@ -38,9 +38,13 @@ class Algorithm(ABC):
     counters: ClassVar[tuple[str, ...]] = ()
     #: whether a written token is never replaced: then the known prefix of a block can be streamed at once
     monotone: ClassVar[bool] = True
+    #: whether :meth:`choose` looks at the entropy of positions
+    needs_entropy: ClassVar[bool] = False
 
-    def __init__(self, mask_id: int) -> None:
+    def __init__(self, mask_id: int, propose: Propose | None = None) -> None:
+        """``propose``: kernels that propose tokens; None for torch's operations."""
         self._mask_id = mask_id
+        self._propose = propose
 
     @classmethod
     def check(cls, params: DiffusionParams) -> None:
@@ -99,12 +103,18 @@ class Algorithm(ABC):
             return block.done
         live = ~block.done
         writable = live.unsqueeze(1) & (block.masked if self.monotone else block.editable)
-        own = logits.to(torch.float32, copy=True)
-        own[..., self._mask_id] = float("-inf")
-        own = self.adjust_logits(own, block, state)
-        proposal = propose(
-            own, block.positions, block.rounds, state, drawn=drawn, filtered=drawn and filtered
+        asked = Asked(
+            positions=block.positions,
+            rounds=block.rounds,
+            sampling=state,
+            wanted=writable,
+            mask_id=self._mask_id,
+            lowered=self.lowered(block, state),
+            entropy=self.needs_entropy,
+            drawn=drawn,
+            filtered=drawn and filtered,
         )
+        proposal = (self._propose or propose)(logits, asked)
         broken = (writable & ~proposal.valid).any(1)
         where = self.choose(proposal, block, state) & writable & ~broken.unsqueeze(1)
         block.write_(where, proposal.tokens, proposal.logprobs)
@@ -113,9 +123,10 @@ class Algorithm(ABC):
         block.rounds += live
         return block.done
 
-    def adjust_logits(self, logits: torch.Tensor, block: Block, state: Rows) -> torch.Tensor:
-        """The logits from which tokens are proposed, [R, B, V] float32. May overwrite ``logits``."""
-        return logits
+    def lowered(self, block: Block, state: Rows) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """One token of each position, [R, B] int64, -1 for none, whose logit is lowered before tokens are
+        proposed, and how much, [R] float32; None: nothing is lowered."""
+        return None
 
     @abstractmethod
     def choose(self, proposal: Proposal, block: Block, state: Rows) -> torch.Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -11,7 +13,7 @@ from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.noise import gumbel
 
-__all__ = ["Proposal", "propose"]
+__all__ = ["Asked", "Proposal", "Propose", "noise_positions", "propose"]
 
 _NEVER = float("-inf")
 #: lower temperatures are raised to this one, as in the sampler
@@ -19,11 +21,36 @@ _MIN_TEMPERATURE = 1e-37
 #: The position that keys the noise is shifted by more than the length of any sequence per round, so that no
 #: two (position, round) of a request have the same key. Round 0 has the key of an autoregressive token.
 _ROUND_SHIFT = 32
+#: Sums in float64 convert so many addends at a time: a copy of all would be twice as large as the logits.
+_CONVERTED = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is asked of the proposal for R blocks of B positions."""
+
+    #: [R, B] int64
+    positions: torch.Tensor
+    #: [R] int64
+    rounds: torch.Tensor
+    #: ``temperature``, ``top_p``, ``min_p`` (float32), ``top_k``, ``seed`` (int64), [R] each
+    sampling: Rows
+    #: [R, B] bool: elsewhere the proposal may be anything
+    wanted: torch.Tensor
+    #: a token that is not proposed
+    mask_id: int
+    #: [R, B] int64 and [R] float32: one token of each position, or -1, whose logit is lowered, and how much
+    lowered: tuple[torch.Tensor, torch.Tensor] | None = None
+    #: the entropy is wanted
+    entropy: bool = False
+    #: some row has a temperature above 0; some row that has one also has a filter
+    drawn: bool = True
+    filtered: bool = True
 
 
 @dataclass(slots=True)
 class Proposal:
-    """The proposed tokens of R blocks of B positions; tensors are [R, B] unless stated otherwise."""
+    """The proposed tokens of R blocks of B positions, [R, B] each."""
 
     #: int64: the likeliest token, or the sampled one
     tokens: torch.Tensor
@@ -33,56 +60,59 @@ class Proposal:
     logprobs: torch.Tensor
     #: bool: the logits have no NaN or +inf and allow some token; elsewhere the other tensors are arbitrary
     valid: torch.Tensor
-    #: [R, B, V] float32: logits relative to the largest of each position
-    relative: torch.Tensor
-    #: float32: the sum of the exponentials of ``relative``
+    #: float32: the sum of the exponentials of the logits relative to the largest of the position
     mass: torch.Tensor
-
-    def entropy(self) -> torch.Tensor:
-        """[R, B] float32: the entropy of the distribution at temperature 1 and without filters, in nats."""
-        probabilities = self.relative.exp().div_(self.mass.unsqueeze(2))
-        # Not torch.special.entr, which torch compiles at its first call on CUDA.
-        return _total(torch.xlogy(probabilities, probabilities)).neg_()
+    #: float32: the entropy of the distribution at temperature 1 and without filters, in nats; None: nobody
+    #: asked for it
+    entropy: torch.Tensor | None
 
 
-def propose(
-    logits: torch.Tensor,
-    positions: torch.Tensor,
-    rounds: torch.Tensor,
-    sampling: Rows,
-    *,
-    drawn: bool,
-    filtered: bool,
-) -> Proposal:
+#: proposes tokens from logits [R, B, V] of any floating dtype, which are not written to
+Propose: TypeAlias = Callable[[torch.Tensor, Asked], Proposal]
+
+
+def noise_positions(asked: Asked) -> torch.Tensor:
+    """[R, B] int64: the positions that key the noise."""
+    return asked.positions + (asked.rounds << _ROUND_SHIFT).unsqueeze(1)
+
+
+def propose(logits: torch.Tensor, asked: Asked) -> Proposal:
     """Propose a token for every position, independent of other positions and of the batch.
 
     Greedy rows take the likeliest token, the lowest id among equals, and its probability at temperature 1.
     Other rows sample by Gumbel-max after temperature and filters, with noise keyed by seed, position and
     round; the confidence is the probability in that distribution, as in LLaDA2.1's own generation. The
     probability of the likeliest token needs no softmax: it is 1 / sum(exp(logits - max)).
-
-    Args:
-        logits: [R, B, V] float32; overwritten with the relative logits.
-        positions: [R, B] int64.
-        rounds: [R] int64.
-        sampling: ``temperature``, ``top_p``, ``min_p`` (float32), ``top_k``, ``seed`` (int64), [R] each.
-        drawn: whether any row has a temperature above 0.
-        filtered: whether any row with a temperature also has a filter.
     """
-    best, tokens = _likeliest(logits)
+    sampling = asked.sampling
+    own = logits.to(torch.float32, copy=True)
+    if asked.lowered is not None:
+        _lower_(own, *asked.lowered)
+    own[..., asked.mask_id] = _NEVER
+    best, tokens = _likeliest(own)
     valid = best.abs() < float("inf")
-    relative = logits.sub_(best.unsqueeze(2))
+    relative = own.sub_(best.unsqueeze(2))
     mass = _total(relative.exp())
     chosen, confidence = torch.zeros_like(mass), 1 / mass
-    if drawn:
+    if asked.drawn:
         greedy = (sampling["temperature"] == 0).unsqueeze(1)
-        at, probability = _draw(
-            relative, positions + (rounds << _ROUND_SHIFT).unsqueeze(1), sampling, filtered
-        )
+        at, probability = _draw(relative, noise_positions(asked), sampling, asked.filtered)
         tokens = torch.where(greedy, tokens, at)
         confidence = torch.where(greedy, confidence, probability)
         chosen = relative.gather(2, tokens.unsqueeze(2)).squeeze(2)
-    return Proposal(tokens, confidence, chosen - mass.log(), valid, relative, mass)
+    entropy = _entropy(relative, mass) if asked.entropy else None
+    return Proposal(tokens, confidence, chosen - mass.log(), valid, mass, entropy)
+
+
+def _lower_(logits: torch.Tensor, ids: torch.Tensor, by: torch.Tensor) -> None:
+    amounts = torch.where(ids >= 0, by.unsqueeze(1), 0.0).unsqueeze(2)
+    logits.scatter_add_(2, ids.clamp(min=0).unsqueeze(2), amounts.neg_())
+
+
+def _entropy(relative: torch.Tensor, mass: torch.Tensor) -> torch.Tensor:
+    probabilities = relative.exp().div_(mass.unsqueeze(2))
+    # Not torch.special.entr, which torch compiles at its first call on CUDA.
+    return _total(torch.xlogy(probabilities, probabilities)).neg_()
 
 
 def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,4 +174,6 @@ def _as_sampling_rows(positions: torch.Tensor, seeds: torch.Tensor, sampling: Ro
 def _total(weights: torch.Tensor) -> torch.Tensor:
     """The sum over the vocabulary, in float64 and rounded to float32: the order of summation, which may
     depend on the number of rows, then does not change the result."""
-    return weights.sum(dim=-1, dtype=torch.float64).to(torch.float32)
+    rows = max(1, _CONVERTED // max(1, weights[:1].numel()))
+    parts = [part.sum(dim=-1, dtype=torch.float64).to(torch.float32) for part in torch.split(weights, rows)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -88,7 +88,7 @@ class StepGraphs:
             if progress is not None:
                 progress(done, total)
         for done, size in enumerate(reversed(self._sizes), 1 + len(self._shapes)):
-            for variant in captured.variants():
+            for variant in captured.variants(size):
                 self._steps[size, variant] = capture(partial(captured.step, size, variant))
             if progress is not None:
                 progress(done, total)
@@ -124,7 +124,8 @@ class StepGraphs:
 
     def _replay(self, rows: int, variant: object) -> bool:
         at = bisect_left(self._sizes, rows)
-        if at == len(self._sizes):
+        graph = None if at == len(self._sizes) else self._steps.get((self._sizes[at], variant))
+        if graph is None:
             return False
-        self._steps[self._sizes[at], variant].replay()
+        graph.replay()
         return True

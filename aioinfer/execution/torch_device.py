@@ -77,7 +77,7 @@ class TorchDevice:
         from aioinfer.model.attention.backend import check_kv_dtype, choose_attention
         from aioinfer.model.layers import why_variant
         from aioinfer.native.bindings import ThreadsUnavailable
-        from aioinfer.sampling.backend import choose_sampling
+        from aioinfer.sampling.backend import choose_proposing, choose_sampling
 
         wanted = config = self._config
         if device.type == "cpu":
@@ -111,8 +111,8 @@ class TorchDevice:
             if not lacks_memory(error):
                 raise
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
-        # The algorithms of diffusion models draw their tokens themselves.
-        sampling = None if spec.block_size else choose_sampling(device, config.sampling_backend)
+        choose = choose_proposing if spec.block_size else choose_sampling
+        sampling = choose(device, config.sampling_backend)
         self.lane.parts = lambda: model.seconds
         self.synchronous = device.type == "cpu"
         self._packer = parts.packer(size.max_model_len, self._backend.graphs)
@@ -283,15 +283,14 @@ def _adapters(model: CausalLM, config: EngineConfig) -> tuple[AdapterSlots | Non
     return slots, ""
 
 
-def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice | None) -> dict[str, str]:
+def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice) -> dict[str, str]:
     """By part of the model, its backend and the reason for it."""
     chosen = {"attention": (attention.name, attention.reason)}
     if spec.layer_kernels:
         chosen["layers"] = (spec.layer_kernels, spec.layer_reason)
     if spec.expert_kernels:
         chosen["experts"] = (spec.expert_kernels, spec.expert_reason)
-    if sampling is not None:
-        chosen["sampling"] = (sampling.name, sampling.reason)
+    chosen["sampling"] = (sampling.name, sampling.reason)
     kernels = {part: f"{name} ({reason})" for part, (name, reason) in chosen.items()}
     if any(name == "native" for name, _ in chosen.values()):
         from aioinfer.native.bindings import instructions

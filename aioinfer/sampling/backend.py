@@ -9,7 +9,7 @@ import torch
 from aioinfer.model.backend import Backend, choose_backend
 from aioinfer.model.triton_support import triton_unsupported
 
-__all__ = ["SamplingBackend", "choose_sampling"]
+__all__ = ["SamplingBackend", "choose_proposing", "choose_sampling"]
 
 #: values of the option ``sampling_backend``
 SamplingBackend = Literal["auto", "triton", "native", "torch"]
@@ -35,6 +35,26 @@ def choose_sampling(device: torch.device, wanted: SamplingBackend = "auto") -> B
             "torch": lambda: None,
         },
         _AUTOMATIC.get(device.type, ("torch",)),
+        device,
+    )
+
+
+def choose_proposing(device: torch.device, wanted: SamplingBackend = "auto") -> Backend:
+    """The backend that proposes the tokens of diffusion models: "triton" or "torch".
+
+    "auto" is Triton on a CUDA device for which it compiles, else torch's operations; native kernels do not
+    propose, so on a CPU "native" is the same. Raises ConfigError as :func:`choose_sampling` does.
+    """
+    native = wanted == "native" and device.type == "cpu"
+    return choose_backend(
+        "sampling_backend",
+        "auto" if native else wanted,
+        {
+            "triton": lambda: triton_unsupported(device),
+            "native": lambda: "the device is no CPU",
+            "torch": lambda: None,
+        },
+        ("triton", "torch") if device.type == "cuda" else ("torch",),
         device,
     )
 

@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["FilterRows", "PenaltyReset", "SamplingBatch"]
+__all__ = ["WIDE_TOP_K", "FilterRows", "PenaltyReset", "SamplingBatch"]
+
+#: up to this top-k, a list of the likeliest tokens nearly always has all that it keeps
+WIDE_TOP_K = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,10 @@ class SamplingBatch:
     any_top_p: bool
     any_min_p: bool
     any_penalty: bool
+    #: hints for kernels that search a row for its filters' threshold: some row with a temperature has top-p
+    #: and no top-k, or a top-k above WIDE_TOP_K. Without the hint such a row may take a millisecond or two
+    wide_nucleus: bool = False
+    wide_top_k: bool = False
     #: [K] and [K] int64: (row, token id) pairs that must not be sampled (end tokens before min_tokens)
     banned_rows: torch.Tensor | None = None
     banned_ids: torch.Tensor | None = None

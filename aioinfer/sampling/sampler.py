@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -49,7 +50,7 @@ class Sampler:
 
     Nothing is read back from a device other than the CPU, and input logits are not changed. With Triton,
     :meth:`sample` can be captured in a CUDA graph if no row is penalised or has banned ids. Of the flags it
-    then reads ``all_greedy`` alone: two graphs, with and without it, serve rows of any parameters.
+    then reads ``all_greedy`` and the hints of wide rows alone: graphs for these serve rows of any parameters.
     """
 
     __slots__ = (
@@ -111,8 +112,10 @@ class Sampler:
             all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True, any_penalty=True,
             banned_rows=zero, banned_ids=zero,
         )  # fmt: skip
-        for all_greedy in (False, True):
-            self.sample(logits, replace(batch, all_greedy=all_greedy))
+        flagged = ("all_greedy", "wide_nucleus", "wide_top_k")
+        kinds: list[dict[str, Any]] = [{}, *({flag: True} for flag in flagged)]
+        for flags in kinds:
+            self.sample(logits, replace(batch, **flags))
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Sample one token per row.

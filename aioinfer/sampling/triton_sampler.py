@@ -1,28 +1,31 @@
-"""Sampling in Triton: one token per row, from the logits and sampling parameters of rows.
+"""Sampling in Triton: one token per line, from its logits and the sampling parameters of its row.
 
 There are four launches, whose grids and arguments follow from shapes alone, so that a CUDA graph can capture
-them. A row is cut into chunks of ``chunk`` tokens, one program each, so that a single row uses many
-multiprocessors; the launches pass on a few numbers per chunk and row:
+them. A line is cut into chunks of ``chunk`` tokens, one program each, so that a single line uses many
+multiprocessors; the launches pass on a few numbers per chunk and line:
 
-    scan     (chunk, row)  the maximum, its id, and whether a logit is broken; for rows with top-k or top-p
-                           also the maxima of groups of tokens and an estimate of the mass
-    bound    (row)         the row's maximum, and the token of greedy and broken rows. From the maxima, a
-                           bound below the threshold of top-k or top-p
-    collect  (chunk, row)  without top-k and top-p: noise, and the chunk's best token. Else the list of the
-                           few tokens above the bound, and the exact mass, if top-p needs it
-    finish   (row)         the best token of all chunks; or threshold, noise and best token of the list
+    scan     (chunk, line)  the maximum, its id, and whether a logit is broken; for lines with top-k or top-p
+                            also the maxima of groups of tokens and an estimate of the mass
+    bound    (line)         the line's maximum, and the token of greedy and broken lines. From the maxima, a
+                            bound below the threshold of top-k or top-p
+    collect  (chunk, line)  without top-k and top-p: noise, and the chunk's best token. Else the list of the
+                            few tokens above the bound, and the exact mass, if top-p needs it
+    finish   (line)         the best token of all chunks; or threshold, noise and best token of the list
 
 The bound is an estimate that finish verifies: if the list overflowed, or contains less than top-k or top-p
-keep, the same code searches the whole row instead. The estimate is good because the likeliest tokens rarely
-share a group: the k-th largest of N maxima has about k + k**2 / 2N tokens above it, and the largest
-maxima together have nearly the mass of the likeliest tokens. N is 2,400 for 151,936 tokens. It fails for
-flat rows, where the share of top-p is spread over thousands of tokens, and for a top-k of thousands.
+keep, the whole line is searched instead. The estimate is good because the likeliest tokens rarely share a
+group: the k-th largest of N maxima has about k + k**2 / 2N tokens above it, and the largest maxima together
+have nearly the mass of the likeliest tokens. N is 2,400 for 151,936 tokens. It fails for flat lines, where
+the share of top-p is spread over thousands of tokens, and for a top-k of thousands. Where the host has said
+that there may be such (:attr:`~aioinfer.sampling.batch.SamplingBatch.wide_nucleus`), many programs search
+them, in ten launches more (:mod:`aioinfer.sampling.triton_wide`); otherwise the program of finish does it.
 
-Memory read per row of 151,936 tokens: the logits twice, 2 * 0.6 MB, and some 10 KB of maxima and list,
-the latter in 16 short passes each for top-k and top-p. Up to 80 rows the second pass is served by an L2 of
-50 MB; 256 rows are 311 MB at most, 0.07 ms at 4.3 TB/s. Noise, some 60 instructions per token, is computed
-for all tokens only without top-k and top-p. A row that is searched whole is read 16 times more for each of
-the two, by one program: a millisecond or two by estimate, for one row as for a hundred.
+Memory read per line of 151,936 tokens: the logits twice, 2 * 0.6 MB, and some 10 KB of maxima and list,
+the latter in 16 short passes each for top-k and top-p. Up to 80 lines the second pass is served by an L2 of
+50 MB; 256 lines are 311 MB at most, 0.07 ms at 4.3 TB/s. Noise, some 60 instructions per token, is computed
+for all tokens only without top-k and top-p. A line that finish searches is read 16 times more for each of
+the two, by one program: a millisecond or two by estimate. 16 programs read it 8 times, for several lines at
+once: less than a tenth of that by the same estimate.
 
 Nothing depends on the batch: maxima, counts and integer masses are exact in any order, and among equal sums
 the lower id is taken. With the same logits, the token is that of torch's operations, except where masses or
@@ -38,17 +41,16 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.filters import mass_unit
-from aioinfer.sampling.outcomes import BAD_LOGITS
-from aioinfer.sampling.triton_filters import NO_ID, draw, filter_floor, keys_of, scale, unit_weights
-from aioinfer.sampling.triton_noise import INTERPRETED, gumbel, logarithm, row_key
+from aioinfer.sampling.triton_draw import collect_kernel, finish_kernel
+from aioinfer.sampling.triton_lines import Lines
+from aioinfer.sampling.triton_noise import INTERPRETED
+from aioinfer.sampling.triton_scan import bound_kernel, scan_kernel
+from aioinfer.sampling.triton_wide import SEARCH_CELLS, WideSearch, draw_wide
 
-__all__ = ["SampleTuning", "sample_tokens"]
-
-_BAD = tl.constexpr(BAD_LOGITS)
+__all__ = ["Chosen", "SampleTuning", "Work", "choose_tokens", "sample_tokens"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,256 +59,192 @@ class SampleTuning:
 
     #: tokens per program
     chunk: int = 2048
-    #: the most groups of tokens in a row; the bound is computed from their maxima
+    #: the most groups of tokens in a line; the bound is computed from their maxima
     groups: int = 4096
-    #: capacity of a row's list of tokens
+    #: capacity of a line's list of tokens
     listed: int = 4096
-    #: entries that one program loads at a time from a list, and from a whole row
+    #: entries that one program loads at a time from a list, from a whole line, and while it searches a part
+    #: of one
     list_tile: int = 1024
     row_tile: int = 4096
+    wide_tile: int = 256
     num_warps: int = 8
 
 
 @dataclass(frozen=True, slots=True)
-class _Scratch:
-    """Memory through which the launches pass on their results."""
+class Work:
+    """What the launches have to be able to do. Less saves work; what a line does not need changes nothing."""
 
-    #: [S, chunks] float32 and int32: a chunk's maximum, later its largest sum, and the id of the token
+    #: some line has a temperature
+    draws: bool = True
+    #: some such line has top-k or top-p
+    filters: bool = True
+    #: several programs search the wide lines of top-p without top-k, or, with both, all wide lines
+    wide_nucleus: bool = False
+    wide_top_k: bool = False
+    #: the mass of the tokens that a token was drawn from
+    weighs: bool = False
+    #: of the distribution at temperature 1: the sum of the exponentials, and the entropy
+    sums: bool = False
+    entropy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What the launches leave behind, [N] each; None or arbitrary where it was not asked for. Lines that are
+    not computed have a maximum of +inf, and are arbitrary else."""
+
+    #: int64: token ids, BAD_LOGITS for broken lines
+    tokens: torch.Tensor
+    #: float32: the largest logit; +inf or -inf for broken lines
+    peaks: torch.Tensor
+    #: int64, in units of :func:`~aioinfer.sampling.filters.mass_unit`: see ``Work.weighs``
+    kept: torch.Tensor | None
+    #: float32: see ``Work.sums`` and ``Work.entropy``, the latter in nats
+    sums: torch.Tensor | None
+    entropy: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Scratch:
+    """Memory through which the launches pass on their results. What is not needed is empty."""
+
+    #: [N, chunks] float32 and int32: a chunk's maximum, later its largest sum, and the id of the token
     peaks: torch.Tensor
     firsts: torch.Tensor
-    #: [S, chunks] float32: sum of exp relative to the chunk's maximum; int64: exact mass
+    #: [N, chunks] float32: sum of exp relative to the chunk's maximum; int64: exact mass
     shares: torch.Tensor
     masses: torch.Tensor
-    #: [S, chunks, groups] float32
+    #: [N, chunks] float64 each: sum of exp relative to the chunk's maximum at temperature 1, and the same
+    #: with each addend multiplied by its logit
+    weights: torch.Tensor
+    moments: torch.Tensor
+    #: [N, chunks, groups] float32
     maxima: torch.Tensor
-    #: [S] float32, float32, int32: maximum, bound, and length of the list of a row
-    row_peaks: torch.Tensor
+    #: [N] float32 and int32: bound, and length of the list of a line
     bounds: torch.Tensor
     lengths: torch.Tensor
-    #: [S, listed] float32 and int32: logits above the bound, and their token ids
+    #: [N, listed] float32 and int32: logits above the bound, and their token ids
     entries: torch.Tensor
     entry_ids: torch.Tensor
+    #: [N, SEARCH_CELLS] int64
+    cells: torch.Tensor
 
     @classmethod
     def make(
-        cls, rows: int, chunks: int, groups: int, listed: int, draws: bool, device: torch.device
+        cls, lines: int, chunks: int, groups: int, listed: int, work: Work, device: torch.device
     ) -> _Scratch:
-        """Uninitialised memory; without ``draws`` most of it is empty."""
+        """Uninitialised memory."""
 
-        def empty(size: int, dtype: torch.dtype, needed: bool = draws) -> torch.Tensor:
-            return torch.empty(rows * size if needed else 0, dtype=dtype, device=device)
+        def empty(size: int, dtype: torch.dtype, needed: bool) -> torch.Tensor:
+            return torch.empty(lines * size if needed else 0, dtype=dtype, device=device)
 
+        draws, filters = work.draws, work.draws and work.filters
         return cls(
             peaks=empty(chunks, torch.float32, True),
             firsts=empty(chunks, torch.int32, True),
-            shares=empty(chunks, torch.float32),
-            masses=empty(chunks, torch.int64),
-            maxima=empty(chunks * groups, torch.float32),
-            row_peaks=empty(1, torch.float32),
-            bounds=empty(1, torch.float32),
-            lengths=empty(1, torch.int32),
-            entries=empty(listed, torch.float32),
-            entry_ids=empty(listed, torch.int32),
+            shares=empty(chunks, torch.float32, filters),
+            masses=empty(chunks, torch.int64, draws),
+            weights=empty(chunks, torch.float64, work.sums),
+            moments=empty(chunks, torch.float64, work.entropy),
+            maxima=empty(chunks * groups, torch.float32, filters),
+            bounds=empty(1, torch.float32, filters),
+            lengths=empty(1, torch.int32, filters),
+            entries=empty(listed, torch.float32, filters),
+            entry_ids=empty(listed, torch.int32, filters),
+            cells=empty(SEARCH_CELLS, torch.int64, filters and (work.wide_nucleus or work.wide_top_k)),
         )
 
 
-@triton.jit
-def _searched(top_k: tl.tensor, top_p: tl.tensor, vocab: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """(k of top-k, 0 if off or the whole vocabulary; whether there is a threshold to search for)."""
-    count = tl.where(top_k < vocab, top_k, 0).to(tl.int32)
-    return count, (count > 0) | (top_p < 1.0)
+def choose_tokens(lines: Lines, work: Work, tuning: SampleTuning | None = None) -> Chosen:
+    """One token per line.
 
-
-@triton.jit(do_not_specialize=["temperature", "top_k", "top_p"])
-def _scan_kernel(
-    logits: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, top_p: tl.tensor,
-    peaks: tl.tensor, firsts: tl.tensor, maxima: tl.tensor, shares: tl.tensor,
-    vocab: tl.tensor, stride: tl.tensor,
-    CHUNK: tl.constexpr, GROUPS: tl.constexpr, DRAWS: tl.constexpr,
-) -> None:  # fmt: skip
-    """Per chunk: the largest logit (+inf if any is NaN or +inf) and the lowest id that has it. With DRAWS,
-    for rows with top-k or top-p: maxima of groups, and the sum of exp relative to the chunk's maximum."""
-    row = tl.program_id(1).to(tl.int64)
-    ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=float("-inf"))
-    finite = x < float("inf")
-    x = tl.where(finite, x, float("-inf"))
-    peak = tl.max(x, 0)
-    first = tl.min(tl.where(x == peak, ids, NO_ID), 0)
-    cell = row * tl.num_programs(0) + tl.program_id(0)
-    tl.store(peaks + cell, tl.where(tl.min(finite.to(tl.int32), 0) == 0, float("inf"), peak))
-    tl.store(firsts + cell, first)
-    if DRAWS:
-        temp = tl.load(temperature + row)
-        _, searched = _searched(tl.load(top_k + row), tl.load(top_p + row), vocab)
-        if searched & (temp > 0.0):
-            # Adjacent ids, which may be likely together, fall into different groups.
-            grouped = tl.max(tl.reshape(x, [CHUNK // GROUPS, GROUPS]), 0)
-            tl.store(maxima + cell * GROUPS + tl.arange(0, GROUPS), grouped)
-            base = tl.where(peak > float("-inf"), peak, 0.0)
-            tl.store(shares + cell, tl.sum(tl.exp(scale(x, base, temp)), 0))
-
-
-@triton.jit
-def _guess(
-    maxima: tl.tensor, here: tl.tensor, peak: tl.tensor, temp: tl.tensor,
-    count: tl.tensor, top_p: tl.tensor, mass: tl.tensor, vocab: tl.tensor,
-    MAXIMA: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """A scaled logit that is probably not above any token that top-k, or without it top-p, keeps.
-
-    It is the largest of the groups' maxima that together with all larger ones has the count of top-k, or the
-    mass of top-p, rounded down to 7 bits of its fraction; -inf if there is none.
+    Reads nothing back from the device. Memory comes from torch's allocator, so a captured launch has its own.
+    Lines with changes need ``work`` to search all wide lines, if it has filters.
     """
-    at = tl.arange(0, MAXIMA)
-    scaled = scale(tl.load(maxima + at, mask=at < here, other=float("-inf")), peak, temp)
-    key = keys_of(scaled)
-    weight = tl.where(count > 0, 1.0, tl.exp(scaled))
-    weight = tl.where(scaled > float("-inf"), weight, 0.0)
-    target = tl.where(count > 0, count.to(tl.float32), top_p * mass)
-    prefix = tl.full([], 0, tl.uint32)
-    for step in range(16):
-        one = tl.full([], 1, tl.uint32) << (tl.full([], 30, tl.uint32) - step).to(tl.uint32)
-        below = tl.sum(tl.where(key <= prefix + (one - 1), weight, 0.0), 0)
-        prefix = tl.where(below < target, prefix + one, prefix)
-    bound = -tl.minimum(prefix + 0x7FFF, 0x7F800000).to(tl.uint32).to(tl.float32, bitcast=True)
-    # Tokens below this logit together have at most the share of the mass that top-p removes.
-    slight = tl.log(tl.maximum(1.0 - top_p, 1e-9) * mass / vocab)
-    return tl.where(count > 0, bound, tl.maximum(bound, slight))
+    tuning = tuning or SampleTuning()
+    number, vocab = lines.logits.shape
+    device, stride = lines.logits.device, lines.logits.stride(0)
+    filters, wide = work.draws and work.filters, work.wide_nucleus and work.wide_top_k
+    assert wide or not (filters and lines.adjusted), "one program reads lines as they are"
+    chunks = -(-vocab // tuning.chunk)
+    padded = triton.next_power_of_2(chunks)
+    groups = max(1, min(tuning.chunk, tuning.groups // padded))
+    scratch = _Scratch.make(number, chunks, groups, tuning.listed, work, device)
+    found = _results(number, work, device)
+    if number == 0:
+        return found
+    # Every operation is rounded separately, as in torch.
+    launch: dict[str, Any] = {"num_warps": tuning.num_warps, "enable_fp_fusion": False}
+    shape = {"FILTERS": filters, "PER": lines.per, "WIDEN": INTERPRETED, **launch}
+    sums = {"SUMS": work.sums, "ENTROPY": work.entropy}
+    scanned = (
+        *(scratch.peaks, scratch.firsts, scratch.maxima, scratch.shares),
+        *(scratch.weights, scratch.moments),
+    )
+    scan_kernel[(chunks, number)](
+        lines.logits, *lines.filters, lines.wanted, *lines.changes, *scanned, vocab, stride,
+        CHUNK=tuning.chunk, GROUPS=groups, ADJUSTED=lines.adjusted, **sums, **shape,
+    )  # fmt: skip
+    bound_kernel[(number,)](
+        *lines.filters, lines.wanted, *scanned, found.peaks, scratch.bounds, scratch.lengths,
+        found.tokens, found.sums, found.entropy, vocab, chunks,
+        CHUNKS=padded, GROUPS=groups, MAXIMA=padded * groups, **sums, **shape,
+    )  # fmt: skip
+    if not work.draws:
+        return found
+    shape |= {"LISTED": tuning.listed, "WEIGHS": work.weighs, "UNIT": mass_unit(vocab)}
+    known = (
+        *(found.peaks, scratch.bounds, scratch.peaks, scratch.firsts, scratch.masses),
+        *(scratch.lengths, scratch.entries, scratch.entry_ids),
+    )
+    collect_kernel[(chunks, number)](
+        lines.logits, *lines.filters, *lines.noise, *lines.changes, *known, vocab, stride,
+        CHUNK=tuning.chunk, ADJUSTED=lines.adjusted, **shape,
+    )  # fmt: skip
+    finish_kernel[(number,)](
+        lines.logits, *lines.filters, *lines.noise, *known, scratch.cells,
+        found.tokens, found.kept, vocab, stride, chunks,
+        CHUNKS=padded, LIST_TILE=tuning.list_tile, ROW_TILE=tuning.row_tile,
+        NUCLEUS=work.wide_nucleus, TOP_K=work.wide_top_k, **shape,
+    )  # fmt: skip
+    if filters and (work.wide_nucleus or work.wide_top_k):
+        _draw_wide(lines, work, scratch, found, tuning)
+    return found
 
 
-@triton.jit(do_not_specialize=["temperature", "top_k", "top_p"])
-def _bound_kernel(
-    temperature: tl.tensor, top_k: tl.tensor, top_p: tl.tensor,
-    peaks: tl.tensor, firsts: tl.tensor, maxima: tl.tensor, shares: tl.tensor,
-    row_peaks: tl.tensor, bounds: tl.tensor, lengths: tl.tensor, tokens: tl.tensor,
-    vocab: tl.tensor, chunks: tl.tensor,
-    CHUNKS: tl.constexpr, GROUPS: tl.constexpr, MAXIMA: tl.constexpr, DRAWS: tl.constexpr,
-) -> None:  # fmt: skip
-    """Per row: its maximum, the token of a greedy or broken row, an empty list and its bound."""
-    row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, CHUNKS)
-    part = tl.load(peaks + row * chunks + at, mask=at < chunks, other=float("-inf"))
-    first = tl.load(firsts + row * chunks + at, mask=at < chunks, other=NO_ID)
-    peak = tl.max(part, 0)
-    first = tl.min(tl.where(part == peak, first, NO_ID), 0)
-    finite = tl.abs(peak) < float("inf")
-    tl.store(tokens + row, tl.where(finite, first, _BAD).to(tl.int64))
-    if DRAWS:
-        tl.store(row_peaks + row, peak)
-        tl.store(lengths + row, 0)
-        temp = tl.load(temperature + row)
-        p = tl.load(top_p + row)
-        count, searched = _searched(tl.load(top_k + row), p, vocab)
-        if finite & searched & (temp > 0.0):
-            share = tl.load(shares + row * chunks + at, mask=at < chunks, other=0.0)
-            mass = tl.sum(share * tl.exp(scale(part, peak, temp)), 0)
-            start = maxima + row * chunks * GROUPS
-            bound = _guess(start, chunks * GROUPS, peak, temp, count, p, mass, vocab, MAXIMA)
-            tl.store(bounds + row, bound)
+def _results(number: int, work: Work, device: torch.device) -> Chosen:
+    def empty(dtype: torch.dtype, needed: bool = True) -> Any:
+        return torch.empty(number, dtype=dtype, device=device) if needed else None
+
+    return Chosen(
+        tokens=empty(torch.int64),
+        peaks=empty(torch.float32),
+        kept=empty(torch.int64, work.draws and work.weighs),
+        sums=empty(torch.float32, work.sums),
+        entropy=empty(torch.float32, work.entropy),
+    )
 
 
-@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "min_p", "seeds", "positions"])
-def _collect_kernel(
-    logits: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor,
-    seeds: tl.tensor, positions: tl.tensor, row_peaks: tl.tensor, bounds: tl.tensor,
-    peaks: tl.tensor, firsts: tl.tensor, masses: tl.tensor,
-    lengths: tl.tensor, entries: tl.tensor, entry_ids: tl.tensor,
-    vocab: tl.tensor, stride: tl.tensor,
-    CHUNK: tl.constexpr, LISTED: tl.constexpr, UNIT: tl.constexpr, WIDEN: tl.constexpr,
-) -> None:  # fmt: skip
-    """Per chunk: write its best token to ``peaks`` and ``firsts``; or its mass, and its tokens not below the
-    bound to the row's list, in any order. ``lengths`` also counts tokens beyond the list's capacity."""
-    row = tl.program_id(1).to(tl.int64)
-    temp = tl.load(temperature + row)
-    peak = tl.load(row_peaks + row)
-    # The scan has replaced NaN by +inf.
-    if (temp == 0.0) | (tl.abs(peak) == float("inf")):
-        return
-    cell = row * tl.num_programs(0) + tl.program_id(0)
-    ids = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    x = tl.load(logits + row * stride + ids, mask=ids < vocab, other=float("-inf"))
-    scaled = scale(x, peak, temp)
-    p = tl.load(top_p + row)
-    count, searched = _searched(tl.load(top_k + row), p, vocab)
-    if searched:
-        if count == 0:
-            tl.store(masses + cell, tl.sum(unit_weights(scaled, UNIT, WIDEN), 0))
-        wanted = (scaled >= tl.load(bounds + row)) & (scaled > float("-inf"))
-        number = tl.sum(wanted.to(tl.int32), 0)
-        if number > 0:
-            place = tl.atomic_add(lengths + row, number) + tl.cumsum(wanted.to(tl.int32), 0) - 1
-            wanted = wanted & (place < LISTED)
-            tl.store(entries + row * LISTED + place, x, mask=wanted)
-            tl.store(entry_ids + row * LISTED + place, ids, mask=wanted)
-    else:
-        low, high = row_key(tl.load(seeds + row), tl.load(positions + row))
-        noisy = scaled + gumbel(low, high, ids, WIDEN)
-        noisy = tl.where(scaled >= _least(tl.load(min_p + row), WIDEN), noisy, float("-inf"))
-        best = tl.max(noisy, 0)
-        tl.store(peaks + cell, best)
-        tl.store(firsts + cell, tl.min(tl.where(noisy == best, ids, NO_ID), 0))
-
-
-@triton.jit
-def _least(min_p: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
-    """The floor of min-p, a scaled logit; -inf for off."""
-    return tl.where(min_p > 0.0, logarithm(tl.where(min_p > 0.0, min_p, 1.0), WIDEN), float("-inf"))
-
-
-@triton.jit(do_not_specialize=["temperature", "top_k", "top_p", "min_p", "seeds", "positions"])
-def _finish_kernel(
-    logits: tl.tensor, temperature: tl.tensor, top_k: tl.tensor, top_p: tl.tensor, min_p: tl.tensor,
-    seeds: tl.tensor, positions: tl.tensor, row_peaks: tl.tensor, bounds: tl.tensor,
-    peaks: tl.tensor, firsts: tl.tensor, masses: tl.tensor,
-    lengths: tl.tensor, entries: tl.tensor, entry_ids: tl.tensor, tokens: tl.tensor,
-    vocab: tl.tensor, stride: tl.tensor, chunks: tl.tensor,
-    CHUNKS: tl.constexpr, LISTED: tl.constexpr, LIST_TILE: tl.constexpr, ROW_TILE: tl.constexpr,
-    UNIT: tl.constexpr, WIDEN: tl.constexpr,
-) -> None:  # fmt: skip
-    """Per row that is neither greedy nor broken: its token."""
-    row = tl.program_id(0).to(tl.int64)
-    temp = tl.load(temperature + row)
-    peak = tl.load(row_peaks + row)
-    if (temp == 0.0) | (tl.abs(peak) == float("inf")):
-        return
-    at = tl.arange(0, CHUNKS)
-    p = tl.load(top_p + row)
-    count, searched = _searched(tl.load(top_k + row), p, vocab)
-    token = tl.full([], NO_ID, tl.int32)
-    if searched:
-        low, high = row_key(tl.load(seeds + row), tl.load(positions + row))
-        total = tl.full([], 0, tl.int64)
-        if count == 0:
-            total = tl.sum(tl.load(masses + row * chunks + at, mask=at < chunks, other=0), 0)
-        length = tl.load(lengths + row)
-        values = entries + row * LISTED
-        names = entry_ids + row * LISTED
-        line = logits + row * stride
-        least = _least(tl.load(min_p + row), WIDEN)
-        floor = tl.full([], float("-inf"), tl.float32)
-        fits = (length <= LISTED).to(tl.int32)
-        if fits != 0:
-            floor, enough = filter_floor(values, length, peak, temp, count, p, total, UNIT, LIST_TILE, WIDEN)
-            # A list of the whole row always suffices.
-            fits = tl.where(tl.load(bounds + row) == float("-inf"), 1, enough)
-        if fits != 0:
-            floor = tl.maximum(floor, least)
-            token = draw(values, names, length, peak, temp, floor, low, high, True, LIST_TILE, WIDEN)
-        else:
-            floor, _ = filter_floor(line, vocab, peak, temp, count, p, total, UNIT, ROW_TILE, WIDEN)
-            floor = tl.maximum(floor, least)
-            token = draw(line, names, vocab, peak, temp, floor, low, high, False, ROW_TILE, WIDEN)
-    else:
-        part = tl.load(peaks + row * chunks + at, mask=at < chunks, other=float("-inf"))
-        first = tl.load(firsts + row * chunks + at, mask=at < chunks, other=NO_ID)
-        token = tl.min(tl.where(part == tl.max(part, 0), first, NO_ID), 0)
-    tl.store(tokens + row, token.to(tl.int64))
-
-
-def _columns(batch: SamplingBatch) -> tuple[torch.Tensor, ...]:
-    """The sampling parameters that kernels read, [S] each."""
-    return batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seeds, batch.positions
+def _draw_wide(lines: Lines, work: Work, scratch: _Scratch, found: Chosen, tuning: SampleTuning) -> None:
+    """Those that finish has left."""
+    search = WideSearch(
+        by_count=work.wide_top_k,
+        by_mass=True,
+        row_peaks=found.peaks,
+        lengths=scratch.lengths,
+        cells=scratch.cells,
+        peaks=scratch.peaks,
+        firsts=scratch.firsts,
+        masses=scratch.masses,
+        tokens=found.tokens,
+        kept=found.kept,
+    )
+    launch = {"num_warps": tuning.num_warps, "enable_fp_fusion": False}
+    draw_wide(
+        lines, search, tile=tuning.wide_tile, draw_tile=tuning.chunk,
+        unit=mass_unit(lines.logits.shape[1]), widen=INTERPRETED, launch=launch,
+    )  # fmt: skip
 
 
 def sample_tokens(
@@ -315,8 +253,8 @@ def sample_tokens(
     """One token per row, as :meth:`aioinfer.sampling.sampler.Sampler.sample` defines it, without penalties
     and banned ids.
 
-    Reads nothing back from the device, and no flag of the batch but ``all_greedy``: a filter with a neutral
-    parameter is off for its row. Memory comes from torch's allocator, so a captured launch has its own.
+    Reads no flag of the batch but ``all_greedy`` and those of wide rows: a filter with a neutral parameter is
+    off for its row.
 
     Args:
         logits: [S, V] float32; not written to.
@@ -326,41 +264,6 @@ def sample_tokens(
     Returns:
         [S] int64: token ids, BAD_LOGITS for broken rows
     """
-    tuning = tuning or SampleTuning()
-    rows, vocab = logits.shape
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows == 0:
-        return tokens
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    chunks = -(-vocab // tuning.chunk)
-    padded = triton.next_power_of_2(chunks)
-    groups = max(1, min(tuning.chunk, tuning.groups // padded))
-    draws = not batch.all_greedy
-    scratch = _Scratch.make(rows, chunks, groups, tuning.listed, draws, logits.device)
-    temp, top_k, top_p, min_p, seeds, positions = (column.contiguous() for column in _columns(batch))
-    per_row = (temp, top_k, top_p)
-    per_chunk = (scratch.peaks, scratch.firsts, scratch.maxima, scratch.shares)
-    # Every operation is rounded separately, as in torch.
-    shape: dict[str, Any] = {"num_warps": tuning.num_warps, "enable_fp_fusion": False}
-    _scan_kernel[(chunks, rows)](
-        logits, *per_row, *per_chunk, vocab, logits.stride(0),
-        CHUNK=tuning.chunk, GROUPS=groups, DRAWS=draws, **shape,
-    )  # fmt: skip
-    _bound_kernel[(rows,)](
-        *per_row, *per_chunk, scratch.row_peaks, scratch.bounds, scratch.lengths, tokens, vocab, chunks,
-        CHUNKS=padded, GROUPS=groups, MAXIMA=padded * groups, DRAWS=draws, **shape,
-    )  # fmt: skip
-    if not draws:
-        return tokens
-    shape |= {"LISTED": tuning.listed, "UNIT": mass_unit(vocab), "WIDEN": INTERPRETED}
-    known = (
-        *(logits, *per_row, min_p, seeds, positions, scratch.row_peaks, scratch.bounds),
-        *(scratch.peaks, scratch.firsts, scratch.masses, scratch.lengths, scratch.entries, scratch.entry_ids),
-    )
-    _collect_kernel[(chunks, rows)](*known, vocab, logits.stride(0), CHUNK=tuning.chunk, **shape)
-    _finish_kernel[(rows,)](
-        *known, tokens, vocab, logits.stride(0), chunks,
-        CHUNKS=padded, LIST_TILE=tuning.list_tile, ROW_TILE=tuning.row_tile, **shape,
-    )  # fmt: skip
-    return tokens
+    wide = batch.wide_nucleus or batch.wide_top_k
+    work = Work(draws=not batch.all_greedy, wide_nucleus=wide, wide_top_k=batch.wide_top_k)
+    return choose_tokens(Lines.of(logits, batch), work, tuning).tokens

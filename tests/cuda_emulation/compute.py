@@ -352,3 +352,7 @@ _choose = backend.choose_sampling
 backend.choose_sampling = lambda device, wanted="auto": _choose(
     device, "torch" if wanted == "auto" else wanted
 )
+_choose_proposing = backend.choose_proposing
+backend.choose_proposing = lambda device, wanted="auto": _choose_proposing(
+    device, "torch" if wanted == "auto" else wanted
+)

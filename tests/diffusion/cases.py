@@ -10,6 +10,7 @@ import torch
 
 from aioinfer.diffusion.algorithm import Algorithm
 from aioinfer.diffusion.block import Block
+from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.diffusion.rows import Rows
 from aioinfer.params import DiffusionParams, SamplingParams
@@ -142,7 +143,7 @@ class Denoiser:
     state: Rows
 
     @classmethod
-    def of(cls, case: Case, mask_id: int = MASK) -> Denoiser:
+    def of(cls, case: Case, mask_id: int = MASK, propose: Propose | None = None) -> Denoiser:
         algorithm = algorithm_class(case.algorithm)
         block = Block.begin(
             [row.given for row in case.rows], [row.start for row in case.rows], size=case.size, mask_id=MASK
@@ -156,7 +157,7 @@ class Denoiser:
         ]
         sampling = [SamplingParams(**row.sampling) for row in case.rows]
         state = algorithm.init_state(params, sampling, [row.sampling["seed"] for row in case.rows])
-        return cls(case, algorithm(mask_id), block, state)
+        return cls(case, algorithm(mask_id, propose), block, state)
 
     def step(self, **flags: bool) -> None:
         rounds = self.block.rounds.tolist()
@@ -172,9 +173,9 @@ def seen(block: Block, row: int) -> dict[str, Any]:
     return {name: getattr(block, name)[row].tolist() for name in names}
 
 
-def assert_agrees(case: Case, mask_id: int = MASK) -> int:
+def assert_agrees(case: Case, mask_id: int = MASK, propose: Propose | None = None) -> int:
     """Token for token and step for step, until all rows are done and a step more. Returns the steps."""
-    denoiser = Denoiser.of(case, mask_id)
+    denoiser = Denoiser.of(case, mask_id, propose)
     for steps in range(1, case.size + 16 + 3):
         finished = all(row.done for row in case.rows)
         for number, row in enumerate(case.rows):

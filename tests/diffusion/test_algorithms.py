@@ -4,6 +4,7 @@ are found that way."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from aioinfer.diffusion.algorithms.factor import Factor
 from aioinfer.diffusion.algorithms.joint_threshold import JointThreshold
 from aioinfer.diffusion.algorithms.low_confidence import LowConfidence
 from aioinfer.diffusion.block import Block
-from aioinfer.diffusion.proposal import Proposal
+from aioinfer.diffusion.proposal import Asked, Proposal
 from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.diffusion.rows import Rows
 from tests.diffusion.cases import MASK, VOCAB, Case, assert_agrees, make_case
@@ -221,8 +222,8 @@ def one_noise_for_all_rounds(patch: Patch) -> None:
     patch.setattr(proposal_module, "_ROUND_SHIFT", 64)
     propose = proposal_module.propose
 
-    def wrong(logits, positions, rounds, sampling, **flags):  # type: ignore[no-untyped-def]
-        return propose(logits, positions, torch.zeros_like(rounds), sampling, **flags)
+    def wrong(logits: torch.Tensor, asked: Asked) -> Proposal:
+        return propose(logits, replace(asked, rounds=torch.zeros_like(asked.rounds)))
 
     patch.setattr(algorithm_module, "propose", wrong)
 
@@ -231,8 +232,8 @@ def altered_proposal(change: Callable[[Proposal], None]) -> Callable[[Patch], No
     def plant(patch: Patch) -> None:
         propose = proposal_module.propose
 
-        def wrong(*given, **flags):  # type: ignore[no-untyped-def]
-            proposal = propose(*given, **flags)
+        def wrong(logits: torch.Tensor, asked: Asked) -> Proposal:
+            proposal = propose(logits, asked)
             change(proposal)
             return proposal
 
@@ -258,11 +259,7 @@ def one_edit_less(patch: Patch) -> None:
 
 
 def penalty_at_its_own_position(patch: Patch) -> None:
-    def adjust_logits(self: JointThreshold, logits: torch.Tensor, block: Block, state: Rows) -> torch.Tensor:
-        at = block.ids.unsqueeze(2)
-        return logits.scatter_add_(2, at, -state["penalty"].view(-1, 1, 1).expand(at.shape))
-
-    patch.setattr(JointThreshold, "adjust_logits", adjust_logits)
+    patch.setattr(JointThreshold, "lowered", lambda self, block, state: (block.ids, state["penalty"]))
 
 
 def ties_from_the_right(patch: Patch) -> None:
@@ -277,8 +274,8 @@ def ties_from_the_right(patch: Patch) -> None:
 def half_precision(patch: Patch) -> None:
     propose = proposal_module.propose
 
-    def wrong(logits, *given, **flags):  # type: ignore[no-untyped-def]
-        return propose(logits.to(torch.bfloat16).float(), *given, **flags)
+    def wrong(logits: torch.Tensor, asked: Asked) -> Proposal:
+        return propose(logits.to(torch.bfloat16), asked)
 
     patch.setattr(algorithm_module, "propose", wrong)
 

@@ -12,9 +12,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aioinfer.diffusion.block import Block
+from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names
 from aioinfer.params import DiffusionParams, SamplingParams
 from tests.diffusion.cases import MASK, VOCAB, Case, Denoiser, fresh, make_case, put_, seen, take, take_blocks
+from tests.model.kernels import kernels_or_skip
 from tests.tiers import scaled
 
 ALGORITHMS = pytest.mark.parametrize("algorithm", algorithm_names())
@@ -195,11 +197,18 @@ def test_a_step_needs_no_values(algorithm: str) -> None:
 
 
 @ALGORITHMS
+@pytest.mark.parametrize("kernels", [True, False])
 @pytest.mark.gpu
-def test_rounds_replay_from_a_graph(algorithm: str) -> None:
+def test_rounds_replay_from_a_graph(algorithm: str, kernels: bool) -> None:
     """A step captured once denoises on the device as steps do one by one on the CPU."""
+    propose: Propose | None = None
+    if kernels:
+        kernels_or_skip("cuda")
+        from aioinfer.diffusion import triton_proposal
+
+        propose = triton_proposal.propose
     case = crowd(algorithm, 31)
-    there, here = Denoiser.of(case), Denoiser.of(case)
+    there, here = Denoiser.of(case, propose=propose), Denoiser.of(case)
     move = {name: column.cuda() for name, column in there.block.columns().items()}
     block, state = Block(**move), {name: column.cuda() for name, column in there.state.items()}
     logits = torch.zeros(len(case.rows), case.size, VOCAB, device="cuda")

@@ -94,9 +94,10 @@ class ReplayedLM(ScriptedLM):
 class GraphedScript(ScriptedDevice):
     """The scripted device with its rounds captured."""
 
-    def __init__(self, *, sizes: list[int] = SIZES, **options: Any) -> None:
+    def __init__(self, *, sizes: list[int] = SIZES, kernels: bool = False, **options: Any) -> None:
+        """``kernels``: Triton's propose tokens, in its interpreter."""
         super().__init__(**options)
-        self._sizes = sizes
+        self._sizes, self._kernels = sizes, kernels
         self.graphs: StepGraphs | None = None
 
     def open(self, progress: Any = None) -> DeviceInfo:
@@ -116,7 +117,9 @@ class GraphedScript(ScriptedDevice):
 
     def graphed(self, capture: Any = None, *, synchronous: bool) -> Runner:
         """A runner that replays."""
-        decoding = BlockDecoding(self.lm.spec, self._num_slots, CPU, synchronous=synchronous)
+        decoding = BlockDecoding(
+            self.lm.spec, self._num_slots, CPU, synchronous=synchronous, kernels=self._kernels
+        )
         runner = Runner(self.lm, None, decoding, self.lane)  # type: ignore[arg-type]
         if not self._sizes:
             return runner
@@ -140,3 +143,14 @@ class GraphedScript(ScriptedDevice):
         if self.graphs is None:
             return 0
         return sum(graph.replays for graph in self.graphs._forwards.values() if isinstance(graph, Recording))
+
+    @property
+    def steps_replayed(self) -> dict[str, int]:
+        """By kind of variant."""
+        assert self.graphs is not None
+        found: dict[str, int] = {}
+        for (_, variant), graph in self.graphs._steps.items():
+            assert isinstance(variant, tuple)
+            assert isinstance(graph, Recording)
+            found[variant[1]] = found.get(variant[1], 0) + graph.replays
+        return found

@@ -16,6 +16,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.engine import Engine
 from aioinfer.execution.backends import CudaBackend, Direct
+from aioinfer.execution.decoding import block_graphs
 from aioinfer.execution.decoding.block_graphs import BlockRows
 from aioinfer.execution.decoding.blocks import BlockKind, BlockPacker
 from aioinfer.execution.decoding.mirror import KEPT
@@ -35,7 +36,7 @@ from tests.execution.test_blocks import EVERY, MASK, VOCAB, Injected, World, fir
 from tests.execution.waits import WATCHING, waits
 from tests.model.block_models import Plain, block_config, write_checkpoint
 from tests.model.kernels import kernels_or_skip
-from tests.tiers import SLOW_MODEL, battery, grid
+from tests.tiers import INTERPRETER, SLOW_MODEL, battery, grid
 
 
 @pytest.fixture(autouse=True)
@@ -67,6 +68,65 @@ def test_replayed_rounds_bring_the_blocks_of_the_reference(ahead: int) -> None:
         replayed += world.device.forwards_replayed
     assert {(False, 1), (False, 2), (True, 1)} <= {kind[:2] for kind in kinds}
     assert 40 < replayed < steps - 15, "some are no replays"
+
+
+def with_temperature(world: World, **sampling: Any) -> None:
+    """All requests of a world ask for the same."""
+    for request in world.requests:
+        diffusion = request.params.diffusion
+        request.params = SamplingParams(**{"temperature": 0.0, **sampling}, diffusion=diffusion)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sampling"),
+    [
+        ("greedy", {"top_k": 3, "top_p": 0.5}),
+        ("drawn", {"temperature": 0.7}),
+        ("filtered", {"temperature": 0.7, "top_p": 0.9}),
+    ],
+)
+def test_a_round_replays_no_more_than_its_rows_ask_for(kind: str, sampling: dict[str, Any]) -> None:
+    """Filters of greedy rows are none. The search of torch's operations is not captured."""
+    world = GraphedWorld(3, ["low_confidence"] * 2, sizes=[3])
+    with_temperature(world, **sampling)
+    world.driver.run(3)
+    world.check()
+    replayed = {kind: count for kind, count in world.device.steps_replayed.items() if count}
+    assert list(replayed) == ([] if kind == "filtered" else [kind])
+    assert world.device.forwards_replayed > 2
+
+
+def test_many_rows_with_a_temperature_replay_their_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_graphs, "_DRAWN_ROWS", 2)
+    world = GraphedWorld(4, ["low_confidence"] * 5, sizes=[2, 7])
+    with_temperature(world, temperature=0.7)
+    world.driver.run(4)
+    world.check()
+    assert world.device.graphs is not None
+    captured = {(size, variant[1]) for size, variant in world.device.graphs._steps}  # type: ignore[index]
+    assert captured == {(2, "greedy"), (2, "drawn"), (7, "greedy")}
+    assert 0 < world.device.steps_replayed["drawn"] < world.device.forwards_replayed
+
+
+@battery(INTERPRETER)
+@pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.8, "top_k": 20}])
+def test_replayed_kernels_propose_as_the_reference_does(
+    monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
+) -> None:
+    """With every algorithm, alone in its rounds and beside the others; padding and second blocks included."""
+    kernels_or_skip("cpu")
+    from aioinfer.diffusion import triton_proposal
+    from aioinfer.sampling.triton_sampler import SampleTuning
+
+    small = SampleTuning(chunk=16, groups=32, listed=4, list_tile=4, wide_tile=16, num_warps=1)
+    monkeypatch.setattr(triton_proposal, "_TUNING", small)
+    kind = "filtered" if "top_p" in sampling else "drawn"
+    for seed, algorithms in enumerate([["joint_threshold"] * 2, ["entropy_bound", "factor"]]):
+        world = GraphedWorld(50 + seed, algorithms, sizes=[4], kernels=True, mean_steps=2.0)
+        with_temperature(world, **sampling)
+        world.driver.run(1)
+        world.check()
+        assert world.device.steps_replayed[kind]
 
 
 def test_a_replayed_block_goes_on_elsewhere_as_if_nothing_had_happened() -> None:
@@ -235,6 +295,7 @@ def test_the_pool_leaves_room_for_what_a_trial_capture_takes(
     settings = config(tmp_path, num_pages=None, max_model_len=8, block_size=2, decode_graph_rows=2)
     info = FakeCudaDevice(settings).open()
     assert info.num_pages == 2 * 8 // 4
+    # With a temperature, too, for the rows are few, but not with filters, for there are no kernels.
     each = 1 + 2 * len(algorithm_names())
     assert len(cuda.recordings) == 4 * each, "two sizes for trial, and again to stay"
 

@@ -17,6 +17,7 @@ import torch
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.decoding.relay import Relay
+from aioinfer.execution.decoding.sampling_metadata import SamplingTable
 from aioinfer.execution.decoding.token_graphs import DecodeRows
 from aioinfer.execution.decoding.tokens import TokenDecoding, TokenKind, TokenPacker
 from aioinfer.execution.grammar_worker import GrammarWorker
@@ -28,6 +29,7 @@ from aioinfer.execution.packing import Packer
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.batch import Batch
 from aioinfer.params import SamplingParams
+from aioinfer.sampling.batch import WIDE_TOP_K
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.step import Generating, NewRequestData, Step, TableUpdate
 from tests.execution.recording import Recording, record
@@ -135,6 +137,58 @@ async def test_every_kind_of_row_has_the_tokens_it_has_without_graphs(model: tup
     settings = config(path, overlap_steps=1)
     plain = await ids(settings, requests, TorchDevice(settings))
     assert await ids(settings, requests, GraphedDevice(settings)) == plain
+
+
+@pytest.mark.parametrize(
+    ("variant", "asked"),
+    points(
+        [("wide", {"top_p": 0.99})],
+        [("greedy", {"temperature": 0.0, "top_p": 0.9}), ("drawn", {"top_k": 20}), (None, {"top_k": 2000})],
+        SLOW_MODEL,
+    ),
+)
+async def test_a_step_replays_the_variant_that_its_rows_ask_for(
+    model: tuple[Path, Any], variant: str | None, asked: dict[str, Any]
+) -> None:
+    """Where a list of candidates may be too short, the one that searches the whole row; or none."""
+    settings = config(model[0], overlap_steps=1, max_running_requests=2)
+    requests = [
+        (prompts(5, 1)[0], SamplingParams(**{"seed": 3, "max_tokens": TOKENS, "ignore_eos": True, **asked}))
+    ]
+    plain = await ids(settings, requests, TorchDevice(settings))
+    device = GraphedDevice(settings)
+    async with Engine(settings, launcher=lambda _: ThreadLauncher(device)) as engine:
+        result = await engine.generate(*requests[0])
+        runner: Any = device._backend._runner  # type: ignore[union-attr]
+        replayed = {kind for (_, kind), graph in runner.graphs._steps.items() if graph.replays}
+        forwards = sum(graph.replays for graph in runner.graphs._forwards.values())
+    assert [result.token_ids] == plain
+    assert replayed == ({variant} if variant else set())
+    assert forwards >= TOKENS - 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "wide"),
+    [
+        ({"temperature": 0.0, "top_p": 0.5}, (False, False)),
+        ({"top_p": 0.5}, (True, False)),
+        ({"top_p": 0.5, "top_k": 20}, (False, False)),
+        ({"min_p": 0.5}, (False, False)),
+        ({"top_k": WIDE_TOP_K}, (False, False)),
+        ({"top_k": WIDE_TOP_K + 1, "top_p": 0.5}, (False, True)),
+    ],
+)
+def test_the_host_knows_which_rows_may_keep_more_than_a_list_holds(
+    asked: dict[str, Any], wide: tuple[bool, bool]
+) -> None:
+    """Also if other rows do not."""
+    table = SamplingTable(3)
+    for slot, params in enumerate(({"temperature": 0.0}, asked, {"top_k": 1}), 1):
+        table.admit(slot, NewRequestData(SamplingParams(**params), slot, frozenset(), [1, 2], ()))
+    found = table.metadata(np.array([1, 2, 3]))
+    assert (found.wide_nucleus, found.wide_top_k) == wide
+    found = table.metadata(np.array([1, 3]))
+    assert (found.wide_nucleus, found.wide_top_k) == (False, False)
 
 
 @battery(SLOW_MODEL)

@@ -1,28 +1,53 @@
-"""The sampling kernels compile for Hopper, with no GPU at hand."""
+"""The sampling kernels compile for GPUs from Ampere to Blackwell, with none at hand."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 from tests.model.kernels import compiled
 from tests.tiers import COMPILES, battery
 
 #: registers of a thread at which two programs of eight warps share a multiprocessor
 REGISTERS = 128
+#: by kernel, how many versions there are for tokens, and for blocks: with filters or without; with sums or
+#: without and with the entropy; and whether wide rows are searched
+VERSIONS = {
+    "scan_kernel": (2, 4),
+    "bound_kernel": (2, 4),
+    "collect_kernel": (1, 2),
+    "finish_kernel": (3, 2),
+    "_narrow_kernel": (2, 2),
+    "_draw_kernel": (1, 1),
+    "_settle_kernel": (1, 1),
+    # Single logits are biased or banned.
+    "_add_kernel": (2, 0),
+    "_penalise_kernel": (1, 0),
+    "_mask_kernel": (1, 0),
+    "_propose_kernel": (0, 2),
+}
 
 
 @battery(COMPILES)
-def test_kernels_compile_for_sm_90_once_and_spill_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("capability", [80, 89, 90, 120])
+def test_kernels_compile_once_and_spill_next_to_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: int
+) -> None:
+    monkeypatch.setenv("COMPILE_CAPABILITY", str(capability))
     kernels = compiled("tests.sampling.compile_kernels", tmp_path)
     count = Counter((kernel["shape"], kernel["name"]) for kernel in kernels)
-    # Scan and bound know whether anything is drawn; single logits are biased or banned.
-    twice = {"_scan_kernel", "_bound_kernel", "_add_kernel"}
-    names = twice | {"_collect_kernel", "_finish_kernel", "_penalise_kernel", "_mask_kernel"}
-    assert count == {(shape, name): 1 + (name in twice) for shape in ("qwen3", "gpt2") for name in names}
+    expected = {
+        (shape, name): versions[shape == "llada2"]
+        for shape in ("qwen3", "gpt2", "llada2")
+        for name, versions in VERSIONS.items()
+    }
+    assert count == {key: number for key, number in expected.items() if number}
     for kernel in kernels:
         # Nobody's request waits for a compiler.
         assert kernel["step"] == 0, kernel
         assert kernel["registers"] <= REGISTERS, kernel
-        assert kernel["stack"] == 0, kernel
+        # Of a version or two, by target and release of Triton.
+        assert kernel["stack"] <= 8 * (kernel["name"] == "finish_kernel"), kernel
         assert kernel["shared"] <= 48 << 10, kernel

@@ -41,12 +41,20 @@ def _floor_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _draw_kernel(entries, ids, token, VOCAB: tl.constexpr, TILE: tl.constexpr, WIDEN: tl.constexpr):  # type: ignore[no-untyped-def]
+def _draw_kernel(  # type: ignore[no-untyped-def]
+    entries, ids, token, weight, VOCAB: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
     one = tl.full([], 1.0, tl.float32)
     key = tl.full([], 7, tl.uint32)
     floor = tl.full([], -2.0, tl.float32)
-    found = filters.draw(entries, ids, VOCAB, one * 0, one, floor, key, key, True, TILE, WIDEN)
+    none = tl.full([], -1, tl.int32)
+    _, found, mass = filters.draw(
+        entries, ids, 0, VOCAB, one * 0, one, floor, key, key, none, one, none, True, False, True, UNIT, TILE,
+        WIDEN,
+    )  # fmt: skip
     tl.store(token, found)
+    tl.store(weight, mass)
 
 
 def floors_of(
@@ -124,8 +132,11 @@ def test_of_equal_sums_the_lowest_id_wins_wherever_it_is_listed(
     for _ in range(6):
         line = rng.integers(-4, 0, VOCAB).astype(np.float32)
         ids = rng.permutation(VOCAB).astype(np.int32)
-        token = torch.empty(1, dtype=torch.int32)
+        token, mass = torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.int64)
         _draw_kernel[(1,)](
-            torch.from_numpy(line), torch.from_numpy(ids), token, VOCAB=VOCAB, TILE=tile, WIDEN=True
-        )
+            torch.from_numpy(line), torch.from_numpy(ids), token, mass,
+            VOCAB=VOCAB, UNIT=mass_unit(VOCAB), TILE=tile, WIDEN=True,
+        )  # fmt: skip
         assert int(token) == ids[line == line.max()].min()
+        weights = np.exp(line[line >= -2].astype(np.float64)).astype(np.float32)
+        assert int(mass) == sum(int(weight * mass_unit(VOCAB)) for weight in weights.tolist())

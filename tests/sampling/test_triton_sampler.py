@@ -32,17 +32,24 @@ from tests.sampling.support import (
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from aioinfer.sampling import triton_sampler
+import triton.language as tl
+
+from aioinfer.sampling import triton_draw, triton_sampler, triton_scan, triton_wide
 from aioinfer.sampling.triton_filters import filter_floor
 from aioinfer.sampling.triton_sampler import SampleTuning, sample_tokens
-from tests.tiers import INTERPRETER, PLANTED_BUG, battery, grid
+from aioinfer.sampling.triton_wide import _part
+from tests.tiers import INTERPRETER, PLANTED_BUG, battery, grid, points
 
 #: One chunk and several, the last of them partly empty; groups of a token and of many; lists that most rows
 #: overflow, so that they are searched whole, and lists of several tiles.
 TUNINGS = {
     "as it runs": SampleTuning(),
-    "small lists": SampleTuning(chunk=32, groups=64, listed=4, list_tile=4, row_tile=64, num_warps=1),
-    "long lists": SampleTuning(chunk=64, groups=16, listed=256, list_tile=32, row_tile=32, num_warps=1),
+    "small lists": SampleTuning(
+        chunk=32, groups=64, listed=4, list_tile=4, row_tile=64, wide_tile=32, num_warps=1
+    ),
+    "long lists": SampleTuning(
+        chunk=64, groups=16, listed=256, list_tile=32, row_tile=32, wide_tile=16, num_warps=1
+    ),
 }
 
 
@@ -66,12 +73,24 @@ def _used_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_sampler._Scratch, "make", used)
 
 
+#: who searches rows whose lists are too short: one program; or several, those without top-k or all of them
+WIDE: dict[str, dict[str, Any]] = {
+    "one program": {},
+    "nuclei": {"wide_nucleus": True},
+    "all": {"wide_top_k": True},
+}
+
+
 def drawn(
-    logits: torch.Tensor, rows: list[dict[str, Any]], device: str, tuning: SampleTuning | None = None
+    logits: torch.Tensor,
+    rows: list[dict[str, Any]],
+    device: str,
+    tuning: SampleTuning | None = None,
+    wide: str = "one program",
 ) -> list[int]:
     """Tokens of the kernels."""
     at = torch.device(device)
-    tokens = sample_tokens(logits.to(at), make_batch(rows, at), tuning)
+    tokens = sample_tokens(logits.to(at), make_batch(rows, at, **WIDE[wide]), tuning)
     assert tokens.dtype == torch.int64
     assert tokens.device.type == device
     found: list[int] = tokens.tolist()
@@ -86,8 +105,11 @@ def drawn(
         INTERPRETER,
     ),
 )
+@pytest.mark.parametrize("wide", grid(["one program", "all"], ["nuclei"], INTERPRETER))
 @pytest.mark.parametrize("vocab", grid([150], [1]))
-def test_every_row_equals_the_plain_implementation(device: str, vocab: int, tuning: SampleTuning) -> None:
+def test_every_row_equals_the_plain_implementation(
+    device: str, vocab: int, tuning: SampleTuning, wide: str
+) -> None:
     """Greedy and filtered rows, ties, infinities, broken rows, temperatures from nothing to 100."""
     for seed in range(share(device, 1, 200)):
         rng = np.random.default_rng([seed, vocab, tuning.listed])
@@ -96,7 +118,7 @@ def test_every_row_equals_the_plain_implementation(device: str, vocab: int, tuni
         before = torch.from_numpy(np.stack(lines))
         logits = before.clone()
         wanted = [reference(line, row) for line, row in zip(lines, rows, strict=True)]
-        assert drawn(logits, rows, device, tuning) == wanted, (seed, rows)
+        assert drawn(logits, rows, device, tuning, wide) == wanted, (seed, rows)
         assert torch.equal(before.nan_to_num(), logits.nan_to_num()), "the logits were written to"
 
 
@@ -113,16 +135,23 @@ def test_large_vocabularies_equal_the_torch_path_on_the_same_device(device: str,
         assert torch.equal(Sampler(40, vocab, at, "triton").sample(logits, batch), wanted), seed
 
 
-def filtered(device: str, tuning: str) -> tuple[list[int], list[int]]:
+def filtered(device: str, tuning: str, wide: str = "one program") -> tuple[list[int], list[int]]:
     """What is drawn and what should be."""
     rows = telling_rows()
     lines = torch.from_numpy(np.stack([LINE] * len(rows)))
-    return drawn(lines, rows, device, TUNINGS[tuning]), [reference(LINE, row) for row in rows]
+    return drawn(lines, rows, device, TUNINGS[tuning], wide), [reference(LINE, row) for row in rows]
 
 
-@pytest.mark.parametrize("tuning", grid(["long lists"], ["small lists"]))
-def test_filters_keep_neither_more_nor_less(device: str, tuning: str) -> None:
-    got, wanted = filtered(device, tuning)
+@pytest.mark.parametrize(
+    ("tuning", "wide"),
+    points(
+        [("long lists", "one program"), ("small lists", "all")],
+        [("small lists", "one program"), ("small lists", "nuclei")],
+        INTERPRETER,
+    ),
+)
+def test_filters_keep_neither_more_nor_less(device: str, tuning: str, wide: str) -> None:
+    got, wanted = filtered(device, tuning, wide)
     assert got == wanted
 
 
@@ -131,10 +160,28 @@ def one_more(*arguments: Any) -> Any:
     return filter_floor(*arguments[:4], arguments[4] + 1, *arguments[5:])
 
 
-PLANTED: dict[str, tuple[str, Callable[..., Any]]] = {
-    "one token too many": ("filter_floor", one_more),
-    "min-p forgotten": ("_least", lambda min_p, WIDEN: min_p * 0 - math.inf),
-    "the first of a chunk, not the best": ("gumbel", lambda low, high, ids, WIDEN: ids * -1e3),
+def no_min_p(min_p: Any, WIDEN: bool) -> Any:
+    return min_p * 0 - math.inf
+
+
+def one_part_less(vocab: Any, TILE: int) -> Any:
+    """The last program has nothing to do."""
+    begin, end = _part(vocab, TILE)
+    return begin, tl.where(tl.program_id(0) == tl.num_programs(0) - 1, begin, end)
+
+
+def far_from_best(low: Any, high: Any, ids: Any, WIDEN: bool) -> Any:
+    return ids * -1e3
+
+
+#: where it is, and who searches wide rows
+PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
+    "one token too many": (triton_draw, "filter_floor", one_more, "one program"),
+    "min-p forgotten": (triton_draw, "min_p_floor", no_min_p, "one program"),
+    "the first of a chunk, not the best": (triton_draw, "gumbel", far_from_best, "one program"),
+    "min-p forgotten where rows are wide": (triton_wide, "min_p_floor", no_min_p, "all"),
+    "all of the mass": (triton_wide, "mass_share", lambda top_p, total: total, "all"),
+    "a part of the row is forgotten": (triton_wide, "_part", one_part_less, "all"),
 }
 
 
@@ -142,8 +189,9 @@ PLANTED: dict[str, tuple[str, Callable[..., Any]]] = {
 @interpreted_only
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(device: str, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_sampler, *PLANTED[bug])
-    got, wanted = filtered(device, "long lists")
+    module, name, planted, wide = PLANTED[bug]
+    monkeypatch.setattr(module, name, planted)
+    got, wanted = filtered(device, "small lists" if wide == "all" else "long lists", wide)
     assert got != wanted
 
 
@@ -151,7 +199,9 @@ def test_a_planted_bug_is_found(device: str, bug: str, monkeypatch: pytest.Monke
 def test_edges(device: str, name: str) -> None:
     line = np.array(EDGES[name], np.float32)
     wanted = [reference(line, row) for row in MIXED]
-    assert drawn(torch.from_numpy(np.stack([line] * 4)), MIXED, device, TUNINGS["small lists"]) == wanted
+    lines = torch.from_numpy(np.stack([line] * 4))
+    for wide in ("one program", "all"):
+        assert drawn(lines, MIXED, device, TUNINGS["small lists"], wide) == wanted, wide
 
 
 def test_no_rows_give_no_tokens(device: str) -> None:
@@ -207,12 +257,14 @@ def test_a_wrong_bound_costs_time_and_no_token(
     device: str, guess: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Finish looks whether the list holds what the filters ask for, and searches the row if not."""
-    monkeypatch.setattr(triton_sampler, "_guess", lambda *arguments: GUESSES[guess](arguments[2]))
+    monkeypatch.setattr(triton_scan, "_guess", lambda *arguments: GUESSES[guess](arguments[2]))
     rows = [{"top_k": 5, "seed": 3}, {"top_p": 0.7, "seed": 4}, {"top_k": 9, "top_p": 0.5, "seed": 5}]
     wanted = [reference(LINE, row) for row in rows]
     logits = torch.from_numpy(np.stack([LINE] * 3))
     for listed in (16, 128):
-        assert drawn(logits, rows, device, SampleTuning(chunk=64, listed=listed)) == wanted
+        for wide in WIDE:
+            tuning = SampleTuning(chunk=64, listed=listed)
+            assert drawn(logits, rows, device, tuning, wide) == wanted, wide
 
 
 def test_the_sampler_on_kernels_is_the_sampler(device: str) -> None:
@@ -246,7 +298,8 @@ def test_the_sampler_on_kernels_is_the_sampler(device: str) -> None:
 
 
 @pytest.mark.gpu
-def test_a_graph_samples_for_rows_that_come_later() -> None:
+@pytest.mark.parametrize("wide", WIDE)
+def test_a_graph_samples_for_rows_that_come_later(wide: str) -> None:
     """Captured with some parameters and replayed with others, greedy and neutral ones among them."""
     from tests.model.kernels import kernels_or_skip
 
@@ -256,7 +309,7 @@ def test_a_graph_samples_for_rows_that_come_later() -> None:
     assert sampler.backend.name == "triton"
     rng = np.random.default_rng(0)
     flags: dict[str, Any] = {"any_top_k": True, "any_top_p": True, "any_min_p": True, "all_greedy": False}
-    fixed = replace(make_batch([{}] * count, at), **flags)
+    fixed = replace(make_batch([{}] * count, at), **flags, **WIDE[wide])
     logits = torch.zeros(count, vocab, device=at)
     sampler.sample(logits, fixed)
     torch.cuda.synchronize()

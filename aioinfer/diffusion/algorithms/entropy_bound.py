@@ -25,9 +25,11 @@ class EntropyBound(Algorithm):
 
     name = "entropy_bound"
     parameters: ClassVar = {"entropy_bound": 0.15, "steps": 0}
+    needs_entropy = True
 
     def choose(self, proposal: Proposal, block: Block, state: Rows) -> torch.Tensor:
-        entropy = proposal.entropy()
+        entropy = proposal.entropy
+        assert entropy is not None, "it was asked for"
         before = precedes(-entropy, block.masked)
         spent = torch.where(before, entropy.unsqueeze(1), 0.0).sum(2)
         within = spent <= state["entropy_bound"].unsqueeze(1)

@@ -38,12 +38,10 @@ class JointThreshold(Algorithm):
     counters = ("post_edits",)
     monotone = False
 
-    def adjust_logits(self, logits: torch.Tensor, block: Block, state: Rows) -> torch.Tensor:
-        before = block.ids[:, :-1].unsqueeze(2)
-        penalty = state["penalty"].view(-1, 1, 1).expand(before.shape)
-        # An unknown token before is the mask, whose logit is -inf and remains so.
-        logits[:, 1:].scatter_add_(2, before, -penalty)
-        return logits
+    def lowered(self, block: Block, state: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+        """The token one position before. An unknown one is the mask, which is not proposed anyway."""
+        none = torch.full_like(block.ids[:, :1], -1)
+        return torch.cat((none, block.ids[:, :-1]), 1), state["penalty"]
 
     def choose(self, proposal: Proposal, block: Block, state: Rows) -> torch.Tensor:
         masked = block.masked

@@ -135,8 +135,8 @@ class Captured(Protocol):
     def clear(self, shape: GraphShape) -> None:
         """Before the first step: have ``forward(shape)`` find nothing but padding."""
 
-    def variants(self) -> Iterable[object]:
-        """What ``step`` is captured for, by number of rows."""
+    def variants(self, size: int) -> Iterable[object]:
+        """What ``step`` is captured for with ``size`` rows."""
 
     def forward(self, shape: GraphShape) -> None:
         """Compute the logits of a step of this shape."""
@@ -158,8 +158,9 @@ class Captured(Protocol):
         """Of the last forward's step, valid until the next forward."""
 
     def finish(self, packed: PackedStep, replay: Callable[[int, object], bool]) -> Output | None:
-        """Sample or denoise the last forward's step with ``replay(rows, variant)``, which is False if so many
-        rows were not captured; None if it must be done without. The output is valid for ``KEPT`` calls."""
+        """Sample or denoise the last forward's step with ``replay(rows, variant)``; that is False, and does
+        nothing, where the variant was not captured for so many rows. None if it must be done without. The
+        output is valid for ``KEPT`` calls."""
 
 
 class Kind(Protocol):

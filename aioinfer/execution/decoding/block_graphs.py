@@ -9,7 +9,7 @@ the first::
     table       pages of each row
                      │
     forward     records[slots] ─► turns ─► ids, KV cells ─► model ─► logits of the block that is denoised
-    step        one algorithm, greedy │ drawn and filtered ─► records[slots]
+    step        one algorithm, greedy │ drawn │ filtered ─► records[slots]
 
     step's rows     a: block 3    b: blocks 1, 2    c: block 7
     graph's rows    a 3 │ b 1 │ c 7 │ b 2 │ padding ...            to_second  0 2 0 0 0
@@ -18,9 +18,9 @@ Padding, and the second block of a row, has slot 0, whose block is done: algorit
 has no context and writes its KV to the null page.
 
 Forward and algorithm are captured apart, since to each of the first there are several of the second, and
-what is between them lies outside of the graphs' memory. Where algorithms are mixed, which is rare, the
-forward is a replay and the algorithms are launched one by one: to capture them for every division of the
-rows would take too many graphs.
+what is between them lies outside of the graphs' memory. Where algorithms are mixed, which is rare, and where
+one of many rows has a temperature, the forward is a replay and the algorithms are launched one by one: to
+capture them for every division of the rows would take too many graphs.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ from aioinfer.model.spec import CausalLM
 __all__ = ["BlockRows", "CapturedBlocks"]
 
 _COLUMNS = 3
+#: Of more rows, rounds with a temperature are no replays but for their forward, which then takes longer than
+#: to launch what follows: graphs for every algorithm, size and kind would be hundreds
+_DRAWN_ROWS = 8
 
 
 class BlockRows:
@@ -94,12 +97,14 @@ class CapturedBlocks:
         max_pages: int,
         page_size: int,
         device: torch.device,
+        warm_up: Callable[[], None],
     ) -> None:
         spec = model.spec
         assert spec.block_size is not None, "not a diffusion model"
         self._model = model
         self._attention = attention
         self._table = table
+        self._warm_up = warm_up
         self._page_size = page_size
         self._block = block = spec.block_size
         self._rows = BlockRows(max_rows, max_pages, block, device)
@@ -114,13 +119,18 @@ class CapturedBlocks:
 
     def prepare(self) -> None:
         self._table.prepare(algorithm_names())
+        self._warm_up()
 
     def clear(self, shape: GraphShape) -> None:
         """Rows are padding until a step has some."""
 
-    def variants(self) -> list[tuple[str, bool]]:
-        """Algorithm, and whether rows may have a temperature."""
-        return list(itertools.product(algorithm_names(), (False, True)))
+    def variants(self, size: int) -> list[tuple[str, str]]:
+        """Algorithm, and what some row has: nothing, a temperature, or filters as well."""
+        kinds = ["greedy"]
+        if size <= _DRAWN_ROWS:
+            # The search of torch's operations takes memory of many times the logits.
+            kinds += ["drawn", "filtered"] if self._table.kernels else ["drawn"]
+        return list(itertools.product(algorithm_names(), kinds))
 
     def update(self, packed: PackedStep, shape: GraphShape, send: Send) -> bool:
         return self._rows.update(packed, send)
@@ -139,12 +149,10 @@ class CapturedBlocks:
         """Records, int64 [K * words]; the slots have them."""
         work = packed.work
         count = len(work.rows)
-        if len(work.groups) == 1:
-            (group,) = work.groups
-            assert packed.shape is not None, "the step was not packed for a graph"
-            replay(packed.shape.rows, (group.algorithm, group.drawn))
-        else:
-            self._denoise(count, work.groups)
+        groups = work.groups
+        assert packed.shape is not None, "the step was not packed for a graph"
+        if len(groups) != 1 or not replay(packed.shape.rows, (groups[0].algorithm, _kind(groups[0]))):
+            self._denoise(count, groups)
         records = self._kept[self._turn, :count]
         self._turn = (self._turn + 1) % KEPT
         return Output([records.copy_(self._records[:count]).view(-1)])
@@ -180,12 +188,17 @@ class CapturedBlocks:
         """Of every token of the rows, from what it is for their first, [rows]."""
         return (first.unsqueeze(1) + self._offsets).view(-1)
 
-    def step(self, size: int, variant: tuple[str, bool]) -> None:
-        algorithm, drawn = variant
+    def step(self, size: int, variant: tuple[str, str]) -> None:
+        algorithm, kind = variant
         # The tenants of the slots are not known yet.
-        self._denoise(size, [AlgorithmRows(algorithm, 0, size, None, drawn, filtered=drawn)])
+        rows = AlgorithmRows(algorithm, 0, size, None, kind != "greedy", filtered=kind == "filtered")
+        self._denoise(size, [rows])
 
     def _denoise(self, count: int, groups: list[AlgorithmRows]) -> None:
         block, records = self._block, self._records[:count]
         logits = self._logits[: count * block].view(count, block, -1)
         self._table.step(logits, Round(self._rows.slots[:count], records, records[:, :block], None), groups)
+
+
+def _kind(group: AlgorithmRows) -> str:
+    return "filtered" if group.filtered else "drawn" if group.drawn else "greedy"

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from aioinfer.diffusion.algorithm import Algorithm
+from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.record import BlockRecords, WordRows
 from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.diffusion.rows import Rows
@@ -52,12 +53,30 @@ class Tenant:
 class BlockTable:
     """A record of the slot's block, and what the algorithm of the slot's tenant was asked for."""
 
-    __slots__ = ("_algorithms", "_blank", "_device", "_num_slots", "_records", "_table", "mask_id")
+    __slots__ = (
+        "_algorithms",
+        "_blank",
+        "_device",
+        "_num_slots",
+        "_propose",
+        "_records",
+        "_table",
+        "mask_id",
+    )
 
-    def __init__(self, num_slots: int, records: BlockRecords, mask_id: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        records: BlockRecords,
+        mask_id: int,
+        device: torch.device,
+        propose: Propose | None = None,
+    ) -> None:
+        """``propose``: kernels that propose tokens; None for torch's operations."""
         self._num_slots = num_slots
         self.mask_id = mask_id
         self._device = device
+        self._propose = propose
         self._records = records
         self._blank = torch.from_numpy(records.blank).to(device)
         #: [slots, words]; a slot that was never taken holds a block that is done, and so does the null slot
@@ -69,6 +88,11 @@ class BlockTable:
     def words(self) -> int:
         """Of a record."""
         return self._records.words
+
+    @property
+    def kernels(self) -> bool:
+        """Whether tokens are proposed by kernels, without memory as large as the logits."""
+        return self._propose is not None
 
     def prepare(self, algorithms: Sequence[str]) -> None:
         """Make what these have on the device now, and not when the first request asks for them."""
@@ -93,7 +117,7 @@ class BlockTable:
     def _of(self, name: str) -> _Algorithm:
         found = self._algorithms.get(name)
         if found is None:
-            algorithm = algorithm_class(name)(self.mask_id)
+            algorithm = algorithm_class(name)(self.mask_id, self._propose)
             found = self._algorithms[name] = _Algorithm(algorithm, self._num_slots, self._device)
         return found
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from aioinfer.config import EngineConfig
+from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.record import BlockRecords
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names
 from aioinfer.diffusion.state import BlockState
@@ -28,6 +29,7 @@ from aioinfer.model.attention.base import Attention
 from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.model.state import StatePool
 from aioinfer.params import DiffusionParams
+from aioinfer.sampling.backend import choose_proposing
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.step import NO_ROWS, Generating, NewRequestData, Step
 
@@ -171,17 +173,38 @@ class BlockDecoding:
     """Denoises, and reads nothing back meanwhile unless the device is ``synchronous``. See
     :class:`~aioinfer.execution.decoding.base.Decoding`."""
 
-    __slots__ = ("_device", "_records", "_synchronous", "table")
+    __slots__ = ("_device", "_records", "_spec", "_synchronous", "table")
 
-    def __init__(self, spec: ModelSpec, num_slots: int, device: torch.device, *, synchronous: bool) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_slots: int,
+        device: torch.device,
+        *,
+        synchronous: bool,
+        kernels: bool = False,
+    ) -> None:
+        """``kernels``: tokens are proposed by Triton's, not by torch's operations."""
         block_size, mask_id = _block(spec)
+        self._spec = spec
         self._device = device
         self._synchronous = synchronous
         self._records: BlockRecords = block_records(block_size, mask_id)
-        self.table = BlockTable(num_slots, self._records, mask_id, device)
+        propose: Propose | None = None
+        if kernels:
+            from aioinfer.diffusion import triton_proposal
+
+            propose = triton_proposal.propose
+        self.table = BlockTable(num_slots, self._records, mask_id, device, propose)
 
     def warm_up(self) -> None:
-        """There is nothing to compile before the first step."""
+        """Compile the kernels that rounds may need."""
+        if not self.table.kernels:
+            return
+        from aioinfer.diffusion import triton_proposal
+
+        spec, size = self._spec, self._records.size
+        triton_proposal.warm_up(size, spec.vocab_size, spec.dtype, self._device)
 
     def begin(self, packed: PackedStep, transfer: Transfer) -> None:
         if packed.work.tenants:
@@ -260,6 +283,7 @@ class BlockDecoding:
             max_pages=max_pages,
             page_size=page_size,
             device=self._device,
+            warm_up=self.warm_up,
         )
 
 
@@ -295,7 +319,9 @@ class BlockKind:
         return BlockPacker(config.num_slots, self._size, self._mask_id)
 
     def decoding(self, config: EngineConfig, device: torch.device, grammars: GrammarWorker) -> BlockDecoding:
-        return BlockDecoding(self._spec, config.num_slots, device, synchronous=device.type == "cpu")
+        kernels = choose_proposing(device, config.sampling_backend).name == "triton"
+        synchronous = device.type == "cpu"
+        return BlockDecoding(self._spec, config.num_slots, device, synchronous=synchronous, kernels=kernels)
 
     def graph_shapes(self, config: EngineConfig) -> GraphShapes:
         """Each number up to 8, and then four per doubling. A row is a whole block of tokens, so padding

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.params import SamplingParams
-from aioinfer.sampling.batch import PenaltyReset
+from aioinfer.sampling.batch import WIDE_TOP_K, PenaltyReset
 from aioinfer.scheduling.step import NewRequestData
 from aioinfer.text.grammar import GrammarState
 
@@ -46,6 +46,9 @@ class SamplingMetadata:
     any_top_p: bool
     any_min_p: bool
     any_penalty: bool
+    #: see :class:`~aioinfer.sampling.batch.SamplingBatch`
+    wide_nucleus: bool
+    wide_top_k: bool
     #: rows, ids and bits of float32 of all biases, int64 [B] each
     biases: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
     #: rows where only some tokens are allowed, int64 [G], and their masks as of grammars, int32 [G, words]
@@ -145,6 +148,7 @@ class SamplingTable:
         # Taken like this, each parameter's values lie next to each other.
         floats, top_k = self._floats.take(slots, axis=1), self._top_k[slots]
         temperature, top_p, min_p, repetition, presence, frequency = floats
+        drawn = temperature > 0
         any_penalty = bool((repetition != 1).any() or presence.any() or frequency.any())
         logprobs = self._logprobs[slots]
         grammars: list[tuple[int, GrammarState]] = []
@@ -161,11 +165,13 @@ class SamplingTable:
             seeds=self._seeds[slots],
             top_k=top_k,
             floats=floats,
-            all_greedy=not temperature.any(),
+            all_greedy=not drawn.any(),
             any_top_k=bool(top_k.any()),
             any_top_p=bool((top_p < 1).any()),
             any_min_p=bool(min_p.any()),
             any_penalty=any_penalty,
+            wide_nucleus=bool((drawn & (top_k == 0) & (top_p < 1)).any()),
+            wide_top_k=bool((drawn & (top_k > WIDE_TOP_K)).any()),
             biases=self._biases(slots),
             allowed=self._masks(slots),
             filters=self._further(slots),

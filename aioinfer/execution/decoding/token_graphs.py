@@ -5,7 +5,7 @@
                  │                 chunks   ids, positions, KV cells, rows, pages
                  │                    │
     forward      relay[slots] ─► positions, KV cells ─► model ─► logits,  starts += 1
-    sampling     greedy │ filtered ─► tokens ─► relay[slots], tokens of the last steps
+    sampling     greedy │ drawn │ wide ─► tokens ─► relay[slots], tokens of the last steps
 
 So a step of decodes with the rows and pages of the one before needs nothing from the host but its replay.
 
@@ -124,6 +124,8 @@ class CapturedTokens:
         self._model = model
         self._attention = attention
         self._sampler = sampler
+        #: by kernels, which take hints
+        self._searches = sampler.backend.name == "triton"
         self._relay = relay
         self._page_size = page_size
         self._states = states
@@ -149,9 +151,10 @@ class CapturedTokens:
         if shape.tokens:
             self._chunks.clear(shape)
 
-    def variants(self) -> tuple[bool, ...]:
-        """Whether every row is greedy."""
-        return (True, False)
+    def variants(self, size: int) -> tuple[str, ...]:
+        """What rows need: no more than their maxima; a draw with any filters; or, in ten launches more, that
+        none of them may stall the others if its nucleus is wide."""
+        return ("greedy", "drawn", "wide") if self._searches else ("greedy", "drawn")
 
     def update(self, packed: PackedStep, shape: GraphShape, send: Send) -> bool:
         changed = self._rows.update(packed, send)
@@ -172,7 +175,8 @@ class CapturedTokens:
 
     def finish(self, packed: PackedStep, replay: Callable[[int, object], bool]) -> Output | None:
         """Tokens, int64 [S]; the relay has them, too."""
-        if not packed.work.plain:
+        sampling = packed.work.sampling
+        if not packed.work.plain or (self._searches and sampling.wide_top_k):
             return None
         count = len(packed.work.sample_rows)
         if not count:
@@ -180,7 +184,8 @@ class CapturedTokens:
         if not self._in_turn:
             self._turns.fill_(self._turn)
         self._in_turn = False
-        if not replay(count, packed.work.sampling.all_greedy):
+        wide = self._searches and sampling.wide_nucleus
+        if not replay(count, "greedy" if sampling.all_greedy else "wide" if wide else "drawn"):
             return None
         self._in_turn = True
         which = self._turn, count
@@ -239,7 +244,7 @@ class CapturedTokens:
             num_decodes=shape.rows,
         )
 
-    def step(self, size: int, variant: bool) -> None:
+    def step(self, size: int, variant: str) -> None:
         """Sample from logits whose rows have moved on already: they stand where the token will."""
         rows = self._rows
         neutral = self._neutral[:size]
@@ -256,11 +261,12 @@ class CapturedTokens:
                 repetition_penalty=neutral,
                 presence_penalty=neutral,
                 frequency_penalty=neutral,
-                all_greedy=variant,
+                all_greedy=variant == "greedy",
                 any_top_k=True,
                 any_top_p=True,
                 any_min_p=True,
                 any_penalty=False,
+                wide_nucleus=variant == "wide",
             ),
         )
         self._relay.scatter(rows.slots[:size], tokens)

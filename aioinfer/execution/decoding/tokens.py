@@ -417,6 +417,8 @@ def _sampling_batch(work: TokenWork, parts: dict[str, torch.Tensor], transfer: T
         any_top_p=sampling.any_top_p,
         any_min_p=sampling.any_min_p,
         any_penalty=sampling.any_penalty,
+        wide_nucleus=sampling.wide_nucleus,
+        wide_top_k=sampling.wide_top_k,
         banned_rows=parts["banned_rows"] if banned else None,
         banned_ids=parts["banned_ids"] if banned else None,
         penalty_resets=work.penalty_resets,
