@@ -12,6 +12,7 @@ import random
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -72,6 +73,7 @@ class Recorder:
             self._seen.add(compiled.hash)
             found = {"name": compiled.name, "shape": self.shape, "step": self.step}
             found |= {"shared": compiled.metadata.shared, "wgmma": "wgmma" in compiled.asm["ptx"]}
+            found["exponents"] = exponents(compiled.asm["ptx"])
             print(json.dumps(found | resources(compiled.asm["cubin"])), flush=True)  # noqa: T201
 
         return launch
@@ -86,6 +88,17 @@ def resources(cubin: bytes) -> dict[str, int]:
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[-1]
     return {"registers": int(registers), "stack": int(stack)}
+
+
+def exponents(ptx: str) -> dict[str, int]:
+    """How often the argument of a power of two is the result of which instruction."""
+    made: dict[str, str] = {}
+    count: Counter[str] = Counter()
+    for operation, register, arguments in re.findall(r"^\s+([a-z0-9_.]+)\s+(%\w+), (.*);", ptx, re.MULTILINE):
+        if operation.startswith("ex2."):
+            count[made[arguments.strip()]] += 1
+        made[register] = operation
+    return dict(count)
 
 
 def ints(values: list[int], shift: int) -> torch.Tensor:

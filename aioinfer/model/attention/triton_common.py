@@ -13,8 +13,11 @@ et al., arXiv 2309.06180); vLLM's unified Triton kernel (arXiv 2511.11581) packs
 tile in this way.
 
 Tiles begin at multiples of BLOCK_N counted from position 0 of the sequence, whatever the row or the batch:
-a query is multiplied with the same keys in the same groups in any batch and under any chunking. Cells that
-no query of the tile attends to are not read at all: values of other requests there may be NaN.
+a query is multiplied with the same keys in the same groups in any batch and under any chunking. Whether a
+tile is masked depends on the other queries, so the arithmetic must not: what is fused is written as ``fma``,
+and kernels are compiled without ``enable_fp_fusion``, with which the compiler fuses where no mask lies
+between a product and a sum. Cells that no query of the tile attends to are not read at all: values of other
+requests there may be NaN.
 
 Under ``TRITON_INTERPRET=1``, set before triton is first imported, the kernels run in Python on CPU
 tensors. The interpreter stores bfloat16 as raw bits and cannot multiply it, so operands are widened there;
@@ -53,12 +56,12 @@ def _dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, WIDEN: tl.constexpr) -> tl.
 
 
 @triton.jit
-def _capped(scores: tl.tensor, inner: tl.tensor, outer: tl.tensor) -> tl.tensor:
-    """outer * tanh(scores * inner), from an exponential that cannot overflow."""
+def _capped(scores: tl.tensor, inner: tl.tensor) -> tl.tensor:
+    """tanh(scores * inner), from an exponential that cannot overflow."""
     scaled = scores * inner
     shrunk = tl.exp2(-2.8853900817779268 * tl.abs(scaled))  # exp(-2 |x|)
     tanh = (1.0 - shrunk) / (1.0 + shrunk)
-    return outer * tl.where(scaled < 0.0, -tanh, tanh)
+    return tl.where(scaled < 0.0, -tanh, tanh)
 
 
 @triton.jit
@@ -109,16 +112,18 @@ def attend_tile(
         k = tl.load(keys + offsets)
         v = tl.load(values + offsets)
     scores = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), WIDEN)
-    scores = _capped(scores, inner, outer) if SOFT_CAP else scores * outer
+    if SOFT_CAP:
+        scores = _capped(scores, inner)
     if MASKED:
         seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
         scores = tl.where(seen, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    # The factor is positive: the largest product is that of the largest score.
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * outer)
     # -inf for a query without a key so far, where -inf minus -inf would be NaN.
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2(scores - shift[:, None])
+    weights = tl.exp2(tl.fma(scores, outer, -shift[:, None]))
     decay = tl.exp2(peak - shift)
-    total = total * decay + tl.sum(weights, 1)
+    total = tl.fma(total, decay, tl.sum(weights, 1))
     acc = _dot(weights.to(v.dtype), v, acc * decay[:, None], WIDEN)
     return acc, new_peak, total
 
@@ -156,7 +161,12 @@ INTERPRETED = interpreted()
 
 
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """(inner, outer) such that ``outer * f(inner * q.k)`` is the score in base 2, f being tanh or absent."""
+    """(inner, outer) such that ``outer * f(inner * q.k)`` is the score in base 2, f being tanh or absent.
+
+    Raises ValueError unless both are positive, which the running maximum takes for granted.
+    """
+    if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
+        raise ValueError(f"scale {scale} and soft cap {soft_cap} must be positive")
     if soft_cap is None:
         return 1.0, scale * math.log2(math.e)
     return scale / soft_cap, soft_cap * math.log2(math.e)

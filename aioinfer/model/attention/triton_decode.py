@@ -247,7 +247,8 @@ def paged_decode(
         NUM_HEADS=num_heads, GROUP=group, HEADS=heads, BLOCK_M=max(16, triton.next_power_of_2(heads)),
         PAGE_SIZE=page_size, SOFT_CAP=soft_cap is not None, WIDEN=INTERPRETED, **shape, **cut,
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
-        enable_fp_fusion=True,
+        # A token has the same bits where its tile is masked and where it is not, see triton_common.
+        enable_fp_fusion=False,
     )  # fmt: skip
     _combine_kernel[(num_heads, rows)](
         partial, lse, kv_len, lse if sinks is None else sinks, out, splits, *out.stride()[:2],
