@@ -23,8 +23,10 @@ from aioinfer.config.options import (
 from aioinfer.errors import ConfigError
 from aioinfer.settings import shown
 
-__all__ = ["EngineConfig", "policy_names"]
+__all__ = ["PAGE_SIZE", "EngineConfig", "policy_names"]
 
+#: positions of a page, where neither a config nor the device says otherwise
+PAGE_SIZE = 16
 #: ways of drafting
 SPECULATION = ("off", "lookup")
 
@@ -99,7 +101,9 @@ class EngineConfig:
     )
 
     #: Of a diffusion model: a multiple of the block size.
-    page_size: int = option(16, "memory", "KV positions per page", AT_LEAST_ONE)
+    page_size: int | None = option(
+        None, "memory", "KV positions per page; default: 64 on CUDA, else 16", AT_LEAST_ONE
+    )
     num_pages: int | None = option(None, "memory", "KV pages; default: from the memory budget", AT_LEAST_ONE)
     kv_memory_gib: float = option(
         1.0, "memory", "KV budget in GiB on a CPU, taken as it is used, if num_pages is not given", POSITIVE
@@ -359,6 +363,11 @@ class EngineConfig:
     def adapter_slots(self) -> int:
         """Slots of the device for adapters: one more than names, so that one can be replaced."""
         return self.max_adapters + 1 if self.max_adapters else 0
+
+    @property
+    def positions_per_page(self) -> int:
+        """``page_size``, or what it is where the device has no other default."""
+        return PAGE_SIZE if self.page_size is None else self.page_size
 
     @property
     def num_slots(self) -> int:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from aioinfer.config import EngineConfig
+from aioinfer.config import PAGE_SIZE, EngineConfig
 from aioinfer.execution.backends import Backend, CpuBackend, CudaBackend
 from aioinfer.execution.decoding.base import Kind
 from aioinfer.execution.grammar_worker import GrammarWorker
@@ -27,7 +27,10 @@ from aioinfer.model.spec import CausalLM, ModelSpec, Progress
 from aioinfer.model.state import StatePool
 from aioinfer.observe.timeline import DeviceLane
 
-__all__ = ["Parts", "build", "fitted"]
+__all__ = ["CUDA_PAGE_SIZE", "Parts", "build", "fitted", "paged"]
+
+#: positions of a page on CUDA by default: the most keys of a tile of the attention kernels
+CUDA_PAGE_SIZE = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,15 +51,15 @@ class Parts:
     def page_bytes(self) -> int:
         """Of both models: they have the same pages."""
         models = [self.model] if self.draft is None else [self.model, self.draft]
-        page_size = self.config.page_size
+        page_size = self.config.positions_per_page
         return sum(KVPool.bytes_per_page(each.spec.kv_layers, page_size, each.spec.dtype) for each in models)
 
     def packer(self, max_len: int, graph_rows: int = 0) -> Packer:
         """For sequences of up to ``max_len`` positions."""
         config = self.config
-        pages = -(-max_len // config.page_size)
+        pages = -(-max_len // config.positions_per_page)
         rows, states = self.kind.rows(config), bool(self.model.spec.states)
-        return Packer(rows, config.num_slots, pages, config.page_size, graph_rows, states=states)
+        return Packer(rows, config.num_slots, pages, config.positions_per_page, graph_rows, states=states)
 
     def runner(self, num_pages: int, num_snapshots: int | None = None) -> Runner:
         """Runs steps over new pools."""
@@ -83,14 +86,14 @@ class Parts:
             backend,
             model.spec.kv_layers,
             num_pages=num_pages,
-            page_size=self.config.page_size,
+            page_size=self.config.positions_per_page,
             dtype=model.spec.dtype,
             device=self.device,
         )
 
     def graphs(self, runner: Runner, max_len: int, sizes: list[int]) -> StepGraphs:
         """Of these numbers of rows, not captured yet."""
-        page_size = self.config.page_size
+        page_size = self.config.positions_per_page
         captured = runner.decoding.captured(
             *(runner.model, runner.attention),
             max_rows=max(sizes),
@@ -113,6 +116,14 @@ class Parts:
 
 
 def fitted(config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
+def paged(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """The config with the number of positions per page that it leaves open: on CUDA a tile of keys lies
+    within one page then, which attention kernels look up at once."""
+    if config.page_size is not None:
+        return config
+    return replace(config, page_size=CUDA_PAGE_SIZE if device.type == "cuda" else PAGE_SIZE)
+
+
     """The config as the recurrent states of a loaded model need it, see
     :func:`~aioinfer.execution.sizing.fit_states`. Raises OutOfMemory."""
     if not spec.states:

@@ -62,7 +62,7 @@ class TorchDevice:
         import torch
 
         from aioinfer.execution.backends import lacks_memory
-        from aioinfer.execution.build import Parts, build, fitted
+        from aioinfer.execution.build import Parts, build, fitted, paged
         from aioinfer.execution.cores import check_threads, cpu_quota, default_threads
         from aioinfer.execution.decoding import kind
         from aioinfer.model.attention.backend import choose_attention
@@ -70,8 +70,8 @@ class TorchDevice:
         from aioinfer.native.bindings import ThreadsUnavailable
         from aioinfer.sampling.backend import choose_sampling
 
-        config = self._config
-        device = pick_device(config.device)
+        device = pick_device(self._config.device)
+        config = self._config = paged(self._config, device)
         if device.type == "cpu":
             before = torch.get_num_threads()
             threads = config.threads or default_threads(before, cpu_quota())
@@ -110,8 +110,8 @@ class TorchDevice:
             max_model_len=size.max_model_len,
             num_pages=size.num_pages,
             eos_token_ids=frozenset(spec.eos_token_ids),
-            description=_describe(spec, device, size.num_pages * config.page_size, choice.name),
-            page_size=config.page_size,
+            description=_describe(spec, device, size.num_pages * config.positions_per_page, choice.name),
+            page_size=config.positions_per_page,
             block_size=spec.block_size,
             mask_token_id=spec.mask_token_id,
             implementation="transformers" if spec.fallback_reason else "own",
@@ -156,11 +156,11 @@ class TorchDevice:
             raise ConfigError(
                 f"speculation: {draft.spec.architecture} has a recurrent state, and cannot draft"
             )
-        if self._config.page_size % draft.spec.unit:
+        if self._config.positions_per_page % draft.spec.unit:
             name, unit = draft.spec.architecture, draft.spec.unit
             raise ConfigError(
                 f"page_size must be a multiple of {unit}, the block of {name}, which drafts; got "
-                f"{self._config.page_size}"
+                f"{self._config.positions_per_page}"
             )
         return draft
 

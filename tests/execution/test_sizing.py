@@ -9,7 +9,7 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
-from aioinfer.execution.build import Parts, build
+from aioinfer.execution.build import Parts, build, paged
 from aioinfer.execution.decoding import kind
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.sizing import PoolSize, cuda_budget, size_pool
@@ -49,6 +49,28 @@ def test_pages_fill_the_budget_but_never_more_than_all_requests_could_use() -> N
 def test_a_budget_below_one_page_is_out_of_memory_and_says_what_helps(budget: int) -> None:
     with pytest.raises(OutOfMemory, match="gpu_memory_utilization"):
         sized(budget)
+
+
+def test_pages_are_larger_on_cuda_unless_the_config_says() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert paged(EngineConfig(), cuda).page_size == 64
+    assert paged(EngineConfig(), cpu).page_size == EngineConfig().positions_per_page == 16
+    for device in (cpu, cuda):
+        assert paged(EngineConfig(page_size=24), device).page_size == 24
+
+
+def test_a_tile_of_keys_lies_within_a_page_of_cuda() -> None:
+    """On every GPU and for every head: then kernels look a page up once per tile."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from aioinfer.execution.build import CUDA_PAGE_SIZE
+    from aioinfer.model.attention.triton_decode import DecodeTuning
+    from aioinfer.model.attention.triton_prefill import PrefillTuning
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for head_dim in (16, 64, 80, 128, 256):
+            assert CUDA_PAGE_SIZE % DecodeTuning.of(head_dim, dtype).block_n == 0
+            for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+                assert CUDA_PAGE_SIZE % PrefillTuning.of(head_dim, dtype, capability).block_n == 0
 
 
 def test_lengths_that_cannot_be_served_are_refused() -> None:
@@ -101,8 +123,8 @@ def test_the_largest_steps_run_and_touch_the_junk_page_alone(settings: dict[str,
     parts = Parts(config, kind(model.spec), model, choice, cpu, GrammarWorker(), DeviceLane())
     backend, size = build(parts)
     prefill, decode = parts.largest_steps(size.max_model_len)
-    assert set(prefill.sections["slot_mapping"] // config.page_size) == {0}
-    assert set(decode.sections["slot_mapping"] // config.page_size) == {0}
+    assert set(prefill.sections["slot_mapping"] // config.positions_per_page) == {0}
+    assert set(decode.sections["slot_mapping"] // config.positions_per_page) == {0}
     assert max(decode.kv_lens) <= size.max_model_len, "beyond that there may be no position"
     assert len(decode.q_lens) == config.max_running_requests
     longest = config.max_running_requests * (size.max_model_len - 1)
