@@ -39,9 +39,11 @@ __all__ = [
     "attend_tile",
     "check_layout",
     "inverse_rms",
+    "mean_of_parts",
     "normalized",
     "rounded",
     "score_factors",
+    "scratch",
     "tile_dim",
 ]
 
@@ -135,6 +137,24 @@ def normalized(acc: tl.tensor, total: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def mean_of_parts(
+    weight: tl.tensor, value: tl.tensor, sinks: tl.tensor, head: tl.tensor, SINKS: tl.constexpr
+) -> tl.tensor:
+    """The mean [D] of parts ``value`` [S, D], whose weights are the powers of two of ``weight`` [S]; -inf and
+    zeros for a part that is not there. With SINKS the head's sink takes a share."""
+    peak = tl.max(weight, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        peak = tl.maximum(peak, sink)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    weight = tl.exp2(weight - shift)
+    total = tl.sum(weight, 0)
+    if SINKS:
+        total += tl.exp2(sink - shift)
+    return tl.sum(value * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+
+
+@triton.jit
 def rounded(x: tl.tensor, like: tl.tensor, INTERPRETED: tl.constexpr) -> tl.tensor:
     """``x``, float32, rounded to the nearest value of ``like``'s type, ties to even; still float32.
 
@@ -170,6 +190,12 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     if soft_cap is None:
         return 1.0, scale * math.log2(math.e)
     return scale / soft_cap, soft_cap * math.log2(math.e)
+
+
+def scratch(parts: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for ``parts`` partial results and their weights, float32."""
+    memory = torch.empty(parts * (head_dim + 1), dtype=torch.float32, device=device)
+    return memory[: parts * head_dim], memory[parts * head_dim :]
 
 
 def tile_dim(head_dim: int) -> int:
