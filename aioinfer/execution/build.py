@@ -89,6 +89,7 @@ class Parts:
             page_size=self.config.positions_per_page,
             dtype=model.spec.dtype,
             device=self.device,
+            invariant=self.config.deterministic,
         )
 
     def graphs(self, runner: Runner, max_len: int, sizes: list[int]) -> StepGraphs:
@@ -115,7 +116,6 @@ class Parts:
         return self.kind.graph_sizes(self.config)
 
 
-def fitted(config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
 def paged(config: EngineConfig, device: torch.device) -> EngineConfig:
     """The config with the number of positions per page that it leaves open: on CUDA a tile of keys lies
     within one page then, which attention kernels look up at once."""
@@ -124,6 +124,7 @@ def paged(config: EngineConfig, device: torch.device) -> EngineConfig:
     return replace(config, page_size=CUDA_PAGE_SIZE if device.type == "cuda" else PAGE_SIZE)
 
 
+def fitted(config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:
     """The config as the recurrent states of a loaded model need it, see
     :func:`~aioinfer.execution.sizing.fit_states`. Raises OutOfMemory."""
     if not spec.states:

@@ -66,7 +66,6 @@ class TorchDevice:
         from aioinfer.execution.cores import check_threads, cpu_quota, default_threads
         from aioinfer.execution.decoding import kind
         from aioinfer.model.attention.backend import choose_attention
-        from aioinfer.model.layers import why_variant
         from aioinfer.native.bindings import ThreadsUnavailable
         from aioinfer.sampling.backend import choose_sampling
 
@@ -88,8 +87,8 @@ class TorchDevice:
             decoding = kind(spec)
             config = fitted(decoding.fit(config), spec, device)
             choice = choose_attention(device, spec.head_dims, spec.dtype, config.attention_backend)
-            if config.deterministic and not model.invariant:
-                raise ConfigError(f"deterministic: {why_variant(spec.architecture, choice.name)}")
+            if config.deterministic:
+                _check_deterministic(model, choice.name)
             draft = self._load_draft(spec, device, progress)
             parts = Parts(config, decoding, model, choice, device, self._grammars, self.lane, draft)
             self._backend, size = build(parts, self._capture, progress)
@@ -101,6 +100,8 @@ class TorchDevice:
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
         # The algorithms of diffusion models draw their tokens themselves.
         sampling = None if spec.block_size else choose_sampling(device, config.sampling_backend)
+        if config.deterministic and device.type == "cuda" and sampling is not None:
+            _check_sampling(sampling)
         self.lane.parts = lambda: model.seconds
         self.synchronous = device.type == "cpu"
         self._packer = parts.packer(size.max_model_len, self._backend.graph_rows)
@@ -118,7 +119,7 @@ class TorchDevice:
             fallback_reason=spec.fallback_reason,
             dtype=str(spec.dtype).removeprefix("torch."),
             device=str(device),
-            kernels=_kernels(spec, choice, sampling),
+            kernels=_kernels(spec, choice, sampling, device),
             threads=torch.get_num_threads() if device.type == "cpu" else 0,
             kv_bytes=size.num_pages * parts.page_bytes,
             hidden_size=spec.hidden_size if spec.hidden_states and spec.block_size is None else None,
@@ -183,6 +184,7 @@ class TorchDevice:
             cache_weights=config.cache_weights,
             # What drafts has none.
             max_lora_rank=config.max_lora_rank if config.max_adapters and path is None else 0,
+            deterministic=config.deterministic,
             progress=progress,
             check_size=(lambda size: check_weights(size, memory_available())) if on_cpu else None,
         )
@@ -259,6 +261,25 @@ def pick_device(wanted: str) -> torch.device:
     return torch.device(wanted, torch.cuda.current_device()) if wanted == "cuda" else torch.device(wanted)
 
 
+def _check_deterministic(model: CausalLM, attention: str) -> None:
+    """Raise ConfigError if a token's bits may depend on the batch. ``attention``: the name of its backend."""
+    from aioinfer.model.layers import why_variant
+
+    spec = model.spec
+    variance = getattr(model, "variance", "")
+    if spec.block_size and attention != "native":
+        variance = "the algorithms of diffusion"
+    if variance or not model.invariant or attention not in ("native", "triton"):
+        raise ConfigError(f"deterministic: {why_variant(spec.architecture, attention, variance)}")
+
+
+def _check_sampling(sampling: Choice) -> None:
+    if sampling.name != "triton":
+        raise ConfigError(
+            f"deterministic: sampling is {sampling.name}, and what that adds depends on the batch"
+        )
+
+
 def _adapters(model: CausalLM, config: EngineConfig) -> tuple[AdapterSlots | None, str]:
     """The slots of a model's adapters, or why there are none."""
     if not config.max_adapters:
@@ -271,8 +292,10 @@ def _adapters(model: CausalLM, config: EngineConfig) -> tuple[AdapterSlots | Non
     return slots, ""
 
 
-def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice | None) -> dict[str, str]:
-    """By part of the model, its backend and the reason for it."""
+def _kernels(
+    spec: ModelSpec, attention: Choice, sampling: Choice | None, device: torch.device
+) -> dict[str, str]:
+    """By part of the model, its backend and the reason for it, and what they are compiled for."""
     chosen = {"attention": (attention.name, attention.reason)}
     if spec.layer_kernels:
         chosen["layers"] = (spec.layer_kernels, spec.layer_reason)
@@ -285,6 +308,12 @@ def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice | None) -> dic
         from aioinfer.native.bindings import instructions
 
         kernels["instructions"] = instructions()
+    if device.type == "cuda":
+        import torch
+
+        # Kernels are compiled for it, and their tiles chosen by it.
+        major, minor = torch.cuda.get_device_capability(device)
+        kernels["instructions"] = f"compute capability {major}.{minor}"
     return kernels
 
 

@@ -104,6 +104,8 @@ class TorchLayers:
     make_linear: MakeLinear
     #: of the layers that are made; None: they are not adapted
     adapters: TorchAdapters | None = None
+    #: ``make_linear`` and the operations add in one order, whatever the batch is, and so shall the rest
+    invariant: bool = False
     native = False
     kept_bits: ClassVar[Collection[int]] = ()
 
@@ -122,7 +124,7 @@ class TorchLayers:
     def sparse(
         self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
     ) -> FeedForward:
-        return make_sparse(rule, stored, shared, backend)
+        return make_sparse(rule, stored, shared, backend, invariant=self.invariant)
 
     def decoder(
         self,
@@ -135,6 +137,11 @@ class TorchLayers:
     ) -> CausalLM:
         vectors = words.view()
         to_logits = self.make_linear(vectors if head is words else head.view(), None)
+        variance = "products of layers"
+        if self.invariant:
+            from aioinfer.model.invariance import variant_part
+
+            variance = variant_part(layers, parts["embedding"], parts["norm"])
         return Decoder(
             spec,
             layers,
@@ -143,6 +150,7 @@ class TorchLayers:
             operations=self.operations,
             adapters=self.adapters,
             adapter_reason="max_lora_rank is 0",
+            variance=variance,
             **parts,
         )
 
@@ -189,12 +197,22 @@ def check_cache_weights(layers: Backend | None, load_format: str, architecture: 
         raise ConfigError(f"cache_weights: these layers are {layers.name}, without packed weights")
 
 
-def why_variant(architecture: str, attention: str) -> str:
-    """Why the logits of a model that is not native throughout may depend on the batch, for error messages.
-    ``attention`` is the name of its attention backend."""
-    if attention != "native":
-        return f"the bits that {attention} kernels compute depend on the batch; native ones' on a CPU do not"
-    return f"not all of {architecture} is computed by native kernels"
+def why_variant(architecture: str, attention: str, variance: str = "") -> str:
+    """Why the logits of a model may depend on the batch, for error messages.
+
+    Args:
+        attention: the name of its attention backend.
+        variance: what :func:`~aioinfer.model.invariance.variant_part` found in the model, if it looked.
+    """
+    if attention == "native":
+        return f"not all of {architecture} is computed by native kernels"
+    if attention == "triton":
+        found = variance or "transformers' code"
+        return f"of {architecture}, {found} may add in an order that depends on the batch"
+    return (
+        f"the bits that {attention} kernels compute depend on the batch; those of native kernels on a CPU "
+        "and of Triton's on CUDA do not"
+    )
 
 
 def make_layers(
@@ -207,19 +225,30 @@ def make_layers(
     max_lora_rank: int = 0,
 ) -> LayerKernels:
     """The layers' kernels for an attention backend.
+    *,
+    invariant: bool = False,
 
     Args:
         sizes: the inner dimensions of the layers.
         blobs: of packed weights, for native kernels.
         max_lora_rank: of adapters; 0: the layers are not adapted.
     """
-    if choose_layers(backend, sizes).name == "native":
+    backend = choose_layers(backend, sizes)
+    if backend.name == "native":
+        invariant: if Triton computes the attention, products add in one order whatever the batch is. Native
+            kernels always do.
         from aioinfer.model.native_layers import NativeLayers
         from aioinfer.native.bindings import shared_thread_pool
 
         pool = shared_thread_pool(torch.get_num_threads())
         return NativeLayers(pool, quantization, blobs, max_lora_rank)
-    # A captured CUDA graph reads weights in place: not packed.
-    make_linear = TorchLinear if backend.name == "triton" else packed_or_torch(device, dtype)
     adapters = make_adapters(dtype, device, max_lora_rank, triton=backend.name == "triton")
-    return TorchLayers(make_operations(backend), make_linear, adapters)
+    operations = make_operations(backend)
+    if backend.name != "triton":
+        return TorchLayers(operations, packed_or_torch(device, dtype), adapters)
+    if invariant:
+        from aioinfer.model.triton_linear import TritonLinear
+
+        return TorchLayers(operations, TritonLinear, adapters, invariant=True)
+    # A captured CUDA graph reads weights in place: not packed.
+    return TorchLayers(operations, TorchLinear, adapters)

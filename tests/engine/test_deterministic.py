@@ -105,11 +105,16 @@ async def together(config: EngineConfig, wanted: list[Ask], dice: random.Random)
     return [found[at] for at in range(len(wanted))], retractions
 
 
-async def mix(seed: int, dtype: str, quantization: str = "none", size: int = 12) -> int:
+async def mix(seed: int, dtype: str, quantization: str = "none", size: int = 12, device: str = "cpu") -> int:
     """One mix of requests, alone and together; how often somebody was retracted."""
     dice = random.Random(f"deterministic {seed} {dtype}")
     wanted = asks(dice, size)
-    base: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "deterministic": True}
+    base: dict[str, Any] = {
+        "dtype": dtype,
+        "quantization": quantization,
+        "deterministic": True,
+        "device": device,
+    }
     expected = await alone(EngineConfig(**base, overlap_steps=0, prefix_cache=False, threads=2), wanted)
     settings = company(dice)
     if seed % 2 == 0:
@@ -131,6 +136,14 @@ async def test_company_changes_no_bit(dtype: str, quantization: Quantization) ->
     assert sum(retractions), "the pools were to be too small"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+async def test_company_changes_no_bit_on_cuda(dtype: str) -> None:
+    """With captured graphs, and on kernels in Triton."""
+    retractions = [await mix(seed, dtype, device="cuda") for seed in range(4)]
+    assert sum(retractions), "the pools were to be too small"
+
+
 @pytest.mark.parametrize("settings", [{"attention_backend": "sdpa"}, {"transformers_fallback": True}])
 async def test_kernels_that_cannot_promise_it_are_an_error(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="deterministic"):
@@ -142,11 +155,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mixes", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     retractions = 0
     for seed in range(options.first, options.first + options.mixes):
-        ways = get_args(Quantization)
-        retractions += asyncio.run(mix(seed, ["bfloat16", "float32"][seed % 2], ways[seed // 2 % len(ways)]))
+        ways = get_args(Quantization) if options.device == "cpu" else ("none",)
+        dtype, way = ["bfloat16", "float32"][seed % 2], ways[seed // 2 % len(ways)]
+        retractions += asyncio.run(mix(seed, dtype, way, device=options.device))
     print(f"{options.mixes} mixes of 12 requests: the same bits, {retractions} retractions")
 
 

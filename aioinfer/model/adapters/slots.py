@@ -49,6 +49,11 @@ class AdaptedLinear:
         self._adapters = adapters
         self._index = index
 
+    @property
+    def linear(self) -> Linear:
+        """The layer without adapters."""
+        return self._linear
+
     def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
         """See :class:`~aioinfer.model.linear.Linear`."""
         self._linear.set(weight, bias)

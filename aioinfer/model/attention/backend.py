@@ -68,7 +68,8 @@ def make_attention(
     device: torch.device,
 ) -> Attention:
     """Attention by ``backend``, over a new KV pool for ``layers``, of ``num_pages`` pages and the null
-    page."""
+    invariant: bool = False,
+    page. ``invariant``: Triton's gives a token the same bits in any batch, as the native one always does."""
     sizes = {"num_pages": num_pages, "page_size": page_size}
     if backend.name == "native":
         from aioinfer.model.attention.native_attention import NativeAttention
@@ -80,7 +81,7 @@ def make_attention(
         return SDPAAttention(pool)
     from aioinfer.model.attention.triton_attention import TritonAttention
 
-    return TritonAttention(pool)
+    return TritonAttention(pool, invariant=invariant)
 
 
 def make_operations(backend: Backend) -> Operations:
