@@ -77,7 +77,7 @@ class EngineConfig:
     )
 
     device: Literal["auto", "cpu", "cuda"] = option("auto", "kernels", "auto: cuda where available")
-    attention_backend: Literal["auto", "triton", "native", "sdpa"] = option(
+    attention_backend: Literal["auto", "triton", "flashinfer", "native", "sdpa"] = option(
         "auto", "kernels", "attention kernels"
     )
     moe_backend: Literal["auto", "triton", "native", "grouped", "loop"] = option(

@@ -158,7 +158,9 @@ class TorchLayers:
 def choose_layers(backend: Backend, sizes: Sequence[int]) -> Backend:
     """The backend of layers whose matrix products have the inner dimensions ``sizes``; ``backend`` is that of
     attention. They are the same, unless it is native and a size is no multiple of 16: then torch computes
-    everything but attention."""
+    everything but attention; or FlashInfer, which computes nothing else: Triton does."""
+    if backend.name == "flashinfer":
+        return Backend("triton", f"attention is by FlashInfer: {backend.reason}")
     if backend.name == "native" and any(size % _NATIVE_MULTIPLE for size in sizes):
         return Backend("sdpa", f"inner dimensions are no multiples of {_NATIVE_MULTIPLE}")
     return backend
@@ -223,20 +225,20 @@ def make_layers(
     quantization: Quantization = "auto",
     blobs: Blobs | None = None,
     max_lora_rank: int = 0,
-) -> LayerKernels:
-    """The layers' kernels for an attention backend.
     *,
     invariant: bool = False,
+) -> LayerKernels:
+    """The layers' kernels for an attention backend.
 
     Args:
         sizes: the inner dimensions of the layers.
         blobs: of packed weights, for native kernels.
         max_lora_rank: of adapters; 0: the layers are not adapted.
+        invariant: if Triton computes the attention, products add in one order whatever the batch is. Native
+            kernels always do.
     """
     backend = choose_layers(backend, sizes)
     if backend.name == "native":
-        invariant: if Triton computes the attention, products add in one order whatever the batch is. Native
-            kernels always do.
         from aioinfer.model.native_layers import NativeLayers
         from aioinfer.native.bindings import shared_thread_pool
 

@@ -20,7 +20,7 @@ from aioinfer.model.triton_support import dtype_unsupported, triton_unsupported
 __all__ = ["AttentionBackend", "choose_attention", "make_attention", "make_operations"]
 
 #: values of the option ``attention_backend``
-AttentionBackend = Literal["auto", "triton", "native", "sdpa"]
+AttentionBackend = Literal["auto", "triton", "flashinfer", "native", "sdpa"]
 
 #: what "auto" tries, by device type
 _AUTOMATIC = {"cuda": ("triton", "sdpa"), "cpu": ("native", "sdpa")}
@@ -36,7 +36,8 @@ def choose_attention(
     wanted: AttentionBackend = "auto",
     progress: Progress | None = None,
 ) -> Backend:
-    """The backend of attention: "triton", "native" or "sdpa" (torch's own kernels).
+    """The backend of attention: "triton", "flashinfer" (FlashInfer for prefill rows, Triton for the rest),
+    "native" or "sdpa" (torch's own kernels).
 
     "auto" is Triton on a CUDA device for which it compiles, native kernels on a CPU where a compiler is
     found, else "sdpa". ``head_dims``: sizes of the heads of all layers.
@@ -50,6 +51,7 @@ def choose_attention(
         wanted,
         {
             "triton": lambda: _triton_unsupported(device, head_dims, dtype),
+            "flashinfer": lambda: _flashinfer_unsupported(device, head_dims, dtype),
             "native": lambda: _native_unsupported(device, head_dims, dtype, progress),
             "sdpa": lambda: None,
         },
@@ -66,9 +68,9 @@ def make_attention(
     page_size: int,
     dtype: torch.dtype,
     device: torch.device,
+    invariant: bool = False,
 ) -> Attention:
     """Attention by ``backend``, over a new KV pool for ``layers``, of ``num_pages`` pages and the null
-    invariant: bool = False,
     page. ``invariant``: Triton's gives a token the same bits in any batch, as the native one always does."""
     sizes = {"num_pages": num_pages, "page_size": page_size}
     if backend.name == "native":
@@ -79,13 +81,17 @@ def make_attention(
     pool = KVPool(layers, dtype=dtype, device=device, **sizes)
     if backend.name == "sdpa":
         return SDPAAttention(pool)
+    if backend.name == "flashinfer":
+        from aioinfer.model.attention.flashinfer_attention import FlashInferAttention
+
+        return FlashInferAttention(pool)
     from aioinfer.model.attention.triton_attention import TritonAttention
 
     return TritonAttention(pool, invariant=invariant)
 
 
 def make_operations(backend: Backend) -> Operations:
-    """The operations that go with the backend of attention."""
+    """The operations that go with the backend of layers."""
     if backend.name != "triton":
         return TorchOperations()
     from aioinfer.model.operations.triton_operations import TritonOperations
@@ -97,6 +103,17 @@ def _triton_unsupported(device: torch.device, head_dims: Collection[int], dtype:
     if max(head_dims) > _LARGEST_HEAD:
         return f"heads of size {max(head_dims)} are larger than {_LARGEST_HEAD}"
     return dtype_unsupported(dtype) or triton_unsupported(device)
+
+
+def _flashinfer_unsupported(
+    device: torch.device, head_dims: Collection[int], dtype: torch.dtype
+) -> str | None:
+    reason = _triton_unsupported(device, head_dims, dtype)
+    if reason is not None:
+        return reason
+    from aioinfer.model.attention.flashinfer_attention import flashinfer_unsupported
+
+    return flashinfer_unsupported(frozenset(head_dims), dtype)
 
 
 def _native_unsupported(
