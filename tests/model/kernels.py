@@ -19,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -56,16 +55,15 @@ def kernels_or_skip(device: str) -> ModuleType:
     return triton_common
 
 
-def compiled(module: str, cache: Path) -> list[dict[str, Any]]:
+def compiled(module: str, cache: Path, *arguments: str) -> list[dict[str, Any]]:
     """What a module says of the kernels that it compiles, in a process of its own: whether Triton compiles or
     interprets is settled on import."""
     pytest.importorskip("triton", reason="triton is not installed")
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     path = os.pathsep.join([str(_ROOT), *filter(None, [env.get("PYTHONPATH")])])
     env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
-    done = subprocess.run(
-        [sys.executable, "-m", module], cwd=_ROOT, env=env, text=True, capture_output=True, timeout=200
-    )
+    command = [sys.executable, "-m", module, *arguments]
+    done = subprocess.run(command, cwd=_ROOT, env=env, text=True, capture_output=True, timeout=250)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -100,10 +98,10 @@ def _remember_builtins() -> None:
     if hasattr(interpreter, "_patch_builtin") and hasattr(interpreter, "_patch_attr"):
         interpreter._patch_builtin = replace
 
-def matmul_by_rows(a: np.ndarray, b: np.ndarray, dtype: object = None) -> np.ndarray:
+
+def matmul_by_rows(a: Any, b: Any, dtype: object = None) -> Any:
     """What BLAS does not promise and the matrix unit does: a row's sums, wherever in the matrix it is."""
     return (a[:, :, None] * b[None]).sum(1, dtype=dtype)
-
 
 
 def integers(*shape: int, seed: int) -> torch.Tensor:

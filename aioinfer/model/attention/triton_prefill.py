@@ -76,11 +76,26 @@ class PrefillTuning:
 
     @classmethod
     def of(cls, head_dim: int, dtype: torch.dtype, capability: tuple[int, int]) -> PrefillTuning:
-        """Tiles that compile without spills, for compute capability 9 to wgmma, in the shared memory of the
-        device."""
+        """Tiles that compile without spills in the shared memory of the device.
+
+        Hopper multiplies by wgmma, whose operands lie in shared memory, of which there are 227 KiB; those of
+        other GPUs take registers, and some have 99 KiB.
+        """
         if dtype.itemsize == 4:
-            return cls(block_m=32, block_n=16)
-        return cls(block_n=32) if head_dim > 128 else cls()
+            # Without a matrix unit: small enough for the registers.
+            few = cls(block_m=16, block_n=16, num_warps=4)
+            return cls(block_m=32, block_n=16) if capability[0] == 9 else few
+        # What masks the rest of a tile takes registers, too.
+        padded = head_dim > 64 and tile_dim(head_dim) > head_dim
+        if capability[0] == 9:
+            if head_dim > 128:
+                return cls(block_m=64, block_n=32)
+            return cls(block_n=32) if padded else cls()
+        if head_dim > 128:
+            return cls(block_m=64, block_n=32, num_stages=2)
+        if padded or (head_dim > 64 and capability[0] > 9):
+            return cls(block_m=64, block_n=32)
+        return cls(block_n=32) if head_dim > 64 else cls()
 
 
 @triton.jit
