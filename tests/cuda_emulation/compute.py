@@ -259,8 +259,11 @@ def _paged(
 def paged_prefill(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_table: torch.Tensor, cu_q: torch.Tensor,
     kv_len: torch.Tensor, *, scale: float, window: int | None, soft_cap: float | None, block: int = 1,
-    out: torch.Tensor, num_tokens: int, tuning: object,
+    out: torch.Tensor | None = None, num_tokens: int, tuning: object, splits: int = 1,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
+    assert sinks is None, "sinks are not emulated"
+    out = torch.empty_like(q) if out is None else out
     tensors = [alias(tensor) for tensor in (q, keys, values, block_table, cu_q, kv_len, out)]
     scoring: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "block": block}
     enqueue(lambda: _paged(*tensors, **scoring), "paged_prefill")
@@ -283,11 +286,12 @@ def store_kv(
 
 
 def rotate_and_store(
-    qkv: torch.Tensor, norm: HeadNorm | None, rotary: Rotary, keys: torch.Tensor, values: torch.Tensor,
-    slot_mapping: torch.Tensor,
+    qkv: torch.Tensor, norm: HeadNorm | None, rotary: Rotary | None, keys: torch.Tensor, values: torch.Tensor,
+    slot_mapping: torch.Tensor, *, shared: bool = False,
 ) -> torch.Tensor:  # fmt: skip
-    q, k, v = split_heads(qkv, keys.shape[2], norm, rotary)
-    store_kv(k, v, keys, values, slot_mapping)
+    q, k, v = split_heads(qkv, 0 if shared else keys.shape[2], norm, rotary)
+    if not shared:
+        store_kv(k, v, keys, values, slot_mapping)
     return q
 
 
