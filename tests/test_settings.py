@@ -34,7 +34,7 @@ def test_keywords_win_over_variables_over_the_file_over_the_defaults(tmp_path: P
 def test_the_variables_are_those_of_the_process_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AIOINFER_PAGE_SIZE", "8")
     assert EngineConfig.load().page_size == 8
-    assert EngineConfig.load(environ={}).page_size == 16
+    assert EngineConfig.load(environ={}).page_size is None
 
 
 def test_a_keyword_that_is_no_field_is_a_type_error() -> None:

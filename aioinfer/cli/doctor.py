@@ -204,6 +204,9 @@ def _check_promises(
     check_float8(config.quantization, device, model.dtype)
     if config.cache_weights:
         check_cache_weights(own_layers, config.load_format, model.architecture)
-    native = all(each is None or each.name == "native" for each in (layers, experts))
-    if config.deterministic and not (model.own and native):
+    if not config.deterministic:
+        return
+    kernels = {each.name for each in (layers, experts) if each is not None}
+    # Of Triton's, more is known when the model is loaded.
+    if not model.own or kernels not in ({"native"}, {"triton"}):
         raise ConfigError(f"deterministic: {why_variant(model.architecture, attention)}")

@@ -6,7 +6,7 @@ environment over the file, the file over the defaults below. A field's metadata 
 and its bounds.
 """
 
-from aioinfer.config.engine import SPECULATION, EngineConfig, policy_names
+from aioinfer.config.engine import PAGE_SIZE, SPECULATION, EngineConfig, policy_names
 from aioinfer.config.options import GROUPS
 from aioinfer.config.replica import ReplicaConfig
 from aioinfer.config.server import ServerConfig, is_loopback
@@ -14,6 +14,7 @@ from aioinfer.settings import load_settings, parse_setting, value_names
 
 __all__ = [
     "GROUPS",
+    "PAGE_SIZE",
     "SPECULATION",
     "EngineConfig",
     "ReplicaConfig",

@@ -24,9 +24,11 @@ from aioinfer.config.options import (
 from aioinfer.errors import ConfigError
 from aioinfer.settings import shown
 
-__all__ = ["EngineConfig", "policy_names"]
+__all__ = ["PAGE_SIZE", "EngineConfig", "policy_names"]
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
+#: positions of a page, where neither a config nor the device says otherwise
+PAGE_SIZE = 16
 #: ways of drafting
 SPECULATION = ("off", "lookup")
 
@@ -81,7 +83,7 @@ class EngineConfig:
 
     #: cuda without a number is the current CUDA device of the thread that starts the engine.
     device: str = option("auto", "kernels", "auto, cpu, cuda or cuda:N; auto: cuda where available")
-    attention_backend: Literal["auto", "triton", "native", "sdpa"] = option(
+    attention_backend: Literal["auto", "triton", "flashinfer", "native", "sdpa"] = option(
         "auto", "kernels", "attention kernels"
     )
     moe_backend: Literal["auto", "triton", "native", "grouped", "loop"] = option(
@@ -109,7 +111,9 @@ class EngineConfig:
     )
 
     #: Of a diffusion model: a multiple of the block size.
-    page_size: int = option(16, "memory", "KV positions per page", AT_LEAST_ONE)
+    page_size: int | None = option(
+        None, "memory", "KV positions per page; default: 64 on CUDA, else 16", AT_LEAST_ONE
+    )
     #: fp8: e4m3 with a power of two for each head of a token, half the memory of bfloat16.
     kv_dtype: Literal["auto", "fp8"] = option(
         "auto", "memory", "type of keys and values; auto: the model's; fp8: half of it (Triton only)"
@@ -399,6 +403,11 @@ class EngineConfig:
     def chunk_tokens(self) -> int:
         """``chunk_size``, or what it is where nothing says otherwise."""
         return 512 if self.chunk_size is None else self.chunk_size
+
+    @property
+    def positions_per_page(self) -> int:
+        """``page_size``, or what it is where the device has no other default."""
+        return PAGE_SIZE if self.page_size is None else self.page_size
 
     @property
     def num_slots(self) -> int:

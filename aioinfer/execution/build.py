@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
-from aioinfer.config import EngineConfig
+from aioinfer.config import PAGE_SIZE, EngineConfig
 from aioinfer.execution.backends import Backend, CpuBackend, CudaBackend
 from aioinfer.execution.decoding.base import Kind
 from aioinfer.execution.grammar_worker import GrammarWorker
@@ -28,7 +28,10 @@ from aioinfer.model.spec import CausalLM, ModelSpec, Progress
 from aioinfer.model.state import StatePool
 from aioinfer.observe.timeline import DeviceLane
 
-__all__ = ["Parts", "build", "fitted"]
+__all__ = ["CUDA_PAGE_SIZE", "Parts", "build", "fitted", "paged"]
+
+#: positions of a page on CUDA by default: the most keys of a tile of the attention kernels
+CUDA_PAGE_SIZE = 64
 
 _NO_GRAPHS = GraphShapes()
 
@@ -51,7 +54,7 @@ class Parts:
     def page_bytes(self) -> int:
         """Of both models: they have the same pages."""
         models = [self.model] if self.draft is None else [self.model, self.draft]
-        page_size = self.config.page_size
+        page_size = self.config.positions_per_page
         float8 = self.config.kv_dtype == "fp8"
         return sum(
             KVPool.bytes_per_page(each.spec.kv_layers, page_size, each.spec.dtype, float8=float8)
@@ -61,9 +64,10 @@ class Parts:
     def packer(self, max_len: int, graphs: GraphShapes = _NO_GRAPHS) -> Packer:
         """For sequences of up to ``max_len`` positions."""
         config = self.config
-        pages = -(-max_len // config.page_size)
+        pages = -(-max_len // config.positions_per_page)
         rows, states = self.kind.rows(config), bool(self.model.spec.states)
-        return Packer(rows, config.num_slots, pages, config.page_size, graphs, states=states)
+        page_size = config.positions_per_page
+        return Packer(rows, config.num_slots, pages, page_size, graphs, states=states)
 
     def runner(self, num_pages: int, num_snapshots: int | None = None) -> Runner:
         """Runs steps over new pools."""
@@ -90,15 +94,16 @@ class Parts:
             backend,
             model.spec.kv_layers,
             num_pages=num_pages,
-            page_size=self.config.page_size,
+            page_size=self.config.positions_per_page,
             dtype=model.spec.dtype,
             device=self.device,
             kv_dtype=self.config.kv_dtype,
+            invariant=self.config.deterministic,
         )
 
     def graphs(self, runner: Runner, max_len: int, shapes: GraphShapes) -> StepGraphs:
         """Of these shapes, not captured yet."""
-        page_size = self.config.page_size
+        page_size = self.config.positions_per_page
         captured = runner.decoding.captured(
             *(runner.model, runner.attention),
             shapes=shapes,
@@ -118,6 +123,14 @@ class Parts:
         if graphs_unsupported(self.device, kernels, self.model.capturable, experts) is not None:
             return _NO_GRAPHS
         return self.kind.graph_shapes(self.config)
+
+
+def paged(config: EngineConfig, device: torch.device) -> EngineConfig:
+    """The config with the number of positions per page that it leaves open: on CUDA a tile of keys lies
+    within one page then, which attention kernels look up at once."""
+    if config.page_size is not None:
+        return config
+    return replace(config, page_size=CUDA_PAGE_SIZE if device.type == "cuda" else PAGE_SIZE)
 
 
 def fitted(config: EngineConfig, spec: ModelSpec, device: torch.device) -> EngineConfig:

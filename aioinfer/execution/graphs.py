@@ -51,7 +51,7 @@ def graphs_unsupported(
     """
     if device.type != "cuda":
         return f"the device is a {device.type}"
-    if attention != "triton":
+    if attention not in ("triton", "flashinfer"):
         return f"{attention} attention asks the host for lengths"
     if experts not in (None, "triton"):
         return f"{experts} kernels of experts may ask the host how many tokens each has"

@@ -156,14 +156,14 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
     num_pages = config.num_pages
     if num_pages is None:
         # Never more than every running request could use at its longest.
-        useful = config.running_requests * -(-wanted_len // config.page_size)
+        useful = config.running_requests * -(-wanted_len // config.positions_per_page)
         num_pages = min(useful, budget // page_bytes)
     if num_pages < 1:
         raise OutOfMemory(
             f"not one KV page of {page_bytes} bytes fits into the memory budget of {budget} bytes: "
             "a smaller model or dtype, or more memory (gpu_memory_utilization, kv_memory_gib) is needed"
         )
-    capacity = num_pages * config.page_size
+    capacity = num_pages * config.positions_per_page
     if config.max_model_len is not None and config.max_model_len > capacity:
         raise ConfigError(
             f"max_model_len is {config.max_model_len}, but {num_pages} pages hold {capacity} positions"

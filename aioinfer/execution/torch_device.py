@@ -71,15 +71,14 @@ class TorchDevice:
         import torch
 
         from aioinfer.execution.backends import lacks_memory
-        from aioinfer.execution.build import Parts, build, fitted
+        from aioinfer.execution.build import Parts, build, fitted, paged
         from aioinfer.execution.cores import check_threads, cpu_quota, default_threads
         from aioinfer.execution.decoding import kind
         from aioinfer.model.attention.backend import check_kv_dtype, choose_attention
-        from aioinfer.model.layers import why_variant
         from aioinfer.native.bindings import ThreadsUnavailable
         from aioinfer.sampling.backend import choose_proposing, choose_sampling
 
-        wanted = config = self._config
+        wanted = config = self._config = paged(self._config, device)
         if device.type == "cpu":
             before = torch.get_num_threads()
             threads = config.threads or default_threads(before, cpu_quota())
@@ -100,8 +99,8 @@ class TorchDevice:
             config = fitted(decoding.fit(wanted), spec, device)
             choice = choose_attention(device, spec.head_dims, spec.dtype, config.attention_backend)
             check_kv_dtype(config.kv_dtype, choice)
-            if config.deterministic and not model.invariant:
-                raise ConfigError(f"deterministic: {why_variant(spec.architecture, choice.name)}")
+            if config.deterministic:
+                _check_deterministic(model, choice.name)
             draft = self._load_draft(spec, device, progress)
             parts = Parts(config, decoding, model, choice, device, self._grammars, self.lane, draft)
             self._backend, size = build(parts, self._capture, progress)
@@ -113,6 +112,8 @@ class TorchDevice:
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
         choose = choose_proposing if spec.block_size else choose_sampling
         sampling = choose(device, config.sampling_backend)
+        if config.deterministic and device.type == "cuda":
+            _check_sampling(sampling)
         self.lane.parts = lambda: model.seconds
         self.synchronous = device.type == "cpu"
         self._packer = parts.packer(size.max_model_len, self._backend.graphs)
@@ -122,16 +123,16 @@ class TorchDevice:
             max_model_len=size.max_model_len,
             num_pages=size.num_pages,
             eos_token_ids=frozenset(spec.eos_token_ids),
-            description=_describe(spec, device, size.num_pages * config.page_size, choice.name)
+            description=_describe(spec, device, size.num_pages * config.positions_per_page, choice.name)
             + (" in fp8" if config.kv_dtype == "fp8" else ""),
-            page_size=config.page_size,
+            page_size=config.positions_per_page,
             block_size=spec.block_size,
             mask_token_id=spec.mask_token_id,
             implementation="transformers" if spec.fallback_reason else "own",
             fallback_reason=spec.fallback_reason,
             dtype=str(spec.dtype).removeprefix("torch."),
             device=str(device),
-            kernels=_kernels(spec, choice, sampling),
+            kernels=_kernels(spec, choice, sampling, device),
             threads=torch.get_num_threads() if device.type == "cpu" else 0,
             kv_bytes=size.num_pages * parts.page_bytes,
             hidden_size=spec.hidden_size if spec.hidden_states and spec.block_size is None else None,
@@ -174,11 +175,11 @@ class TorchDevice:
             raise ConfigError(
                 f"speculation: {draft.spec.architecture} has a recurrent state, and cannot draft"
             )
-        if self._config.page_size % draft.spec.unit:
+        if self._config.positions_per_page % draft.spec.unit:
             name, unit = draft.spec.architecture, draft.spec.unit
             raise ConfigError(
                 f"page_size must be a multiple of {unit}, the block of {name}, which drafts; got "
-                f"{self._config.page_size}"
+                f"{self._config.positions_per_page}"
             )
         return draft
 
@@ -201,6 +202,7 @@ class TorchDevice:
             cache_weights=config.cache_weights,
             # What drafts has none.
             max_lora_rank=config.max_lora_rank if config.max_adapters and path is None else 0,
+            deterministic=config.deterministic,
             progress=progress,
             check_size=(lambda size: check_weights(size, memory_available())) if on_cpu else None,
         )
@@ -271,6 +273,25 @@ class TorchDevice:
             self._threads_before = None
 
 
+def _check_deterministic(model: CausalLM, attention: str) -> None:
+    """Raise ConfigError if a token's bits may depend on the batch. ``attention``: the name of its backend."""
+    from aioinfer.model.layers import why_variant
+
+    spec = model.spec
+    variance = getattr(model, "variance", "")
+    if spec.block_size and attention != "native":
+        variance = "the algorithms of diffusion"
+    if variance or not model.invariant or attention not in ("native", "triton"):
+        raise ConfigError(f"deterministic: {why_variant(spec.architecture, attention, variance)}")
+
+
+def _check_sampling(sampling: Choice) -> None:
+    if sampling.name != "triton":
+        raise ConfigError(
+            f"deterministic: sampling is {sampling.name}, and what that adds depends on the batch"
+        )
+
+
 def _adapters(model: CausalLM, config: EngineConfig) -> tuple[AdapterSlots | None, str]:
     """The slots of a model's adapters, or why there are none."""
     if not config.max_adapters:
@@ -283,8 +304,8 @@ def _adapters(model: CausalLM, config: EngineConfig) -> tuple[AdapterSlots | Non
     return slots, ""
 
 
-def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice) -> dict[str, str]:
-    """By part of the model, its backend and the reason for it."""
+def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice, device: torch.device) -> dict[str, str]:
+    """By part of the model, its backend and the reason for it, and what they are compiled for."""
     chosen = {"attention": (attention.name, attention.reason)}
     if spec.layer_kernels:
         chosen["layers"] = (spec.layer_kernels, spec.layer_reason)
@@ -296,6 +317,12 @@ def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice) -> dict[str, 
         from aioinfer.native.bindings import instructions
 
         kernels["instructions"] = instructions()
+    if device.type == "cuda":
+        import torch
+
+        # Kernels are compiled for it, and their tiles chosen by it.
+        major, minor = torch.cuda.get_device_capability(device)
+        kernels["instructions"] = f"compute capability {major}.{minor}"
     return kernels
 
 

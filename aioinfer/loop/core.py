@@ -120,7 +120,7 @@ class Core:
     def _new_scheduler(self) -> Scheduler:
         config, info = self._config, self.info
         memory = Memory(
-            PageAllocator(info.num_pages, info.page_size or config.page_size),
+            PageAllocator(info.num_pages, info.page_size or config.positions_per_page),
             SlotPool(config.num_slots),
             prefix_cache=config.prefix_cache and not info.whole_prompts,
             snapshots=info.num_snapshots,

@@ -151,7 +151,7 @@ def completed(
     info = with_end_tokens(info, tokenizer)
     return dataclasses.replace(
         info,
-        page_size=config.page_size if info.page_size is None else info.page_size,
+        page_size=config.positions_per_page if info.page_size is None else info.page_size,
         overlap_steps=config.overlap_steps,
         deterministic=config.deterministic,
         model=config.model_name,

@@ -34,7 +34,7 @@ def measure(runtime: Runtime, measuring: Measuring) -> None:
         "version": __version__,
         "device": info.device or info.description,
         "dtype": info.dtype,
-        "page_size": str(info.page_size or config.page_size),
+        "page_size": str(info.page_size or config.positions_per_page),
         "prefix_cache": str(config.prefix_cache).lower(),
         "policy": runtime.core.scheduler.queues.waiting.name,
     }

@@ -69,7 +69,6 @@ class Decoder:
     """See :class:`~aioinfer.model.spec.CausalLM`."""
 
     capturable = True
-    invariant = False
     seconds: Mapping[str, float] = MappingProxyType({})
 
     def __init__(
@@ -85,6 +84,7 @@ class Decoder:
         operations: Operations,
         adapters: TorchAdapters | None = None,
         adapter_reason: str = "its layers compute none",
+        variance: str = "products of layers",
     ) -> None:
         """
         Args:
@@ -98,8 +98,12 @@ class Decoder:
             operations: the kernels between matrix products.
             adapters: those of the linear layers; None: they have none.
             adapter_reason: why they have none.
+            variance: what adds in an order that may depend on the batch; empty if nothing does.
         """
         self.spec = spec
+        self.variance = variance
+        #: with an attention that is invariant, too
+        self.invariant = not variance
         self.adapters = adapters
         self.adapter_reason = "" if adapters else adapter_reason
         self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None

@@ -108,6 +108,8 @@ class TorchLayers:
     adapters: TorchAdapters | None = None
     #: makes layers of floats of 8 bits; None: there are none
     float8: Float8Layers | None = None
+    #: ``make_linear`` and the operations add in one order, whatever the batch is, and so shall the rest
+    invariant: bool = False
     native = False
 
     @property
@@ -133,7 +135,7 @@ class TorchLayers:
     ) -> FeedForward:
         if self.float8 is not None and self.float8.rounds:
             raise ConfigError("quantization: experts are not rounded to fp8, only dense layers are")
-        return make_sparse(rule, stored, shared, backend)
+        return make_sparse(rule, stored, shared, backend, invariant=self.invariant)
 
     def decoder(
         self,
@@ -146,6 +148,11 @@ class TorchLayers:
     ) -> CausalLM:
         vectors = words.view()
         to_logits = self.make_linear(vectors if head is words else head.view(), None)
+        variance = "products of layers"
+        if self.invariant:
+            from aioinfer.model.invariance import variant_part
+
+            variance = variant_part(layers, parts["embedding"], parts["norm"])
         return Decoder(
             spec,
             layers,
@@ -154,6 +161,7 @@ class TorchLayers:
             operations=self.operations,
             adapters=self.adapters,
             adapter_reason="max_lora_rank is 0",
+            variance=variance,
             **parts,
         )
 
@@ -161,7 +169,9 @@ class TorchLayers:
 def choose_layers(backend: Backend, sizes: Sequence[int]) -> Backend:
     """The backend of layers whose matrix products have the inner dimensions ``sizes``; ``backend`` is that of
     attention. They are the same, unless it is native and a size is no multiple of 16: then torch computes
-    everything but attention."""
+    everything but attention; or FlashInfer, which computes nothing else: Triton does."""
+    if backend.name == "flashinfer":
+        return Backend("triton", f"attention is by FlashInfer: {backend.reason}")
     if backend.name == "native" and any(size % _NATIVE_MULTIPLE for size in sizes):
         return Backend("sdpa", f"inner dimensions are no multiples of {_NATIVE_MULTIPLE}")
     return backend
@@ -217,12 +227,22 @@ def check_cache_weights(layers: Backend | None, load_format: str, architecture: 
         raise ConfigError(f"cache_weights: these layers are {layers.name}, without packed weights")
 
 
-def why_variant(architecture: str, attention: str) -> str:
-    """Why the logits of a model that is not native throughout may depend on the batch, for error messages.
-    ``attention`` is the name of its attention backend."""
-    if attention != "native":
-        return f"the bits that {attention} kernels compute depend on the batch; native ones' on a CPU do not"
-    return f"not all of {architecture} is computed by native kernels"
+def why_variant(architecture: str, attention: str, variance: str = "") -> str:
+    """Why the logits of a model may depend on the batch, for error messages.
+
+    Args:
+        attention: the name of its attention backend.
+        variance: what :func:`~aioinfer.model.invariance.variant_part` found in the model, if it looked.
+    """
+    if attention == "native":
+        return f"not all of {architecture} is computed by native kernels"
+    if attention == "triton":
+        found = variance or "transformers' code"
+        return f"of {architecture}, {found} may add in an order that depends on the batch"
+    return (
+        f"the bits that {attention} kernels compute depend on the batch; those of native kernels on a CPU "
+        "and of Triton's on CUDA do not"
+    )
 
 
 def make_layers(
@@ -233,6 +253,8 @@ def make_layers(
     quantization: Quantization = "auto",
     blobs: Blobs | None = None,
     max_lora_rank: int = 0,
+    *,
+    invariant: bool = False,
 ) -> LayerKernels:
     """The layers' kernels for an attention backend.
 
@@ -240,18 +262,27 @@ def make_layers(
         sizes: the inner dimensions of the layers.
         blobs: of packed weights, for native kernels.
         max_lora_rank: of adapters; 0: the layers are not adapted.
+        invariant: if Triton computes the attention, products add in one order whatever the batch is. Native
+            kernels always do.
     """
-    if choose_layers(backend, sizes).name == "native":
+    backend = choose_layers(backend, sizes)
+    if backend.name == "native":
         from aioinfer.model.native_layers import NativeLayers
         from aioinfer.native.bindings import shared_thread_pool
 
         pool = shared_thread_pool(torch.get_num_threads())
         return NativeLayers(pool, quantization, blobs, max_lora_rank)
-    # A captured CUDA graph reads weights in place: not packed.
-    make_linear = TorchLinear if backend.name == "triton" else packed_or_torch(device, dtype)
     adapters = make_adapters(dtype, device, max_lora_rank, triton=backend.name == "triton")
-    float8 = None
-    if backend.name == "triton" and quantization in ("auto", *FLOAT8):
-        check_float8(quantization, device, dtype)
-        float8 = Float8Layers(quantization, device)
-    return TorchLayers(make_operations(backend), make_linear, adapters, float8)
+    operations = make_operations(backend)
+    if backend.name != "triton":
+        return TorchLayers(operations, packed_or_torch(device, dtype), adapters)
+    if invariant:
+        from aioinfer.model.triton_linear import TritonLinear
+
+        if quantization in FLOAT8:
+            raise ConfigError(f"deterministic: products of {quantization} add in tiles that fit the batch")
+        return TorchLayers(operations, TritonLinear, adapters, invariant=True)
+    check_float8(quantization, device, dtype)
+    float8 = Float8Layers(quantization, device) if quantization in ("auto", *FLOAT8) else None
+    # A captured CUDA graph reads weights in place: not packed.
+    return TorchLayers(operations, TorchLinear, adapters, float8)

@@ -85,6 +85,7 @@ def load_model(
     quantization: Quantization = "auto",
     cache_weights: bool = False,
     max_lora_rank: int = 64,
+    deterministic: bool = False,
     progress: Progress | None = None,
     check_size: Callable[[int], None] | None = None,
 ) -> CausalLM:
@@ -104,6 +105,8 @@ def load_model(
         quantization: how the weights of linear layers are stored.
         cache_weights: map packed weights from the user's cache, and write them there if they are missing.
         max_lora_rank: of adapters of the model; 0: it computes none.
+        deterministic: prefer kernels that give a token the same bits in any batch; whether all of the model
+            has them is its ``invariant``.
         progress: called with ("kernels" or "weights", done, total).
         check_size: called before weights are read or made, with the bytes that they take at least; of random
             weights, with those of the next tensor, again and again. What it raises is raised here.
@@ -170,7 +173,9 @@ def load_model(
             weights = Weights(tensors, dtype=chosen, device=device, progress=progress)
         assert weights is not None
         classifier = None if headless is None else headless.classifier(config, weights)
-        made = make_layers(attention, device, chosen, sizes, quantization, blobs, max_lora_rank)
+        made = make_layers(
+            attention, device, chosen, sizes, quantization, blobs, max_lora_rank, invariant=deterministic
+        )
         recording = Recording(made)
         decoder = built(checkpoint, weights, recording)
         decoder.updates = DecoderRecipe(

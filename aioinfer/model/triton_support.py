@@ -9,10 +9,13 @@ import torch
 
 from aioinfer.model.triton_build import build_unsupported
 
-__all__ = ["dtype_unsupported", "interpreted", "triton_unsupported"]
+__all__ = ["compute_capability", "dtype_unsupported", "interpreted", "shared_memory", "triton_unsupported"]
 
 #: the least compute capability: the first tensor cores with bfloat16 (Ampere)
 _CAPABILITY = (8, 0)
+#: KiB of shared memory of a program, by compute capability; all others have, or may have, the last
+_SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+_LEAST_SHARED_KIB = 99
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -34,6 +37,17 @@ def triton_unsupported(device: torch.device) -> str | None:
     if (device.type == "cuda") == interpreted():
         return "TRITON_INTERPRET is " + ("set" if interpreted() else "not set, without which it needs CUDA")
     return build_unsupported() if device.type == "cuda" else None
+
+
+def compute_capability(device: torch.device) -> tuple[int, int]:
+    """That of a CUDA device; (9, 0), Hopper's, of a CPU, where kernels are interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def shared_memory(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory that a program can have: the figures for compute capabilities in CUDA's
+    programming guide, and the least of them for one that is not known."""
+    return _SHARED_KIB.get(capability, _LEAST_SHARED_KIB) << 10
 
 
 def dtype_unsupported(dtype: torch.dtype) -> str | None:

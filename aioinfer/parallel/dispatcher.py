@@ -512,7 +512,7 @@ class Dispatcher(EngineLike):
             "version": __version__,
             "device": info.device or info.description,
             "dtype": info.dtype,
-            "page_size": str(info.page_size or self.config.page_size),
+            "page_size": str(info.page_size or self.config.positions_per_page),
             "prefix_cache": str(self.config.prefix_cache).lower(),
             "policy": str(self.config.policy),
         }

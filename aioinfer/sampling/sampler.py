@@ -64,8 +64,11 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         backend: SamplingBackend = "auto",
+        *,
+        invariant: bool = False,
     ) -> None:
-        """Raises ConfigError if the device cannot run ``backend``."""
+        """``invariant``: logprobs, too, have the same bits in any batch, with Triton kernels and native ones.
+        Raises ConfigError if the device cannot run ``backend``."""
         self.backend: Backend = choose_sampling(device, backend)
         #: biases, bans and masks single tokens
         self.logits_processors: LogitsProcessors = logits_processors
@@ -80,6 +83,10 @@ class Sampler:
 
             self.logits_processors, penalise = triton_logits, triton_logits.penalise
             self._kernel = triton_sampler.sample_tokens
+            if invariant:
+                from aioinfer.sampling.triton_logprobs import TritonLogprobs
+
+                self.logprobs = TritonLogprobs
         elif self.backend.name == "native":
             from aioinfer.native.bindings import shared_thread_pool
             from aioinfer.sampling import native_logits, native_sampler

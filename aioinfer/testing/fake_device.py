@@ -59,7 +59,7 @@ class FakeDevice(ToyDevice):
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
         super().__init__(
             num_pages=config.num_pages or 4096,
-            page_size=config.page_size,
+            page_size=config.positions_per_page,
             num_slots=config.num_slots,
             max_model_len=config.max_model_len,
             vocab_size=_VOCABULARY,

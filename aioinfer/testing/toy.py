@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.config import PAGE_SIZE
 from aioinfer.errors import ConfigError
 from aioinfer.execution.device import CompletedFlight, DeviceInfo, DeviceLost, Progress, StepResult
 from aioinfer.execution.grammar_worker import Constraints, GrammarRow, GrammarWorker
@@ -98,7 +99,7 @@ class ToyDevice:
         self,
         *,
         num_pages: int = 64,
-        page_size: int = 4,
+        page_size: int | None = 4,
         num_slots: int = 16,
         max_model_len: int | None = None,
         vocab_size: int = 64,
@@ -108,7 +109,7 @@ class ToyDevice:
         snapshots: int | None = None,
         max_adapters: int = 0,
     ) -> None:
-        self.page_size = page_size
+        self.page_size = page_size = PAGE_SIZE if page_size is None else page_size
         self.vocab_size = vocab_size
         self.fault = fault
         self.late_fault = late_fault

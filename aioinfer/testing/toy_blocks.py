@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from aioinfer.config import PAGE_SIZE
 from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.diffusion.scripted import ScriptedLogits
@@ -161,7 +162,7 @@ class ScriptedDevice(NoAdapters):
         self,
         *,
         num_pages: int = 64,
-        page_size: int = 8,
+        page_size: int | None = 8,
         num_slots: int = 16,
         max_model_len: int | None = None,
         block_size: int = 8,
@@ -175,6 +176,7 @@ class ScriptedDevice(NoAdapters):
         edits: int = 0,
     ) -> None:
         """``mask_token_id`` is the last token if it is not given."""
+        page_size = PAGE_SIZE if page_size is None else page_size
         if page_size % block_size:
             raise ValueError(f"pages of {page_size} positions are not of whole blocks of {block_size}")
         self.page_size = page_size

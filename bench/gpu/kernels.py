@@ -1,7 +1,8 @@
 """Attention kernels: GB/s of decode and TFLOP/s of prefill, as shares of copy and matmul in the same run.
 
-``triton`` are this package's paged kernels over shuffled pages, ``wide`` the same with a page table as wide
-as decode graphs have it for the longest context, ``sdpa`` is torch's own over contiguous keys and values,
+``triton`` are this package's paged kernels over shuffled pages, ``small`` the same over pages of 16, which
+take a look-up per position, ``wide`` with a page table as wide as decode graphs have it for the longest
+context, ``sdpa`` is torch's own over contiguous keys and values,
 which no engine has. The bytes are those of keys and values, the operations those that causality leaves.
 Every call of a timed decode reads other memory, as many calls as it takes to overflow the caches. First the
 decode kernel's results are compared with float32.
@@ -25,7 +26,8 @@ from bench.gpu.shapes import SHAPES
 
 __all__ = ["prefill_flops", "run"]
 
-_PAGE = 16
+#: positions of a page as engines have it on CUDA, and of a small one
+_PAGE, _SMALL_PAGE = 64, 16
 #: bytes of keys and values that the calls of a graph read between them; the L2 of an H200 holds 50 MB
 _COLD = 1 << 29
 _MOST_CALLS = 32
@@ -41,21 +43,27 @@ class Pool:
     values: torch.Tensor
     order: torch.Tensor
 
+    @property
+    def page_size(self) -> int:
+        return self.keys.shape[1]
+
     @classmethod
-    def make(cls, plan: Plan, shape: Shape, device: torch.device) -> Pool:
+    def make(cls, plan: Plan, shape: Shape, device: torch.device, page_size: int = _PAGE) -> Pool:
         size = plan.size
         prefills = [(rows, context) for rows, _, context in size.prefills]
-        pages = max(rows * -(-context // _PAGE) for rows, context in [*size.decodes, *prefills, size.checked])
+        pages = max(
+            rows * -(-context // page_size) for rows, context in [*size.decodes, *prefills, size.checked]
+        )
         if device.type == "cuda":
-            pages = max(pages, _COLD // (_PAGE * shape.kv_heads * shape.head_dim * 2 * 2))
-        kv_shape = (pages, _PAGE, shape.kv_heads, shape.head_dim)
+            pages = max(pages, _COLD // (page_size * shape.kv_heads * shape.head_dim * 2 * 2))
+        kv_shape = (pages, page_size, shape.kv_heads, shape.head_dim)
         dtype = getattr(torch, plan.dtype)
         keys, values = (torch.empty(kv_shape, dtype=dtype, device=device).normal_() for _ in range(2))
         return cls(keys, values, torch.randperm(pages, device=device))
 
     def tables(self, rows: int, context: int) -> list[torch.Tensor]:
         """Page tables [rows, pages of the context] that share no page, as many as keep the caches cold."""
-        width = -(-context // _PAGE)
+        width = -(-context // self.page_size)
         bytes_each = 2 * rows * width * self.keys[0].nbytes
         count = min(_MOST_CALLS, max(1, _COLD // bytes_each), len(self.order) // (rows * width))
         return [table.view(rows, width) for table in self.order[: count * rows * width].chunk(count)]
@@ -86,13 +94,14 @@ def run(plan: Plan, report: PartReport) -> None:
     peaks = measure_peaks(plan, device, report)
     shapes = [SHAPES[name] for name in plan.size.heads]
     pool = Pool.make(plan, shapes[0], device)
+    small = Pool.make(plan, shapes[0], device, _SMALL_PAGE)
     for shape in shapes:
         report.guarded(f"check {shape.name}", lambda shape=shape: _check(plan, shape, pool, report))
     for rows, context in plan.size.decodes:
         for shape in shapes:
             report.guarded(
                 f"decode {shape.name} {rows} x {context}",
-                lambda *case: _decode(plan, pool, peaks, report, *case), shape, rows, context,
+                lambda *case: _decode(plan, pool, small, peaks, report, *case), shape, rows, context,
             )  # fmt: skip
     for shape in shapes:
         for rows, queries, context in plan.size.prefills:
@@ -154,7 +163,14 @@ def _reference(pool: Pool, q: torch.Tensor, pages: torch.Tensor, length: int, sc
 
 
 def _decode(
-    plan: Plan, pool: Pool, peaks: Peaks, report: PartReport, shape: Shape, rows: int, context: int
+    plan: Plan,
+    pool: Pool,
+    small: Pool,
+    peaks: Peaks,
+    report: PartReport,
+    shape: Shape,
+    rows: int,
+    context: int,
 ) -> None:
     from aioinfer.model.attention.triton_decode import paged_decode
 
@@ -165,14 +181,15 @@ def _decode(
     grouped = q.view(rows, shape.kv_heads, -1, shape.head_dim)
     contiguous = [pool.contiguous(at, rows, context) for at in range(len(tables))]
 
-    def paged(tables: list[torch.Tensor]) -> list[Callable[[], object]]:
+    def paged(pool: Pool, tables: list[torch.Tensor]) -> list[Callable[[], object]]:
         return [
             partial(paged_decode, q, pool.keys, pool.values, table, kv_len, scale=scale) for table in tables
         ]
 
     ways: dict[str, list[Callable[[], object]]] = {
-        "triton": paged(tables),
-        "wide": paged(wide),
+        "triton": paged(pool, tables),
+        "small": paged(small, small.tables(rows, context)),
+        "wide": paged(pool, wide),
         "sdpa": [
             partial(F.scaled_dot_product_attention, grouped, keys, values, scale=scale)
             for keys, values in contiguous

@@ -268,9 +268,10 @@ def _paged(
 def paged_prefill(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_table: torch.Tensor, cu_q: torch.Tensor,
     kv_len: torch.Tensor, *, scale: float, window: int | None, soft_cap: float | None, block: int = 1,
-    sinks: torch.Tensor | None = None, out: torch.Tensor, num_tokens: int, tuning: object,
-    scales: KVScales | None = None,
+    sinks: torch.Tensor | None = None, out: torch.Tensor | None = None, num_tokens: int, tuning: object,
+    splits: int = 1, scales: KVScales | None = None,
 ) -> torch.Tensor:  # fmt: skip
+    out = torch.empty_like(q) if out is None else out
     tensors: list[Any] = [alias(tensor) for tensor in (q, keys, values, block_table, cu_q, kv_len, out)]
     tensors.append(None if sinks is None else alias(sinks))
     tensors.append(None if scales is None else KVScales(*map(alias, scales)))

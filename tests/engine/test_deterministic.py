@@ -15,11 +15,13 @@ from typing import Any, get_args
 import pytest
 
 from aioinfer import ConfigError, Engine, EngineConfig, Result, SamplingParams
-from aioinfer.model.quantization import Quantization
+from aioinfer.model.quantization import FLOAT8, Quantization
 from tests.tiers import SIMULATION, battery
 
 #: of the bundled model's vocabulary, without special tokens
 VOCAB = (10, 860)
+#: of weights on a CPU
+WAYS = [way for way in get_args(Quantization) if way not in FLOAT8]
 
 
 @dataclass(frozen=True)
@@ -105,11 +107,16 @@ async def together(config: EngineConfig, wanted: list[Ask], dice: random.Random)
     return [found[at] for at in range(len(wanted))], retractions
 
 
-async def mix(seed: int, dtype: str, quantization: str = "none", size: int = 12) -> int:
+async def mix(seed: int, dtype: str, quantization: str = "none", size: int = 12, device: str = "cpu") -> int:
     """One mix of requests, alone and together; how often somebody was retracted."""
     dice = random.Random(f"deterministic {seed} {dtype}")
     wanted = asks(dice, size)
-    base: dict[str, Any] = {"dtype": dtype, "quantization": quantization, "deterministic": True}
+    base: dict[str, Any] = {
+        "dtype": dtype,
+        "quantization": quantization,
+        "deterministic": True,
+        "device": device,
+    }
     expected = await alone(EngineConfig(**base, overlap_steps=0, prefix_cache=False, threads=2), wanted)
     settings = company(dice)
     if seed % 2 == 0:
@@ -124,10 +131,18 @@ async def mix(seed: int, dtype: str, quantization: str = "none", size: int = 12)
 
 @pytest.mark.native
 @battery(SIMULATION)
-@pytest.mark.parametrize("quantization", get_args(Quantization))
+@pytest.mark.parametrize("quantization", WAYS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_company_changes_no_bit(dtype: str, quantization: Quantization) -> None:
     retractions = [await mix(seed, dtype, quantization) for seed in range(2)]
+    assert sum(retractions), "the pools were to be too small"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+async def test_company_changes_no_bit_on_cuda(dtype: str) -> None:
+    """With captured graphs, and on kernels in Triton."""
+    retractions = [await mix(seed, dtype, device="cuda") for seed in range(4)]
     assert sum(retractions), "the pools were to be too small"
 
 
@@ -142,11 +157,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mixes", type=int, default=200)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
     retractions = 0
     for seed in range(options.first, options.first + options.mixes):
-        ways = get_args(Quantization)
-        retractions += asyncio.run(mix(seed, ["bfloat16", "float32"][seed % 2], ways[seed // 2 % len(ways)]))
+        ways = WAYS if options.device == "cpu" else ("none",)
+        dtype, way = ["bfloat16", "float32"][seed % 2], ways[seed // 2 % len(ways)]
+        retractions += asyncio.run(mix(seed, dtype, way, device=options.device))
     print(f"{options.mixes} mixes of 12 requests: the same bits, {retractions} retractions")
 
 

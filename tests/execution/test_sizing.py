@@ -9,7 +9,7 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
-from aioinfer.execution.build import Parts, build
+from aioinfer.execution.build import Parts, build, paged
 from aioinfer.execution.decoding import kind
 from aioinfer.execution.device import DeviceInfo
 from aioinfer.execution.grammar_worker import GrammarWorker
@@ -80,6 +80,28 @@ def test_a_budget_below_one_page_is_out_of_memory_and_says_what_helps(budget: in
         sized(budget)
 
 
+def test_pages_are_larger_on_cuda_unless_the_config_says() -> None:
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    assert paged(EngineConfig(), cuda).page_size == 64
+    assert paged(EngineConfig(), cpu).page_size == EngineConfig().positions_per_page == 16
+    for device in (cpu, cuda):
+        assert paged(EngineConfig(page_size=24), device).page_size == 24
+
+
+def test_a_tile_of_keys_lies_within_a_page_of_cuda() -> None:
+    """On every GPU and for every head: then kernels look a page up once per tile."""
+    pytest.importorskip("triton", reason="triton is not installed")
+    from aioinfer.execution.build import CUDA_PAGE_SIZE
+    from aioinfer.model.attention.triton_decode import DecodeTuning
+    from aioinfer.model.attention.triton_prefill import PrefillTuning
+
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for head_dim in (16, 64, 80, 128, 256):
+            assert CUDA_PAGE_SIZE % DecodeTuning.of(head_dim, dtype).block_n == 0
+            for capability in ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
+                assert CUDA_PAGE_SIZE % PrefillTuning.of(head_dim, dtype, capability).block_n == 0
+
+
 def test_lengths_that_cannot_be_served_are_refused() -> None:
     with pytest.raises(ConfigError, match="1000 positions"):
         sized(10**9, max_model_len=1001)
@@ -132,8 +154,8 @@ def test_the_largest_steps_run_and_touch_the_junk_page_alone(settings: dict[str,
     scored, prefill, decode = parts.largest_steps(size.max_model_len)
     assert len(scored.sections["score_ids"]) == len(scored.sections["input_ids"]), "every position is scored"
     assert len(scored.sections["input_ids"]) == len(prefill.sections["input_ids"])
-    assert set(prefill.sections["slot_mapping"] // config.page_size) == {0}
-    assert set(decode.sections["slot_mapping"] // config.page_size) == {0}
+    assert set(prefill.sections["slot_mapping"] // config.positions_per_page) == {0}
+    assert set(decode.sections["slot_mapping"] // config.positions_per_page) == {0}
     assert max(decode.kv_lens) <= size.max_model_len, "beyond that there may be no position"
     assert len(decode.q_lens) == config.running_requests
     longest = config.running_requests * (size.max_model_len - 1)

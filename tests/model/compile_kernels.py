@@ -1,8 +1,9 @@
-"""Compile the kernels for Hopper on a machine without a GPU; run as a module by a test.
+"""Compile the kernels for a GPU on a machine without one; run as a module by a test.
 
 The interpreter takes much that the compiler does not. Here the kernels' own launchers are called with CPU
 tensors, a stand-in for Triton's driver names the target, and launches stop after compiling. Prints one
-JSON object per kernel compiled: what it takes, and in which step of which shape.
+JSON object per kernel compiled: what it takes, and in which step of which shape. The argument is the compute
+capability without its point: 90 is Hopper's.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import json
 import random
 import re
 import subprocess
+import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,7 @@ from aioinfer.model.moe.triton_routing import TritonRouter
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.triton_operations import TritonOperations
 from aioinfer.model.rope import Rotary
+from aioinfer.model.triton_linear import TritonLinear
 from aioinfer.model.weights import RandomWeights, StoredMatrix
 from tests.model.adapters import factors, write_adapter
 
@@ -45,8 +49,11 @@ CPU = torch.device("cpu")
 class Driver:
     """As much of Triton's driver as compiling asks for."""
 
+    def __init__(self, architecture: int = 90) -> None:
+        self.architecture = architecture
+
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.architecture, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -72,6 +79,7 @@ class Recorder:
             self._seen.add(compiled.hash)
             found = {"name": compiled.name, "shape": self.shape, "step": self.step}
             found |= {"shared": compiled.metadata.shared, "wgmma": "wgmma" in compiled.asm["ptx"]}
+            found["exponents"] = exponents(compiled.asm["ptx"])
             print(json.dumps(found | resources(compiled.asm["cubin"])), flush=True)  # noqa: T201
 
         return launch
@@ -86,6 +94,18 @@ def resources(cubin: bytes) -> dict[str, int]:
         text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     registers, stack = re.findall(r"REG:(\d+) STACK:(\d+)", text)[-1]
     return {"registers": int(registers), "stack": int(stack)}
+
+
+def exponents(ptx: str) -> dict[str, int]:
+    """How often the argument of a power of two is the result of which instruction."""
+    made: dict[str, str] = {}
+    count: Counter[str] = Counter()
+    for operation, register, arguments in re.findall(r"^\s+([a-z0-9_.]+)\s+(%\w+), (.*);", ptx, re.MULTILINE):
+        if operation.startswith("ex2."):
+            # Of a pair of numbers in one register the instruction is not found.
+            count[made.get(arguments.strip(), "unknown")] += 1
+        made[register] = operation
+    return dict(count)
 
 
 def ints(values: list[int], shift: int) -> torch.Tensor:
@@ -114,12 +134,20 @@ def step(rows: list[tuple[int, int]], num_decodes: int, page_size: int, rng: ran
 
 
 def compile_steps(
-    name: str, heads: int, kv_heads: int, head_dim: int, page_size: int, **options: Any
+    name: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    capability: tuple[int, int] = (9, 0),
+    invariant: bool = False,
+    **options: Any,
 ) -> None:
     """Steps of many sizes; whatever is not constant must not compile again."""
     dtype = options.pop("dtype")
     pool = KVPool([KVShape(kv_heads, head_dim)], num_pages=1, page_size=page_size, dtype=dtype, device=CPU)
-    attention, operations = TritonAttention(pool), TritonOperations()
+    attention = TritonAttention(pool, capability=capability, invariant=invariant)
+    operations = TritonOperations()
     normed = options.pop("normed")
     norm = HeadNorm(torch.empty(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if normed else None
     params = AttentionParams(0.1, **options)
@@ -177,6 +205,15 @@ def compile_experts(name: str, dtype: torch.dtype, num_experts: int, hidden: int
         experts(x, weights, ints([0] * (8 * tokens), rng.randrange(2)).view(tokens, 8))
 
 
+def compile_linear(name: str, dtype: torch.dtype, outputs: int, inner: int) -> None:
+    """A product in a fixed order for steps of several sizes, with a bias and without."""
+    recorder = Recorder(name)
+    weight = torch.empty(outputs, inner, dtype=dtype)
+    for recorder.step, rows in enumerate((1, 2048, 7)):
+        for bias in (None, weight[:, 0].contiguous()):
+            TritonLinear(weight, bias)(torch.empty(rows, inner, dtype=dtype))
+
+
 class _Empty(TorchLinear):
     """A linear layer that computes nothing."""
 
@@ -217,13 +254,38 @@ def compile_adapters(name: str, dtype: torch.dtype, rows: list[int], inputs: int
                 linear(torch.empty(len(batch.input_ids), inputs, dtype=dtype))
 
 
+def compile_for(capability: tuple[int, int]) -> None:
+    """What depends on the GPU: the largest tiles of each kernel."""
+    bf16 = torch.bfloat16
+    for head_dim in (64, 80, 128, 256):
+        for dtype in (bf16, torch.float32):
+            name = f"{head_dim}-{str(dtype).removeprefix('torch.')}"
+            compile_steps(name, 32, 8, head_dim, 64, capability, dtype=dtype, normed=True)
+    compile_steps("capped", 16, 8, 256, 64, capability, dtype=bf16, normed=False, window=100, soft_cap=50.0)
+    compile_steps("blocks", 16, 4, 128, 64, capability, dtype=torch.float16, normed=False, block=32)
+    compile_steps("invariant", 32, 8, 128, 64, capability, True, dtype=bf16, normed=True)
+    for dtype in (bf16, torch.float32):
+        compile_linear(f"linear-{dtype}", dtype, 4096, 4096)
+    compile_experts("qwen3-30b-a3b", bf16, 128, 2048, 768)
+    compile_adapters("adapters-qkv", bf16, [4096, 1024, 1024], 4096)
+
+
 def main() -> None:
-    triton.runtime.driver.set_active(Driver())
+    architecture = int(sys.argv[1])
+    triton.runtime.driver.set_active(Driver(architecture))
+    if architecture != 90:
+        compile_for(divmod(architecture, 10))
+        return
     compile_steps("qwen3-8b", 32, 8, 128, 16, dtype=torch.bfloat16, normed=True)
     compile_steps(
         "capped", 14, 2, 80, 64, dtype=torch.float16, normed=False, window=100, soft_cap=50.0, block=32
     )  # fmt: skip
     compile_heads("llada2-mini", 16, 4, 128, 64)
+    compile_steps("256", 16, 8, 256, 64, dtype=torch.bfloat16, normed=False)
+    compile_steps("256-float32", 16, 8, 256, 64, dtype=torch.float32, normed=False)
+    compile_steps("invariant", 32, 8, 128, 64, dtype=torch.bfloat16, normed=True, invariant=True)
+    compile_linear("linear", torch.bfloat16, 4096, 4096)
+    compile_linear("linear-odd", torch.float32, 70, 200)
     compile_experts("qwen3-30b-a3b", torch.bfloat16, 128, 2048, 768)
     compile_experts("float32-odd", torch.float32, 16, 200, 72)
     compile_adapters("adapters-qkv", torch.bfloat16, [4096, 1024, 1024], 4096)

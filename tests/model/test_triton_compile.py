@@ -1,28 +1,43 @@
-"""All kernels compile for Hopper, with no GPU at hand."""
+"""All kernels compile for GPUs of several generations, with none at hand."""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import pytest
+
+from aioinfer.model.triton_support import shared_memory
 from tests.model.kernels import compiled
 from tests.tiers import COMPILES, battery
 
-#: shared memory that a program can have on sm_90
-SHARED = 227 << 10
+#: of a layer, each compiled once
+LAYER = ("_rotate_kernel", "_store_kernel", "_gate_mul_kernel", "_prefill_kernel")
+DECODE = ("_decode_kernel", "_combine_kernel", "_combine_prefill_kernel")
+
+
+def check_resources(kernel: dict[str, Any], capability: tuple[int, int]) -> None:
+    """It fits, does not spill, and is compiled by the end of the second step."""
+    assert kernel["shared"] <= shared_memory(capability), kernel
+    assert kernel["stack"] == 0, kernel
+    assert kernel["step"] < 2, kernel
 
 
 @battery(COMPILES)
 def test_kernels_compile_for_sm_90_and_once(tmp_path: Path) -> None:
-    kernels = compiled("tests.model.compile_kernels", tmp_path)
+    kernels = compiled("tests.model.compile_kernels", tmp_path, "90")
     count = Counter((kernel["shape"], kernel["name"]) for kernel in kernels)
-    layer = dict.fromkeys(("_store_kernel", "_rotate_kernel", "_gate_mul_kernel"), 1)
-    layer |= dict.fromkeys(("_decode_kernel", "_combine_kernel", "_prefill_kernel"), 1)
     # With something to add and without.
-    layer["_norm_kernel"] = 2
+    layer = {**dict.fromkeys((*LAYER, *DECODE), 1), "_norm_kernel": 2}
+    invariant = {**dict.fromkeys(LAYER, 1), "_norm_kernel": 2}
+    layers = dict.fromkeys(("qwen3-8b", "capped", "256", "256-float32"), layer) | {"invariant": invariant}
     assert count == {
-        **{(shape, name): times for shape in ("qwen3-8b", "capped") for name, times in layer.items()},
+        **{(shape, name): times for shape, names in layers.items() for name, times in names.items()},
         ("llada2-mini", "_rotate_kernel"): 1,
+        # With a bias and without.
+        ("linear", "_linear_kernel"): 2,
+        ("linear-odd", "_linear_kernel"): 2,
         # Two rules of routing; in float32 both have the same logits.
         ("qwen3-30b-a3b", "_logits_kernel"): 2,
         ("qwen3-30b-a3b", "_choose_kernel"): 2,
@@ -42,9 +57,31 @@ def test_kernels_compile_for_sm_90_and_once(tmp_path: Path) -> None:
         },
     }
     for kernel in kernels:
-        assert kernel["step"] < 2, kernel
-        assert kernel["shared"] <= SHARED, kernel
-        assert kernel["stack"] == 0, kernel
+        check_resources(kernel, (9, 0))
+        half = "float32" not in kernel["shape"] and kernel["shape"] != "linear-odd"
         # The large tiles of experts are those of the second step.
         large = kernel["name"] == "_product_kernel" and kernel["step"] == 1
-        assert kernel["wgmma"] == (kernel["name"] == "_prefill_kernel" or large), kernel
+        by_unit = kernel["name"] in ("_prefill_kernel", "_linear_kernel") and half
+        assert kernel["wgmma"] == (by_unit or large), kernel
+        if kernel["name"] in ("_prefill_kernel", "_decode_kernel"):
+            # With a mask and without, what a key weighs is the power of one multiply-add, and what the keys
+            # before it weigh that of a difference. Rounding that is not stated is up to the compiler.
+            assert {"fma.rn.f32", "sub.rn.f32"} <= kernel["exponents"].keys(), kernel
+            assert kernel["exponents"].keys() <= {"fma.rn.f32", "sub.rn.f32", "mul.rn.f32"}, kernel
+
+
+@battery(COMPILES)
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)], ids=lambda each: f"sm_{each[0]}{each[1]}")
+def test_tiles_fit_other_gpus(tmp_path: Path, capability: tuple[int, int]) -> None:
+    """Ampere, Ada and consumer Blackwell; of these, two have less than half of Hopper's shared memory."""
+    architecture = str(10 * capability[0] + capability[1])
+    kernels = compiled("tests.model.compile_kernels", tmp_path, architecture)
+    prefills = [kernel for kernel in kernels if kernel["name"] == "_prefill_kernel"]
+    assert len(prefills) == 11
+    for kernel in kernels:
+        check_resources(kernel, capability)
+
+
+def test_an_unknown_gpu_is_taken_for_a_small_one() -> None:
+    assert shared_memory((9, 0)) == 227 << 10
+    assert shared_memory((99, 9)) == shared_memory((8, 9)) == 99 << 10

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model.kernels import DEVICES, Problem, assert_close, kernels_or_skip
+from tests.model.kernels import DEVICES, Problem, assert_close, kernels_or_skip, matmul_by_rows
 from tests.tiers import INTERPRETER, grid, points
 
 #: (q_len, kv_len): a decode, chunks of which some begin a sequence, a whole prompt
@@ -119,6 +119,54 @@ def test_rows_without_work(device: str) -> None:
     assert prefill(problem([], device)).shape == (0, 4, 32)
 
 
+@pytest.mark.parametrize("splits", grid([3], [2, 32], INTERPRETER))
+@pytest.mark.parametrize(
+    "options",
+    grid([{"window": 17, "soft_cap": 2.0}, {"block": 8}], [{}, {"window": 1}], INTERPRETER),
+    ids=str,
+)
+def test_keys_are_divided_among_programs(device: str, options: dict[str, Any], splits: int) -> None:
+    """Also among more than there are tiles of keys; rows without work, and of whose tokens some see no key of
+    a split."""
+    rows = [*MIXED, (2, 0), (0, 0), (16, 120)]
+    task = problem(rows, device, window=options.get("window"), head_dim=16)
+    sinks = torch.linspace(-3, 3, task.q.shape[1], device=device)
+    for given in ({}, {"sinks": sinks}):
+        out = torch.full_like(task.q, 7.0)
+        got = prefill(task, splits=splits, num_tokens=len(task.q) + 9, out=out, **options, **given)
+        assert_close(got, task.expected(0.3, **options, **given), torch.float32)
+
+
+def test_other_rows_stay_when_keys_are_divided(device: str) -> None:
+    task = problem(MIXED, device)
+    expected, out = task.expected(0.3), torch.full_like(task.q, 7.0)
+    first = task.q_lens[0] + task.q_lens[1]
+    task.cu_q, task.kv_len, task.block_table = task.cu_q[2:], task.kv_len[2:], task.block_table[2:]
+    prefill(task, num_tokens=len(task.q) - first, out=out, splits=2)
+    assert_close(out[first:], expected[first:], torch.float32)
+    assert (out[:first] == 7.0).all()
+    with pytest.raises(ValueError, match="splits are 1 to 32"):
+        prefill(task, splits=33)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "longest", "splits"),
+    [
+        (32, 1, 4096, 16),  # one block of a diffusion model: two tiles for each of its four KV heads
+        (32, 1, 300, 1),
+        (32, 1, 2048, 8),
+        (1024, 32, 4096, 1),
+        (2048, 1, 40_960, 1),
+    ],
+)
+def test_few_tiles_divide_their_keys(tokens: int, rows: int, longest: int, splits: int) -> None:
+    """With LLaDA2-mini's 16 heads of queries and 4 of keys."""
+    kernels_or_skip("cpu")
+    from aioinfer.model.attention.triton_prefill import PrefillTuning, choose_splits
+
+    assert choose_splits(tokens, rows, 16, 4, longest, PrefillTuning()) == splits
+
+
 def part(task: Problem, row: int, start: int, stop: int) -> Problem:
     """Tokens [start, stop) of a row as a chunk that ends there, alone in its batch."""
     begin = int(task.cu_q[row])
@@ -128,11 +176,6 @@ def part(task: Problem, row: int, start: int, stop: int) -> Problem:
         task.q[begin + start : begin + stop], task.keys, task.values, task.block_table[row : row + 1], *lens,
         [stop - start], [kv],
     )  # fmt: skip
-
-
-def matmul_by_rows(a: np.ndarray, b: np.ndarray, dtype: object = None) -> np.ndarray:
-    """What BLAS does not promise and the matrix unit does: a row's sums, wherever in the matrix it is."""
-    return (a[:, :, None] * b[None]).sum(1, dtype=dtype)
 
 
 @pytest.mark.parametrize("window", grid([18], [None], INTERPRETER))

@@ -313,7 +313,7 @@ class BlockKind:
             )
         if min(config.max_model_len or spec.max_model_len, spec.max_model_len) < size:
             raise ConfigError(f"max_model_len is less than a block of {size} positions")
-        return replace(config, page_size=-(-config.page_size // size) * size)
+        return replace(config, page_size=-(-config.positions_per_page // size) * size)
 
     def rows(self, config: EngineConfig) -> BlockPacker:
         return BlockPacker(config.num_slots, self._size, self._mask_id)

@@ -442,7 +442,13 @@ class TokenKind:
         return TokenPacker(config.num_slots)
 
     def decoding(self, config: EngineConfig, device: torch.device, grammars: GrammarWorker) -> TokenDecoding:
-        sampler = Sampler(config.num_slots, self._spec.vocab_size, device, config.sampling_backend)
+        sampler = Sampler(
+            config.num_slots,
+            self._spec.vocab_size,
+            device,
+            config.sampling_backend,
+            invariant=config.deterministic,
+        )
         return TokenDecoding(sampler, Relay(config.num_slots, device), grammars)
 
     def graph_shapes(self, config: EngineConfig) -> GraphShapes:

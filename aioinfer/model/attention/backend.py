@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 #: values of the option ``attention_backend``
-AttentionBackend = Literal["auto", "triton", "native", "sdpa"]
+AttentionBackend = Literal["auto", "triton", "flashinfer", "native", "sdpa"]
 #: values of the option ``kv_dtype``: auto is the model's type
 KVDtype = Literal["auto", "fp8"]
 
@@ -42,7 +42,8 @@ def choose_attention(
     wanted: AttentionBackend = "auto",
     progress: Progress | None = None,
 ) -> Backend:
-    """The backend of attention: "triton", "native" or "sdpa" (torch's own kernels).
+    """The backend of attention: "triton", "flashinfer" (FlashInfer for prefill rows, Triton for the rest),
+    "native" or "sdpa" (torch's own kernels).
 
     "auto" is Triton on a CUDA device for which it compiles, native kernels on a CPU where a compiler is
     found, else "sdpa". ``head_dims``: sizes of the heads of all layers.
@@ -56,6 +57,7 @@ def choose_attention(
         wanted,
         {
             "triton": lambda: _triton_unsupported(device, head_dims, dtype),
+            "flashinfer": lambda: _flashinfer_unsupported(device, head_dims, dtype),
             "native": lambda: _native_unsupported(device, head_dims, dtype, progress),
             "sdpa": lambda: None,
         },
@@ -73,9 +75,15 @@ def make_attention(
     dtype: torch.dtype,
     device: torch.device,
     kv_dtype: KVDtype = "auto",
+    invariant: bool = False,
 ) -> Attention:
     """Attention by ``backend``, over a new KV pool for ``layers``, of ``num_pages`` pages and the null
-    page. ``dtype``: of what is computed with. Raises ConfigError as :func:`check_kv_dtype`."""
+    page. Raises ConfigError as :func:`check_kv_dtype`.
+
+    Args:
+        dtype: of what is computed with.
+        invariant: Triton's gives a token the same bits in any batch, as the native one always does.
+    """
     check_kv_dtype(kv_dtype, backend)
     sizes = {"num_pages": num_pages, "page_size": page_size}
     if backend.name == "native":
@@ -86,9 +94,13 @@ def make_attention(
     pool = KVPool(layers, dtype=dtype, device=device, float8=kv_dtype == "fp8", **sizes)
     if backend.name == "sdpa":
         return SDPAAttention(pool)
+    if backend.name == "flashinfer":
+        from aioinfer.model.attention.flashinfer_attention import FlashInferAttention
+
+        return FlashInferAttention(pool)
     from aioinfer.model.attention.triton_attention import TritonAttention
 
-    return TritonAttention(pool)
+    return TritonAttention(pool, invariant=invariant)
 
 
 def check_kv_dtype(kv_dtype: KVDtype, backend: Backend) -> None:
@@ -100,7 +112,7 @@ def check_kv_dtype(kv_dtype: KVDtype, backend: Backend) -> None:
 
 
 def make_operations(backend: Backend) -> Operations:
-    """The operations that go with the backend of attention."""
+    """The operations that go with the backend of layers."""
     if backend.name != "triton":
         return TorchOperations()
     from aioinfer.model.operations.triton_operations import TritonOperations
@@ -112,6 +124,17 @@ def _triton_unsupported(device: torch.device, head_dims: Collection[int], dtype:
     if max(head_dims) > _LARGEST_HEAD:
         return f"heads of size {max(head_dims)} are larger than {_LARGEST_HEAD}"
     return dtype_unsupported(dtype) or triton_unsupported(device)
+
+
+def _flashinfer_unsupported(
+    device: torch.device, head_dims: Collection[int], dtype: torch.dtype
+) -> str | None:
+    reason = _triton_unsupported(device, head_dims, dtype)
+    if reason is not None:
+        return reason
+    from aioinfer.model.attention.flashinfer_attention import flashinfer_unsupported
+
+    return flashinfer_unsupported(frozenset(head_dims), dtype)
 
 
 def _native_unsupported(

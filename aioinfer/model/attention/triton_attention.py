@@ -1,15 +1,20 @@
 """TritonAttention: attention by Triton kernels, for CUDA.
 
-A layer's call is two to four launches and reads nothing back from the device: one launch stores keys and
-values (``fused`` norms and rotates the heads in it), two compute the decode rows by split-KV decode, one
-computes the other rows by the prefill kernel. Whatever changes from step to step is read on the device, and
-the grids follow from the shapes of the tensors, so the decode part can be captured in a CUDA graph.
+A layer's call is two to five launches and reads nothing back from the device: one launch stores keys and
+values (``fused`` norms and rotates the heads in it), two compute the decode rows by split-KV decode, one or
+two compute the other rows by the prefill kernel. Whatever changes from step to step is read on the device,
+and the grids follow from the shapes of the tensors, so all of it can be captured in a CUDA graph.
 
-A decode row has the same bits in any batch, and a token of a prompt has the same bits under any chunking. As
-decode row and as prefill row a token has different bits: the sums are split differently.
+A decode row has the same bits in any batch. As decode row and as prefill row a token has different bits: the
+sums are split differently. So are those of prefill rows that are too few for the device, see
+:func:`~aioinfer.model.attention.triton_prefill.choose_splits`. An ``invariant`` attention computes decode
+rows by the prefill kernel, too, and divides no keys: a token then has the same bits in any batch, under any
+chunking, as decode and as prefill. Its decodes with few rows and long contexts are slow.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -20,11 +25,12 @@ from aioinfer.model.attention.pool import KVPool, KVScales
 from aioinfer.model.attention.triton_common import kv_arguments
 from aioinfer.model.attention.triton_decode import DecodeTuning, paged_decode
 from aioinfer.model.attention.triton_heads import rotate_and_store
-from aioinfer.model.attention.triton_prefill import PrefillTuning, paged_prefill
+from aioinfer.model.attention.triton_prefill import PrefillTuning, choose_splits, paged_prefill
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
 from aioinfer.model.triton_float8 import exponent_of, magnitude, shrunk
+from aioinfer.model.triton_support import compute_capability
 
 __all__ = ["TritonAttention", "store_kv"]
 
@@ -32,19 +38,38 @@ __all__ = ["TritonAttention", "store_kv"]
 class TritonAttention:
     """See :class:`~aioinfer.model.attention.base.Attention`."""
 
-    __slots__ = ("_decode", "_pool", "_prefill")
+    __slots__ = ("_decode_tuning", "_invariant", "_pool", "_prefill_tuning", "_warm")
 
     def __init__(
-        self, pool: KVPool, *, decode: DecodeTuning | None = None, prefill: PrefillTuning | None = None
+        self,
+        pool: KVPool,
+        *,
+        decode: DecodeTuning | None = None,
+        prefill: PrefillTuning | None = None,
+        capability: tuple[int, int] | None = None,
+        invariant: bool = False,
     ) -> None:
+        """
+        Args:
+            pool: keys and values.
+            decode, prefill: sizes of the launches; by default those that fit the device.
+            capability: compute capability that kernels are tuned for; None for the device's.
+            invariant: a token has the same bits in any batch, under any chunking and as any kind of row.
+        """
         dtype = pool.dtype
+        capability = capability or compute_capability(pool.keys[0].device)
         self._pool = pool
+        self._invariant = invariant
         #: of each layer
-        self._decode = [decode or DecodeTuning.of(keys.shape[-1], dtype) for keys in pool.keys]
-        self._prefill = [prefill or PrefillTuning.of(keys.shape[-1], dtype) for keys in pool.keys]
+        dims = [keys.shape[-1] for keys in pool.keys]
         if pool.key_scales:
-            self._decode = [decode or DecodeTuning.of_float8(dtype)] * len(pool.keys)
-            self._prefill = [prefill or PrefillTuning.of_float8(keys.shape[-1], dtype) for keys in pool.keys]
+            self._decode_tuning = [decode or DecodeTuning.of_float8(dtype)] * len(dims)
+            self._prefill_tuning = [prefill or PrefillTuning.of_float8(dim, dtype) for dim in dims]
+        else:
+            self._decode_tuning = [decode or DecodeTuning.of(dim, dtype) for dim in dims]
+            self._prefill_tuning = [prefill or PrefillTuning.of(dim, dtype, capability) for dim in dims]
+        #: by layer, whether the kernel that combines splits is compiled
+        self._warm = [invariant] * len(dims)
 
     def __call__(
         self,
@@ -84,22 +109,62 @@ class TritonAttention:
         scales = self._pool.scales(layer)
         scale, window, soft_cap = params.scale, params.window, params.soft_cap
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        table, kv_len, decodes = batch.block_table, batch.kv_len, batch.num_decodes
+        table, kv_len = batch.block_table, batch.kv_len
+        decodes = 0 if self._invariant else batch.num_decodes
         if decodes:
             # The only query of a decode row is its last position: it attends to the whole row, whatever the
             # size of a block.
             paged_decode(
                 q[:decodes], keys, values, table[:decodes], kv_len[:decodes],
                 scale=scale, window=window, soft_cap=soft_cap, sinks=sinks, out=out[:decodes],
-                tuning=self._decode[layer], scales=scales,
+                tuning=self._decode_tuning[layer], scales=scales,
             )  # fmt: skip
         if decodes < len(kv_len):
-            paged_prefill(
-                q, keys, values, table[decodes:], batch.cu_q[decodes:], kv_len[decodes:],
-                num_tokens=len(q) - decodes, scale=scale, window=window, soft_cap=soft_cap,
-                block=params.block, sinks=sinks, out=out, tuning=self._prefill[layer], scales=scales,
-            )  # fmt: skip
+            self._prefill(layer, q, decodes, batch, params, sinks, out)
         return out
+
+    def _prefill(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        decodes: int,
+        batch: Batch,
+        params: AttentionParams,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> None:
+        """The rows behind the first ``decodes``, of which there are some; writes their tokens of ``out``."""
+        keys, values, table = self._pool.keys[layer], self._pool.values[layer], batch.block_table
+        constants: dict[str, Any] = {
+            "scale": params.scale, "window": params.window, "soft_cap": params.soft_cap,
+            "block": params.block, "sinks": sinks, "tuning": self._prefill_tuning[layer],
+            "scales": self._pool.scales(layer),
+        }  # fmt: skip
+        if not self._warm[layer]:
+            # A row without tokens, so that later steps with few rows find all kernels compiled.
+            none = torch.zeros(2, dtype=torch.int64, device=q.device)
+            paged_prefill(q[:1], keys, values, table[:1], none, none[:1], num_tokens=1, splits=2, **constants)
+            self._warm[layer] = True
+        paged_prefill(
+            q, keys, values, table[decodes:], batch.cu_q[decodes:], batch.kv_len[decodes:],
+            num_tokens=len(q) - decodes, out=out,
+            splits=self._splits(layer, q, decodes, batch, params.window), **constants,
+        )  # fmt: skip
+
+    def _splits(self, layer: int, q: torch.Tensor, decodes: int, batch: Batch, window: int | None) -> int:
+        """Among how many programs the keys of a tile of prefill rows are divided."""
+        if self._invariant:
+            return 1
+        keys, tuning = self._pool.keys[layer], self._prefill_tuning[layer]
+        tokens, rows = len(q) - decodes, len(batch.kv_len) - decodes
+
+        def splits(longest: int) -> int:
+            seen = longest if window is None else min(longest, window + tuning.block_m)
+            return choose_splits(tokens, rows, q.shape[1], keys.shape[2], seen, tuning)
+
+        # As wide as the longest context or, captured, as contexts may become: then the host knows no lengths.
+        found = splits(batch.block_table.shape[1] * keys.shape[1])
+        return splits(max(batch.kv_lens[decodes:])) if found > 1 and batch.kv_lens else found
 
 
 @triton.jit(do_not_specialize=["slot_mapping"])

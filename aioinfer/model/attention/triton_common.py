@@ -13,8 +13,11 @@ et al., arXiv 2309.06180); vLLM's unified Triton kernel (arXiv 2511.11581) packs
 tile in this way.
 
 Tiles begin at multiples of BLOCK_N counted from position 0 of the sequence, whatever the row or the batch:
-a query is multiplied with the same keys in the same groups in any batch and under any chunking. Cells that
-no query of the tile attends to are not read at all: values of other requests there may be NaN.
+a query is multiplied with the same keys in the same groups in any batch and under any chunking. Whether a
+tile is masked depends on the other queries, so the arithmetic must not: what is fused is written as ``fma``,
+and kernels are compiled without ``enable_fp_fusion``, with which the compiler fuses where no mask lies
+between a product and a sum. Cells that no query of the tile attends to are not read at all: values of other
+requests there may be NaN.
 
 Under ``TRITON_INTERPRET=1``, set before triton is first imported, the kernels run in Python on CPU
 tensors. The interpreter stores bfloat16 as raw bits and cannot multiply it, so operands are widened there;
@@ -39,9 +42,11 @@ __all__ = [
     "check_layout",
     "inverse_rms",
     "kv_arguments",
+    "mean_of_parts",
     "normalized",
     "rounded",
     "score_factors",
+    "scratch",
     "tile_dim",
 ]
 
@@ -56,12 +61,12 @@ def _dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, WIDEN: tl.constexpr) -> tl.
 
 
 @triton.jit
-def _capped(scores: tl.tensor, inner: tl.tensor, outer: tl.tensor) -> tl.tensor:
-    """outer * tanh(scores * inner), from an exponential that cannot overflow."""
+def _capped(scores: tl.tensor, inner: tl.tensor) -> tl.tensor:
+    """tanh(scores * inner), from an exponential that cannot overflow."""
     scaled = scores * inner
     shrunk = tl.exp2(-2.8853900817779268 * tl.abs(scaled))  # exp(-2 |x|)
     tanh = (1.0 - shrunk) / (1.0 + shrunk)
-    return outer * tl.where(scaled < 0.0, -tanh, tanh)
+    return tl.where(scaled < 0.0, -tanh, tanh)
 
 
 @triton.jit
@@ -129,16 +134,18 @@ def attend_tile(
     scores = _dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32), WIDEN)
     if FLOAT8:
         scores *= key_factor[None, :]
-    scores = _capped(scores, inner, outer) if SOFT_CAP else scores * outer
+    if SOFT_CAP:
+        scores = _capped(scores, inner)
     if MASKED:
         seen = (key[None, :] >= low[:, None]) & (key[None, :] < high[:, None])
         scores = tl.where(seen, scores, float("-inf"))
-    new_peak = tl.maximum(peak, tl.max(scores, 1))
+    # The factor is positive: the largest product is that of the largest score.
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * outer)
     # -inf for a query without a key so far, where -inf minus -inf would be NaN.
     shift = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-    weights = tl.exp2(scores - shift[:, None])
+    weights = tl.exp2(tl.fma(scores, outer, -shift[:, None]))
     decay = tl.exp2(peak - shift)
-    total = total * decay + tl.sum(weights, 1)
+    total = tl.fma(total, decay, tl.sum(weights, 1))
     if FLOAT8 and q.dtype != tl.float16:
         weights *= value_factor[None, :]
     acc = _dot(weights.to(v.dtype), v, acc * decay[:, None], WIDEN)
@@ -149,6 +156,24 @@ def attend_tile(
 def normalized(acc: tl.tensor, total: tl.tensor) -> tl.tensor:
     """The weighted mean; zeros for a query without keys."""
     return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@triton.jit
+def mean_of_parts(
+    weight: tl.tensor, value: tl.tensor, sinks: tl.tensor, head: tl.tensor, SINKS: tl.constexpr
+) -> tl.tensor:
+    """The mean [D] of parts ``value`` [S, D], whose weights are the powers of two of ``weight`` [S]; -inf and
+    zeros for a part that is not there. With SINKS the head's sink takes a share."""
+    peak = tl.max(weight, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        peak = tl.maximum(peak, sink)
+    shift = tl.where(peak == float("-inf"), 0.0, peak)
+    weight = tl.exp2(weight - shift)
+    total = tl.sum(weight, 0)
+    if SINKS:
+        total += tl.exp2(sink - shift)
+    return tl.sum(value * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
 
 
 @triton.jit
@@ -178,7 +203,12 @@ INTERPRETED = interpreted()
 
 
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """(inner, outer) such that ``outer * f(inner * q.k)`` is the score in base 2, f being tanh or absent."""
+    """(inner, outer) such that ``outer * f(inner * q.k)`` is the score in base 2, f being tanh or absent.
+
+    Raises ValueError unless both are positive, which the running maximum takes for granted.
+    """
+    if scale <= 0 or (soft_cap is not None and soft_cap <= 0):
+        raise ValueError(f"scale {scale} and soft cap {soft_cap} must be positive")
     if soft_cap is None:
         return 1.0, scale * math.log2(math.e)
     return scale / soft_cap, soft_cap * math.log2(math.e)
@@ -191,6 +221,12 @@ def kv_arguments(
     if scales is None:
         return keys, values, keys, values
     return keys.view(torch.uint8), values.view(torch.uint8), *scales
+
+
+def scratch(parts: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Memory for ``parts`` partial results and their weights, float32."""
+    memory = torch.empty(parts * (head_dim + 1), dtype=torch.float32, device=device)
+    return memory[: parts * head_dim], memory[parts * head_dim :]
 
 
 def tile_dim(head_dim: int) -> int:

@@ -33,8 +33,10 @@ from aioinfer.model.attention.triton_common import (
     attend_tile,
     check_layout,
     kv_arguments,
+    mean_of_parts,
     normalized,
     score_factors,
+    scratch,
     tile_dim,
 )
 from aioinfer.model.triton_float8 import float8_native
@@ -171,18 +173,9 @@ def _combine_kernel(
     valid = split < count
     part = (row * NUM_HEADS + head) * num_splits + split
     weight = tl.load(lse + part, mask=valid, other=float("-inf"))
-    peak = tl.max(weight, 0)
-    if SINKS:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
-        peak = tl.maximum(peak, sink)
-    shift = tl.where(peak == float("-inf"), 0.0, peak)
-    weight = tl.exp2(weight - shift)
-    total = tl.sum(weight, 0)
-    if SINKS:
-        total += tl.exp2(sink - shift)
     wanted = valid[:, None] & (dim < HEAD_DIM)[None, :]
     value = tl.load(partial + part[:, None] * HEAD_DIM + dim[None, :], mask=wanted, other=0.0)
-    result = tl.sum(value * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    result = mean_of_parts(weight, value, sinks, head, SINKS)
     at = out + row * stride_out_row + head * stride_out_head + dim
     tl.store(at, result.to(out.dtype.element_ty), mask=dim < HEAD_DIM)
 
@@ -197,12 +190,6 @@ def _num_splits(longest: int, window: int | None, tuning: DecodeTuning) -> int:
 def _num_lanes(splits: int, blocks: int, tuning: DecodeTuning) -> int:
     """Lanes of a row with up to ``splits`` splits; ``blocks`` counts the blocks of heads of all rows."""
     return min(splits, max(tuning.least_lanes, tuning.programs // blocks))
-
-
-def _scratch(parts: int, head_dim: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Memory for ``parts`` partial results and their weights."""
-    scratch = torch.empty(parts * (head_dim + 1), dtype=torch.float32, device=device)
-    return scratch[: parts * head_dim], scratch[parts * head_dim :]
 
 
 def paged_decode(
@@ -250,7 +237,7 @@ def paged_decode(
     heads = min(group := num_heads // kv_heads, 64)
     splits = _num_splits(block_table.shape[1] * page_size, window, tuning)
     blocks = kv_heads * -(-group // heads)
-    partial, lse = _scratch(rows * num_heads * splits, head_dim, q.device)
+    partial, lse = scratch(rows * num_heads * splits, head_dim, q.device)
     inner, outer = score_factors(scale, soft_cap)
     cut = {"WINDOW": window or 0, "SPLIT": tuning.split_size, "MAX_SPLITS": tuning.max_splits}
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": tile_dim(head_dim), "BLOCK_N": tuning.block_n}
@@ -261,7 +248,8 @@ def paged_decode(
         PAGE_SIZE=page_size, SOFT_CAP=soft_cap is not None, WIDEN=INTERPRETED, **shape, **cut,
         FLOAT8=scales is not None, NATIVE=scales is not None and float8_native(q.device),
         num_warps=tuning.num_warps, num_stages=tuning.num_stages,
-        enable_fp_fusion=True,
+        # A token has the same bits where its tile is masked and where it is not, see triton_common.
+        enable_fp_fusion=False,
     )  # fmt: skip
     _combine_kernel[(num_heads, rows)](
         partial, lse, kv_len, lse if sinks is None else sinks, out, splits, *out.stride()[:2],

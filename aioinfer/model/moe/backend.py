@@ -64,20 +64,30 @@ def choose_experts(
     )
 
 
-def make_sparse(rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend) -> SparseMLP:
-    """A layer's sparse feed-forward part by ``backend``, any but "native"."""
-    return SparseMLP(make_router(rule, backend), make_experts(stored.stacked(), backend), shared)
+def make_sparse(
+    rule: Rule,
+    stored: StoredExperts,
+    shared: FeedForward | None,
+    backend: Backend,
+    *,
+    invariant: bool = False,
+) -> SparseMLP:
+    """A layer's sparse feed-forward part by ``backend``, any but "native". ``invariant``: see
+    :func:`make_experts`."""
+    experts = make_experts(stored.stacked(), backend, invariant=invariant)
+    return SparseMLP(make_router(rule, backend), experts, shared)
 
 
-def make_experts(stack: ExpertWeights, backend: Backend) -> Experts:
-    """The experts of one layer by ``backend``, any but "native"."""
+def make_experts(stack: ExpertWeights, backend: Backend, *, invariant: bool = False) -> Experts:
+    """The experts of one layer by ``backend``, any but "native". ``invariant``: if Triton computes them, a
+    token has the same bits in any batch."""
     if backend.name == "loop":
         return LoopExperts(stack)
     if backend.name == "grouped":
         return GroupedExperts(stack)
     from aioinfer.model.moe.triton_experts import TritonExperts
 
-    return TritonExperts(stack)
+    return TritonExperts(stack, invariant=invariant)
 
 
 def make_router(rule: Rule, backend: Backend) -> Router:

@@ -70,16 +70,20 @@ class ExpertTuning:
 class TritonExperts:
     """See :class:`~aioinfer.model.moe.experts.Experts`."""
 
-    __slots__ = ("_stack", "_tuning")
+    __slots__ = ("_stack", "_tuning", "invariant")
 
-    def __init__(self, stack: ExpertWeights, *, tuning: ExpertTuning | None = None) -> None:
-        """``tuning`` applies to steps of all sizes: a token's bits then do not depend on the step. None
-        selects one by the size of the step."""
+    def __init__(
+        self, stack: ExpertWeights, *, tuning: ExpertTuning | None = None, invariant: bool = False
+    ) -> None:
+        """``tuning`` applies to steps of all sizes; None selects one by the size of the step, or, if
+        ``invariant``, that of small ones for all: a token's bits then do not depend on the step."""
         self._stack = stack
         self._tuning = tuning
+        self.invariant = invariant or tuning is not None
 
     def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        tuning = self._tuning or ExpertTuning.of(hidden.dtype, experts.numel(), len(self._stack.down))
+        pairs = 0 if self.invariant else experts.numel()
+        tuning = self._tuning or ExpertTuning.of(hidden.dtype, pairs, len(self._stack.down))
         return fused_experts(hidden, self._stack, weights, experts, tuning)
 
 

@@ -1,0 +1,111 @@
+"""Deterministic mode on Triton's kernels: a request's ids and logprobs have the same bits in any company."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
+from aioinfer.errors import ConfigError
+from aioinfer.model.attention.base import AttentionParams
+from aioinfer.model.loader import load_model
+from aioinfer.params import SamplingParams
+from tests.engine.test_deterministic import bits
+from tests.model.kernels import DEVICES, Problem, kernels_or_skip, matmul_by_rows
+from tests.model.test_oracle import prompts
+from tests.model.test_triton_attention import Setup
+from tests.tiers import INTERPRETER, SLOW_MODEL, battery, grid
+
+#: what may change the work of a token: small chunks, steps with rows of all kinds, cached prefixes, few pages
+COMPANY: dict[str, Any] = {
+    "chunk_size": 5, "max_step_tokens": 12, "num_pages": 7, "max_running_requests": 4, "overlap_steps": 1,
+    "new_token_ratio": 0.0, "min_new_token_ratio": 0.0,
+}  # fmt: skip
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    kernels_or_skip(request.param)
+    if request.param == "cpu":
+        monkeypatch.setattr(np, "matmul", matmul_by_rows)
+    name: str = request.param
+    return name
+
+
+@pytest.mark.parametrize("window", grid([None], [18], INTERPRETER))
+def test_a_token_has_the_same_bits_as_decode_and_as_prefill(device: str, window: int | None) -> None:
+    from aioinfer.model.attention.triton_attention import TritonAttention
+
+    rows = [(1, 37), (9, 9), (20, 45)]
+    task = Problem.make(rows, heads=4, kv_heads=2, head_dim=32, page_size=16, device=device, window=window)
+    setup, params = Setup(task, 1), AttentionParams(0.3, window)
+    together = setup.run(TritonAttention(setup.pool(), invariant=True), params)
+    for row, (q_len, kv_len) in enumerate(rows):
+        begin = int(task.cu_q[row])
+        for at in range(q_len):
+            length = kv_len - q_len + at + 1
+            alone = Problem(
+                task.q[begin + at : begin + at + 1], task.keys, task.values, task.block_table[row : row + 1],
+                *(torch.tensor(values, device=device) for values in ([0, 1], [length])), [1], [length],
+            )  # fmt: skip
+            decode = Setup(alone, 1)
+            got = decode.run(TritonAttention(decode.pool(), invariant=True), params)
+            assert torch.equal(got[0], together[begin + at]), (row, at)
+
+
+@battery(SLOW_MODEL)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "gemma2"])
+async def test_company_changes_no_bit(
+    checkpoint: Callable[[str], tuple[Path, Any]], family: str, device: str
+) -> None:
+    path, _ = checkpoint(family)
+    base: dict[str, Any] = {
+        "model": str(path), "dtype": "float32", "page_size": 8, "threads": 1, "deterministic": True,
+        "device": device, **dict.fromkeys(("attention_backend", "moe_backend", "sampling_backend"), "triton"),
+    }  # fmt: skip
+    asked = [
+        (prompt, SamplingParams(
+            temperature=float(at % 2), top_p=0.8, seed=at, max_tokens=6, ignore_eos=True, logprobs=3,
+            prompt_logprobs=1 if at == 1 else None,
+        ))
+        for at, prompt in enumerate(prompts(2, 4))
+    ]  # fmt: skip
+    async with Engine(
+        EngineConfig(**base, num_pages=64, chunk_size=512, overlap_steps=0, prefix_cache=False)
+    ) as engine:
+        expected = [bits(await engine.generate(*each)) for each in asked]
+    async with Engine(EngineConfig(**base, **COMPANY)) as engine:
+        got = await asyncio.gather(*(engine.generate(*each) for each in asked))
+    assert [bits(result) for result in got] == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "reason"), [("gpt2", "layer norms"), ("olmo3", "norms of all heads as one vector")]
+)
+async def test_what_adds_in_another_order_is_named(
+    checkpoint: Callable[[str], tuple[Path, Any]], family: str, reason: str
+) -> None:
+    kernels_or_skip("cpu")
+    path, _ = checkpoint(family)
+    config = EngineConfig(
+        model=str(path), dtype="float32", device="cpu", attention_backend="triton", deterministic=True
+    )
+    with pytest.raises(ConfigError, match=f"^deterministic: .*{reason}"):
+        async with Engine(config):
+            pass
+
+
+def test_only_the_deterministic_pay_for_it(checkpoint: Callable[[str], tuple[Path, Any]]) -> None:
+    kernels_or_skip("cpu")
+    path, _ = checkpoint("qwen3")
+    options: dict[str, Any] = {"dtype": "float32", "device": torch.device("cpu"), "kernels": "triton"}
+    assert load_model(path, **options, deterministic=True).invariant
+    assert not load_model(path, **options).invariant
+    assert not load_model(path, **{**options, "kernels": "sdpa"}, deterministic=True).invariant
