@@ -130,6 +130,6 @@ def test_every_command_has_help(command: str, capsys: pytest.CaptureFixture[str]
 
 def test_help_names_values_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     shown = " ".join(shown_help(capsys, "serve", "--help", "all").split())
-    assert "(auto|triton|native|sdpa; default: auto)" in shown
+    assert "(auto|triton|flashinfer|native|sdpa; default: auto)" in shown
     assert "(default: false)" in shown
     assert "(default: 64)" in shown
