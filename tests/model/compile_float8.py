@@ -73,6 +73,7 @@ def main() -> None:
     compile_steps("kv", 128, torch.bfloat16)
     compile_steps("kv-capped", 80, torch.float16, window=100, soft_cap=50.0)
     compile_steps("kv-large", 256, torch.bfloat16)
+    compile_steps("kv-half", 64, torch.float16)
 
 
 if __name__ == "__main__":

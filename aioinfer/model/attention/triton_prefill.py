@@ -106,6 +106,9 @@ class PrefillTuning:
         up to 256 on sm_80 to sm_120, in 56 KiB of shared memory."""
         if dtype.itemsize == 4:
             return cls(block_m=32, block_n=16)
+        if dtype == torch.float16 and head_dim <= 64:
+            # Its values are multiplied where they are widened, and a small head is in few threads.
+            return cls(block_m=64, block_n=32)
         return cls(block_m=32 if head_dim > 128 else 64)
 
 
