@@ -160,7 +160,8 @@ class TritonAttention:
 
         def splits(longest: int) -> int:
             seen = longest if window is None else min(longest, window + tuning.block_m)
-            return choose_splits(tokens, rows, q.shape[1], keys.shape[2], seen, tuning)
+            padded = not batch.kv_lens
+            return choose_splits(tokens, rows, q.shape[1], keys.shape[2], seen, tuning, padded=padded)
 
         # As wide as the longest context or, captured, as contexts may become: then the host knows no lengths.
         found = splits(batch.block_table.shape[1] * keys.shape[1])

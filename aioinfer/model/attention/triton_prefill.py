@@ -54,6 +54,8 @@ __all__ = ["MOST_SPLITS", "PrefillTuning", "choose_splits", "paged_prefill"]
 
 #: the most programs among which the keys of a tile are divided, a power of two
 MOST_SPLITS = 32
+#: how many times as many programs as a launch should have it may have, if most of them find nothing to do
+_MOST_LAUNCHED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +272,14 @@ def _combine_prefill_kernel(
 
 
 def choose_splits(
-    num_tokens: int, num_rows: int, num_heads: int, kv_heads: int, longest: int, tuning: PrefillTuning
+    num_tokens: int,
+    num_rows: int,
+    num_heads: int,
+    kv_heads: int,
+    longest: int,
+    tuning: PrefillTuning,
+    *,
+    padded: bool = False,
 ) -> int:
     """Among how many programs the keys of each tile should be divided: 1 where there are tiles enough.
 
@@ -278,10 +287,14 @@ def choose_splits(
         num_tokens, num_rows: of the launch, as of :func:`paged_prefill`.
         num_heads, kv_heads: heads of queries, and of keys.
         longest: the most positions that a query attends to, or a bound of them.
+        padded: the device alone knows which rows have tokens, as in a captured step. One of them may have
+            all, and the others tiles whose programs end at once: these are not counted, up to a limit.
     """
     tiles, blocks, _ = _tiles(num_tokens, num_rows, num_heads, kv_heads, tuning)
-    wanted = tuning.programs // max(1, tiles * blocks)
-    return max(1, min(wanted, longest // tuning.split_size, MOST_SPLITS))
+    busy, *_ = _tiles(num_tokens, 1 if padded else num_rows, num_heads, kv_heads, tuning)
+    wanted = tuning.programs // max(1, busy * blocks)
+    launched = _MOST_LAUNCHED * tuning.programs // max(1, tiles * blocks)
+    return max(1, min(wanted, launched, longest // tuning.split_size, MOST_SPLITS))
 
 
 def _tiles(
