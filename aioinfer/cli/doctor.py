@@ -150,7 +150,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         bits = f"{' and '.join(map(str, model.stored_bits))} bits in the checkpoint"
         weights = [Finding("weights", f"{bits}, {'kept' if kept else 'dequantised'}")]
     if model.stored_float8:
-        kept = layers.name == "triton" and config.quantization != "none"
+        kept = layers.name == "triton" and config.quantization != "none" and not config.deterministic
         weights.append(
             Finding("weights", f"floats of 8 bits in the checkpoint, {'kept' if kept else 'dequantised'}")
         )
@@ -201,7 +201,7 @@ def _check_promises(
 
     own_layers = layers if model.own else None
     check_quantization(config.quantization, own_layers, model.architecture, experts)
-    check_float8(config.quantization, device, model.dtype)
+    check_float8(config.quantization, device, model.dtype, invariant=config.deterministic)
     if config.cache_weights:
         check_cache_weights(own_layers, config.load_format, model.architecture)
     if not config.deterministic:

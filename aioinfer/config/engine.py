@@ -105,9 +105,13 @@ class EngineConfig:
     decode_graph_rows: int = option(
         256, "kernels", "largest batch captured as a CUDA graph; 0: no graphs", NOT_NEGATIVE
     )
-    #: What a step has beside its decodes: chunks of prompts, and drafts that it verifies.
-    prefill_graph_tokens: int = option(
-        2048, "kernels", "most tokens beside decodes in a captured step; 0: none", NOT_NEGATIVE
+    #: What a step has beside its decodes: chunks of prompts, and drafts that it verifies. FlashInfer computes
+    #: what is not captured.
+    prefill_graph_tokens: int | None = option(
+        None,
+        "kernels",
+        "most tokens beside decodes in a captured step; 0: none; default: 2048, with flashinfer 256",
+        NOT_NEGATIVE,
     )
 
     #: Of a diffusion model: a multiple of the block size.
@@ -423,7 +427,11 @@ class EngineConfig:
     @property
     def graph_tokens(self) -> int:
         """Tokens beside decodes of the largest step captured as a graph."""
-        return min(self.step_tokens, self.prefill_graph_tokens)
+        most = self.prefill_graph_tokens
+        if most is None:
+            # Captured rows are never FlashInfer's: as many as are too few for a kernel to matter.
+            most = 256 if self.attention_backend == "flashinfer" else 2048
+        return min(self.step_tokens, most)
 
     def round_rows(self, block_size: int) -> int:
         """Rows, one block each, of the largest denoising round captured as a graph."""

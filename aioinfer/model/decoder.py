@@ -179,12 +179,12 @@ class Decoder:
                 self._words.copy_(words.view())
                 return
             self._words = words.view().to(self._words, copy=True)
-            if one_memory:
-                self._head = TorchLinear(self._words)
+            if one_memory is not None:
+                self._head = type(one_memory)(self._words)
 
-        one_memory = head is words and isinstance(self._head, TorchLinear)
+        one_memory = self._head if head is words and isinstance(self._head, TorchLinear) else None
         yield write
-        if not one_memory:
+        if one_memory is None:
             source.write(self._head, head)
 
     def _last_norm(

@@ -203,8 +203,13 @@ def check_quantization(
             raise ConfigError(f"quantization: {quantization} needs native {what}, {found}")
 
 
-def check_float8(quantization: Quantization, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise ConfigError if activations are to be rounded and the device cannot multiply them."""
+def check_float8(
+    quantization: Quantization, device: torch.device, dtype: torch.dtype, *, invariant: bool = False
+) -> None:
+    """Raise ConfigError if layers are to be rounded and their products may not be ``invariant`` as they
+    should, or activations are and the device cannot multiply them."""
+    if invariant and quantization in FLOAT8:
+        raise ConfigError(f"deterministic: products of {quantization} add in tiles that fit the batch")
     if quantization == "fp8-dynamic":
         from aioinfer.model.float8 import scaled_unsupported
 
@@ -276,13 +281,11 @@ def make_layers(
     operations = make_operations(backend)
     if backend.name != "triton":
         return TorchLayers(operations, packed_or_torch(device, dtype), adapters)
+    check_float8(quantization, device, dtype, invariant=invariant)
     if invariant:
         from aioinfer.model.triton_linear import TritonLinear
 
-        if quantization in FLOAT8:
-            raise ConfigError(f"deterministic: products of {quantization} add in tiles that fit the batch")
         return TorchLayers(operations, TritonLinear, adapters, invariant=True)
-    check_float8(quantization, device, dtype)
     float8 = Float8Layers(quantization, device) if quantization in ("auto", *FLOAT8) else None
     # A captured CUDA graph reads weights in place: not packed.
     return TorchLayers(operations, TorchLinear, adapters, float8)

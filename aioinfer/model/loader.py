@@ -157,7 +157,7 @@ def load_model(
     sizes = family.inner_sizes(config)
     layers = choose_layers(attention, sizes)
     check_quantization(quantization, layers, config.architectures[0])
-    check_float8(quantization, device, chosen)
+    check_float8(quantization, device, chosen, invariant=deterministic)
     if tensors is not None and check_size is not None:
         kept = _kept(tensors) if quantization == "auto" and layers.name == "native" else frozenset()
         # What is converted is copied.

@@ -80,10 +80,14 @@ def magnitude(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def shrunk(x: tl.tensor, exponent: tl.tensor) -> tl.tensor:
-    """float32 as bytes of e4m3, less a factor of a power of two."""
+def shrunk(x: tl.tensor, exponent: tl.tensor, like: tl.tensor) -> tl.tensor:
+    """float32, from numbers of ``like``'s type, as bytes of e4m3, less a factor of a power of two."""
     # Its inverse is exact, 254 less the biased exponent; infinity stays so, and becomes 448.
-    return encoded(x * power_of_two(254 - tl.minimum(exponent, 253)))
+    scaled = x * power_of_two(254 - tl.minimum(exponent, 253))
+    if like.dtype == tl.float16:
+        # 256 times 2^8 is infinite there.
+        scaled = tl.where(exponent == 135, tl.minimum(tl.maximum(scaled, -240.0), 240.0), scaled)
+    return encoded(scaled)
 
 
 @triton.jit

@@ -18,6 +18,7 @@ from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.triton_attention import TritonAttention
 from aioinfer.model.float8 import Float8Linear, rounded_matrix
+from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
 from aioinfer.model.triton_float8 import EVERY_TUNING, round_rows
 from tests.model.compile_kernels import CPU, Driver, Recorder, step
@@ -47,9 +48,11 @@ def compile_products(name: str, dtype: torch.dtype, outputs: int, inner: int, bl
         round_rows(torch.empty(rows, inner, dtype=dtype))
 
 
-def compile_steps(name: str, head_dim: int, dtype: torch.dtype, **options: Any) -> None:
-    """Decodes and chunks over keys and values of 8 bits; whatever is not constant must not compile again."""
+def compile_steps(name: str, head_dim: int, dtype: torch.dtype, *, normed: int = 0, **options: Any) -> None:
+    """Decodes and chunks over keys and values of 8 bits; whatever is not constant must not compile again.
+    ``normed``: how many heads of a token are, queries first."""
     shape, heads = KVShape(8, head_dim), 32
+    norm = HeadNorm(torch.empty(normed, head_dim, dtype=dtype), 1e-6) if normed else None
     pool = KVPool([shape], num_pages=1, page_size=64, dtype=dtype, device=CPU, float8=True)
     attention, params, rng = TritonAttention(pool), AttentionParams(0.1, **options), random.Random(0)
     recorder = Recorder(name)
@@ -61,7 +64,7 @@ def compile_steps(name: str, head_dim: int, dtype: torch.dtype, **options: Any) 
         q, k, v = qkv.split((heads, 8, 8), dim=1)
         attention(0, q, k, v, batch, params)
         factors = torch.empty(len(qkv), 1, head_dim, dtype=dtype)
-        attention.fused(0, qkv, None, Rotary(factors, factors), batch, params)
+        attention.fused(0, qkv, norm, Rotary(factors, factors), batch, params)
 
 
 def main() -> None:
@@ -70,9 +73,10 @@ def main() -> None:
     compile_products("blocks", torch.bfloat16, 6144, 4096, (128, 128))
     compile_products("sums", torch.float16, 1024, 3072, (1, 3072))
     compile_products("odd", torch.float32, 100, 200, (40, 200))
-    compile_steps("kv", 128, torch.bfloat16)
+    compile_steps("kv", 128, torch.bfloat16, normed=40)
     compile_steps("kv-capped", 80, torch.float16, window=100, soft_cap=50.0)
-    compile_steps("kv-large", 256, torch.bfloat16)
+    compile_steps("kv-large", 256, torch.bfloat16, normed=48)
+    compile_steps("kv-half", 64, torch.float16)
 
 
 if __name__ == "__main__":

@@ -112,6 +112,18 @@ def test_it_is_chosen_for_the_asking_alone(flashinfer: None, monkeypatch: pytest
         choose_attention(CPU, {64}, bf16, "flashinfer")
 
 
+def test_captured_steps_leave_it_the_longer_chunks() -> None:
+    """What is captured is Triton's."""
+    for settings, tokens in (
+        ({}, 256),
+        ({"max_step_tokens": 100}, 100),
+        ({"prefill_graph_tokens": 1024}, 1024),
+        ({"attention_backend": "auto"}, 2048),
+    ):
+        config = EngineConfig(**{"attention_backend": "flashinfer", **settings})  # type: ignore[arg-type]
+        assert config.graph_tokens == tokens
+
+
 def test_the_backend_makes_it(flashinfer: None) -> None:
     from aioinfer.model.attention.flashinfer_attention import FlashInferAttention
 

@@ -26,7 +26,7 @@ def test_kernels_for_floats_of_8_bits_compile_once_and_without_spills(
     # The largest tiles with sums in parts and without; those of float32 are all alike.
     products = {"rows": TILES, "blocks": TILES, "sums": TILES, "odd": 1}
     layer = {"_store_kernel", "_rotate_kernel", "_decode_kernel", "_combine_kernel", "_prefill_kernel"}
-    for shape in ("kv", "kv-capped", "kv-large"):
+    for shape in ("kv", "kv-capped", "kv-large", "kv-half"):
         found = {name: count.pop((which, name)) for which, name in list(count) if which == shape}
         assert layer <= found.keys()
         assert set(found.values()) == {1}

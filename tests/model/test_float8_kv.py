@@ -192,6 +192,27 @@ def test_small_values_over_long_contexts_are_not_lost_in_float16(device: str) ->
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
+def test_the_largest_numbers_of_float16_stay_finite(device: str, fused: bool) -> None:
+    """The next number of 8 bits is 65,536, which float16 does not have."""
+    from aioinfer.model.attention.triton_attention import TritonAttention
+
+    task = Problem.make(
+        [(1, 1), (1, 1)], heads=2, kv_heads=1, head_dim=16, page_size=8, dtype=torch.float16, device=device
+    )
+    pool, setup = float8_pool(task, layers=2), Setup(task, 2)
+    setup.k.fill_(-65504)
+    setup.v.fill_(65504)
+    setup.v[1] = -63000
+    if fused:
+        qkv = torch.cat((task.q, setup.k, setup.v), dim=1)
+        got = TritonAttention(pool).fused(1, qkv, None, None, setup.batch(), AttentionParams(0.2))
+    else:
+        got = TritonAttention(pool)(1, task.q, setup.k, setup.v, setup.batch(), AttentionParams(0.2))
+    expected = torch.tensor([61440.0, -61440.0], device=device)[:, None, None].expand(got.shape)
+    torch.testing.assert_close(got.float(), expected, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "apart"])
 def test_a_step_writes_and_reads_one_pool(device: str, fused: bool) -> None:
     """Both kinds of rows over what the step itself has written."""
     from aioinfer.model.attention.triton_attention import TritonAttention

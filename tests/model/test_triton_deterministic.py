@@ -11,14 +11,18 @@ import numpy as np
 import pytest
 import torch
 
+from aioinfer.cli.doctor import examine
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import AttentionParams
+from aioinfer.model.decoder import Decoder
 from aioinfer.model.loader import load_model
+from aioinfer.model.updates.recipe import prepare_update
 from aioinfer.params import SamplingParams
 from tests.engine.test_deterministic import bits
 from tests.model.kernels import DEVICES, Problem, kernels_or_skip, matmul_by_rows
+from tests.model.test_float8 import write
 from tests.model.test_oracle import prompts
 from tests.model.test_triton_attention import Setup
 from tests.tiers import INTERPRETER, SLOW_MODEL, battery, grid
@@ -28,6 +32,9 @@ COMPANY: dict[str, Any] = {
     "chunk_size": 5, "max_step_tokens": 12, "num_pages": 7, "max_running_requests": 4, "overlap_steps": 1,
     "new_token_ratio": 0.0, "min_new_token_ratio": 0.0,
 }  # fmt: skip
+
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "device": torch.device("cpu"), "kernels": "triton"}
 
 
 @pytest.fixture(params=DEVICES)
@@ -61,14 +68,16 @@ def test_a_token_has_the_same_bits_as_decode_and_as_prefill(device: str, window:
 
 
 @battery(SLOW_MODEL)
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "gemma2"])
 async def test_company_changes_no_bit(
-    checkpoint: Callable[[str], tuple[Path, Any]], family: str, device: str
+    checkpoint: Callable[[str], tuple[Path, Any]], family: str, kv_dtype: str, device: str
 ) -> None:
     path, _ = checkpoint(family)
     base: dict[str, Any] = {
         "model": str(path), "dtype": "float32", "page_size": 8, "threads": 1, "deterministic": True,
-        "device": device, **dict.fromkeys(("attention_backend", "moe_backend", "sampling_backend"), "triton"),
+        "kv_dtype": kv_dtype, "device": device,
+        **dict.fromkeys(("attention_backend", "moe_backend", "sampling_backend"), "triton"),
     }  # fmt: skip
     asked = [
         (prompt, SamplingParams(
@@ -102,10 +111,56 @@ async def test_what_adds_in_another_order_is_named(
             pass
 
 
+@pytest.mark.parametrize("quantization", ["fp8", "fp8-dynamic"])
+def test_rounded_weights_are_refused(tmp_path: Path, quantization: str) -> None:
+    """When a model is loaded, and by ``aioinfer doctor``."""
+    kernels_or_skip("cpu")
+    write(tmp_path, None)
+    config = EngineConfig(
+        model=str(tmp_path), dtype="bfloat16", device="cpu", attention_backend="triton", deterministic=True,
+        quantization=quantization,
+    )  # fmt: skip
+    message = f"deterministic: products of {quantization} add in tiles that fit the batch"
+    with pytest.raises(ConfigError, match=message):
+        load_model(tmp_path, **OPTIONS, quantization=quantization, deterministic=True)
+    assert examine(config)[-1].text == message
+
+
+def test_stored_floats_of_8_bits_are_widened(tmp_path: Path) -> None:
+    """Those of a checkpoint, of which else a kernel would choose tiles by the number of rows."""
+    kernels_or_skip("cpu")
+    write(tmp_path, "fp8-channels")
+    model = load_model(tmp_path, **OPTIONS, deterministic=True)
+    assert model.invariant
+    assert "8 bits" not in model.spec.layer_reason
+    assert load_model(tmp_path, **OPTIONS).spec.layer_reason.endswith("as they are stored")
+    for deterministic, text in ((True, "dequantised"), (False, "kept")):
+        config = EngineConfig(
+            model=str(tmp_path), device="cpu", attention_backend="triton", deterministic=deterministic
+        )
+        found = {finding.subject: finding.text for finding in examine(config)}
+        assert found["weights"] == f"floats of 8 bits in the checkpoint, {text}"
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_a_model_stays_so_when_its_weights_are_replaced(
+    checkpoint: Callable[[str], tuple[Path, Any]], family: str
+) -> None:
+    """With a head of its own, or the matrix of the embedding."""
+    kernels_or_skip("cpu")
+    from aioinfer.model.triton_linear import TritonLinear
+
+    path, _ = checkpoint(family)
+    model = load_model(path, **OPTIONS, deterministic=True, max_lora_rank=0)
+    prepare_update(model, path, lambda: None).install()
+    assert isinstance(model, Decoder)
+    assert isinstance(model._head, TritonLinear)
+    assert all(isinstance(layer.mixer.out, TritonLinear) for layer in model._layers)
+
+
 def test_only_the_deterministic_pay_for_it(checkpoint: Callable[[str], tuple[Path, Any]]) -> None:
     kernels_or_skip("cpu")
     path, _ = checkpoint("qwen3")
-    options: dict[str, Any] = {"dtype": "float32", "device": torch.device("cpu"), "kernels": "triton"}
-    assert load_model(path, **options, deterministic=True).invariant
-    assert not load_model(path, **options).invariant
-    assert not load_model(path, **{**options, "kernels": "sdpa"}, deterministic=True).invariant
+    assert load_model(path, **OPTIONS, deterministic=True).invariant
+    assert not load_model(path, **OPTIONS).invariant
+    assert not load_model(path, **{**OPTIONS, "kernels": "sdpa"}, deterministic=True).invariant

@@ -167,6 +167,26 @@ def test_few_tiles_divide_their_keys(tokens: int, rows: int, longest: int, split
     assert choose_splits(tokens, rows, 16, 4, longest, PrefillTuning()) == splits
 
 
+@pytest.mark.parametrize(
+    ("tokens", "rows", "splits"),
+    [
+        (16, 17, 15),  # drafts that few rows verify
+        (128, 65, 3),
+        (512, 65, 1),
+        (2048, 65, 1),
+    ],
+)
+def test_padding_does_not_keep_keys_together(tokens: int, rows: int, splits: int) -> None:
+    """Captured steps have room for many rows; with 32 heads of queries and 8 of keys."""
+    kernels_or_skip("cpu")
+    from aioinfer.model.attention.triton_prefill import PrefillTuning, choose_splits
+
+    tuning = PrefillTuning()
+    assert choose_splits(tokens, rows, 32, 8, 40_960, tuning, padded=True) == splits
+    assert choose_splits(tokens, rows, 32, 8, 40_960, tuning) == 1
+    assert choose_splits(tokens, 1, 32, 8, 300, tuning, padded=True) == 1
+
+
 def part(task: Problem, row: int, start: int, stop: int) -> Problem:
     """Tokens [start, stop) of a row as a chunk that ends there, alone in its batch."""
     begin = int(task.cu_q[row])

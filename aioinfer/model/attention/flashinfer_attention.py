@@ -2,8 +2,9 @@
 
 FlashInfer divides the work of a step among the device's multiprocessors in a plan, which the host makes from
 the lengths of the rows, once for all layers with the same constants. So what is captured in a CUDA graph,
-whose lengths the host does not know, stays with Triton's kernels: decodes and rounds of diffusion blocks. So
-do blocks of diffusion models and sinks, which these kernels of FlashInfer do not compute.
+whose lengths the host does not know, stays with Triton's kernels: decodes, and the chunks of captured steps,
+which are short ones by default (``EngineConfig.graph_tokens``). So do blocks of diffusion models and sinks,
+which these kernels of FlashInfer do not compute.
 """
 
 from __future__ import annotations

@@ -160,7 +160,8 @@ class TritonAttention:
 
         def splits(longest: int) -> int:
             seen = longest if window is None else min(longest, window + tuning.block_m)
-            return choose_splits(tokens, rows, q.shape[1], keys.shape[2], seen, tuning)
+            padded = not batch.kv_lens
+            return choose_splits(tokens, rows, q.shape[1], keys.shape[2], seen, tuning, padded=padded)
 
         # As wide as the longest context or, captured, as contexts may become: then the host knows no lengths.
         found = splits(batch.block_table.shape[1] * keys.shape[1])
@@ -186,15 +187,15 @@ def _store_kernel(
     key = tl.load(k + token * stride_k_token + head * stride_k_head + dim, mask=wanted, other=0.0)
     value = tl.load(v + token * stride_v_token + head * stride_v_head + dim, mask=wanted, other=0.0)
     if FLOAT8:
-        key = key.to(tl.float32)
-        value = value.to(tl.float32)
-        key_exponent = exponent_of(tl.max(magnitude(key), 1))[:, None]
-        value_exponent = exponent_of(tl.max(magnitude(value), 1))[:, None]
+        wide_key = key.to(tl.float32)
+        wide_value = value.to(tl.float32)
+        key_exponent = exponent_of(tl.max(magnitude(wide_key), 1))[:, None]
+        value_exponent = exponent_of(tl.max(magnitude(wide_value), 1))[:, None]
         at = cell * HEADS + head
         tl.store(key_scales + at, key_exponent.to(tl.uint8), mask=head < HEADS)
         tl.store(value_scales + at, value_exponent.to(tl.uint8), mask=head < HEADS)
-        key = shrunk(key, key_exponent)
-        value = shrunk(value, value_exponent)
+        key = shrunk(wide_key, key_exponent, key)
+        value = shrunk(wide_value, value_exponent, value)
     tl.store(keys + to, key, mask=wanted)
     tl.store(values + to, value, mask=wanted)
 

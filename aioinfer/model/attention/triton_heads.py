@@ -116,8 +116,8 @@ def _rotate_kernel(
         exponent = exponent_of(largest)[:, None]
         tl.store(key_scales + at, exponent.to(tl.uint8), mask=key_heads)
         tl.store(value_scales + at - KV_HEADS, exponent.to(tl.uint8), mask=value_heads)
-        turned_a = shrunk(wide_a, exponent)
-        turned_b = shrunk(wide_b, exponent)
+        turned_a = shrunk(wide_a, exponent, raw_a)
+        turned_b = shrunk(wide_b, exponent, raw_b)
         value_a = turned_a
         value_b = turned_b
     at *= 2 * HALF

@@ -54,6 +54,8 @@ __all__ = ["MOST_SPLITS", "PrefillTuning", "choose_splits", "paged_prefill"]
 
 #: the most programs among which the keys of a tile are divided, a power of two
 MOST_SPLITS = 32
+#: how many times as many programs as a launch should have it may have, if most of them find nothing to do
+_MOST_LAUNCHED = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,9 @@ class PrefillTuning:
         up to 256 on sm_80 to sm_120, in 56 KiB of shared memory."""
         if dtype.itemsize == 4:
             return cls(block_m=32, block_n=16)
+        if dtype == torch.float16 and head_dim <= 64:
+            # Its values are multiplied where they are widened, and a small head is in few threads.
+            return cls(block_m=64, block_n=32)
         return cls(block_m=32 if head_dim > 128 else 64)
 
 
@@ -267,7 +272,14 @@ def _combine_prefill_kernel(
 
 
 def choose_splits(
-    num_tokens: int, num_rows: int, num_heads: int, kv_heads: int, longest: int, tuning: PrefillTuning
+    num_tokens: int,
+    num_rows: int,
+    num_heads: int,
+    kv_heads: int,
+    longest: int,
+    tuning: PrefillTuning,
+    *,
+    padded: bool = False,
 ) -> int:
     """Among how many programs the keys of each tile should be divided: 1 where there are tiles enough.
 
@@ -275,10 +287,14 @@ def choose_splits(
         num_tokens, num_rows: of the launch, as of :func:`paged_prefill`.
         num_heads, kv_heads: heads of queries, and of keys.
         longest: the most positions that a query attends to, or a bound of them.
+        padded: the device alone knows which rows have tokens, as in a captured step. One of them may have
+            all, and the others tiles whose programs end at once: these are not counted, up to a limit.
     """
     tiles, blocks, _ = _tiles(num_tokens, num_rows, num_heads, kv_heads, tuning)
-    wanted = tuning.programs // max(1, tiles * blocks)
-    return max(1, min(wanted, longest // tuning.split_size, MOST_SPLITS))
+    busy, *_ = _tiles(num_tokens, 1 if padded else num_rows, num_heads, kv_heads, tuning)
+    wanted = tuning.programs // max(1, busy * blocks)
+    launched = _MOST_LAUNCHED * tuning.programs // max(1, tiles * blocks)
+    return max(1, min(wanted, launched, longest // tuning.split_size, MOST_SPLITS))
 
 
 def _tiles(
