@@ -12,10 +12,11 @@ import itertools
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import triton.runtime.interpreter
 from torch import library
@@ -32,6 +33,8 @@ _runtime.emulated_work.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_char
 _numbers = itertools.count(1)
 #: by number, with whether a graph may ask for it again
 _work: dict[int, tuple[Callable[[], object], bool]] = {}
+#: what went wrong since somebody was told
+_failures: list[str] = []
 
 
 def _execute(number: int) -> None:
@@ -40,8 +43,8 @@ def _execute(number: int) -> None:
         with torch.inference_mode():
             call()
     except BaseException:
-        # Nobody above could be told.
-        sys.stderr.write(f"emulated CUDA: {traceback.format_exc()}\n")
+        # Nobody above could be told; the test is.
+        _failures.append(traceback.format_exc())
     if not again:
         del _work[number]
 
@@ -49,6 +52,26 @@ def _execute(number: int) -> None:
 #: kept, for the runtime calls it as long as the process lives
 _callback = ctypes.CFUNCTYPE(None, ctypes.c_long)(_execute)
 _runtime.emulated_python(_callback)
+
+
+def take_failures() -> str:
+    """Traces of the work that has failed since the last call; empty if there is none."""
+    torch.cuda.synchronize()
+    text = "".join(_failures)
+    _failures.clear()
+    return text
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """A test fails, too, if work has failed."""
+    try:
+        yield
+    finally:
+        text = take_failures()
+        sys.stderr.write(text)
+    if text:
+        pytest.fail(f"emulated CUDA: {text}", pytrace=False)
 
 
 def enqueue(call: Callable[[], object], name: str, *, late: bool = False) -> None:
@@ -90,6 +113,19 @@ _UNUSED = (
 )
 
 
+def _scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None, scale_result: None = None, out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    found = (a.float() * scale_a) @ (b.float() * scale_b)
+    return (found if bias is None else found + bias).to(out_dtype or a.dtype)
+
+
+#: what a CPU has in part only
+_ON_CPU: dict[str, Callable[..., Any]] = {"_scaled_mm": _scaled_mm}
+
+
 def _each(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """A value with its tensors changed."""
     if isinstance(value, torch.Tensor):
@@ -114,6 +150,7 @@ class Operation:
 
     def __init__(self, name: str, call: Any) -> None:
         self._name, self._call = name, call
+        self._computes = _ON_CPU.get(name, call)
         arguments = call._schema.arguments
         self._names = [argument.name for argument in arguments]
         self._numbers = [str(argument.type) == "Tensor" for argument in arguments]
@@ -133,7 +170,7 @@ class Operation:
         inputs = [_each(arg, _on_cpu) for arg in args]
         named = {name: _each(value, _on_cpu) for name, value in kwargs.items()} | _device(kwargs, "cpu")
         if self._written:
-            enqueue(lambda: self._call(*inputs, **named), self._name)
+            enqueue(lambda: self._computes(*inputs, **named), self._name)
             changed = [args[at] if at < len(args) else kwargs[self._names[at]] for at in self._written]
             return changed[0] if len(changed) == 1 else tuple(changed)
         try:
@@ -141,14 +178,16 @@ class Operation:
         except Exception:
             # They depend on values, for which the host waits.
             torch.cuda.current_stream().synchronize()
-            results = self._call(*inputs, **named)
+            results = self._computes(*inputs, **named)
+            if isinstance(results, (bool, int, float)):
+                return results
             outputs = _each(results, lambda result: _like(result, "cuda"))
         else:
             outputs, results = _each(shapes, lambda shape: _like(shape, "cuda")), None
         targets = _flat(_each(outputs, alias))
 
         def work() -> None:
-            made = self._call(*inputs, **named) if results is None else results
+            made = self._computes(*inputs, **named) if results is None else results
             for target, result in zip(targets, _flat(made), strict=True):
                 target.copy_(result)
 
