@@ -96,7 +96,7 @@ def test_experts_without_tokens_are_not_touched(device: str) -> None:
 
 @pytest.mark.parametrize("dtype", grid([torch.bfloat16], [torch.float32], INTERPRETER))
 def test_a_token_has_the_same_bits_in_any_company(device: str, dtype: torch.dtype) -> None:
-    """Among other tokens, in steps of other sizes; on CUDA also alone and at any place of its block. The
+    """Among other tokens, in steps of other sizes; compiled also alone and at any place of its block. The
     interpreter multiplies by numpy, to whose sums the place of a row in the matrix matters."""
     task = Mixture.make(37, num_experts=4, dtype=dtype, device=device)
     together = compute(task)
@@ -112,7 +112,7 @@ def test_a_token_has_the_same_bits_in_any_company(device: str, dtype: torch.dtyp
         if not interpreted_on(device):
             assert torch.equal(got, together[tokens])
         else:
-            assert_close(got, together[tokens].double(), dtype)
+            assert_close(got, together[tokens].double().cpu(), dtype)
 
 
 def test_junk_in_a_token_stays_in_it(device: str) -> None:
