@@ -1,7 +1,6 @@
 """A plugin of pytest: torch does the work of kernels that engines launch often, in place of the interpreter.
 
-On the emulated device only. Attention and products sum in float64 and round once, so that a token has the
-same bits in any company, as by the kernels. Samplers and proposals are torch's unless a test names Triton's.
+On the emulated device only. Samplers and proposals are torch's, too, unless a test names Triton's.
 What has no stand-in, adapters and what samples in Triton among them, runs in the interpreter; in a test of
 kernels, which asks for them by ``kernels_or_skip``, everything does.
 """
@@ -17,7 +16,7 @@ import torch
 
 from tests.cuda_emulation.compute import alias, enqueue  # isort: skip  # before the package
 
-from aioinfer.model import triton_float8, triton_linear
+from aioinfer.model import triton_float8
 from aioinfer.model.attention import triton_attention
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVScales
@@ -160,22 +159,11 @@ def _float8_product(
 ) -> None:  # fmt: skip
     rows, inner = weight.shape
     wide = scales.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :inner]
-    _multiply(x, weight.double() * wide, out, bias)
-
-
-def fixed_order_product(
-    values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    out = values.new_empty(len(values), len(weight))
-    tensors: list[Any] = [alias(tensor) for tensor in (values, weight, out)]
-    tensors.append(None if bias is None else alias(bias))
-    enqueue(lambda: _multiply(*tensors), "fixed_order_product")
-    return out
-
-
-def _multiply(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
-    bias = None if bias is None else bias.double()
-    out.copy_(torch.nn.functional.linear(x.double(), weight.double(), bias))
+    out.copy_(
+        torch.nn.functional.linear(
+            x.double(), weight.double() * wide, None if bias is None else bias.double()
+        )
+    )
 
 
 def route(router: TritonRouter, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -211,7 +199,6 @@ def _stand_in(owner: Any, name: str, twin: Callable[..., Any]) -> None:
 for each in (paged_decode, paged_prefill, rotate_and_store, store_kv):
     _stand_in(triton_attention, each.__name__, each)
 _stand_in(triton_float8, "float8_linear", float8_linear)
-_stand_in(triton_linear, "fixed_order_product", fixed_order_product)
 _stand_in(TritonRouter, "__call__", route)
 _stand_in(triton_experts, "fused_experts", fused_experts)
 _stand_in(TritonOperations, "add_norm", TorchOperations.add_norm)
