@@ -249,7 +249,14 @@ def _launch(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _interpret(self, *args, **kwargs)
     inputs = [_each(arg, _on_cpu) for arg in args]
     named = {name: _each(value, _on_cpu) for name, value in kwargs.items()}
-    return enqueue(lambda: _interpret(self, *inputs, **named), self.fn.__name__)
+    expected = np.geterr()
+
+    def work() -> None:
+        # What numpy warns of is up to the code that launches, which may be done when this happens.
+        with np.errstate(**expected):
+            _interpret(self, *inputs, **named)
+
+    return enqueue(work, self.fn.__name__)
 
 
 triton.runtime.interpreter.GridExecutor.__call__ = _launch
