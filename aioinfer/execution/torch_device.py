@@ -99,8 +99,12 @@ class TorchDevice:
             config = fitted(decoding.fit(wanted), spec, device)
             choice = choose_attention(device, spec.head_dims, spec.dtype, config.attention_backend)
             check_kv_dtype(config.kv_dtype, choice)
+            choose = choose_proposing if spec.block_size else choose_sampling
+            sampling = choose(device, config.sampling_backend)
             if config.deterministic:
                 _check_deterministic(model, choice.name)
+                if device.type == "cuda":
+                    _check_sampling(sampling)
             draft = self._load_draft(spec, device, progress)
             parts = Parts(config, decoding, model, choice, device, self._grammars, self.lane, draft)
             self._backend, size = build(parts, self._capture, progress)
@@ -110,10 +114,6 @@ class TorchDevice:
             if not lacks_memory(error):
                 raise
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
-        choose = choose_proposing if spec.block_size else choose_sampling
-        sampling = choose(device, config.sampling_backend)
-        if config.deterministic and device.type == "cuda":
-            _check_sampling(sampling)
         self.lane.parts = lambda: model.seconds
         self.synchronous = device.type == "cpu"
         self._packer = parts.packer(size.max_model_len, self._backend.graphs)

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-import tests.cuda_emulation.compute  # noqa: F401
+from tests.cuda_emulation import compute
 
 
 def main() -> None:
@@ -29,6 +29,11 @@ def main() -> None:
         x.copy_(host, non_blocking=True)
         host.fill_(2.0)
         assert x.tolist() == [2.0 if late else 1.0] * 4, "the host's memory was not read when it should be"
+    assert torch.equal(x, x) is True
+    assert torch.equal(x, x + 1) is False
+    compute.enqueue(lambda: 1 / 0, "failing")
+    assert "ZeroDivisionError" in compute.take_failures(), "nobody is told of work that fails"
+    assert not compute.take_failures()
 
 
 if __name__ == "__main__":

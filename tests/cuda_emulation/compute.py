@@ -1,9 +1,8 @@
 """A plugin of pytest: the CPU does the work of the emulated device.
 
 torch's operations on CUDA are overridden, all of them: each becomes work of the current stream, to be done on
-tensors of the CPU at the same addresses, which keep no memory alive, as on a device. Our kernels of attention
-and of the layers' small operations do what their twins in torch do, those of mixtures of experts run in
-Triton's interpreter. torch's sampler takes the place of Triton's.
+tensors of the CPU at the same addresses, which keep no memory alive, as on a device. So does every launch of
+a kernel, in Triton's interpreter. Most engines have torch's stand-ins for kernels, see :mod:`.stand_ins`.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ import itertools
 import sys
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import triton.runtime.interpreter
 from torch import library
@@ -26,23 +26,15 @@ import aioinfer.model.triton_support
 # Before any other module of the package imports the function.
 aioinfer.model.triton_support.triton_unsupported = lambda device: None
 
-from aioinfer.model import triton_float8  # noqa: E402
-from aioinfer.model.attention import triton_attention  # noqa: E402
-from aioinfer.model.attention.base import AttentionParams  # noqa: E402
-from aioinfer.model.attention.pool import KVScales  # noqa: E402
-from aioinfer.model.attention.sdpa import visible  # noqa: E402
-from aioinfer.model.heads import HeadNorm, split_heads  # noqa: E402
-from aioinfer.model.operations import triton_operations  # noqa: E402
-from aioinfer.model.operations.torch_operations import TorchOperations  # noqa: E402
-from aioinfer.model.rope import Rotary  # noqa: E402
-from aioinfer.sampling import backend  # noqa: E402
-from tests.model.float8 import rounded_heads, widened  # noqa: E402
+from tests.model import kernels  # noqa: E402
 
 _runtime = ctypes.CDLL("libcudart.so.13")
 _runtime.emulated_work.argtypes = [ctypes.c_void_p, ctypes.c_long, ctypes.c_char_p, ctypes.c_int]
 _numbers = itertools.count(1)
 #: by number, with whether a graph may ask for it again
 _work: dict[int, tuple[Callable[[], object], bool]] = {}
+#: what went wrong since somebody was told
+_failures: list[str] = []
 
 
 def _execute(number: int) -> None:
@@ -51,8 +43,8 @@ def _execute(number: int) -> None:
         with torch.inference_mode():
             call()
     except BaseException:
-        # Nobody above could be told.
-        sys.stderr.write(f"emulated CUDA: {traceback.format_exc()}\n")
+        # Nobody above could be told; the test is.
+        _failures.append(traceback.format_exc())
     if not again:
         del _work[number]
 
@@ -60,6 +52,26 @@ def _execute(number: int) -> None:
 #: kept, for the runtime calls it as long as the process lives
 _callback = ctypes.CFUNCTYPE(None, ctypes.c_long)(_execute)
 _runtime.emulated_python(_callback)
+
+
+def take_failures() -> str:
+    """Traces of the work that has failed since the last call; empty if there is none."""
+    torch.cuda.synchronize()
+    text = "".join(_failures)
+    _failures.clear()
+    return text
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None]:
+    """A test fails, too, if work has failed."""
+    try:
+        yield
+    finally:
+        text = take_failures()
+        sys.stderr.write(text)
+    if text:
+        pytest.fail(f"emulated CUDA: {text}", pytrace=False)
 
 
 def enqueue(call: Callable[[], object], name: str, *, late: bool = False) -> None:
@@ -101,6 +113,19 @@ _UNUSED = (
 )
 
 
+def _scaled_mm(
+    a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor,
+    bias: torch.Tensor | None = None, scale_result: None = None, out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    found = (a.float() * scale_a) @ (b.float() * scale_b)
+    return (found if bias is None else found + bias).to(out_dtype or a.dtype)
+
+
+#: what a CPU has in part only
+_ON_CPU: dict[str, Callable[..., Any]] = {"_scaled_mm": _scaled_mm}
+
+
 def _each(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
     """A value with its tensors changed."""
     if isinstance(value, torch.Tensor):
@@ -125,6 +150,7 @@ class Operation:
 
     def __init__(self, name: str, call: Any) -> None:
         self._name, self._call = name, call
+        self._computes = _ON_CPU.get(name, call)
         arguments = call._schema.arguments
         self._names = [argument.name for argument in arguments]
         self._numbers = [str(argument.type) == "Tensor" for argument in arguments]
@@ -144,7 +170,7 @@ class Operation:
         inputs = [_each(arg, _on_cpu) for arg in args]
         named = {name: _each(value, _on_cpu) for name, value in kwargs.items()} | _device(kwargs, "cpu")
         if self._written:
-            enqueue(lambda: self._call(*inputs, **named), self._name)
+            enqueue(lambda: self._computes(*inputs, **named), self._name)
             changed = [args[at] if at < len(args) else kwargs[self._names[at]] for at in self._written]
             return changed[0] if len(changed) == 1 else tuple(changed)
         try:
@@ -152,14 +178,16 @@ class Operation:
         except Exception:
             # They depend on values, for which the host waits.
             torch.cuda.current_stream().synchronize()
-            results = self._call(*inputs, **named)
+            results = self._computes(*inputs, **named)
+            if isinstance(results, (bool, int, float)):
+                return results
             outputs = _each(results, lambda result: _like(result, "cuda"))
         else:
             outputs, results = _each(shapes, lambda shape: _like(shape, "cuda")), None
         targets = _flat(_each(outputs, alias))
 
         def work() -> None:
-            made = self._call(*inputs, **named) if results is None else results
+            made = self._computes(*inputs, **named) if results is None else results
             for target, result in zip(targets, _flat(made), strict=True):
                 target.copy_(result)
 
@@ -221,139 +249,15 @@ def _launch(self: Any, *args: Any, **kwargs: Any) -> Any:
         return _interpret(self, *args, **kwargs)
     inputs = [_each(arg, _on_cpu) for arg in args]
     named = {name: _each(value, _on_cpu) for name, value in kwargs.items()}
-    return enqueue(lambda: _interpret(self, *inputs, **named), self.fn.__name__)
+    expected = np.geterr()
+
+    def work() -> None:
+        # What numpy warns of is up to the code that launches, which may be done when this happens.
+        with np.errstate(**expected):
+            _interpret(self, *inputs, **named)
+
+    return enqueue(work, self.fn.__name__)
 
 
 triton.runtime.interpreter.GridExecutor.__call__ = _launch
-
-
-# -- replacements of the kernels in torch, which are faster than the interpreter ------------------------
-
-
-def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None, scale: float,
-    window: int | None, soft_cap: float | None, block: int,
-) -> torch.Tensor:  # fmt: skip
-    """Of a sequence's last positions."""
-    k, v = (side.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for side in (k, v))
-    scores = torch.einsum("qhd,khd->hqk", q.float() * scale, k)
-    if soft_cap is not None:
-        scores = soft_cap * torch.tanh(scores / soft_cap)
-    seen = visible(len(q), 0, len(k), AttentionParams(scale, window, block=block), q.device)
-    scores = scores.masked_fill_(~seen, float("-inf"))
-    if sinks is not None:
-        scores = torch.cat((scores, sinks.float()[:, None, None].expand(-1, len(q), 1)), -1)
-    weights = scores.softmax(-1)[..., : len(k)]
-    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
-
-
-def _paged(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, cu_q: torch.Tensor,
-    kv_len: torch.Tensor, out: torch.Tensor, sinks: torch.Tensor | None, scales: KVScales | None,
-    **scoring: Any,
-) -> None:  # fmt: skip
-    if scales is not None:
-        keys, values = widened(keys, scales.keys), widened(values, scales.values)
-    ends = cu_q.tolist()
-    for row, length in enumerate(kv_len.tolist()):
-        begin, end = ends[row : row + 2]
-        if length == 0 or begin == end:
-            out[begin:end] = 0
-            continue
-        pages = table[row, : -(-length // keys.shape[1])].long()
-        k, v = (side[pages].flatten(0, 1)[:length] for side in (keys, values))
-        out[begin:end] = _attend(q[begin:end], k, v, sinks, **scoring)
-
-
-def paged_prefill(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_table: torch.Tensor, cu_q: torch.Tensor,
-    kv_len: torch.Tensor, *, scale: float, window: int | None, soft_cap: float | None, block: int = 1,
-    sinks: torch.Tensor | None = None, out: torch.Tensor | None = None, num_tokens: int, tuning: object,
-    splits: int = 1, scales: KVScales | None = None,
-) -> torch.Tensor:  # fmt: skip
-    out = torch.empty_like(q) if out is None else out
-    tensors: list[Any] = [alias(tensor) for tensor in (q, keys, values, block_table, cu_q, kv_len, out)]
-    tensors.append(None if sinks is None else alias(sinks))
-    tensors.append(None if scales is None else KVScales(*map(alias, scales)))
-    scoring: dict[str, Any] = {"scale": scale, "window": window, "soft_cap": soft_cap, "block": block}
-    enqueue(lambda: _paged(*tensors, **scoring), "paged_prefill")
-    return out
-
-
-def paged_decode(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, block_table: torch.Tensor,
-    kv_len: torch.Tensor, **options: Any,
-) -> torch.Tensor:  # fmt: skip
-    cu_q = torch.arange(len(q) + 1, device=q.device)
-    return paged_prefill(q, keys, values, block_table, cu_q, kv_len, num_tokens=len(q), **options)
-
-
-def store_kv(
-    k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slot_mapping: torch.Tensor,
-    scales: KVScales | None = None,
-) -> None:  # fmt: skip
-    if scales is None:
-        keys.flatten(0, 1).index_put_((slot_mapping,), k)
-        values.flatten(0, 1).index_put_((slot_mapping,), v)
-        return
-    tensors = [alias(tensor) for tensor in (k, v, keys, values, slot_mapping, *scales)]
-    enqueue(lambda: _store_rounded(*tensors), "store_kv")
-
-
-def _store_rounded(
-    k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor,
-    key_scales: torch.Tensor, value_scales: torch.Tensor,
-) -> None:  # fmt: skip
-    for given, cells, scales in ((k, keys, key_scales), (v, values, value_scales)):
-        rounded, exponents = rounded_heads(given)
-        cells.flatten(0, 1).view(torch.uint8)[slots.long()] = rounded.view(torch.uint8)
-        scales.flatten(0, 1)[slots.long()] = exponents
-
-
-def rotate_and_store(
-    qkv: torch.Tensor, norm: HeadNorm | None, rotary: Rotary | None, keys: torch.Tensor,
-    values: torch.Tensor, slot_mapping: torch.Tensor, *, shared: bool = False,
-    scales: KVScales | None = None,
-) -> torch.Tensor:  # fmt: skip
-    q, k, v = split_heads(qkv, 0 if shared else keys.shape[2], norm, rotary)
-    if not shared:
-        store_kv(k, v, keys, values, slot_mapping, scales)
-    return q
-
-
-def float8_linear(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, block: tuple[int, int],
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    out = x.new_empty(len(x), len(weight))
-    tensors: list[Any] = [alias(tensor) for tensor in (x, weight, scales, out)]
-    tensors.append(None if bias is None else alias(bias))
-    enqueue(lambda: _float8_product(block, *tensors), "float8_linear")
-    return out
-
-
-def _float8_product(
-    block: tuple[int, int], x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, out: torch.Tensor,
-    bias: torch.Tensor | None,
-) -> None:  # fmt: skip
-    rows, inner = weight.shape
-    wide = scales.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :inner]
-    out.copy_(
-        torch.nn.functional.linear(x.float(), weight.float() * wide, None if bias is None else bias.float())
-    )
-
-
-# The names that the attention's module looks its kernels up by.
-for twin in (paged_decode, paged_prefill, rotate_and_store, store_kv):
-    setattr(triton_attention, twin.__name__, twin)
-triton_float8.float8_linear = float8_linear  # type: ignore[assignment]
-triton_operations.TritonOperations.add_norm = TorchOperations.add_norm  # type: ignore[assignment]
-triton_operations.TritonOperations.gate_mul = TorchOperations.gate_mul  # type: ignore[assignment]
-_choose = backend.choose_sampling
-backend.choose_sampling = lambda device, wanted="auto": _choose(
-    device, "torch" if wanted == "auto" else wanted
-)
-_choose_proposing = backend.choose_proposing
-backend.choose_proposing = lambda device, wanted="auto": _choose_proposing(
-    device, "torch" if wanted == "auto" else wanted
-)
+kernels.remember_builtins()

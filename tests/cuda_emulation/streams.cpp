@@ -99,8 +99,14 @@ API cudaError_t cudaEventQuery(cudaEvent_t asked) {
     Event* event = of(asked);
     if (event->capture) return invalidate(event->capture, "a captured event is asked", cudaErrorCapturedEvent);
     if (forbidden("cudaEventQuery")) return fail(cudaErrorStreamCaptureUnsupported);
-    bool over = !event->recorded || (event->stream->done >= event->upto && now() >= event->at);
-    return over ? cudaSuccess : fail(cudaErrorNotReady);
+    if (!event->recorded) return cudaSuccess;
+    if (event->stream->done < event->upto) {
+        // By the clock late work may be over: now it is not, whatever comes of that answer.
+        event->at = std::max(event->at, now());
+        event->stream->free_at = std::max(event->stream->free_at, event->at);
+        return fail(cudaErrorNotReady);
+    }
+    return now() >= event->at ? cudaSuccess : fail(cudaErrorNotReady);
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t awaited) {
     Event event;

@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import shutil
 import threading
+import time
 from collections.abc import Callable
 from ctypes import byref, c_char_p, c_double, c_float, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
@@ -134,6 +135,24 @@ def test_late_work_is_done_for_whoever_waits_and_for_nobody_else(load: Callable[
     assert done == ["third", "first", "second"]
     runtime("cudaDeviceSynchronize")
     assert done == ["third", "first", "second", "behind the event"]
+
+
+def test_what_was_asked_for_in_vain_ended_later_than_that(load: Callable[..., Runtime]) -> None:
+    """Late work that is over by the clock, too: a clock that says otherwise contradicts itself."""
+    runtime = load(late=1)
+    stream, milliseconds = runtime.stream(), c_float()
+    begin, end = (runtime.made("cudaEventCreate") for _ in range(2))
+    runtime("cudaEventRecord", begin, stream)
+    recorded = time.monotonic()
+    runtime.work(stream, lambda: None)
+    runtime("cudaEventRecord", end, stream)
+    while time.monotonic() < recorded + 1e-3:
+        pass
+    asked = time.monotonic()
+    assert runtime.error("cudaEventQuery", end) == NOT_READY
+    runtime("cudaEventSynchronize", end)
+    runtime("cudaEventElapsedTime", byref(milliseconds), begin, end)
+    assert 1e-3 * milliseconds.value >= asked - recorded
 
 
 def test_the_legacy_stream_and_blocking_ones_wait_for_each_other(load: Callable[..., Runtime]) -> None:

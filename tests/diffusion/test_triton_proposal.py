@@ -17,7 +17,7 @@ from aioinfer.diffusion.proposal import Asked, Proposal, propose
 from aioinfer.diffusion.registry import algorithm_names
 from tests.diffusion.cases import Denoiser, assert_agrees, make_case, seen
 from tests.diffusion.test_algorithms import EDGES, exact_case
-from tests.model.kernels import DEVICES, interpreted_only, kernels_or_skip
+from tests.model.kernels import DEVICES, interpreted_on, interpreted_only, kernels_or_skip
 from tests.tiers import INTERPRETER, PLANTED_BUG, battery, grid, points
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -95,7 +95,7 @@ def test_proposals_are_those_of_torch(
     """With lists that are too short; and as it runs, where a nucleus has thousands of tokens."""
     if vocab < 4096:
         monkeypatch.setattr(triton_proposal, "_TUNING", SMALL)
-    for seed in range(2 if device == "cpu" else 100):
+    for seed in range(2 if interpreted_on(device) else 100):
         rng = np.random.default_rng([seed, vocab])
         logits, asked = problem(rng, 3, 2, max(vocab, 4), device, dtype)
         before = logits.clone()
@@ -150,7 +150,7 @@ def test_rounds_are_the_reference_s(device: str, algorithm: str, monkeypatch: py
     monkeypatch.setattr(triton_proposal, "_TUNING", SMALL)
     cases = (make_case(algorithm, seed) for seed in range(1000))
     few = (case for case in cases if case.size <= 5 and len(case.rows) <= 2)
-    for _ in range(2 if device == "cpu" else 100):
+    for _ in range(2 if interpreted_on(device) else 100):
         case = next(few)
         if device == "cpu":
             assert_agrees(case, propose=triton_proposal.propose)

@@ -16,6 +16,7 @@ import pytest
 
 from aioinfer import ConfigError, Engine, EngineConfig, Result, SamplingParams
 from aioinfer.model.quantization import FLOAT8, Quantization
+from tests.model.kernels import kernels_or_skip
 from tests.tiers import SIMULATION, battery
 
 #: of the bundled model's vocabulary, without special tokens
@@ -142,6 +143,7 @@ async def test_company_changes_no_bit(dtype: str, quantization: Quantization) ->
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 async def test_company_changes_no_bit_on_cuda(dtype: str) -> None:
     """With captured graphs, and on kernels in Triton."""
+    kernels_or_skip("cuda", compiled=True)
     retractions = [await mix(seed, dtype, device="cuda") for seed in range(4)]
     assert sum(retractions), "the pools were to be too small"
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +13,14 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
+from aioinfer.execution import build as execution_build
 from aioinfer.execution import torch_device
 from aioinfer.execution.cuda_device import callers_device, pick_device
 from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.model.attention import backend as attention_backend
+from aioinfer.model.backend import Backend
+from aioinfer.model.loader import load_model
+from tests.model.kernels import kernels_or_skip
 
 
 class Cuda:
@@ -111,3 +119,28 @@ def test_a_thread_that_has_not_come_to_cuda_has_chosen_nothing(
     cuda.initialized = False
     monkeypatch.setattr(torch.cuda, "current_device", never)
     assert callers_device() == 0
+
+
+def test_sampling_that_depends_on_the_batch_is_refused_before_anything_is_built(
+    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Building measures and captures for a minute."""
+    kernels_or_skip("cpu")
+    path, _ = checkpoint("qwen3")
+    options: dict[str, Any] = {"dtype": "float32", "kernels": "triton", "deterministic": True}
+    model = load_model(path, device=torch.device("cpu"), **options)
+    built: list[object] = []
+
+    def built_backend(*parts: object) -> None:
+        built.append(parts)
+        raise ConfigError("built")
+
+    config = EngineConfig(model=str(path), device="cuda", deterministic=True, sampling_backend="torch")
+    monkeypatch.setattr(TorchDevice, "_load", lambda *_: model)
+    monkeypatch.setattr(torch_device, "current", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 34, 1 << 34))
+    monkeypatch.setattr(attention_backend, "choose_attention", lambda *_: Backend("triton", "a test"))
+    monkeypatch.setattr(execution_build, "build", built_backend)
+    with pytest.raises(ConfigError, match=r"^deterministic: sampling is torch"):
+        TorchDevice(config).open()
+    assert not built

@@ -13,7 +13,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +25,8 @@ import torch
 _ROOT = Path(__file__).parents[2]
 #: the devices a check of a kernel runs on, one of them in a given process
 DEVICES = [pytest.param("cpu", id="interpreted"), pytest.param("cuda", marks=pytest.mark.gpu)]
+#: what a test that runs kernels on CUDA calls where they are interpreted there, on the emulated device
+emulated: Callable[[], None] | None = None
 #: for checks that change a kernel's functions, which a compiled one would not notice
 interpreted_only = pytest.mark.parametrize("device", DEVICES[:1], indirect=True)
 #: Largest error against float64. Inputs are about 1 in size and so are outputs; the half types round the
@@ -32,8 +34,9 @@ interpreted_only = pytest.mark.parametrize("device", DEVICES[:1], indirect=True)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
-def kernels_or_skip(device: str) -> ModuleType:
-    """``triton_common``, if this process can run kernels on ``device``.
+def kernels_or_skip(device: str, *, compiled: bool = False) -> ModuleType:
+    """``triton_common``, if this process can run kernels on ``device``; if they must be ``compiled``, because
+    the interpreter would take hours.
 
     A process either interprets kernels or compiles them, so a machine runs one half of the checks: without
     a GPU the suite interprets, with one it compiles, and ``TRITON_INTERPRET=1`` makes up for the other half.
@@ -45,14 +48,23 @@ def kernels_or_skip(device: str) -> ModuleType:
 
     if device == "cuda":
         if triton_common.INTERPRETED:
-            pytest.skip("TRITON_INTERPRET is set, so nothing is compiled")
+            if emulated is None:
+                pytest.skip("TRITON_INTERPRET is set, so nothing is compiled")
+            if compiled:
+                pytest.skip("needs compiled kernels: the interpreter would take hours")
+            emulated()
         return triton_common
     if not triton_common.INTERPRETED:
         pytest.skip("this process compiles kernels; TRITON_INTERPRET=1 runs them on the CPU")
     if not _interpreter_works():
         pytest.skip("this triton's interpreter does not know this numpy (triton 3.6 and numpy 2.4)")
-    _remember_builtins()
+    remember_builtins()
     return triton_common
+
+
+def interpreted_on(device: str) -> bool:
+    """Whether this process interprets kernels on ``device``; then checks get little to do."""
+    return device == "cpu" or emulated is not None
 
 
 def compiled(module: str, cache: Path, *arguments: str) -> list[dict[str, Any]]:
@@ -80,7 +92,7 @@ def _interpreter_works() -> bool:
 
 
 @functools.cache
-def _remember_builtins() -> None:
+def remember_builtins() -> None:
     """Save the interpreter a quarter of its time: for every kernel and every function that a kernel calls, it
     looks at all members of ``triton.language`` for those to replace while the kernel runs."""
     from triton.runtime import interpreter

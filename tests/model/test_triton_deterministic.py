@@ -21,7 +21,7 @@ from aioinfer.model.loader import load_model
 from aioinfer.model.updates.recipe import prepare_update
 from aioinfer.params import SamplingParams
 from tests.engine.test_deterministic import bits
-from tests.model.kernels import DEVICES, Problem, kernels_or_skip, matmul_by_rows
+from tests.model.kernels import DEVICES, Problem, interpreted_on, kernels_or_skip, matmul_by_rows
 from tests.model.test_float8 import write
 from tests.model.test_oracle import prompts
 from tests.model.test_triton_attention import Setup
@@ -40,7 +40,7 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "device": torch.device("cpu"), "k
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     kernels_or_skip(request.param)
-    if request.param == "cpu":
+    if interpreted_on(request.param):
         monkeypatch.setattr(np, "matmul", matmul_by_rows)
     name: str = request.param
     return name
@@ -73,6 +73,7 @@ def test_a_token_has_the_same_bits_as_decode_and_as_prefill(device: str, window:
 async def test_company_changes_no_bit(
     checkpoint: Callable[[str], tuple[Path, Any]], family: str, kv_dtype: str, device: str
 ) -> None:
+    kernels_or_skip(device, compiled=True)
     path, _ = checkpoint(family)
     base: dict[str, Any] = {
         "model": str(path), "dtype": "float32", "page_size": 8, "threads": 1, "deterministic": True,

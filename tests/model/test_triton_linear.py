@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model.kernels import DEVICES, TOLERANCE, kernels_or_skip, matmul_by_rows, normal
+from tests.model.kernels import DEVICES, TOLERANCE, interpreted_on, kernels_or_skip, matmul_by_rows, normal
 from tests.tiers import INTERPRETER, grid, points
 
 
@@ -43,7 +43,7 @@ def test_a_row_has_the_same_bits_in_any_company(
 ) -> None:
     from aioinfer.model.triton_linear import fixed_order_product
 
-    if device == "cpu":
+    if interpreted_on(device):
         monkeypatch.setattr(np, "matmul", matmul_by_rows)
     values, weight = (
         normal(*shape, seed=at).to(dtype).to(device) for at, shape in enumerate([(70, 96), (40, 96)])

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model.kernels import DEVICES, Problem, assert_close, kernels_or_skip, matmul_by_rows
+from tests.model.kernels import (
+    DEVICES,
+    Problem,
+    assert_close,
+    interpreted_on,
+    kernels_or_skip,
+    matmul_by_rows,
+)
 from tests.tiers import INTERPRETER, grid, points
 
 #: (q_len, kv_len): a decode, chunks of which some begin a sequence, a whole prompt
@@ -202,7 +209,7 @@ def part(task: Problem, row: int, start: int, stop: int) -> Problem:
 def test_a_token_has_the_same_bits_in_any_company_and_chunk(
     device: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if device == "cpu":
+    if interpreted_on(device):
         monkeypatch.setattr(np, "matmul", matmul_by_rows)
     task = problem(MIXED, device)
     together = prefill(task, window=window)

@@ -234,7 +234,7 @@ def by_kernels(case: Case, rows: int, device: str) -> npt.NDArray[np.int64]:
 @pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [50, 5000])
 def test_draws_of_compiled_kernels_follow_the_exact_distribution(vocab: int) -> None:
-    kernels_or_skip("cuda")
+    kernels_or_skip("cuda", compiled=True)
     for combination in COMBINATIONS:
         case = case_of(combination, vocab)
         counts = np.bincount(by_kernels(case, DRAWS, "cuda"), minlength=vocab)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aioinfer.sampling.filters import mass_unit
-from tests.model.kernels import interpreted_only
+from tests.model.kernels import interpreted_on, interpreted_only
 from tests.sampling.support import DEFAULTS, reference_floor
 from tests.tiers import INTERPRETER, points
 
@@ -92,7 +92,7 @@ def line_of(rng: np.random.Generator) -> npt.NDArray[np.float32]:
 def test_floors_are_those_of_a_full_sort(device: str, tile: int, number: int) -> None:
     """In one tile and in several, the last of which is partly empty."""
     rng = np.random.default_rng(tile)
-    number *= 1 if device == "cpu" else 100
+    number *= 1 if interpreted_on(device) else 100
     lines = np.stack([line_of(rng) for _ in range(number)])
     kinds = [("top_k",), ("top_k",), ("top_p",), ("top_k", "top_p")]
     rows: list[dict[str, Any]] = []

@@ -17,7 +17,7 @@ import torch
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.sampling.sampler import Sampler
-from tests.model.kernels import interpreted_only
+from tests.model.kernels import interpreted_on, interpreted_only
 from tests.sampling.support import (
     EDGES,
     LINE,
@@ -54,8 +54,8 @@ TUNINGS = {
 
 
 def share(device: str, some: int, many: int) -> int:
-    """How many the interpreter gets, and how many a device."""
-    return some if device == "cpu" else many
+    """How many the interpreter gets, and how many compiled kernels."""
+    return some if interpreted_on(device) else many
 
 
 @pytest.fixture(autouse=True)
@@ -316,7 +316,7 @@ def test_a_graph_samples_for_rows_that_come_later(wide: str) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         tokens = sampler.sample(logits, fixed)
-    for _ in range(20):
+    for _ in range(share("cuda", 2, 20)):
         batch = make_batch([random_row(rng) for _ in range(count)], at)
         logits.copy_(torch.from_numpy(np.stack([random_logits(rng, vocab) for _ in range(count)])))
         for name in ("positions", "seeds", "temperature", "top_p", "min_p", "top_k"):
