@@ -58,7 +58,8 @@ class QuantisedMatrix(NamedTuple):
 
 
 class Float8Matrix(NamedTuple):
-    """A matrix [rows, inner] of floats of 8 bits: an element is its value times the scale of its block."""
+    """A matrix [rows, inner] of floats of 8 bits: an element is its value times the scale of its block. Or a
+    stack of such matrices, whose number is one more dimension, the first."""
 
     #: [rows, inner], float8_e4m3fn
     values: torch.Tensor
@@ -92,7 +93,8 @@ class Tensors(Protocol):
         """A matrix that has a rounding, as it is stored."""
 
     def float8(self, name: str) -> Float8Matrix | None:
-        """A matrix that is stored as floats of 8 bits, as it is stored; None for anything else."""
+        """A matrix that is stored as floats of 8 bits, or a stack of such, as it is stored; None for anything
+        else."""
 
 
 class SafetensorsTensors:
