@@ -147,6 +147,7 @@ def stored_bytes(
     rounding: Rounding | None = None,
     kept: Collection[str] = (),
     mapped: Collection[str] = (),
+    small: Collection[str] = (),
 ) -> int:
     """Bytes that the tensors of a checkpoint take at least.
 
@@ -155,13 +156,15 @@ def stored_bytes(
         rounding: as if all of them were rounded so.
         kept: names of those that stay as they are quantised.
         mapped: names of those that stay in their file.
+        small: names of those that are kept as floats of 8 bits.
     """
     bits = 0
     for name in tensors.names:
         if name in mapped:
             continue
         own = rounding or (tensors.rounding(name) if name in kept else None)
-        bits += math.prod(tensors.shape(name)) * (8 * itemsize if own is None else own.bits)
+        plain = 8 if name in small else 8 * itemsize
+        bits += math.prod(tensors.shape(name)) * (plain if own is None else own.bits)
     return bits // 8
 
 

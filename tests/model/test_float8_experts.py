@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioinfer.checkpoint.tensors import Float8Matrix
+from aioinfer.cli.doctor import examine
+from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.model import float8
 from aioinfer.model.backend import Backend
@@ -246,6 +248,33 @@ def test_experts_of_a_checkpoint_stay_as_they_are(
     assert kept.spec.num_parameters == widened_model.spec.num_parameters
     torch.testing.assert_close(logits(kept), logits(widened_model, "sdpa"), rtol=1e-3, atol=1e-3)
     assert inspect_model(path, dtype="auto", device=CPU).stored_float8
+
+
+@interpreted_only
+@pytest.mark.parametrize("stacked", [False, True])
+def test_what_is_said_of_experts_of_8_bits_and_of_their_memory(
+    device: str, tmp_path: Path, stacked: bool
+) -> None:
+    path = write(tmp_path, "blocks", stacked=stacked)
+    tensors = load_file(path / "model.safetensors")
+    numbers = {name: each for name, each in tensors.items() if not name.endswith("scale_inv")}
+    sizes: list[int] = []
+    load(path, check_size=sizes.append)
+    load(path, check_size=sizes.append, quantization="none")
+    # In float32 but for those of 8 bits.
+    stored = sum(each.numel() * each.element_size() for each in numbers.values())
+    assert sizes == [stored, 4 * sum(each.numel() for each in numbers.values())]
+    options: dict[str, Any] = {"model": str(path), "device": "cpu", "attention_backend": "triton"}
+
+    def said(**changes: Any) -> list[str]:
+        found = examine(EngineConfig(**{**options, "moe_backend": "triton", **changes}))
+        return [finding.text for finding in found if finding.subject == "weights"]
+
+    layers, experts = "floats of 8 bits in the checkpoint", "experts of floats of 8 bits in the checkpoint"
+    assert said() == [f"{layers}, kept", f"{experts}, kept"]
+    assert said(moe_backend="loop") == [f"{layers}, kept", f"{experts}, dequantised"]
+    for changes in ({"quantization": "none"}, {"deterministic": True}):
+        assert said(**changes) == [f"{layers}, dequantised", f"{experts}, dequantised"]
 
 
 @interpreted_only
