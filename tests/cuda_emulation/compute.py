@@ -3,7 +3,7 @@
 torch's operations on CUDA are overridden, all of them: each becomes work of the current stream, to be done on
 tensors of the CPU at the same addresses, which keep no memory alive, as on a device. Our kernels of attention
 and of the layers' small operations do what their twins in torch do, those of mixtures of experts run in
-Triton's interpreter. torch's sampler takes the place of Triton's.
+Triton's interpreter but for those with weights of 8 bits. torch's sampler takes the place of Triton's.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from aioinfer.model.attention.base import AttentionParams  # noqa: E402
 from aioinfer.model.attention.pool import KVScales  # noqa: E402
 from aioinfer.model.attention.sdpa import visible  # noqa: E402
 from aioinfer.model.heads import HeadNorm, split_heads  # noqa: E402
+from aioinfer.model.moe import triton_experts  # noqa: E402
+from aioinfer.model.moe.experts import ExpertWeights, Float8ExpertWeights, LoopExperts  # noqa: E402
 from aioinfer.model.operations import triton_operations  # noqa: E402
 from aioinfer.model.operations.torch_operations import TorchOperations  # noqa: E402
 from aioinfer.model.rope import Rotary  # noqa: E402
@@ -336,17 +338,46 @@ def _float8_product(
     block: tuple[int, int], x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, out: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    rows, inner = weight.shape
-    wide = scales.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :inner]
-    out.copy_(
-        torch.nn.functional.linear(x.float(), weight.float() * wide, None if bias is None else bias.float())
-    )
+    wide = _dequantised(weight, scales, block)
+    out.copy_(torch.nn.functional.linear(x.float(), wide, None if bias is None else bias.float()))
+
+
+def _dequantised(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """A matrix, or a stack of such, in float32."""
+    rows, inner = values.shape[-2:]
+    wide = scales.repeat_interleave(block[0], -2)[..., :rows, :]
+    return values.float() * wide.repeat_interleave(block[1], -1)[..., :inner]
+
+
+_interpreted_experts = triton_experts.fused_experts
+
+
+def fused_experts(
+    hidden: torch.Tensor, stack: ExpertWeights | Float8ExpertWeights, weights: torch.Tensor,
+    experts: torch.Tensor, tuning: triton_experts.ExpertTuning,
+) -> torch.Tensor:  # fmt: skip
+    if isinstance(stack, ExpertWeights):
+        return _interpreted_experts(hidden, stack, weights, experts, tuning)
+    out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
+    gate_up, down = stack.gate_up, stack.down
+    tensors = [alias(tensor) for tensor in (hidden, weights, experts, out, *gate_up[:2], *down[:2])]
+    biases = [alias(bias) for bias in stack.biases or ()]
+
+    def work() -> None:
+        x, factors, chosen, to, *parts = tensors
+        wide = _dequantised(*parts[:2], gate_up.block), _dequantised(*parts[2:], down.block)
+        added = (biases[0].float(), biases[1].float()) if biases else None
+        to.copy_(LoopExperts(ExpertWeights(*wide, stack.gate, added))(x.float(), factors, chosen))
+
+    enqueue(work, "fused_experts")
+    return out
 
 
 # The names that the attention's module looks its kernels up by.
 for twin in (paged_decode, paged_prefill, rotate_and_store, store_kv):
     setattr(triton_attention, twin.__name__, twin)
 triton_float8.float8_linear = float8_linear  # type: ignore[assignment]
+triton_experts.fused_experts = fused_experts
 triton_operations.TritonOperations.add_norm = TorchOperations.add_norm  # type: ignore[assignment]
 triton_operations.TritonOperations.gate_mul = TorchOperations.gate_mul  # type: ignore[assignment]
 _choose = backend.choose_sampling
