@@ -58,7 +58,8 @@ class QuantisedMatrix(NamedTuple):
 
 
 class Float8Matrix(NamedTuple):
-    """A matrix [rows, inner] of floats of 8 bits: an element is its value times the scale of its block."""
+    """A matrix [rows, inner] of floats of 8 bits: an element is its value times the scale of its block. Or a
+    stack of such matrices, whose number is one more dimension, the first."""
 
     #: [rows, inner], float8_e4m3fn
     values: torch.Tensor
@@ -92,7 +93,8 @@ class Tensors(Protocol):
         """A matrix that has a rounding, as it is stored."""
 
     def float8(self, name: str) -> Float8Matrix | None:
-        """A matrix that is stored as floats of 8 bits, as it is stored; None for anything else."""
+        """A matrix that is stored as floats of 8 bits, or a stack of such, as it is stored; None for anything
+        else."""
 
 
 class SafetensorsTensors:
@@ -145,6 +147,7 @@ def stored_bytes(
     rounding: Rounding | None = None,
     kept: Collection[str] = (),
     mapped: Collection[str] = (),
+    small: Collection[str] = (),
 ) -> int:
     """Bytes that the tensors of a checkpoint take at least.
 
@@ -153,13 +156,15 @@ def stored_bytes(
         rounding: as if all of them were rounded so.
         kept: names of those that stay as they are quantised.
         mapped: names of those that stay in their file.
+        small: names of those that are kept as floats of 8 bits.
     """
     bits = 0
     for name in tensors.names:
         if name in mapped:
             continue
         own = rounding or (tensors.rounding(name) if name in kept else None)
-        bits += math.prod(tensors.shape(name)) * (8 * itemsize if own is None else own.bits)
+        plain = 8 if name in small else 8 * itemsize
+        bits += math.prod(tensors.shape(name)) * (plain if own is None else own.bits)
     return bits // 8
 
 

@@ -149,11 +149,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         kept = layers.name == "native" and config.quantization == "auto"
         bits = f"{' and '.join(map(str, model.stored_bits))} bits in the checkpoint"
         weights = [Finding("weights", f"{bits}, {'kept' if kept else 'dequantised'}")]
-    if model.stored_float8:
-        kept = layers.name == "triton" and config.quantization != "none" and not config.deterministic
-        weights.append(
-            Finding("weights", f"floats of 8 bits in the checkpoint, {'kept' if kept else 'dequantised'}")
-        )
+    weights += _float8_findings(config, model, layers, backend)
     blocks: list[Finding] = []
     if model.blocks is not None:
         text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
@@ -186,6 +182,20 @@ def _plan(config: EngineConfig) -> list[Finding]:
         ),
         Finding("launching", f"{config.launch_mode}, overlap_steps {window}"),
     ]
+
+
+def _float8_findings(
+    config: EngineConfig, model: ModelInfo, layers: Backend, experts: Backend | None
+) -> list[Finding]:
+    """What becomes of weights that are stored as floats of 8 bits."""
+    kept = layers.name == "triton" and config.quantization != "none" and not config.deterministic
+    found: list[str] = []
+    if model.stored_float8:
+        found.append(f"floats of 8 bits in the checkpoint, {'kept' if kept else 'dequantised'}")
+    if model.expert_float8:
+        kept = kept and experts is not None and experts.name == "triton"
+        found.append(f"experts of floats of 8 bits in the checkpoint, {'kept' if kept else 'dequantised'}")
+    return [Finding("weights", text) for text in found]
 
 
 def _check_promises(

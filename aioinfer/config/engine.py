@@ -60,7 +60,8 @@ class EngineConfig:
     #: whole numbers, Triton's floats of 8 bits), and are dequantised elsewhere; none: they are dequantised
     #: everywhere. int8: groups of up to 128 with a scale. int4: groups of up to 64 with scale and offset; the
     #: head and the embedding have 8 bits. Both multiply integers, with activations rounded to 8 bits. fp8:
-    #: e4m3 with a scale for each output, activations as they are; fp8-dynamic: these are rounded, too.
+    #: e4m3 with a scale for each output, activations as they are; fp8-dynamic: those of layers, not of
+    #: experts, are rounded, too.
     quantization: Literal["auto", "none", "int8", "int4", "fp8", "fp8-dynamic"] = option(
         "auto",
         "model",

@@ -6,7 +6,6 @@ Two ways to multiply: by a Triton kernel that widens weights and leaves activati
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import ClassVar
 
 import torch
@@ -19,11 +18,14 @@ from aioinfer.model.linear import Linear
 from aioinfer.model.quantization import FLOAT8, Quantization
 from aioinfer.model.weights import StoredMatrix
 
-__all__ = ["Float8Layers", "Float8Linear", "ScaledLinear", "rounded_matrix", "scaled_unsupported"]
+__all__ = [
+    *("LEAST_WIDTH", "Float8Layers", "Float8Linear", "ScaledLinear"),
+    *("has_nan", "rounded_matrix", "scaled_unsupported", "too_narrow"),
+]
 
 _LARGEST = 448.0
-#: the kernel's blocks are multiples of this wide
-_LEAST_WIDTH = 32
+#: blocks that the kernels take are multiples of this wide, or as wide as the matrix
+LEAST_WIDTH = 32
 #: sizes that ``torch._scaled_mm`` takes are multiples of this
 _MULTIPLE = 16
 #: the least compute capability that multiplies floats of 8 bits
@@ -45,8 +47,7 @@ class Float8Linear:
     @classmethod
     def unsupported(cls, matrix: Float8Matrix) -> bool:
         """Whether the kernel cannot compute a matrix."""
-        width, inner = matrix.block[1], matrix.values.shape[1]
-        return width < inner and width % _LEAST_WIDTH != 0
+        return too_narrow(matrix.block, matrix.values.shape[1])
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """See :class:`~aioinfer.model.linear.Linear`."""
@@ -139,20 +140,16 @@ class Float8Layers:
         self._linear = ScaledLinear if quantization == "fp8-dynamic" else Float8Linear
         #: weights that are not stored so are rounded
         self.rounds = quantization in FLOAT8
-        self._kept: set[int] = set()
-
-    @property
-    def kept_bits(self) -> Collection[int]:
-        """See :class:`~aioinfer.model.layers.LayerKernels`."""
-        return self._kept
+        #: see :class:`~aioinfer.model.layers.LayerKernels`
+        self.kept_bits: set[int] = set()
 
     def linear(self, stored: StoredMatrix) -> Linear | None:
         """A layer of floats of 8 bits; None if it is not to be one. Raises ConfigError: NaN is stored."""
         matrix = stored.float8()
         if matrix is not None and not self._linear.unsupported(matrix):
-            if bool(((matrix.values.view(torch.uint8) & 0x7F) == 0x7F).any()):
+            if has_nan(matrix.values):
                 raise ConfigError(f"model: {stored.name} has NaN")
-            self._kept.add(8)
+            self.kept_bits.add(8)
             matrix = Float8Matrix(
                 matrix.values.to(self._device).contiguous(),
                 matrix.scales.to(self._device).contiguous(),
@@ -164,6 +161,19 @@ class Float8Layers:
         made = rounded_matrix(stored.load(), (1, stored.shape[1]))
         kind = Float8Linear if self._linear.unsupported(made) else self._linear
         return kind(made, stored.bias())
+
+
+def too_narrow(block: tuple[int, int], inner: int) -> bool:
+    """Whether the kernels cannot compute a matrix with blocks of (height, width)."""
+    return block[1] < inner and block[1] % LEAST_WIDTH != 0
+
+
+def has_nan(values: torch.Tensor) -> bool:
+    """Whether there is NaN in a matrix of e4m3, or in a stack of such."""
+    raw = values.view(torch.uint8)
+    # One after the other, to save memory.
+    found = [((part & 0x7F) == 0x7F).any() for part in (raw if raw.dim() > 2 else [raw])]
+    return bool(torch.stack(found).any())
 
 
 def rounded_matrix(weight: torch.Tensor, block: tuple[int, int]) -> Float8Matrix:

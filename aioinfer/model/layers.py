@@ -17,9 +17,10 @@ from aioinfer.model.float8 import Float8Layers
 from aioinfer.model.gates import Gate
 from aioinfer.model.linear import Linear, MakeLinear, TorchLinear, packed_or_torch
 from aioinfer.model.mlp import FeedForward, GatedMLP, PlainMLP
-from aioinfer.model.moe.backend import make_sparse
+from aioinfer.model.moe.backend import make_router, make_sparse
+from aioinfer.model.moe.float8_experts import make_float8_experts
 from aioinfer.model.moe.routing import Rule
-from aioinfer.model.moe.sparse import StoredExperts
+from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.quantization import FLOAT8, Quantization
 from aioinfer.model.spec import CausalLM, ModelSpec
@@ -133,9 +134,10 @@ class TorchLayers:
     def sparse(
         self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
     ) -> FeedForward:
-        if self.float8 is not None and self.float8.rounds:
-            raise ConfigError("quantization: experts are not rounded to fp8, only dense layers are")
-        return make_sparse(rule, stored, shared, backend, invariant=self.invariant)
+        made = None if self.float8 is None else make_float8_experts(self.float8, stored, backend)
+        if made is None:
+            return make_sparse(rule, stored, shared, backend, invariant=self.invariant)
+        return SparseMLP(make_router(rule, backend), made, shared)
 
     def decoder(
         self,
@@ -190,17 +192,12 @@ def check_quantization(
         return
     if layers is None:
         raise ConfigError(f"quantization: the code of {architecture} is transformers' own")
-    if quantization in FLOAT8:
-        if layers.name != "triton":
-            found = f"these are {'torch' if layers.name == 'sdpa' else layers.name}: {layers.reason}"
-            raise ConfigError(f"quantization: {quantization} needs layers by Triton, {found}")
-        if experts is not None:
-            raise ConfigError("quantization: experts are not rounded to fp8, only dense layers are")
-        return
+    kernels = "triton" if quantization in FLOAT8 else "native"
     for what, backend in (("layers", layers), ("experts", experts)):
-        if backend is not None and backend.name != "native":
-            found = f"these are {backend.name}: {backend.reason}"
-            raise ConfigError(f"quantization: {quantization} needs native {what}, {found}")
+        if backend is not None and backend.name != kernels:
+            found = f"these are {'torch' if backend.name == 'sdpa' else backend.name}: {backend.reason}"
+            wanted = f"{what} by Triton" if kernels == "triton" else f"native {what}"
+            raise ConfigError(f"quantization: {quantization} needs {wanted}, {found}")
 
 
 def check_float8(

@@ -16,6 +16,7 @@ from aioinfer.checkpoint.files import Checkpoint, Directory, open_checkpoint
 from aioinfer.checkpoint.tensors import Tensors, stored_bytes
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.backend import AttentionBackend, choose_attention
+from aioinfer.model.backend import Backend
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.config_check import check_numbers
 from aioinfer.model.families.base import Family, build_decoder, expert_shape, head_dim, inner_sizes
@@ -29,7 +30,7 @@ from aioinfer.model.layers import (
     make_layers,
 )
 from aioinfer.model.moe.backend import MoEBackend
-from aioinfer.model.quantization import Quantization, rounding_of
+from aioinfer.model.quantization import FLOAT8, Quantization, rounding_of
 from aioinfer.model.registry import LANGUAGE_MODELS, own_implementation, why_not_own
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.updates.new_weights import Known
@@ -163,7 +164,8 @@ def load_model(
         # What is converted is copied.
         as_stored = device.type == "cpu" and chosen == _choose_dtype(config, "auto", device)
         tables = [name for name in family.tables(config) if as_stored and tensors.rounding(name) is None]
-        check_size(stored_bytes(tensors, chosen.itemsize, rounding_of(quantization), kept, tables))
+        small = frozenset() if deterministic else _small(tensors, quantization, layers)
+        check_size(stored_bytes(tensors, chosen.itemsize, rounding_of(quantization), kept, tables, small))
 
     built = partial(_built, family, config, dtype=chosen, device=device, experts=experts, blocks=blocks)
 
@@ -282,10 +284,19 @@ def _kept(tensors: Tensors) -> frozenset[str]:
     )
 
 
-def _stores_float8(tensors: Tensors) -> bool:
-    """Whether a layer, not an expert, is stored in floats of 8 bits."""
-    names = (name for name in tensors.names if ".experts." not in name)
+def _stores_float8(tensors: Tensors, *, experts: bool) -> bool:
+    """Whether an expert, or a layer that is none, is stored in floats of 8 bits."""
+    names = (name for name in tensors.names if (".experts." in name) == experts)
     return any(tensors.float8(name) is not None for name in names)
+
+
+def _small(tensors: Tensors, quantization: Quantization, layers: Backend) -> frozenset[str]:
+    """Names of the matrices that are floats of 8 bits, or become such."""
+    if layers.name != "triton" or quantization not in ("auto", *FLOAT8):
+        return frozenset()
+    if quantization == "auto":
+        return frozenset(name for name in tensors.names if tensors.float8(name) is not None)
+    return frozenset(name for name in tensors.names if len(tensors.shape(name)) > 1)
 
 
 def _load_cached(
@@ -320,6 +331,8 @@ class ModelInfo:
     stored_bits: list[int]
     #: there are weights of floats of 8 bits that layers by Triton would keep
     stored_float8: bool
+    #: and such that experts by Triton would
+    expert_float8: bool
     #: of all layers
     head_dims: frozenset[int]
     dtype: torch.dtype
@@ -356,7 +369,8 @@ def inspect_model(
         own=family is not None,
         fallback_reason=reason,
         stored_bits=sorted({rounding.bits for rounding in roundings if rounding is not None}),
-        stored_float8=tensors is not None and _stores_float8(tensors),
+        stored_float8=tensors is not None and _stores_float8(tensors, experts=False),
+        expert_float8=tensors is not None and _stores_float8(tensors, experts=True),
         head_dims=_head_dims(config, family),
         dtype=_choose_dtype(config, dtype, device),
         inner_sizes=family.inner_sizes(config) if family else inner_sizes(config),

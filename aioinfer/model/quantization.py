@@ -5,8 +5,8 @@ one scale and offset for each output and *group*, a run of the inner dimension. 
 have 8 bits wherever anything is rounded: they take the largest share of small models, and errors of logits
 are errors of the result.
 
-In layers by Triton to floats of 8 bits, with a scale for each output. The head and the embedding stay as they
-are.
+In layers and experts by Triton to floats of 8 bits, with a scale for each output. The head and the embedding
+stay as they are.
 """
 
 from __future__ import annotations

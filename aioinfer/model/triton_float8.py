@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from aioinfer.model.float8 import LEAST_WIDTH
 from aioinfer.model.triton_support import interpreted
 
 __all__ = [
@@ -258,7 +259,7 @@ def float8_linear(
     (rows, inner), outputs, (height, width) = x.shape, len(weight), block
     if weight.shape[1] != inner or scales.shape != (-(-outputs // height), -(-inner // width)):
         raise ValueError(f"{tuple(x.shape)}, {tuple(weight.shape)} and {tuple(scales.shape)} do not fit")
-    if not (weight.is_contiguous() and scales.is_contiguous()) or (width < inner and width % 32):
+    if not (weight.is_contiguous() and scales.is_contiguous()) or (width < inner and width % LEAST_WIDTH):
         raise ValueError("weights and scales must be contiguous, and blocks multiples of 32 wide")
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if rows == 0:

@@ -13,7 +13,7 @@ from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding,
 from aioinfer.errors import ConfigError
 from aioinfer.model.spec import Progress
 
-__all__ = ["RandomWeights", "StoredMatrix", "Weights"]
+__all__ = ["RandomWeights", "StoredMatrix", "Weights", "joined_block", "joined_float8"]
 
 
 class Weights:
@@ -61,9 +61,9 @@ class Weights:
         shape."""
         part.copy_(self._read(name, tuple(part.shape)))
 
-    def empty(self, *shape: int) -> torch.Tensor:
-        """An uninitialised tensor with the dtype and device of this object's."""
-        return torch.empty(shape, dtype=self._dtype, device=self._device)
+    def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """An uninitialised tensor on the device of this object's, with ``dtype`` or this object's."""
+        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
 
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
         """Count a tensor as taken, without reading it. Raises ConfigError if it is missing or has another
@@ -91,8 +91,8 @@ class Weights:
         return self._tensors.quantised(name)
 
     def float8(self, name: str) -> Float8Matrix | None:
-        """A matrix that is stored as floats of 8 bits, as it is stored, on the CPU; None: it is not. Raises
-        ConfigError."""
+        """A matrix that is stored as floats of 8 bits, or a stack of such, as it is stored, on the CPU; None:
+        it is not. Raises ConfigError."""
         return self._tensors.float8(name) if name in self._names else None
 
     def _count(self, name: str, shape: tuple[int, ...]) -> None:
@@ -324,24 +324,16 @@ class StoredMatrix:
         else None. Where blocks of several heights or at odd places are joined, scales are repeated."""
         if self._transposed:
             return None
-        parts: list[Float8Matrix] = []
-        for name in self._names:
-            part = self._weights.float8(f"{name}.weight")
-            if part is None or part.block[1] != (parts or [part])[0].block[1]:
-                return None
-            parts.append(part)
-        if len(parts) == 1 and self._order is None:
-            return parts[0]
-        begins = itertools.accumulate(self._rows[:-1])
-        height = 1 if self._order is not None else math.gcd(*(part.block[0] for part in parts), *begins)
-        scales = [
-            part.scales.repeat_interleave(part.block[0] // height, dim=0)[: -(-len(part.values) // height)]
-            for part in parts
-        ]
+        stored = [self._weights.float8(f"{name}.weight") for name in self._names]
+        parts = [part for part in stored if part is not None]
+        if len(parts) < len(stored) or joined_block(parts) is None:
+            return None
+        if self._order is None:
+            return joined_float8(parts)
+        matrix = joined_float8(parts, 1)
         # Bytes, which can be put into any order.
-        values = torch.cat([part.values.view(torch.uint8) for part in parts])
-        values = self._ordered(values).view(torch.float8_e4m3fn)
-        return Float8Matrix(values, self._ordered(torch.cat(scales)), (height, parts[0].block[1]))
+        values = self._ordered(matrix.values.view(torch.uint8)).view(torch.float8_e4m3fn)
+        return Float8Matrix(values, self._ordered(matrix.scales), matrix.block)
 
     def load(self) -> torch.Tensor:
         """The matrix, ``shape``, in memory of its own."""
@@ -367,6 +359,32 @@ class StoredMatrix:
 
     def _ordered(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self._order is None else rows[self._order.to(rows.device)]
+
+
+def joined_block(parts: Sequence[Float8Matrix]) -> tuple[int, int] | None:
+    """The block of matrices, one below the other, as one: as high as it can be. None if their blocks are not
+    of one width."""
+    widths = {part.block[1] for part in parts}
+    if len(widths) > 1:
+        return None
+    begins = itertools.accumulate(len(part.values) for part in parts[:-1])
+    return math.gcd(*(part.block[0] for part in parts), *begins), widths.pop()
+
+
+def joined_float8(parts: Sequence[Float8Matrix], height: int | None = None) -> Float8Matrix:
+    """Matrices, whose blocks are of one width, one below the other. Where blocks of several heights or at odd
+    places are joined, scales are repeated; ``height``: of the blocks of the result."""
+    block = joined_block(parts)
+    assert block is not None
+    height = height or block[0]
+    if len(parts) == 1 and height == block[0]:
+        return parts[0]
+    scales = [
+        part.scales.repeat_interleave(part.block[0] // height, dim=0)[: -(-len(part.values) // height)]
+        for part in parts
+    ]
+    values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+    return Float8Matrix(values, torch.cat(scales), (height, block[1]))
 
 
 def _offsets(matrix: QuantisedMatrix) -> torch.Tensor:

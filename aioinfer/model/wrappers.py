@@ -222,11 +222,15 @@ class _TextTensors:
 
     def _transposed(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether stacked experts are stored as [experts, inputs, outputs], as Qwen3-VL's releases have them
-        and what transformers saves does not. transformers goes by the shape as well."""
-        if not name.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")) or len(shape) != 3:
+        and what transformers saves does not; or are the scales of such. transformers goes by the shape as
+        well."""
+        weight = name.removesuffix("_inv").removesuffix("_scale")
+        if not weight.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")) or len(shape) != 3:
             return False
+        if weight != name and weight in self._stored:
+            shape = self._tensors.shape(self._stored[weight])
         hidden, middle = self._config.hidden_size, self._config.moe_intermediate_size
-        outputs, inputs = (2 * middle, hidden) if name.endswith("gate_up_proj") else (hidden, middle)
+        outputs, inputs = (2 * middle, hidden) if weight.endswith("gate_up_proj") else (hidden, middle)
         return shape[1:] != (outputs, inputs) and shape[1:] == (inputs, outputs)
 
 

@@ -58,7 +58,7 @@ class Shape:
     tied: bool
     experts: int = 0
     chosen: int = 0
-    #: the matrices of the layers are floats of 8 bits, with a scale for each output; only of dense decoders
+    #: the matrices of the layers, but for routers, are floats of 8 bits, with a scale for each output
     float8: bool = False
     #: keys and values are, with a byte of a factor for each head
     kv_float8: bool = False
@@ -74,8 +74,10 @@ class Shape:
         """All matrices in the layers."""
         if not self.float8:
             return _ELEMENT * self.layer_parameters
-        outputs = (self.heads + 2 * self.kv_heads) * self.head_dim + 2 * self.intermediate + 2 * self.hidden
-        return self.layer_parameters + _SCALE * self.layers * outputs
+        outputs = (self.heads + 2 * self.kv_heads) * self.head_dim + self.hidden
+        outputs += (self.experts or 1) * (2 * self.intermediate + self.hidden)
+        routers = self.experts * self.hidden
+        return self.layer_parameters + self.layers * (_SCALE * outputs + (_ELEMENT - 1) * routers)
 
     @property
     def layer_parameters(self) -> int:
@@ -101,7 +103,12 @@ class Shape:
     @property
     def expert_bytes(self) -> int:
         """Of all experts in the layers."""
-        return 3 * _ELEMENT * self.layers * self.hidden * self.intermediate * self.experts
+        matrices = 3 * self.hidden * self.intermediate
+        if self.float8:
+            one = matrices + _SCALE * (2 * self.intermediate + self.hidden)
+        else:
+            one = _ELEMENT * matrices
+        return self.layers * self.experts * one
 
     @property
     def step_bytes(self) -> int:
@@ -113,8 +120,7 @@ class Shape:
         """Weights of experts that none of so many tokens passes, if they choose at random."""
         if not self.experts:
             return 0.0
-        idle = self.experts * (1 - self.chosen / self.experts) ** rows
-        return _ELEMENT * self.layers * self.hidden * 3 * self.intermediate * idle
+        return self.expert_bytes * (1 - self.chosen / self.experts) ** rows
 
     @property
     def attention_flops(self) -> int:

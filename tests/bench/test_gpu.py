@@ -182,6 +182,19 @@ def test_numbers_of_8_bits_are_half_of_what_is_read() -> None:
     assert faster == pytest.approx(1.85, abs=0.01)
 
 
+def test_experts_of_8_bits_are_half_of_what_is_read() -> None:
+    shape, small = SHAPES["moe"], shape_of("moe", {"quantization": "fp8"})
+    scales = 24 * (32 * (2 * 512 + 1024) + 1024 + (16 + 2 * 8) * 64)
+    routers = 24 * 32 * 1024
+    assert small.step_bytes == shape.step_bytes - shape.layer_parameters + routers + 4 * scales
+    # Of experts and what is idle of them, the share of scales is that of three matrices.
+    per_expert = 3 * 1024 * 512 + 4 * (2 * 512 + 1024)
+    assert small.expert_bytes == 24 * 32 * per_expert
+    assert small.idle_bytes(1) == pytest.approx(24 * 24 * per_expert)
+    few = [decode_phases(each, 0, 1)["experts"].moved for each in (shape, small)]
+    assert few[0] / few[1] == pytest.approx(1.99, abs=0.01)
+
+
 def test_experts_are_a_phase_of_their_own() -> None:
     """With few tokens an expert reads its weights for one of them, while the other matrices serve all."""
     shape, rows = SHAPES["moe"], 1000

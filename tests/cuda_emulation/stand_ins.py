@@ -23,7 +23,7 @@ from aioinfer.model.attention.pool import KVScales
 from aioinfer.model.attention.sdpa import visible
 from aioinfer.model.heads import HeadNorm, split_heads
 from aioinfer.model.moe import triton_experts
-from aioinfer.model.moe.experts import ExpertWeights, LoopExperts
+from aioinfer.model.moe.experts import ExpertWeights, Float8ExpertWeights, LoopExperts
 from aioinfer.model.moe.triton_routing import TritonRouter
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.operations.triton_operations import TritonOperations
@@ -157,13 +157,15 @@ def _float8_product(
     block: tuple[int, int], x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, out: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> None:  # fmt: skip
-    rows, inner = weight.shape
-    wide = scales.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :inner]
-    out.copy_(
-        torch.nn.functional.linear(
-            x.double(), weight.double() * wide, None if bias is None else bias.double()
-        )
-    )
+    wide = _dequantised(weight, scales, block)
+    out.copy_(torch.nn.functional.linear(x.double(), wide, None if bias is None else bias.double()))
+
+
+def _dequantised(values: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """A matrix, or a stack of such, in float64."""
+    rows, inner = values.shape[-2:]
+    wide = scales.repeat_interleave(block[0], -2)[..., :rows, :]
+    return values.double() * wide.repeat_interleave(block[1], -1)[..., :inner]
 
 
 def route(router: TritonRouter, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,13 +173,26 @@ def route(router: TritonRouter, hidden: torch.Tensor) -> tuple[torch.Tensor, tor
 
 
 def fused_experts(
-    hidden: torch.Tensor, stack: ExpertWeights, weights: torch.Tensor, experts: torch.Tensor, tuning: object
-) -> torch.Tensor:
+    hidden: torch.Tensor, stack: ExpertWeights | Float8ExpertWeights, weights: torch.Tensor,
+    experts: torch.Tensor, tuning: object,
+) -> torch.Tensor:  # fmt: skip
     out = torch.empty_like(hidden)
-    biases = stack.biases if stack.biases is None else (alias(stack.biases[0]), alias(stack.biases[1]))
-    mixture = LoopExperts(ExpertWeights(alias(stack.gate_up), alias(stack.down), stack.gate, biases))
     to, *inputs = (alias(tensor) for tensor in (out, hidden, weights, experts))
-    enqueue(lambda: to.copy_(mixture(*inputs)), "fused_experts")
+    biases = stack.biases if stack.biases is None else (alias(stack.biases[0]), alias(stack.biases[1]))
+    if isinstance(stack, ExpertWeights):
+        mixture = LoopExperts(ExpertWeights(alias(stack.gate_up), alias(stack.down), stack.gate, biases))
+        enqueue(lambda: to.copy_(mixture(*inputs)), "fused_experts")
+        return out
+    gate, matrices = stack.gate, [(*map(alias, each[:2]), each.block) for each in (stack.gate_up, stack.down)]
+    wide_biases = biases if biases is None else (biases[0].double(), biases[1].double())
+
+    def work() -> None:
+        gate_up, down = (_dequantised(*each) for each in matrices)
+        hidden, weights, experts = inputs
+        mixture = LoopExperts(ExpertWeights(gate_up, down, gate, wide_biases))
+        to.copy_(mixture(hidden.double(), weights.double(), experts))
+
+    enqueue(work, "fused_experts")
     return out
 
 

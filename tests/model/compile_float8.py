@@ -1,7 +1,7 @@
 """Compile the kernels for floats of 8 bits for a GPU on a machine without one; run as a module by a test.
 
-As ``compile_kernels.py`` beside it, of weights, and of keys and values. The argument is the compute
-capability without its point.
+As ``compile_kernels.py`` beside it, of weights, of experts, and of keys and values. The argument is the
+compute capability without its point.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from aioinfer.checkpoint.tensors import Float8Matrix
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.triton_attention import TritonAttention
 from aioinfer.model.float8 import Float8Linear, rounded_matrix
 from aioinfer.model.heads import HeadNorm
+from aioinfer.model.moe.experts import Float8ExpertWeights
+from aioinfer.model.moe.float8_experts import Float8Experts
 from aioinfer.model.rope import Rotary
 from aioinfer.model.triton_float8 import EVERY_TUNING, round_rows
 from tests.model.compile_kernels import CPU, Driver, Recorder, step
@@ -48,6 +51,27 @@ def compile_products(name: str, dtype: torch.dtype, outputs: int, inner: int, bl
         round_rows(torch.empty(rows, inner, dtype=dtype))
 
 
+def compile_experts(
+    name: str, dtype: torch.dtype, sizes: tuple[int, int, int], blocks: list[tuple[int, int]]
+) -> None:
+    """Steps of many sizes, of one token and of thousands. ``sizes``: experts, hidden, middle."""
+    count, hidden, middle = sizes
+    gate_up, down = (
+        Float8Matrix(
+            torch.empty(count, *shape, dtype=torch.float8_e4m3fn, device="meta"),
+            torch.empty(count, -(-shape[0] // block[0]), -(-shape[1] // block[1]), device="meta"),
+            block,
+        )
+        for shape, block in zip([(2 * middle, hidden), (hidden, middle)], blocks, strict=True)
+    )
+    experts = Float8Experts(Float8ExpertWeights(gate_up, down))
+    recorder, rng = Recorder(name), random.Random(0)
+    for recorder.step in range(6):
+        tokens = (1, 8 * count, rng.randrange(2, 64))[min(recorder.step, 2)]
+        x, weights = torch.empty(tokens, hidden, dtype=dtype), torch.empty(tokens, 8, dtype=dtype)
+        experts(x, weights, torch.zeros(tokens, 8, dtype=torch.int64))
+
+
 def compile_steps(name: str, head_dim: int, dtype: torch.dtype, *, normed: int = 0, **options: Any) -> None:
     """Decodes and chunks over keys and values of 8 bits; whatever is not constant must not compile again.
     ``normed``: how many heads of a token are, queries first."""
@@ -73,6 +97,9 @@ def main() -> None:
     compile_products("blocks", torch.bfloat16, 6144, 4096, (128, 128))
     compile_products("sums", torch.float16, 1024, 3072, (1, 3072))
     compile_products("odd", torch.float32, 100, 200, (40, 200))
+    compile_experts("experts-blocks", torch.bfloat16, (128, 2048, 768), [(128, 128)] * 2)
+    compile_experts("experts-rows", torch.float16, (256, 2048, 512), [(1, 2048), (1, 512)])
+    compile_experts("experts-odd", torch.float32, (16, 200, 72), [(40, 200), (1, 72)])
     compile_steps("kv", 128, torch.bfloat16, normed=40)
     compile_steps("kv-capped", 80, torch.float16, window=100, soft_cap=50.0)
     compile_steps("kv-large", 256, torch.bfloat16, normed=48)

@@ -22,7 +22,7 @@ from aioinfer.model.loader import inspect_model, load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.transformers_model import TransformersLM
 from aioinfer.params import SamplingParams
-from tests.checkpoint.test_formats import FORMATS
+from tests.checkpoint.test_formats import FORMATS, fp8_blocks
 from tests.model.checkpoints import VOCAB, greedy_each
 from tests.model.harness import Driver, require
 from tests.model.wrapper_models import (
@@ -179,6 +179,35 @@ def test_stacked_experts_are_known_either_way_round(tmp_path: Path, transposed: 
         # As transformers itself reads them.
         oracles.append(type(oracle).from_pretrained(tmp_path, dtype=torch.float32).eval())
     assert_greedy(ids(tmp_path, kernels), *oracles)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_stacked_experts_of_8_bits_are_known_either_way_round(tmp_path: Path, transposed: bool) -> None:
+    """With scales of blocks, which are turned as their experts are."""
+    oracle = make_wrapper("qwen3-vl-moe", tmp_path)
+    layers = oracle.model.language_model
+
+    def small(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, tensor in tensors.items():
+            if ".mlp.experts." not in name:
+                found[name] = tensor
+                continue
+            parts = [fp8_blocks(matrix, 32) for matrix in tensor]
+            made = torch.stack([each.weight for each in parts])
+            values = torch.stack([each.parts["weight"].view(torch.uint8) for each in parts])
+            scales = torch.stack([each.parts["weight_scale_inv"] for each in parts])
+            values, scales = ((each.mT if transposed else each).contiguous() for each in (values, scales))
+            found |= {name: values.view(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+            with torch.no_grad():
+                layers.get_parameter("layers." + name.split("layers.")[1]).copy_(made)
+        return found
+
+    edit_tensors(tmp_path, small)
+    config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
+    edit_config(tmp_path, lambda stated: stated.update(quantization_config=config))
+    assert_greedy(ids(tmp_path), oracle)
+    assert inspect_model(tmp_path, dtype="auto", device=CPU).expert_float8
 
 
 # -- the head -----------------------------------------------------------------------------------------

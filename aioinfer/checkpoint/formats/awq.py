@@ -27,6 +27,7 @@ class AWQ:
 
     marker = "qweight"
     others = frozenset({"qzeros", "scales"})
+    stacks = False
 
     def __init__(self, config: dict[str, Any]) -> None:
         bits, version = config.get("bits", config.get("w_bit")), str(config.get("version", "gemm")).lower()

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Format",
     "QuantisedTensors",
+    "Stack",
     "Stored",
     "dequantised",
     "dequantised_elements",
@@ -26,6 +27,8 @@ __all__ = [
 _OF_KV = frozenset({"k_scale", "v_scale", "q_scale", "kv_scale"})
 #: elements that are dequantised at a time
 _SLICE = 1 << 22
+#: dimensions of a stack of matrices
+_STACK = 3
 #: sizes of groups that native kernels multiply; 0: one group
 _GROUPS = (0, 32, 64, 128)
 
@@ -38,7 +41,7 @@ class Stored:
         self.module = module
 
     def has(self, part: str) -> bool:
-        return f"{self.module}.{part}" in self._tensors.names
+        return self._full(part) in self._tensors.names
 
     def shape(self, part: str) -> tuple[int, ...]:
         """Raises ConfigError if the part is missing."""
@@ -65,11 +68,26 @@ class Stored:
             raise ConfigError(f"model: {self._name(part)} is shaped {tuple(tensor.shape)}, not {shape}")
         return tensor
 
+    def parts(self, *names: str) -> set[str]:
+        """The full names of parts, whether they are there or not."""
+        return {self._full(part) for part in names}
+
     def _name(self, part: str) -> str:
-        name = f"{self.module}.{part}"
+        name = self._full(part)
         if name not in self._tensors.names:
             raise ConfigError(f"model: {self.module} is quantised, and the checkpoint has no {name}")
         return name
+
+    def _full(self, part: str) -> str:
+        return f"{self.module}.{part}"
+
+
+class Stack(Stored):
+    """The tensors that make up a stack of matrices [count, rows, inner], such as those of a layer's experts:
+    it is no weight of a module, and its parts have its own name in front: ``down_proj_scale_inv``."""
+
+    def _full(self, part: str) -> str:
+        return self.module if part == "weight" else f"{self.module}_{part.removeprefix('weight_')}"
 
 
 class Format(Protocol):
@@ -79,11 +97,13 @@ class Format(Protocol):
     marker: str
     #: the other parts, which no model takes; some may be missing
     others: frozenset[str]
+    #: whether a :class:`Stack` may be quantised, too
+    stacks: bool
 
     def quantised(self, stored: Stored) -> bool:
         """Whether a module that has the marker is quantised."""
 
-    def shape(self, stored: Stored) -> tuple[int, int]:
+    def shape(self, stored: Stored) -> tuple[int, ...]:
         """Of the weight that the parts stand for."""
 
     def read(self, stored: Stored) -> torch.Tensor:
@@ -111,13 +131,18 @@ class QuantisedTensors:
         names = set(tensors.names)
         for name in tensors.names:
             module, _, part = name.rpartition(".")
-            stored = Stored(tensors, module)
-            if part == form.marker and form.quantised(stored):
+            if part == form.marker:
+                stored, weight = Stored(tensors, module), f"{module}.weight"
+            elif form.stacks and len(tensors.shape(name)) == _STACK:
+                stored, weight = Stack(tensors, name), name
+            else:
+                continue
+            if form.quantised(stored):
                 names.discard(name)
-                names -= {f"{module}.{other}" for other in form.others}
-                if f"{module}.weight" in names:
+                names -= stored.parts(*form.others)
+                if weight in names:
                     raise ConfigError(f"model: {module} is in the checkpoint quantised and not quantised")
-                self._modules[f"{module}.weight"] = stored
+                self._modules[weight] = stored
                 form.shape(stored)
         if not self._modules:
             raise ConfigError(

@@ -49,6 +49,7 @@ class IntQuantized:
 
     marker = "weight"
     others = frozenset({"weight_scale", "weight_zero_point", "input_scale", "input_zero_point"})
+    stacks = False
 
     def __init__(self, config: dict[str, Any]) -> None:
         stated = _weights(config)
@@ -100,6 +101,7 @@ class PackQuantized:
 
     marker = "weight_packed"
     others = frozenset({"weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"})
+    stacks = False
 
     def __init__(self, config: dict[str, Any]) -> None:
         stated = _weights(config)

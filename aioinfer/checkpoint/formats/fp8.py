@@ -1,8 +1,9 @@
 """FP8: weights as float8 with a scale of the tensor, of each output, or of each block.
 
 DeepSeek's and Qwen's releases have ``weight_scale_inv`` for blocks of 128 by 128, with partial ones at the
-edges (arXiv 2412.19437, section 3.3); compressed-tensors has ``weight_scale``. Scales of activations are not
-used: activations are not rounded.
+edges (arXiv 2412.19437, section 3.3); compressed-tensors has ``weight_scale``. Of experts that are stacked,
+[experts, rows, inner], transformers writes ``gate_up_proj_scale_inv`` [experts, ...] with as many dimensions.
+Scales of activations are not used: activations are not rounded.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class FP8:
     others = frozenset(
         {"weight_scale", "weight_scale_inv", "input_scale", "output_scale", "activation_scale"}
     )
+    stacks = True
 
     def __init__(self, config: dict[str, Any]) -> None:
         block = config.get("weight_block_size")
@@ -56,23 +58,23 @@ class FP8:
     def quantised(self, stored: Stored) -> bool:
         return stored.has("weight_scale") or stored.has("weight_scale_inv") or _is_float8(stored)
 
-    def shape(self, stored: Stored) -> tuple[int, int]:
-        rows, inner = stored.shape("weight")
+    def shape(self, stored: Stored) -> tuple[int, ...]:
+        shape = stored.shape("weight")
+        if len(shape) not in (2, 3):
+            raise ConfigError(f"model: {stored.module} is quantised, and shaped {shape}")
         stored.shape(self._scale(stored))
-        return rows, inner
+        return shape
 
     def read(self, stored: Stored) -> torch.Tensor:
         import torch
 
-        weight, scale, (height, width) = self._parts(stored)
-        rows, inner = weight.shape
-        if scale.shape in ((1, 1), (rows, 1)):
-            return weight.float().mul_(scale)
-        found = torch.empty(rows, inner)
-        for each in row_slices(rows, inner, height):
-            blocks = scale[each.start // height : -(-each.stop // height)]
-            wide = blocks.repeat_interleave(width, dim=1)[:, :inner].repeat_interleave(height, dim=0)
-            found[each] = weight[each].float() * wide[: each.stop - each.start]
+        weight, scale, block = self._parts(stored)
+        found = torch.empty(weight.shape)
+        if weight.dim() == 2:
+            _spread(found, weight, scale, block)
+        else:
+            for at in range(len(weight)):
+                _spread(found[at], weight[at], scale[at], block)
         return found
 
     def float8(self, stored: Stored) -> Float8Matrix | None:
@@ -80,9 +82,12 @@ class FP8:
         return found if str(found.values.dtype) == f"torch.{_E4M3}" else None
 
     def _parts(self, stored: Stored) -> Float8Matrix:
-        """The weight, of either type, its scales in two dimensions, and their block. Raises ConfigError."""
+        """The weight, of either type, its scales in as many dimensions, and their block. Raises
+        ConfigError."""
         weight, part = stored.typed("weight", *_TYPES), self._scale(stored)
         scale = stored.read(part).float()
+        if weight.dim() != 2:
+            return self._stack(stored, weight, scale)
         rows, inner = weight.shape
         if scale.numel() == 1:
             return Float8Matrix(weight, scale.reshape(1, 1), (rows, inner))
@@ -94,6 +99,24 @@ class FP8:
         stored.expect(part, scale, -(-rows // height), -(-inner // width))
         return Float8Matrix(weight, scale, (min(height, rows), min(width, inner)))
 
+    def _stack(self, stored: Stored, weight: torch.Tensor, scale: torch.Tensor) -> Float8Matrix:
+        """A stack of matrices, with scales of blocks, outputs, matrices, or their halves: of gate and of up,
+        which transformers keeps apart even where a block is larger. Raises ConfigError."""
+        count, rows, inner = weight.shape
+        height, width = self._block or (rows, inner)
+        high, wide = -(-rows // height), -(-inner // width)
+        if scale.shape == (count, high, wide):
+            return Float8Matrix(weight, scale, (min(height, rows), min(width, inner)))
+        if scale.numel() == 1 or scale.shape in ((count,), (count, 1), (count, 1, 1)):
+            scale = scale.reshape(-1, 1, 1).expand(count, 1, 1).contiguous()
+            return Float8Matrix(weight, scale, (rows, inner))
+        if scale.shape in ((count, rows), (count, rows, 1)):
+            return Float8Matrix(weight, scale.reshape(count, rows, 1), (1, inner))
+        if high == 1 and rows % 2 == 0 and scale.shape == (count, 2, wide):
+            return Float8Matrix(weight, scale, (rows // 2, min(width, inner)))
+        found = f"{tuple(scale.shape)}, which fits no matrices {tuple(weight.shape)}"
+        raise ConfigError(f"model: the scales of {stored.module} are shaped {found}")
+
     def _scale(self, stored: Stored) -> str:
         """The name of the part with the scales."""
         return "weight_scale_inv" if stored.has("weight_scale_inv") else "weight_scale"
@@ -103,6 +126,18 @@ class FP8:
 
     def matrix(self, stored: Stored) -> QuantisedMatrix:
         raise AssertionError(f"{stored.module} is not of whole numbers")
+
+
+def _spread(found: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:
+    """Write the numbers of one matrix into another one, of float32."""
+    (rows, inner), (height, width) = weight.shape, block
+    if width >= inner and (height >= rows or height == 1):
+        found.copy_(weight).mul_(scale)
+        return
+    for each in row_slices(rows, inner, height):
+        blocks = scale[each.start // height : -(-each.stop // height)]
+        wide = blocks.repeat_interleave(width, dim=1)[:, :inner].repeat_interleave(height, dim=0)
+        found[each] = weight[each].float() * wide[: each.stop - each.start]
 
 
 def _is_float8(stored: Stored) -> bool:

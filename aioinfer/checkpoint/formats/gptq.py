@@ -37,6 +37,7 @@ class GPTQ:
 
     marker = "qweight"
     others = frozenset({"qzeros", "scales", "g_idx"})
+    stacks = False
 
     def __init__(self, config: dict[str, Any]) -> None:
         bits = config.get("bits")

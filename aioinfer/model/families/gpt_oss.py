@@ -50,6 +50,9 @@ class AlternatingExperts(StoredExperts):
             rows = gate_up[expert].T
             yield torch.cat((rows[::2], rows[1::2])), down[expert].T.contiguous()
 
+    def float8_blocks(self) -> None:
+        """None: rows of another order, transposed, are none of the kernels'."""
+
     def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
         """See :class:`~aioinfer.model.moe.sparse.StoredExperts`."""
         both = self._take("gate_up_proj_bias")

@@ -8,9 +8,13 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from aioinfer.checkpoint.tensors import Float8Matrix
 from aioinfer.model.gates import Gate, gated
 
-__all__ = ["ExpertWeights", "Experts", "GroupedExperts", "LoopExperts", "grouped_mm"]
+__all__ = [
+    *("ExpertWeights", "Experts", "Float8ExpertWeights"),
+    *("GroupedExperts", "LoopExperts", "grouped_mm"),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +27,19 @@ class ExpertWeights:
     down: torch.Tensor
     gate: Gate = "silu"
     #: [E, 2 * middle] and [E, hidden], or None
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Float8ExpertWeights:
+    """The same of floats of 8 bits: each matrix is a stack, with scales, contiguous both."""
+
+    #: [E, 2 * middle, hidden]; a block may have rows of gate and of up
+    gate_up: Float8Matrix
+    #: [E, hidden, middle]
+    down: Float8Matrix
+    gate: Gate = "silu"
+    #: as of :class:`ExpertWeights`, not of 8 bits
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
 
 

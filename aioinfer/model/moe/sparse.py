@@ -8,14 +8,17 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from aioinfer.checkpoint.tensors import Float8Matrix
 from aioinfer.model.gates import Gate
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.experts import Experts, ExpertWeights
 from aioinfer.model.moe.routing import Router
-from aioinfer.model.weights import Weights
+from aioinfer.model.weights import Weights, joined_block, joined_float8
 
-__all__ = ["GATE_UP_DOWN", "GatedExpert", "SparseMLP", "StoredExperts"]
+__all__ = ["GATE_UP_DOWN", "ExpertBlocks", "GatedExpert", "SparseMLP", "StoredExperts"]
 
+#: heights and widths of the blocks of gate_up and of down
+ExpertBlocks = tuple[tuple[int, int], tuple[int, int]]
 #: what most checkpoints call the tensors of an expert
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
@@ -125,6 +128,37 @@ class StoredExperts:
             self._take_one(expert, gate_up, one)
             yield gate_up, one
 
+    def float8_blocks(self) -> ExpertBlocks | None:
+        """The blocks of gate_up and of down, if all experts are stored as floats of 8 bits, in blocks of the
+        same sizes; else None. They count as taken."""
+        self.declare()
+        found: ExpertBlocks | None = None
+        for expert in self._float8_parts():
+            parts = [part for part in expert if part is not None]
+            blocks = joined_block(parts[:-1]) if len(parts) == len(expert) else None
+            if blocks is None or found not in (None, (blocks, parts[-1].block)):
+                return None
+            found = blocks, parts[-1].block
+        return found
+
+    def each_float8(self) -> Iterator[tuple[Float8Matrix, Float8Matrix]]:
+        """As :meth:`each`, as they are stored, on the CPU. They have :meth:`float8_blocks`."""
+        for expert in self._float8_parts():
+            *both, down = (part for part in expert if part is not None)
+            yield joined_float8(both), down
+
+    def _float8_parts(self) -> Iterator[list[Float8Matrix | None]]:
+        """Of one expert after the other the matrices of gate and up, or of both in one, and of down."""
+        read, prefix = self.weights.float8, self.prefix
+        if self._together or self._apart:
+            names = ("gate_up_proj", "down_proj") if self._together else GATE_UP_DOWN
+            stacks = [read(f"{prefix}.{name}") for name in names]
+            for expert in range(self.num_experts):
+                yield [None if stack is None else _one_of(stack, expert) for stack in stacks]
+            return
+        for expert in range(self.num_experts):
+            yield [read(f"{prefix}.{expert}.{name}.weight") for name in self.names]
+
     @property
     def _together(self) -> bool:
         return f"{self.prefix}.gate_up_proj" in self.weights
@@ -143,3 +177,7 @@ class StoredExperts:
         self.weights.take_into(gate_up[: self.middle], gate)
         self.weights.take_into(gate_up[self.middle :], up)
         self.weights.take_into(down, out)
+
+
+def _one_of(stack: Float8Matrix, at: int) -> Float8Matrix:
+    return Float8Matrix(stack.values[at], stack.scales[at], stack.block)

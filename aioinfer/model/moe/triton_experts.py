@@ -19,18 +19,25 @@ Nothing is read back. The grids follow from T, top_k and the number of experts, 
 captured in a CUDA graph; a program without a block exits. No two programs write to the same address. All
 tiles of a tuning add in the same order in every step, and the rows of a tile are independent: given its
 experts and weights, a token's bits depend on the tuning alone.
+
+Weights of 8 bits are widened on their way, and the first operand of a product, as in
+:mod:`aioinfer.model.triton_float8`: what is added up is the transpose of the result.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from aioinfer.checkpoint.tensors import Float8Matrix
 from aioinfer.model.attention.triton_common import INTERPRETED
-from aioinfer.model.moe.experts import ExpertWeights
+from aioinfer.model.float8 import too_narrow
+from aioinfer.model.moe.experts import ExpertWeights, Float8ExpertWeights
+from aioinfer.model.triton_float8 import decoded, float8_native
 
 __all__ = ["ExpertTuning", "TritonExperts", "align", "fused_experts", "num_blocks"]
 
@@ -59,7 +66,8 @@ class ExpertTuning:
     @classmethod
     def of(cls, dtype: torch.dtype, pairs: int, num_experts: int) -> ExpertTuning:
         """Small tiles for few tokens per expert; from 32 on, where small tiles would read the weights several
-        times, tiles that fill the matrix unit of Hopper. ``pairs`` is known on the host."""
+        times, tiles that fill the matrix unit of Hopper. ``pairs`` is known on the host. With weights of 8
+        bits the tiles are the same."""
         if dtype.itemsize == 4:
             return cls(block_k=32, num_stages=3)
         if pairs < 32 * num_experts:
@@ -134,24 +142,60 @@ def _align_kernel(
 
 @triton.jit
 def _product(
-    acc: tl.tensor, x: tl.tensor, rows: tl.tensor, at: tl.tensor,
-    SIZE: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
+    acc: tl.tensor, x: tl.tensor, rows: tl.tensor, factors: tl.tensor, at: tl.tensor,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, FLOAT8: tl.constexpr, NATIVE: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """acc [M, N] + x [M, K] . rows[N, at]^T, accumulated in float32, not in TF32."""
+    """acc [M, N] + x [M, K] . rows[N, at]^T, accumulated in float32, not in TF32. With FLOAT8 acc is [N, M];
+    scales of blocks are in it, those of whole rows are not."""
     if SIZE % BLOCK_K == 0:
         w = tl.load(rows[:, None] + at[None, :])
     else:
-        w = tl.load(rows[:, None] + at[None, :], mask=(at < SIZE)[None, :], other=0.0)
+        w = tl.load(rows[:, None] + at[None, :], mask=(at < SIZE)[None, :], other=0)
+    if FLOAT8:
+        w = decoded(w, x, NATIVE)
     if WIDEN:
         w = w.to(tl.float32)
-    return tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    if not FLOAT8:
+        acc = tl.dot(x, tl.trans(w), acc, input_precision="ieee")
+    elif WIDTH >= SIZE:
+        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
+    else:
+        acc += tl.dot(w, tl.trans(x), input_precision="ieee") * tl.load(factors)[:, None]
+    return acc
+
+
+@triton.jit
+def _completed(acc: tl.tensor, factors: tl.tensor, SIZE: tl.constexpr, WIDTH: tl.constexpr) -> tl.tensor:
+    """[M, N] of acc [N, M], the sums of products with weights of 8 bits, with all scales in it."""
+    if WIDTH >= SIZE:
+        acc *= tl.load(factors)[:, None]
+    return tl.trans(acc)
+
+
+@triton.jit
+def _gated(acc: tl.tensor, up: tl.tensor, CLAMPED: tl.constexpr, GELU: tl.constexpr) -> tl.tensor:
+    """silu(acc) * up, or with GELU or CLAMPED another gate's."""
+    steep = acc
+    if CLAMPED:
+        acc = tl.minimum(acc, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        steep = 1.702 * acc
+    if GELU:
+        # (1 + tanh(u)) / 2 is the sigmoid of 2u
+        steep = 1.5957691216057308 * (acc + 0.044715 * acc * acc * acc)
+    # the sigmoid from an exponential that cannot overflow
+    shrunk = tl.exp(-tl.abs(steep))
+    return acc * tl.where(steep < 0.0, shrunk, 1.0) / (1.0 + shrunk) * up
 
 
 @triton.jit(do_not_specialize=["pairs"])
 def _product_kernel(
-    x: tl.tensor, w: tl.tensor, bias: tl.tensor, out: tl.tensor,
+    x: tl.tensor, w: tl.tensor, scales: tl.tensor, bias: tl.tensor, out: tl.tensor,
     block_expert: tl.tensor, block_pairs: tl.tensor, pairs: tl.tensor, stride_x: tl.tensor,
     SHARED_BY: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, FLOAT8: tl.constexpr, NATIVE: tl.constexpr,
     GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr, BIAS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
@@ -160,7 +204,8 @@ def _product_kernel(
 
     x is [pairs / SHARED_BY, SIZE], one row for SHARED_BY consecutive pairs; out is [pairs, COLUMNS]; w is
     [experts, COLUMNS, SIZE], or with GATED [experts, 2 * COLUMNS, SIZE], gate and up, and out is
-    silu(gate) * up, or with GELU or CLAMPED another gate's. With BIAS bias is the last but without SIZE.
+    silu(gate) * up, or with GELU or CLAMPED another gate's. With BIAS bias is the last but without SIZE. With
+    FLOAT8 w is bytes of e4m3, and each HEIGHT rows and WIDTH columns of an expert have one of the scales.
     """
     block = tl.program_id(0)
     expert = tl.load(block_expert + block)
@@ -174,8 +219,12 @@ def _product_kernel(
     clamped = tl.minimum(column, COLUMNS - 1)
     sheets: tl.constexpr = 2 if GATED else 1
     rows = w + (expert.to(tl.int64) * (sheets * COLUMNS) + clamped) * SIZE
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    groups: tl.constexpr = (SIZE + WIDTH - 1) // WIDTH
+    factors = scales + expert.to(tl.int64) * ((sheets * COLUMNS + HEIGHT - 1) // HEIGHT * groups)
+    of_acc = factors + clamped // HEIGHT * groups
+    of_up = factors + (COLUMNS + clamped) // HEIGHT * groups
+    acc = tl.zeros([BLOCK_N, BLOCK_M] if FLOAT8 else [BLOCK_M, BLOCK_N], tl.float32)
+    up = acc
     for start in tl.range(0, SIZE, BLOCK_K):
         at = start + tl.arange(0, BLOCK_K)
         if SIZE % BLOCK_K == 0:
@@ -184,27 +233,22 @@ def _product_kernel(
             tile = tl.load(origins[:, None] + at[None, :], mask=(at < SIZE)[None, :], other=0.0)
         if WIDEN:
             tile = tile.to(tl.float32)
-        acc = _product(acc, tile, rows, at, SIZE, BLOCK_K, WIDEN)
+        group = start // WIDTH
+        acc = _product(acc, tile, rows, of_acc + group, at, SIZE, WIDTH, FLOAT8, NATIVE, BLOCK_K, WIDEN)
         if GATED:
-            up = _product(up, tile, rows + COLUMNS * SIZE, at, SIZE, BLOCK_K, WIDEN)
+            other = rows + COLUMNS * SIZE
+            up = _product(up, tile, other, of_up + group, at, SIZE, WIDTH, FLOAT8, NATIVE, BLOCK_K, WIDEN)
+    if FLOAT8:
+        acc = _completed(acc, of_acc, SIZE, WIDTH)
+        if GATED:
+            up = _completed(up, of_up, SIZE, WIDTH)
     if BIAS:
         first = bias + expert.to(tl.int64) * (sheets * COLUMNS) + clamped
         acc += tl.load(first).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(first + COLUMNS).to(tl.float32)[None, :]
     if GATED:
-        steep = acc
-        if CLAMPED:
-            acc = tl.minimum(acc, 7.0, propagate_nan=tl.PropagateNan.ALL)
-            up = tl.minimum(up, 7.0, propagate_nan=tl.PropagateNan.ALL)
-            up = tl.maximum(up, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
-            steep = 1.702 * acc
-        if GELU:
-            # (1 + tanh(u)) / 2 is the sigmoid of 2u
-            steep = 1.5957691216057308 * (acc + 0.044715 * acc * acc * acc)
-        # the sigmoid from an exponential that cannot overflow
-        shrunk = tl.exp(-tl.abs(steep))
-        acc = acc * tl.where(steep < 0.0, shrunk, 1.0) / (1.0 + shrunk) * up
+        acc = _gated(acc, up, CLAMPED, GELU)
     to = out + pair[:, None] * COLUMNS + column[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=valid[:, None] & (column < COLUMNS)[None, :])
 
@@ -257,7 +301,7 @@ def align(experts: torch.Tensor, num_experts: int, block_m: int) -> tuple[torch.
 
 def fused_experts(
     hidden: torch.Tensor,
-    stack: ExpertWeights,
+    stack: ExpertWeights | Float8ExpertWeights,
     weights: torch.Tensor,
     experts: torch.Tensor,
     tuning: ExpertTuning,
@@ -266,15 +310,15 @@ def fused_experts(
 
     Raises ValueError if shapes do not fit or the experts are not contiguous.
     """
-    gate_up, down = stack.gate_up, stack.down
-    biases = (gate_up, down) if stack.biases is None else stack.biases
+    gate_up, down = _Matrices.of(stack.gate_up), _Matrices.of(stack.down)
+    biases = (gate_up.scales, down.scales) if stack.biases is None else stack.biases
     (tokens, size), top_k = hidden.shape, experts.shape[1]
-    num_experts, _, middle = down.shape
-    if gate_up.shape != (num_experts, 2 * middle, size) or down.shape[1] != size:
-        raise ValueError(f"tokens {tuple(hidden.shape)} do not fit experts {tuple(gate_up.shape)}")
+    num_experts, _, middle = down.values.shape
+    if gate_up.values.shape != (num_experts, 2 * middle, size) or down.values.shape[1] != size:
+        raise ValueError(f"tokens {tuple(hidden.shape)} do not fit experts {tuple(gate_up.values.shape)}")
     if experts.shape != (tokens, top_k) or weights.shape != experts.shape:
         raise ValueError(f"{tokens} tokens, experts {tuple(experts.shape)}, weights {tuple(weights.shape)}")
-    if not all(each.is_contiguous() for each in (gate_up, down, *biases)):
+    if not all(each.is_contiguous() for each in (*gate_up[:2], *down[:2], *biases)):
         raise ValueError("experts must be contiguous")
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     if tokens == 0:
@@ -285,19 +329,21 @@ def fused_experts(
     pairs, blocks = tokens * top_k, len(block_expert)
     act = torch.empty(pairs, middle, dtype=hidden.dtype, device=hidden.device)
     partial = torch.empty(pairs, size, dtype=hidden.dtype, device=hidden.device)
-    tiles = {"BLOCK_M": tuning.block_m, "BLOCK_K": tuning.block_k, "WIDEN": INTERPRETED}
-    launch = {"num_warps": tuning.num_warps, "num_stages": tuning.num_stages, "enable_fp_fusion": True}
+    launch = {
+        "BIAS": stack.biases is not None, "BLOCK_M": tuning.block_m, "WIDEN": INTERPRETED,
+        "num_warps": tuning.num_warps, "num_stages": tuning.num_stages, "enable_fp_fusion": True,
+    }  # fmt: skip
     half = tuning.block_n // 2
     _product_kernel[(blocks, -(-middle // half))](
-        hidden, gate_up, biases[0], act, block_expert, block_pairs, pairs, hidden.stride(0),
-        SHARED_BY=top_k, SIZE=size, COLUMNS=middle,
+        hidden, gate_up.values, gate_up.scales, biases[0], act, block_expert, block_pairs, pairs,
+        hidden.stride(0), SHARED_BY=top_k, SIZE=size, COLUMNS=middle,
         GATED=True, CLAMPED=stack.gate == "clamped_silu", GELU=stack.gate == "gelu_tanh",
-        BIAS=stack.biases is not None, BLOCK_N=half, **tiles, **launch,
+        BLOCK_N=half, **gate_up.constants(tuning.block_k), **launch,
     )  # fmt: skip
     _product_kernel[(blocks, -(-size // tuning.block_n))](
-        act, down, biases[1], partial, block_expert, block_pairs, pairs, middle,
+        act, down.values, down.scales, biases[1], partial, block_expert, block_pairs, pairs, middle,
         SHARED_BY=1, SIZE=middle, COLUMNS=size, GATED=False, CLAMPED=False, GELU=False,
-        BIAS=stack.biases is not None, BLOCK_N=tuning.block_n, **tiles, **launch,
+        BLOCK_N=tuning.block_n, **down.constants(tuning.block_k), **launch,
     )  # fmt: skip
     block = min(1024, triton.next_power_of_2(size))
     _sum_kernel[(tokens, -(-size // block))](
@@ -305,3 +351,36 @@ def fused_experts(
         enable_fp_fusion=True,
     )  # fmt: skip
     return out
+
+
+class _Matrices(NamedTuple):
+    """A matrix of each expert, as the kernel takes it."""
+
+    #: [E, rows, inner]; of floats of 8 bits their bytes
+    values: torch.Tensor
+    #: of blocks; of plain weights the weights
+    scales: torch.Tensor
+    #: None: plain weights
+    block: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, given: torch.Tensor | Float8Matrix) -> _Matrices:
+        """Raises ValueError if scales do not fit."""
+        if isinstance(given, torch.Tensor):
+            return cls(given, given, None)
+        (count, rows, inner), (height, width) = given.values.shape, given.block
+        fits = given.scales.shape == (count, -(-rows // height), -(-inner // width))
+        if not fits or too_narrow(given.block, inner):
+            raise ValueError(f"scales {tuple(given.scales.shape)} of blocks {given.block} do not fit experts")
+        return cls(given.values.view(torch.uint8), given.scales, given.block)
+
+    def constants(self, block_k: int) -> dict[str, int | bool]:
+        """Of the kernel. ``block_k``: that of a tuning."""
+        if self.block is None:
+            return {"HEIGHT": 1, "WIDTH": 1, "FLOAT8": False, "NATIVE": False, "BLOCK_K": block_k}
+        inner, (height, width) = self.values.shape[2], self.block
+        while width < inner and width % block_k:
+            block_k //= 2
+        native = float8_native(self.values.device)
+        width = min(width, inner)
+        return {"HEIGHT": height, "WIDTH": width, "FLOAT8": True, "NATIVE": native, "BLOCK_K": block_k}

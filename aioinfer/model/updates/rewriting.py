@@ -22,6 +22,7 @@ from aioinfer.model.layers import LayerKernels
 from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.backend import make_experts, make_router
+from aioinfer.model.moe.float8_experts import Float8Experts
 from aioinfer.model.moe.routing import Rule
 from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 from aioinfer.model.operations.base import Operations
@@ -224,5 +225,7 @@ def _exchange(linear: Any, stored: StoredMatrix) -> None:
 def _write_experts(experts: Any, stored: StoredExperts, backend: Backend) -> None:
     if backend.name == "native":
         experts.set(stored.each(), stored.biases())
+    elif isinstance(experts, Float8Experts):
+        experts.set_stored(stored)
     else:
         graft(experts, make_experts(stored.stacked(), backend))
