@@ -249,6 +249,18 @@ def test_rows_that_go_on_send_nothing_and_changes_send_once() -> None:
     assert rows.update(decode(packer, {1: PAGE + 1}, []), send), "after a failure nothing is known"
 
 
+def test_after_a_failure_a_seed_is_sent_whatever_it_is() -> None:
+    """Every integer may be one."""
+    packer, rows, send = admitted(2), DecodeRows(ROWS, PAGES, torch.device("cpu")), Sender()
+    for seed, slot in ((-1, 1), (-(2**63), 2)):
+        packer._rows.admit({slot: NewRequestData(SamplingParams(), seed, frozenset(), [1], [])})
+    rows.update(decode(packer, {2: 0, 1: 0}, [(2, 0, [7]), (1, 0, [9])]), send)
+    rows.forget()
+    rows.seeds.fill_(5)
+    rows.update(decode(packer, {1: 1, 2: 1}, []), send)
+    assert rows.seeds[:2].tolist() == [-1, -(2**63)]
+
+
 class Model:
     """Keeps the batch of the forward that is captured, and likes the token behind each row's own."""
 

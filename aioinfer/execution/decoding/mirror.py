@@ -13,14 +13,23 @@ __all__ = ["KEPT", "Mirror"]
 #: steps whose results the device keeps: those of the next are computed while the host's copies are under way
 KEPT = 4
 
-#: what no column and no page table ever holds
+#: what no page table ever holds
 _UNKNOWN = -1
 
 
 class Mirror:
     """Columns, and a page table for each row, in one buffer: whatever changed goes there in one copy."""
 
-    __slots__ = ("_cells", "_known", "_known_table", "_num_columns", "columns", "known_columns", "table")
+    __slots__ = (
+        "_cells",
+        "_known",
+        "_known_table",
+        "_lost",
+        "_num_columns",
+        "columns",
+        "known_columns",
+        "table",
+    )
 
     def __init__(self, num_columns: int, num_rows: int, max_pages: int, device: torch.device) -> None:
         """``num_columns``: cells of all columns together."""
@@ -32,12 +41,15 @@ class Mirror:
         self.table = self._cells[num_columns:].view(num_rows, max_pages)
         self._known = np.zeros(len(self._cells), np.int64)
         self._known_table = self._known[num_columns:].reshape(num_rows, max_pages)
+        #: nothing is known of the columns, which may hold any number
+        self._lost = False
         #: of the host, to be written to where the device itself changes columns
         self.known_columns: npt.NDArray[np.int64] = self._known[:num_columns]
 
     def forget(self) -> None:
         """A step failed: what is on the device is unknown."""
-        self._known[:] = _UNKNOWN
+        self._known_table[:] = _UNKNOWN
+        self._lost = True
 
     def update(
         self,
@@ -49,7 +61,7 @@ class Mirror:
         """Have the device hold these columns, [num_columns], and as the pages of some ``rows`` those of
         ``table``, [len(rows), pages]. False if it did so already. Pages that the table does not reach, and
         those of other rows, stay as they are."""
-        cells = np.flatnonzero(self.known_columns != columns)
+        cells = np.flatnonzero((self.known_columns != columns) | self._lost)
         pages = table.shape[1]
         # Much faster than finding them in two dimensions.
         other = np.flatnonzero(self._known_table[rows, :pages] != table)
@@ -60,4 +72,5 @@ class Mirror:
         cells = np.concatenate((cells, self._num_columns + at))
         self._cells.index_copy_(0, *send(np.concatenate((cells, values))).chunk(2))
         self._known[cells] = values
+        self._lost = False
         return True
