@@ -98,8 +98,8 @@ async def test_without_a_number_of_pages_the_pool_is_sized_by_a_trial(
         assert running.stats().pages_free + running.stats().pages_cached == 4 * 64 // 4
     assert result.token_ids == greedy(oracle, [5, 6, 7], TOKENS)
     # Two shapes for trial and three for good, of which two differ in rows: each a forward, and for each
-    # number of rows two ways of sampling.
-    assert len(cuda.recordings) == 2 * 3 + 3 + 2 * 2
+    # number of rows three ways of sampling.
+    assert len(cuda.recordings) == 2 * 4 + 3 + 2 * 3
 
 
 def test_every_graph_has_been_replayed_before_the_first_step(
@@ -108,7 +108,7 @@ def test_every_graph_has_been_replayed_before_the_first_step(
     path, _ = checkpoint("llama-mqa")
     device = FakeCudaDevice(config(path, decode_graph_rows=2))
     device.open()
-    assert [graph.replays for graph in cuda.recordings] == [1] * 7
+    assert [graph.replays for graph in cuda.recordings] == [1] * 9
     device.close()
 
 
