@@ -124,6 +124,9 @@ class DeviceInfo:
             values["max_running_requests"] = min(
                 self.max_running_requests, config.max_running_requests or self.max_running_requests
             )
+        if config.max_step_tokens is not None and "max_running_requests" in values:
+            # A replica may have settled under another config than the dispatcher's.
+            values["max_running_requests"] = min(values["max_running_requests"], config.max_step_tokens)
         return replace(config, **values)
 
     @property

@@ -349,7 +349,7 @@ def test_after_any_history_the_device_holds_what_the_step_says(seed: int, ahead:
 
 @pytest.mark.parametrize("most", [0, 1, 2, 3, 5, 8, 9, 64, 100])
 def test_sizes_reach_the_most_and_waste_at_most_seven_rows(most: int) -> None:
-    spec: Any = SimpleNamespace(states=())
+    spec: Any = SimpleNamespace(states=(), generates=True)
     config = EngineConfig(max_running_requests=100, decode_graph_rows=most)
     sizes = sorted(rows for rows, tokens, _ in TokenKind(spec).graph_shapes(config) if not tokens)
     assert sizes == sorted(set(sizes))

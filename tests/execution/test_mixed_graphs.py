@@ -38,7 +38,7 @@ from tests.tiers import SLOW_MODEL, battery, points
 
 
 def shapes_of(**settings: Any) -> GraphShapes:
-    spec: Any = SimpleNamespace(states=())
+    spec: Any = SimpleNamespace(states=(), generates=True)
     return TokenKind(spec).graph_shapes(EngineConfig(**settings))
 
 
@@ -89,8 +89,13 @@ def test_what_is_captured_follows_the_settings(settings: dict[str, Any], mixed: 
 
 
 def test_a_model_with_recurrent_state_has_graphs_of_decodes_alone() -> None:
-    spec: Any = SimpleNamespace(states=("a state",))
+    spec: Any = SimpleNamespace(states=("a state",), generates=True)
     assert not any(tokens for _, tokens, _ in TokenKind(spec).graph_shapes(EngineConfig()))
+
+
+def test_a_model_that_gives_no_tokens_has_no_graphs() -> None:
+    spec: Any = SimpleNamespace(states=(), generates=False)
+    assert not TokenKind(spec).graph_shapes(EngineConfig())
 
 
 # -- what a graph reads --------------------------------------------------------------------------------

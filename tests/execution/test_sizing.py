@@ -57,6 +57,8 @@ def test_an_engine_settles_for_what_its_device_says_where_the_config_says_nothin
     info = DeviceInfo(10, 20, 30, frozenset(), "a device", settled={"max_step_tokens": 99, "chunk_size": 98})
     left_open = info.settle(EngineConfig(chunk_size=5))
     assert (left_open.running_requests, left_open.step_tokens, left_open.chunk_tokens) == (64, 99, 5)
+    far = DeviceInfo(10, 20, 30, frozenset(), "of another config", settled={"max_running_requests": 256})
+    assert far.settle(EngineConfig(max_step_tokens=99)).running_requests == 99
     short = DeviceInfo(10, 20, 30, frozenset(), "a device", max_running_requests=3)
     assert short.settle(EngineConfig()).running_requests == 3
     assert short.settle(EngineConfig(max_running_requests=2)).running_requests == 2

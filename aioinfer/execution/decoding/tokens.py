@@ -454,7 +454,8 @@ class TokenKind:
     def graph_shapes(self, config: EngineConfig) -> GraphShapes:
         """Of decodes steps of 8, and finer where a row counts; and of chunks beside them."""
         most = config.graph_rows
-        if not most:
+        # A model that gives no tokens never decodes, and what it pools is no part of a captured step.
+        if not (most and self._spec.generates):
             return GraphShapes()
         sizes = {size for size in (1, 2, 4, *range(8, most, 8)) if size < most} | {most}
         # A recurrent state goes through a chunk position by position, for which its length must be known.
