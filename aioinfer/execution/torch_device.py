@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     import torch
 
     from aioinfer.execution.backends import Backend
+    from aioinfer.execution.build import Parts
     from aioinfer.execution.graphs import Capture
     from aioinfer.execution.sizing import PoolSize
     from aioinfer.model.adapters.base import AdapterSlots, PreparedAdapter
@@ -72,7 +73,6 @@ class TorchDevice:
 
         from aioinfer.execution.backends import lacks_memory
         from aioinfer.execution.build import Parts, build, fitted, paged
-        from aioinfer.execution.cores import check_threads, cpu_quota, default_threads
         from aioinfer.execution.decoding import kind
         from aioinfer.model.attention.backend import check_kv_dtype, choose_attention
         from aioinfer.native.bindings import ThreadsUnavailable
@@ -80,12 +80,7 @@ class TorchDevice:
 
         wanted = config = self._config = paged(self._config, device)
         if device.type == "cpu":
-            before = torch.get_num_threads()
-            threads = config.threads or default_threads(before, cpu_quota())
-            check_threads(threads, os.cpu_count() or 1)
-            if threads != before:
-                self._threads_before = before
-                torch.set_num_threads(threads)
+            self._take_threads(config)
         try:
             if self._drafts:
                 with _of_speculation():
@@ -117,13 +112,36 @@ class TorchDevice:
         self.lane.parts = lambda: model.seconds
         self.synchronous = device.type == "cpu"
         self._packer = parts.packer(size.max_model_len, self._backend.graphs)
-        self._adapters, adapter_reason = _adapters(model, self._config)
+        self._adapters, reason = _adapters(model, self._config)
+        return self._info(parts, size, wanted, sampling, reason)
+
+    def _take_threads(self, config: EngineConfig) -> None:
+        """Raises ConfigError."""
+        import torch
+
+        from aioinfer.execution.cores import check_threads, cpu_quota, default_threads
+
+        before = torch.get_num_threads()
+        threads = config.threads or default_threads(before, cpu_quota())
+        check_threads(threads, os.cpu_count() or 1)
+        if threads != before:
+            self._threads_before = before
+            torch.set_num_threads(threads)
+
+    def _info(
+        self, parts: Parts, size: PoolSize, wanted: EngineConfig, sampling: Choice, adapter_reason: str
+    ) -> DeviceInfo:
+        """``wanted``: the config before it was fitted to the memory for recurrent states."""
+        import torch
+
+        config, device, draft = parts.config, parts.device, parts.draft
+        spec, attention = parts.model.spec, parts.attention
         return DeviceInfo(
             vocab_size=spec.vocab_size,
             max_model_len=size.max_model_len,
             num_pages=size.num_pages,
             eos_token_ids=frozenset(spec.eos_token_ids),
-            description=_describe(spec, device, size.num_pages * config.positions_per_page, choice.name)
+            description=_describe(spec, device, size.num_pages * config.positions_per_page, attention.name)
             + (" in fp8" if config.kv_dtype == "fp8" else ""),
             page_size=config.positions_per_page,
             block_size=spec.block_size,
@@ -132,7 +150,7 @@ class TorchDevice:
             fallback_reason=spec.fallback_reason,
             dtype=str(spec.dtype).removeprefix("torch."),
             device=str(device),
-            kernels=_kernels(spec, choice, sampling, device),
+            kernels=_kernels(spec, attention, sampling, device),
             threads=torch.get_num_threads() if device.type == "cpu" else 0,
             kv_bytes=size.num_pages * parts.page_bytes,
             hidden_size=spec.hidden_size if spec.hidden_states and spec.block_size is None else None,
