@@ -98,11 +98,7 @@ def _gpus() -> list[Finding]:
 
 def _plan(config: EngineConfig) -> list[Finding]:
     """What an engine would run. Raises ConfigError."""
-    import torch
-
     from aioinfer.execution.cuda_device import pick_device
-    from aioinfer.execution.graphs import graphs_unsupported
-    from aioinfer.execution.sizing import by_memory
     from aioinfer.model.attention.backend import check_kv_dtype, choose_attention
     from aioinfer.model.layers import choose_layers
     from aioinfer.model.loader import inspect_model
@@ -144,12 +140,6 @@ def _plan(config: EngineConfig) -> list[Finding]:
         from aioinfer.native import bindings
 
         instructions = [Finding("instructions", bindings.instructions())]
-    weights: list[Finding] = []
-    if model.stored_bits:
-        kept = layers.name == "native" and config.quantization == "auto"
-        bits = f"{' and '.join(map(str, model.stored_bits))} bits in the checkpoint"
-        weights = [Finding("weights", f"{bits}, {'kept' if kept else 'dequantised'}")]
-    weights += _float8_findings(config, model, layers, backend)
     blocks: list[Finding] = []
     if model.blocks is not None:
         text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
@@ -158,18 +148,9 @@ def _plan(config: EngineConfig) -> list[Finding]:
 
     size = None if model.blocks is None else model.blocks.size
     window = factory.decide(config, size, asynchronous=device.type != "cpu").overlap_steps
-    of_experts = None if backend is None else backend.name
-    unsupported_reason = graphs_unsupported(device, attention.name, model.own, of_experts)
-    if device.type == "cuda" and model.blocks is None:
-        config = by_memory(config, torch.cuda.mem_get_info(device)[1])
-    if config.decode_graph_rows == 0:
-        unsupported_reason = "asked for"
-    captured = f"{config.graph_rows} rows"
-    if model.blocks is not None:
-        captured = f"{config.round_rows(model.blocks.size)} blocks"
     return [
         Finding("model", f"{config.model_name}: {model.architecture}{part}, {dtype}, by {code}"),
-        *weights,
+        *_weights(config, model, layers, backend),
         *blocks,
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{attention.name}: {attention.reason}"),
@@ -177,25 +158,50 @@ def _plan(config: EngineConfig) -> list[Finding]:
         *experts,
         Finding("sampling", f"{sampling.name}: {sampling.reason}"),
         *instructions,
-        Finding(
-            "decode graphs", f"none: {unsupported_reason}" if unsupported_reason else f"up to {captured}"
-        ),
+        Finding("decode graphs", _captured(config, model, device, attention.name, backend)),
         Finding("launching", f"{config.launch_mode}, overlap_steps {window}"),
     ]
 
 
-def _float8_findings(
+def _weights(
     config: EngineConfig, model: ModelInfo, layers: Backend, experts: Backend | None
 ) -> list[Finding]:
-    """What becomes of weights that are stored as floats of 8 bits."""
+    """What becomes of weights that are quantised in the checkpoint."""
+    found: list[tuple[str, bool]] = []
+    if model.stored_bits:
+        bits = " and ".join(map(str, model.stored_bits))
+        found.append((f"{bits} bits", layers.name == "native" and config.quantization == "auto"))
     kept = layers.name == "triton" and config.quantization != "none" and not config.deterministic
-    found: list[str] = []
     if model.stored_float8:
-        found.append(f"floats of 8 bits in the checkpoint, {'kept' if kept else 'dequantised'}")
+        found.append(("floats of 8 bits", kept))
     if model.expert_float8:
-        kept = kept and experts is not None and experts.name == "triton"
-        found.append(f"experts of floats of 8 bits in the checkpoint, {'kept' if kept else 'dequantised'}")
-    return [Finding("weights", text) for text in found]
+        by_triton = experts is not None and experts.name == "triton"
+        found.append(("experts of floats of 8 bits", kept and by_triton))
+    return [
+        Finding("weights", f"{what} in the checkpoint, {'kept' if kept else 'dequantised'}")
+        for what, kept in found
+    ]
+
+
+def _captured(
+    config: EngineConfig, model: ModelInfo, device: torch.device, attention: str, experts: Backend | None
+) -> str:
+    """Which decodes are captured, or why none are."""
+    import torch
+
+    from aioinfer.execution.graphs import graphs_unsupported
+    from aioinfer.execution.sizing import by_memory
+
+    unsupported = graphs_unsupported(device, attention, model.own, None if experts is None else experts.name)
+    if config.decode_graph_rows == 0:
+        unsupported = "asked for"
+    if unsupported:
+        return f"none: {unsupported}"
+    if model.blocks is not None:
+        return f"up to {config.round_rows(model.blocks.size)} blocks"
+    if device.type == "cuda":
+        config = by_memory(config, torch.cuda.mem_get_info(device)[1])
+    return f"up to {config.graph_rows} rows"
 
 
 def _check_promises(
