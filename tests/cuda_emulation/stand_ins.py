@@ -183,13 +183,14 @@ def fused_experts(
         mixture = LoopExperts(ExpertWeights(alias(stack.gate_up), alias(stack.down), stack.gate, biases))
         enqueue(lambda: to.copy_(mixture(*inputs)), "fused_experts")
         return out
-    gate, matrices = stack.gate, [(*map(alias, each[:2]), each.block) for each in (stack.gate_up, stack.down)]
-    wide_biases = biases if biases is None else (biases[0].double(), biases[1].double())
+    gate = stack.gate
+    matrices: list[Any] = [(*map(alias, each[:2]), each.block) for each in (stack.gate_up, stack.down)]
 
     def work() -> None:
         gate_up, down = (_dequantised(*each) for each in matrices)
         hidden, weights, experts = inputs
-        mixture = LoopExperts(ExpertWeights(gate_up, down, gate, wide_biases))
+        wide = biases if biases is None else (biases[0].double(), biases[1].double())
+        mixture = LoopExperts(ExpertWeights(gate_up, down, gate, wide))
         to.copy_(mixture(hidden.double(), weights.double(), experts))
 
     enqueue(work, "fused_experts")
