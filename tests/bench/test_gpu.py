@@ -58,7 +58,7 @@ def test_a_rehearsal_runs_everything(tmp_path: Path) -> None:
         assert "errors" not in line
     assert all(row["error"] < 1e-5 for row in lines["kernels"]["rows"] if "error" in row)
     decodes = [row["case"] for row in lines["kernels"]["rows"] if "gb_per_s" in row]
-    assert decodes == ["decode triton", "decode wide", "decode sdpa"] * len(REHEARSAL.decodes)
+    assert decodes == ["decode triton", "decode small", "decode wide", "decode sdpa"] * len(REHEARSAL.decodes)
     assert [row["batch"] for row in lines["model"]["rows"]] == [1, 4]
     load = offline_workload(REHEARSAL.requests, *REHEARSAL.lengths, REHEARSAL.largest_id)
     assert lines["offline"]["facts"]["output_tokens"] == sum(load.outputs)

@@ -16,7 +16,7 @@ from aioinfer.diffusion.algorithms.factor import Factor
 from aioinfer.diffusion.algorithms.joint_threshold import JointThreshold
 from aioinfer.diffusion.algorithms.low_confidence import LowConfidence
 from aioinfer.diffusion.block import Block
-from aioinfer.diffusion.proposal import Asked, Proposal
+from aioinfer.diffusion.proposal import Asked, Proposal, Propose
 from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.diffusion.rows import Rows
 from tests.diffusion.cases import MASK, VOCAB, Case, assert_agrees, make_case
@@ -213,9 +213,11 @@ def prompt_is_edited(patch: Patch) -> None:
 
 def mask_is_sampled(patch: Patch) -> None:
     init = Algorithm.__init__
-    patch.setattr(
-        Algorithm, "__init__", lambda self, mask_id: init(self, VOCAB - 1 if mask_id == MASK else MASK)
-    )
+
+    def wrong(self: Algorithm, mask_id: int, propose: Propose | None = None) -> None:
+        init(self, VOCAB - 1 if mask_id == MASK else MASK, propose)
+
+    patch.setattr(Algorithm, "__init__", wrong)
 
 
 def one_noise_for_all_rounds(patch: Patch) -> None:

@@ -21,6 +21,7 @@ from aioinfer.execution.decoding.block_graphs import BlockRows
 from aioinfer.execution.decoding.blocks import BlockKind, BlockPacker
 from aioinfer.execution.decoding.mirror import KEPT
 from aioinfer.execution.device import Flight
+from aioinfer.execution.graph_shapes import GraphShape, GraphShapes
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.torch_device import TorchDevice
@@ -272,7 +273,9 @@ def test_replayed_models_denoise_as_they_are_described(
         }
     tensors = write_checkpoint(tmp_path, shape)
     cuda = install(monkeypatch)
-    monkeypatch.setattr(BlockKind, "graph_sizes", lambda self, config: [config.round_rows(2)])
+    monkeypatch.setattr(
+        BlockKind, "graph_shapes", lambda self, config: GraphShapes([GraphShape(config.round_rows(2))])
+    )
     experts = "triton" if family == "llada2" else "auto"
     device = FakeCudaDevice(config(tmp_path, moe_backend=experts, block_size=2))
     info = device.open()
