@@ -35,8 +35,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def kernels_or_skip(device: str, *, compiled: bool = False) -> ModuleType:
-    """``triton_common``, if this process can run kernels on ``device``; if they must be ``compiled``, because
-    the interpreter would take hours.
+    """``triton_common``, if this process can run kernels on ``device``. ``compiled``: the test has a twin
+    that runs interpreted ones on the CPU, in a size that they can do at a few rows a second.
 
     A process either interprets kernels or compiles them, so a machine runs one half of the checks: without
     a GPU the suite interprets, with one it compiles, and ``TRITON_INTERPRET=1`` makes up for the other half.
@@ -49,9 +49,9 @@ def kernels_or_skip(device: str, *, compiled: bool = False) -> ModuleType:
     if device == "cuda":
         if triton_common.INTERPRETED:
             if emulated is None:
-                pytest.skip("TRITON_INTERPRET is set, so nothing is compiled")
+                pytest.skip("this process interprets kernels; without TRITON_INTERPRET it compiles them")
             if compiled:
-                pytest.skip("needs compiled kernels: the interpreter would take hours")
+                pytest.skip("of compiled kernels; a twin of this test runs interpreted ones on the CPU")
             emulated()
         return triton_common
     if not triton_common.INTERPRETED:

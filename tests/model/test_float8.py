@@ -21,7 +21,7 @@ from aioinfer.model.weights import StoredMatrix, Weights
 from tests.checkpoint.test_formats import FORMATS
 from tests.model.checkpoints import make_checkpoint
 from tests.model.harness import Driver
-from tests.model.kernels import DEVICES, assert_close, interpreted_only, kernels_or_skip, normal
+from tests.model.kernels import assert_close, interpreted_only, normal
 from tests.tiers import INTERPRETER, grid, points
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
@@ -32,13 +32,6 @@ from aioinfer.model.triton_float8 import decoded, encoded, float8_native  # noqa
 
 CPU = torch.device("cpu")
 E4M3 = torch.float8_e4m3fn
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    kernels_or_skip(request.param)
-    name: str = request.param
-    return name
 
 
 # -- bits ----------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from aioinfer.model.updates.recipe import prepare_update
 from tests.checkpoint.test_formats import FORMATS
 from tests.model.checkpoints import make_model
 from tests.model.harness import Driver
-from tests.model.kernels import DEVICES, interpreted_only, kernels_or_skip, normal
+from tests.model.kernels import interpreted_only, kernels_or_skip, normal
 from tests.model.mixtures import Mixture
 from tests.tiers import INTERPRETER, grid, points
 
@@ -37,13 +37,6 @@ ROWS = ((1, 192), (1, 96))
 BLOCKS = ((32, 64), (32, 32))
 #: matrices; halves and a block that is no divisor of the rows; blocks with rows of gate and of up
 OTHER_BLOCKS = [((192, 192), (192, 96)), ((96, 192), (40, 96)), ((64, 96), (100, 32))]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    kernels_or_skip(request.param)
-    name: str = request.param
-    return name
 
 
 def rounded(weights: torch.Tensor, block: tuple[int, int]) -> Float8Matrix:

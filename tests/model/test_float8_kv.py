@@ -24,18 +24,11 @@ from aioinfer.params import SamplingParams
 from tests.model.checkpoints import make_checkpoint
 from tests.model.float8 import rounded_heads, widened
 from tests.model.harness import Driver
-from tests.model.kernels import DEVICES, Problem, assert_close, interpreted_only, kernels_or_skip, normal
+from tests.model.kernels import Problem, assert_close, interpreted_only, normal
 from tests.model.test_triton_attention import Setup
 from tests.tiers import INTERPRETER, grid, points
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    kernels_or_skip(request.param)
-    name: str = request.param
-    return name
 
 
 def float8_pool(task: Problem, layers: int = 1) -> KVPool:

@@ -9,20 +9,13 @@ import pytest
 import torch
 
 from aioinfer.model.attention.base import AttentionParams
-from tests.model.kernels import DEVICES, TOLERANCE, Problem, assert_close, kernels_or_skip, matmul_by_rows
+from tests.model.kernels import TOLERANCE, Problem, assert_close, matmul_by_rows
 from tests.model.test_float8_kv import float8_pool
 from tests.model.test_triton_attention import Setup
 from tests.tiers import INTERPRETER, battery, grid, points
 
 #: (q_len, kv_len): a decode, padding rows, a chunk, a whole prompt
 ROWS = [(1, 37), (20, 145), (2, 0), (0, 0), (9, 9)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    kernels_or_skip(request.param)
-    name: str = request.param
-    return name
 
 
 def prefill(task: Problem, pool: Any, **options: Any) -> torch.Tensor:

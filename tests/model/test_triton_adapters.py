@@ -13,15 +13,8 @@ from aioinfer.model.adapters.rows import Run, blocks, runs
 from aioinfer.model.batch import Batch
 from aioinfer.model.weights import RandomWeights, StoredMatrix
 from tests.model.adapters import factors, write_adapter
-from tests.model.kernels import DEVICES, TOLERANCE, kernels_or_skip, normal
+from tests.model.kernels import TOLERANCE, normal
 from tests.tiers import INTERPRETER, grid, points
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    kernels_or_skip(request.param)
-    name: str = request.param
-    return name
 
 
 class Layer:

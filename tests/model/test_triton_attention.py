@@ -26,16 +26,9 @@ from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.rope import Rotary
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import greedy
-from tests.model.kernels import DEVICES, TOLERANCE, Problem, kernels_or_skip
+from tests.model.kernels import TOLERANCE, Problem, kernels_or_skip
 from tests.model.test_oracle import prompts
 from tests.tiers import INTERPRETER, SLOW_MODEL, battery, grid
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    kernels_or_skip(request.param)
-    name: str = request.param
-    return name
 
 
 class Setup:

@@ -7,17 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.model.kernels import DEVICES, Problem, assert_close, kernels_or_skip
+from tests.model.kernels import Problem, assert_close
 from tests.tiers import INTERPRETER, grid, points
 
 LENGTHS = [1, 70, 0, 33, 16]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    kernels_or_skip(request.param)
-    name: str = request.param
-    return name
 
 
 def problem(lengths: list[int], device: str, **changes: Any) -> Problem:

@@ -17,18 +17,11 @@ from aioinfer.model.moe.routing import SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP
 from tests.model.checkpoints import greedy
 from tests.model.harness import Driver
-from tests.model.kernels import DEVICES, assert_close, interpreted_on, kernels_or_skip
+from tests.model.kernels import assert_close, interpreted_on, kernels_or_skip
 from tests.model.mixtures import Mixture
 from tests.tiers import INTERPRETER, grid, points
 
 SMALL = {"block_n": 32, "block_k": 16, "num_stages": 2}
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    kernels_or_skip(request.param)
-    name: str = request.param
-    return name
 
 
 def compute(task: Mixture, **changes: Any) -> torch.Tensor:

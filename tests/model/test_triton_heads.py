@@ -10,17 +10,10 @@ import torch
 
 from aioinfer.model.heads import HeadNorm, split_heads
 from aioinfer.model.rope import Rotary
-from tests.model.kernels import DEVICES, integers, kernels_or_skip, normal
+from tests.model.kernels import integers, normal
 from tests.tiers import INTERPRETER, grid, points
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    kernels_or_skip(request.param)
-    name: str = request.param
-    return name
 
 
 HEADS = [(1, 1), (3, 1), (14, 2), (5, 5), (32, 8)]

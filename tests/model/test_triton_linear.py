@@ -6,15 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.model.kernels import DEVICES, TOLERANCE, interpreted_on, kernels_or_skip, matmul_by_rows, normal
+from tests.model.kernels import TOLERANCE, interpreted_on, matmul_by_rows, normal
 from tests.tiers import INTERPRETER, grid, points
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    kernels_or_skip(request.param)
-    name: str = request.param
-    return name
 
 
 @pytest.mark.parametrize("dtype", grid([torch.bfloat16], [torch.float32, torch.float16], INTERPRETER))

@@ -15,19 +15,12 @@ from aioinfer.model.norm import Norm
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.rope import Rotary
-from tests.model.kernels import DEVICES, integers, kernels_or_skip, normal
+from tests.model.kernels import integers, normal
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PLAIN = TorchOperations()
 #: those that Triton has
 GATES: list[Gate] = ["silu", "gelu_tanh"]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    kernels_or_skip(request.param)
-    name: str = request.param
-    return name
 
 
 @pytest.fixture

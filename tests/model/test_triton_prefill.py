@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.model.kernels import (
-    DEVICES,
     Problem,
     assert_close,
     interpreted_on,
@@ -21,13 +20,6 @@ from tests.tiers import INTERPRETER, grid, points
 
 #: (q_len, kv_len): a decode, chunks of which some begin a sequence, a whole prompt
 MIXED = [(1, 37), (9, 9), (20, 45), (1, 1), (33, 33)]
-
-
-@pytest.fixture(params=DEVICES)
-def device(request: pytest.FixtureRequest) -> str:
-    kernels_or_skip(request.param)
-    name: str = request.param
-    return name
 
 
 def problem(rows: list[tuple[int, int]], device: str, **changes: Any) -> Problem:
