@@ -212,7 +212,7 @@ def _check_promises(
     layers: Backend,
     experts: Backend | None,
 ) -> None:
-    """Raises ConfigError for what only native kernels do."""
+    """Raise ConfigError for what the chosen kernels cannot do."""
     from aioinfer.model.layers import check_cache_weights, check_float8, check_quantization, why_variant
 
     own_layers = layers if model.own else None

@@ -430,7 +430,7 @@ class EngineConfig:
         """Tokens beside decodes of the largest step captured as a graph."""
         most = self.prefill_graph_tokens
         if most is None:
-            # Captured rows are never FlashInfer's: as many as are too few for a kernel to matter.
+            # Captured rows are never FlashInfer's: so few, by estimate, that it is launches that cost.
             most = 256 if self.attention_backend == "flashinfer" else 2048
         return min(self.step_tokens, most)
 

@@ -63,11 +63,9 @@ class Parts:
 
     def packer(self, max_len: int, graphs: GraphShapes = _NO_GRAPHS) -> Packer:
         """For sequences of up to ``max_len`` positions."""
-        config = self.config
-        pages = -(-max_len // config.positions_per_page)
+        config, page_size = self.config, self.config.positions_per_page
         rows, states = self.kind.rows(config), bool(self.model.spec.states)
-        page_size = config.positions_per_page
-        return Packer(rows, config.num_slots, pages, page_size, graphs, states=states)
+        return Packer(rows, config.num_slots, -(-max_len // page_size), page_size, graphs, states=states)
 
     def runner(self, num_pages: int, num_snapshots: int | None = None) -> Runner:
         """Runs steps over new pools."""
