@@ -49,13 +49,12 @@ def instruction_sets() -> str:
 
 
 def choose_tiles() -> Tiles:
-    """With AIOINFER_TILES=auto the processor's tiles, if it has any and the system permits them, which this
-    process asks for.
+    """The processor's tiles, if it has any and the system permits them, which this process asks for.
 
-    "off" is the default as long as the kernels have not run on such a processor. "model" computes the same
-    bits in plain C++, very slowly, on any processor: for tests. Raises ValueError for another value.
+    AIOINFER_TILES is "auto" unless it is set; "off" does without them; "model" computes the same bits in plain
+    C++, very slowly, on any processor: for tests. Raises ValueError for another value.
     """
-    wanted = os.environ.get("AIOINFER_TILES", "off")
+    wanted = os.environ.get("AIOINFER_TILES", "auto")
     if wanted == "model":
         return MODELLED
     if wanted not in ("auto", "off"):
@@ -65,7 +64,7 @@ def choose_tiles() -> Tiles:
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):
         return Tiles((), "AMX is used on Linux for x86-64 only")
     if wanted == "off":
-        return Tiles((), "the processor has AMX, which is used where AIOINFER_TILES is auto")
+        return Tiles((), "the processor has AMX, and AIOINFER_TILES is off")
     refused = _ask()
     if refused:
         return Tiles((), f"the processor has AMX, and the system refuses it: {os.strerror(refused)}")
