@@ -8,6 +8,8 @@ import gc
 import itertools
 import os
 import random
+import sys
+import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -206,6 +208,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device; its twin on the CPU has run, where it can have one")
     _draw_seeds(item.nodeid)
+    _seed_generators(item.nodeid)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -238,6 +241,15 @@ def _draw_seeds(name: str) -> None:
 
     for module in (core, queue):
         module.random = SimpleNamespace(Random=dice)  # type: ignore[attr-defined]
+
+
+def _seed_generators(name: str) -> None:
+    """What a test draws from the generators of its process depends on nothing but its name."""
+    random.seed(name)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(zlib.crc32(name.encode()))
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(zlib.crc32(name.encode()))
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 __all__ = [
     "COMPILES",
@@ -110,10 +110,20 @@ def scaled(full: int, least: int = 1) -> int:
 
 
 def set_scale(scale: float) -> None:
-    """Called by the conftest before any test module is imported."""
+    """Called by the conftest before any test module is imported.
+
+    Hypothesis draws the same examples in every run, and judges no time: a busy machine is slow to draw them.
+    """
     global _scale
     _scale = scale
-    settings.register_profile("aioinfer", max_examples=scaled(100, 20), deadline=None, print_blob=True)
+    settings.register_profile(
+        "aioinfer",
+        max_examples=scaled(100, 20),
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=True,
+    )
     settings.load_profile("aioinfer")
 
 
