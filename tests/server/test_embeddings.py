@@ -19,6 +19,7 @@ import pytest
 from aioinfer.embedding import Embedding, normalized
 from aioinfer.outputs import Usage
 from aioinfer.pooling import Pooling
+from aioinfer.server.http.keys import Key
 from aioinfer.server.openai.embeddings import RERANK, EmbeddingCall, embeddings_answer
 from aioinfer.testing import ToyTokenizer
 from aioinfer.testing.toy_pooling import toy_pooled
@@ -284,6 +285,12 @@ async def test_an_answer_is_written_with_turns_of_the_loop_between_embeddings(
         assert np.array_equal(np.asarray(given, np.float32), found[index].vector)
 
 
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a key has used does not come back."""
+    monkeypatch.setitem(Key.__init__.__kwdefaults__, "clock", lambda: 0.0)
+
+
 def keyed(directory: Path) -> dict[str, Any]:
     """A server with one key, of 60,000 tokens a minute."""
     entry = {"name": "a", "sha256": hashlib.sha256(b"k").hexdigest(), "tokens_per_minute": 60_000}
@@ -308,6 +315,7 @@ async def left(session: aiohttp.ClientSession) -> int:
         ("/v1/rerank", {"query": "a", "documents": [*(each * 3000 for each in "bcdefghi"), "a" * 5000]}),
     ],
 )
+@pytest.mark.usefixtures("still")
 async def test_what_a_call_that_fails_has_computed_is_charged(
     serving: Serving, tmp_path: Path, path: str, body: Any
 ) -> None:
@@ -320,9 +328,10 @@ async def test_what_a_call_that_fails_has_computed_is_charged(
             assert response.status == 400
         computed = served.engine.stats().prefill_tokens
         assert computed > 9000
-        assert await left(session) < 60_000 - computed + 6000  # what has come back in some seconds
+        assert await left(session) <= 60_000 - computed
 
 
+@pytest.mark.usefixtures("still")
 async def test_a_client_that_leaves_is_charged_for_its_inputs(serving: Serving, tmp_path: Path) -> None:
     gate = Gate()
     async with (
@@ -338,7 +347,8 @@ async def test_a_client_that_leaves_is_charged_for_its_inputs(serving: Serving, 
         gate.release()
         while served.engine.stats().running + served.engine.stats().waiting:
             await asyncio.sleep(0)
-        assert await left(session) < 50_000
+        while await left(session) >= 50_000:  # it is charged behind the last of them
+            pass
 
 
 def test_documents_of_a_reranking_have_a_text_and_nothing_else_in_the_schema() -> None:
