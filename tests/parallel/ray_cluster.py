@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+
+from tests.joining import still_running
 
 __all__ = ["RayHead", "ray_head"]
 
@@ -23,8 +26,7 @@ class RayHead:
     """Its processes; :attr:`address` is the same in each life."""
 
     def __init__(self, directory: Path, cpus: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = _free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._directory = directory
         self._cpus = cpus
@@ -67,9 +69,17 @@ class RayHead:
             except psutil.NoSuchProcess:
                 continue
         process.wait()
-        psutil.wait_procs(family, timeout=20)
+        still_running(family)
         assert process.stdout is not None
         process.stdout.close()
+
+
+def _free_port() -> int:
+    """One that the system gives nobody who asks for any: between the ports of Ray's workers and those."""
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("a hundred ports are in use")
 
 
 @contextmanager

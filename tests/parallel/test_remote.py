@@ -23,8 +23,8 @@ from tests.parallel.served import (
     Served,
     Told,
     toy,
-    until,
 )
+from tests.parallel.waiting import until
 
 # -- a replica that says anything ----------------------------------------------------------------------
 

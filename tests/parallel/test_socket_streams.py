@@ -22,8 +22,8 @@ from tests.parallel.served import (
     Told,
     dispatching,
     toy,
-    until,
 )
+from tests.parallel.waiting import until
 
 # -- streams -------------------------------------------------------------------------------------------
 
@@ -167,7 +167,7 @@ async def test_a_reader_of_some_of_it_is_never_forgotten(tmp_path: Path) -> None
     async with dispatching(tmp_path, toy(0.0005)) as dispatcher:
         for lag in (1, 2, 3, 7):
             stream = dispatcher.generate([1, 2, lag], params, max_lag=lag)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(60):
                 count = 0
                 async for chunk in stream:
                     count += len(chunk.token_ids)
