@@ -130,7 +130,7 @@ class Held(ToyTokenizer):
 
     def encode(self, text: str) -> list[int]:
         self.begun.set()
-        assert self.go.wait(30)
+        assert self.go.wait(60)
         return super().encode(text)
 
 
