@@ -84,7 +84,7 @@ class Site:
 async def site(tmp_path: Any, engines: list[Engine], **settings: Any) -> AsyncIterator[Site]:
     dispatcher = Dispatcher(engines, policy="round_robin")
     path = str(tmp_path / "admin")
-    config = ServerConfig(port=0, drain_timeout=5.0, admin_uds=path, **settings)
+    config = ServerConfig(port=0, drain_timeout=60.0, admin_uds=path, **settings)
     started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     stop = asyncio.Event()
     serving = asyncio.ensure_future(serve(dispatcher, config, stop=stop, ready=started.set_result))
