@@ -21,6 +21,7 @@ from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.server import serve
 from aioinfer.server.http import connections as watched
 from aioinfer.server.http.connections import Connections
+from aioinfer.server.http.keys import Key
 from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.server.raw import Raw
 
@@ -139,6 +140,12 @@ def age(connections: Connections) -> None:
     """An hour passes for the connections that are open."""
     for each in connections._open:
         each.opened -= 3600.0
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a key has used does not come back."""
+    monkeypatch.setitem(Key.__init__.__kwdefaults__, "clock", lambda: 0.0)
 
 
 Bundled = Callable[..., AbstractAsyncContextManager[openai.AsyncOpenAI]]

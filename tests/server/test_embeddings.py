@@ -19,7 +19,6 @@ import pytest
 from aioinfer.embedding import Embedding, normalized
 from aioinfer.outputs import Usage
 from aioinfer.pooling import Pooling
-from aioinfer.server.http.keys import Key
 from aioinfer.server.openai.embeddings import RERANK, EmbeddingCall, embeddings_answer
 from aioinfer.testing import ToyTokenizer
 from aioinfer.testing.toy_pooling import toy_pooled
@@ -283,12 +282,6 @@ async def test_an_answer_is_written_with_turns_of_the_loop_between_embeddings(
             given = np.frombuffer(base64.b64decode(given), "<f4")
         assert each["index"] == index
         assert np.array_equal(np.asarray(given, np.float32), found[index].vector)
-
-
-@pytest.fixture
-def still(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a key has used does not come back."""
-    monkeypatch.setitem(Key.__init__.__kwdefaults__, "clock", lambda: 0.0)
 
 
 def keyed(directory: Path) -> dict[str, Any]:
