@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 
 from tests.joining import still_running
+from tests.ports import free_port
 
 __all__ = ["RayHead", "ray_head"]
 
@@ -26,7 +25,7 @@ class RayHead:
     """Its processes; :attr:`address` is the same in each life."""
 
     def __init__(self, directory: Path, cpus: int) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._directory = directory
         self._cpus = cpus
@@ -72,14 +71,6 @@ class RayHead:
         still_running(family)
         assert process.stdout is not None
         process.stdout.close()
-
-
-def _free_port() -> int:
-    """One that the system gives nobody who asks for any: between the ports of Ray's workers and those."""
-    for port in random.SystemRandom().sample(range(20_000, 32_000), 100):
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
-    raise AssertionError("a hundred ports are in use")
 
 
 @contextmanager
