@@ -189,7 +189,7 @@ def replicas(parent: int) -> list[psutil.Process]:
 
 
 def ask(port: int) -> str:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
     try:
         body = {"model": "tiny-chat", "prompt": "Once upon a time", "max_tokens": 30, "temperature": 0}
         headers = {"Content-Type": "application/json"}

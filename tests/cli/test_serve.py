@@ -44,7 +44,7 @@ def failed_start(*arguments: str, limit: int | None = None) -> str:
     """The one line that the program prints before it ends with 2."""
     setup = None if limit is None else files(limit)
     done = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=120, check=False, preexec_fn=setup
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=240, check=False, preexec_fn=setup
     )
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
@@ -96,7 +96,7 @@ def test_health_is_reachable_within_a_low_limit_of_open_files() -> None:
             assert connection.getresponse().status == 200
             connection.close()
             process.send_signal(signal.SIGTERM)
-            _, stderr = process.communicate(timeout=120)
+            _, stderr = process.communicate(timeout=240)
         finally:
             process.kill()
     assert process.returncode == 0

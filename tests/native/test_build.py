@@ -156,7 +156,7 @@ def test_compilers_end_with_the_process_that_started_them(compiler: Compiler, tm
             pass
     """
     env = {**os.environ, "PYTHONPATH": str(_ROOT)}
-    subprocess.run([sys.executable, "-c", code], env=env, timeout=60, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], env=env, timeout=240, check=True, capture_output=True)
     for worker in workers.read_text().split():
         while alive(int(worker)):
             pass
@@ -229,7 +229,7 @@ until [ "$(ls "{tmp_path}/here" | wc -l)" -ge 2 ]; do :; done
         subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = {process.communicate(timeout=60)[0] for process in both}
+    said = {process.communicate(timeout=240)[0] for process in both}
     assert [process.returncode for process in both] == [0, 0]
     assert len(said) == 1
     assert said.pop().startswith("made")

@@ -434,7 +434,7 @@ async def test_sigterm_drains_and_exits_cleanly() -> None:
                     if not chunks:
                         process.send_signal(signal.SIGTERM)
                     chunks.append(chunk)
-            _, stderr = await asyncio.to_thread(process.communicate, timeout=120)
+            _, stderr = await asyncio.to_thread(process.communicate, timeout=240)
         finally:
             process.kill()
     assert chunks[-1].choices[0].finish_reason == "stop"
