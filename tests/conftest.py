@@ -77,7 +77,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_configure(config: pytest.Config) -> None:
     scale = config.getoption("--scale")
     whole = _whole(config) or _named(config)
-    tiers.set_scale(scale if scale is not None else 1.0 if whole else tiers.QUICK_SCALE)
+    explore = config.getoption("--hypothesis-seed", None) is not None
+    tiers.set_scale(scale if scale is not None else 1.0 if whole else tiers.QUICK_SCALE, explore=explore)
 
 
 @pytest.hookimpl(tryfirst=True)

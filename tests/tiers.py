@@ -109,10 +109,11 @@ def scaled(full: int, least: int = 1) -> int:
     return max(least, round(full * _scale))
 
 
-def set_scale(scale: float) -> None:
+def set_scale(scale: float, *, explore: bool = False) -> None:
     """Called by the conftest before any test module is imported.
 
-    Hypothesis draws the same examples in every run, and judges no time: a busy machine is slow to draw them.
+    Hypothesis draws the same examples in every run, unless ``explore``, and judges no time: a busy machine is
+    slow to draw them.
     """
     global _scale
     _scale = scale
@@ -120,7 +121,7 @@ def set_scale(scale: float) -> None:
         "aioinfer",
         max_examples=scaled(100, 20),
         deadline=None,
-        derandomize=True,
+        derandomize=not explore,
         suppress_health_check=[HealthCheck.too_slow],
         print_blob=True,
     )
