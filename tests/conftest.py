@@ -255,9 +255,11 @@ def _seed_generators(name: str) -> None:
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
-    """Nothing is frozen, as in a program that has just started."""
+    """Nothing is frozen, as in a program that has just started, and no engine of another test wants anything."""
+    gc.collect()
     gc.unfreeze()
     yield
+    gc.collect(1)  # what is frozen as garbage stays
     gc.freeze()
 
 
