@@ -255,7 +255,7 @@ def _seed_generators(name: str) -> None:
 
 @pytest.fixture
 def thawed() -> Iterator[None]:
-    """Nothing is frozen, as in a program that has just started, and no engine of another test wants anything."""
+    """Nothing is frozen, as in a program that has just started; and what other tests have left is gone."""
     gc.collect()
     gc.unfreeze()
     yield

@@ -122,13 +122,17 @@ def test_compilers_that_take_too_long_end_with_their_processes(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The command of a compiler starts other processes: g++ does so."""
-    compiler(f'\n[ "$1" = --version ] && exit\nsleep 100 & echo $! >> "{tmp_path}/workers"; wait')
+    workers = tmp_path / "workers"
+    compiler(f'\n[ "$1" = --version ] && exit\nsleep 100 & echo $! >> "{workers}"; wait')
     monkeypatch.setattr(building, "_PATIENCE", 0.5)
+
+    def work(*_: int) -> None:
+        while not workers.exists() or len(workers.read_text().split()) < UNITS:
+            pass
+
     with pytest.raises(BuildFailed, match="did not end"):
-        build()
-    workers = (tmp_path / "workers").read_text().split()
-    assert workers
-    for worker in workers:
+        build(work)
+    for worker in workers.read_text().split():
         while alive(int(worker)):
             pass
 
