@@ -22,6 +22,12 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica whose process gets no turn on a busy machine is not lost before two minutes."""
+    monkeypatch.setattr("aioinfer.parallel.remote.MISSES", 480)
+
+
+@pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where directories of child processes are, which are gone afterwards, as the processes are."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

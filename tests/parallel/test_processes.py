@@ -21,6 +21,7 @@ from aioinfer import Engine, EngineConfig, SamplingParams
 from aioinfer.errors import ConfigError, EngineError, EngineFailed
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.processes import ProcessReplica, _environment, child_config
+from aioinfer.parallel.replica import ReplicaState
 from tests.joining import still_running
 from tests.parallel.waiting import until
 from tests.tiers import PROGRAM, battery
@@ -28,7 +29,7 @@ from tests.tiers import PROGRAM, battery
 CONFIG = EngineConfig(model="tiny-chat", deterministic=True, threads=1, kv_memory_gib=0.1)
 
 
-pytestmark = pytest.mark.usefixtures("directory")
+pytestmark = pytest.mark.usefixtures("directory", "patient")
 
 
 # -- what a child is told ------------------------------------------------------------------------------
@@ -202,8 +203,19 @@ async def _interrupted(dispatcher: Dispatcher, number: signal.Signals) -> tuple[
             hit = True
             (replica,) = [each for each in dispatcher._replicas if each.load.requests]
             os.kill(pid_of(replica), number)
+            if number is signal.SIGSTOP:
+                silent = asyncio.ensure_future(_silent(replica))
     assert hit
+    if number is signal.SIGSTOP:
+        await silent
     return ids, text, logprobs
+
+
+async def _silent(replica: Any) -> None:
+    """Two minutes pass in which it is not heard."""
+    while replica.state is ReplicaState.READY:
+        replica._link._misses, replica._link.connection.heard = 480, False
+        await asyncio.sleep(0.01)
 
 
 @battery(PROGRAM)

@@ -48,7 +48,7 @@ def nothing_left() -> Iterator[None]:
 
 
 @pytest.fixture
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def patience(monkeypatch: pytest.MonkeyPatch, patient: None) -> None:
     """Where a machine is busy, its cluster may answer late."""
     monkeypatch.setattr(keeper_process, "_CONNECTING", 60.0)
 
