@@ -30,6 +30,7 @@ def started_in(directory: Path) -> list[psutil.Process]:
 
 def _mark(process: psutil.Process) -> str | None:
     try:
-        return process.environ().get(STARTED_BY)
+        environment: dict[str, str] = process.environ()
+        return environment.get(STARTED_BY)
     except psutil.Error:  # it has just ended, or is a zombie
         return None

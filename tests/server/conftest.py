@@ -145,7 +145,8 @@ def age(connections: Connections) -> None:
 @pytest.fixture
 def still(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a key has used does not come back."""
-    monkeypatch.setitem(Key.__init__.__kwdefaults__, "clock", lambda: 0.0)
+    defaults: Any = Key.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "clock", lambda: 0.0)
 
 
 Bundled = Callable[..., AbstractAsyncContextManager[openai.AsyncOpenAI]]

@@ -57,7 +57,8 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.fixture(autouse=True)
 def warned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A warning that is throttled comes once in a test, however long that takes."""
-    monkeypatch.setitem(Throttle.__init__.__kwdefaults__, "interval", math.inf)
+    defaults: Any = Throttle.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "interval", math.inf)
 
 
 # -- slow and idle ones --------------------------------------------------------------------------------
