@@ -8,6 +8,8 @@ import gc
 import itertools
 import os
 import random
+import sys
+import zlib
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -75,7 +77,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_configure(config: pytest.Config) -> None:
     scale = config.getoption("--scale")
     whole = _whole(config) or _named(config)
-    tiers.set_scale(scale if scale is not None else 1.0 if whole else tiers.QUICK_SCALE)
+    explore = config.getoption("--hypothesis-seed", None) is not None
+    tiers.set_scale(scale if scale is not None else 1.0 if whole else tiers.QUICK_SCALE, explore=explore)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -206,6 +209,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         if not torch.cuda.is_available():
             pytest.skip("needs a CUDA device; its twin on the CPU has run, where it can have one")
     _draw_seeds(item.nodeid)
+    _seed_generators(item.nodeid)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -240,11 +244,22 @@ def _draw_seeds(name: str) -> None:
         module.random = SimpleNamespace(Random=dice)  # type: ignore[attr-defined]
 
 
+def _seed_generators(name: str) -> None:
+    """What a test draws from the generators of its process depends on nothing but its name."""
+    random.seed(name)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(zlib.crc32(name.encode()))
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.manual_seed(zlib.crc32(name.encode()))
+
+
 @pytest.fixture
 def thawed() -> Iterator[None]:
-    """Nothing is frozen, as in a program that has just started."""
+    """Nothing is frozen, as in a program that has just started; and what other tests have left is gone."""
+    gc.collect()
     gc.unfreeze()
     yield
+    gc.collect(1)  # what is frozen as garbage stays
     gc.freeze()
 
 

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """No finalizer of what another test has left runs where calls are counted, or made to fail."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(0)  # an engine may ask whether the collector is enabled
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def calls_of(work: Callable[[], Any]) -> int:
@@ -16,11 +29,12 @@ def calls_of(work: Callable[[], Any]) -> int:
         nonlocal count
         count += event in ("call", "c_call")
 
-    sys.setprofile(called)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
+    with no_collection():
+        sys.setprofile(called)
+        try:
+            work()
+        finally:
+            sys.setprofile(None)
     return count
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -80,6 +81,19 @@ def test_workers_start_by_themselves_and_start_none(
     conftest.pytest_cmdline_main(config)
     assert config.option.numprocesses == workers
     assert config.option.dist == ("worksteal" if workers == "auto" else "no")
+
+
+def test_what_a_test_draws_follows_from_its_name() -> None:
+    import numpy as np
+    import torch
+
+    def drawn(name: str) -> tuple[float, float, float]:
+        conftest._seed_generators(name)
+        return random.random(), float(np.random.random()), float(torch.rand(1))
+
+    first = drawn("a")
+    assert drawn("a") == first
+    assert not {*first} & {*drawn("b")}
 
 
 @pytest.mark.parametrize("enabled", [True, False])

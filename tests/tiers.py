@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 __all__ = [
     "COMPILES",
@@ -109,11 +109,22 @@ def scaled(full: int, least: int = 1) -> int:
     return max(least, round(full * _scale))
 
 
-def set_scale(scale: float) -> None:
-    """Called by the conftest before any test module is imported."""
+def set_scale(scale: float, *, explore: bool = False) -> None:
+    """Called by the conftest before any test module is imported.
+
+    Hypothesis draws the same examples in every run, unless ``explore``, and judges no time: a busy machine is
+    slow to draw them.
+    """
     global _scale
     _scale = scale
-    settings.register_profile("aioinfer", max_examples=scaled(100, 20), deadline=None, print_blob=True)
+    settings.register_profile(
+        "aioinfer",
+        max_examples=scaled(100, 20),
+        deadline=None,
+        derandomize=not explore,
+        suppress_health_check=[HealthCheck.too_slow],
+        print_blob=True,
+    )
     settings.load_profile("aioinfer")
 
 

@@ -51,8 +51,8 @@ def instruction_sets() -> str:
 def choose_tiles() -> Tiles:
     """The processor's tiles, if it has any and the system permits them, which this process asks for.
 
-    AIOINFER_TILES is "auto" unless it is set; "off" does without them; "model" computes the same bits in plain
-    C++, very slowly, on any processor: for tests. Raises ValueError for another value.
+    AIOINFER_TILES is "auto" unless it is set; "off" does without them; "model" computes the same bits in
+    plain C++, very slowly, on any processor: for tests. Raises ValueError for another value.
     """
     wanted = os.environ.get("AIOINFER_TILES", "auto")
     if wanted == "model":

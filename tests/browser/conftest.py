@@ -50,7 +50,7 @@ def open_page(browser: Browser) -> OpenPage:
     ) -> AsyncIterator[Page]:
         """``refusals``: the server refuses requests, which browsers log."""
         context = await browser.new_context(viewport={"width": width, "height": height}, **options)
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(120_000)
         page = await context.new_page()
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))

@@ -299,7 +299,7 @@ async def test_a_start_that_downloads_can_be_cancelled(
     await asyncio.to_thread(hub.stalling.wait, 60)
     starting.cancel()
     # The hub stands still until the end of the test: nothing waits for it.
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         with pytest.raises(asyncio.CancelledError):
             await starting
     assert engine.state is EngineState.CLOSED
@@ -320,7 +320,7 @@ def test_two_processes_download_at_once(hub: FakeHub, tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    paths = {process.communicate(timeout=120)[0].strip() for process in two}
+    paths = {process.communicate(timeout=240)[0].strip() for process in two}
     assert [process.returncode for process in two] == [0, 0]
     (path,) = map(Path, paths)
     assert (path / WEIGHTS).read_bytes() == (EngineConfig().model_path / WEIGHTS).read_bytes()

@@ -197,7 +197,7 @@ def test_lines_of_a_pipe_are_answered() -> None:
         input="What is 20 + 22?\n/stats\n",
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         env={**os.environ, "HOME": "/nonexistent"},
     )
     assert done.returncode == 0, done.stderr
@@ -226,7 +226,7 @@ def type_into(command: list[str], text: str, state: Path) -> str:
     with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
         os.close(theirs)
         shown = b""
-        timer = threading.Timer(100, process.kill)
+        timer = threading.Timer(240, process.kill)
         timer.start()
         try:
             while b"> " not in shown:
@@ -235,7 +235,7 @@ def type_into(command: list[str], text: str, state: Path) -> str:
             while b"42" not in shown or not shown.endswith(b"> "):  # the answer, and the next prompt
                 shown += os.read(ours, 4096)
             os.write(ours, b"\x04")
-            assert process.wait(60) == 0
+            assert process.wait(120) == 0
         finally:
             timer.cancel()
             process.kill()

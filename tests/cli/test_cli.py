@@ -16,7 +16,7 @@ from aioinfer.config import GROUPS, EngineConfig, ReplicaConfig, ServerConfig
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "aioinfer", *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "aioinfer", *arguments], capture_output=True, text=True, timeout=240
     )
 
 

@@ -44,7 +44,7 @@ def failed_start(*arguments: str, limit: int | None = None) -> str:
     """The one line that the program prints before it ends with 2."""
     setup = None if limit is None else files(limit)
     done = subprocess.run(
-        [*COMMAND, *arguments], capture_output=True, text=True, timeout=120, check=False, preexec_fn=setup
+        [*COMMAND, *arguments], capture_output=True, text=True, timeout=240, check=False, preexec_fn=setup
     )
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
@@ -90,13 +90,13 @@ def test_health_is_reachable_within_a_low_limit_of_open_files() -> None:
                 int(line.split()[2].rsplit(":", 1)[1]) for line in process.stdout if "Serving" in line
             )
             for _ in range(200):
-                stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
-            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=120))
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
             connection.request("GET", "/health")
             assert connection.getresponse().status == 200
             connection.close()
             process.send_signal(signal.SIGTERM)
-            _, stderr = process.communicate(timeout=60)
+            _, stderr = process.communicate(timeout=240)
         finally:
             process.kill()
     assert process.returncode == 0
@@ -114,11 +114,11 @@ def test_a_port_in_use_is_found_before_the_model_is_read(
 def test_too_few_open_files_for_connections_are_found_before_the_model_is_read(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """More than any command needs, and no more than this process has open."""
+    """More than any command needs, and less than these with what is spared, whatever else is open."""
+    limit = 80
     with contextlib.ExitStack() as stack:
         for _ in range(64):
             stack.enter_context(open(os.devnull))
-        limit = len(os.listdir("/proc/self/fd")) + 16
         monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
         assert main(["serve", "/no/such/model", "--port", "0"]) == 2
     assert f"(ulimit -n {limit}) leaves none for connections" in capsys.readouterr().err

@@ -65,8 +65,8 @@ def find_headers() -> Path:
 def build_runtime(folder: Path) -> Path:
     versions = folder / "versions"
     versions.write_text("libcudart.so.13 { global: *; };\n")
-    # Its functions call each other, whatever else the process has loaded: torch for CUDA brings its own runtime.
-    arguments = ["-Wl,-Bsymbolic", f"-Wl,--version-script={versions}", "-ldl", "-lpthread"]
+    # Its functions call its own, also in a process in which torch has loaded the real ones before.
+    arguments = [f"-Wl,--version-script={versions}", "-Wl,-Bsymbolic", "-ldl", "-lpthread"]
     return _compile(folder / "libcudart.so.13", _RUNTIME, arguments)
 
 

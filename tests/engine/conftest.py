@@ -37,6 +37,26 @@ class Gate:
         self._permits.release(1000)
 
 
+class OwnThreads:
+    """Threads of engines that were started since this was made: what another test has left behind may end at
+    any time, or not at all. A call gives their names."""
+
+    def __init__(self) -> None:
+        self._before = {*threading.enumerate()}
+
+    def __call__(self) -> list[str]:
+        return [thread.name for thread in self.threads()]
+
+    def threads(self) -> list[threading.Thread]:
+        new = [thread for thread in threading.enumerate() if thread not in self._before]
+        return [thread for thread in new if thread.name.startswith("aioinfer")]
+
+
+@pytest.fixture
+def own_threads() -> OwnThreads:
+    return OwnThreads()
+
+
 MakeEngine = Callable[..., Engine]
 
 

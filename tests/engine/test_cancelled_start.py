@@ -20,6 +20,7 @@ from aioinfer.loop import factory
 from aioinfer.native import bindings
 from aioinfer.params import SamplingParams
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
+from tests.engine.conftest import OwnThreads
 from tests.joining import still_alive
 from tests.native.compilers import alive
 
@@ -94,10 +95,6 @@ def engine_that_waits(stage: Stage, where: str, monkeypatch: pytest.MonkeyPatch)
     return Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=tokenizer), device
 
 
-def own_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("aioinfer")]
-
-
 async def works(engine: Engine) -> None:
     """A later start."""
     async with engine:
@@ -105,7 +102,9 @@ async def works(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("where", [*STAGES, "open and ask"])
-async def test_a_cancelled_start_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+async def test_a_cancelled_start_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch, where: str, own_threads: OwnThreads
+) -> None:
     tasks, stage = asyncio.all_tasks(), Stage()
     engine, device = engine_that_waits(stage, where, monkeypatch)
     starting = asyncio.create_task(engine.start())
@@ -123,7 +122,7 @@ async def test_a_cancelled_start_leaves_nothing_behind(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("where", STAGES)
 async def test_a_start_that_is_cancelled_twice_ends_at_once(
-    monkeypatch: pytest.MonkeyPatch, where: str
+    monkeypatch: pytest.MonkeyPatch, where: str, own_threads: OwnThreads
 ) -> None:
     """Whatever it waits for. What blocks ends in the background, and a later start waits for that."""
     tasks, stage = asyncio.all_tasks(), Stage()
@@ -172,13 +171,15 @@ async def test_a_start_that_waits_for_an_earlier_one_can_be_cancelled(
     assert asyncio.all_tasks() == tasks
 
 
-async def test_cancellation_after_any_number_of_turns_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancellation_after_any_number_of_turns_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch, own_threads: OwnThreads
+) -> None:
     """Once and twice, after 0, 1, 2 .. turns, until the start is quicker."""
     tasks = asyncio.all_tasks()
     for times in (1, 2):
         turns, started = 0, False
         while not started:
-            own = [thread for thread in threading.enumerate() if thread.name.startswith("aioinfer")]
+            own = own_threads.threads()
             assert not still_alive(own)
             engine, _ = engine_that_waits(Stage(), "nowhere", monkeypatch)
             starting = asyncio.create_task(engine.start())
@@ -200,7 +201,9 @@ async def test_cancellation_after_any_number_of_turns_of_the_loop(monkeypatch: p
         assert asyncio.all_tasks() - {starting} == tasks
 
 
-async def test_a_start_that_fails_while_it_is_cancelled_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_start_that_fails_while_it_is_cancelled_is_closed(
+    monkeypatch: pytest.MonkeyPatch, own_threads: OwnThreads
+) -> None:
     class Broken(SlowDevice):
         def open(self, progress: Progress | None = None) -> DeviceInfo:
             super().open(progress)
@@ -223,7 +226,7 @@ async def test_a_start_that_fails_while_it_is_cancelled_is_closed(monkeypatch: p
 
 
 async def test_a_start_that_compiles_can_be_cancelled(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_threads: OwnThreads
 ) -> None:
     """The compilers end with it, and their files are removed."""
     workers, script, cache = tmp_path / "workers", tmp_path / "c++", tmp_path / "cache"

@@ -14,26 +14,28 @@ import pytest
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import EngineClosed, EngineError
+from aioinfer.execution import launcher as launching
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.runtime import Runtime
 from aioinfer.loop.tuning import Tuning
 from aioinfer.params import SamplingParams
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
-from tests.engine.conftest import MakeEngine
+from tests.engine.conftest import MakeEngine, OwnThreads
 from tests.engine.test_launchers import AsynchronousToy
 
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-#: seconds; less than any closing waits for a thread
-AT_ONCE = 5
+#: seconds, which only end a test that hangs
+AT_ONCE = 60
 
 Forbid = Callable[[str], None]
 
 
 @pytest.fixture
 def forbid(monkeypatch: pytest.MonkeyPatch) -> Forbid:
-    """Threads of these names cannot be started, until it is called with another one."""
-    start, refused = threading.Thread.start, ""
+    """Threads of these names cannot be started, until it is called with another one. Who waits for a thread
+    waits for an hour."""
+    start, refused, in_time = threading.Thread.start, "", launching._in_time
 
     def refuse(thread: threading.Thread) -> None:
         if refused and thread.name.startswith(refused):
@@ -45,11 +47,8 @@ def forbid(monkeypatch: pytest.MonkeyPatch) -> Forbid:
         refused = names
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(launching, "_in_time", lambda rested, _: in_time(rested, 3600.0))
     return forbid
-
-
-def own_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("aioinfer")]
 
 
 def engine_on(launcher: Any, device: Any) -> Engine:
@@ -64,7 +63,7 @@ async def works(engine: Engine) -> None:
 
 @pytest.mark.parametrize("name", ["aioinfer-launch", "aioinfer-text"])
 async def test_a_start_without_its_thread_fails_at_once(
-    make_engine: MakeEngine, forbid: Forbid, name: str
+    make_engine: MakeEngine, forbid: Forbid, name: str, own_threads: OwnThreads
 ) -> None:
     engine = make_engine()
     forbid(name)
@@ -88,7 +87,7 @@ async def test_a_launcher_whose_thread_could_not_be_started_has_nothing_to_wait_
 
 @pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
 async def test_a_start_without_a_completion_thread_fails_and_closes_the_device(
-    forbid: Forbid, launcher: Any
+    forbid: Forbid, launcher: Any, own_threads: OwnThreads
 ) -> None:
     device = AsynchronousToy(num_slots=EngineConfig(model="toy").num_slots)
     engine = engine_on(launcher, device)
@@ -113,7 +112,7 @@ async def test_a_prompt_without_a_thread_fails_alone(make_engine: MakeEngine, fo
 
 
 async def test_what_one_part_raises_when_a_start_is_undone_does_not_keep_the_others_open(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, own_threads: OwnThreads
 ) -> None:
     """And the start raises what it failed with."""
 
@@ -140,7 +139,7 @@ async def test_what_one_part_raises_when_a_start_is_undone_does_not_keep_the_oth
     [(Runtime, "_end_all"), (Tuning, "undo"), (Intake, "close"), (ThreadLauncher, "aclose")],
 )
 async def test_what_one_step_of_closing_raises_does_not_skip_the_others(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, owner: type, name: str, own_threads: OwnThreads
 ) -> None:
     real = getattr(owner, name)
 

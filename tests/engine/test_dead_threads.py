@@ -25,7 +25,7 @@ LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -59,7 +59,7 @@ async def test_a_launch_thread_that_dies_ends_every_stream(make_engine: MakeEngi
     streams = [engine.generate([number], LONG) for number in range(1, 12)]
     kill(engine._started().launcher._inbox)  # type: ignore[attr-defined]
     gate.release()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         for stream in streams:
             with pytest.raises(errors.EngineFailed, match="the launch thread ended"):
                 await stream
@@ -79,7 +79,7 @@ async def test_a_completion_thread_that_dies_fails_the_engine_and_closes_the_dev
         raise SystemExit
 
     monkeypatch.setattr("aioinfer.execution.launcher._Poster.land", die)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         with pytest.raises(errors.EngineFailed, match="the completion thread ended"):
             await engine.generate([1], SHORT)
         await engine.aclose()
@@ -98,7 +98,7 @@ async def test_an_engine_that_is_dropped_is_not_kept_by_its_threads(make_engine:
     import gc
 
     gc.collect()
-    await asyncio.to_thread(thread.join, 10)
+    await asyncio.to_thread(thread.join, 60)
     assert not thread.is_alive()
 
 
@@ -123,7 +123,7 @@ async def test_a_text_worker_that_dies_over_a_prompt_fails_its_request(make_engi
             raise MemoryError
 
         workers._workers._work = die
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with pytest.raises(errors.AioInferError, match="MemoryError"):
                 await engine.generate("text", SHORT)
         workers._workers._work = healthy
@@ -147,7 +147,7 @@ async def test_a_mask_thread_that_dies_fails_the_outputs_that_it_had(
 
     monkeypatch.setattr(worker, "_accept", die)
     constrained = SamplingParams(temperature=0, max_tokens=8, grammar=Grammar("regex", "[a-h]{8}"))
-    async with make_engine(device=device) as engine, asyncio.timeout(10):
+    async with make_engine(device=device) as engine, asyncio.timeout(60):
         free = engine.generate([1], SHORT)
         with pytest.raises(errors.StepFailed, match="the thread of its grammar ended: MemoryError"):
             await engine.generate([1, 2], constrained)

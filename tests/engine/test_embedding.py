@@ -69,7 +69,7 @@ print(json.dumps([[key for key in before if before[key] != after[key]], tasks, s
 @battery(PROGRAM)
 def test_an_engine_leaves_nothing_and_changes_nothing() -> None:
     command = [sys.executable, "-W", "error", "-c", CONTRACT]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     changed, tasks, texts = json.loads(done.stdout)
     assert (changed, tasks) == ([], [0, 0, 0])

@@ -370,15 +370,15 @@ def test_who_shares_a_turn_with_a_stuck_grammar_gets_its_mask() -> None:
     stuck = matchers[1]
     stuck.hold.clear()
     masks.advance([GrammarRow(at, state, 5, known=False) for at, state in enumerate(states)], [1, 1, 1])
-    assert stuck.arrived.wait(10)
+    assert stuck.arrived.wait(60)
     rows = [GrammarRow(at, state, 6, known=False) for at, state in enumerate(states)]
     assert masks.collect(rows, 4).outcomes[1] == DEFERRED
     with masks._changed:
-        assert masks._changed.wait_for(lambda: not (states[0].at_work or states[2].at_work), 10)
+        assert masks._changed.wait_for(lambda: not (states[0].at_work or states[2].at_work), 60)
     assert states[1].at_work
     stuck.hold.set()
     with masks._changed:
-        assert masks._changed.wait_for(lambda: not states[1].at_work, 10)
+        assert masks._changed.wait_for(lambda: not states[1].at_work, 60)
     assert [matcher.accepted for matcher in matchers] == [[1]] * 3
     assert [state.position for state in states] == [6] * 3
     masks.close()

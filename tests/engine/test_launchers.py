@@ -195,11 +195,11 @@ async def test_the_device_goes_on_with_the_window_while_the_loop_stands_still(
         stream = engine.generate([1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True))
         while engine.stats().steps_in_flight < window + 1:
             await asyncio.sleep(0)
-        assert gate.arrived.acquire(timeout=10)
+        assert gate.arrived.acquire(timeout=60)
         gate.step(window + 1)
         # The loop's own thread waits here: nothing is planned, resolved or delivered.
         for _ in range(window):
-            assert gate.arrived.acquire(timeout=10)
+            assert gate.arrived.acquire(timeout=60)
         assert engine.stats().steps_in_flight == window + 1
         gate.release()
         assert len((await stream).token_ids) == 30

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from aioinfer.execution.device import DeviceLost
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
-from tests.engine.conftest import Gate, MakeEngine
+from tests.engine.conftest import Gate, MakeEngine, OwnThreads
 from tests.joining import still_alive
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -25,11 +24,7 @@ SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 PROMPT = [1, 2, 3]
 
 
-def own_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("aioinfer")]
-
-
-async def test_closing_leaves_no_thread_and_no_task(make_engine: MakeEngine) -> None:
+async def test_closing_leaves_no_thread_and_no_task(make_engine: MakeEngine, own_threads: OwnThreads) -> None:
     before = asyncio.all_tasks()
     async with make_engine() as engine:
         await engine.generate("hello", SHORT)
@@ -61,7 +56,9 @@ def test_an_engine_can_be_used_in_a_second_run(make_engine: MakeEngine) -> None:
     assert asyncio.run(use()) == asyncio.run(use()) == toy_generate(PROMPT, SHORT)
 
 
-def test_an_engine_whose_loop_died_can_be_started_again(make_engine: MakeEngine) -> None:
+def test_an_engine_whose_loop_died_can_be_started_again(
+    make_engine: MakeEngine, own_threads: OwnThreads
+) -> None:
     engine = make_engine()
 
     async def forget_to_close() -> None:
@@ -74,7 +71,7 @@ def test_an_engine_whose_loop_died_can_be_started_again(make_engine: MakeEngine)
     asyncio.run(forget_to_close())
     assert asyncio.run(use()) == toy_generate(PROMPT, SHORT)
     gc.collect()
-    launching = [thread for thread in threading.enumerate() if thread.name == "aioinfer-launch"]
+    launching = [thread for thread in own_threads.threads() if thread.name == "aioinfer-launch"]
     assert not still_alive(launching), "the thread of the forgotten engine lives on"
 
 
@@ -181,7 +178,7 @@ async def test_closing_can_be_cancelled_and_goes_on(make_engine: MakeEngine, gat
     assert engine.state is EngineState.CLOSED
 
 
-async def test_a_start_that_fails_says_why_and_can_be_tried_again() -> None:
+async def test_a_start_that_fails_says_why_and_can_be_tried_again(own_threads: OwnThreads) -> None:
     engine = Engine(EngineConfig(model="/nowhere/at/all"))
     for _ in range(2):
         with pytest.raises(errors.ConfigError, match="no directory"):
@@ -253,7 +250,7 @@ async def test_an_inline_device_that_panics_ends_every_stream(make_engine: MakeE
     engine = make_engine(fault=fault, launch_mode="inline", overlap_steps=window)
     await engine.start()
     streams = [engine.generate([number], LONG) for number in range(1, 4)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         results = await asyncio.gather(*map(_await, streams), return_exceptions=True)
     assert {type(result) for result in results} == {errors.EngineFailed}
     assert engine.state is EngineState.FAILED
@@ -272,7 +269,7 @@ async def test_a_tokenizer_that_fails_ends_its_own_stream(make_engine: MakeEngin
             return super().encode(text)
 
     async with make_engine(tokenizer=Tokenizer) as engine:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             with pytest.raises(errors.InvalidRequest, match="could not be tokenized"):
                 await engine.generate("bad", SHORT)
         assert len((await engine.generate("good", SHORT)).token_ids) == 10
@@ -333,7 +330,7 @@ async def test_deadlines_end_requests_that_wait_or_run_too_long(make_engine: Mak
             await running
         assert caught.value.phase == "running"
         gate.release()
-        assert (await engine.generate(PROMPT, SHORT)).finish_reason == "length"
+        assert (await engine.generate(PROMPT, SHORT, waiting_timeout=60)).finish_reason == "length"
 
 
 async def test_a_full_queue_rejects(make_engine: MakeEngine, gate: Gate) -> None:
@@ -369,7 +366,7 @@ async def test_a_scheduler_that_is_broken_leaves_nobody_waiting(
         raise Boom("pages are nowhere to be found")
 
     monkeypatch.setattr("aioinfer.scheduling.memory.Memory.release", broken)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         results = await asyncio.gather(*map(_await, streams), return_exceptions=True)
     assert {type(result) for result in results} == {errors.EngineFailed}
     assert engine.state is EngineState.FAILED

@@ -22,6 +22,7 @@ from aioinfer.scheduling.audit import check_idle
 from aioinfer.scheduling.policy import Policy
 from aioinfer.scheduling.request import Request
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
+from tests.counting import no_collection
 from tests.tiers import grid
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -294,12 +295,14 @@ class InterruptAt:
         self.fired = False
 
     def __enter__(self) -> InterruptAt:
-        self._before = sys.gettrace()
+        self._before, self._calm = sys.gettrace(), no_collection()
+        self._calm.__enter__()
         sys.settrace(self._call)
         return self
 
     def __exit__(self, *_: Any) -> None:
         sys.settrace(self._before)
+        self._calm.__exit__(None, None, None)
 
     def _call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
         name = frame.f_code.co_filename

@@ -247,7 +247,7 @@ async def test_leaving_a_map_ends_the_reading_of_its_prompts() -> None:
             await asyncio.sleep(0.01)
             task.cancel()
             await asyncio.wait([task])
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await stopped.wait()
         stopped.clear()
 
@@ -255,7 +255,7 @@ async def test_leaving_a_map_ends_the_reading_of_its_prompts() -> None:
         await anext(results)
         del results
         gc.collect()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             await stopped.wait()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

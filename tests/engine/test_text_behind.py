@@ -217,7 +217,7 @@ async def test_a_reader_does_not_make_an_engine_compute_ahead_of_the_text(
     async with make_engine(overlap_steps=window) as engine:
         stream = engine.generate(PROMPT, searched())
         request = stream._cell.request
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not request.parked or engine.stats().steps_in_flight:
                 await asyncio.sleep(0)
         steps = engine.stats().steps
@@ -247,7 +247,7 @@ async def test_a_request_that_cannot_go_on_when_its_text_has_caught_up_fails_alo
     async with make_engine() as engine:
         streams = [engine.generate(PROMPT, searched()) for _ in range(3)]
         victim = streams[1]._cell.request
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not all(stream._cell.request.parked for stream in streams):
                 await asyncio.sleep(0)
         monkeypatch.setattr(RequestQueues, "unpark", fault)
@@ -269,7 +269,7 @@ async def test_a_request_that_cannot_go_on_when_it_is_read_fails_alone(
     async with make_engine() as engine:
         stream = engine.generate(PROMPT, FREE, max_lag=4)
         other = engine.generate(PROMPT, FREE)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not stream._cell.request.parked or stream._cell.request.pending:
                 await asyncio.sleep(0)
         with monkeypatch.context() as patch:

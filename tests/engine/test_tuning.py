@@ -7,6 +7,7 @@ import gc
 import itertools
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from aioinfer.loop.tuning import Garbage, Shared, Tuning, frozen
 from aioinfer.params import SamplingParams
 from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.engine.test_launchers import AsynchronousToy
+from tests.joining import still_alive
 
 
 def process() -> tuple[float, bool, bool]:
@@ -344,7 +346,8 @@ async def test_a_lost_device_leaves_collection_on() -> None:
     await engine.aclose()
 
 
-def test_a_loop_that_died_takes_its_tuning_along() -> None:
+def test_a_loop_that_died_takes_its_tuning_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(threading.enumerate())
     engine = make_engine(AsynchronousToy)
     loop = asyncio.new_event_loop()
     loop.run_until_complete(engine.start())
@@ -352,6 +355,11 @@ def test_a_loop_that_died_takes_its_tuning_along() -> None:
     loop.close()
     asyncio.run(engine.aclose())
     assert not frozen()
+    # Its threads end with its launcher, which must not be frozen behind this test.
+    del engine
+    monkeypatch.undo()
+    gc.collect()
+    assert not still_alive(set(threading.enumerate()) - before)
 
 
 def test_importing_changes_nothing() -> None:

@@ -226,7 +226,7 @@ async def test_cancelled_while_it_reads_it_stops_reading_and_changes_nothing(mak
 async def test_prompts_are_tokenized_on_all_threads_while_it_reads(make_engine: MakeEngine) -> None:
     device = Slow()
     device.may_install.set()
-    both = threading.Barrier(2, timeout=20)
+    both = threading.Barrier(2, timeout=60)
     async with make_engine(device=device) as engine:
         updating = asyncio.ensure_future(engine.update_weights(weights(1)))
         await asyncio.to_thread(device.reading.wait)
@@ -524,7 +524,7 @@ async def test_a_policy_that_raises_when_it_is_held_back_holds_back_nothing(
             with pytest.raises(ValueError, match="planted"):
                 await engine.update_weights(weights(1), mode="wait")
         for stream in (waiting, engine.generate([7, 8], SHORT)):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 assert (await stream).weight_version == 0
         assert engine.weight_version == 0
 
@@ -549,7 +549,7 @@ async def test_a_paused_engine_reports_what_a_policy_raises_when_weights_are_rep
         with monkeypatch.context() as patch:
             patch.setattr(policy, "add", raising)
             assert await engine.update_weights(weights(1), mode=mode) == 1
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 with pytest.raises(errors.StepFailed, match="planted"):
                     await reading
         assert engine.stats().paused

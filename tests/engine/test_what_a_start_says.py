@@ -105,12 +105,12 @@ async def test_closing_says_how_many_requests_it_waits_for(
     await engine.start()
     streams = [engine.generate([number], LONG) for number in (1, 2)]
     with caplog.at_level(logging.INFO, "aioinfer"):
-        closing = asyncio.create_task(engine.aclose(drain=True, timeout=20))
+        closing = asyncio.create_task(engine.aclose(drain=True, timeout=60))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         gate.release()
         await closing
-    assert lines(caplog) == ["closing waits up to 20 s for 2 requests"]
+    assert lines(caplog) == ["closing waits up to 60 s for 2 requests"]
     assert {(await stream).finish_reason for stream in streams} == {"length"}
 
 

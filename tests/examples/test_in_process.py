@@ -82,6 +82,6 @@ async def test_the_policy_lets_those_go_first_who_must_be_served_soonest() -> No
 @pytest.mark.parametrize("name", ["race", "extraction", "custom_policy"])
 def test_the_examples_run_as_programs(name: str) -> None:
     command = [sys.executable, f"examples/{name}.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

@@ -14,7 +14,7 @@ import pytest
 from aioinfer.errors import EngineError
 from aioinfer.execution.workers import WorkerExecutor, Workers
 
-LONG = 10.0
+LONG = 60.0
 
 
 def names(name: str) -> list[threading.Thread]:

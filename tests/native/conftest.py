@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """A signal does not interrupt a kernel that hangs: a timeout ends the process with a traceback."""
     for item in items:
         if item.path.parent == Path(__file__).parent:
-            item.add_marker(pytest.mark.timeout(120, method="thread"))
+            item.add_marker(pytest.mark.timeout(300, method="thread"))
 
 
 @pytest.fixture(autouse=True)

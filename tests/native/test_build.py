@@ -122,13 +122,17 @@ def test_compilers_that_take_too_long_end_with_their_processes(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The command of a compiler starts other processes: g++ does so."""
-    compiler(f'\n[ "$1" = --version ] && exit\nsleep 100 & echo $! >> "{tmp_path}/workers"; wait')
+    workers = tmp_path / "workers"
+    compiler(f'\n[ "$1" = --version ] && exit\nsleep 100 & echo $! >> "{workers}"; wait')
     monkeypatch.setattr(building, "_PATIENCE", 0.5)
+
+    def work(*_: int) -> None:
+        while not workers.exists() or len(workers.read_text().split()) < UNITS:
+            pass
+
     with pytest.raises(BuildFailed, match="did not end"):
-        build()
-    workers = (tmp_path / "workers").read_text().split()
-    assert workers
-    for worker in workers:
+        build(work)
+    for worker in workers.read_text().split():
         while alive(int(worker)):
             pass
 
@@ -156,7 +160,7 @@ def test_compilers_end_with_the_process_that_started_them(compiler: Compiler, tm
             pass
     """
     env = {**os.environ, "PYTHONPATH": str(_ROOT)}
-    subprocess.run([sys.executable, "-c", code], env=env, timeout=60, check=True, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], env=env, timeout=240, check=True, capture_output=True)
     for worker in workers.read_text().split():
         while alive(int(worker)):
             pass
@@ -229,7 +233,7 @@ until [ "$(ls "{tmp_path}/here" | wc -l)" -ge 2 ]; do :; done
         subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = {process.communicate(timeout=60)[0] for process in both}
+    said = {process.communicate(timeout=240)[0] for process in both}
     assert [process.returncode for process in both] == [0, 0]
     assert len(said) == 1
     assert said.pop().startswith("made")

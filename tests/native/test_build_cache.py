@@ -250,7 +250,7 @@ cp "{whole}" "$2"
         env={**env, "AIOINFER_CXX": str(script)},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
     assert copy.read_bytes() == whole.read_bytes()

@@ -29,6 +29,7 @@ from aioinfer.observe.metrics.histograms import Histogram, token_bounds
 from aioinfer.observe.metrics.measuring import Measuring
 from aioinfer.observe.metrics.recorder import CAUSES, Recorder, Snapshot, cause_of
 from aioinfer.observe.observers import Observer, Observers
+from tests.counting import no_collection
 from tests.engine.simulation import simulate
 from tests.engine.worlds import make_world
 from tests.observe.scrapes import toy_engine
@@ -221,12 +222,13 @@ async def calls_of(requests: int, *, measured: bool) -> tuple[int, int]:
         if measured:
             assert engine.measuring.recorder is not None
         streams = [engine.generate([index + 1, 2, 3], params) for index in range(requests)]
-        sys.setprofile(profile)
-        try:
-            for stream in streams:
-                await stream
-        finally:
-            sys.setprofile(None)
+        with no_collection():
+            sys.setprofile(profile)
+            try:
+                for stream in streams:
+                    await stream
+            finally:
+                sys.setprofile(None)
         return count, engine.stats().steps
 
 

@@ -6,10 +6,10 @@ import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.parallel.served import Served, toy
+from tests.parallel.waiting import STARTED_BY, started_in
 
 
 @pytest.fixture
@@ -22,11 +22,17 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica whose process gets no turn on a busy machine is not lost before two minutes."""
+    monkeypatch.setattr("aioinfer.parallel.remote.MISSES", 480)
+
+
+@pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where directories of child processes are, which are gone afterwards, as the processes are."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    before = set(psutil.Process().children(recursive=True))
+    monkeypatch.setenv(STARTED_BY, str(tmp_path))
     yield tmp_path
     assert not [each for each in tmp_path.iterdir() if each.name.startswith("aioinfer-")]
-    left = [each for each in psutil.Process().children(recursive=True) if each not in before]
+    left = started_in(tmp_path)
     assert not left, left

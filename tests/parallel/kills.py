@@ -28,6 +28,7 @@ from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.parallel import Dispatcher
 from aioinfer.server import serve
 from examples.training.tasks import TASKS, held_out
+from tests.parallel.waiting import until
 
 __all__ = ["run"]
 
@@ -133,7 +134,7 @@ async def run(
     for replica in dispatcher._replicas if ray is not None else ():
         replica.direct = direct  # type: ignore[attr-defined]
     async with dispatcher, served(dispatcher) as url:
-        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60)
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
         wanted = [await answer(client, body) for body in bodies]
         started = time.monotonic()
 
@@ -160,9 +161,15 @@ async def run(
                     counts["differing"] += 1
                     print(f"differs:\n{wanted[which]}\n{found}", flush=True)
 
+        def all_go_on() -> bool:
+            """A stream that is lost twice at the same token ends, as it should."""
+            running = dispatcher._started()._open
+            return all(len(each.output_ids) > each.lost_length for each in running if each.losses)
+
         async def disturb() -> None:
             while True:
                 await asyncio.sleep(every)
+                await until(all_go_on)
                 if rolling:
                     for name in [each.name for each in dispatcher.stats().replicas]:
                         await dispatcher.restart(name)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -13,6 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
+
+from tests.joining import still_running
+from tests.ports import free_port
 
 __all__ = ["RayHead", "ray_head"]
 
@@ -23,8 +25,7 @@ class RayHead:
     """Its processes; :attr:`address` is the same in each life."""
 
     def __init__(self, directory: Path, cpus: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.address = f"127.0.0.1:{self.port}"
         self._directory = directory
         self._cpus = cpus
@@ -67,7 +68,7 @@ class RayHead:
             except psutil.NoSuchProcess:
                 continue
         process.wait()
-        psutil.wait_procs(family, timeout=20)
+        still_running(family)
         assert process.stdout is not None
         process.stdout.close()
 

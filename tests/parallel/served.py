@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +93,6 @@ async def dispatching(directory: Path, *engines: Engine, **options: Any) -> Asyn
         assert not replica.agent._sessions
 
 
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.001)
-
-
 PARAMS = SamplingParams(
     ignore_eos=True, max_tokens=60, temperature=1.0, seed=3, logprobs=2, prompt_logprobs=1
 )
@@ -122,7 +116,7 @@ class Peer:
 
     async def next(self) -> tuple[Kind, bytes] | None:
         """None at the end."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not self._found:
                 data = await self._reader.read(1 << 16)
                 if not data:

@@ -24,8 +24,8 @@ from tests.parallel.served import (
     VOCAB,
     Peer,
     Served,
-    until,
 )
+from tests.parallel.waiting import until
 
 # -- the handshake -------------------------------------------------------------------------------------
 

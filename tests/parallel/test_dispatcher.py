@@ -420,9 +420,9 @@ async def test_other_threads() -> None:
         remote = dispatcher.threadsafe()
 
         def work() -> list[str]:
-            texts = [remote.generate("Hi").result(10).text]
+            texts = [remote.generate("Hi").result(60).text]
             texts.append("".join(chunk.text for chunk in remote.generate("Hi")))
-            texts.append(remote.chat([{"role": "user", "content": "Hi"}]).result(10).content or "")
+            texts.append(remote.chat([{"role": "user", "content": "Hi"}]).result(60).content or "")
             with pytest.raises(InvalidRequest):
                 remote.generate("")
             remote.generate("Hi").close()

@@ -12,7 +12,6 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from aioinfer import EngineConfig, ServerConfig
@@ -25,7 +24,7 @@ from aioinfer.parallel.on_ray.replica import RayReplica
 from aioinfer.parallel.on_ray.resources import Node, share
 from aioinfer.parallel.replica import ReplicaState
 from tests.parallel.served import toy
-from tests.parallel.waiting import until
+from tests.parallel.waiting import started_in, until
 
 CONFIG = EngineConfig(model="tiny-chat", deterministic=True, threads=1, kv_memory_gib=0.1)
 
@@ -326,10 +325,12 @@ async def test_a_placement_that_is_given_up_leaves_nothing(way: str, monkeypatch
 
 
 @pytest.mark.parametrize("way", ["cancelled", "ended", "given up"])
-async def test_a_keeper_that_starts_for_nobody_is_ended(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_keeper_that_starts_for_nobody_is_ended(
+    way: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = cluster("time.sleep(600)", monkeypatch)
     placing = asyncio.ensure_future(found.place(0, {}, "secret", print))
-    await until(lambda: psutil.Process().children())
+    await until(lambda: started_in(directory))
     if way == "cancelled":
         placing.cancel()
         await asyncio.wait([placing])

@@ -19,6 +19,9 @@ from aioinfer.engine import Engine
 from aioinfer.execution.device import Device
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.server import serve
+from aioinfer.server.http import connections as watched
+from aioinfer.server.http.connections import Connections
+from aioinfer.server.http.keys import Key
 from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.server.raw import Raw
 
@@ -83,7 +86,7 @@ def serving() -> Serving:
         loop = asyncio.get_running_loop()
         started: asyncio.Future[str] = loop.create_future()
         stop = asyncio.Event()
-        server_config = ServerConfig(port=0, **{"drain_timeout": 5.0, **(server or {})})
+        server_config = ServerConfig(port=0, **{"drain_timeout": 60.0, **(server or {})})
         task = loop.create_task(serve(engine, server_config, stop=stop, ready=started.set_result))
         first: list[asyncio.Future[Any]] = [task, started]
         await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
@@ -116,6 +119,34 @@ async def connect() -> AsyncIterator[Connect]:
     yield connect
     for each in opened:
         await each.close()
+
+
+@pytest.fixture
+def connections(monkeypatch: pytest.MonkeyPatch) -> list[Connections]:
+    """Those of each server of the test. They are looked at often."""
+    made: list[Connections] = []
+    construct = Connections.__init__
+
+    def recorded(self: Connections, **settings: Any) -> None:
+        construct(self, **settings)
+        made.append(self)
+
+    monkeypatch.setattr(Connections, "__init__", recorded)
+    monkeypatch.setattr(watched, "_LOOK_INTERVAL", 0.01)
+    return made
+
+
+def age(connections: Connections) -> None:
+    """An hour passes for the connections that are open."""
+    for each in connections._open:
+        each.opened -= 3600.0
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a key has used does not come back."""
+    defaults: Any = Key.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "clock", lambda: 0.0)
 
 
 Bundled = Callable[..., AbstractAsyncContextManager[openai.AsyncOpenAI]]

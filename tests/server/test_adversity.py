@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -154,7 +155,14 @@ while True:
 
 
 async def test_clients_killed_with_signal_9_leave_nothing_behind(serving: Serving) -> None:
-    async with serving(fault=slow) as served:
+    left = threading.Event()
+
+    def until_they_left(step: Step) -> None:
+        slow(step)
+        if step.id > 2000:  # half of their tokens: none ends before it is aborted
+            left.wait()
+
+    async with serving(fault=until_they_left) as served:
         port = int(served.url.rsplit(":", 1)[1])
         command = [sys.executable, "-c", CLIENT, str(port), "20", json.dumps(ENDLESS)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
@@ -164,6 +172,8 @@ async def test_clients_killed_with_signal_9_leave_nothing_behind(serving: Servin
                 await until(lambda: served.engine.stats().running == 20)
             finally:
                 process.kill()
+        await until(lambda: served.engine.stats().running == 0)
+        left.set()
         await until(lambda: idle(served))
         assert served.engine.stats().steps < ENDLESS["max_tokens"], "they were aborted, and did not end"
         async with served.client() as client:
@@ -424,7 +434,7 @@ async def test_sigterm_drains_and_exits_cleanly() -> None:
                     if not chunks:
                         process.send_signal(signal.SIGTERM)
                     chunks.append(chunk)
-            _, stderr = await asyncio.to_thread(process.communicate, timeout=60)
+            _, stderr = await asyncio.to_thread(process.communicate, timeout=240)
         finally:
             process.kill()
     assert chunks[-1].choices[0].finish_reason == "stop"

@@ -47,7 +47,7 @@ async def served(*calls: tuple[str, Mapping[str, Any]]) -> AsyncIterator[tuple[s
         return Answer("" if called else DONE, reasoning="Hm.", tool_calls=called)
 
     config = ServerConfig(
-        port=0, served_model_name=NAMES, access_log=True, access_log_format="json", drain_timeout=5.0
+        port=0, served_model_name=NAMES, access_log=True, access_log_format="json", drain_timeout=60.0
     )
     loop = asyncio.get_running_loop()
     started: asyncio.Future[str] = loop.create_future()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import math
 import random
 import resource
 import socket
@@ -21,7 +22,7 @@ from aioinfer.server.http.disconnects import ClientGone, Watched, Watcher
 from aioinfer.server.http.listening import connection_limit
 from aioinfer.server.http.logs import Throttle
 from tests.engine.conftest import Gate
-from tests.server.conftest import Connect, Serving
+from tests.server.conftest import Connect, Serving, age
 from tests.server.raw import Raw, errors, request
 from tests.server.test_adversity import ENDLESS, idle, until
 from tests.tiers import scaled
@@ -53,31 +54,48 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
 
 
+@pytest.fixture(autouse=True)
+def warned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warning that is throttled comes once in a test, however long that takes."""
+    defaults: Any = Throttle.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "interval", math.inf)
+
+
 # -- slow and idle ones --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost: loc"])
 async def test_a_connection_without_a_whole_request_is_closed(
-    serving: Serving, connect: Connect, sent: bytes
+    serving: Serving, connect: Connect, connections: list[Connections], sent: bytes
 ) -> None:
-    async with serving(server={"header_timeout": 0.05, "idle_timeout": 600.0}) as served:
+    async with serving(server={"header_timeout": 600.0, "idle_timeout": 600.0}) as served:
         raw = await connect(served)
         await raw.send(sent)
+        await until(lambda: len(connections[0]) == 1)
+        age(connections[0])
         assert await raw.closed()
 
 
+async def test_the_header_timeout_is_that_of_the_config(serving: Serving, connect: Connect) -> None:
+    async with serving(server={"header_timeout": 0.05, "idle_timeout": 600.0}) as served:
+        assert await (await connect(served)).closed()
+
+
 async def test_a_request_in_progress_and_an_idle_connection_outlive_the_header_timeout(
-    serving: Serving, connect: Connect, gate: Gate
+    serving: Serving, connect: Connect, connections: list[Connections], gate: Gate
 ) -> None:
-    async with serving(server={"header_timeout": 0.05, "idle_timeout": 600.0}, fault=gate) as served:
+    async with serving(server={"header_timeout": 600.0, "idle_timeout": 600.0}, fault=gate) as served:
         busy, idling, silent = [await connect(served) for _ in range(3)]
         await busy.send(request("POST", "/v1/completions", COMPLETION))
+        await until(lambda: served.engine.stats().running == 1)
         await idling.send(request())
         assert await idling.status() == 200
-        # When this one is closed, the time of the others has passed, too.
-        assert await silent.closed()
-        silent = await connect(served)
-        assert await silent.closed()
+        for _ in range(2):
+            # The time of the others has passed, too.
+            await until(lambda: len(connections[0]) == 3)
+            age(connections[0])
+            assert await silent.closed()
+            silent = await connect(served)
         gate.release()
         assert await busy.status() == 200
         await idling.send(request())

@@ -308,6 +308,7 @@ async def left(session: aiohttp.ClientSession) -> int:
         ("/v1/rerank", {"query": "a", "documents": [*(each * 3000 for each in "bcdefghi"), "a" * 5000]}),
     ],
 )
+@pytest.mark.usefixtures("still")
 async def test_what_a_call_that_fails_has_computed_is_charged(
     serving: Serving, tmp_path: Path, path: str, body: Any
 ) -> None:
@@ -320,9 +321,10 @@ async def test_what_a_call_that_fails_has_computed_is_charged(
             assert response.status == 400
         computed = served.engine.stats().prefill_tokens
         assert computed > 9000
-        assert await left(session) < 60_000 - computed + 6000  # what has come back in some seconds
+        assert await left(session) <= 60_000 - computed
 
 
+@pytest.mark.usefixtures("still")
 async def test_a_client_that_leaves_is_charged_for_its_inputs(serving: Serving, tmp_path: Path) -> None:
     gate = Gate()
     async with (
@@ -338,7 +340,8 @@ async def test_a_client_that_leaves_is_charged_for_its_inputs(serving: Serving, 
         gate.release()
         while served.engine.stats().running + served.engine.stats().waiting:
             await asyncio.sleep(0)
-        assert await left(session) < 50_000
+        while await left(session) >= 50_000:  # it is charged behind the last of them
+            pass
 
 
 def test_documents_of_a_reranking_have_a_text_and_nothing_else_in_the_schema() -> None:

@@ -125,7 +125,7 @@ async def test_frames_of_one_socket_in_a_batch_stay_in_order_when_it_takes_a_par
             writer.add(b"!", neighbour, neighbour.unsent)
         writer.send()
     expected = b"".join(b"<%d of %d>" % (number, turn) for turn in range(2) for number in range(3))
-    async with asyncio.timeout(20):  # bytes that are lost never come
+    async with asyncio.timeout(60):  # bytes that are lost never come
         assert await first.read(len(expected)) == expected
         assert await neighbour.read(6) == b"!" * 6
     assert taken == [[first.socket, neighbour.socket]] * 2

@@ -262,6 +262,7 @@ async def test_a_call_that_ends_in_any_way_makes_room(serving: Serving, tmp_path
             assert response.status == 200
 
 
+@pytest.mark.usefixtures("still")
 async def test_tokens_of_prompts_and_outputs_are_counted(serving: Serving, tmp_path: Path) -> None:
     path = key_file(tmp_path, {"name": "alice", "key": ALICE, "tokens_per_minute": 20})
     async with serving(server={"api_keys": path}) as served, aiohttp.ClientSession() as session:
@@ -269,9 +270,9 @@ async def test_tokens_of_prompts_and_outputs_are_counted(serving: Serving, tmp_p
         async with session.post(url, json=BODY, headers=bearer(ALICE)) as response:
             assert response.status == 200
             assert response.headers["x-ratelimit-limit-tokens"] == "20"
-        # 3 of the prompt and 5 of the output; the bucket may have filled by one meanwhile
+        # 3 of the prompt and 5 of the output
         async with session.get(f"{served.url}/v1/models", headers=bearer(ALICE)) as response:
-            assert int(response.headers["x-ratelimit-remaining-tokens"]) in (12, 13)
+            assert response.headers["x-ratelimit-remaining-tokens"] == "12"
             assert response.headers["x-ratelimit-reset-tokens"].endswith("s")
         stream = {**BODY, "stream": True, "max_tokens": 40, "n": 2}
         async with session.post(url, json=stream, headers=bearer(ALICE)) as response:
@@ -286,6 +287,7 @@ async def test_tokens_of_prompts_and_outputs_are_counted(serving: Serving, tmp_p
         assert served.engine.stats().finished == 3
 
 
+@pytest.mark.usefixtures("still")
 async def test_what_a_client_used_before_it_left_is_counted(
     serving: Serving, tmp_path: Path, gate: Any
 ) -> None:
@@ -302,6 +304,7 @@ async def test_what_a_client_used_before_it_left_is_counted(
             assert response.status == 429
 
 
+@pytest.mark.usefixtures("still")
 async def test_the_clients_know_the_limits(serving: Serving, tmp_path: Path) -> None:
     path = key_file(tmp_path, {"name": "alice", "key": ALICE, "tokens_per_minute": 1})
     async with serving(server={"api_keys": path}) as served:

@@ -231,7 +231,7 @@ async def test_the_loop_has_turns_while_a_large_body_is_parsed() -> None:
     called = threading.Event()
 
     def parse(raw: bytes) -> bool:
-        return called.wait(30)
+        return called.wait(60)
 
     asyncio.get_running_loop().call_later(0.01, called.set)
     assert await BodyParser().parse(parse, b"[%s]" % (b"1," * 10_000), LIMITS)

@@ -353,7 +353,7 @@ async def test_a_client_that_does_not_read_misses_frames_and_is_dropped(
 
 
 async def test_a_head_of_the_feed_has_no_body(serving: Serving, connect: Connect) -> None:
-    async with serving() as served, asyncio.timeout(30):
+    async with serving() as served, asyncio.timeout(60):
         raw = await connect(served)
         for path in ("/debug/steps", "/health"):  # what comes second begins where the first has ended
             await raw.send(request("HEAD", path))
@@ -397,7 +397,7 @@ async def test_an_application_that_shuts_down_ends_the_feed_of_an_engine_that_go
     app = web.Application()
     async with make_engine() as engine:
         setup(app, engine)
-        async with running(app) as url, asyncio.timeout(30):
+        async with running(app) as url, asyncio.timeout(60):
             feeding = watch(url)
             feed = await feeding.__aenter__()
             assert await feed.frame() is not None

@@ -16,9 +16,10 @@ from cryptography.hazmat.primitives import serialization
 from aioinfer.cli.main import main
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError
+from aioinfer.server.http.connections import Connections
 from aioinfer.server.http.tls import tls_context
-from tests.server.conftest import Serving
-from tests.server.test_adversity import ENDLESS
+from tests.server.conftest import Serving, age
+from tests.server.test_adversity import ENDLESS, until
 
 BODY = {**ENDLESS, "max_tokens": 3}
 
@@ -91,17 +92,26 @@ async def test_clients_need_a_certificate_where_an_authority_is_named(serving: S
                             await response.read()
 
 
-async def test_connections_are_limited_and_watched_as_without_tls(serving: Serving, files: Files) -> None:
-    """A client that begins no handshake, and one that sends no request behind it."""
-    server = {"tls_certificate": files.both, "header_timeout": 0.2, "max_connections": 2}
+async def test_a_client_that_begins_no_handshake_is_not_waited_for(serving: Serving, files: Files) -> None:
+    async with serving(server={"tls_certificate": files.both, "header_timeout": 0.05}) as served:
+        port = int(served.url.rsplit(":", 1)[1])
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_connections_are_limited_and_watched_as_without_tls(
+    serving: Serving, files: Files, connections: list[Connections]
+) -> None:
+    """A client that sends no request behind its handshake."""
+    server = {"tls_certificate": files.both, "header_timeout": 600.0, "max_connections": 2}
     async with serving(server=server) as served:
         port = int(served.url.rsplit(":", 1)[1])
-        silent = await asyncio.open_connection("127.0.0.1", port)
-        shaken = await asyncio.open_connection("127.0.0.1", port, ssl=files.client())
-        for reader, writer in (silent, shaken):
-            async with asyncio.timeout(30):
-                assert await reader.read() == b""
-            writer.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=files.client())
+        await until(lambda: len(connections[0]) == 1)
+        age(connections[0])
+        assert await reader.read() == b""
+        writer.close()
         async with (
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=files.client())) as session,
             session.get(f"{served.url}/health") as response,

@@ -130,7 +130,7 @@ class Held(ToyTokenizer):
 
     def encode(self, text: str) -> list[int]:
         self.begun.set()
-        assert self.go.wait(30)
+        assert self.go.wait(60)
         return super().encode(text)
 
 
@@ -147,7 +147,7 @@ async def test_closing_ends_what_is_being_tokenized() -> None:
     await engine.start()
     waiting = [asyncio.create_task(engine.tokenize(f"text {number}")) for number in range(5)]
     try:
-        await asyncio.to_thread(tokenizer.begun.wait, 30)
+        await asyncio.to_thread(tokenizer.begun.wait, 60)
         closing = asyncio.create_task(engine.aclose())
         for each in waiting:
             with pytest.raises(EngineClosed):
@@ -163,7 +163,7 @@ async def test_a_cancelled_call_leaves_the_others_their_turn() -> None:
     engine, tokenizer = held_engine()
     async with engine:
         waiting = [asyncio.create_task(engine.tokenize(f"text {number}")) for number in range(6)]
-        await asyncio.to_thread(tokenizer.begun.wait, 30)
+        await asyncio.to_thread(tokenizer.begun.wait, 60)
         for each in waiting[::2]:
             each.cancel()
         await asyncio.wait(waiting[::2])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import subprocess
 import sys
@@ -205,12 +204,11 @@ def test_no_way_to_spell_a_reference_hides_what_it_merges(guidance: GuidanceBack
 
 
 @battery("compiles hundreds of schemas, some of them as large as may be")
-def test_what_is_accepted_takes_little_memory() -> None:
-    seed = random.randrange(1 << 32)
-    sys.stdout.write(f"seed {seed}\n")
-    program = [sys.executable, "-m", "tests.text.merging_schemas", str(seed), "600"]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=240, check=False)
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_accepted_takes_little_memory(seed: int) -> None:
+    """Whatever else there is on the machine: the process is given 400 MB."""
+    program = [sys.executable, "-m", "tests.text.merging_schemas", str(seed), "600", "400"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    _, accepted, grown = map(int, done.stdout.split())
+    _, accepted = map(int, done.stdout.split())
     assert accepted >= 400
-    assert grown < 400
