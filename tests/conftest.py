@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import zlib
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,19 +34,27 @@ if not _GPU:
 
 #: further workers bring little, and each imports torch
 _MOST_WORKERS = 8
-_LEFT_OUT = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("aioinfer")
-    group.addoption("--battery", action="store_true", help="run every test (tests/tiers.py has the tiers)")
+    group = parser.getgroup("aioinfer", "tiers of tests (tests/tiers.py)")
+    group.addoption("--quick", action="store_true", help="run the quick tests: the default")
+    group.addoption("--rest", action="store_true", help="run what else a change needs")
     group.addoption(
-        "--rest", action="store_true", help="the battery without the tests that the quick tier runs in full"
+        "--nightly",
+        action="store_true",
+        help="run the nightly tests, and in full those that else run in part",
+    )
+    group.addoption("--share", metavar="K/N", help="run one of N disjoint parts of the nightly tests")
+    group.addoption(
+        "--touched",
+        metavar="REVISION",
+        help="and all of those for what has changed since REVISION",
     )
     group.addoption(
         "--scale",
         type=float,
-        help=f"share of random examples (default: 1 with --battery or named tests, else {tiers.QUICK_SCALE})",
+        help=f"share of random examples (default: 1 with --nightly or named tests, else {tiers.QUICK_SCALE})",
     )
 
 
@@ -75,10 +83,9 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    scale = config.getoption("--scale")
-    whole = _whole(config) or _named(config)
+    chosen = tiers.TIERS if _named(config) else _chosen(config)
     explore = config.getoption("--hypothesis-seed", None) is not None
-    tiers.set_scale(scale if scale is not None else 1.0 if whole else tiers.QUICK_SCALE, explore=explore)
+    tiers.choose(chosen, config.getoption("--scale"), explore=explore)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -90,16 +97,15 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
         with suppress(BuildFailed):  # the tests that need them say why
             build()
-            build(tiles=MODELLED)
             build_sockets()
+            if _chosen(session.config) != ("quick",):
+                build(tiles=MODELLED)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    if config.getoption("--rest"):
-        return "tier: the rest of the battery (what pytest leaves out or runs in part)"
-    if _whole(config):
-        return "tier: battery (every test)"
-    return "tier: quick (pytest --battery runs every test)"
+    chosen = _chosen(config)
+    left = [f"--{tier}" for tier in tiers.TIERS if tier not in chosen]
+    return f"tiers: {', '.join(chosen)}" + (f" (others: pytest {' '.join(left)})" if left else "")
 
 
 def pytest_asyncio_loop_factories(
@@ -116,27 +122,27 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Without ``--battery`` its tests are left out, but for those that are named on the command line."""
+    """Only tests of the chosen tiers run, and those that are named on the command line."""
     for item in items:
         spec: Any = getattr(item, "callspec", None)
         factory = spec and spec.params.get("_asyncio_loop_factory")
         loop = "uvloop" if factory is uvloop.new_event_loop else "asyncio"
         if factory and not tiers.runs_on(item.nodeid, loop):
-            item.add_marker(tiers.battery("the same test on the other event loop"))
-        if any(not mark.args for mark in item.iter_markers("battery")):
-            raise pytest.UsageError(f"{item.nodeid}: the marker battery needs a reason")
-    if config.getoption("--rest"):
-        left = [item for item in items if not _has_more(item)]
-    elif _whole(config):
-        return
-    else:
-        named = _named(config)
-        left = [
-            item
-            for item in items
-            if item.get_closest_marker("battery") is not None and not item.nodeid.startswith(named)
-        ]
-        config.stash[_LEFT_OUT] = len(left)
+            item.add_marker(tiers.nightly("the same test on the other event loop"))
+        for mark in (*item.iter_markers("rest"), *item.iter_markers("nightly")):
+            if not mark.args:
+                raise pytest.UsageError(f"{item.nodeid}: the marker {mark.name} needs a reason")
+    named, chosen = _named(config), _chosen(config)
+    share, revision = config.getoption("--share"), config.getoption("--touched")
+    touched = tiers.touched(config.rootpath, revision) if revision else ()
+    left = []
+    for item in items:
+        tier = _tier(item, chosen)
+        if named and item.nodeid.startswith(named):
+            continue
+        out = tier == "nightly" and share and not tiers.in_share(item.nodeid, share)
+        if tier not in chosen or (out and not item.nodeid.startswith(touched)):
+            left.append(item)
     if left:
         config.hook.pytest_deselected(items=left)
         out = set(left)
@@ -155,36 +161,20 @@ def pytest_collection_finish() -> None:
     atexit.register(gc.unfreeze)
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    output = getattr(session.config, "workeroutput", None)
-    if output is not None:
-        output["left_out"] = session.config.stash.get(_LEFT_OUT, 0)
+def _chosen(config: pytest.Config) -> tuple[str, ...]:
+    """All tiers with ``-m gpu``, whose tests are few and need a machine that is rare."""
+    if "gpu" in config.option.markexpr:
+        return tiers.TIERS
+    return tuple(tier for tier in tiers.TIERS if config.getoption(f"--{tier}")) or tiers.TIERS[:1]
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node: Any, error: Any) -> None:
-    # Every worker collects all tests.
-    node.config.stash[_LEFT_OUT] = getattr(node, "workeroutput", {}).get("left_out", 0)
-
-
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    count = config.stash.get(_LEFT_OUT, 0)
-    if count:
-        terminalreporter.write_line(f"{count} tests were left to the battery (pytest --battery)")
-
-
-def _whole(config: pytest.Config) -> bool:
-    """Every test runs: asked for, or with ``-m gpu``, whose tests are few and need a machine that is rare."""
-    asked = config.getoption("--battery") or config.getoption("--rest")
-    return bool(asked) or "gpu" in config.option.markexpr
-
-
-def _has_more(item: pytest.Item) -> bool:
-    """The quick tier leaves the test out, or runs a share of its random examples."""
-    if item.get_closest_marker("battery") is not None:
-        return True
+def _tier(item: pytest.Item, chosen: Collection[str]) -> str:
+    """The tier of a test. If nightly is chosen, it has those of which others run a share of the examples."""
     module = getattr(item, "module", None)
-    return module is not None and _top_name(item) in tiers.run_in_part(module)
+    in_part = module is not None and _top_name(item) in tiers.run_in_part(module)
+    if item.get_closest_marker("nightly") is not None or ("nightly" in chosen and in_part):
+        return "nightly"
+    return "rest" if item.get_closest_marker("rest") is not None else "quick"
 
 
 def _top_name(item: pytest.Item) -> str:

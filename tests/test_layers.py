@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.tiers import SECONDS, rest
+
 PACKAGE = Path(__file__).parent.parent / "aioinfer"
 
 #: From the top down. A room may import rooms of the layers below its own, and nothing of its own layer.
@@ -144,6 +146,7 @@ def inside() -> list[Import]:
     ]
 
 
+@rest(SECONDS)
 def test_no_room_imports_the_exports_of_the_package() -> None:
     wrong = [str(each) for each in inside() if each.target not in modules()]
     assert "aioinfer" not in {each.target for each in inside()}

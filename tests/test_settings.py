@@ -13,6 +13,7 @@ import pytest
 from aioinfer import EngineConfig, ServerConfig
 from aioinfer.cli.main import main
 from aioinfer.errors import ConfigError
+from tests.tiers import SECONDS, rest
 
 
 def write(tmp_path: Path, content: str | bytes) -> Path:
@@ -78,6 +79,7 @@ BAD: dict[str, tuple[str | bytes, str]] = {
 }
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("case", BAD)
 def test_a_bad_file_is_one_clear_line_and_status_2(
     case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

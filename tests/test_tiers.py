@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import random
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +15,34 @@ import pytest
 from tests import conftest, tiers
 
 
-def test_what_is_left_to_the_battery_is_marked_and_keeps_id_and_marks() -> None:
+@pytest.fixture(autouse=True)
+def _chosen_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "_chosen", tiers.TIERS)
+    monkeypatch.setattr(tiers, "_scale", tiers._scale)
+
+
+def test_what_is_nightly_is_marked_and_keeps_id_and_marks() -> None:
     plain, first = tiers.grid([(0, 1)], [(1, 2)], "why")
     assert (plain.values, plain.marks) == (((0, 1),), ())
     assert first.values == ((1, 2),)
-    assert [(mark.name, mark.args) for mark in first.marks] == [("battery", ("why",))]
+    assert [(mark.name, mark.args) for mark in first.marks] == [("nightly", ("why",))]
     marked = pytest.param(3, 4, id="three", marks=pytest.mark.gpu)
     plain, first, second = tiers.points([(0, 1)], [(1, 2), marked], "why")
     assert plain == (0, 1)
     assert first.values == (1, 2)
     assert (second.values, second.id) == ((3, 4), "three")
-    assert [mark.name for mark in second.marks] == ["gpu", "battery"]
+    assert [mark.name for mark in second.marks] == ["gpu", "nightly"]
+
+
+@pytest.mark.parametrize("chosen", [("quick",), ("rest",), ("quick", "rest")])
+def test_what_is_nightly_is_not_collected_without(
+    chosen: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiers, "_chosen", chosen)
+    assert [each.values for each in tiers.grid([1], [2, 3])] == [(1,)]
+    assert tiers.points([(0, 1)], [(1, 2)]) == [(0, 1)]
+    assert [each.values for each in tiers.thinned(range(5), 3)] == [(0,), (3,)]
+    assert tiers.loops("tests/engine/test_pacing.py::test_x") == ["asyncio"]
 
 
 def test_the_scale_leaves_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +51,7 @@ def test_the_scale_leaves_enough(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (tiers.scaled(100), tiers.scaled(30, 20), tiers.scaled(3)) == found
 
 
-def test_the_battery_runs_asyncio_tests_on_both_loops_but_for_those_of_models() -> None:
+def test_nightly_asyncio_tests_run_on_both_loops_but_for_those_of_models() -> None:
     assert tiers.loops("tests/engine/test_pacing.py::test_x") == ["asyncio", "uvloop"]
     assert tiers.loops("tests/server/test_sse.py::test_x") == ["asyncio", "uvloop"]
     assert tiers.loops("tests/model/test_oracle.py::test_x") == ["asyncio"]
@@ -49,6 +67,50 @@ def test_quick_asyncio_tests_run_on_one_loop_but_for_streams_and_lifecycle() -> 
     assert loops("tests/engine/test_streams.py::test_x") == ["asyncio", "uvloop"]
     assert loops("tests/server/test_sse.py::test_x") == ["uvloop"]
     assert loops("tests/engine/test_pacing.py::test_x") == ["asyncio"]
+
+
+def test_each_test_is_in_one_of_six_shares() -> None:
+    shares = [f"{part}/6" for part in range(1, 7)]
+    names = [f"tests/a/test_b.py::test_c[{number}]" for number in range(600)]
+    found = [[share for share in shares if tiers.in_share(name, share)] for name in names]
+    assert all(len(each) == 1 for each in found)
+    assert all(found.count([share]) > 60 for share in shares)
+    for wrong in ("7/6", "0/6", "2", "a/b", ""):
+        with pytest.raises(ValueError):  # noqa: PT011
+            tiers.in_share("tests/a", wrong)
+
+
+def test_what_has_changed_has_its_tests(tmp_path: Path) -> None:
+    def git(*arguments: str) -> None:
+        names = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+        subprocess.run(["git", *names, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    def commit(*names: str) -> None:
+        for name in names:
+            path = tmp_path / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(path.read_text() + "1" if path.exists() else "")
+        git("add", ".")
+        git("commit", "-m", "Change it")
+
+    git("init")
+    commit("aioinfer/cache/radix.py", "README.md", "aioinfer/loop/turns.py", "tests/tiers.py")
+    commit("README.md", "tests/tiers.py")
+    assert tiers.touched(tmp_path, "HEAD^") == ()
+    commit("aioinfer/loop/turns.py", "aioinfer/cache/radix.py", "tests/server/test_sse.py")
+    assert tiers.touched(tmp_path, "HEAD^") == ("tests/cache/", "tests/engine/", "tests/server/test_sse.py")
+    commit("aioinfer/mapping.py")
+    assert tiers.touched(tmp_path, "HEAD^") == ("tests/engine/",)
+    with pytest.raises(subprocess.CalledProcessError):
+        tiers.touched(tmp_path, "no-such-revision")
+
+
+def test_every_room_of_the_library_has_its_tests() -> None:
+    root = Path(__file__).parents[1]
+    rooms = [path.parent.name for path in (root / "aioinfer").glob("*/__init__.py")]
+    for room in rooms:
+        prefix = tiers.TESTS_OF.get(room, f"tests/{room}/")
+        assert [*root.glob(f"{prefix}*.py")], room
 
 
 @pytest.mark.parametrize(
@@ -117,23 +179,30 @@ def test_no_garbage_is_collected_while_a_failure_is_reported(enabled: bool) -> N
         (gc.enable if found else gc.disable)()
 
 
-def test_the_rest_has_what_the_quick_tier_leaves_out_or_runs_in_part() -> None:
+def test_nightly_has_what_other_tiers_leave_out_or_run_in_part() -> None:
     from tests.scheduling import test_packing, test_state_machine_states
     from tests.text import test_stop
 
-    def more(module: Any, name: str, mark: Any = None) -> bool:
+    def tier(module: Any, name: str, *marks: Any, chosen: tuple[str, ...] = ("rest", "nightly")) -> str:
+        found = {mark.name: mark for mark in marks}
         item: Any = SimpleNamespace(
-            get_closest_marker=lambda name: mark, module=module, nodeid=f"tests/room/test_x.py::{name}[a::b]"
+            get_closest_marker=found.get, module=module, nodeid=f"tests/room/test_x.py::{name}[a::b]"
         )
-        return conftest._has_more(item)
+        return conftest._tier(item, chosen)
 
-    assert more(
-        test_packing, "test_where_slots_are_short_packing_keeps_the_policys_order", tiers.battery("why")
-    )
-    assert not more(test_packing, "test_where_slots_are_short_packing_keeps_the_policys_order")
+    plain = "test_where_slots_are_short_packing_keeps_the_policys_order"
+    nightly, rest = tiers.nightly("why").mark, tiers.rest("why").mark
+    assert tier(test_packing, plain) == "quick"
+    assert tier(test_packing, plain, rest) == "rest"
+    assert tier(test_packing, plain, rest, nightly) == tier(test_packing, plain, nightly) == "nightly"
     # Examples are drawn, a share of a constant, of a function in the module, of settings.
-    assert more(test_stop, "test_the_match_does_not_depend_on_the_chunks")
-    assert more(test_state_machine_states, "test_the_scheduler_keeps_the_laws")
+    for module, name in (
+        (test_stop, "test_the_match_does_not_depend_on_the_chunks"),
+        (test_state_machine_states, "test_the_scheduler_keeps_the_laws"),
+    ):
+        assert tier(module, name) == tier(module, name, rest) == "nightly"
+        assert tier(module, name, chosen=("quick",)) == "quick"
+        assert tier(module, name, rest, chosen=("rest",)) == "rest"
 
 
 def test_what_runs_in_part_is_found_through_constants_functions_and_fixtures(tmp_path: Path) -> None:

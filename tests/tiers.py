@@ -1,7 +1,9 @@
-"""Two tiers: ``pytest`` runs what is wanted after each edit, ``pytest --battery`` runs every test.
+"""Three tiers: quick (``pytest``, after each edit), rest (``--rest``, what else a change needs) and nightly.
 
-A test or a parameter belongs to the battery by a marker that gives the reason. The scale of random
-lifetimes and of Hypothesis belongs to the tier, too, and is set here and nowhere else.
+A test or a parameter belongs to the rest or to nightly by a marker that gives the reason; all others are
+quick. Quick and rest run a share of the random lifetimes and of Hypothesis's examples, and ``--nightly`` runs
+those tests once more, in full. ``--share 2/6`` runs a sixth of nightly, and with ``--touched REVISION`` also
+all of nightly that belongs to what has changed since then.
 """
 
 from __future__ import annotations
@@ -9,7 +11,10 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-from collections.abc import Iterable
+import subprocess
+import zlib
+from collections.abc import Collection, Iterable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,35 +23,46 @@ from hypothesis import HealthCheck, settings
 
 __all__ = [
     "COMPILES",
+    "EMULATED",
     "EXACT",
     "FURTHER",
     "INTERPRETER",
     "PLANTED_BUG",
     "PROGRAM",
     "RACES",
+    "SECONDS",
     "SIMULATION",
     "SLOW_MODEL",
-    "battery",
+    "TIERS",
+    "choose",
     "grid",
+    "in_share",
     "loops",
+    "nightly",
     "points",
+    "rest",
     "run_in_part",
     "runs_on",
     "scaled",
-    "set_scale",
     "thinned",
+    "touched",
 ]
 
-#: ``@battery(reason)``: the test runs with ``--battery`` only
-battery = pytest.mark.battery
+TIERS = ("quick", "rest", "nightly")
+#: ``@rest(reason)``: what else a change needs; ``@nightly(reason)``: six runs of ``.ci/run`` have it once
+rest = pytest.mark.rest
+nightly = pytest.mark.nightly
 
-# The usual reasons.
+# The usual reasons, of the rest ...
+SECONDS = "takes about a second and more"
+PROGRAM = "runs a program from its start"
+# ... and of nightly.
 PLANTED_BUG = "a planted bug must be found: a test of the tests"
 EXACT = "exact distributions, combination by combination"
-INTERPRETER = "Triton's interpreter, a further point of a grid of sizes and types"
+INTERPRETER = "Triton's interpreter: takes seconds, or is a further point of a grid of sizes and types"
 SLOW_MODEL = "a whole model in Triton's interpreter takes ten seconds and more"
+EMULATED = "on the emulated device, takes seconds"
 SIMULATION = "a long simulation"
-PROGRAM = "runs a program from its start"
 COMPILES = "compiles for a minute or for another machine"
 RACES = "thousands of programs on many threads"
 FURTHER = "further values of the same parameter"
@@ -54,15 +70,16 @@ FURTHER = "further values of the same parameter"
 #: share of the random examples and lifetimes that ``pytest`` runs unless ``--scale`` says otherwise
 QUICK_SCALE = 0.2
 _scale = QUICK_SCALE
+_chosen: Collection[str] = TIERS
 _PARAM = type(pytest.param())
 
-#: Asyncio tests run on asyncio's loop and, with the battery, on uvloop. In the quick tier these run on both,
-#: because they depend on the order in which a loop makes its calls; "tests/server/" runs on uvloop alone,
-#: the loop of ``aioinfer serve``.
+#: Asyncio tests run on asyncio's loop and, nightly, on uvloop. In the quick tier these run on both, because
+#: they depend on the order in which a loop makes its calls; "tests/server/" runs on uvloop alone, the loop of
+#: ``aioinfer serve``.
 BOTH_LOOPS = ("tests/engine/test_streams.py", "tests/engine/test_lifecycle.py")
 UVLOOP_ALONE = ("tests/server/",)
 #: These take minutes and check what no loop changes: the arithmetic of models, what a request may say, what a
-#: grammar allows, what other processes do. With the battery, too, they run on one loop.
+#: grammar allows, what other processes do. Nightly, too, they run on one loop.
 ONE_LOOP = (
     "tests/bench/",
     "tests/model/",
@@ -81,13 +98,23 @@ ONE_LOOP = (
 )
 LOOPS = ("asyncio", "uvloop")
 
+#: where the tests of a room are that has no folder of its name
+TESTS_OF = {
+    "bundled": "tests/engine/",
+    "chat": "tests/server/",
+    "config": "tests/test_",
+    "loop": "tests/engine/",
+    "resuming": "tests/engine/",
+    "testing": "tests/engine/",
+}
 
-def grid(quick: Iterable[Any], battery: Iterable[Any], reason: str = FURTHER) -> list[Any]:
-    """Values of one parameter for ``parametrize``, or of a fixture: of every run, and of the battery.
+
+def grid(quick: Iterable[Any], nightly: Iterable[Any], reason: str = FURTHER) -> list[Any]:
+    """Values of one parameter for ``parametrize``, or of a fixture: of every run, and of nightly.
 
     A value may be a ``pytest.param``, whose id and marks are kept.
     """
-    return points((_param(value) for value in quick), (_param(value) for value in battery), reason)
+    return points((_param(value) for value in quick), (_param(value) for value in nightly), reason)
 
 
 def thinned(values: Iterable[Any], every: int, reason: str = FURTHER) -> list[Any]:
@@ -97,26 +124,32 @@ def thinned(values: Iterable[Any], every: int, reason: str = FURTHER) -> list[An
     return grid(kept[::every], left_out, reason)
 
 
-def points(quick: Iterable[Any], battery: Iterable[Any], reason: str = FURTHER) -> list[Any]:
-    """The same for several parameters at once: a tuple, or a ``pytest.param``, of their values each."""
-    mark = pytest.mark.battery(reason)
-    marked = (value if isinstance(value, _PARAM) else pytest.param(*value) for value in battery)
+def points(quick: Iterable[Any], nightly: Iterable[Any], reason: str = FURTHER) -> list[Any]:
+    """The same for several parameters at once: a tuple, or a ``pytest.param``, of their values each.
+
+    Without nightly the further ones are not even collected, which would take longer than the tests that run.
+    """
+    if "nightly" not in _chosen:
+        return [*quick]
+    mark = pytest.mark.nightly(reason)
+    marked = (value if isinstance(value, _PARAM) else pytest.param(*value) for value in nightly)
     return [*quick, *(pytest.param(*each.values, marks=[*each.marks, mark], id=each.id) for each in marked)]
 
 
 def scaled(full: int, least: int = 1) -> int:
-    """``full`` with ``--battery``, a share of it but no less than ``least`` without."""
+    """``full`` with ``--nightly``, a share of it but no less than ``least`` without."""
     return max(least, round(full * _scale))
 
 
-def set_scale(scale: float, *, explore: bool = False) -> None:
-    """Called by the conftest before any test module is imported.
+def choose(tiers: Collection[str], scale: float | None = None, *, explore: bool = False) -> None:
+    """What is collected, and how many examples run; called before any test module is imported.
 
-    Hypothesis draws the same examples in every run, unless ``explore``, and judges no time: a busy machine is
-    slow to draw them.
+    ``scale`` is 1 with nightly unless it is given. Hypothesis draws the same examples in every run, unless
+    ``explore``, and judges no time: a busy machine is slow to draw them.
     """
-    global _scale
-    _scale = scale
+    global _chosen, _scale
+    _chosen = tiers
+    _scale = scale if scale is not None else 1.0 if "nightly" in tiers else QUICK_SCALE
     settings.register_profile(
         "aioinfer",
         max_examples=scaled(100, 20),
@@ -154,8 +187,9 @@ def run_in_part(module: ModuleType) -> frozenset[str]:
 
 
 def loops(nodeid: str) -> list[str]:
-    """The loops on which any tier runs an asyncio test."""
-    return [loop for loop in LOOPS if runs_on(nodeid, loop) or not nodeid.startswith(ONE_LOOP)]
+    """The loops on which the chosen tiers run an asyncio test."""
+    further = "nightly" in _chosen and not nodeid.startswith(ONE_LOOP)
+    return [loop for loop in LOOPS if runs_on(nodeid, loop) or further]
 
 
 def runs_on(nodeid: str, loop: str) -> bool:
@@ -163,6 +197,34 @@ def runs_on(nodeid: str, loop: str) -> bool:
     if nodeid.startswith(BOTH_LOOPS):
         return True
     return (loop == "uvloop") == nodeid.startswith(UVLOOP_ALONE)
+
+
+def in_share(nodeid: str, share: str) -> bool:
+    """Whether a test is in the share "K/N" of all tests: one of N disjoint parts. Raises ValueError."""
+    part, _, parts = share.partition("/")
+    if not 1 <= int(part) <= int(parts):
+        raise ValueError(f"{share!r} is no share: 2/6 is the second of six")
+    return zlib.crc32(nodeid.encode()) % int(parts) == int(part) - 1
+
+
+def touched(root: Path, revision: str) -> tuple[str, ...]:
+    """Beginnings of the node ids of tests that belong to what has changed since a revision.
+
+    The tests of a room of the library are in the folder of its name, or where ``TESTS_OF`` says; those of the
+    modules beside the rooms in "tests/engine/". A test file that has changed is run, too. Raises
+    CalledProcessError if git knows no such revision.
+    """
+    command = ["git", "diff", "--name-only", revision, "HEAD"]
+    found = set()
+    for name in subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout.split():
+        folder, *rest = Path(name).parts
+        if folder == "tests" and Path(name).name.startswith("test_"):
+            found.add(name)
+        elif folder == "aioinfer" and len(rest) > 1:
+            found.add(TESTS_OF.get(rest[0], f"tests/{rest[0]}/"))
+        elif folder == "aioinfer" and name.endswith(".py"):
+            found.add("tests/engine/")
+    return tuple(sorted(found))
 
 
 def _param(value: Any) -> Any:

@@ -13,7 +13,7 @@ import pytest
 from bench.attack.attacks import ATTACKS
 from bench.soak.clients import KINDS
 from bench.soak.command import slope
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, nightly
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,7 +26,7 @@ def run(*arguments: str, file: Path) -> dict[str, Any]:
     return line
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 @pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
 def test_attacks_end_with_an_answer_and_leave_nothing(loop: str, tmp_path: Path) -> None:
     """What once brought a 5xx, a traceback or a leak; how long canaries wait is not judged here."""
@@ -40,7 +40,7 @@ def test_attacks_end_with_an_answer_and_leave_nothing(loop: str, tmp_path: Path)
         assert max(rows[name]["fds"], rows[name]["tasks"]) <= 0, rows[name]
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 def test_a_soak_brings_the_same_answers_throughout(tmp_path: Path) -> None:
     line = run("soak", "--seconds", "5", "--clients", "24", file=tmp_path / "s")
     assert line["facts"]["wrong"] == 0

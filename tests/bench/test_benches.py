@@ -23,7 +23,7 @@ from bench.load import length_distribution, make_load
 from bench.report import LiveTable, Report, percentiles
 from bench.serving.command import measure
 from tests.server.conftest import Serving, serving
-from tests.tiers import PROGRAM, battery, grid
+from tests.tiers import PROGRAM, SECONDS, grid, nightly, rest
 
 __all__ = ["serving"]
 
@@ -134,6 +134,7 @@ def test_a_table_has_a_head_for_every_kind_of_row(capsys: pytest.CaptureFixture[
 # -- each bench ----------------------------------------------------------------------------------------
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     ("name", "options", "rows"),
     [
@@ -176,7 +177,7 @@ async def test_the_bench_counts_every_token_over_http(
     assert result["ttft_ms"]["p50"] <= result["latency_ms"]["p50"]
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 def test_the_bench_prints_a_table_and_a_json_line(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     options = "--requests 8 --concurrency 4 --threads 1 --prompt-tokens uniform:5:20 --output-tokens 6"
@@ -194,6 +195,7 @@ def test_the_bench_prints_a_table_and_a_json_line(tmp_path: Path) -> None:
     assert result["environment"]["versions"]["torch"]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("device", grid([["--toy"]], [[], ["--stall"]], PROGRAM))
 def test_the_overlap_bench_runs_every_way(tmp_path: Path, device: list[str]) -> None:
     line = tmp_path / "line.json"
@@ -209,7 +211,7 @@ def test_the_overlap_bench_runs_every_way(tmp_path: Path, device: list[str]) -> 
             assert not isinstance(value, float) or value >= (-math.inf if name == "host_us" else 0), name
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 def test_the_speculation_bench_compares_with_and_without_drafts(tmp_path: Path) -> None:
     options = "--only oracle edits free pair lookup --model tiny --output 12 --rounds 1 --items 2 --threads 1"
     file = tmp_path / "lines.jsonl"
@@ -228,7 +230,7 @@ def test_the_speculation_bench_compares_with_and_without_drafts(tmp_path: Path) 
     assert all(row["us"] > 0 for row in sections["lookup"]["rows"])
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 def test_the_diffusion_bench_compares_all_ways_on_the_same_requests(tmp_path: Path) -> None:
     options = (
         "--shape tiny --variation 0 --concurrency 1 2 --fresh 0 1 --rounds 1 --requests 4 --per-client 1"

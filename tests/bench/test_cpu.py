@@ -26,7 +26,7 @@ from bench.peers.registry import PEERS, Precision
 from bench.report import Report
 from tests.bench.fake_peer import SETTINGS, command_of
 from tests.server.conftest import Serving, serving
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, SECONDS, nightly, rest
 
 __all__ = ["serving"]
 
@@ -41,6 +41,7 @@ def contestant(mode: str, tmp_path: Path) -> Contestant:
     return Contestant(mode, command_of(mode), ROOT, tmp_path / f"{mode}.log", dict(SETTINGS))
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("together", [True, False])
 def test_a_contest_goes_on_without_those_that_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], together: bool
@@ -188,7 +189,7 @@ def test_a_bench_that_is_terminated_ends_its_peers(tmp_path: Path, monkeypatch: 
     assert engine.process.exit_code == -signal.SIGKILL
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 def test_the_bench_runs_with_what_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,6 +277,7 @@ def test_a_busy_loop_is_measured_beside_an_idle_one(
         assert times["slower"] == times["busy_ms"] / times["idle_ms"] - 1
 
 
+@rest(SECONDS)
 @pytest.mark.native
 def test_rounded_weights_are_compared_with_others_on_the_same_questions(tmp_path: Path) -> None:
     line = tmp_path / "line.json"
@@ -286,6 +288,7 @@ def test_rounded_weights_are_compared_with_others_on_the_same_questions(tmp_path
     assert found["int8"]["copy"] == 1.0
 
 
+@rest(SECONDS)
 @pytest.mark.native
 def test_the_perplexity_of_rounded_weights_is_compared_with_the_exact_one(tmp_path: Path) -> None:
     line, model = tmp_path / "line.json", ROOT / "aioinfer" / "bundled" / "tiny-chat"

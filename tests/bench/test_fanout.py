@@ -11,7 +11,7 @@ import pytest
 
 from bench.fanout.device import expected_ids
 from bench.fanout.processes import body, responses
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, nightly
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,7 @@ def test_outputs_go_round_in_the_text() -> None:
     assert expected_ids(range(40), 1, 5) == [37, 38, 39, 0, 1]
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 def test_the_fanout_bench_has_every_part(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     options = "--streams 8 --seconds 0.2 --rounds 1 --requests 200"

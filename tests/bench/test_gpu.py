@@ -31,7 +31,7 @@ from bench.gpu.roofline import Peaks, Shape, decode_phases, decode_step, offline
 from bench.gpu.shapes import SHAPES, shape_of, write_model, write_tokenizer
 from bench.gpu.workload import offline_workload
 from bench.report import Report
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, nightly
 
 ROOT = Path(__file__).parents[2]
 #: of the H200 that the table below was made for
@@ -39,7 +39,7 @@ H200 = Peaks(bandwidth=4.3e12, flops=790e12)
 PLAN = Plan(REHEARSAL, "cpu", "float32", "tiny", rehearsal=True)
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 def test_a_rehearsal_runs_everything(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     done = subprocess.run(
@@ -249,7 +249,7 @@ def test_the_made_up_tokenizer_spells_every_token(tmp_path: Path) -> None:
 # -- isolation -----------------------------------------------------------------------------------------
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 def test_one_that_fails_stops_no_other(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

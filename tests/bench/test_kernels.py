@@ -9,10 +9,12 @@ import pytest
 
 from bench.command import main
 from tests.model.harness import require
+from tests.tiers import SECONDS, rest
 
 SHORT = "--cold-mib 1 --seconds 0.01 --threads 1"
 
 
+@rest(SECONDS)
 def test_every_format_is_measured_with_any_number_of_rows(tmp_path: Path) -> None:
     require("native")
     file = tmp_path / "line.json"

@@ -12,7 +12,7 @@ import torch
 from bench.command import BadOptions, main
 from bench.cpu.roofs import Phase, batch_of, needs, phases_of, shape_of
 from bench.gpu.roofline import Shape
-from tests.tiers import COMPILES, battery
+from tests.tiers import COMPILES, nightly
 
 ROOT = Path(__file__).parents[2]
 SHAPE = Shape("s", 2, 64, 4, 2, 16, 128, 500, True)
@@ -73,7 +73,7 @@ def test_a_model_without_a_dense_part_is_refused(tmp_path: Path) -> None:
         shape_of(tmp_path)
 
 
-@battery(COMPILES)
+@nightly(COMPILES)
 @pytest.mark.native
 @pytest.mark.parametrize("precision", ["bf16", "int4"])
 def test_the_bench_compares_parts_with_roofs(tmp_path: Path, precision: str) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from playwright.async_api import Page
 
 #: One loop: the browser is another process, which sees no difference.
-pytestmark = [pytest.mark.battery(PROGRAM), pytest.mark.asyncio(loop_factories=["uvloop"])]
+pytestmark = [pytest.mark.nightly(PROGRAM), pytest.mark.asyncio(loop_factories=["uvloop"])]
 
 STORY = "Tell me a long story about Mara."
 HELD = ("arriving", "waiting", "running")

@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 from aioinfer.cache.fenced import FencedPool
 from aioinfer.cache.pages import PageAllocator
 from tests.planted_bugs import assert_found
-from tests.tiers import PLANTED_BUG, battery, scaled
+from tests.tiers import PLANTED_BUG, nightly, scaled
 
 
 class Missing(FencedPool):
@@ -112,7 +112,7 @@ def test_the_pool_behaves_like_the_naive_model() -> None:
     run_state_machine_as_test(machine(FencedPool), settings=SETTINGS)  # type: ignore[no-untyped-call]
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize("mutant", [Missing, NextResult, Doubled])
 def test_planted_bugs_are_found(mutant: type[FencedPool]) -> None:
     assert_found(machine(mutant))

@@ -22,7 +22,7 @@ from aioinfer.cache.namespace import COMMON
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import Lock, RadixTree, token_key
 from tests.planted_bugs import assert_found
-from tests.tiers import PLANTED_BUG, battery, scaled
+from tests.tiers import PLANTED_BUG, nightly, scaled
 
 PAGE, PAGES = 2, 16
 Prefix = tuple[str, tuple[int, ...]]
@@ -425,7 +425,7 @@ def test_the_tree_behaves_like_the_naive_model() -> None:
     run_state_machine_as_test(machine(RadixTree), settings=SETTINGS)  # type: ignore[no-untyped-call]
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.__name__)
 def test_planted_bugs_are_found(mutant: type[RadixTree]) -> None:
     assert_found(machine(mutant))

@@ -19,6 +19,7 @@ from aioinfer.checkpoint.adapter import AdapterFiles
 from aioinfer.checkpoint.regular import open_regular
 from aioinfer.errors import ConfigError
 from tests.model.adapters import FIELDS, factors, write_adapter, write_config
+from tests.tiers import SECONDS, rest
 
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
 SHAPES = {Q: (12, 8), K: (6, 8)}
@@ -220,6 +221,7 @@ def test_directories_that_are_none_are_refused(tmp_path: Path) -> None:
         AdapterFiles.read(tmp_path)
 
 
+@rest(SECONDS)
 def test_damaged_weights_are_an_error_and_nothing_else(tmp_path: Path) -> None:
     path = write_adapter(tmp_path, matrices())
     file = path / "adapter_model.safetensors"

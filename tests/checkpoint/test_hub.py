@@ -27,6 +27,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from tests.checkpoint.fake_hub import FakeHub, Repository, contents_of, fake_hub
+from tests.tiers import SECONDS, rest
 
 NAME = "org/tiny"
 ROOT = Path(__file__).parents[2]
@@ -118,6 +119,7 @@ def test_of_several_gguf_files_one_is_named() -> None:
         wanted_files([*parts, "m-Q8_0.gguf"], HubModel(NAME))
 
 
+@rest(SECONDS)
 def test_a_model_is_downloaded_once_and_then_never_asked_for(hub: FakeHub) -> None:
     hub.repositories[NAME].revisions["main"]["pytorch_model.bin"] = b"x" * 100
     seen: list[tuple[str, int, int]] = []
@@ -135,6 +137,7 @@ def test_a_model_is_downloaded_once_and_then_never_asked_for(hub: FakeHub) -> No
     assert cached_models() == {NAME: path}
 
 
+@rest(SECONDS)
 async def test_an_engine_downloads_its_model(hub: FakeHub) -> None:
     stages: list[str] = []
     engine = Engine(EngineConfig(model=NAME, download=True, num_pages=64, threads=1))
@@ -150,6 +153,7 @@ async def test_an_engine_downloads_its_model(hub: FakeHub) -> None:
         assert llm.tokenizer is not None
 
 
+@rest(SECONDS)
 def test_a_revision_is_another_model(hub: FakeHub) -> None:
     assert json.loads((locate(f"{NAME}@v2", fetch=True) / "generation_config.json").read_text()) == {
         "top_k": 7
@@ -159,6 +163,7 @@ def test_a_revision_is_another_model(hub: FakeHub) -> None:
         locate(f"{NAME}@v3", fetch=True)
 
 
+@rest(SECONDS)
 def test_a_connection_that_breaks_is_taken_up_where_it_broke(hub: FakeHub) -> None:
     # The library takes up multiples of 10 MB.
     weights = random.Random(1).randbytes(24 << 20)
@@ -170,6 +175,7 @@ def test_a_connection_that_breaks_is_taken_up_where_it_broke(hub: FakeHub) -> No
     assert any(int(wanted.removeprefix("bytes=").rstrip("-")) >= 20_000_000 for wanted in ranges)
 
 
+@rest(SECONDS)
 def test_what_has_arrived_is_not_downloaded_again(hub: FakeHub) -> None:
     """The weights come last."""
     hub.repositories[NAME].lost = {WEIGHTS}
@@ -184,6 +190,7 @@ def test_what_has_arrived_is_not_downloaded_again(hub: FakeHub) -> None:
     assert gets - {"chat_template.jinja"} == {WEIGHTS}
 
 
+@rest(SECONDS)
 def test_an_index_whose_shard_is_missing_is_no_model(hub: FakeHub) -> None:
     files = dict(hub.repositories[NAME].revisions["main"])
     weights = files.pop(WEIGHTS)
@@ -198,6 +205,7 @@ def test_an_index_whose_shard_is_missing_is_no_model(hub: FakeHub) -> None:
         LLM(EngineConfig(model=str(path)))
 
 
+@rest(SECONDS)
 def test_shards_are_those_that_the_index_names(hub: FakeHub) -> None:
     files = dict(hub.repositories[NAME].revisions["main"])
     files["first.safetensors"] = files.pop(WEIGHTS)
@@ -208,6 +216,7 @@ def test_shards_are_those_that_the_index_names(hub: FakeHub) -> None:
     assert {file.name for file in path.glob("*.safetensors")} == {"first.safetensors"}
 
 
+@rest(SECONDS)
 def test_a_snapshot_without_a_tokenizer_is_completed(hub: FakeHub) -> None:
     """As far as that is possible: other programs download weights alone."""
     path = locate(NAME, fetch=True)
@@ -220,6 +229,7 @@ def test_a_snapshot_without_a_tokenizer_is_completed(hub: FakeHub) -> None:
     assert (locate(NAME, fetch=True) / "tokenizer.json").is_file()
 
 
+@rest(SECONDS)
 def test_a_gguf_file_that_another_program_downloaded_is_found(hub: FakeHub) -> None:
     """Beside files that it left out, which its listing of the repository names."""
     files = {"config.json": b"{}", "m-Q4_0.gguf": b"GGUF", "m-Q8_0.gguf": b"GGUF."}
@@ -235,6 +245,7 @@ def test_a_gguf_file_that_another_program_downloaded_is_found(hub: FakeHub) -> N
         locate("org/some-gguf:Q8_0")
 
 
+@rest(SECONDS)
 def test_what_a_killed_process_left_is_removed(hub: FakeHub) -> None:
     path = locate(NAME, fetch=True)
     blob = (path / WEIGHTS).resolve()
@@ -244,6 +255,7 @@ def test_what_a_killed_process_left_is_removed(hub: FakeHub) -> None:
     assert not list(blob.parent.glob("*.incomplete"))
 
 
+@rest(SECONDS)
 def test_a_wrong_checksum_removes_the_file(hub: FakeHub) -> None:
     hub.repositories[NAME].checksums[WEIGHTS] = "0" * 64
     with pytest.raises(ConfigError, match=r"model\.safetensors of org/tiny arrived damaged"):
@@ -252,6 +264,7 @@ def test_a_wrong_checksum_removes_the_file(hub: FakeHub) -> None:
     assert (locate(NAME, fetch=True) / WEIGHTS).is_file()
 
 
+@rest(SECONDS)
 def test_errors_say_what_to_do(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"Downloads are not allowed here.*'hf download org/tiny'"):
         locate(NAME)
@@ -272,6 +285,7 @@ def test_errors_say_what_to_do(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) ->
         fetching.fetch(HubModel(NAME), output)
 
 
+@rest(SECONDS)
 def test_without_a_network_the_cache_is_used(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     path = locate(NAME, fetch=True)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -286,6 +300,7 @@ def test_a_hub_that_cannot_be_reached(hub: FakeHub, monkeypatch: pytest.MonkeyPa
         locate(NAME, fetch=True)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("ignored", [False, True])
 async def test_a_start_that_downloads_can_be_cancelled(
     hub: FakeHub, tmp_path: Path, ignored: bool, request: pytest.FixtureRequest
@@ -311,6 +326,7 @@ async def test_a_start_that_downloads_can_be_cancelled(
     await engine.aclose()
 
 
+@rest(SECONDS)
 def test_two_processes_download_at_once(hub: FakeHub, tmp_path: Path) -> None:
     script = f"from aioinfer.checkpoint.locate import locate; print(locate({NAME!r}, fetch=True))"
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -326,6 +342,7 @@ def test_two_processes_download_at_once(hub: FakeHub, tmp_path: Path) -> None:
     assert (path / WEIGHTS).read_bytes() == (EngineConfig().model_path / WEIGHTS).read_bytes()
 
 
+@rest(SECONDS)
 def test_modules_in_the_working_directory_are_not_imported(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.server import create_app
 from tests.model.checkpoints import greedy_each
 from tests.model.harness import require
-from tests.tiers import battery
+from tests.tiers import nightly
 
 NAME = "smollm2-135m"
 pytestmark = pytest.mark.skipif(
@@ -50,7 +50,7 @@ FORMS = [
 ]  # fmt: skip
 
 
-@battery("a model of 135 million parameters")
+@nightly("a model of 135 million parameters")
 async def test_it_chats_with_the_openai_client() -> None:
     config = EngineConfig(model=NAME, kv_memory_gib=0.25, threads=2)
     async with Engine(config) as engine:
@@ -84,7 +84,7 @@ def oracle(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
 
 
-@battery("a model of 135 million parameters in float32, by transformers and here")
+@nightly("a model of 135 million parameters in float32, by transformers and here")
 def test_greedy_ids_are_transformers_own() -> None:
     path = packaged(NAME)
     assert path is not None
@@ -111,7 +111,7 @@ def test_greedy_ids_are_transformers_own() -> None:
     assert different == []
 
 
-@battery("a model of 135 million parameters in float32")
+@nightly("a model of 135 million parameters in float32")
 def test_four_bits_are_close_to_what_they_stand_for() -> None:
     """Native 4 bits, with activations rounded to 8: the log-probability of a text."""
     require("native")

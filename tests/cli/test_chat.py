@@ -22,8 +22,9 @@ from aioinfer.cli.chat import Conversation, history_path
 from aioinfer.cli.main import main
 from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest, RequestError
+from aioinfer.native.build import cache_directory
 from aioinfer.params import SamplingParams
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, rest
 
 COMMAND = [sys.executable, "-m", "aioinfer", "chat", "tiny-chat", "--threads", "1", "--temperature", "0"]
 
@@ -190,15 +191,17 @@ def test_the_other_commands(talk: Any) -> None:
 # -- the program ---------------------------------------------------------------------------------------
 
 
-@battery(PROGRAM)
-def test_lines_of_a_pipe_are_answered() -> None:
+@rest(PROGRAM)
+def test_lines_of_a_pipe_are_answered(tmp_path: Path) -> None:
+    # Whatever the home directory, kernels have been compiled.
+    places = {"HOME": str(tmp_path / "none"), "AIOINFER_CACHE": str(cache_directory())}
     done = subprocess.run(
         COMMAND,
         input="What is 20 + 22?\n/stats\n",
         capture_output=True,
         text=True,
         timeout=240,
-        env={**os.environ, "HOME": "/nonexistent"},
+        env={**os.environ, **places},
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "20 + 22 = 42\n"
@@ -206,7 +209,7 @@ def test_lines_of_a_pipe_are_answered() -> None:
     assert "1 answers" in done.stderr
 
 
-@pytest.mark.battery(PROGRAM)
+@pytest.mark.rest(PROGRAM)
 def test_typed_lines_are_kept_unless_told_otherwise(tmp_path: Path) -> None:
     for option, kept in (("--no-history", False), ("--system=x", True)):
         state = tmp_path / option.strip("-")

@@ -24,7 +24,7 @@ from aioinfer.loop.tuning import frozen
 from aioinfer.server import serve
 from aioinfer.server.http.listening import bind
 from tests.server.test_mounting import make_engine
-from tests.tiers import PROGRAM
+from tests.tiers import PROGRAM, SECONDS, rest
 
 COMMAND = [sys.executable, "-m", "aioinfer", "serve", "--threads", "1"]
 
@@ -53,12 +53,12 @@ def failed_start(*arguments: str, limit: int | None = None) -> str:
     return done.stderr
 
 
-@pytest.mark.battery(PROGRAM)
+@pytest.mark.rest(PROGRAM)
 def test_a_port_in_use_ends_the_program_with_one_line(taken: int) -> None:
     assert failed_start("--port", str(taken)) == f"aioinfer: port {taken} of host 127.0.0.1 is in use\n"
 
 
-@pytest.mark.battery(PROGRAM)
+@pytest.mark.rest(PROGRAM)
 @pytest.mark.parametrize(
     ("host", "message"),
     [
@@ -75,7 +75,7 @@ def test_a_low_limit_of_open_files_ends_the_program_with_one_line() -> None:
     assert "the limit of open files (ulimit -n) is 16" in failed_start("--port", "0", limit=16)
 
 
-@pytest.mark.battery(PROGRAM)
+@pytest.mark.rest(PROGRAM)
 def test_health_is_reachable_within_a_low_limit_of_open_files() -> None:
     """More half-open connections than the limit has files."""
     command = [*COMMAND, "--port", "0"]
@@ -190,6 +190,7 @@ async def test_a_port_taken_while_the_model_loads_is_the_same_error() -> None:
     other.close()
 
 
+@rest(SECONDS)
 @pytest.mark.usefixtures("thawed")
 def test_what_was_imported_is_frozen_while_the_server_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A full collection over the objects of torch and transformers would hold up the loop."""

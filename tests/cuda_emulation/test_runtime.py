@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cuda_emulation.__main__ import build_runtime
-from tests.tiers import COMPILES, battery
+from tests.tiers import COMPILES, nightly
 
 FULL, NOT_READY, IN_CAPTURE, INVALIDATED, IMPLICIT, ISOLATED = 2, 600, 900, 901, 906, 905
 NON_BLOCKING, THREAD_LOCAL = 1, 1
@@ -85,7 +85,7 @@ def capture(runtime: Runtime, stream: c_void_p, call: Callable[[], object]) -> c
     return runtime.made("cudaGraphInstantiateWithFlags", graph, ctypes.c_ulonglong(0))
 
 
-@battery(COMPILES)
+@nightly(COMPILES)
 def test_memory_is_counted_and_ends(load: Callable[..., Runtime]) -> None:
     runtime = load(gib=5)
     free, total = c_size_t(), c_size_t()

@@ -21,12 +21,13 @@ from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.diffusion.rows import Rows
 from tests.diffusion.cases import MASK, VOCAB, Case, assert_agrees, make_case
 from tests.diffusion.reference import Row
-from tests.tiers import PLANTED_BUG, battery, grid, scaled
+from tests.tiers import PLANTED_BUG, SECONDS, grid, nightly, rest, scaled
 
 CASES = scaled(60)
 Patch = pytest.MonkeyPatch
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("algorithm", algorithm_names())
 def test_every_round_is_the_reference_s(algorithm: str) -> None:
     steps = [assert_agrees(make_case(algorithm, seed)) for seed in range(CASES)]
@@ -318,7 +319,7 @@ PLANTED: dict[str, tuple[str, Callable[[Patch], None]]] = {
 }
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_are_found(bug: str, monkeypatch: Patch) -> None:
     algorithm, plant = PLANTED[bug]

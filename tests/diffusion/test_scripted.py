@@ -10,6 +10,7 @@ from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.diffusion.scripted import ScriptedLogits
 from aioinfer.params import DiffusionParams, SamplingParams
 from tests.diffusion.cases import take_blocks
+from tests.tiers import SECONDS, rest
 
 VOCAB, MASK = 64, 9
 
@@ -53,6 +54,7 @@ def test_edits_come_one_by_one_after_a_block_is_full() -> None:
     assert revised.sum(1).tolist() == edits.tolist()
 
 
+@rest(SECONDS)
 def test_steps_vary_as_told() -> None:
     """Log-normal with mean 8 and variation 0.6, where blocks are long enough not to cut it off."""
     before, all_of_it = torch.arange(4000), torch.full((4000,), 256)

@@ -18,7 +18,7 @@ from aioinfer.diffusion.registry import algorithm_names
 from tests.diffusion.cases import Denoiser, assert_agrees, make_case, seen
 from tests.diffusion.test_algorithms import EDGES, exact_case
 from tests.model.kernels import DEVICES, interpreted_on, interpreted_only, kernels_or_skip
-from tests.tiers import INTERPRETER, PLANTED_BUG, battery, grid, points
+from tests.tiers import INTERPRETER, PLANTED_BUG, grid, nightly, points
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -81,6 +81,7 @@ def assert_alike(found: Proposal, expected: Proposal, wanted: torch.Tensor) -> N
             torch.testing.assert_close(got[at], other[at], rtol=bound, atol=bound, msg=name)
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize(
     ("vocab", "dtype"),
     points(
@@ -120,6 +121,7 @@ def test_what_the_host_says_saves_work_and_changes_no_bit(device: str, drawn: bo
     assert spare.entropy is None
 
 
+@nightly(INTERPRETER)
 def test_a_position_depends_on_itself_alone(device: str) -> None:
     """To the bit, and positions that are not wanted are not even read."""
     logits, asked = problem(np.random.default_rng(8), 3, 3, 60, device, torch.float32)
@@ -145,6 +147,7 @@ def test_a_position_depends_on_itself_alone(device: str) -> None:
         assert not alone.tokens[0][~own.wanted[0]].any(), "there is no token where none is wanted"
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("algorithm", algorithm_names())
 def test_rounds_are_the_reference_s(device: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_proposal, "_TUNING", SMALL)
@@ -185,7 +188,7 @@ def test_edges_of_thresholds(device: str, edge: str) -> None:
     assert seen(denoiser.block, 0)["written_in"] == written
 
 
-@battery(INTERPRETER)
+@nightly(INTERPRETER)
 def test_every_kind_of_kernel_is_run_when_an_engine_starts(device: str) -> None:
     triton_proposal.warm_up(2, 40, torch.bfloat16, torch.device(device))
 
@@ -203,7 +206,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
 }
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @interpreted_only
 @pytest.mark.parametrize("bug", PLANTED)
 def test_planted_bugs_are_found(device: str, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,7 @@ from aioinfer.server import serve
 from tests.docs import fields, metrics, settings
 from tests.docs.pages import PAGES, ROOT, Fence, anchors, commands, fences, links, prose, read
 from tests.observe.scrapes import read_text, values
+from tests.tiers import SECONDS, rest
 
 SHELL = {"sh", "console"}
 LANGUAGES = {*SHELL, "python", "yaml", "json", "text", ""}
@@ -45,6 +46,7 @@ WITH_COMMANDS = [page for page in PAGES if any(fence.language in SHELL for fence
 # -- python --------------------------------------------------------------------------------------------
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("page", WITH_PYTHON)
 def test_snippets_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python blocks of a page, one after the other in one namespace and on one event loop."""
@@ -444,6 +446,7 @@ def _flags() -> frozenset[str]:
     return frozenset({*made, *re.findall(r'"(--[a-z][\w-]+)"', source)})
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
 def test_names_in_the_text_exist(page: str) -> None:
     """Class names in code marks are classes or types of the package, unless they are another project's."""

@@ -19,7 +19,7 @@ from tests.engine import laws
 from tests.engine.simulation import simulate
 from tests.engine.test_adapters import fence_course, reload_course
 from tests.parallel.toys import virtual
-from tests.tiers import PLANTED_BUG, battery
+from tests.tiers import PLANTED_BUG, nightly
 
 Patch = pytest.MonkeyPatch
 
@@ -144,7 +144,7 @@ def _see_streams_alone(patch: Patch) -> None:
     patch.setattr(AdapterRegistry, "audit", lambda self: None)
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize(
     "bug",
     [

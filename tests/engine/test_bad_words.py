@@ -12,6 +12,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.params import Grammar, SamplingParams
 from tests.engine.asking import greedy_ids
+from tests.tiers import SECONDS, rest
 
 PROMPT = list(range(100, 120))
 
@@ -20,6 +21,7 @@ def contains(ids: list[int], word: list[int]) -> bool:
     return any(ids[at : at + len(word)] == word for at in range(len(ids)))
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("window", [0, 1, 2])
 async def test_bad_words_never_come_and_cost_others_nothing(window: Any) -> None:
     async with Engine(EngineConfig(overlap_steps=window, threads=1, dtype="float32")) as engine:

@@ -15,7 +15,7 @@ from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.scheduling.request import Request, RequestState
 from tests.engine.block_course import SIZE, Course, ask
 from tests.engine.worlds import Injected
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 Action = Callable[[Course], None]
 
@@ -126,6 +126,7 @@ def moments(settings: dict[str, Any]) -> int:
     return whole.events
 
 
+@rest(SECONDS)
 def test_a_cancel_between_any_two_events_changes_no_other_token() -> None:
     for at in range(moments({})):
         course({}, at, cancel)

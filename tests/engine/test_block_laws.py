@@ -18,13 +18,14 @@ from tests.engine.block_worlds import COMBINATIONS, decode, make_block_world, ra
 from tests.engine.laws import BlockLaws, watch
 from tests.engine.simulation import retract_one, settle, simulate
 from tests.engine.worlds import VOCAB
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 LIFETIMES = 24
 #: every combination of mode, fused commit, mixing, multi_step and cache, once
 WORLDS = len(COMBINATIONS)
 
 
+@rest(SECONDS)
 def test_random_lifetimes_of_blocks_keep_every_law() -> None:
     counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
@@ -42,6 +43,7 @@ def test_random_lifetimes_of_blocks_keep_every_law() -> None:
         assert totals[happening] > 0, (happening, totals)
 
 
+@rest(SECONDS)
 def test_the_same_seed_takes_the_same_course() -> None:
     first, _ = simulate(3, LIFETIMES, make=make_block_world)
     second, _ = simulate(3, LIFETIMES, make=make_block_world)
@@ -71,6 +73,7 @@ def test_what_the_worlds_expect_is_what_one_request_alone_gets() -> None:
         assert len(plain.steps) == len(plain.logprobs) == len(alone)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("window", grid([1], [0, 2]))
 def test_cancels_in_mid_block_leave_nothing_behind(window: int) -> None:
     assert storm(400, window) >= 400

@@ -28,7 +28,7 @@ from tests.engine.block_parity import (
     to_the_end,
 )
 from tests.model.block_models import MASK, VOCAB, Plain, block_config, write_checkpoint
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 #: what makes blocks of random models, which are sure of nothing, take some rounds and not always as many
 DIFFUSION: dict[str, dict[str, Any]] = {
@@ -106,6 +106,7 @@ def assert_same(found: Sequence[Result], wanted: Sequence[tuple[Asked, Result]])
         assert logprobs(mine) == pytest.approx(logprobs(theirs), abs=1e-5, rel=1e-5), asked
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("way", grid(["everything"], [way for way in WAYS if way != "everything"]))
 def test_real_models_give_the_same_in_every_way(
     way: str, model: Model, alone: list[tuple[Asked, Result]]
@@ -172,6 +173,7 @@ def assert_described(result: Result, wanted: tuple[list[int], list[int], list[fl
     assert logprobs(result) == pytest.approx(found, abs=1e-4, rel=1e-4)
 
 
+@rest(SECONDS)
 def test_a_plain_decoder_without_a_cache_says_the_same_of_one_alone(model: Model, described: Any) -> None:
     found = ask(model, [asked for asked, _ in described], max_running_requests=1)
     for result, (_, wanted) in zip(found, described, strict=True):

@@ -26,7 +26,7 @@ from aioinfer.scheduling.step import MultiStepBudget, Step
 from tests.engine.block_worlds import make_block_world
 from tests.engine.simulation import simulate
 from tests.engine.test_block_events import ACTIONS, SETTINGS, course, moments, retract
-from tests.tiers import PLANTED_BUG, battery
+from tests.tiers import PLANTED_BUG, nightly
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 MUTANTS: dict[str, Mutant] = {}
@@ -303,7 +303,7 @@ def hunt(name: str) -> Iterator[None]:
                 yield course(settings, dice.randrange(count), action)
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name](monkeypatch)

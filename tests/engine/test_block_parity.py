@@ -23,7 +23,7 @@ from tests.engine.block_parity import (
     seen,
 )
 from tests.engine.block_worlds import Plain, decode
-from tests.tiers import thinned
+from tests.tiers import SECONDS, rest, thinned
 
 SIZE, VOCAB, MASK, LONGEST = 8, 64, 5, 64
 Expected = list[tuple[Asked, Plain]]
@@ -81,6 +81,7 @@ def check(expected: Expected, **settings: Any) -> int:
     return forwards
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("way", thinned(WAYS, 2))
 def test_every_algorithm_gives_the_same_in_every_way(way: str, expected: dict[str, Expected]) -> None:
     check([each for some in expected.values() for each in some], max_running_requests=48, **WAYS[way])

@@ -9,11 +9,12 @@ import pytest
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from examples.training.tasks import TASKS, held_out
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 BUNDLED = EngineConfig().model_path
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("dtype", grid(["bfloat16"], ["float32"]))
 async def test_held_out_questions_are_answered(dtype: str) -> None:
     """50 per task; at least 95 % exactly right, and every answer ends by itself."""

@@ -23,6 +23,7 @@ from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import OwnThreads
 from tests.joining import still_alive
 from tests.native.compilers import alive
+from tests.tiers import PROGRAM, rest
 
 SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 #: where a start waits for another thread, in order
@@ -269,7 +270,7 @@ def test_an_opening_passes_on_what_is_new_until_it_is_cancelled() -> None:
     assert len(told) == 3
 
 
-@pytest.mark.battery("runs a program from its start")
+@rest(PROGRAM)
 def test_nothing_is_imported_on_the_loops_thread_when_an_engine_starts() -> None:
     """Imports of numpy, torch and transformers take seconds. Torch's libraries are loaded before its import,
     which keeps the interpreter's lock while it loads them."""

@@ -17,7 +17,7 @@ import pytest
 from aioinfer import ConfigError, Engine, EngineConfig, Result, SamplingParams
 from aioinfer.model.quantization import FLOAT8, Quantization
 from tests.model.kernels import kernels_or_skip
-from tests.tiers import SIMULATION, battery
+from tests.tiers import SIMULATION, nightly
 
 #: of the bundled model's vocabulary, without special tokens
 VOCAB = (10, 860)
@@ -131,7 +131,7 @@ async def mix(seed: int, dtype: str, quantization: str = "none", size: int = 12,
 
 
 @pytest.mark.native
-@battery(SIMULATION)
+@nightly(SIMULATION)
 @pytest.mark.parametrize("quantization", WAYS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 async def test_company_changes_no_bit(dtype: str, quantization: Quantization) -> None:

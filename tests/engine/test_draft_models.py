@@ -20,7 +20,7 @@ from tests.engine.test_speculation import alike
 from tests.engine.test_speculative_models import SAMPLERS, asked, run
 from tests.model.checkpoints import make_checkpoint
 from tests.model.harness import require
-from tests.tiers import grid, scaled
+from tests.tiers import SECONDS, grid, rest, scaled
 
 BUNDLED = EngineConfig().model_path
 
@@ -41,6 +41,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@rest(SECONDS)
 @pytest.mark.native
 @pytest.mark.parametrize(
     "sampler", grid(["greedy", "penalised"], [each for each in SAMPLERS if each[0] in "wh"])
@@ -68,6 +69,7 @@ def test_outputs_have_the_bits_of_those_without_drafts(sampler: str, disturbed: 
             alike(one, other)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 2.5])
 def test_a_model_that_drafts_for_itself_is_always_right(temperature: float) -> None:
     """It has the target's noise. In deterministic bfloat16, a row of any length gives the same bits."""
@@ -125,6 +127,7 @@ def test_a_diffusion_model_drafts_the_rest_of_a_block() -> None:
     assert stats.accepted_tokens > 20
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("prompt", range(1, 40))
 def test_blocks_are_drafted_from_any_position(prompt: int) -> None:
     params = SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True)

@@ -22,6 +22,7 @@ from aioinfer.text.output import UNKNOWN
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.engine.test_pausing_and_parking import until_idle
+from tests.tiers import SECONDS, rest
 
 SIZE, MASK = 8, 63
 PROMPT = [5, 6, 7]
@@ -253,6 +254,7 @@ def _stop_in_mid_block(text: str) -> str:
     return text[12:14]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("algorithm", [MONOTONE, EDITING])
 async def test_records_stay_equally_long_through_retraction_and_stops(
     make_engine: MakeEngine, algorithm: str

@@ -12,7 +12,7 @@ import pytest
 
 from aioinfer import Engine, EngineConfig, errors
 from aioinfer.testing import FakeEngine
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, rest
 
 pytest_plugins = ["pytester"]
 
@@ -66,7 +66,7 @@ print(json.dumps([[key for key in before if before[key] != after[key]], tasks, s
 """
 
 
-@battery(PROGRAM)
+@rest(PROGRAM)
 def test_an_engine_leaves_nothing_and_changes_nothing() -> None:
     command = [sys.executable, "-W", "error", "-c", CONTRACT]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240)
@@ -133,7 +133,7 @@ async def test_there_again(engine):
 """
 
 
-@battery(PROGRAM)
+@rest(PROGRAM)
 def test_a_session_fixture_of_pytest_asyncio_works_or_says_how(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(FIXTURE)
     result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", "-p", "no:xdist")

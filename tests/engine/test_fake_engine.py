@@ -23,7 +23,7 @@ from aioinfer.scheduling.step import Row
 from aioinfer.server import create_app
 from aioinfer.testing import Answer, FakeEngine, VirtualLoop
 from aioinfer.testing.fake_device import FakeDevice, Script
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, rest
 
 pytest_plugins = ["aioinfer.testing.fixtures", "pytester"]
 
@@ -204,7 +204,7 @@ async def test_clients_of_the_server_are_tested_without_a_model() -> None:
             assert health.status == 200
 
 
-@battery(PROGRAM)
+@rest(PROGRAM)
 def test_an_engine_that_is_left_running_fails_the_test(pytester: pytest.Pytester) -> None:
     pytester.makeconftest("pytest_plugins = ['aioinfer.testing.fixtures']")
     pytester.makepyfile(

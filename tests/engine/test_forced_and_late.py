@@ -21,7 +21,7 @@ from aioinfer.sampling.outcomes import BAD_GRAMMAR, DEFERRED, FORCED
 from aioinfer.text.grammar import GrammarState
 from tests.engine.simulation import settle
 from tests.engine.test_transparency import retract_every
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 SCHEMA = Grammar(
     "json_schema",
@@ -64,6 +64,7 @@ def params(**fields: Any) -> list[SamplingParams]:
     return [*bound, SamplingParams(temperature=0.9, seed=5, max_tokens=40, ignore_eos=True, **fields)]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("window", grid([1], [0, 2]))
 async def test_fast_forward_saves_steps_and_changes_nothing(window: Any) -> None:
     plain, before = await outputs(params(), overlap_steps=window, fast_forward=False)
@@ -77,6 +78,7 @@ async def test_fast_forward_saves_steps_and_changes_nothing(window: Any) -> None
     assert retracted == plain
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     "choices", grid([["nothing of the kind", "all of that kind"]], [["nothing of the kind"]])
 )
@@ -104,6 +106,7 @@ async def test_a_dead_end_behind_forced_tokens_is_not_reached_before_them(choice
             assert await outcome(max_tokens, overlap_steps=window) == plain
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("window", grid([1], [0, 2]))
 async def test_no_patience_changes_nothing(window: Any) -> None:
     plain, _ = await outputs(params(), overlap_steps=window)
@@ -114,6 +117,7 @@ async def test_no_patience_changes_nothing(window: Any) -> None:
     assert hasty == plain
 
 
+@rest(SECONDS)
 async def test_what_is_not_sampled_has_no_logprob_so_all_is_sampled_where_they_are_wanted() -> None:
     plain, _ = await outputs(params())
     async with Engine(EngineConfig(threads=1, dtype="float32", speculation="off")) as engine:

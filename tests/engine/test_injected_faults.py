@@ -31,7 +31,7 @@ from tests.counting import no_collection
 from tests.engine.block_worlds import make_block_world
 from tests.engine.simulation import settle
 from tests.engine.worlds import VOCAB, Claim, Injected, World, make_world
-from tests.tiers import SIMULATION, grid, scaled
+from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
 
 PACKAGE = str(Path(aioinfer.__file__).parent) + "/"
 #: the simulation itself
@@ -181,6 +181,7 @@ def survey(kind: Any, seed: int) -> Counter[Call]:
 
 
 # A generator that is dropped cannot raise: what the hook raises when it ends is only reported.
+@rest(SECONDS)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", [make_world, make_block_world])
 @pytest.mark.parametrize("seed", grid([3], range(100, 104), SIMULATION))

@@ -8,7 +8,7 @@ import pytest
 
 from tests.engine.simulation import simulate
 from tests.engine.worlds import COMBINATIONS
-from tests.tiers import SIMULATION, grid, scaled
+from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
 
 LIFETIMES = scaled(80, 24)
 BLOCKS = 3
@@ -16,9 +16,10 @@ BLOCKS = 3
 WORLDS = 125
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("block", grid([0], range(1, BLOCKS), SIMULATION))
 def test_random_lifetimes_keep_every_law(block: int) -> None:
-    """3 blocks of 125 worlds of 80 lifetimes: 30,000 in all. The quick tier has 3,000."""
+    """3 blocks of 125 worlds of 80 lifetimes: 30,000 in all. The rest has 3,000."""
     counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     adapters: Counter[str] = Counter()
@@ -52,6 +53,7 @@ def test_random_lifetimes_keep_every_law(block: int) -> None:
     assert adapters["drained"] > 0, "no version outlived its name"
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("seed", grid([3], [4, 5]))
 def test_the_same_seed_takes_the_same_course(seed: int) -> None:
     first, _ = simulate(seed, 60)

@@ -30,7 +30,7 @@ from tests.engine.simulation import settle
 from tests.engine.test_forced_and_late import SCHEMA
 from tests.engine.test_launchers import AsynchronousToy
 from tests.engine.test_transparency import MODES, toy_requests
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 
 class RunsOut:
@@ -294,6 +294,7 @@ def alone() -> list[Any]:
         return [llm.generate([prompt], params)[0] for prompt, params in requests()]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     ("window", "mode", "place", "at"),
     [

@@ -24,6 +24,7 @@ from aioinfer.pooling import Pooling
 from aioinfer.testing import ToyTokenizer, toy_generate
 from tests.engine.asking import KeepingTokenizer
 from tests.engine.conftest import MakeEngine
+from tests.tiers import SECONDS, rest
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -303,6 +304,7 @@ async def test_text_of_a_subclass_is_a_prompt(make_engine: MakeEngine) -> None:
             Armed.now = False
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     "value",
     [

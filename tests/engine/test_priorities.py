@@ -13,7 +13,7 @@ from aioinfer.engine import Engine
 from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
 from aioinfer.testing import TimedLauncher, ToyDevice, VirtualLoop
-from tests.tiers import SIMULATION, grid
+from tests.tiers import SECONDS, SIMULATION, grid, rest
 
 STEP = 0.01
 URGENT = 6
@@ -59,6 +59,7 @@ def waits(seed: int, admission: Literal["fifo", "pack"]) -> list[float]:
     return [each.admitted - each.arrival for each in metrics if each.admitted is not None]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("seeds", grid([range(20)], [range(20, 200)], SIMULATION))
 def test_a_priority_waits_no_longer_with_packing_than_without(seeds: range) -> None:
     waited = []

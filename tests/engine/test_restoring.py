@@ -24,7 +24,7 @@ from aioinfer.scheduling.request import Request
 from examples.training.tasks import TASKS, held_out
 from tests.engine.conftest import MakeEngine
 from tests.model.harness import require
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 SCHEMA = {
     "type": "object",
@@ -509,6 +509,7 @@ async def two(model: str, **settings: Any) -> AsyncIterator[tuple[Engine, Engine
         yield one, other
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("dtype", grid(["bfloat16"], ["float32"]))
 async def test_every_cut_of_a_model_goes_on_to_the_bit(dtype: str) -> None:
     require("native")
@@ -523,6 +524,7 @@ async def test_every_cut_of_a_model_goes_on_to_the_bit(dtype: str) -> None:
         assert await continue_all(one, other, asked, identical=True) > 100
 
 
+@rest(SECONDS)
 async def test_every_cut_of_a_diffusion_model_goes_on_to_the_bit() -> None:
     require("native")
     asked = [

@@ -15,6 +15,7 @@ from aioinfer.params import Grammar, SamplingParams
 from aioinfer.testing import toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
+from tests.tiers import SECONDS, rest
 
 OTHERS = 7
 PROMPT = list(range(100, 121))
@@ -130,6 +131,7 @@ def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return dataclasses.replace(params, seed=seed)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(("window", "pages"), [(1, None), (2, 20)])
 async def test_on_the_bundled_model(
     alone: dict[tuple[str, int], list[int]], window: Any, pages: int | None

@@ -24,7 +24,7 @@ from aioinfer.text.grammar import GrammarState, LookAhead
 from tests.engine.test_speculation import alike, compare
 from tests.engine.test_speculative_models import Asked, Known, asked, run
 from tests.model.harness import require
-from tests.tiers import PLANTED_BUG, battery
+from tests.tiers import PLANTED_BUG, nightly
 
 Patch = pytest.MonkeyPatch
 _SYMPTOMS = (Exception, pytest.fail.Exception)
@@ -116,7 +116,7 @@ def only_the_first_logprob_is_kept(patch: Patch) -> None:
     patch.setattr(Core, "_record_logprobs", record)
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize(
     "bug",
     [
@@ -235,7 +235,7 @@ def wanted() -> tuple[list[Asked], list[Any]]:
     return requests, run(requests, retract=False, speculation="off")
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.native
 @pytest.mark.parametrize(
     "bug",

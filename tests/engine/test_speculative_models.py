@@ -18,7 +18,7 @@ from tests.engine.laws import watch_core
 from tests.engine.test_forced_and_late import SCHEMA
 from tests.engine.test_speculation import alike
 from tests.model.harness import require
-from tests.tiers import SIMULATION, grid, scaled
+from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
 
 #: of requests, in each of four samplers
 REQUESTS = 500
@@ -114,6 +114,7 @@ def run(
     return [found[key] for key in keys]
 
 
+@rest(SECONDS)
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", grid(["bfloat16"], ["float32"]))
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -142,6 +143,7 @@ def test_outputs_have_the_bits_of_those_without_drafts(sampler: str, dtype: str)
             alike(one, other)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("seed", grid([0], range(1, 4), SIMULATION))
 def test_the_fallback_through_transformers_verifies_drafts_too(seed: int) -> None:
     requests = [(messages, params) for messages, params in asked(12, "warm") if params.logprobs is None]

@@ -20,7 +20,7 @@ from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle, simulate
 from tests.engine.test_transparency import retract_every, toy_requests
-from tests.tiers import PLANTED_BUG, battery, grid
+from tests.tiers import PLANTED_BUG, grid, nightly
 
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 SYSTEM = list(range(1, 33))
@@ -154,7 +154,7 @@ def cached_pages_are_written_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Memory, "rewind", rewind)
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name](monkeypatch)

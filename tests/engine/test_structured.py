@@ -20,7 +20,7 @@ from aioinfer.text.grammar import Compiler
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.engine.test_transparency import retract_every
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 SCHEMAS_PER_RUN = 40
 
@@ -63,6 +63,7 @@ def replay(compiler: Compiler, grammar: Grammar, ids: list[int], *, ended: bool)
     assert matcher.stopped or not ended
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("every", [0, 6])
 @pytest.mark.parametrize("window", grid([1], [0, 2]))
 async def test_outputs_of_the_bundled_model_always_validate(window: int, every: int) -> None:
@@ -89,6 +90,7 @@ async def test_outputs_of_the_bundled_model_always_validate(window: int, every: 
         await settle(engine)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("mode", ["thread", "inline"])
 async def test_the_window_does_not_change_constrained_outputs(mode: Any) -> None:
     schema = json.dumps({"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}}})
@@ -212,6 +214,7 @@ def spoilt(rng: random.Random) -> Grammar:
     return Grammar(sound.kind, source)
 
 
+@rest(SECONDS)
 async def test_random_slips_are_one_clean_error_or_another_grammar(make_engine: MakeEngine) -> None:
     rng = random.Random(7)
     free = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

@@ -13,10 +13,12 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.params import Grammar, SamplingParams
 from tests.engine.asking import greedy_ids
+from tests.tiers import SECONDS, rest
 
 PROMPT = list(range(100, 120))
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("window", [0, 1, 2])
 async def test_biases_and_allowed_tokens_steer_their_own_rows_only(window: Any) -> None:
     async with Engine(EngineConfig(overlap_steps=window, threads=1, dtype="float32")) as engine:

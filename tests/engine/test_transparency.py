@@ -15,7 +15,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from examples.training.tasks import held_out
 from tests.engine.conftest import MakeEngine
-from tests.tiers import grid, points
+from tests.tiers import SECONDS, grid, points, rest
 
 ALLOWED = range(60, 400)
 MODES = [(window, mode) for window in (0, 1, 2) for mode in ("thread", "inline")]
@@ -146,6 +146,7 @@ async def test_bundled_model_ids_do_not_depend_on_the_window_or_the_mode(
         assert await asyncio.gather(*[_run(engine, *request) for request in bundled_requests()]) == alone
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -169,6 +170,7 @@ async def test_bundled_model_ids_do_not_depend_on_cache_policy_chunking_or_retra
         assert not every or engine.stats().retractions > 0
 
 
+@rest(SECONDS)
 async def test_bundled_model_ids_survive_retraction(alone: list[list[int]]) -> None:
     config = EngineConfig(
         dtype="float32", page_size=8, num_pages=40, max_model_len=320, overlap_steps=2, threads=1

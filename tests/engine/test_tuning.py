@@ -23,6 +23,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.engine.test_launchers import AsynchronousToy
 from tests.joining import still_alive
+from tests.tiers import SECONDS, rest
 
 
 def process() -> tuple[float, bool, bool]:
@@ -103,6 +104,7 @@ def test_what_somebody_else_changed_is_left_until_all_are_gone() -> None:
     assert box.writes == [2, 3, 7], "the next one finds theirs, and restores it"
 
 
+@rest(SECONDS)
 def test_the_interpreter_is_as_it_was_after_engines_in_any_order() -> None:
     interval = sys.getswitchinterval()
     first, second = Tuning(3e-4, garbage=True), Tuning(1e-4, garbage=True)
@@ -123,6 +125,7 @@ def test_a_switch_interval_that_the_application_set_meanwhile_stays() -> None:
     sys.setswitchinterval(before)
 
 
+@rest(SECONDS)
 def test_what_the_application_froze_is_not_thawed() -> None:
     gc.freeze()
     count = gc.get_freeze_count()
@@ -320,6 +323,7 @@ async def test_an_engine_that_changes_nothing_collects_nothing_either(
         monkeypatch.undo()
 
 
+@rest(SECONDS)
 async def test_closing_in_the_middle_restores_everything() -> None:
     before = process()
     first, second = make_engine(AsynchronousToy), make_engine(AsynchronousToy)

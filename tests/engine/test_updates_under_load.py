@@ -21,7 +21,7 @@ from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.weights import StoredMatrix
 from tests.compiled import require_native
 from tests.engine.simulation import settle
-from tests.tiers import battery
+from tests.tiers import nightly
 
 BUNDLED = EngineConfig().model_path
 STREAMS, UPDATES = 64, 20
@@ -68,7 +68,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     return found
 
 
-@battery("64 streams of hundreds of tokens, and parts of them again")
+@nightly("64 streams of hundreds of tokens, and parts of them again")
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 async def test_no_stream_fails_and_each_goes_on_as_a_fresh_engine_would(
     tmp_path: Path, quantization: Any, read: list[weakref.ref[Any]]

@@ -12,7 +12,7 @@ from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.request import Request
 from tests.engine.simulation import simulate
-from tests.tiers import PLANTED_BUG, battery
+from tests.tiers import PLANTED_BUG, nightly
 
 Mutant = Callable[[pytest.MonkeyPatch], None]
 
@@ -59,7 +59,7 @@ MUTANTS: list[Mutant] = [
 ]
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize("plant", MUTANTS, ids=lambda plant: plant.__name__)
 def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, plant: Mutant) -> None:
     plant(monkeypatch)

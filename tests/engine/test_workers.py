@@ -13,7 +13,7 @@ import pytest
 from aioinfer.execution.workers import WorkerExecutor
 from tests.engine.conftest import MakeEngine, OwnThreads
 from tests.joining import still_alive
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, rest
 
 
 def named(prefix: str) -> list[str]:
@@ -87,7 +87,7 @@ asyncio.run(main())
 """
 
 
-@battery(PROGRAM)
+@rest(PROGRAM)
 def test_a_chat_template_that_loops_does_not_keep_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, timeout=240)
     assert (ended.stdout, ended.returncode) == ("closed\n", 0), ended.stderr

@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, rest
 
 ROOT = Path(__file__).parents[2]
 
 
-@battery(PROGRAM)
+@rest(PROGRAM)
 def test_the_embedding_example_runs() -> None:
     done = subprocess.run(
         [sys.executable, "examples/embed.py"], cwd=ROOT, capture_output=True, text=True, timeout=240
@@ -22,7 +22,7 @@ def test_the_embedding_example_runs() -> None:
     assert "44 + 44 = 88" in done.stdout
 
 
-@battery(PROGRAM)
+@rest(PROGRAM)
 def test_the_diffusion_example_shows_a_block_filling_up() -> None:
     command = [sys.executable, "examples/diffusion_stream.py", "What is 17 + 25?", "--threshold", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
@@ -38,7 +38,7 @@ def test_the_diffusion_example_shows_a_block_filling_up() -> None:
     assert wrong.stderr == "threshold: is not a parameter of factor\n"
 
 
-@battery(PROGRAM)
+@rest(PROGRAM)
 def test_the_agent_says_what_it_is_called_with() -> None:
     done = subprocess.run(
         [sys.executable, "examples/agent.py"], cwd=ROOT, capture_output=True, text=True, timeout=240

@@ -22,7 +22,7 @@ from aioinfer.config import EngineConfig
 from examples.training.common import END, IGNORE, MASK, ROLES
 from examples.training.diffusion_model import DiffusionConfig, DiffusionModel, Experts, load, save, upcycle
 from examples.training.tasks import OPEN_TASKS, conversation, held_out
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 BUNDLED = EngineConfig(model="tiny-diffusion").model_path
 SIZES = {
@@ -229,6 +229,7 @@ def test_a_noised_block_computes_what_the_decoder_computes(tokenizer: Tokenizer)
     assert checked >= 8
 
 
+@rest(SECONDS)
 def test_training_runs_and_makes_a_directory(chat: tuple[Path, Any], tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = f"--start {chat[0]} --out {out} --steps 3 --block 8 --processes 1 --rows 2 --no-compile"
@@ -329,6 +330,7 @@ def test_its_tokenizer_is_the_chat_models() -> None:
     assert tokenizer.token_to_id("<|mask|>") == MASK
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("dtype", grid([torch.bfloat16], [torch.float32]))
 def test_it_answers_held_out_questions(dtype: torch.dtype) -> None:
     from transformers import PreTrainedTokenizerFast

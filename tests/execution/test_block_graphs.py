@@ -37,7 +37,7 @@ from tests.execution.test_blocks import EVERY, MASK, VOCAB, Injected, World, fir
 from tests.execution.waits import WATCHING, waits
 from tests.model.block_models import Plain, block_config, write_checkpoint
 from tests.model.kernels import kernels_or_skip
-from tests.tiers import INTERPRETER, SLOW_MODEL, battery, grid
+from tests.tiers import EMULATED, INTERPRETER, SLOW_MODEL, grid, nightly
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +52,7 @@ class GraphedWorld(World):
     device: GraphedScript
 
 
+@nightly(EMULATED)
 @pytest.mark.parametrize("ahead", grid([1], [0]))
 def test_replayed_rounds_bring_the_blocks_of_the_reference(ahead: int) -> None:
     """Batches grow and shrink; rows turn, pair and commit; steps with known tokens are in between."""
@@ -109,7 +110,7 @@ def test_many_rows_with_a_temperature_replay_their_forward_alone(monkeypatch: py
     assert 0 < world.device.steps_replayed["drawn"] < world.device.forwards_replayed
 
 
-@battery(INTERPRETER)
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("sampling", [{"temperature": 0.7}, {"temperature": 0.7, "top_p": 0.8, "top_k": 20}])
 def test_replayed_kernels_propose_as_the_reference_does(
     monkeypatch: pytest.MonkeyPatch, sampling: dict[str, Any]
@@ -213,6 +214,7 @@ async def outcomes(window: int, sizes: list[int], requests: list[SamplingParams]
     return found, device.forwards_replayed
 
 
+@nightly(EMULATED)
 def test_an_engine_brings_the_same_with_and_without_graphs() -> None:
     """More requests than rows, some of them drawn: whoever is done makes room for another one's prompt."""
     kinds: list[dict[str, Any]] = [{"threshold": 0.9}, {"algorithm": "joint_threshold"}]
@@ -255,7 +257,7 @@ def config(path: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(model=str(path), **settings)
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 @pytest.mark.parametrize(("family", "layers"), [("llada2", 1), ("sdar", 2)])
 def test_replayed_models_denoise_as_they_are_described(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, layers: int
@@ -288,7 +290,7 @@ def test_replayed_models_denoise_as_they_are_described(
     device.close()
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 def test_the_pool_leaves_room_for_what_a_trial_capture_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

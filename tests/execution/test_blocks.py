@@ -27,7 +27,7 @@ from aioinfer.testing.toy_blocks import ScriptedDevice
 from tests.diffusion.cases import random_params
 from tests.execution.block_driver import Driven, Driver, check, scripted
 from tests.execution.fake_cuda import install
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 VOCAB, MASK = 32, 31
 EVERY = [*algorithm_names(), "low_confidence"]
@@ -107,6 +107,7 @@ def test_rows_of_any_kind_bring_the_blocks_of_the_reference() -> None:
     }, "ways to commit"  # fmt: skip
 
 
+@rest(SECONDS)
 def test_rows_that_are_launched_before_the_last_was_read_find_out_by_themselves() -> None:
     for seed in range(10, 14):
         world = World(seed, drawn=seed % 2 == 1)
@@ -114,6 +115,7 @@ def test_rows_that_are_launched_before_the_last_was_read_find_out_by_themselves(
         world.check()
 
 
+@rest(SECONDS)
 def test_a_block_goes_on_elsewhere_as_if_nothing_had_happened() -> None:
     resumed: list[BlockState] = []
     for seed in range(20, 24):

@@ -36,7 +36,7 @@ from tests.execution.recording import Recording, record
 from tests.model.checkpoints import greedy, greedy_each
 from tests.model.kernels import kernels_or_skip
 from tests.model.test_oracle import prompts
-from tests.tiers import SLOW_MODEL, battery, points
+from tests.tiers import EMULATED, SLOW_MODEL, nightly, points
 
 TOKENS = 4
 
@@ -86,6 +86,7 @@ def model(checkpoint: Callable[[str], tuple[Path, Any]]) -> tuple[Path, Any]:
     return checkpoint("llama-mqa")
 
 
+@nightly(EMULATED)
 @pytest.mark.parametrize(("window", "mode"), points([(1, "inline")], [(0, "thread"), (2, "thread")]))
 async def test_replayed_steps_give_the_tokens_of_transformers(
     model: tuple[Path, Any], window: int, mode: str
@@ -103,7 +104,7 @@ async def test_replayed_steps_give_the_tokens_of_transformers(
     assert sum(graph.replays for graph in device.graphs) >= TOKENS
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 async def test_sampled_rows_have_the_tokens_they_have_without_graphs(model: tuple[Path, Any]) -> None:
     """With an odd number of them, so that a row is padding for longer than the model has positions."""
     path, _ = model
@@ -119,7 +120,7 @@ async def test_sampled_rows_have_the_tokens_they_have_without_graphs(model: tupl
     assert sum(graph.replays for graph in device.graphs) >= TOKENS - 1
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 async def test_every_kind_of_row_has_the_tokens_it_has_without_graphs(model: tuple[Path, Any]) -> None:
     path, _ = model
     kinds: list[dict[str, Any]] = [
@@ -139,6 +140,7 @@ async def test_every_kind_of_row_has_the_tokens_it_has_without_graphs(model: tup
     assert await ids(settings, requests, GraphedDevice(settings)) == plain
 
 
+@nightly(EMULATED)
 @pytest.mark.parametrize(
     ("variant", "asked"),
     points(
@@ -191,7 +193,7 @@ def test_the_host_knows_which_rows_may_keep_more_than_a_list_holds(
     assert (found.wide_nucleus, found.wide_top_k) == (False, False)
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 async def test_retraction_and_a_new_tenant_of_the_row_change_nothing(model: tuple[Path, Any]) -> None:
     """Few pages: requests lose theirs in the middle, slots and rows change hands."""
     path, oracle = model

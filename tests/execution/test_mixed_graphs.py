@@ -32,7 +32,7 @@ from aioinfer.scheduling.step import Generating, NewRequestData, Row, Step, Tabl
 from tests.execution.test_decode_graphs import GraphedDevice, config
 from tests.model.checkpoints import greedy
 from tests.model.kernels import kernels_or_skip
-from tests.tiers import SLOW_MODEL, battery, points
+from tests.tiers import EMULATED, SLOW_MODEL, nightly, points
 
 # -- shapes --------------------------------------------------------------------------------------------
 
@@ -340,6 +340,7 @@ def model(checkpoint: Callable[[str], tuple[Path, Any]]) -> tuple[Path, Any]:
 PROMPTS = [[5, 6, 7], list(range(40, 60)), [9], list(range(3, 20))]
 
 
+@nightly(EMULATED)
 @pytest.mark.parametrize(("window", "count"), points([(1, 2)], [(0, 4), (1, 4), (2, 4)]))
 async def test_arrivals_beside_decodes_are_replays_and_give_the_tokens_of_transformers(
     model: tuple[Path, Any], window: int, count: int
@@ -354,7 +355,7 @@ async def test_arrivals_beside_decodes_are_replays_and_give_the_tokens_of_transf
     assert device.eager == 0
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 async def test_every_kind_of_row_arrives_as_without_graphs(model: tuple[Path, Any]) -> None:
     path, _ = model
     kinds: list[dict[str, Any]] = [
@@ -375,7 +376,7 @@ async def test_every_kind_of_row_arrives_as_without_graphs(model: tuple[Path, An
     assert 0 < device.eager <= 6, "where a prompt is scored"
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 async def test_drafts_are_verified_by_replays(model: tuple[Path, Any]) -> None:
     path, oracle = model
     prompts = [[5, 6, 7, 8] * 4, [11, 12, 13] * 4, [5, 6, 7, 8] * 3]

@@ -30,7 +30,7 @@ from aioinfer.params import SamplingParams
 from tests.execution.recording import Recording, record
 from tests.model.kernels import kernels_or_skip
 from tests.scheduling.desk import Desk
-from tests.tiers import points
+from tests.tiers import SECONDS, points, rest
 
 VOCAB, ODD = 61, 1_000_003
 SPEC = ModelSpec(
@@ -104,6 +104,7 @@ class GraphedDevice(StatefulDevice):
         return self.graphs[-1]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     ("changes", "graphed"),
     points(

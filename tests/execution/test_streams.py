@@ -32,7 +32,7 @@ from tests.execution.recording import Recording
 from tests.model.checkpoints import greedy, greedy_each
 from tests.model.kernels import kernels_or_skip
 from tests.model.test_oracle import prompts
-from tests.tiers import PLANTED_BUG, SLOW_MODEL, battery, points
+from tests.tiers import EMULATED, PLANTED_BUG, SLOW_MODEL, nightly, points
 
 TOKENS = 4
 
@@ -65,6 +65,7 @@ def engine(settings: EngineConfig, device: TorchDevice) -> Engine:
     return Engine(settings, launcher=lambda _: launcher(device))
 
 
+@nightly(EMULATED)
 @pytest.mark.parametrize(("window", "mode"), points([(1, "thread")], [(0, "thread"), (2, "inline")]))
 async def test_late_copies_give_the_tokens_of_transformers(
     cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], window: int, mode: str
@@ -86,7 +87,7 @@ async def test_late_copies_give_the_tokens_of_transformers(
     assert 0 < stats.overlap_ratio <= 1
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 async def test_without_a_number_of_pages_the_pool_is_sized_by_a_trial(
     cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]]
 ) -> None:
@@ -102,6 +103,7 @@ async def test_without_a_number_of_pages_the_pool_is_sized_by_a_trial(
     assert len(cuda.recordings) == 2 * 4 + 3 + 2 * 3
 
 
+@nightly(EMULATED)
 def test_every_graph_has_been_replayed_before_the_first_step(
     cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]]
 ) -> None:
@@ -112,7 +114,7 @@ def test_every_graph_has_been_replayed_before_the_first_step(
     device.close()
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 async def test_every_feature_passes_the_backend(
     monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], tuple[Path, Any]]
 ) -> None:
@@ -143,7 +145,7 @@ async def test_every_feature_passes_the_backend(
     assert await outputs(FakeCudaDevice(settings)) == plain
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 @pytest.mark.parametrize(
     "error",
     [
@@ -187,7 +189,7 @@ async def test_a_step_without_memory_is_tried_again_in_smaller_ones(
     assert result.token_ids == greedy(oracle, [5, 6, 7], TOKENS)
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 async def test_an_error_of_the_device_ends_its_own_step_alone(
     cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]]
 ) -> None:
@@ -212,7 +214,7 @@ def no_garbage() -> Iterator[None]:
     gc.enable()
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 @pytest.mark.parametrize("mode", ["thread", "inline"])
 async def test_a_closed_engine_leaves_nothing_on_the_device(
     cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], mode: str, no_garbage: None
@@ -300,7 +302,7 @@ def launched_ahead(path: Path, prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize("planted", [None, "fewer kept", "none kept", "no waiting for a place"])
 def test_what_is_copied_late_is_not_overwritten(
     cuda: Cuda,
@@ -325,6 +327,7 @@ def test_what_is_copied_late_is_not_overwritten(
     assert (launched_ahead(path, [first, 6, 7], AHEAD) == wanted) == (planted is None)
 
 
+@nightly(EMULATED)
 def test_results_are_read_once_and_in_order_whoever_asks_first(
     cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]]
 ) -> None:
@@ -395,7 +398,7 @@ class Calls(TorchDispatchMode):
         return list(self.names)
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 def test_launching_a_decode_step_takes_few_calls(
     cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

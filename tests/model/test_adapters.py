@@ -20,7 +20,7 @@ from tests.model.adapters import factors, write_adapter
 from tests.model.checkpoints import FAMILIES, RECURRENT, make_checkpoint
 from tests.model.harness import Driver, attention_for, build_batch, row_states, state_pool
 from tests.model.kernels import kernels_or_skip
-from tests.tiers import SLOW_MODEL, battery
+from tests.tiers import SECONDS, SLOW_MODEL, nightly, rest
 
 CPU = torch.device("cpu")
 PAGE = 8
@@ -173,12 +173,14 @@ def check_mixed(models: Models, name: str, kernels: str) -> None:
     assert torch.equal(logits(model, ROWS, None, kernels), base)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("name", SOME)
 def test_a_row_is_as_with_merged_weights_in_any_company(models: Models, name: str) -> None:
     assert name in FAMILIES or name in RECURRENT
     check_mixed(models, name, "sdpa")
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "phi3", *FOREIGN])
 def test_transformers_modules_have_adapters_too(models: Models, name: str) -> None:
     check_mixed(models, name, "transformers")
@@ -199,7 +201,7 @@ def test_sequences_that_come_and_go_are_those_of_merged_weights(models: Models, 
         assert sequence.ids == alone.ids
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 @pytest.mark.parametrize("name", ["qwen3", "glm4", "qwen3.5"])
 def test_kernels_in_triton_compute_the_same(models: Models, name: str) -> None:
     kernels_or_skip("cpu")
@@ -208,7 +210,7 @@ def test_kernels_in_triton_compute_the_same(models: Models, name: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
-    "kernels", ["sdpa", pytest.param("triton", marks=battery(SLOW_MODEL)), "transformers"]
+    "kernels", ["sdpa", pytest.param("triton", marks=nightly(SLOW_MODEL)), "transformers"]
 )
 def test_half_precision_differs_from_merged_weights_by_rounding(
     models: Models, dtype: str, kernels: str

@@ -24,7 +24,7 @@ from tests.model.block_models import (
 )
 from tests.model.harness import build_batch, make_pool
 from tests.model.kernels import DEVICES, kernels_or_skip
-from tests.tiers import SLOW_MODEL, battery
+from tests.tiers import SLOW_MODEL, nightly
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -161,7 +161,7 @@ def test_logits_of_any_tokens_in_any_order(tmp_path: Path) -> None:
         torch.testing.assert_close(got, every[wanted], rtol=1e-5, atol=1e-5)
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_same_on_tritons_kernels(tmp_path: Path, device: str) -> None:
     kernels_or_skip(device)

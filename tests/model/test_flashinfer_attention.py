@@ -27,7 +27,7 @@ from tests.model import fake_flashinfer
 from tests.model.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
 from tests.model.kernels import TOLERANCE, Problem, kernels_or_skip
 from tests.model.test_triton_attention import Setup
-from tests.tiers import SLOW_MODEL, battery
+from tests.tiers import INTERPRETER, SLOW_MODEL, nightly
 
 CPU = torch.device("cpu")
 MADE = BatchPrefillWithPagedKVCacheWrapper.made
@@ -55,6 +55,7 @@ def attention_of(step: Setup) -> Any:
     return FlashInferAttention(step.pool())
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("params", [AttentionParams(0.2), AttentionParams(0.2, window=9, soft_cap=2.0)])
 def test_prefill_rows_are_planned_once_a_step(flashinfer: None, params: AttentionParams) -> None:
     step = setup([(1, 40), (1, 3), (9, 9), (20, 45), (1, 32)], 2)
@@ -132,7 +133,7 @@ def test_the_backend_makes_it(flashinfer: None) -> None:
     assert isinstance(made, FlashInferAttention)
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 def test_an_engine_runs_on_it(flashinfer: None, tmp_path: Path) -> None:
     """What it computes for prompts in chunks is what Triton's kernels do, as far as bfloat16 goes."""
     path = write_model(Shape("heads-of-64", 2, 64, 4, 2, 64, 128, 300, True), tmp_path)

@@ -22,7 +22,7 @@ from tests.checkpoint.test_formats import FORMATS
 from tests.model.checkpoints import make_checkpoint
 from tests.model.harness import Driver
 from tests.model.kernels import assert_close, interpreted_only, normal
-from tests.tiers import INTERPRETER, grid, points
+from tests.tiers import INTERPRETER, grid, nightly, points
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 tl = triton.language
@@ -365,6 +365,7 @@ def logits(model: Any, kernels: Any = "triton") -> torch.Tensor:
     return torch.stack([found.logits[at] for at in range(9)])
 
 
+@nightly(INTERPRETER)
 @interpreted_only
 @pytest.mark.parametrize("form", grid(FP8[2:], FP8[:2], INTERPRETER))
 def test_a_checkpoint_of_floats_of_8_bits_stays_so(device: str, tmp_path: Path, form: str) -> None:
@@ -378,6 +379,7 @@ def test_a_checkpoint_of_floats_of_8_bits_stays_so(device: str, tmp_path: Path, 
     assert "stored" not in none.spec.layer_reason
 
 
+@nightly(INTERPRETER)
 @interpreted_only
 def test_weights_are_rounded_when_they_are_loaded(device: str, tmp_path: Path) -> None:
     path = write(tmp_path, None)
@@ -392,6 +394,7 @@ def test_weights_are_rounded_when_they_are_loaded(device: str, tmp_path: Path) -
     assert not inspect_model(path, dtype="auto", device=CPU).stored_float8
 
 
+@nightly(INTERPRETER)
 @interpreted_only
 @pytest.mark.parametrize(
     ("before", "after", "quantization"),
@@ -411,6 +414,7 @@ def test_an_updated_model_has_the_bits_of_one_that_was_loaded_anew(
     assert torch.equal(logits(model), expected)
 
 
+@nightly(INTERPRETER)
 @interpreted_only
 def test_weights_in_memory_are_rounded_in_the_blocks_of_those_that_were_loaded(
     device: str, tmp_path: Path

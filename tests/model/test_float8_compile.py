@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.model.kernels import compiled
-from tests.tiers import COMPILES, battery
+from tests.tiers import COMPILES, nightly
 
 #: KiB of shared memory that a program can have, by compute capability without its point
 SHARED = {"80": 163, "89": 99, "90": 227, "120": 99}
@@ -16,7 +16,7 @@ SHARED = {"80": 163, "89": 99, "90": 227, "120": 99}
 TILES = 5
 
 
-@battery(COMPILES)
+@nightly(COMPILES)
 @pytest.mark.parametrize("architecture", SHARED)
 def test_kernels_for_floats_of_8_bits_compile_once_and_without_spills(
     tmp_path: Path, architecture: str

@@ -28,7 +28,7 @@ from tests.model.checkpoints import make_model
 from tests.model.harness import Driver
 from tests.model.kernels import interpreted_only, kernels_or_skip, normal
 from tests.model.mixtures import Mixture
-from tests.tiers import INTERPRETER, grid, points
+from tests.tiers import INTERPRETER, grid, nightly, points
 
 CPU = torch.device("cpu")
 E4M3 = torch.float8_e4m3fn
@@ -101,6 +101,7 @@ def test_gates_and_biases(device: str, gate: str) -> None:
     task.check(experts(task.hidden, task.weights, task.experts))
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("blocks", [ROWS, BLOCKS], ids=["rows", "blocks"])
 def test_neither_junk_nor_company_changes_a_token(device: str, blocks: Any) -> None:
     task = Mixture.make(20, num_experts=3, hidden=192, middle=96, device=device)
@@ -219,6 +220,7 @@ def experts_of(model: Any) -> list[Any]:
     return [layer.mlp.experts for layer in model._layers]
 
 
+@nightly(INTERPRETER)
 @interpreted_only
 @pytest.mark.parametrize(
     ("form", "stacked", "blocks"),
@@ -296,6 +298,7 @@ def test_experts_that_are_not_all_of_one_kind_are_dequantised(device: str, tmp_p
     assert [made.blocks for made in experts_of(load(path, quantization="fp8"))] == [((1, 64), (1, 48))] * 2
 
 
+@nightly(INTERPRETER)
 @interpreted_only
 def test_experts_are_rounded_when_they_are_loaded(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -315,6 +318,7 @@ def test_experts_are_rounded_when_they_are_loaded(
         assert all(type(layer.mixer.qkv) is kind for layer in made._layers)
 
 
+@nightly(INTERPRETER)
 @interpreted_only
 @pytest.mark.parametrize("family", ["gpt-oss", "gemma4-experts"])
 def test_experts_of_other_kinds_are_rounded(device: str, checkpoint: Any, family: str) -> None:
@@ -325,6 +329,7 @@ def test_experts_of_other_kinds_are_rounded(device: str, checkpoint: Any, family
     assert float((rough - exact).norm() / exact.norm()) < 0.25
 
 
+@nightly(INTERPRETER)
 @interpreted_only
 @pytest.mark.parametrize(
     ("before", "after", "quantization"),
@@ -380,6 +385,7 @@ def test_biases_are_replaced_with_their_experts(device: str, tmp_path: Path, che
     assert torch.equal(stack.down.scales, 2 * scales)
 
 
+@nightly(INTERPRETER)
 @interpreted_only
 @pytest.mark.parametrize("stacked", [False, True])
 def test_experts_with_nan_are_refused(device: str, tmp_path: Path, stacked: bool) -> None:

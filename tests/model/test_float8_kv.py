@@ -26,7 +26,7 @@ from tests.model.float8 import rounded_heads, widened
 from tests.model.harness import Driver
 from tests.model.kernels import Problem, assert_close, interpreted_only, normal
 from tests.model.test_triton_attention import Setup
-from tests.tiers import INTERPRETER, grid, points
+from tests.tiers import INTERPRETER, grid, nightly, points
 
 CPU = torch.device("cpu")
 
@@ -282,6 +282,7 @@ def test_a_token_has_the_same_bits_under_any_chunking(device: str) -> None:
 # -- engines -------------------------------------------------------------------------------------------
 
 
+@nightly(INTERPRETER)
 @interpreted_only
 def test_logits_are_near_those_of_a_pool_of_the_models_type(device: str, tmp_path: Path) -> None:
     make_checkpoint("qwen3-blocks", tmp_path)
@@ -300,6 +301,7 @@ def test_logits_are_near_those_of_a_pool_of_the_models_type(device: str, tmp_pat
     assert float((plain - rounded).norm() / plain.norm()) < 0.2
 
 
+@nightly(INTERPRETER)
 @interpreted_only
 def test_an_engine_has_more_positions(device: str, tmp_path: Path) -> None:
     make_checkpoint("qwen3-blocks", tmp_path)

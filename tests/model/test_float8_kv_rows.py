@@ -12,7 +12,7 @@ from aioinfer.model.attention.base import AttentionParams
 from tests.model.kernels import TOLERANCE, Problem, assert_close, matmul_by_rows
 from tests.model.test_float8_kv import float8_pool
 from tests.model.test_triton_attention import Setup
-from tests.tiers import INTERPRETER, battery, grid, points
+from tests.tiers import INTERPRETER, grid, nightly, points
 
 #: (q_len, kv_len): a decode, padding rows, a chunk, a whole prompt
 ROWS = [(1, 37), (20, 145), (2, 0), (0, 0), (9, 9)]
@@ -28,7 +28,7 @@ def prefill(task: Problem, pool: Any, **options: Any) -> torch.Tensor:
     )  # fmt: skip
 
 
-@battery(INTERPRETER)
+@nightly(INTERPRETER)
 @pytest.mark.parametrize(
     ("head_dim", "page_size", "options", "dtype"),
     [
@@ -61,7 +61,7 @@ def test_divided_keys_of_8_bits_are_those_that_are_stored(
         assert_close(got, task.expected(scale, **options, **given), dtype)
 
 
-@battery(INTERPRETER)
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("window", [None, 18])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_token_of_8_bits_has_the_same_bits_as_decode_and_as_prefill(
@@ -128,6 +128,7 @@ def captured(setup: Setup, decodes: int, chunks: int, pages: int) -> Any:
     return batch
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize(
     ("float8", "invariant", "dtype", "options"),
     points(

@@ -15,9 +15,9 @@ from aioinfer.model.attention.backend import AttentionBackend
 from aioinfer.model.loader import load_model
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import TorchOperations
-from tests.model.checkpoints import BY_KERNELS, RECURRENT, STATEFUL, VOCAB
+from tests.model.checkpoints import IN_ENGINES, RECURRENT, VOCAB
 from tests.model.harness import Driver, require
-from tests.tiers import grid
+from tests.tiers import grid, points
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
@@ -27,6 +27,7 @@ ROUNDED = ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "gpt2-wide", "o
 ROUNDED += ["gemma2", "gemma3", "gemma4-shared", "gemma4-keys", "olmo2", "olmo3", "glm4", "smollm3"]
 #: of those with experts, rounding changes the choice
 ROUNDED += [name for name in RECURRENT if "moe" not in name and name != "qwen3-next"]
+ROUNDED_IN_ENGINES = [pair for pair in IN_ENGINES if pair[0] in ROUNDED]
 
 
 def prompts(seed: int, lengths: tuple[int, ...] = (23, 1, 14, 40)) -> list[list[int]]:
@@ -53,7 +54,7 @@ def oracle_logits(oracle: Any, ids: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize(("family", "kernels"), [*BY_KERNELS, *STATEFUL])
+@pytest.mark.parametrize(("family", "kernels"), points(IN_ENGINES[::2], IN_ENGINES[1::2]))
 @pytest.mark.parametrize("chunk", grid([3], [1, 8, 100]))
 def test_ids_equal_generate_and_every_logit_is_close(
     checkpoint: Checkpoint, family: str, kernels: AttentionBackend, chunk: int
@@ -104,7 +105,7 @@ def test_logits_are_computed_for_the_wanted_rows_only(
 
 @pytest.mark.parametrize(
     ("family", "kernels"),
-    [pair for pair in [*BY_KERNELS, *STATEFUL] if pair[0] in ROUNDED],
+    points(ROUNDED_IN_ENGINES[::2], ROUNDED_IN_ENGINES[1::2]),
 )
 def test_bfloat16_is_as_close_as_rounding_allows(
     checkpoint: Checkpoint, family: str, kernels: AttentionBackend

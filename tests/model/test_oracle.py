@@ -17,7 +17,7 @@ from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import IN_ENGINES, OWN, RECURRENT, VOCAB, greedy, greedy_each
 from tests.model.harness import require
-from tests.tiers import battery, grid, points, thinned
+from tests.tiers import SECONDS, grid, nightly, points, rest, thinned
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 TOKENS = 14
@@ -48,7 +48,7 @@ def config(path: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(model=str(path), dtype="float32", num_pages=64, page_size=8, threads=1, **changes)
 
 
-@battery("a cross product: mixed requests run on the same families and kernels")
+@nightly("a cross product: mixed requests run on the same families and kernels")
 @pytest.mark.parametrize(("family", "kernels"), IN_ENGINES)
 def test_alone_with_any_chunk_size(checkpoint: Checkpoint, family: str, kernels: str) -> None:
     require(kernels)
@@ -62,6 +62,7 @@ def test_alone_with_any_chunk_size(checkpoint: Checkpoint, family: str, kernels:
         assert result.token_ids == wanted, (family, chunk)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     ("family", "kernels"), points(QUICK, [pair for pair in IN_ENGINES if pair not in QUICK])
 )

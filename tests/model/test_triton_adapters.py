@@ -14,7 +14,7 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.weights import RandomWeights, StoredMatrix
 from tests.model.adapters import factors, write_adapter
 from tests.model.kernels import TOLERANCE, normal
-from tests.tiers import INTERPRETER, grid, points
+from tests.tiers import INTERPRETER, grid, nightly, points
 
 
 class Layer:
@@ -133,6 +133,7 @@ def test_tensors_whose_rows_are_apart(tmp_path: Path, device: str) -> None:
     layer.check([1, 2, 0], [2, 1, 1])
 
 
+@nightly(INTERPRETER)
 def test_a_tokens_bits_do_not_depend_on_its_company(tmp_path: Path, device: str) -> None:
     layer = Layer(tmp_path, device, [40, 24], 600, torch.bfloat16)
     for slot, ranks in enumerate(([4, 4], [40, 2], [0, 16]), 1):

@@ -28,7 +28,7 @@ from aioinfer.params import SamplingParams
 from tests.model.checkpoints import greedy
 from tests.model.kernels import TOLERANCE, Problem, kernels_or_skip
 from tests.model.test_oracle import prompts
-from tests.tiers import INTERPRETER, SLOW_MODEL, battery, grid
+from tests.tiers import INTERPRETER, SLOW_MODEL, grid, nightly
 
 
 class Setup:
@@ -134,6 +134,7 @@ def triton_attention(pool: KVPool) -> Attention:
     return TritonAttention(pool, decode=DecodeTuning(split_size=32, block_n=32, num_stages=2))
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", grid(range(2), range(2, 12), INTERPRETER))
 def test_a_step_is_what_the_sdpa_kernels_make_of_it(device: str, seed: int, dtype: torch.dtype) -> None:
@@ -196,6 +197,7 @@ def test_storing_from_slices_of_a_projection(device: str, dtype: torch.dtype) ->
         store_kv(k, v, keys.transpose(0, 1), values, slots)
 
 
+@nightly(INTERPRETER)
 def test_a_captured_decode_follows_lengths_and_pages_on_the_device(device: str) -> None:
     """Between capture and replay everything but shapes and addresses changes. Interpreted: the same calls."""
     from aioinfer.model.attention.triton_attention import TritonAttention
@@ -236,7 +238,7 @@ def test_a_captured_decode_follows_lengths_and_pages_on_the_device(device: str) 
     torch.testing.assert_close(out.double().cpu(), task.expected(0.2), rtol=1e-5, atol=1e-5)
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 @pytest.mark.parametrize(
     "family",
     ["qwen3", "mistral-window", "gemma2", "gemma3", "olmo3", "glm4", "smollm3", "gpt-oss", "gemma4-shared"],

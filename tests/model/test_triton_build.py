@@ -13,7 +13,7 @@ import pytest
 
 from aioinfer.model import triton_build
 from aioinfer.model.triton_build import build_unsupported
-from tests.tiers import COMPILES, battery
+from tests.tiers import COMPILES, nightly
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 #: imports a library that Triton links by a name with a version, as it does that of CUDA
@@ -111,7 +111,7 @@ def test_missing_headers_and_drivers_that_do_not_load_are_named(
     assert build_unsupported() == f"Triton needs the headers of Python, and there is no {header}"
 
 
-@battery(COMPILES)
+@nightly(COMPILES)
 def test_zig_builds_a_module_that_python_imports(tmp_path: Path) -> None:
     pytest.importorskip("ziglang", reason="the package ziglang is not installed")
     (tmp_path / "answer.c").write_text("int answer(void) { return 42; }\n")

@@ -10,7 +10,7 @@ import pytest
 
 from aioinfer.model.triton_support import shared_memory
 from tests.model.kernels import compiled
-from tests.tiers import COMPILES, battery
+from tests.tiers import COMPILES, nightly
 
 #: of a layer, each compiled once
 LAYER = ("_rotate_kernel", "_store_kernel", "_gate_mul_kernel", "_prefill_kernel")
@@ -24,7 +24,7 @@ def check_resources(kernel: dict[str, Any], capability: tuple[int, int]) -> None
     assert kernel["step"] < 2, kernel
 
 
-@battery(COMPILES)
+@nightly(COMPILES)
 def test_kernels_compile_for_sm_90_and_once(tmp_path: Path) -> None:
     kernels = compiled("tests.model.compile_kernels", tmp_path, "90")
     count = Counter((kernel["shape"], kernel["name"]) for kernel in kernels)
@@ -70,7 +70,7 @@ def test_kernels_compile_for_sm_90_and_once(tmp_path: Path) -> None:
             assert kernel["exponents"].keys() <= {"fma.rn.f32", "sub.rn.f32", "mul.rn.f32"}, kernel
 
 
-@battery(COMPILES)
+@nightly(COMPILES)
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (12, 0)], ids=lambda each: f"sm_{each[0]}{each[1]}")
 def test_tiles_fit_other_gpus(tmp_path: Path, capability: tuple[int, int]) -> None:
     """Ampere, Ada and consumer Blackwell; of these, two have less than half of Hopper's shared memory."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.model.kernels import Problem, assert_close
-from tests.tiers import INTERPRETER, grid, points
+from tests.tiers import INTERPRETER, grid, nightly, points
 
 LENGTHS = [1, 70, 0, 33, 16]
 
@@ -87,12 +87,14 @@ def test_a_row_without_work_gives_zeros_from_a_pool_of_nan(device: str) -> None:
     assert decode(problem([], device)).shape == (0, 4, 32)
 
 
+@nightly(INTERPRETER)
 def test_a_long_row_has_longer_splits_and_not_more(device: str) -> None:
     task = problem([200, 129, 128], device, page_size=64)
     assert_close(decode(task, max_splits=3), task.expected(0.3), torch.float32)
     assert_close(decode(task, max_splits=3, window=150), task.expected(0.3, window=150), torch.float32)
 
 
+@nightly(INTERPRETER)
 def test_a_row_has_the_same_bits_in_any_company_and_under_any_page_table(device: str) -> None:
     """The width of the page table sets the grid."""
     task = problem([70, 5, 33, 17], device)
@@ -106,6 +108,7 @@ def test_a_row_has_the_same_bits_in_any_company_and_under_any_page_table(device:
             assert torch.equal(decode(alone)[0], together[row]), (length, width)
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("window", grid([90], [None], INTERPRETER))
 def test_a_row_has_the_same_bits_however_many_lanes_share_its_splits(device: str, window: int | None) -> None:
     task = problem([200, 5, 0, 129], device, window=window, page_size=64)

@@ -25,7 +25,7 @@ from tests.model.kernels import DEVICES, Problem, interpreted_on, kernels_or_ski
 from tests.model.test_float8 import write
 from tests.model.test_oracle import prompts
 from tests.model.test_triton_attention import Setup
-from tests.tiers import INTERPRETER, SLOW_MODEL, battery, grid
+from tests.tiers import INTERPRETER, SLOW_MODEL, grid, nightly
 
 #: what may change the work of a token: small chunks, steps with rows of all kinds, cached prefixes, few pages
 COMPANY: dict[str, Any] = {
@@ -46,6 +46,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
     return name
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("window", grid([None], [18], INTERPRETER))
 def test_a_token_has_the_same_bits_as_decode_and_as_prefill(device: str, window: int | None) -> None:
     from aioinfer.model.attention.triton_attention import TritonAttention
@@ -67,7 +68,7 @@ def test_a_token_has_the_same_bits_as_decode_and_as_prefill(device: str, window:
             assert torch.equal(got[0], together[begin + at]), (row, at)
 
 
-@battery(SLOW_MODEL)
+@nightly(SLOW_MODEL)
 @pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3-moe", "gemma2"])
 async def test_company_changes_no_bit(

@@ -19,7 +19,7 @@ from tests.model.checkpoints import greedy
 from tests.model.harness import Driver
 from tests.model.kernels import assert_close, interpreted_on, kernels_or_skip
 from tests.model.mixtures import Mixture
-from tests.tiers import INTERPRETER, grid, points
+from tests.tiers import INTERPRETER, grid, nightly, points
 
 SMALL = {"block_n": 32, "block_k": 16, "num_stages": 2}
 
@@ -87,6 +87,7 @@ def test_experts_without_tokens_are_not_touched(device: str) -> None:
     assert_close(compute(task), task.expected(), torch.float32)
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("dtype", grid([torch.bfloat16], [torch.float32], INTERPRETER))
 def test_a_token_has_the_same_bits_in_any_company(device: str, dtype: torch.dtype) -> None:
     """Among other tokens, in steps of other sizes; compiled also alone and at any place of its block. The
@@ -184,6 +185,7 @@ def test_blocks_suffice_for_the_worst_spread(device: str) -> None:
     assert block_expert.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("family", grid(["gpt-oss"], ["qwen3-moe", "gemma4-experts"], INTERPRETER))
 def test_a_model_on_these_kernels_generates_what_transformers_does(
     checkpoint: Callable[[str], tuple[Path, Any]], device: str, family: str

@@ -16,6 +16,7 @@ from aioinfer.model.operations.base import Operations
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.rope import Rotary
 from tests.model.kernels import integers, normal
+from tests.tiers import INTERPRETER, nightly
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PLAIN = TorchOperations()
@@ -58,6 +59,7 @@ def test_a_norm_has_torchs_bits_where_the_sum_of_squares_has(
             assert torch.equal(ours.cpu(), theirs)
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_layer_norm_is_torchs(fast: Operations, device: str, dtype: torch.dtype) -> None:
     hidden, delta, weight, bias = (

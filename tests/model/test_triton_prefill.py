@@ -16,7 +16,7 @@ from tests.model.kernels import (
     kernels_or_skip,
     matmul_by_rows,
 )
-from tests.tiers import INTERPRETER, grid, points
+from tests.tiers import INTERPRETER, grid, nightly, points
 
 #: (q_len, kv_len): a decode, chunks of which some begin a sequence, a whole prompt
 MIXED = [(1, 37), (9, 9), (20, 45), (1, 1), (33, 33)]
@@ -118,6 +118,7 @@ def test_rows_without_work(device: str) -> None:
     assert prefill(problem([], device)).shape == (0, 4, 32)
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("splits", grid([3], [2, 32], INTERPRETER))
 @pytest.mark.parametrize(
     "options",
@@ -136,6 +137,7 @@ def test_keys_are_divided_among_programs(device: str, options: dict[str, Any], s
         assert_close(got, task.expected(0.3, **options, **given), torch.float32)
 
 
+@nightly(INTERPRETER)
 def test_other_rows_stay_when_keys_are_divided(device: str) -> None:
     task = problem(MIXED, device)
     expected, out = task.expected(0.3), torch.full_like(task.q, 7.0)
@@ -197,6 +199,7 @@ def part(task: Problem, row: int, start: int, stop: int) -> Problem:
     )  # fmt: skip
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("window", grid([18], [None], INTERPRETER))
 def test_a_token_has_the_same_bits_in_any_company_and_chunk(
     device: str, window: int | None, monkeypatch: pytest.MonkeyPatch

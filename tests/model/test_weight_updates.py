@@ -18,7 +18,7 @@ from tests.checkpoint.test_formats import FORMATS
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.checkpoints import FAMILIES, IN_ENGINES, RECURRENT, make_model
 from tests.model.harness import attention_for, build_batch, require, row_states, state_pool
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 CPU = torch.device("cpu")
 #: one of each way in which tensors become parts of a model
@@ -90,6 +90,7 @@ def kernels_of(kind: str) -> Iterator[str]:
     return (kernels for name, kernels in IN_ENGINES if name == kind)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("kind", grid(KINDS, OTHERS))
 def test_an_updated_model_has_the_bits_of_one_that_was_loaded_anew(
     pair: Callable[[str], tuple[Path, Path]], kind: str

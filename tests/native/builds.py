@@ -62,7 +62,7 @@ def _tests(name: str) -> bool:
         env["ASAN_OPTIONS"] = "detect_leaks=0:allocator_may_return_null=1"
         env["UBSAN_OPTIONS"] = "print_stacktrace=1"
     # In one process: threads are what the detectors look at, and workers would compete with them.
-    options = ["-q", "-x", "-n", "0", "--battery", "-p", "no:cacheprovider"]
+    options = ["-q", "-x", "-n", "0", "--quick", "--rest", "--nightly", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *_TESTS]
     if "sanitize" in flags:
         # Sanitizers need more address space than this test leaves.

@@ -9,7 +9,7 @@ import torch
 
 from aioinfer.model.attention.base import AttentionParams
 from tests.native.support import DTYPES, UNIT, Bench, Heads, Row, draw_rows, expected, normal
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 PAGE_SIZES = [1, 3, 8, 16, 32, 48]
 
@@ -72,6 +72,7 @@ def test_blocks_see_to_their_ends_and_rows_of_one_sequence_each_other(block: int
     check(heads, rows, [torch.cat(bench.step(parts, fused=False))], fused=False)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", grid([32], [3]))
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ from aioinfer.native.build import UNITS, BuildFailed, build, cache_directory, fi
 from aioinfer.params import SamplingParams
 from tests.model.harness import require
 from tests.native.compilers import WORKS, Compiler, alive, calls, left
+from tests.tiers import SECONDS, rest
 
 CPU = torch.device("cpu")
 _ROOT = Path(__file__).parents[2]
@@ -118,6 +119,7 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     assert not cache_directory().exists() or left() == []
 
 
+@rest(SECONDS)
 def test_compilers_that_take_too_long_end_with_their_processes(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -225,7 +225,7 @@ def test_a_process_that_waits_for_the_kernels_of_another_thread_can_be_ended(
     assert left() == []
 
 
-@pytest.mark.battery(PROGRAM)
+@pytest.mark.rest(PROGRAM)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_start_with_damaged_kernels_compiles_them_again(tmp_path: Path, damage: str) -> None:
     """The real ones, whose loading would end the process (SIGBUS, SIGILL)."""

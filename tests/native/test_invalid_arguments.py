@@ -41,7 +41,7 @@ from aioinfer.sampling.native_logits import NativeLogits, NativeLogprobs
 from aioinfer.sampling.native_sampler import sample_tokens
 from tests.model.harness import attention_for, build_batch
 from tests.native.support import Bench, Heads, Row, draw_rows, normal
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, rest
 
 PAGES, PAGE_SIZE = 20, 8
 #: far away, and just outside of anything small
@@ -368,7 +368,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
-@battery(PROGRAM)
+@rest(PROGRAM)
 def test_a_forked_process_computes_with_threads_of_its_own() -> None:
     """Also where a thread of the parent is computing at that moment, and where it ends the parent's pools."""
     said = run("""if True:

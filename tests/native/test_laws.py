@@ -21,7 +21,7 @@ from tests.model.block_models import block_config, write_checkpoint
 from tests.model.checkpoints import RECURRENT
 from tests.model.harness import attention_for, build_batch, fill, row_states, state_pool
 from tests.native.support import DTYPES, Bench, Heads, Row, draw_rows, normal
-from tests.tiers import grid, thinned
+from tests.tiers import SECONDS, grid, rest, thinned
 
 CPU = torch.device("cpu")
 KINDS = ["llama-biases", "mistral-window", "qwen2-window", "qwen3-moe-mixed", "qwen3-wide-untied", "sdar"]
@@ -143,6 +143,7 @@ def models(
     return made
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 @pytest.mark.parametrize("kind", thinned(KINDS, 3))

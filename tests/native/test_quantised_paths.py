@@ -20,10 +20,10 @@ from aioinfer.native.arguments import Arguments, LinearArguments, WeightsArgumen
 from aioinfer.native.bindings import kernels
 from aioinfer.native.build import _FLAGS, _SOURCE, find_compiler
 from tests.native.support import normal
-from tests.tiers import COMPILES, battery
+from tests.tiers import COMPILES, nightly
 
 pytestmark = [
-    battery(COMPILES),
+    nightly(COMPILES),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86"),
 ]
 

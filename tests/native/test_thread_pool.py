@@ -13,7 +13,7 @@ import torch
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.native.bindings import ThreadPool, shared_thread_pool
 from tests.native.support import normal
-from tests.tiers import RACES, battery
+from tests.tiers import RACES, nightly
 
 WEIGHT = normal(40, 16, seed=0)
 
@@ -23,7 +23,7 @@ def program(pool: ThreadPool) -> NativeLinear:
     return NativeLinear(pool, WEIGHT, None)
 
 
-@battery(RACES)
+@nightly(RACES)
 def test_callers_on_many_threads_take_turns() -> None:
     """Two pools with four callers each, all at once."""
     weight = normal(96, 64, seed=0)
@@ -40,7 +40,7 @@ def test_callers_on_many_threads_take_turns() -> None:
         assert all(callers.map(call, range(8)))
 
 
-@battery(RACES)
+@nightly(RACES)
 def test_many_more_threads_than_cores_get_through_thousands_of_small_programs() -> None:
     values = normal(3, 16, seed=1)
     wanted = program(shared_thread_pool(1))(values)

@@ -26,7 +26,7 @@ from aioinfer.native.bindings import Kernels, instructions, shared_thread_pool
 from aioinfer.native.build import find_compiler
 from aioinfer.native.processor import MODELLED, PERMITTED, choose_tiles
 from tests.native.support import Bench, Heads, Row, normal
-from tests.tiers import PROGRAM, battery, points
+from tests.tiers import PROGRAM, nightly, points, rest
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.uint16]
@@ -38,6 +38,8 @@ KERNELS = [
     ["native/test_laws", "model/test_native_experts", "engine/test_deterministic"],
 ]
 TINY = np.float32(2.0**-126)
+
+pytestmark = rest("compiles the kernels with a model of tiles")
 
 
 # -- the arithmetic of a product, in float64 ---------------------------------------------------------------
@@ -298,7 +300,7 @@ def test_modelled_tiles_say_so(modelled: Kernels) -> None:
     assert instructions() == "modelled tiles (AIOINFER_TILES is model)"
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 @pytest.mark.timeout(600, method="thread")
 @pytest.mark.parametrize("names", KERNELS, ids=" ".join)
 def test_the_kernels_pass_their_tests_on_modelled_tiles(names: list[str]) -> None:

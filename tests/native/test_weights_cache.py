@@ -32,7 +32,7 @@ from aioinfer.native import build as building
 from aioinfer.native.bindings import InvalidArguments, shared_thread_pool
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.harness import attention_for, build_batch, row_states, state_pool
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 CPU = torch.device("cpu")
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -145,6 +145,7 @@ def test_a_damaged_file_is_written_anew(
     assert [record.levelname for record in caplog.records if "made anew" in record.message] == ["WARNING"]
 
 
+@rest(SECONDS)
 def test_any_byte_that_differs_is_recognised(cache: Path, checkpoint: Callable[[str], Any]) -> None:
     path = checkpoint("qwen3")[0]
     load(path, "int4")

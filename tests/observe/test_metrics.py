@@ -23,6 +23,7 @@ from aioinfer.observe.metrics.catalogue import _STATES, OWN, VLLM, Distribution,
 from aioinfer.observe.metrics.collector import Labels, Reading, render
 from aioinfer.observe.metrics.recorder import CAUSES, FINISH_REASONS
 from tests.observe.scrapes import Series, lint, read_openmetrics, read_text, scrape, toy_engine, values
+from tests.tiers import SECONDS, rest
 
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True)
 OPENMETRICS = "application/openmetrics-text;version=1.0.0"
@@ -313,6 +314,7 @@ async def test_the_applications_own_registry_is_left_alone() -> None:
     assert before
 
 
+@rest(SECONDS)
 def test_nothing_is_imported_before_it_is_wanted() -> None:
     code = (
         "import sys, aioinfer, aioinfer.engine, aioinfer.server\n"

@@ -33,7 +33,7 @@ from tests.counting import no_collection
 from tests.engine.simulation import simulate
 from tests.engine.worlds import make_world
 from tests.observe.scrapes import toy_engine
-from tests.tiers import scaled
+from tests.tiers import SECONDS, rest, scaled
 
 PER_TURN = recorder._TIMES_PER_TURN
 
@@ -358,6 +358,7 @@ class Opened(Observer):
         self.rejections += 1
 
 
+@rest(SECONDS)
 def test_counts_are_conserved_through_random_lifetimes_and_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request ends once in the metrics; their sums are those of stats(), whatever happened to it."""
     told: list[tuple[Snapshot, Opened, bool]] = []

@@ -20,6 +20,7 @@ from aioinfer.observe.timeline import DeviceLane, Lane, Overlap, Timeline
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.engine.simulation import settle
+from tests.tiers import SECONDS, rest
 
 #: event names of each lane, in the order of one step
 LANES = {
@@ -162,6 +163,7 @@ def test_an_empty_timeline_is_a_trace() -> None:
     assert read_trace(Timeline().chrome_trace()) == {name: [] for name in LANES}
 
 
+@rest(SECONDS)
 def test_a_trace_can_be_taken_while_lanes_are_written() -> None:
     timeline = Timeline()
     under_way, done = threading.Event(), threading.Event()

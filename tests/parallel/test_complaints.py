@@ -21,7 +21,7 @@ from aioinfer.parallel.replica import Replica, ReplicaState
 from aioinfer.stream import Stream
 from tests.parallel.test_policies import Bare, choice
 from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, expected, prompt, record, sent, toys, virtual
-from tests.tiers import points
+from tests.tiers import SECONDS, points, rest
 
 EVEN = ("round_robin", "total_requests", "total_tokens", "prefix")
 
@@ -186,6 +186,7 @@ async def test_affinity_fades_and_does_not_break_off() -> None:
     assert moved == [1, 3, 6, 8], "requests that stay at home, by the length of what they share"
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     ("gap", "replicas", "length"), points([(1.5, 4, 256)], [(4.0, 4, 1024), (3.0, 8, 1024), (1.0, 8, 2048)])
 )

@@ -27,7 +27,7 @@ from aioinfer.testing import TimedLauncher, ToyDevice, ToyTokenizer, VirtualLoop
 from examples.training.tasks import TASKS, held_out
 from tests.engine.test_restoring import DIFFUSION, KINDS, same
 from tests.model.harness import require
-from tests.tiers import PLANTED_BUG, battery, grid
+from tests.tiers import PLANTED_BUG, SECONDS, grid, nightly, rest
 
 LONGEST = 96
 
@@ -148,6 +148,7 @@ async def lose_everywhere(every: int = 1) -> int:
     return losses
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("every", grid([5], [1]))
 def test_a_replica_may_be_lost_at_any_token(every: int) -> None:
     async def work() -> None:
@@ -249,7 +250,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     BUGS[bug](monkeypatch)
@@ -514,19 +515,21 @@ def diffusion_requests() -> list[tuple[Any, SamplingParams]]:
     ]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("rounds", grid([2], [8]))
 async def test_every_kind_of_request_to_the_bundled_model_goes_on(rounds: int) -> None:
     require("native")
     assert await lose_some(chat_engines(), chat_requests(), rounds) > rounds
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("rounds", grid([2], [8]))
 async def test_blocks_go_on_too(rounds: int) -> None:
     require("native")
     assert await lose_some(diffusion_engines(), diffusion_requests(), rounds) > rounds
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 async def test_a_grammar_at_its_root_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     require("native")
     monkeypatch.setattr("aioinfer.loop.core.replay", lambda grammar, checkpoint: grammar)
@@ -535,7 +538,7 @@ async def test_a_grammar_at_its_root_is_found(monkeypatch: pytest.MonkeyPatch) -
             await lose_some(chat_engines(), chat_requests(), 8)
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 async def test_a_block_boundary_that_is_rounded_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     require("native")
     checkpoint = Record.checkpoint

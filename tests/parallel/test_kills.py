@@ -8,10 +8,10 @@ import pytest
 
 from tests.model.harness import require
 from tests.parallel.kills import run
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, nightly
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 @pytest.mark.parametrize(
     ("model", "streams", "rolling"),
     [("tiny-chat", 40, False), ("tiny-diffusion", 30, False), ("tiny-chat", 100, True)],

@@ -12,7 +12,7 @@ from aioinfer.parallel.local import LocalReplica
 from aioinfer.parallel.record import Attempt, Record
 from aioinfer.parallel.replica import Load, Rows
 from tests.parallel.simulation import simulate
-from tests.tiers import PLANTED_BUG, SIMULATION, battery, grid, scaled
+from tests.tiers import PLANTED_BUG, SECONDS, SIMULATION, grid, nightly, rest, scaled
 
 LIFETIMES = scaled(60, 20)
 BLOCKS = 5
@@ -20,6 +20,7 @@ BLOCKS = 5
 WORLDS = 67
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("block", grid([0], range(1, BLOCKS), SIMULATION))
 def test_random_lifetimes_keep_every_law(block: int) -> None:
     """5 blocks of 67 worlds of 60 lifetimes: 20,100 in all."""
@@ -34,6 +35,7 @@ def test_random_lifetimes_keep_every_law(block: int) -> None:
         assert counts[happening] > 0, (happening, counts)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("seed", [3])
 def test_the_same_seed_takes_the_same_course(seed: int) -> None:
     first, second, other = simulate(seed, 30), simulate(seed, 30), simulate(seed + 1, 30)
@@ -125,7 +127,7 @@ BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
     BUGS[bug](monkeypatch)

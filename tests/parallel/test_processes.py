@@ -24,7 +24,7 @@ from aioinfer.parallel.processes import ProcessReplica, _environment, child_conf
 from aioinfer.parallel.replica import ReplicaState
 from tests.joining import still_running
 from tests.parallel.waiting import until
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, nightly, rest
 
 CONFIG = EngineConfig(model="tiny-chat", deterministic=True, threads=1, kv_memory_gib=0.1)
 
@@ -218,7 +218,7 @@ async def _silent(replica: Any) -> None:
         await asyncio.sleep(0.01)
 
 
-@battery(PROGRAM)
+@rest(PROGRAM)
 async def test_a_stream_goes_on_when_its_process_is_killed_or_hangs() -> None:
     """To the bit; the processes come back, and the next ones do the same."""
     async with dispatching(2) as dispatcher:
@@ -235,7 +235,7 @@ async def test_a_stream_goes_on_when_its_process_is_killed_or_hangs() -> None:
         assert "42" in result.text
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 async def test_work_goes_on_when_all_were_lost_and_one_comes_back() -> None:
     async with dispatching(1) as dispatcher:
         stream = dispatcher.generate("Once upon a time", PARAMS)
@@ -248,7 +248,7 @@ async def test_work_goes_on_when_all_were_lost_and_one_comes_back() -> None:
         assert len((await dispatcher.generate("Once upon a time", PARAMS)).token_ids) == 300
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 @pytest.mark.parametrize(
     ("factory", "closes"),
     [("asyncio.new_event_loop", (False, True)), ("uvloop.new_event_loop", (False, "only"))],
@@ -287,7 +287,7 @@ def test_a_dispatcher_that_outlived_its_loop_can_be_used_again(factory: str, clo
     assert done.stdout == "they have ended\n", done.stderr
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 def test_children_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     source = """
         import asyncio, time
@@ -339,7 +339,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.stdin.close()
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 async def test_replicas_that_somebody_else_starts_are_used_while_they_are_there(tmp_path: Path) -> None:
     paths = [tmp_path / "0", tmp_path / "1"]
     served = [_served(path) for path in paths]

@@ -24,7 +24,7 @@ from tests.model.harness import require
 from tests.parallel.kills import run
 from tests.parallel.ray_cluster import RayHead, ray_head
 from tests.parallel.waiting import until
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, nightly
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -66,7 +66,7 @@ async def placed(head: RayHead, processes: int, *, direct: bool = True) -> Async
             await dispatcher.aclose()
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 @pytest.mark.usefixtures("patience")
 async def test_a_stream_goes_on_when_its_actor_is_killed(head: RayHead) -> None:
     """Also where Ray carries the frames."""
@@ -86,7 +86,7 @@ async def test_a_stream_goes_on_when_its_actor_is_killed(head: RayHead) -> None:
         assert await dispatcher.generate("Once upon a time", PARAMS) == expected
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 @pytest.mark.usefixtures("patience")
 async def test_a_cluster_that_is_lost_ends_no_process_and_may_come_back(head: RayHead) -> None:
     async with placed(head, 1) as dispatcher:
@@ -101,7 +101,7 @@ async def test_a_cluster_that_is_lost_ends_no_process_and_may_come_back(head: Ra
         assert len((await dispatcher.generate("Once upon a time", PARAMS)).token_ids) == 300
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 async def test_where_there_is_no_cluster_it_is_an_error(head: RayHead) -> None:
     """Nobody listens; somebody does who is no cluster; nothing comes back."""
 
@@ -118,7 +118,7 @@ async def test_where_there_is_no_cluster_it_is_an_error(head: RayHead) -> None:
                     await dispatcher.start()
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 def test_the_example_runs(head: RayHead) -> None:
     done = subprocess.run(
         [sys.executable, "examples/on_ray.py", head.address], capture_output=True, text=True, timeout=240
@@ -128,7 +128,7 @@ def test_the_example_runs(head: RayHead) -> None:
     assert "ray-1: ready" in done.stderr
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 @pytest.mark.usefixtures("patience")
 def test_no_answer_shows_that_actors_were_killed(head: RayHead) -> None:
     found = asyncio.run(run("tiny-chat", 40, clients=12, every=1.0, rolling=False, seed=0, ray=head.address))

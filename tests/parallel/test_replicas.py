@@ -16,6 +16,7 @@ from aioinfer.parallel.replica import ReplicaState
 from aioinfer.testing import FakeEngine
 from tests.parallel.test_complaints import end, turn
 from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, expected, prompt, record, sent, toys, virtual
+from tests.tiers import SECONDS, rest
 
 
 class Load:
@@ -53,6 +54,7 @@ class Load:
         return self.finished
 
 
+@rest(SECONDS)
 @virtual
 async def test_replicas_come_and_go_under_load_and_nothing_fails() -> None:
     async with Dispatcher(toys(2)) as dispatcher:
@@ -78,6 +80,7 @@ async def test_replicas_come_and_go_under_load_and_nothing_fails() -> None:
         assert not dispatcher.degraded
 
 
+@rest(SECONDS)
 @virtual
 async def test_a_restart_takes_the_time_of_a_start_and_no_stream_waits_for_it() -> None:
     class Slow(Toy):

@@ -24,6 +24,7 @@ from tests.parallel.served import (
     toy,
 )
 from tests.parallel.waiting import until
+from tests.tiers import SECONDS, rest
 
 # -- streams -------------------------------------------------------------------------------------------
 
@@ -163,6 +164,7 @@ async def test_a_reader_that_waits_does_not_lag(tmp_path: Path) -> None:
         assert dispatcher.replicas[0].engine.stats().parkings < 10
 
 
+@rest(SECONDS)
 async def test_a_reader_of_some_of_it_is_never_forgotten(tmp_path: Path) -> None:
     """Also one that reads less at a time than what the replica is told at once."""
     params = SamplingParams(max_tokens=120, seed=1, ignore_eos=True)

@@ -32,7 +32,7 @@ from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.step import Generating, NewRequestData, Step
 from tests.model.kernels import kernels_or_skip
 from tests.sampling.support import CPU
-from tests.tiers import EXACT, INTERPRETER, PLANTED_BUG, battery, grid
+from tests.tiers import EXACT, INTERPRETER, PLANTED_BUG, SECONDS, grid, nightly, rest
 
 Doubles = npt.NDArray[np.float64]
 
@@ -196,7 +196,7 @@ def case_of(combination: tuple[bool, ...], vocab: int) -> Case:
     return make_case(COMBINATIONS.index(combination), vocab, dict(zip(SWITCHES, combination, strict=True)))
 
 
-@battery(EXACT)
+@nightly(EXACT)
 @pytest.mark.parametrize("combination", COMBINATIONS, ids=name_of)
 def test_draws_follow_the_exact_distribution(
     combination: tuple[bool, ...], sampling: SamplingBackend
@@ -241,6 +241,7 @@ def test_draws_of_compiled_kernels_follow_the_exact_distribution(vocab: int) -> 
         assert fits(counts, case.exact), (SEED, case, counts)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("combination", grid(LARGE[-1:], LARGE[-4::-3], INTERPRETER), ids=name_of)
 def test_kernels_draw_the_tokens_of_torch(combination: tuple[bool, ...], device: str) -> None:
     """Whose distribution is tested above."""
@@ -308,7 +309,7 @@ def rejected(name: str) -> bool:
     return any(not fits(draw(case, DRAWS), case.exact) for case in cases)
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_rejected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names, wrong = PLANTED[bug]
@@ -320,7 +321,7 @@ def test_a_planted_bug_is_rejected(bug: str, monkeypatch: pytest.MonkeyPatch) ->
         assert rejected(name), (SEED, bug, name)
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize(
     ("name", "forgotten"), [("logit_bias", "add_biases_"), ("allowed_token_ids", "apply_masks_")]
 )
@@ -331,7 +332,7 @@ def test_a_forgotten_constraint_is_rejected(
     assert rejected(name), SEED
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize("field", ["positions", "seeds"])
 def test_noise_that_repeats_is_rejected(field: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that should differ in seed or position draw the same: too few different draws for chance."""

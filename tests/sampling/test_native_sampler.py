@@ -32,6 +32,7 @@ from tests.sampling.support import (
     reference,
     telling_rows,
 )
+from tests.tiers import SECONDS, rest
 
 #: a stretch of tokens is shared out as one; a list holds so many
 STRETCH, LISTED = 1024, 8192
@@ -69,6 +70,7 @@ def test_edges(team: ThreadPool, name: str) -> None:
     assert sample_tokens(team, logits, make_batch(MIXED)).tolist() == wanted
 
 
+@rest(SECONDS)
 def test_filters_keep_neither_more_nor_less(team: ThreadPool) -> None:
     """At seeds at which filters that are a little off would draw something else."""
     rows = telling_rows()

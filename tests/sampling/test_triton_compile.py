@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.model.kernels import compiled
-from tests.tiers import COMPILES, battery
+from tests.tiers import COMPILES, nightly
 
 #: registers of a thread at which two programs of eight warps share a multiprocessor
 REGISTERS = 128
@@ -30,7 +30,7 @@ VERSIONS = {
 }
 
 
-@battery(COMPILES)
+@nightly(COMPILES)
 @pytest.mark.parametrize("capability", [80, 89, 90, 120])
 def test_kernels_compile_once_and_spill_next_to_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capability: int

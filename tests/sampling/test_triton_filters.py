@@ -12,7 +12,7 @@ import torch
 from aioinfer.sampling.filters import mass_unit
 from tests.model.kernels import interpreted_on, interpreted_only
 from tests.sampling.support import DEFAULTS, reference_floor
-from tests.tiers import INTERPRETER, points
+from tests.tiers import INTERPRETER, nightly, points
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 tl = pytest.importorskip("triton.language", reason="triton is not installed")
@@ -88,6 +88,7 @@ def line_of(rng: np.random.Generator) -> npt.NDArray[np.float32]:
     return line
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize(("tile", "number"), points([(32, 12)], [(64, 24)], INTERPRETER))
 def test_floors_are_those_of_a_full_sort(device: str, tile: int, number: int) -> None:
     """In one tile and in several, the last of which is partly empty."""

@@ -38,7 +38,7 @@ from aioinfer.sampling import triton_draw, triton_sampler, triton_scan, triton_w
 from aioinfer.sampling.triton_filters import filter_floor
 from aioinfer.sampling.triton_sampler import SampleTuning, sample_tokens
 from aioinfer.sampling.triton_wide import _part
-from tests.tiers import INTERPRETER, PLANTED_BUG, battery, grid, points
+from tests.tiers import INTERPRETER, PLANTED_BUG, grid, nightly, points
 
 #: One chunk and several, the last of them partly empty; groups of a token and of many; lists that most rows
 #: overflow, so that they are searched whole, and lists of several tiles.
@@ -97,6 +97,7 @@ def drawn(
     return found
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize(
     "tuning",
     grid(
@@ -122,7 +123,7 @@ def test_every_row_equals_the_plain_implementation(
         assert torch.equal(before.nan_to_num(), logits.nan_to_num()), "the logits were written to"
 
 
-@battery(INTERPRETER)
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("vocab", [50_257, 262_144])
 def test_large_vocabularies_equal_the_torch_path_on_the_same_device(device: str, vocab: int) -> None:
     """Peaked rows, whose candidates fit a list, and flat ones."""
@@ -142,6 +143,7 @@ def filtered(device: str, tuning: str, wide: str = "one program") -> tuple[list[
     return drawn(lines, rows, device, TUNINGS[tuning], wide), [reference(LINE, row) for row in rows]
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize(
     ("tuning", "wide"),
     points(
@@ -185,7 +187,7 @@ PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
 }
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @interpreted_only
 @pytest.mark.parametrize("bug", PLANTED)
 def test_a_planted_bug_is_found(device: str, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +197,7 @@ def test_a_planted_bug_is_found(device: str, bug: str, monkeypatch: pytest.Monke
     assert got != wanted
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("name", grid([*EDGES][:3], [*EDGES][3:], INTERPRETER))
 def test_edges(device: str, name: str) -> None:
     line = np.array(EDGES[name], np.float32)
@@ -209,6 +212,7 @@ def test_no_rows_give_no_tokens(device: str) -> None:
     assert sample_tokens(torch.zeros(0, 30, device=device), empty).shape == (0,)
 
 
+@nightly(INTERPRETER)
 def test_a_row_depends_on_itself_alone(device: str) -> None:
     """Not on its company, the flags of the batch, nor on how logits and parameters lie in memory."""
     at = torch.device(device)
@@ -249,6 +253,7 @@ GUESSES: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
+@nightly(INTERPRETER)
 @interpreted_only
 @pytest.mark.parametrize(
     "guess", grid(["only the likeliest"], [guess for guess in GUESSES if guess != "only the likeliest"])

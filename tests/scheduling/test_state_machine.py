@@ -26,7 +26,7 @@ from aioinfer.scheduling.step import Outcome, Row, Step
 from aioinfer.scheduling.token_batch import TokenBatch
 from tests.planted_bugs import assert_found
 from tests.scheduling.machine import TOKENS, SchedulerMachine
-from tests.tiers import PLANTED_BUG, battery, scaled
+from tests.tiers import PLANTED_BUG, nightly, scaled
 
 LAWFUL = settings(
     max_examples=scaled(120, 40), stateful_step_count=40, deadline=None, derandomize=True, database=None
@@ -315,7 +315,7 @@ CROWDED = {
 SCARCE = {"running_out_is_never_forgiven"}
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name](monkeypatch)

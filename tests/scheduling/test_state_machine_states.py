@@ -16,7 +16,7 @@ from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.states import StateCells
 from tests.planted_bugs import assert_found
 from tests.scheduling.machine import SchedulerMachine
-from tests.tiers import PLANTED_BUG, battery, grid, scaled
+from tests.tiers import PLANTED_BUG, SECONDS, grid, nightly, rest, scaled
 
 LAWFUL = settings(
     max_examples=scaled(120, 24), stateful_step_count=40, deadline=None, derandomize=True, database=None
@@ -29,6 +29,7 @@ class Stateful(SchedulerMachine):
     fixed: ClassVar[dict[str, Any]] = {"prefix_cache": True, "snapshots": 3, "page_size": 1}
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("snapshots", grid([1, 3], [0, 2, 16]))
 def test_the_scheduler_keeps_the_laws(snapshots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(Stateful.fixed, "snapshots", snapshots)
@@ -152,7 +153,7 @@ def the_row_behind_a_snapshot_reads_the_slot(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(StateCells, "cells", forgetful)
 
 
-@battery(PLANTED_BUG)
+@nightly(PLANTED_BUG)
 @pytest.mark.parametrize("name", MUTANTS)
 def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     MUTANTS[name](monkeypatch)

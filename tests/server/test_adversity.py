@@ -26,7 +26,7 @@ from aioinfer.server import setup
 from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.engine.conftest import Gate
 from tests.server.conftest import Served, Serving
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, SECONDS, rest
 
 CHAT: Any = [{"role": "user", "content": "Hello there"}]
 #: a long completion without an end token
@@ -181,6 +181,7 @@ async def test_clients_killed_with_signal_9_leave_nothing_behind(serving: Servin
             assert answer.usage is not None
 
 
+@rest(SECONDS)
 async def test_a_client_that_stops_reading_affects_no_other(serving: Serving) -> None:
     async with serving(server={"send_timeout": 0.5, "ping_interval": 0.1}, num_pages=8192) as served:
         port = int(served.url.rsplit(":", 1)[1])
@@ -381,6 +382,7 @@ async def test_the_api_key_guards_every_route_but_health(serving: Serving) -> No
             assert response.status == 200
 
 
+@rest(SECONDS)
 async def test_the_routes_can_be_mounted_in_an_existing_application() -> None:
     """Disconnects are detected without handler cancellation, too."""
     config = EngineConfig(model="toy", page_size=4, num_pages=2048)
@@ -416,7 +418,7 @@ async def test_the_routes_can_be_mounted_in_an_existing_application() -> None:
     assert not engine.ready
 
 
-@battery(PROGRAM)
+@rest(PROGRAM)
 async def test_sigterm_drains_and_exits_cleanly() -> None:
     """The real command line with the bundled model, during a stream."""
     command = [sys.executable, "-u", "-m", "aioinfer", "serve", "--port", "0", "--threads", "1"]

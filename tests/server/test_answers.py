@@ -17,7 +17,7 @@ from aioinfer.text.tool_calls import PARSERS, Hermes, Qwen3Coder, ToolCallParser
 from aioinfer.text.tool_calls.raw_values import Signatures
 from tests.server.chats import ROME
 from tests.text.call_formats import FORMATS as CALLS
-from tests.tiers import scaled
+from tests.tiers import SECONDS, rest, scaled
 
 PIECES = [
     "<think>",
@@ -95,6 +95,7 @@ def test_any_cuts_give_the_same_message(answer: AnswerFormat, data: st.DataObjec
     check(answer, text, [*text, ""])
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("reasoning", REASONING_PARSERS.values(), ids=REASONING_PARSERS)
 def test_reasoning_content_and_calls(reasoning: type[ReasoningParser]) -> None:
     answer = AnswerFormat(Hermes, reasoning)

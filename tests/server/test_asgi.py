@@ -27,6 +27,7 @@ from aioinfer.testing import Answer, FakeEngine
 from tests.asgi import Exchange, uvicorned
 from tests.server.raw import errors
 from tests.server.test_adversity import until
+from tests.tiers import SECONDS, rest
 
 fastapi = pytest.importorskip("fastapi", reason="fastapi is not installed")
 
@@ -177,6 +178,7 @@ async def reference(one: Engine, config: ServerConfig) -> AsyncIterator[str]:
         await serving
 
 
+@rest("forty calls, each of them to two servers")
 @pytest.mark.parametrize("case", CALLS)
 async def test_a_request_has_the_answer_of_serve(
     case: str, config: ServerConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -459,6 +461,7 @@ async def test_a_client_that_does_not_read_is_waited_for_and_its_request_parked(
         assert exchange.body.count(b"x") >= 5000
 
 
+@rest(SECONDS)
 async def test_a_client_that_reads_nothing_for_long_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     async with engine("x" * 5000) as one:
         for stream in (True, False):

@@ -10,6 +10,7 @@ import pytest
 from aioinfer.cli.chat import Remote
 from aioinfer.errors import RequestError
 from tests.server.conftest import Serving
+from tests.tiers import SECONDS, rest
 
 
 async def answers(remote: Remote, values: dict[str, Any]) -> str:
@@ -17,6 +18,7 @@ async def answers(remote: Remote, values: dict[str, Any]) -> str:
     return "".join([piece async for piece in remote.answer(messages, values)])
 
 
+@rest(SECONDS)
 async def test_a_server_answers(serving: Serving) -> None:
     async with serving(server={"api_key": "k"}) as served:
         for url in (served.url, f"{served.url}/", f"{served.url}/v1"):

@@ -21,7 +21,7 @@ from aioinfer.server import serve
 from aioinfer.testing import Answer, FakeEngine
 from tests.server.programs.environments import NONE, node_module
 from tests.server.test_programs import failures
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, nightly
 
 #: names of models: one that the agents do not know, and those with which they send more
 NAMES = "fake,claude-sonnet-5-5,gpt-5.5"
@@ -93,7 +93,7 @@ BASH = ("Bash", {"command": "echo 6 x 7 is $((6 * 7))", "description": "Compute"
 SEARCH = ("ToolSearch", {"query": "select:CronList", "max_results": 5})
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 @pytest.mark.parametrize(
     ("model", "calls"),
     [("fake", [BASH]), ("claude-sonnet-5-5", [BASH]), ("fake", [SEARCH, ("CronList", {}), BASH])],
@@ -124,7 +124,7 @@ async def test_claude_code_runs_its_tools(
     assert len(engine.requests) == len(calls) + 1
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 @pytest.mark.parametrize("model", ["fake", "gpt-5.5"], ids=["unknown", "known"])
 async def test_codex_runs_its_tools(tmp_path: Path, model: str, caplog: pytest.LogCaptureFixture) -> None:
     node, codex = installed(".bin/node", ".bin/codex")

@@ -24,7 +24,7 @@ from aioinfer.testing import ToyTokenizer
 from aioinfer.testing.toy_pooling import toy_pooled
 from tests.engine.conftest import Gate
 from tests.server.conftest import Served, Serving
-from tests.tiers import SIMULATION, battery
+from tests.tiers import SECONDS, SIMULATION, nightly, rest
 
 MEAN = Pooling("mean")
 
@@ -129,6 +129,7 @@ async def test_a_batch_needs_no_more_of_the_queue_than_there_is(serving: Serving
         assert np.array_equal(np.asarray(each.embedding, np.float32), wanted(ids, Pooling()))
 
 
+@rest(SECONDS)
 async def test_many_inputs_that_are_as_long_as_the_context_are_one_call(serving: Serving) -> None:
     def body() -> BytesIO:
         return BytesIO(json.dumps({"input": inputs}).encode())
@@ -351,7 +352,7 @@ def test_documents_of_a_reranking_have_a_text_and_nothing_else_in_the_schema() -
     assert not check([{"title": "b"}])
 
 
-@battery(SIMULATION)
+@nightly(SIMULATION)
 async def test_2048_inputs_in_one_call(serving: Serving) -> None:
     inputs = [[index % 60 + 1, index // 60 + 1, 5] for index in range(2048)]
     async with serving(max_running_requests=64) as served, served.client(strict=False) as client:

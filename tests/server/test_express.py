@@ -24,7 +24,7 @@ from tests.engine.conftest import Gate
 from tests.server.conftest import Served, Serving
 from tests.server.raw import request as raw_request
 from tests.server.test_adversity import ENDLESS, idle, slow, until
-from tests.tiers import grid, scaled
+from tests.tiers import SECONDS, grid, rest, scaled
 
 CHAT = [{"role": "user", "content": "Hello there"}]
 
@@ -237,6 +237,7 @@ async def test_a_client_of_http_1_0_gets_the_same_text(
 # -- clients -------------------------------------------------------------------------------------------
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("max_lag", grid([64], [None]))
 async def test_a_client_that_reads_nothing_and_then_all_gets_all(
     serving: Serving, outlets: list[ExpressOutlet], max_lag: int | None
@@ -327,6 +328,7 @@ async def test_pings_are_sent_while_the_engine_is_paused(
     assert len(outlets) == 1
 
 
+@rest(SECONDS)
 async def test_a_client_that_never_reads_is_dropped(serving: Serving, outlets: list[ExpressOutlet]) -> None:
     async with serving(server={"send_timeout": 0.3}, max_lag=64, num_pages=8192) as served:
         port, asked = await port_and_body(served, n=32)

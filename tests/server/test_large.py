@@ -38,7 +38,7 @@ from aioinfer.server.openai.whole import whole_answer
 from aioinfer.testing import ToyTokenizer
 from tests.server.conftest import Connect, Serving
 from tests.server.raw import request
-from tests.tiers import scaled
+from tests.tiers import SECONDS, rest, scaled
 
 OFFER = Offer("toy", SamplingParams(), ChatFormat())
 LIMITS = Limits.of(ServerConfig(), 4096)
@@ -95,6 +95,7 @@ async def test_a_body_that_is_declared_too_large_is_not_read(serving: Serving) -
         writer.close()
 
 
+@rest(SECONDS)
 async def test_a_body_without_a_length_is_refused_while_it_is_read(
     serving: Serving, connect: Connect
 ) -> None:

@@ -21,6 +21,7 @@ from tests.server.event_order import MessageOrder
 from tests.server.test_reasoning import OPENS
 from tests.server.test_responses import read_events
 from tests.server.test_tool_requests import ROUND_TRIP
+from tests.tiers import SECONDS, rest
 
 TOOL: Any = {"name": "weather", "description": "The weather of a city.", "input_schema": WEATHER}
 STRICT: Any = {**TOOL, "strict": True}
@@ -87,6 +88,7 @@ async def test_the_synchronous_client_works_too(messages: Messages) -> None:
     assert count == 16
 
 
+@rest(SECONDS)
 async def test_why_a_message_stopped(messages: Messages) -> None:
     async with messages() as client:
         short = await both(client, max_tokens=3)
@@ -179,6 +181,7 @@ async def test_the_clients_own_stream_assembles_calls(messages: Messages, stream
     jsonschema.validate(call.input, WEATHER)
 
 
+@rest(SECONDS)
 async def test_thinking_is_a_block_of_its_own(messages: Messages, directory: Path) -> None:
     template = directory / "chat_template.jinja"
     opens = OPENS.replace("thinking", "enable_thinking")

@@ -21,6 +21,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.server import setup
 from tests.observe.scrapes import read_openmetrics, read_text, toy_engine, values
 from tests.server.conftest import Served, Serving
+from tests.tiers import SECONDS, rest
 
 OPENMETRICS = {"Accept": "application/openmetrics-text; version=1.0.0, text/plain; q=0.5"}
 MESSAGES = [{"role": "user", "content": "hello"}]
@@ -141,6 +142,7 @@ async def test_a_scrape_of_an_engine_that_is_closed_is_empty_and_no_error(servin
         assert not values(read_text(text))
 
 
+@rest(SECONDS)
 async def test_spans_of_calls_belong_to_the_trace_of_their_client(
     serving: Serving, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ from tests.server.event_order import MessageOrder, ResponseOrder
 from tests.server.near_valid import request
 from tests.server.test_openapi import violations
 from tests.server.test_responses import read_events
-from tests.tiers import points
+from tests.tiers import SECONDS, points, rest
 
 _AT_ONCE = 8
 
@@ -60,6 +60,7 @@ QUICK: list[tuple[int, str, str | None]] = [(300, "tiny-chat", None)]
 MANY = [(5_000, "tiny-chat", None), (1_500, "tiny-chat", "qwen3"), (1_500, "tiny-diffusion", None)]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     ("count", "model", "reasoning"), points(QUICK, MANY, "thousands of requests take half a minute")
 )
@@ -73,6 +74,7 @@ WIRES: list[tuple[int, str, str | None]] = [(300, "tiny-chat", None)]
 MANY_WIRES = [(5_000, "tiny-chat", None), (1_500, "tiny-chat", "qwen3")]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     ("count", "model", "reasoning"), points(WIRES, MANY_WIRES, "thousands of requests take half a minute")
 )

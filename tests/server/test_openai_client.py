@@ -15,6 +15,7 @@ from aioinfer.server.openai.protocol import Served, parse_completion
 from aioinfer.testing import ToyTokenizer, toy_generate
 from aioinfer.testing.toy import toy_logprob
 from tests.server.conftest import Serving
+from tests.tiers import SECONDS, rest
 
 CHAT: Any = [{"role": "user", "content": "Hello there"}]
 
@@ -191,6 +192,7 @@ async def test_a_stop_pattern_ends_a_streamed_answer(serving: Serving) -> None:
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -231,6 +233,7 @@ async def test_an_unknown_model_is_a_404(serving: Serving) -> None:
     assert caught.value.code == "model_not_found"
 
 
+@rest(SECONDS)
 async def test_200_concurrent_streams(serving: Serving) -> None:
     async with serving() as served, served.client(strict=False) as client:
 

@@ -26,6 +26,7 @@ from tests.server.conftest import Connect, Serving
 from tests.server.raw import request
 from tests.server.test_adversity import until
 from tests.server.test_mounting import make_engine, running
+from tests.tiers import SECONDS, rest
 
 WORK = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -316,6 +317,7 @@ async def test_nothing_is_computed_when_nobody_watches(
         assert not computed
 
 
+@rest(SECONDS)
 async def test_the_number_of_clients_is_bounded(serving: Serving, made: list[Watching]) -> None:
     async with serving() as served, AsyncExitStack() as stack:
         feeds = [await stack.enter_async_context(watch(served.url)) for _ in range(_MOST_CLIENTS)]
@@ -333,6 +335,7 @@ async def test_the_number_of_clients_is_bounded(serving: Serving, made: list[Wat
         assert await feeds[0].frame() is not None
 
 
+@rest(SECONDS)
 async def test_a_client_that_does_not_read_misses_frames_and_is_dropped(
     serving: Serving, connect: Connect, made: list[Watching], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from tests.server.conftest import Bundled
 from tests.server.programs.environments import NONE, node_module, python_with
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, nightly
 
 PROGRAMS = Path(__file__).parent / "programs"
 SUM = "20 + 22 = 42"
@@ -136,7 +136,7 @@ async def runs(
     assert failures(caplog) == FOUND_OUT.get(name, [])
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", PYTHON)
 async def test_a_library_works_with_the_server(
@@ -150,7 +150,7 @@ async def test_a_library_works_with_the_server(
     await runs(name, command, wanted, (bundled, model_with_tools, tmp_path), caplog)
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 @pytest.mark.parametrize("name", NODE)
 async def test_a_package_of_npm_works_with_the_server(
     bundled: Bundled, model_with_tools: Path, tmp_path: Path, name: str, caplog: pytest.LogCaptureFixture

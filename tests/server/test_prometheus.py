@@ -17,7 +17,7 @@ import pytest
 from tests.examples.test_grafana import QUERIES
 from tests.ports import free_port
 from tests.server.conftest import Served, Serving
-from tests.tiers import PROGRAM, battery
+from tests.tiers import PROGRAM, nightly
 
 CONFIG = """
 global: {{scrape_interval: 500ms, scrape_timeout: 500ms}}
@@ -90,7 +90,7 @@ async def load(served: Served) -> None:
                 await response.read()
 
 
-@battery(PROGRAM)
+@nightly(PROGRAM)
 @pytest.mark.skipif(shutil.which("prometheus") is None, reason="needs prometheus, which Debian has")
 async def test_prometheus_scrapes_and_answers_the_board(serving: Serving, tmp_path: Path) -> None:
     async with (

@@ -14,6 +14,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.testing import ToyTokenizer
 from aioinfer.text.tokenizer import HFTokenizer
 from tests.server.conftest import Bundled, Serving
+from tests.tiers import SECONDS, rest
 
 
 class Counting(ToyTokenizer):
@@ -74,6 +75,7 @@ async def test_a_client_that_left_while_its_prompt_waited_has_no_work_done(servi
         tokenizer.gate.set()
 
 
+@rest(SECONDS)
 async def test_a_text_that_cannot_fit_is_refused_without_tokenizing(serving: Serving) -> None:
     tokenizer = Counting()
     async with serving(tokenizer=tokenizer) as served, served.client() as client:

@@ -15,7 +15,7 @@ from aioinfer.text.harmony import TAGS
 from aioinfer.text.reasoning import REASONING_PARSERS
 from tests.server.chats import TOOLS, USER, Answer, add_tags, both
 from tests.server.conftest import Bundled, Serving
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 
 class ThinkingTokenizer(ToyTokenizer):
@@ -160,6 +160,7 @@ def in_channels(directory: Path) -> Path:
     return directory
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("special", grid([True], [None, False]))
 async def test_answers_in_the_channels_of_gpt_oss(
     bundled: Bundled, in_channels: Path, special: bool | None

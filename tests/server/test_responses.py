@@ -20,6 +20,7 @@ from tests.server.chats import ROME, USER, WEATHER, add_tags
 from tests.server.conftest import Bundled, Serving
 from tests.server.event_order import ResponseOrder
 from tests.server.test_tool_requests import ROUND_TRIP
+from tests.tiers import SECONDS, rest
 
 TOOL: Any = {
     "type": "function",
@@ -135,6 +136,7 @@ async def test_logprobs_are_those_of_the_text(bundled: Bundled) -> None:
     assert answer.top_logprobs == 2
 
 
+@rest(SECONDS)
 async def test_an_agent_calls_its_tools_until_the_model_answers(bundled: Bundled, directory: Path) -> None:
     (directory / "chat_template.jinja").write_text(ROUND_TRIP)
     conversation: list[Any] = [USER]
@@ -198,6 +200,7 @@ class Sum(BaseModel):
     right: int = Field(ge=0, le=9)
 
 
+@rest(SECONDS)
 async def test_structured_output_is_parsed(bundled: Bundled) -> None:
     async with bundled() as client:
         answer = await client.responses.parse(**{**ASK, "temperature": 1.5}, text_format=Sum)

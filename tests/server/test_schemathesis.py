@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.server import serve
-from tests.tiers import battery, scaled
+from tests.tiers import nightly, scaled
 
 #: valid and invalid bodies of each endpoint, and streams: 2,100 cases in the battery
 CASES = 110
@@ -81,7 +81,7 @@ def tamed(document: Any) -> Any:
     return found
 
 
-@battery("two thousand requests")
+@nightly("two thousand requests")
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kind", ["valid", "streamed", "invalid"])
 def test_answers_are_as_the_document_says(url: str, kind: str) -> None:

@@ -17,6 +17,7 @@ from aioinfer.server.tokens import Detokenized, Tokenized, TokenizerInfo
 from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.server.conftest import Bundled, Serving
 from tests.server.test_openapi import violations
+from tests.tiers import SECONDS, rest
 
 USER = [{"role": "user", "content": "abc"}]
 
@@ -62,6 +63,7 @@ async def test_counting_goes_beyond_the_context_and_ends_where_no_prompt_could(s
         assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     ("path", "body", "param"),
     [

@@ -13,12 +13,13 @@ from aioinfer.text.tool_calls import PARSERS
 from tests.server.chats import ROME, SCHEMAS, TOOLS, USER, WEATHER, Answer, add_tags, both, tool
 from tests.server.conftest import Bundled
 from tests.text.call_formats import written
-from tests.tiers import grid, thinned
+from tests.tiers import SECONDS, grid, rest, thinned
 
 #: a format of JSON, and one of its own
 REQUIRED = ["hermes", "harmony"]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("name", grid(REQUIRED, [name for name in PARSERS if name not in REQUIRED]))
 async def test_required_calls_are_always_valid(bundled: Bundled, name: str) -> None:
     async with bundled(tool_call_parser=name) as client:
@@ -34,6 +35,7 @@ async def test_required_calls_are_always_valid(bundled: Bundled, name: str) -> N
                 assert answer.logprobs > 0
 
 
+@rest(SECONDS)
 async def test_several_calls_of_one_answer(bundled: Bundled) -> None:
     end = {"1": -100}  # sampled only if no other token is allowed
     now = tool("now", {"type": "object", "additionalProperties": False})

@@ -16,7 +16,7 @@ from aioinfer.text.grammar_depth import MOST_DEEP
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
 from tests.text.grammar_shapes import SHAPES, backend, chain, deepest
-from tests.tiers import battery, thinned
+from tests.tiers import nightly, thinned
 
 DEEPEST = "compiles or scans many grammars of the largest size"
 TOO_DEEP = rf"rules or references more than {MOST_DEEP} levels deep"
@@ -27,7 +27,7 @@ def guidance() -> GuidanceBackend:
     return backend()
 
 
-@battery(DEEPEST)
+@nightly(DEEPEST)
 def test_the_deepest_grammars_are_compiled_on_half_the_stack_of_a_worker() -> None:
     program = [sys.executable, "-m", "tests.text.grammar_shapes"]
     done = subprocess.run(program, capture_output=True, text=True, timeout=240, check=False)
@@ -146,7 +146,7 @@ def test_what_ends_too_early_is_an_error_of_its_own(guidance: GuidanceBackend, t
     assert refused.value.field == "grammar"
 
 
-@battery(DEEPEST)
+@nightly(DEEPEST)
 def test_long_chains_are_refused_in_one_pass(guidance: GuidanceBackend) -> None:
     for equals, start in ((":", "start"), (" ::=", "root")):
         with pytest.raises(InvalidRequest, match=TOO_DEEP):

@@ -14,7 +14,7 @@ from aioinfer.text.harmony import HEADER
 from aioinfer.text.reasoning import Harmony
 from tests.counting import most_kept
 from tests.text.call_formats import FORMATS, MARK, Calls, cut, parse
-from tests.tiers import scaled
+from tests.tiers import SECONDS, rest, scaled
 
 NEXT = "<|end|><|start|>assistant"
 THOUGHT = f"<|channel|>analysis<|message|>Hm.\n{NEXT}"
@@ -76,6 +76,7 @@ def test_a_prompt_can_have_opened_the_reasoning() -> None:
     assert split(["Hm."]) == ("", "Hm.")
 
 
+@rest(SECONDS)
 @given(data=st.data())
 @settings(max_examples=scaled(1000), deadline=None)
 def test_nothing_is_lost_and_the_cuts_do_not_matter(data: st.DataObject) -> None:
@@ -111,6 +112,7 @@ def test_a_header_is_not_held_back_for_ever() -> None:
         assert seen + parser.finish()[1] == text
 
 
+@rest(SECONDS)
 def test_long_answers_are_not_kept_so_that_no_piece_reads_them_again() -> None:
     # Each of the parts has several times what may be kept.
     thoughts, ends = 2_000, 10_000
@@ -154,6 +156,7 @@ def test_calls_and_text_similar_to_calls(text: str, content: str | None, calls: 
     assert parse("harmony", [text]) == parse("harmony", list(text)) == wanted
 
 
+@rest(SECONDS)
 def test_an_answer_may_be_cut_anywhere() -> None:
     text = f"{THOUGHT}<|channel|>commentary<|message|>I ask.{NEXT}{CALL}<|call|>"
     wanted = split([text])

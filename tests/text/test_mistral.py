@@ -9,6 +9,7 @@ import pytest
 from aioinfer.text.tool_calls import PARSERS
 from aioinfer.text.tool_calls.states import LONGEST_EARLY, CallStates
 from tests.text.call_formats import Calls, parse
+from tests.tiers import SECONDS, rest
 
 FOUND = [("f", '{"a": 1}')]
 BARE = '[TOOL_CALLS]f[ARGS]{"a": 1}'
@@ -54,6 +55,7 @@ def test_calls_and_text_similar_to_calls(name: str, text: str, content: str, cal
     assert parse(name, [text]) == parse(name, list(text)) == (content, calls)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     ("name", "piece"),
     [("mistral", '[TOOL_CALLS][{"arguments":{'), ("hermes", '<tool_call>{"arguments":{"')],

@@ -16,7 +16,7 @@ from aioinfer.text.guidance import GuidanceBackend
 from aioinfer.text.schema_merges import Merges
 from tests.text.grammar_shapes import backend
 from tests.text.merging_schemas import BOMBS, JsonSchema
-from tests.tiers import battery, thinned
+from tests.tiers import SECONDS, nightly, rest, thinned
 
 TOO_LARGE = "parts when its schemas are merged|parts copied to merge|more than 50000 merges"
 
@@ -30,6 +30,7 @@ def compiled(guidance: GuidanceBackend, schema: Any) -> None:
     guidance.compile(Grammar("json_schema", json.dumps(schema)))
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("name", thinned(BOMBS, 2))
 def test_what_grows_without_bound_is_refused_and_little_of_it_is_not(
     guidance: GuidanceBackend, name: str
@@ -203,7 +204,7 @@ def test_no_way_to_spell_a_reference_hides_what_it_merges(guidance: GuidanceBack
         compiled(guidance, {"$id": "https://x.test/s", **schema, "$ref": spelled.format(0)})
 
 
-@battery("compiles hundreds of schemas, some of them as large as may be")
+@nightly("compiles hundreds of schemas, some of them as large as may be")
 @pytest.mark.parametrize("seed", range(3))
 def test_what_is_accepted_takes_little_memory(seed: int) -> None:
     """Whatever else there is on the machine: the process is given 400 MB."""

@@ -19,7 +19,7 @@ from aioinfer.text.output import OutputText
 from aioinfer.text.stop import StopMatcher, StopStrings
 from tests.counting import no_collection
 from tests.text.letters import Letters
-from tests.tiers import scaled
+from tests.tiers import SECONDS, rest, scaled
 
 
 def naive(stops: list[str], text: str) -> tuple[str, str | None]:
@@ -133,6 +133,7 @@ def test_outputs_that_share_an_automaton_do_not_see_each_other(stops: list[str],
         assert (released + matcher.flush(), hit) == naive(stops, text)
 
 
+@rest(SECONDS)
 def test_equal_stops_have_one_automaton_while_they_are_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     built = []
     construct = StopStrings.__init__

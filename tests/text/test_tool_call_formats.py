@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from aioinfer.text.tool_calls import PARSERS
 from tests.counting import most_kept
 from tests.text.call_formats import FORMATS, MARK, SCHEMAS, collect, cut, parse, written
-from tests.tiers import scaled
+from tests.tiers import SECONDS, rest, scaled
 
 every_format = pytest.mark.parametrize("name", PARSERS)
 LONG = "x" * 2000
@@ -64,6 +64,7 @@ def test_any_arguments_come_back(
     assert [(function, json.loads(arguments)) for function, arguments in found] == calls
 
 
+@rest(SECONDS)
 @every_format
 @given(data=st.data())
 @settings(max_examples=scaled(1000), deadline=None)
@@ -80,6 +81,7 @@ def test_whatever_comes_nothing_is_lost_and_the_cuts_do_not_matter(name: str, da
     assert set(Counter(text) - seen) <= set(form.frame)
 
 
+@rest(SECONDS)
 @every_format
 def test_a_text_may_be_cut_at_any_two_places(name: str) -> None:
     calls = [("f", {"text": '"}\\', "list": [{"a": "]"}]}), ("g", {})]
@@ -122,6 +124,7 @@ def test_text_is_passed_on_as_it_arrives(name: str) -> None:
     assert [plain.push(piece).content for piece in ("I ", "see", ".")] == ["I ", "see", "."]
 
 
+@rest(SECONDS)
 @every_format
 def test_long_arguments_are_not_kept_so_that_no_piece_reads_them_again(name: str) -> None:
     arguments = {"text": LONG * 30, "list": ["<[{"] * 5_000}

@@ -24,7 +24,7 @@ from aioinfer.text.tool_calls import PARSERS, Hermes
 from aioinfer.text.tool_grammar import AnswerGrammar
 from tests.counting import calls_of
 from tests.text.call_formats import written
-from tests.tiers import grid, scaled, thinned
+from tests.tiers import SECONDS, grid, rest, scaled, thinned
 
 TAGS = ["<think>", "</think>", *dict.fromkeys(tag for parser in PARSERS.values() for tag in parser.tags)]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
@@ -254,6 +254,7 @@ KEYWORDS = [
 ]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("name", thinned(MARKED, 2))
 def test_many_properties_take_linear_work(name: str) -> None:
     count = 40_000
@@ -275,6 +276,7 @@ junk: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("name", PARSERS)
 @given(schema=st.dictionaries(st.sampled_from(KEYWORDS), junk, max_size=5), answer=junk)
 @settings(max_examples=scaled(600), deadline=None)
@@ -349,6 +351,7 @@ def test_the_nesting_of_every_schema_in_a_grammar_has_one_limit(way: str, most: 
             backend.compile(WITH_SCHEMA[way](schema_of(depth)))
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("before", grid(["", 'start: %json ["'], ["[", '{"', "start: %json {"]))
 def test_a_schema_of_unpaired_brackets_and_quotes_is_an_error_in_one_pass(before: str) -> None:
     backend = Vocabulary(None).backend
