@@ -209,7 +209,7 @@ def test_lines_of_a_pipe_are_answered(tmp_path: Path) -> None:
     assert "1 answers" in done.stderr
 
 
-@pytest.mark.rest(PROGRAM)
+@rest(PROGRAM)
 def test_typed_lines_are_kept_unless_told_otherwise(tmp_path: Path) -> None:
     for option, kept in (("--no-history", False), ("--system=x", True)):
         state = tmp_path / option.strip("-")

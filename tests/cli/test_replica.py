@@ -24,7 +24,7 @@ from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.parallel.remote import SocketReplica
 from tests.joining import arguments, still_running
-from tests.tiers import PROGRAM
+from tests.tiers import PROGRAM, rest
 
 TOKEN = "a token of 16 characters and more"
 COMMAND = [sys.executable, "-m", "aioinfer", "replica", "--threads", "1"]
@@ -134,7 +134,7 @@ class Told:
         self.causes.append(cause)
 
 
-@pytest.mark.rest(PROGRAM)
+@rest(PROGRAM)
 async def test_a_replica_ends_with_the_process_that_started_it(child: Child, tmp_path: Path) -> None:
     path = child.address()
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
@@ -151,7 +151,7 @@ async def test_a_replica_ends_with_the_process_that_started_it(child: Child, tmp
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.rest(PROGRAM)
+@rest(PROGRAM)
 async def test_a_signal_lets_the_dispatcher_send_its_streams_elsewhere(child: Child) -> None:
     replica, told = SocketReplica(child.address(), "child"), Told()
     await replica.launch()
@@ -164,7 +164,7 @@ async def test_a_signal_lets_the_dispatcher_send_its_streams_elsewhere(child: Ch
     await replica.aclose()
 
 
-@pytest.mark.rest(PROGRAM)
+@rest(PROGRAM)
 async def test_a_replica_on_tcp_wants_the_token_of_its_environment() -> None:
     found = Child("--address", "0", AIOINFER_REPLICA_TOKEN=TOKEN)
     try:
@@ -202,7 +202,7 @@ def ask(port: int) -> str:
         connection.close()
 
 
-@pytest.mark.rest(PROGRAM)
+@rest(PROGRAM)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_serve_starts_replicas_and_ends_them(number: signal.Signals, tmp_path: Path) -> None:
     command = [*COMMAND[:3], "serve", "--threads", "1", "--replicas", "2", "--port", "0"]
@@ -227,7 +227,7 @@ def test_serve_starts_replicas_and_ends_them(number: signal.Signals, tmp_path: P
     assert os.listdir(tmp_path) == []
 
 
-@pytest.mark.rest(PROGRAM)
+@rest(PROGRAM)
 def test_a_signal_while_replicas_load_ends_them(tmp_path: Path) -> None:
     command = [*COMMAND[:3], "serve", "--threads", "1", "--replicas", "2", "--port", "0"]
     environ = os.environ | {"TMPDIR": str(tmp_path)}

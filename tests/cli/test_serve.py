@@ -53,12 +53,12 @@ def failed_start(*arguments: str, limit: int | None = None) -> str:
     return done.stderr
 
 
-@pytest.mark.rest(PROGRAM)
+@rest(PROGRAM)
 def test_a_port_in_use_ends_the_program_with_one_line(taken: int) -> None:
     assert failed_start("--port", str(taken)) == f"aioinfer: port {taken} of host 127.0.0.1 is in use\n"
 
 
-@pytest.mark.rest(PROGRAM)
+@rest(PROGRAM)
 @pytest.mark.parametrize(
     ("host", "message"),
     [
@@ -75,7 +75,7 @@ def test_a_low_limit_of_open_files_ends_the_program_with_one_line() -> None:
     assert "the limit of open files (ulimit -n) is 16" in failed_start("--port", "0", limit=16)
 
 
-@pytest.mark.rest(PROGRAM)
+@rest(PROGRAM)
 def test_health_is_reachable_within_a_low_limit_of_open_files() -> None:
     """More half-open connections than the limit has files."""
     command = [*COMMAND, "--port", "0"]

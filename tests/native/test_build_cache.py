@@ -21,7 +21,7 @@ from aioinfer.native import build as building
 from aioinfer.native.build import UNITS, BuildFailed, build, cache_directory, find_compiler
 from tests.model.harness import require
 from tests.native.compilers import WORKS, Compiler, alive, calls, left
-from tests.tiers import PROGRAM
+from tests.tiers import PROGRAM, rest
 
 _ROOT = Path(__file__).parents[2]
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -225,7 +225,7 @@ def test_a_process_that_waits_for_the_kernels_of_another_thread_can_be_ended(
     assert left() == []
 
 
-@pytest.mark.rest(PROGRAM)
+@rest(PROGRAM)
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_start_with_damaged_kernels_compiles_them_again(tmp_path: Path, damage: str) -> None:
     """The real ones, whose loading would end the process (SIGBUS, SIGILL)."""
