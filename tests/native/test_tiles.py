@@ -1,6 +1,6 @@
 """Tiles and their model: products of single tiles, bit for bit, and the kernels made of them.
 
-The kernels' other tests run on modelled tiles in a process of their own, with ``--battery``.
+The kernels' other tests run on modelled tiles in a process of their own, nightly.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from aioinfer.engine import Engine
 from aioinfer.server import serve
 from tests.tiers import nightly, scaled
 
-#: valid and invalid bodies of each endpoint, and streams: 2,100 cases in the battery
+#: valid and invalid bodies of each endpoint, and streams: 2,100 cases nightly
 CASES = 110
 #: Fields with which a request asks for an error, and what the model and its chat template decide.
 TAME = {

@@ -18,7 +18,7 @@ from tests.tiers import SECONDS, rest, scaled
 
 every_format = pytest.mark.parametrize("name", PARSERS)
 LONG = "x" * 2000
-#: of all pairs of places, one in so many: 1 with the battery, 5 without
+#: of all pairs of places, one in so many: 1 nightly, 5 else
 EVERY = 5 // scaled(5)
 
 
