@@ -85,10 +85,31 @@ std::vector<AttentionTask> divide(const Rows& rows, const HeadShape<T>& shape, i
 template <class T>
 using AttentionScratch = std::conditional_t<BY_TILES<T>, TiledScratch<T>, VectorScratch<T>>;
 
-// One task. sink(token) returns a put(index, LANES results), the index counting through all query heads.
-template <class T, class Sink>
+// Where results go: one call for each query, so that tasks are compiled once, whatever becomes of their results.
+class HeadSink {
+ public:
+  // start(token) returns a put(index, LANES results), the index counting through all query heads.
+  template <class Start>
+  explicit HeadSink(Start& start) : start_(const_cast<void*>(static_cast<const void*>(&start))) {
+    call_ = [](void* start, int64_t token, int64_t at, int64_t size, const float* results) {
+      auto put = (*static_cast<Start*>(start))(token);
+      for (int64_t d = 0; d < size; d += LANES) put(at + d, load<Floats>(results + d));
+    };
+  }
+
+  // ``size`` results of a token from index ``at`` on.
+  void operator()(int64_t token, int64_t at, int64_t size, const float* results) const {
+    call_(start_, token, at, size, results);
+  }
+
+ private:
+  void* start_;
+  void (*call_)(void* start, int64_t token, int64_t at, int64_t size, const float* results);
+};
+
+template <class T>
 void attend_task(const AttentionTask& task, const Rows& rows, const KVPool<T>& kv, const AttentionParams& params,
-                 const Projected<T>& projected, int64_t group, AttentionScratch<T>& scratch, Sink& sink) {
+                 const Projected<T>& projected, int64_t group, AttentionScratch<T>& scratch, const HeadSink& sink) {
   const int64_t head_dim = kv.head_dim, begin = rows.starts[task.row], length = rows.lengths[task.row];
   const int64_t start = length - (rows.starts[task.row + 1] - begin);
   const Context<T> context(kv, rows.tables + task.row * rows.width, length, task.head);
@@ -102,11 +123,8 @@ void attend_task(const AttentionTask& task, const Rows& rows, const KVPool<T>& k
     }
   };
   const auto finish_block = [&](auto& attending, int first) {
-    for (int q = 0; q < task.queries; q++) {
-      auto put = sink(token(first + q));
-      const int64_t at = head(first + q) * head_dim;
-      attending.finish(q, [&](int64_t d, Floats values) { put(at + d, values); });
-    }
+    for (int q = 0; q < task.queries; q++)
+      sink(token(first + q), head(first + q) * head_dim, head_dim, attending.finish(q));
   };
   if constexpr (BY_TILES<T>) {
     TiledAttending<T> attending(context, head_dim, params, task.queries, scratch);
@@ -143,12 +161,11 @@ struct AttentionInput {
   Rows rows;
 };
 
-// A layer's attention: keys and values of all tokens are stored, then every query attends. sink(token) returns a
-// put(index, LANES results), the index counting through all query heads.
-template <class T, class Sink>
+// A layer's attention: keys and values of all tokens are stored, then every query attends.
+template <class T>
 void attend(Worker& worker, const std::vector<AttentionTask>& tasks, const AttentionInput& input,
             const Projected<T>& projected, const HeadShape<T>& shape, const Rotary<T>& rotary, const KVPool<T>& kv,
-            const AttentionParams& params, AttentionScratch<T>& scratch, Sink&& sink) {
+            const AttentionParams& params, AttentionScratch<T>& scratch, const HeadSink& sink) {
   worker.parallel_in_runs(input.tokens * shape.kv_heads, [&](int64_t i) {
     const int64_t token = i / shape.kv_heads, at = input.positions == nullptr ? token : input.positions[token];
     prepare_token(projected, shape, rotary, token, at, i % shape.kv_heads, input.cells[token], kv,

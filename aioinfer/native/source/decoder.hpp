@@ -284,14 +284,15 @@ class Decoder {
     T* projected = projected_.data();
     if (self.whole_norm != nullptr)
       worker.parallel_in_runs(mixed.rows(), [&](int64_t token) { self.norm_whole(projected + token * width); });
+    const auto start = [&](int64_t token) {
+      const T* gates = self.gated ? projected + token * width + shape.width() : nullptr;
+      return [&mixed, gates, to = mixed.row(token)](int64_t at, Floats values) {
+        if (gates != nullptr) values = rounded<T>(values) * sigmoid(Number<T>::load_lanes(gates + at));
+        mixed.put(to, at, values);
+      };
+    };
     attend(worker, divisions_.tasks(self.division), step.attention, Projected<T>::of(projected, shape, width), shape,
-           self.rotary, kv, self.params, divisions_.scratch(self.division, worker.index()), [&](int64_t token) {
-             const T* gates = self.gated ? projected + token * width + shape.width() : nullptr;
-             return [&mixed, gates, to = mixed.row(token)](int64_t at, Floats values) {
-               if (gates != nullptr) values = rounded<T>(values) * sigmoid(Number<T>::load_lanes(gates + at));
-               mixed.put(to, at, values);
-             };
-           });
+           self.rotary, kv, self.params, divisions_.scratch(self.division, worker.index()), HeadSink(start));
   }
 
   void mix(Worker& worker, const ShortConv<T>& self, size_t, const StepInput<T>& step, const Inputs<T>&,

@@ -13,11 +13,11 @@ namespace aioinfer {
 
 template <class Field>
 const char* kind_of() {
-  if (std::is_pointer_v<Field>) return "address";
-  if (std::is_same_v<Field, int64_t>) return "int";
-  if (std::is_same_v<Field, float>) return "float";
-  if (std::is_same_v<Field, bool>) return "bool";
-  return "unknown";
+  if (std::is_pointer_v<Field>) return "address@";
+  if (std::is_same_v<Field, int64_t>) return "int@";
+  if (std::is_same_v<Field, float>) return "float@";
+  if (std::is_same_v<Field, bool>) return "bool@";
+  return "unknown@";
 }
 
 // FOR_EACH(macro, subject, a, b, ..) is macro(subject, a) macro(subject, b) ..; the nesting allows for 64 names.
@@ -34,14 +34,19 @@ const char* kind_of() {
 #define AIOINFER_AGAIN() AIOINFER_NEXT
 #define AIOINFER_FOR_EACH(macro, subject, ...) AIOINFER_EXPAND(AIOINFER_NEXT(macro, subject, __VA_ARGS__))
 
-#define AIOINFER_FIELD(Structure, field)                                            \
-  text += std::string(" " #field ":") + kind_of<decltype(Structure::field)>() + "@" + \
-          std::to_string(offsetof(Structure, field));
+// Out of line: compilers take long for hundreds of them.
+__attribute__((noinline)) inline void add(std::string& text, const char* name, const char* kind, size_t number) {
+  text.append(name).append(kind).append(std::to_string(number));
+}
+
+#define AIOINFER_FIELD(Structure, field) \
+  add(text, " " #field ":", kind_of<decltype(Structure::field)>(), offsetof(Structure, field));
 // The line of a structure, all of whose fields are named in order.
 #define AIOINFER_STRUCTURE(name, Structure, ...)            \
   text += name;                                             \
   AIOINFER_FOR_EACH(AIOINFER_FIELD, Structure, __VA_ARGS__) \
-  text += " size:" + std::to_string(sizeof(Structure)) + "\n";
+  add(text, " size:", "", sizeof(Structure));               \
+  text += "\n";
 #define AIOINFER_PLAIN(Structure, ...) AIOINFER_STRUCTURE(#Structure, Structure, __VA_ARGS__)
 // The layout is the same for every T: only what pointers refer to depends on it.
 #define AIOINFER_TEMPLATE(Structure, ...) AIOINFER_STRUCTURE(#Structure, Structure<float>, __VA_ARGS__)

@@ -213,49 +213,20 @@ class InputBuffer {
   std::vector<RowGroup> groups_;
 };
 
-// Gives the results of a quantised panel to store() as those of panels of vectors.
-template <class T, class Store>
-class ByVectors {
- public:
-  ByVectors(const Inputs<T>& a, const QuantisedWeights& w, Store& store)
-      : height_(a.blocks().blocks.height), shape_(w.shape), store_(store) {}
-
-  void operator()(int64_t first, int64_t rows, int64_t panel, const float* sums) {
-    constexpr int PARTS_OF_PANEL = QUANTISED_PANEL / PANEL;
-    const int64_t width = shape_.gated ? LANES : PANEL, from = panel * PARTS_OF_PANEL;
-    const int64_t parts = std::min<int64_t>(PARTS_OF_PANEL, (shape_.outputs - from * width + width - 1) / width);
-    const int second = shape_.gated ? STRIP : LANES;
-    Place place{first / height_, static_cast<int>(first % height_), first};
-    for (int64_t row = 0; row < rows; row++, sums += QUANTISED_PANEL) {
-      for (int64_t part = 0; part < parts; part++) {
-        const float* at = sums + part * width;
-        store_(place, from + part, load<Floats>(at), load<Floats>(at + second));
-      }
-      place.row++;
-      if (++place.in_block == height_) place.in_block = 0, place.block++;
-    }
-  }
-
- private:
-  int height_;
-  const QuantisedShape& shape_;
-  Store& store_;
-};
-
 // All rows times panels [from, to) of the weights, counted in panels of their format.
 template <class T, class Store>
 void multiply_panels(const Inputs<T>& a, const Linear<T>& w, int64_t from, int64_t to, Store&& store) {
-  if (w.quantised() == nullptr) return multiply_panels(a.blocks(), *w.packed(), from, to, store);
-  ByVectors<T, std::remove_reference_t<Store>> take(a, *w.quantised(), store);
-  multiply_rounded(a.rounded(), *w.quantised(), 0, a.rows(), from, to, take);
+  const Sink sink(store, a.blocks().blocks.height);
+  if (w.quantised() == nullptr) return multiply_panels(a.blocks(), *w.packed(), from, to, sink);
+  multiply_rounded(a.rounded(), *w.quantised(), 0, a.rows(), from, to, sink);
 }
 
 // All rows times all panels, as a phase of a program.
 template <class T, class Store>
 void multiply(Worker& worker, const Inputs<T>& a, const Linear<T>& w, Store&& store) {
-  if (w.quantised() == nullptr) return multiply(worker, a.blocks(), *w.packed(), store);
-  ByVectors<T, std::remove_reference_t<Store>> take(a, *w.quantised(), store);
-  multiply_rounded(worker, a.rounded(), *w.quantised(), take);
+  const Sink sink(store, a.blocks().blocks.height);
+  if (w.quantised() == nullptr) return multiply(worker, a.blocks(), *w.packed(), sink);
+  multiply_rounded(worker, a.rounded(), *w.quantised(), sink);
 }
 
 }  // namespace aioinfer

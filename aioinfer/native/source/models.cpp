@@ -186,12 +186,13 @@ bool NAMED(attend)(const AttendArguments<T>* a) {
     require_below("slot_mapping", a->slot_mapping, a->tokens, a->num_pages * a->page_size);
     const auto tasks = divide<T>(input.rows, shape, a->pool->size());
     std::vector<AttentionScratch<T>> scratch(a->pool->size(), AttentionScratch<T>(a->head_dim));
+    const auto start = [&](int64_t token) {
+      return [to = a->out + token * shape.heads * shape.head_dim](int64_t at, Floats values) {
+        Number<T>::store_lanes(to + at, values);
+      };
+    };
     a->pool->run_model([&](Worker& worker) {
-      attend(worker, tasks, input, projected, shape, rotary, kv, params, scratch[worker.index()], [&](int64_t token) {
-        return [to = a->out + token * shape.heads * shape.head_dim](int64_t at, Floats values) {
-          Number<T>::store_lanes(to + at, values);
-        };
-      });
+      attend(worker, tasks, input, projected, shape, rotary, kv, params, scratch[worker.index()], HeadSink(start));
     });
     return true;
   });

@@ -165,23 +165,11 @@ class QuantisedWeights {
   std::vector<float> bias_;
 };
 
-// Receives the results of ``rows`` rows from ``first`` on for a panel: rows of QUANTISED_PANEL sums, biases included.
-struct PanelSink {
-  template <class Take>
-  PanelSink(Take& take)
-      : self(&take), call([](void* self, int64_t first, int64_t rows, int64_t panel, const float* sums) {
-          (*static_cast<Take*>(self))(first, rows, panel, sums);
-        }) {}
-
-  void* self;
-  void (*call)(void*, int64_t first, int64_t rows, int64_t panel, const float* sums);
-};
-
-// Rows [first, last) times panels [from, to).
+// Rows [first, last) times panels [from, to) of QUANTISED_PANEL outputs, given to the sink as those of PANEL.
 void multiply_rounded(const RoundedRows& a, const QuantisedWeights& w, int64_t first, int64_t last, int64_t from,
-                     int64_t to, const PanelSink& sink);
+                     int64_t to, const Sink& sink);
 
 // All rows times all panels, as a phase of a program.
-void multiply_rounded(Worker& worker, const RoundedRows& a, const QuantisedWeights& w, const PanelSink& sink);
+void multiply_rounded(Worker& worker, const RoundedRows& a, const QuantisedWeights& w, const Sink& sink);
 
 }  // namespace aioinfer

@@ -99,17 +99,21 @@ inline void multiply_band(const RoundedRows& a, int64_t first, int64_t rows, con
 }
 
 void multiply_rounded(const RoundedRows& a, const QuantisedWeights& w, int64_t first, int64_t last, int64_t from,
-                      int64_t to, const PanelSink& sink) {
+                      int64_t to, const Sink& sink) {
+  constexpr int64_t PARTS = QUANTISED_PANEL / PANEL;
+  const int64_t width = w.shape.gated ? LANES : PANEL, parts = (w.shape.outputs + width - 1) / width;
+  const int64_t second = w.shape.gated ? STRIP : LANES;
   alignas(64) float sums[BAND * QUANTISED_PANEL];
   for (int64_t panel = from; panel < to; panel++)
     for (int64_t row = first; row < last; row += BAND) {
       const int64_t rows = std::min(BAND, last - row);
       multiply_band(a, row, rows, w, panel, sums);
-      sink.call(sink.self, row, rows, panel, sums);
+      const int64_t count = std::min(PARTS, parts - panel * PARTS);
+      sink({row, rows, panel * PARTS, count, sums, QUANTISED_PANEL, width, second});
     }
 }
 
-void multiply_rounded(Worker& worker, const RoundedRows& a, const QuantisedWeights& w, const PanelSink& sink) {
+void multiply_rounded(Worker& worker, const RoundedRows& a, const QuantisedWeights& w, const Sink& sink) {
   // A task is a run of panels that stays in a core's cache, times rows that stay there with it.
   constexpr int64_t WEIGHTS = 256 << 10, ROWS = 128 << 10, TASKS = 4;
   const int64_t fitting = std::min(WEIGHTS / w.panel_bytes(), w.panels() / (TASKS * worker.workers()));

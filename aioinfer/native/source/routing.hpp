@@ -71,11 +71,12 @@ class Router {
 
   // Scores [tokens, stride()] of all tokens.
   void score(Worker& worker, const Activations<float>& tokens, float* scores) const {
-    multiply(worker, tokens, *weight, [&](const Place& place, int64_t panel, Floats one, Floats other) {
+    const auto put = [&](const Place& place, int64_t panel, Floats one, Floats other) {
       float* to = scores + place.row * stride() + panel * PANEL;
       store(to, rule.sigmoid ? one : rounded<T>(one));
       store(to + LANES, rule.sigmoid ? other : rounded<T>(other));
-    });
+    };
+    multiply(worker, tokens, *weight, Sink(put, tokens.blocks.height));
   }
 
   // From one token's scores, which are overwritten, to its ``top_k`` experts, best first, and their weights.

@@ -11,7 +11,7 @@
 
 #include <algorithm>
 
-#include "activations.hpp"
+#include "sink.hpp"
 
 namespace aioinfer {
 
@@ -123,9 +123,8 @@ class TileSums {
 };
 
 // One or two blocks of rows times one or two panels from ``panel`` on.
-template <int ROWS, int PANELS, bool FETCH, class T, class Store>
-AIOINFER_INLINE void multiply_tiles(const Activations<T>& a, int64_t block, const Weights<T>& w, int64_t panel,
-                                    Store& store) {
+template <int ROWS, int PANELS, bool FETCH, class T>
+void multiply_tiles(const Activations<T>& a, int64_t block, const Weights<T>& w, int64_t panel, const Sink& sink) {
   constexpr int COLUMNS = 2 * PANELS, WIDTH = COLUMNS * tiles::SIDE, UNITS = 2 * tiles::SIDE;
   using Sums = TileSums<ROWS, COLUMNS>;
   alignas(64) float sums[ROWS * tiles::SIDE * WIDTH];
@@ -137,35 +136,35 @@ AIOINFER_INLINE void multiply_tiles(const Activations<T>& a, int64_t block, cons
                             w.depth / tiles::SIDE);
   Sums::store(sums, WIDTH);
   const int64_t first = block * tiles::SIDE, rows = std::min<int64_t>(ROWS * tiles::SIDE, a.blocks.rows - first);
-  for (int64_t row = 0; row < rows; row++) {
-    const Place place{block + row / tiles::SIDE, static_cast<int>(row % tiles::SIDE), first + row};
-    const float* found = sums + row * WIDTH;
-    for (int p = 0; p < PANELS; p++)
-      store(place, panel + p, w.finished(load<Floats>(found + 2 * p * LANES), panel + p, 0),
-            w.finished(load<Floats>(found + (2 * p + 1) * LANES), panel + p, 1));
-  }
+  if (w.biased())
+    for (int64_t row = 0; row < rows; row++)
+      for (int v = 0; v < COLUMNS; v++) {
+        float* at = sums + row * WIDTH + v * LANES;
+        store(at, w.finished(load<Floats>(at), panel + v / 2, v % 2));
+      }
+  sink({first, rows, panel, PANELS, sums, WIDTH, PANEL, LANES});
 }
 
 // All blocks times panels [from, to): two blocks at a time past all panels, which stay in the core's cache; the first
 // ones read them from memory.
-template <class T, class Store>
-void multiply_by_tiles(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store& store) {
+template <class T>
+void multiply_by_tiles(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, const Sink& sink) {
   for (int64_t block = 0; block < a.blocks.count; block += 2) {
     int64_t panel = from;
     if (block + 1 < a.blocks.count) {
       for (; panel < to; panel++)
         if (block == 0)
-          multiply_tiles<2, 1, true>(a, block, w, panel, store);
+          multiply_tiles<2, 1, true>(a, block, w, panel, sink);
         else
-          multiply_tiles<2, 1, false>(a, block, w, panel, store);
+          multiply_tiles<2, 1, false>(a, block, w, panel, sink);
       continue;
     }
     for (; panel + 2 <= to; panel += 2)
       if (block == 0)
-        multiply_tiles<1, 2, true>(a, block, w, panel, store);
+        multiply_tiles<1, 2, true>(a, block, w, panel, sink);
       else
-        multiply_tiles<1, 2, false>(a, block, w, panel, store);
-    if (panel < to) multiply_tiles<1, 1, false>(a, block, w, panel, store);
+        multiply_tiles<1, 2, false>(a, block, w, panel, sink);
+    if (panel < to) multiply_tiles<1, 1, false>(a, block, w, panel, sink);
   }
 }
 

@@ -74,12 +74,12 @@ class TiledAttending {
     }
   }
 
-  // put(dimension, LANES results) of one query
-  template <class Put>
-  void finish(int q, Put&& put) const {
+  // The results [head_dim] of one query.
+  const float* finish(int q) {
     const float share = softmax_.share(q);
-    for (int64_t d = 0; d < head_dim_; d += LANES)
-      put(d, load<Floats>(&scratch_.sums[q * head_dim_ + d]) * share + 0.0f);
+    float* results = &scratch_.sums[q * head_dim_];
+    for (int64_t d = 0; d < head_dim_; d += LANES) store(results + d, load<Floats>(results + d) * share + 0.0f);
+    return results;
   }
 
  private:

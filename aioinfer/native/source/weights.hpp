@@ -22,13 +22,12 @@
 #include "activations.hpp"
 #include "memory.hpp"
 #include "simd.hpp"
+#include "sink.hpp"
 #include "thread_pool.hpp"
 #include "tile_product.hpp"
 
 namespace aioinfer {
 
-// Outputs of a panel: two vectors.
-constexpr int PANEL = 2 * LANES;
 static_assert(!tiles::ENABLED || LANES == tiles::SIDE);
 
 // Weights [outputs, inner] in panels, with a bias or without.
@@ -74,9 +73,11 @@ class Weights {
   int64_t panel_bytes() const { return depth * PANEL * static_cast<int64_t>(sizeof(uint32_t)); }
   const uint32_t* panel(int64_t index) const { return reinterpret_cast<const uint32_t*>(data_) + index * depth * PANEL; }
 
+  bool biased() const { return !bias_.empty(); }
+
   // Add the biases of the outputs to half a panel's sums, its first or second vector.
   AIOINFER_INLINE Floats finished(Floats sums, int64_t panel, int half) const {
-    return bias_.empty() ? sums : sums + load<Floats>(&bias_[panel * PANEL + half * LANES]);
+    return biased() ? sums + load<Floats>(&bias_[panel * PANEL + half * LANES]) : sums;
   }
 
   int64_t outputs, inner, depth, panels;
@@ -145,9 +146,9 @@ AIOINFER_INLINE void with_height(int height, Call&& call) {
 }
 
 // ROWS rows times COUNT panels. ``next`` is a panel to prefetch, or -1.
-template <class T, int ROWS, int COUNT, class Store>
+template <class T, int ROWS, int COUNT>
 AIOINFER_INLINE void multiply_tile(const Activations<T>& a, int64_t block, const Weights<T>& w, int64_t panel,
-                                   int64_t next, Store& store) {
+                                   int64_t next, const Sink& sink) {
   const uint32_t *vectors[2 * COUNT], *ahead[2 * COUNT];
   Floats sums[ROWS][2 * COUNT];
   AIOINFER_UNROLL
@@ -163,27 +164,26 @@ AIOINFER_INLINE void multiply_tile(const Activations<T>& a, int64_t block, const
     accumulate<T, true>(sums, a.block(block), vectors, PANEL, w.depth, ahead);
   else
     accumulate<T, false>(sums, a.block(block), vectors, PANEL, w.depth, vectors);
-  const int64_t left = a.blocks.rows - block * ROWS;
+  alignas(64) float found[ROWS * COUNT * PANEL];
   AIOINFER_UNROLL
-  for (int r = 0; r < ROWS; r++) {
-    if (r >= left) break;
+  for (int r = 0; r < ROWS; r++)
     AIOINFER_UNROLL
-    for (int p = 0; p < COUNT; p++)
-      store(Place{block, r, block * ROWS + r}, panel + p, w.finished(sums[r][2 * p], panel + p, 0),
-            w.finished(sums[r][2 * p + 1], panel + p, 1));
-  }
+    for (int v = 0; v < 2 * COUNT; v++)
+      store(found + (r * COUNT * 2 + v) * LANES, w.finished(sums[r][v], panel + v / 2, v % 2));
+  const int64_t first = block * ROWS;
+  sink({first, std::min<int64_t>(ROWS, a.blocks.rows - first), panel, COUNT, found, COUNT * PANEL, PANEL, LANES});
 }
 
 // A block of rows times panels [from, to); ``next`` as above.
-template <class T, class Store>
+template <class T>
 void multiply_block(const Activations<T>& a, int64_t block, const Weights<T>& w, int64_t from, int64_t to, int64_t next,
-                    Store& store) {
+                    const Sink& sink) {
   with_height(a.blocks.height, [&](auto height) {
     constexpr int ROWS = decltype(height)::value, COUNT = panels_at_once(ROWS);
     int64_t panel = from;
     if constexpr (COUNT > 1)
-      for (; panel + COUNT <= to; panel += COUNT) multiply_tile<T, ROWS, COUNT>(a, block, w, panel, next, store);
-    for (; panel < to; panel++) multiply_tile<T, ROWS, 1>(a, block, w, panel, next, store);
+      for (; panel + COUNT <= to; panel += COUNT) multiply_tile<T, ROWS, COUNT>(a, block, w, panel, next, sink);
+    for (; panel < to; panel++) multiply_tile<T, ROWS, 1>(a, block, w, panel, next, sink);
   });
 }
 
@@ -198,25 +198,25 @@ bool stays(const Activations<T>& a) {
 
 // Blocks [first, last) times panels [from, to): panel by panel if the activations stay in the cache, each prefetched
 // during the one before; else block by block, so that the panels stay.
-template <class T, class Store>
+template <class T>
 void multiply_by_vectors(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, int64_t first,
-                         int64_t last, Store& store) {
+                         int64_t last, const Sink& sink) {
   if (last - first == 1 || !stays(a)) {
-    for (int64_t b = first; b < last; b++) multiply_block(a, b, w, from, to, -1, store);
+    for (int64_t b = first; b < last; b++) multiply_block(a, b, w, from, to, -1, sink);
     return;
   }
   for (int64_t panel = from; panel < to; panel++)
     for (int64_t b = first; b < last; b++)
-      multiply_block(a, b, w, panel, panel + 1, b == first && panel + 1 < to ? panel + 1 : -1, store);
+      multiply_block(a, b, w, panel, panel + 1, b == first && panel + 1 < to ? panel + 1 : -1, sink);
 }
 
 // All blocks times panels [from, to).
-template <class T, class Store>
-void multiply_panels(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, Store&& store) {
+template <class T>
+void multiply_panels(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, const Sink& sink) {
   if constexpr (BY_TILES<T>)
-    multiply_by_tiles(a, w, from, to, store);
+    multiply_by_tiles(a, w, from, to, sink);
   else
-    multiply_by_vectors(a, w, from, to, 0, a.blocks.count, store);
+    multiply_by_vectors(a, w, from, to, 0, a.blocks.count, sink);
 }
 
 // How workers divide a product: into tasks of ``run`` panels times ``part`` blocks of rows.
@@ -246,19 +246,19 @@ Division divide(const Activations<T>& a, const Weights<T>& w, int workers) {
   return {run, runs, part, (blocks + part - 1) / part};
 }
 
-// store(place, panel, first vector, second vector) for all rows and panels of a * w, divided among the workers.
-template <class T, class Store>
-void multiply(Worker& worker, const Activations<T>& a, const Weights<T>& w, Store&& store) {
+// All rows times all panels, divided among the workers.
+template <class T>
+void multiply(Worker& worker, const Activations<T>& a, const Weights<T>& w, const Sink& sink) {
   // Without rows there is no task: a chunk of a prompt may want no logits.
   if (a.blocks.rows == 0) return worker.parallel(0, [](int64_t) {});
   const Division division = divide(a, w, worker.workers());
   worker.parallel(division.runs * division.parts, [&](int64_t task) {
     const int64_t from = task / division.parts * division.run, to = std::min(w.panels, from + division.run);
     if constexpr (BY_TILES<T>) {
-      multiply_by_tiles(a, w, from, to, store);
+      multiply_by_tiles(a, w, from, to, sink);
     } else {
       const int64_t first = task % division.parts * division.part;
-      multiply_by_vectors(a, w, from, to, first, std::min(a.blocks.count, first + division.part), store);
+      multiply_by_vectors(a, w, from, to, first, std::min(a.blocks.count, first + division.part), sink);
     }
   });
 }
