@@ -9,6 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from aioinfer import __version__
+from aioinfer.cli.terminal import Progress
 from aioinfer.config import EngineConfig
 from aioinfer.errors import AioInferError, ConfigError
 
@@ -114,7 +115,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
         force_transformers=config.transformers_fallback,
         block_size=config.block_size,
     )
-    attention = choose_attention(device, model.head_dims, model.dtype, config.attention_backend)
+    attention = choose_attention(device, model.head_dims, model.dtype, config.attention_backend, Progress())
     check_kv_dtype(config.kv_dtype, attention)
     layers = choose_layers(attention, model.inner_sizes)
     operations = "transformers' own"

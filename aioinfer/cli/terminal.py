@@ -11,8 +11,12 @@ from typing import Any
 __all__ = ["Progress", "interrupted", "loop_factory"]
 
 
+#: said before the stage of that name, on a terminal and elsewhere: a first start would be silent for long
+_SAID = {"kernels": "compiling native kernels, once for this processor: takes about half a minute"}
+
+
 class Progress:
-    """Bars on a terminal, one for each stage; no output elsewhere."""
+    """Bars on a terminal, one for each stage; elsewhere, a line about the one that nobody expects."""
 
     def __init__(self) -> None:
         self._stage = ""
@@ -26,6 +30,8 @@ class Progress:
                 self._bar.close()
             unit: dict[str, Any] = {"unit": "B", "unit_scale": True} if stage == "download" else {}
             self._stage = stage
+            if stage in _SAID:
+                print(f"aioinfer: {_SAID[stage]}", file=sys.stderr, flush=True)
             self._bar = tqdm(total=total, desc=stage, disable=not sys.stderr.isatty(), leave=False, **unit)
         self._bar.total = total
         self._bar.update(done - self._bar.n)

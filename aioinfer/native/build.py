@@ -256,7 +256,10 @@ def find_compiler() -> list[str]:
         raise BuildFailed(f"there is no compiler {named}")
     if importlib.util.find_spec("ziglang"):
         return [sys.executable, "-m", "ziglang", "c++"]
-    raise BuildFailed("there is no C++ compiler (c++, g++, clang++, nor the package ziglang)")
+    raise BuildFailed(
+        "there is no C++ compiler (c++, g++, clang++, nor the package ziglang); "
+        "pip install 'aioinfer[compiler]' brings one"
+    )
 
 
 def _hash(*parts: str | bytes) -> str:

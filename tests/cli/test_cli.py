@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +12,21 @@ import pytest
 
 from aioinfer.cli.flags import COMMON
 from aioinfer.cli.main import main
+from aioinfer.cli.terminal import Progress
 from aioinfer.config import GROUPS, EngineConfig, ReplicaConfig, ServerConfig
+from tests.tiers import PROGRAM, rest
+
+#: of a start for which there are no kernels yet
+COMPILING = "aioinfer: compiling native kernels, once for this processor: takes about half a minute\n"
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "aioinfer", *arguments], capture_output=True, text=True, timeout=240
+        [sys.executable, "-m", "aioinfer", *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
 
 
@@ -24,6 +34,27 @@ def test_generate_streams_an_answer() -> None:
     done = run("generate", "What is 20 + 22?", "--threads", "1", "--stats")
     assert done.stdout == "20 + 22 = 42\n"
     assert "tokens/s" in done.stderr
+
+
+@rest(PROGRAM)
+def test_a_first_start_says_what_takes_long_before_it_begins_and_not_in_the_output(tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exec echo 1\necho no room >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    places = {"AIOINFER_CACHE": str(tmp_path / "cache"), "AIOINFER_CXX": str(compiler)}
+    done = run("generate", "What is 20 + 22?", "--threads", "1", "--device", "cpu", **places)
+    assert done.stdout == "20 + 22 = 42\n"
+    assert done.stderr.startswith(COMPILING)
+    assert "the compiler failed: no room" in done.stderr.removeprefix(COMPILING)
+
+
+def test_the_line_about_compiling_comes_once_and_other_stages_have_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = Progress()
+    for stage, done in (("download", 0), ("kernels", 0), ("kernels", 3), ("kernels", 5), ("weights", 1)):
+        progress(stage, done, 5)
+    assert capsys.readouterr().err == COMPILING
 
 
 def test_a_missing_model_is_one_clear_line() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,25 @@ from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.native import sending
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.harness import require
+from tests.native.compilers import unsettled
+
+__all__ = ["unsettled"]
+
+
+def test_without_a_compiler_the_report_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unsettled: None
+) -> None:
+    for name in ("CXX", "AIOINFER_CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "ziglang" else find(name, *more)
+    )
+    found = {finding.subject: finding.text for finding in examine(EngineConfig(device="cpu"))}
+    for subject in ("attention", "operations", "sampling"):
+        assert found[subject].endswith("pip install 'aioinfer[compiler]' brings one"), subject
 
 
 def test_the_report_of_the_bundled_model_is_what_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,7 +179,7 @@ def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.delenv("AIOINFER_CXX")
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(BuildFailed, match=r"no C\+\+ compiler"):
+    with pytest.raises(BuildFailed, match=r"no C\+\+ compiler .* pip install 'aioinfer\[compiler\]'"):
         build()
 
 
