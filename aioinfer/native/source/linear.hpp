@@ -4,7 +4,8 @@
 //   packed       blocks of rows (activations.hpp)                             weights.hpp
 //   quantised    rows of T, each of which is rounded when all of it is there   quantised.hpp
 //
-// Vectors are put into rows, and then each row is finished, or all of them in a phase of their own. A product gives its results to store(place, panel, first vector, second vector): two vectors of outputs, or, gated, of
+// Vectors are put into rows, and then each row is finished, or all of them in a phase of their own. A product gives its
+// results to store(place, panel, first vector, second vector), by way of a sink: two vectors of outputs, or, gated, of
 // gates and of what they gate, in panels of PANEL outputs or of LANES gated ones.
 #pragma once
 
