@@ -27,11 +27,10 @@ def run(*arguments: str, file: Path) -> dict[str, Any]:
 
 
 @nightly(PROGRAM)
-@pytest.mark.parametrize("loop", ["asyncio", "uvloop"])
-def test_attacks_end_with_an_answer_and_leave_nothing(loop: str, tmp_path: Path) -> None:
+def test_attacks_end_with_an_answer_and_leave_nothing(tmp_path: Path) -> None:
     """What once brought a 5xx, a traceback or a leak; how long canaries wait is not judged here."""
     names = ["nested", "not-http", "surrogates", "leavers"]
-    line = run("attack", "--loop", loop, "--alone", "0.5", "--only", *names, file=tmp_path / "a")
+    line = run("attack", "--alone", "0.5", "--only", *names, file=tmp_path / "a")
     rows = {row["attack"]: row for row in line["rows"]}
     assert list(rows) == ["none", *names]
     for name in names:

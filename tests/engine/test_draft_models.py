@@ -50,7 +50,7 @@ def test_outputs_have_the_bits_of_those_without_drafts(sampler: str, disturbed: 
     """Whatever windows, chunks and pages; with retraction; by the same model, another one, and a diffusion
     model."""
     require("native")
-    requests = asked(scaled(200, 40), sampler)
+    requests = asked(scaled(120, 40), sampler)
     wanted = run(requests, retract=False, speculation="off")
     drafts: list[tuple[Any, int]] = [(BUNDLED, 4), (disturbed, 3), (disturbed, 8), (disturbed, 1)]
     drafts += [("tiny-diffusion", most) for most in (15, 15, 3)]

@@ -184,7 +184,7 @@ def survey(kind: Any, seed: int) -> Counter[Call]:
 @rest(SECONDS)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", [make_world, make_block_world])
-@pytest.mark.parametrize("seed", grid([3], range(100, 104), SIMULATION))
+@pytest.mark.parametrize("seed", grid([3], [100], SIMULATION))
 def test_an_exception_anywhere_in_a_turn_is_survived_or_loud(kind: Any, seed: int) -> None:
     calls = survey(kind, seed)
     dice = random.Random(seed)

@@ -21,7 +21,7 @@ from tests.model.harness import require
 from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
 
 #: of requests, in each of four samplers
-REQUESTS = 500
+REQUESTS = 200
 SAMPLERS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0},
     "warm": {"temperature": 0.8, "top_p": 0.9, "min_p": 0.02},

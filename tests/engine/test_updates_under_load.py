@@ -1,4 +1,4 @@
-"""Twenty updates in a row of the bundled model, under the load of 64 streams."""
+"""Ten updates in a row of the bundled model, under the load of 32 streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.engine.simulation import settle
 from tests.tiers import nightly
 
 BUNDLED = EngineConfig().model_path
-STREAMS, UPDATES = 64, 20
+STREAMS, UPDATES = 32, 10
 
 
 def settings(**changes: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     return found
 
 
-@nightly("64 streams of hundreds of tokens, and parts of them again")
+@nightly("32 streams of hundreds of tokens, and parts of them again")
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 async def test_no_stream_fails_and_each_goes_on_as_a_fresh_engine_would(
     tmp_path: Path, quantization: Any, read: list[weakref.ref[Any]]
@@ -80,7 +80,7 @@ async def test_no_stream_fails_and_each_goes_on_as_a_fresh_engine_would(
     prompts = [[dice.randrange(10, 860) for _ in range(dice.randint(3, 60))] for _ in range(STREAMS)]
     params = [
         SamplingParams(
-            max_tokens=400, ignore_eos=True, temperature=dice.choice([0.0, 0.8]), seed=each, logprobs=0
+            max_tokens=20 * UPDATES, ignore_eos=True, temperature=dice.choice([0.0, 0.8]), seed=each, logprobs=0
         )
         for each in range(STREAMS)
     ]

@@ -14,7 +14,7 @@ from tests.tiers import PROGRAM, nightly
 @nightly(PROGRAM)
 @pytest.mark.parametrize(
     ("model", "streams", "rolling"),
-    [("tiny-chat", 40, False), ("tiny-diffusion", 30, False), ("tiny-chat", 100, True)],
+    [("tiny-chat", 20, False), ("tiny-diffusion", 15, False), ("tiny-chat", 60, True)],
 )
 def test_no_answer_shows_that_replicas_were_killed(model: str, streams: int, rolling: bool) -> None:
     require("native")
