@@ -23,6 +23,8 @@ import pytest
 import torch
 
 _ROOT = Path(__file__).parents[2]
+#: bytes of a thread's stack that a kernel may use: a dozen registers, by target and release of Triton
+SPILLED = 64
 #: the devices a check of a kernel runs on, one of them in a given process
 DEVICES = [pytest.param("cpu", id="interpreted"), pytest.param("cuda", marks=pytest.mark.gpu)]
 #: what a test that runs kernels on CUDA calls where they are interpreted there, on the emulated device

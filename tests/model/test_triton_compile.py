@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aioinfer.model.triton_support import shared_memory
-from tests.model.kernels import compiled
+from tests.model.kernels import SPILLED, compiled
 from tests.tiers import COMPILES, nightly
 
 #: of a layer, each compiled once
@@ -18,9 +18,9 @@ DECODE = ("_decode_kernel", "_combine_kernel", "_combine_prefill_kernel")
 
 
 def check_resources(kernel: dict[str, Any], capability: tuple[int, int]) -> None:
-    """It fits, does not spill, and is compiled by the end of the second step."""
+    """It fits, spills next to nothing, and is compiled by the end of the second step."""
     assert kernel["shared"] <= shared_memory(capability), kernel
-    assert kernel["stack"] == 0, kernel
+    assert kernel["stack"] <= SPILLED, kernel
     assert kernel["step"] < 2, kernel
 
 
