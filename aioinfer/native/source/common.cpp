@@ -9,8 +9,12 @@
 #include "layout.hpp"
 #include "simd.hpp"
 #include "thread_pool.hpp"
+#include "weights.hpp"
 
 namespace aioinfer {
+
+template void multiply_by_vectors(const Activations<float>&, const Weights<float>&, int64_t, int64_t, int64_t, int64_t,
+                                  const Sink&);
 
 Error& last_error() {
   thread_local Error error;

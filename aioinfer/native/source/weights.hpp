@@ -210,6 +210,10 @@ void multiply_by_vectors(const Activations<T>& a, const Weights<T>& w, int64_t f
       multiply_block(a, b, w, panel, panel + 1, b == first && panel + 1 < to ? panel + 1 : -1, sink);
 }
 
+// Compiled once, by common.cpp: models of every type have routers in float.
+extern template void multiply_by_vectors(const Activations<float>&, const Weights<float>&, int64_t, int64_t, int64_t,
+                                         int64_t, const Sink&);
+
 // All blocks times panels [from, to).
 template <class T>
 void multiply_panels(const Activations<T>& a, const Weights<T>& w, int64_t from, int64_t to, const Sink& sink) {
