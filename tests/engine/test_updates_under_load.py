@@ -80,7 +80,11 @@ async def test_no_stream_fails_and_each_goes_on_as_a_fresh_engine_would(
     prompts = [[dice.randrange(10, 860) for _ in range(dice.randint(3, 60))] for _ in range(STREAMS)]
     params = [
         SamplingParams(
-            max_tokens=20 * UPDATES, ignore_eos=True, temperature=dice.choice([0.0, 0.8]), seed=each, logprobs=0
+            max_tokens=20 * UPDATES,
+            ignore_eos=True,
+            temperature=dice.choice([0.0, 0.8]),
+            seed=each,
+            logprobs=0,
         )
         for each in range(STREAMS)
     ]
