@@ -6,6 +6,7 @@ import argparse
 from typing import Any
 
 from bench.admission import command
+from tests.tiers import SECONDS, rest
 
 
 def summaries(*ways: str) -> dict[str, dict[str, Any]]:
@@ -15,6 +16,7 @@ def summaries(*ways: str) -> dict[str, dict[str, Any]]:
     return {way: command.summarise(command._virtual(options, way)) for way in ways}
 
 
+@rest(SECONDS)
 def test_packing_halves_the_wait_of_short_prompts_behind_long_ones() -> None:
     found = summaries("fifo alone", "pack alone", "pack mixed")
     fifo = found["fifo alone"]

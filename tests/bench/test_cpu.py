@@ -231,6 +231,7 @@ async def test_a_load_on_a_server_counts_all_of_its_tokens(serving: Serving) -> 
     assert pooled(server, 2.0) == {"tokens_per_s_by_round": {}}
 
 
+@rest(SECONDS)
 async def test_servers_take_turns_and_one_that_is_gone_is_out(
     serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -262,6 +263,7 @@ async def test_servers_take_turns_and_one_that_is_gone_is_out(
     assert "gone is out: Client" in capsys.readouterr().out
 
 
+@rest(SECONDS)
 def test_a_busy_loop_is_measured_beside_an_idle_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ from bench.peers.process import PeerFailed, PeerProcess, Process
 from bench.peers.registry import ENVIRONMENTS, PEERS
 from bench.peers.watch import Watch, tree
 from tests.bench.fake_peer import SETTINGS, command_of
+from tests.tiers import SECONDS, rest
 
 ROOT = Path(__file__).parents[2]
 Start = Callable[[str], PeerProcess]
@@ -110,12 +111,14 @@ def test_a_peer_that_hangs_or_never_ends_its_line_is_killed(
     assert peer.exit_code == -9
 
 
+@rest(SECONDS)
 def test_a_peer_that_reads_nothing_does_not_hold_up_a_large_request(tmp_path: Path) -> None:
     peer = PeerProcess(["sleep", "600"], log=tmp_path / "log", cwd=ROOT)
     with peer, pytest.raises(PeerFailed, match="it reads nothing"):
         peer.ask("run", 0.2, prompts=[[1] * 100_000])
 
 
+@rest(SECONDS)
 def test_a_peer_that_was_asked_to_end_may_take_its_time(start: Start) -> None:
     peer = start("ends slowly")
     peer.ask("load", 120, settings=SETTINGS)
@@ -221,6 +224,7 @@ def test_watching_tells_a_process_from_the_others(tmp_path: Path, monkeypatch: p
     assert use.own_cpu > 0
 
 
+@rest(SECONDS)
 def test_what_is_watched_is_what_this_system_says(tmp_path: Path) -> None:
     """A process that has computed for a while, and then waits."""
     busy = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True); input()"

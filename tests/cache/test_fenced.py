@@ -16,7 +16,7 @@ from hypothesis.stateful import (
 from aioinfer.cache.fenced import FencedPool
 from aioinfer.cache.pages import PageAllocator
 from tests.planted_bugs import assert_found
-from tests.tiers import PLANTED_BUG, nightly, scaled
+from tests.tiers import PLANTED_BUG, SECONDS, nightly, rest, scaled
 
 
 class Missing(FencedPool):
@@ -108,6 +108,7 @@ SETTINGS = settings(
 )
 
 
+@rest(SECONDS)
 def test_the_pool_behaves_like_the_naive_model() -> None:
     run_state_machine_as_test(machine(FencedPool), settings=SETTINGS)  # type: ignore[no-untyped-call]
 

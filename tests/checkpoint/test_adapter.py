@@ -283,6 +283,7 @@ def test_headers_of_any_length_are_read(tmp_path: Path) -> None:
         assert all(modules[name.removeprefix("model.")].a.equal(a) for name, (a, _) in wrote.items())
 
 
+@rest(SECONDS)
 def test_a_pattern_cannot_take_forever(tmp_path: Path) -> None:
     path = write_adapter(tmp_path, matrices(), target_modules=r"(?:\w|\w\w|\w\w\w|[\w.])*(?<!j)")
     with pytest.raises(ConfigError, match="target_modules takes too long to match"):

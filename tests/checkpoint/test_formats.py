@@ -24,6 +24,7 @@ from aioinfer.model.loader import inspect_model, load_model
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import require
+from tests.tiers import SECONDS, rest
 
 Parts = dict[str, torch.Tensor]
 GROUP = 32
@@ -399,6 +400,7 @@ def test_experts_are_dequantised(tmp_path: Path) -> None:
     assert result.token_ids == greedy(oracle, prompt, 10)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("kernels", ["sdpa", "native"])
 def test_a_shared_expert_is_dequantised_as_the_others_are(tmp_path: Path, kernels: Any) -> None:
     require(kernels)

@@ -294,6 +294,7 @@ def test_without_a_network_the_cache_is_used(hub: FakeHub, monkeypatch: pytest.M
         locate("org/new@v1", fetch=True)
 
 
+@rest(SECONDS)
 def test_a_hub_that_cannot_be_reached(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1 cannot be reached.*'hf download org/tiny'"):
@@ -352,6 +353,7 @@ def test_modules_in_the_working_directory_are_not_imported(
     assert locate(NAME, fetch=True).is_dir()
 
 
+@rest(SECONDS)
 def test_a_directory_comes_before_a_name_on_the_hub(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest, RequestError
 from aioinfer.native.build import cache_directory
 from aioinfer.params import SamplingParams
-from tests.tiers import PROGRAM, rest
+from tests.tiers import PROGRAM, nightly, rest
 
 COMMAND = [sys.executable, "-m", "aioinfer", "chat", "tiny-chat", "--threads", "1", "--temperature", "0"]
 
@@ -209,7 +209,7 @@ def test_lines_of_a_pipe_are_answered(tmp_path: Path) -> None:
     assert "1 answers" in done.stderr
 
 
-@rest(PROGRAM)
+@nightly(PROGRAM)
 def test_typed_lines_are_kept_unless_told_otherwise(tmp_path: Path) -> None:
     for option, kept in (("--no-history", False), ("--system=x", True)):
         state = tmp_path / option.strip("-")

@@ -14,7 +14,7 @@ from aioinfer.cli.flags import COMMON
 from aioinfer.cli.main import main
 from aioinfer.cli.terminal import Progress
 from aioinfer.config import GROUPS, EngineConfig, ReplicaConfig, ServerConfig
-from tests.tiers import PROGRAM, rest
+from tests.tiers import PROGRAM, SECONDS, rest
 
 #: of a start for which there are no kernels yet
 COMPILING = "aioinfer: compiling native kernels, once for this processor: takes about half a minute\n"
@@ -57,6 +57,7 @@ def test_the_line_about_compiling_comes_once_and_other_stages_have_none(
     assert capsys.readouterr().err == COMPILING
 
 
+@rest(SECONDS)
 def test_a_missing_model_is_one_clear_line() -> None:
     done = run("generate", "x", "--model", "/nowhere")
     assert done.returncode == 2

@@ -116,6 +116,7 @@ def literal_joint(case: Case) -> tuple[list[int], int, bool]:
     raise AssertionError("does not end")
 
 
+@rest(SECONDS)
 def test_joint_threshold_saves_the_forwards_that_change_nothing() -> None:
     endings = set()
     for seed in range(scaled(120)):

@@ -177,6 +177,7 @@ def on_cuda(logits: torch.Tensor, asked: Asked) -> Proposal:
     return Proposal(*(each.cpu() for each in columns), None if found.entropy is None else found.entropy.cpu())
 
 
+@nightly(INTERPRETER)
 @interpreted_only
 @pytest.mark.parametrize("edge", grid([*EDGES][:1], [*EDGES][1:], INTERPRETER))
 def test_edges_of_thresholds(device: str, edge: str) -> None:

@@ -132,6 +132,7 @@ def test_a_cancel_between_any_two_events_changes_no_other_token() -> None:
         course({}, at, cancel)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("settings", grid(SETTINGS[1:3], SETTINGS[:1] + SETTINGS[3:]), ids=str)
 def test_anything_between_two_events_changes_no_token(settings: dict[str, Any]) -> None:
     dice = random.Random(str(settings))

@@ -115,6 +115,7 @@ def test_real_models_give_the_same_in_every_way(
     assert_same(found, alone)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("way", grid(["re-loop"], ["fused", "everything"]))
 def test_real_models_give_the_same_one_request_at_a_time(
     way: str, model: Model, alone: list[tuple[Asked, Result]]
@@ -182,6 +183,7 @@ def test_a_plain_decoder_without_a_cache_says_the_same_of_one_alone(model: Model
     assert model.plain is None or len(rounds) > 2, "blocks differ in how long they take"
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("way", grid(["overlap-1"], ["sync", "fused", "everything"]))
 def test_a_plain_decoder_says_the_same_of_eight_that_come_and_go(
     way: str, model: Model, described: Any

@@ -97,6 +97,7 @@ def test_one_request_at_a_time_gives_the_same_in_every_way(
     check(some, max_running_requests=1, prefix_cache=False, **WAYS[way])
 
 
+@rest(SECONDS)
 def test_ways_differ_in_the_forwards_that_they_take(expected: dict[str, Expected]) -> None:
     some = expected["low_confidence"]
     sync, fdfo, fused = (

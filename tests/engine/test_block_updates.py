@@ -11,6 +11,7 @@ from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.stream import Stream
 from aioinfer.testing.toy_blocks import ScriptedDevice
+from tests.tiers import SECONDS, rest
 
 SIZE = 8
 #: whose outputs grow by whole blocks
@@ -58,6 +59,7 @@ async def test_a_block_without_output_begins_again_by_other_weights(prompt: list
         assert found.weight_version == 1
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("prompt", PROMPTS, ids=str)
 async def test_a_checkpoint_of_one_version_has_no_block_of_another(prompt: list[int]) -> None:
     """Its newest token is of the weights before, and the block behind it of the new ones."""

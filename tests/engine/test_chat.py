@@ -14,7 +14,7 @@ import pytest
 from aioinfer import ChatStream, SamplingParams, ToolCall, errors
 from aioinfer.chat.functions import tool_of
 from aioinfer.testing import Answer, FakeEngine
-from tests.tiers import SECONDS, rest
+from tests.tiers import SECONDS, nightly
 
 USER = [{"role": "user", "content": "How warm is it in Rome?"}]
 CALLING = Answer(
@@ -334,7 +334,7 @@ async def test_task_groups_take_chats() -> None:
         await freed(engine)
 
 
-@rest(SECONDS)
+@nightly(SECONDS)
 async def test_a_long_answer_is_parsed_in_turns_and_can_be_left_amid_them() -> None:
     """Whoever reads late gets much at once."""
     text = Answer("word " * 5000, reasoning="r").text

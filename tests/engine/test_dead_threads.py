@@ -19,6 +19,7 @@ from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.test_launchers import AsynchronousToy
 from tests.execution.test_workers import kill as kill_worker
+from tests.tiers import SECONDS, rest
 
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -66,6 +67,7 @@ async def test_a_launch_thread_that_dies_ends_every_stream(make_engine: MakeEngi
     await engine.aclose()
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
 async def test_a_completion_thread_that_dies_fails_the_engine_and_closes_the_device(
     launcher: Any, monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from aiohttp import web
 from aioinfer import until_disconnected
 from aioinfer.testing import Answer, FakeEngine
 from tests.asgi import uvicorned
+from tests.tiers import SECONDS, rest
 
 fastapi = pytest.importorskip("fastapi", reason="fastapi is not installed")
 
@@ -84,6 +85,7 @@ def raw(method: str, path: str) -> bytes:
     return f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     ("make", "method", "path"),
     [

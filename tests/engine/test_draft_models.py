@@ -20,7 +20,7 @@ from tests.engine.test_speculation import alike
 from tests.engine.test_speculative_models import SAMPLERS, asked, run
 from tests.model.checkpoints import make_checkpoint
 from tests.model.harness import require
-from tests.tiers import SECONDS, grid, rest, scaled
+from tests.tiers import SECONDS, SIMULATION, grid, nightly, rest, scaled
 
 BUNDLED = EngineConfig().model_path
 
@@ -41,7 +41,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@rest(SECONDS)
+@nightly(SIMULATION)
 @pytest.mark.native
 @pytest.mark.parametrize(
     "sampler", grid(["greedy", "penalised"], [each for each in SAMPLERS if each[0] in "wh"])
@@ -85,6 +85,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(temperature: float) -> N
     assert stats.accepted_tokens >= 48
 
 
+@rest(SECONDS)
 def test_a_long_prompt_is_caught_up_with_step_by_step() -> None:
     """The draft model computes a chunk of it per step, and drafts when it has all."""
     require("native")
@@ -127,7 +128,7 @@ def test_a_diffusion_model_drafts_the_rest_of_a_block() -> None:
     assert stats.accepted_tokens > 20
 
 
-@rest(SECONDS)
+@nightly(SECONDS)
 @pytest.mark.parametrize("prompt", range(1, 40))
 def test_blocks_are_drafted_from_any_position(prompt: int) -> None:
     params = SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True)
@@ -180,6 +181,7 @@ def test_a_draft_model_that_is_not_there_is_an_error_of_its_setting(name: str) -
         started("tiny-chat", name)
 
 
+@rest(SECONDS)
 def test_a_draft_model_with_a_shorter_context_drafts_up_to_its_end(tmp_path: Path) -> None:
     require("native")
     short = tmp_path / "short"

@@ -23,7 +23,7 @@ from aioinfer.scheduling.step import Row
 from aioinfer.server import create_app
 from aioinfer.testing import Answer, FakeEngine, VirtualLoop
 from aioinfer.testing.fake_device import FakeDevice, Script
-from tests.tiers import PROGRAM, rest
+from tests.tiers import PROGRAM, SECONDS, rest
 
 pytest_plugins = ["aioinfer.testing.fixtures", "pytester"]
 
@@ -131,6 +131,7 @@ async def test_pausing_flushing_and_deadlines_are_the_engines() -> None:
         assert engine.flush_cache()
 
 
+@rest(SECONDS)
 def test_delays_pass_on_the_clock_of_the_loop() -> None:
     async def run() -> tuple[list[str], list[float]]:
         loop = asyncio.get_running_loop()
@@ -156,6 +157,7 @@ def test_delays_pass_on_the_clock_of_the_loop() -> None:
         assert runner.run(run()) == (done, times)
 
 
+@rest(SECONDS)
 def test_steps_in_flight_are_computed_in_their_order() -> None:
     """Timers of uvloop have milliseconds, so one of a later moment can come first."""
 
@@ -246,6 +248,7 @@ def test_rows_of_a_request_that_has_ended_have_an_empty_script() -> None:
     assert device._due(row) is None
 
 
+@rest(SECONDS)
 def test_it_loads_no_torch_and_leaves_nothing() -> None:
     code = """
 import asyncio, sys, threading

@@ -129,6 +129,7 @@ async def test_what_is_not_sampled_has_no_logprob_so_all_is_sampled_where_they_a
         assert [logprob.token_id for logprob in result.logprobs] == ids
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("stop", ["_colour", '"favourite'])
 async def test_a_stop_string_within_forced_tokens_ends_the_output_there(stop: str) -> None:
     for fast in (True, False):
@@ -171,6 +172,7 @@ class Hanging:
         return bool(self._matcher.accept(token))
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("window", grid([1], [0, 2]))
 async def test_a_grammar_that_hangs_delays_only_its_own_rows(window: Any) -> None:
     go_on = threading.Event()

@@ -198,6 +198,7 @@ def test_an_exception_anywhere_in_a_turn_is_survived_or_loud(kind: Any, seed: in
     assert states[EngineState.RUNNING] > 2, states
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("kind", [make_world, make_block_world])
 @pytest.mark.parametrize(
     ("file", "name"),

@@ -18,7 +18,7 @@ from aioinfer.scheduling.step import Step
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import Gate, MakeEngine
 from tests.joining import still_alive
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 
 class Stream:
@@ -87,6 +87,7 @@ class AsynchronousToy(ToyDevice):
         self._stream.close()
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
 @pytest.mark.parametrize("window", grid([1], [0, 2]))
 async def test_an_asynchronous_device_gives_the_same_tokens(launcher: Any, window: int) -> None:
@@ -152,6 +153,7 @@ async def test_leaving_and_closing_wait_for_a_hanging_device_without_the_loop(
     assert engine.state is EngineState.CLOSED
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
 async def test_a_device_that_comes_to_rest_too_late_is_closed_when_it_does(
     launcher: Any, gate: Gate, caplog: pytest.LogCaptureFixture

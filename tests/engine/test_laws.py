@@ -73,6 +73,7 @@ def test_a_lost_device_reaches_every_stream(seed: int) -> None:
     assert world.counts.total() == 60
 
 
+@rest(SECONDS)
 def test_without_faults_only_deadlines_and_consumers_end_a_request_early() -> None:
     world, _ = simulate(77, 200, fault_rate=0.0)
     assert world.counts["step failed"] == world.counts["out of memory"] == 0

@@ -23,7 +23,7 @@ from aioinfer.scheduling.policy import Policy
 from aioinfer.scheduling.request import Request
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.counting import no_collection
-from tests.tiers import grid
+from tests.tiers import SECONDS, grid, rest
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -317,6 +317,7 @@ class InterruptAt:
         return self._line
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("stride", grid([23], [3]))
 @pytest.mark.parametrize("overlap_steps", grid([1], [0, 2]))
 def test_an_interrupt_at_any_line_leaves_a_usable_object(overlap_steps: int, stride: int) -> None:
@@ -335,6 +336,7 @@ def test_an_interrupt_at_any_line_leaves_a_usable_object(overlap_steps: int, str
         assert line > 500, "the interrupts did not reach the steps"
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("stride", grid([41], [5]))
 @pytest.mark.parametrize("overlap_steps", grid([1], [0, 2]))
 def test_an_interrupt_between_steps_never_leaves_a_loop_without_end(overlap_steps: int, stride: int) -> None:

@@ -18,6 +18,7 @@ from aioinfer.params import Grammar, SamplingParams
 from aioinfer.testing.toy import toy_generate, toy_logprob
 from tests.engine.conftest import MakeEngine
 from tests.engine.test_transparency import retract_every
+from tests.tiers import SECONDS, rest
 
 PROMPT = list(range(100, 140))
 
@@ -110,6 +111,7 @@ async def test_the_hot_cache_gives_the_same_logprobs_as_the_cold_one() -> None:
             assert found == pytest.approx(wanted, abs=1e-5)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(("window", "page_size"), [(0, 16), (2, 4)])
 async def test_hot_and_cold_are_those_of_transformers_whoever_else_runs(window: Any, page_size: int) -> None:
     """A first turn from nothing, the same again from the cache, and a second turn that finds the first one's

@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aioinfer import Engine, EngineConfig, Grammar, SamplingParams
+from tests.tiers import SECONDS, rest
 
 WISHES: list[dict[str, Any]] = [
     {},
@@ -51,6 +52,7 @@ async def operations(config: EngineConfig, wishes: list[dict[str, Any]]) -> list
     return seen.operations
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("attention", ["auto", "sdpa"])
 async def test_tokens_leave_torch_to_the_launch_thread(attention: str) -> None:
     assert await operations(EngineConfig(attention_backend=attention, overlap_steps=1), WISHES) == []

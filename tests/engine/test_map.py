@@ -15,6 +15,7 @@ from aioinfer import EngineConfig, Result, SamplingParams, errors
 from aioinfer.testing import Answer, FakeEngine
 from tests.engine.conftest import MakeEngine
 from tests.engine.test_chat import freed
+from tests.tiers import SECONDS, rest
 
 SMALL: Any = {"model": "fake", "num_pages": 256, "overlap_steps": 0, "max_running_requests": 8}
 
@@ -30,6 +31,7 @@ async def texts(results: Any) -> list[str]:
 # -- order and bounds ----------------------------------------------------------------------------------
 
 
+@rest(SECONDS)
 async def test_results_come_in_the_order_of_their_prompts() -> None:
     def uneven(prompt: str) -> Answer:
         return Answer(prompt, delay=0.02 if int(prompt) % 7 == 0 else 0.0)

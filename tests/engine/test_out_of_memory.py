@@ -76,6 +76,7 @@ async def test_toy_ids_are_the_same_whichever_step_runs_out(
         assert stats.step_tokens < engine.config.step_tokens
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
 @pytest.mark.parametrize("window", grid([2], [0, 1]))
 async def test_steps_of_an_asynchronous_device_run_out_where_their_flights_are_read(

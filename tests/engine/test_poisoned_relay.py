@@ -32,6 +32,7 @@ from aioinfer.scheduling.step import Step
 from examples.training.tasks import held_out
 from tests.engine.simulation import settle
 from tests.engine.test_forced_and_late import SCHEMA
+from tests.tiers import SECONDS, rest
 
 #: no token, and not negative, so that nothing on the way makes a token of it
 POISON = 1 << 40
@@ -231,6 +232,7 @@ async def _outcome(stream: Any) -> None:
         pass
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("mode", ["thread", "inline"])
 @pytest.mark.parametrize("window", [0, 1, 2])
 async def test_no_poison_reaches_a_forward(window: int, mode: str, clean: list[list[int]]) -> None:
@@ -253,6 +255,7 @@ async def test_no_poison_reaches_a_forward(window: int, mode: str, clean: list[l
     assert set(device.relay._cells[1:].tolist()) == {POISON}, "a cell outlives its tenant"
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("window", [2])
 async def test_what_a_failed_step_leaves_behind_reaches_nobody_else(
     window: int, clean: list[list[int]]

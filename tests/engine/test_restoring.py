@@ -144,6 +144,7 @@ def test_the_kinds_have_every_parameter() -> None:
     assert there == {each.name for each in fields(SamplingParams)}
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("window", [0, 1, 2])
 async def test_every_cut_goes_on_as_if_nothing_had_happened(make_engine: MakeEngine, window: int) -> None:
     await cut_everywhere(make_engine, window)

@@ -77,6 +77,7 @@ class Crowd:
         return ids
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("window", [0, 1, 2])
 @pytest.mark.parametrize("num_pages", [64, 24])
 async def test_on_the_toy(make_engine: MakeEngine, window: int, num_pages: int) -> None:

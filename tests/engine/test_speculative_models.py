@@ -18,7 +18,7 @@ from tests.engine.laws import watch_core
 from tests.engine.test_forced_and_late import SCHEMA
 from tests.engine.test_speculation import alike
 from tests.model.harness import require
-from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
+from tests.tiers import SECONDS, SIMULATION, grid, nightly, rest, scaled
 
 #: of requests, in each of four samplers
 REQUESTS = 200
@@ -114,7 +114,7 @@ def run(
     return [found[key] for key in keys]
 
 
-@rest(SECONDS)
+@nightly(SIMULATION)
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", grid(["bfloat16"], ["float32"]))
 @pytest.mark.parametrize("sampler", SAMPLERS)

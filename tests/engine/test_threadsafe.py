@@ -15,6 +15,7 @@ from aioinfer import EngineConfig, errors
 from aioinfer.testing import Answer, FakeEngine
 from aioinfer.threadsafe import ThreadsafeEngine
 from tests.engine.test_chat import CALLING, USER, freed, weather
+from tests.tiers import SECONDS, rest
 
 _T = TypeVar("_T")
 
@@ -77,6 +78,7 @@ async def test_other_loops_use_it_as_their_own() -> None:
             next(iter(remote.generate("a")))
 
 
+@rest(SECONDS)
 async def test_leaving_a_remote_stream_ends_its_request() -> None:
     async with FakeEngine(Answer("x", delay=600.0)) as engine:
         remote = engine.threadsafe()

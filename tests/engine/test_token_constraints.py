@@ -49,6 +49,7 @@ def test_what_makes_no_sense_is_refused() -> None:
             SamplingParams(**{name: value})
 
 
+@rest(SECONDS)
 async def test_ids_beyond_the_vocabulary_are_refused() -> None:
     async with Engine(EngineConfig(threads=1)) as engine:
         for params in (SamplingParams(logit_bias={864: 1.0}), SamplingParams(allowed_token_ids=[864])):

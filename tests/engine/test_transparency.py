@@ -137,6 +137,7 @@ def alone() -> list[list[int]]:
         return [llm.generate([prompt], params)[0].token_ids for prompt, params in bundled_requests()]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(("window", "mode"), points(MODES[1::3], [*MODES[::3], *MODES[2::3]]))
 async def test_bundled_model_ids_do_not_depend_on_the_window_or_the_mode(
     alone: list[list[int]], window: int, mode: Any

@@ -214,6 +214,7 @@ def test_what_is_new_is_collected_as_streams_arrive(collected: list[int]) -> Non
     garbage.rest()
 
 
+@rest(SECONDS)
 def test_dropped_without_being_closed_it_is_undone() -> None:
     tuned = Tuning(3e-4, garbage=True)
     assert process()[2]
@@ -263,6 +264,7 @@ async def test_an_engine_may_be_told_to_change_nothing() -> None:
         assert process() == before
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("mode", ["thread", "inline"])
 async def test_nothing_is_collected_while_steps_are_in_flight(mode: str) -> None:
     before = process()
@@ -280,6 +282,7 @@ async def test_nothing_is_collected_while_steps_are_in_flight(mode: str) -> None
     assert process() == before
 
 
+@rest(SECONDS)
 async def test_no_collection_of_a_ramp_up_has_many_new_objects(monkeypatch: pytest.MonkeyPatch) -> None:
     """A collection takes as long as there are new objects: 70 ms for those of 2,048 streams."""
     sizes: list[int] = []
@@ -350,6 +353,7 @@ async def test_a_lost_device_leaves_collection_on() -> None:
     await engine.aclose()
 
 
+@rest(SECONDS)
 def test_a_loop_that_died_takes_its_tuning_along(monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(threading.enumerate())
     engine = make_engine(AsynchronousToy)

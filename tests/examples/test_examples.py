@@ -7,12 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.tiers import PROGRAM, rest
+from tests.tiers import PROGRAM, nightly, rest
 
 ROOT = Path(__file__).parents[2]
 
 
-@rest(PROGRAM)
+@nightly(PROGRAM)
 def test_the_embedding_example_runs() -> None:
     done = subprocess.run(
         [sys.executable, "examples/embed.py"], cwd=ROOT, capture_output=True, text=True, timeout=240
@@ -22,7 +22,7 @@ def test_the_embedding_example_runs() -> None:
     assert "44 + 44 = 88" in done.stdout
 
 
-@rest(PROGRAM)
+@nightly(PROGRAM)
 def test_the_diffusion_example_shows_a_block_filling_up() -> None:
     command = [sys.executable, "examples/diffusion_stream.py", "What is 17 + 25?", "--threshold", "1"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)

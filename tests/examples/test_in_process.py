@@ -15,7 +15,7 @@ from aioinfer import EngineConfig, OutOfMemory
 from aioinfer.testing import Answer, FakeEngine
 from examples import agent, custom_policy, extraction, race, worker
 from tests.engine.test_chat import freed
-from tests.tiers import PROGRAM, rest
+from tests.tiers import PROGRAM, nightly
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,7 +78,7 @@ async def test_the_policy_lets_those_go_first_who_must_be_served_soonest() -> No
         assert await custom_policy.order(engine) == [*chats, *reports]
 
 
-@rest(PROGRAM)
+@nightly(PROGRAM)
 @pytest.mark.parametrize("name", ["race", "extraction", "custom_policy"])
 def test_the_examples_run_as_programs(name: str) -> None:
     command = [sys.executable, f"examples/{name}.py"]

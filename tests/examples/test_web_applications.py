@@ -15,6 +15,7 @@ from aioinfer.testing import Answer, FakeEngine
 from examples import aiohttp_app, host_metrics
 from tests.asgi import uvicorned
 from tests.engine.test_chat import freed
+from tests.tiers import SECONDS, rest
 
 fastapi_app = pytest.importorskip("examples.fastapi_app", reason="fastapi is not installed")
 testclient = pytest.importorskip("fastapi.testclient", reason="its client is not installed")
@@ -35,6 +36,7 @@ def said(socket: Any) -> str:
     return text + str(piece["text"])
 
 
+@rest(SECONDS)
 async def test_the_aiohttp_example_answers_on_its_own_routes_and_on_openais() -> None:
     async with TestClient(TestServer(aiohttp_app.make_app())) as client:
         response = await client.get("/add/20/22")
@@ -81,6 +83,7 @@ def endless(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     return engine
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("path", ["/answer", "/events"])
 async def test_a_client_that_leaves_the_fastapi_example_ends_its_request(
     endless: FakeEngine, path: str

@@ -24,6 +24,7 @@ from aioinfer.params import DiffusionParams, SamplingParams
 from tests.execution.block_driver import Driven, Driver, check
 from tests.execution.fake_cuda import FakeCudaDevice, install
 from tests.model.block_models import MASK, VOCAB, Plain, block_config, write_checkpoint
+from tests.tiers import SECONDS, rest
 
 SIZE = 8
 CONFIG = block_config(num_hidden_layers=2)
@@ -80,6 +81,7 @@ def drive(
         check(request, lambda before, ids: plain.logits(before + ids)[-size:].float(), size, MASK, 1e-2)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(("cuda", "ahead"), [(False, 0), (True, 0), (True, 1)])
 def test_a_model_denoises_as_model_and_algorithm_are_described(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cuda: bool, ahead: int

@@ -131,6 +131,7 @@ def test_replayed_kernels_propose_as_the_reference_does(
         assert world.device.steps_replayed[kind]
 
 
+@nightly(EMULATED)
 def test_a_replayed_block_goes_on_elsewhere_as_if_nothing_had_happened() -> None:
     resumed = 0
     world = GraphedWorld(20, [*EVERY, "joint_threshold"], drawn=True, mean_steps=4.0, edits=8)
@@ -158,6 +159,7 @@ def test_a_request_may_begin_with_a_replay() -> None:
     world.check()
 
 
+@nightly(EMULATED)
 def test_requests_of_replays_that_fail_start_over() -> None:
     world = GraphedWorld(30, ["joint_threshold"] * 4)
     dice = random.Random(1)
@@ -173,6 +175,7 @@ def test_requests_of_replays_that_fail_start_over() -> None:
     assert world.driver.failures > 5
 
 
+@nightly(EMULATED)
 @pytest.mark.parametrize("ahead", grid([1], [0]))
 def test_records_wait_for_the_host_and_not_in_the_memory_of_graphs(
     monkeypatch: pytest.MonkeyPatch, ahead: int

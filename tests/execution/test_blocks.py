@@ -93,6 +93,7 @@ class World:
             check(request, scripted(self.device.script, self.size), self.size, MASK)
 
 
+@rest(SECONDS)
 def test_rows_of_any_kind_bring_the_blocks_of_the_reference() -> None:
     kinds = set()
     for seed in range(4):
@@ -133,6 +134,7 @@ def test_a_block_goes_on_elsewhere_as_if_nothing_had_happened() -> None:
     assert any(state.known[0] and state.written_in[0] < 0 for state in resumed), "and so do prompts"
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("most", [2, 5])
 def test_rounds_in_place_are_rounds_like_any(most: int) -> None:
     counts = set()
@@ -246,6 +248,7 @@ def test_a_row_that_reads_what_is_not_its_own_is_found_out(message: str) -> None
         world.launch(step(2, WRONG[message](first, second, size)))
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_a_step_that_fails_leaves_junk_until_its_requests_start_over(ahead: int) -> None:
     failures = 0
@@ -284,6 +287,7 @@ class LateDevice:
         return self.backend.launch(self.packer.pack(planned))
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("ahead", grid([1], [0, 2]))
 def test_the_cuda_backend_brings_the_same_with_late_copies(
     monkeypatch: pytest.MonkeyPatch, ahead: int

@@ -276,6 +276,7 @@ class Model:
         return torch.nn.functional.one_hot(batch.input_ids + 1, 64).float()
 
 
+@nightly(EMULATED)
 @torch.inference_mode()
 def test_a_replay_moves_its_rows_on_and_padding_stays_where_it_is() -> None:
     kernels_or_skip("cpu")

@@ -186,6 +186,7 @@ def test_transformers_modules_have_adapters_too(models: Models, name: str) -> No
     check_mixed(models, name, "transformers")
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("kernels", ["sdpa", "transformers"])
 def test_sequences_that_come_and_go_are_those_of_merged_weights(models: Models, kernels: str) -> None:
     """Prompts in chunks beside decodes, rows with adapters that change places."""

@@ -20,6 +20,7 @@ from aioinfer.model.moe.sparse import SparseMLP
 from tests.model.block_models import VOCAB, Plain, Rows, block_config, write_checkpoint, write_config
 from tests.model.checkpoints import make_checkpoint
 from tests.model.harness import build_batch, make_pool
+from tests.tiers import SECONDS, rest
 
 CPU = torch.device("cpu")
 
@@ -168,6 +169,7 @@ def test_nulls_in_the_config_are_no_groups_and_no_dense_layer(tmp_path: Path) ->
     assert model._layers[0].mlp.router.num_groups == 1
 
 
+@rest(SECONDS)
 def test_random_weights_of_a_small_llada2_mini(tmp_path: Path) -> None:
     """Its shape, with sizes divided by eight."""
     shape = {"hidden_size": 256, "num_hidden_layers": 20, "num_attention_heads": 16, "num_experts": 32}

@@ -19,7 +19,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.loop import factory
 from tests.model.checkpoints import make_checkpoint
-from tests.tiers import FURTHER, grid, scaled
+from tests.tiers import FURTHER, SECONDS, grid, rest, scaled
 
 VALUES: list[Any] = [-1, 0, 1.5, "x", None, 10**30, [], True, {}, float("nan")]
 #: no model computes with a negative number of these, or with a text
@@ -86,6 +86,7 @@ def changed(value: Any, path: tuple[str, ...], new: Any) -> Any:
     return value
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     "name", grid(["qwen3", "gemma4-shared"], ["qwen3-moe", "gpt2", "gemma3", "opt", "llada2"])
 )

@@ -71,6 +71,7 @@ def test_prefill_rows_are_planned_once_a_step(flashinfer: None, params: Attentio
     assert [each.plans for each in MADE] == [1, 1], "other constants have a plan of their own"
 
 
+@nightly(INTERPRETER)
 def test_a_plan_is_not_made_anew_while_steps_in_flight_may_read_it(flashinfer: None) -> None:
     step = setup([(5, 20)], 0)
     attention, task = attention_of(step), step.task

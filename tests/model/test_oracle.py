@@ -31,6 +31,7 @@ def prompts(seed: int, count: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 5, 17, 40]))] for _ in range(count)]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("family", ["gpt-oss", "phi3-longrope", "qwen3-next"])
 def test_the_oracle_does_not_depend_on_the_ids_that_are_guessed(checkpoint: Checkpoint, family: str) -> None:
     _, oracle = checkpoint(family)
@@ -162,6 +163,7 @@ def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str)
     assert found == greedy_each(oracle, batch, 40, found)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     "family",
     grid(

@@ -62,6 +62,7 @@ def test_groups_of_heads(device: str, heads: int, kv_heads: int) -> None:
     assert_close(prefill(task), task.expected(0.3), torch.float32)
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("soft_cap", [None, 2.0])
 @pytest.mark.parametrize("window", grid([17], [1, 4, 1000], INTERPRETER))
 def test_windows_and_soft_caps(device: str, window: int, soft_cap: float | None) -> None:

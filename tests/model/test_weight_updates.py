@@ -111,6 +111,7 @@ def test_an_updated_model_has_the_bits_of_one_that_was_loaded_anew(
         assert torch.equal(logits(model, kernels), before)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("given", ["directory", "file", "memory", "parts"])
 def test_tensors_whose_names_lack_the_prefix_are_those_of_the_model(
     pair: Callable[[str], tuple[Path, Path]], given: str

@@ -61,6 +61,7 @@ def test_a_compiler_may_be_called_by_another_program(
     assert calls(script) == UNITS + 1
 
 
+@rest(SECONDS)
 def test_where_the_system_has_no_compiler_that_of_the_extra_is_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -26,6 +26,7 @@ from tests.model.block_models import block_config, write_checkpoint
 from tests.model.harness import attention_for, build_batch, row_states, state_pool
 from tests.model.mixtures import Mixture
 from tests.native.support import DTYPES, UNIT, normal
+from tests.tiers import SECONDS, rest
 
 CPU = torch.device("cpu")
 WAYS: list[Quantization] = [way for way in get_args(Quantization) if way not in ("auto", "none", *FLOAT8)]
@@ -120,6 +121,7 @@ def test_weights_that_are_not_rounded_have_no_rounded_values() -> None:
         linear.dequantised()
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("way", WAYS)
 def test_an_engine_with_rounded_weights_answers_correctly(way: Quantization) -> None:
     question = [{"role": "user", "content": "What is 17 + 25?"}]

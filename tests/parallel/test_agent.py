@@ -26,10 +26,12 @@ from tests.parallel.served import (
     Served,
 )
 from tests.parallel.waiting import until
+from tests.tiers import SECONDS, rest
 
 # -- the handshake -------------------------------------------------------------------------------------
 
 
+@rest(SECONDS)
 async def test_a_replica_says_what_it_is(served: Served) -> None:
     peer = await Peer.connect(served.path)
     peer.send(Kind.HELLO, Hello(TOKEN).pack())
@@ -220,6 +222,7 @@ async def test_rows_of_one_step_are_one_frame(served: Served) -> None:
     await peer.close()
 
 
+@rest(SECONDS)
 async def test_rows_that_are_too_large_for_one_frame_are_several(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

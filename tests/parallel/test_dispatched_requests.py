@@ -25,6 +25,7 @@ from aioinfer.params import Grammar
 from aioinfer.testing import Answer, FakeEngine, ToyTokenizer
 from tests.parallel.test_complaints import end, turn
 from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, expected, prompt, record, sent, toys, virtual
+from tests.tiers import SECONDS, rest
 
 
 async def ends(*streams: Any) -> list[Any]:
@@ -267,6 +268,7 @@ async def _read(stream: AsyncIterator[Any]) -> None:
         pass
 
 
+@rest(SECONDS)
 @virtual
 async def test_a_thousand_that_leave_at_once_leave_nothing() -> None:
     engines = toys(3)

@@ -26,6 +26,7 @@ from aioinfer.parallel.record import Ending
 from aioinfer.parallel.replica import Rows
 from aioinfer.params import DiffusionParams, Grammar
 from aioinfer.resuming.record import StreamCheckpoint
+from tests.tiers import SECONDS, rest
 
 #: so that ids can be anything
 VOCAB = 1 << 32
@@ -39,6 +40,7 @@ TEXT = st.text(st.characters(), max_size=20)
 # -- frames --------------------------------------------------------------------------------------------
 
 
+@rest(SECONDS)
 @given(
     st.lists(st.tuples(st.sampled_from(Kind), st.binary(max_size=300))),
     st.lists(st.integers(1, 400), min_size=1),
@@ -184,6 +186,7 @@ def plain(row: Rows) -> dict[str, Any]:
     return found
 
 
+@rest(SECONDS)
 @given(st.lists(some_rows(), max_size=5))
 def test_rows_come_out_as_they_went_in(rows: list[tuple[int, Rows]]) -> None:
     found = unpack_rows(pack_rows(rows, 100.0), 7.0, VOCAB)

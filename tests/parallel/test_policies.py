@@ -15,6 +15,7 @@ from aioinfer.parallel.policies import POLICIES, routing_policy
 from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import Load, Replica
 from tests.parallel.toys import PARAMS, Toy, expected, prompt, record, sent, toys, virtual
+from tests.tiers import SECONDS, rest
 
 #: those that spread equal requests evenly
 EVEN = ("round_robin", "total_requests", "total_tokens", "prefix")
@@ -113,6 +114,7 @@ async def test_the_salts_of_other_tenants_do_not_attract() -> None:
         await again
 
 
+@rest(SECONDS)
 @virtual
 async def test_hash_keeps_keys_together_and_in_bounds() -> None:
     async with Dispatcher(toys(4), policy="hash") as dispatcher:

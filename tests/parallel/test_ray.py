@@ -25,6 +25,7 @@ from aioinfer.parallel.on_ray.resources import Node, share
 from aioinfer.parallel.replica import ReplicaState
 from tests.parallel.served import toy
 from tests.parallel.waiting import started_in, until
+from tests.tiers import SECONDS, rest
 
 CONFIG = EngineConfig(model="tiny-chat", deterministic=True, threads=1, kv_memory_gib=0.1)
 
@@ -96,6 +97,7 @@ def test_the_server_has_its_replicas_placed_by_ray(monkeypatch: pytest.MonkeyPat
     assert [each.name for each in found._replicas] == ["ray-0", "ray-1", "ray-2"]
 
 
+@rest(SECONDS)
 def test_nothing_here_imports_ray() -> None:
     source = """
         import sys
@@ -359,6 +361,7 @@ async def test_the_last_end_and_a_new_placement_do_not_disturb_each_other(
     assert found._starting is None
 
 
+@rest(SECONDS)
 def test_a_cluster_can_be_used_on_another_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     found = cluster(CALM, monkeypatch)
 

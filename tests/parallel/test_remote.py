@@ -25,6 +25,7 @@ from tests.parallel.served import (
     toy,
 )
 from tests.parallel.waiting import until
+from tests.tiers import SECONDS, rest
 
 # -- a replica that says anything ----------------------------------------------------------------------
 
@@ -130,6 +131,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"aioinfer.parallel.{module}.BEAT", 0.02)
 
 
+@rest(SECONDS)
 async def test_a_replica_without_work_is_alive(quick: None, served: Served) -> None:
     told = Told()
     await served.launch()

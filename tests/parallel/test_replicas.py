@@ -159,6 +159,7 @@ async def test_while_the_last_one_leaves_another_can_join() -> None:
         assert dispatcher.stats().ready_replicas == 1
 
 
+@rest(SECONDS)
 @virtual
 async def test_restart_brings_a_lost_one_back() -> None:
     engines = toys(2)

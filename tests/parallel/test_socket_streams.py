@@ -157,6 +157,7 @@ async def test_a_reader_that_lags_parks_its_request_in_the_replica(tmp_path: Pat
         assert engine.stats().parkings > 5
 
 
+@rest(SECONDS)
 async def test_a_reader_that_waits_does_not_lag(tmp_path: Path) -> None:
     params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
     async with dispatching(tmp_path, toy(0.001)) as dispatcher:
@@ -192,6 +193,7 @@ async def test_a_dispatcher_can_be_closed_twice_and_started_again(tmp_path: Path
         assert dispatcher.closed
 
 
+@rest(SECONDS)
 async def test_pausing_and_flushing_reach_the_engine(tmp_path: Path) -> None:
     async with dispatching(tmp_path, toy(0.001)) as dispatcher:
         engine = dispatcher.replicas[0].engine

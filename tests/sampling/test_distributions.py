@@ -212,6 +212,7 @@ LARGE = [
 ]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("combination", grid(LARGE[-1:], LARGE[:-1], EXACT), ids=name_of)
 def test_draws_from_a_large_vocabulary_do_so_too(
     combination: tuple[bool, ...], sampling: SamplingBackend

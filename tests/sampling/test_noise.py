@@ -10,6 +10,7 @@ import torch
 
 from aioinfer.sampling.noise import gumbel, random_bits, row_keys, uniform
 from tests.sampling.support import chi_square
+from tests.tiers import SECONDS, rest
 
 #: Standard deviations. All inputs are fixed, so a test passes always or never.
 SHARP = 4.0
@@ -97,6 +98,7 @@ def test_no_two_rows_are_alike() -> None:
     assert len(set(rows.flatten().tolist())) > rows.numel() - 20
 
 
+@rest(SECONDS)
 def test_keys_never_collide() -> None:
     """A 64-bit bijection: a million pairs of words without a duplicate, for seeds and for positions."""
     count = torch.arange(1_000_000)

@@ -272,6 +272,7 @@ def test_a_wrong_bound_costs_time_and_no_token(
             assert drawn(logits, rows, device, tuning, wide) == wanted, wide
 
 
+@nightly(INTERPRETER)
 def test_the_sampler_on_kernels_is_the_sampler(device: str) -> None:
     """Penalties that count on the device, bans and broken rows, step after step."""
     at, vocab = torch.device(device), 60

@@ -20,6 +20,7 @@ from aioinfer.server.http.listening import bind_all
 from tests.server.conftest import Served, Serving
 from tests.server.test_adversity import ENDLESS, gate, until
 from tests.server.test_mounting import make_engine
+from tests.tiers import SECONDS, rest
 
 __all__ = ["gate"]
 
@@ -126,6 +127,7 @@ async def test_a_paused_engine_can_be_drained(serving: Serving, path: str) -> No
         assert (await waiting).status == 200
 
 
+@rest(SECONDS)
 async def test_the_trace_of_the_next_seconds(serving: Serving, path: str) -> None:
     async with administered(serving, path) as (served, admin), aiohttp.ClientSession() as session:
         collecting = asyncio.create_task(admin("GET", "/trace?seconds=0.3"))

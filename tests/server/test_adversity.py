@@ -154,6 +154,7 @@ while True:
 """
 
 
+@rest(SECONDS)
 async def test_clients_killed_with_signal_9_leave_nothing_behind(serving: Serving) -> None:
     left = threading.Event()
 
@@ -467,6 +468,7 @@ async def test_a_request_of_many_choices_lets_others_go_between(serving: Serving
             assert [choice["text"] for choice in (await response.json())["choices"]] == [alone] * 64
 
 
+@rest(SECONDS)
 async def test_an_unexpected_error_is_a_500_without_details_and_a_log_line(
     serving: Serving, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

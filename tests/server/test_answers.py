@@ -118,6 +118,7 @@ def test_the_types_of_arguments_are_found_with_the_request() -> None:
         assert isinstance(answer.functions, Signatures) == wanted
 
 
+@rest(SECONDS)
 def test_messages_of_gpt_oss() -> None:
     call = CALLS["harmony"].tell("weather", {"city": "Rome"})
     again = "<|end|><|start|>assistant"

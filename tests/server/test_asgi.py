@@ -27,7 +27,7 @@ from aioinfer.testing import Answer, FakeEngine
 from tests.asgi import Exchange, uvicorned
 from tests.server.raw import errors
 from tests.server.test_adversity import until
-from tests.tiers import SECONDS, rest
+from tests.tiers import SECONDS, nightly, rest
 
 fastapi = pytest.importorskip("fastapi", reason="fastapi is not installed")
 
@@ -178,7 +178,7 @@ async def reference(one: Engine, config: ServerConfig) -> AsyncIterator[str]:
         await serving
 
 
-@rest("forty calls, each of them to two servers")
+@nightly("forty calls, each of them to two servers")
 @pytest.mark.parametrize("case", CALLS)
 async def test_a_request_has_the_answer_of_serve(
     case: str, config: ServerConfig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -334,6 +334,7 @@ async def test_connections_and_framing_are_the_servers(version: str) -> None:
 # -- clients -------------------------------------------------------------------------------------------
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 async def test_a_client_that_leaves_ends_its_request_within_two_steps(
@@ -443,6 +444,7 @@ async def test_a_disconnect_behind_the_last_event_changes_nothing(caplog: pytest
         assert '"POST /v1/chat/completions HTTP/1.1" 200 ' in line
 
 
+@rest(SECONDS)
 async def test_a_client_that_does_not_read_is_waited_for_and_its_request_parked() -> None:
     async with engine("x" * 5000, max_lag=32) as one:
         exchange = Exchange("POST", "/v1/chat/completions", {**CHAT, "stream": True})

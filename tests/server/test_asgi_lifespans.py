@@ -21,6 +21,7 @@ from tests.asgi import Application, Exchange, uvicorned
 from tests.server.raw import errors
 from tests.server.test_adversity import until
 from tests.server.test_asgi import CHAT, ENDLESS, PROMPT, engine, no_tasks
+from tests.tiers import SECONDS, rest
 
 fastapi = pytest.importorskip("fastapi", reason="fastapi is not installed")
 
@@ -84,6 +85,7 @@ def test_it_runs_on_one_loop_after_the_other() -> None:
         asyncio.run(run())
 
 
+@rest(SECONDS)
 async def test_a_shutdown_drains() -> None:
     one = engine(Answer("x" * 200, pace=0.001))
     app = asgi_app(one)
@@ -244,6 +246,7 @@ def mounting(one: Engine, config: ServerConfig | None = None) -> Any:
     return app
 
 
+@rest(SECONDS)
 async def test_the_openai_client_of_an_engine_in_fastapi() -> None:
     one = engine({"weather": Answer(tool_calls=[("weather", {"city": "Rome"})]), "": "Hello, and bye!"})
     async with (

@@ -25,7 +25,7 @@ from tests.engine.conftest import Gate
 from tests.server.conftest import Connect, Serving, age
 from tests.server.raw import Raw, errors, request
 from tests.server.test_adversity import ENDLESS, idle, until
-from tests.tiers import scaled
+from tests.tiers import SECONDS, rest, scaled
 
 COMPLETION = {**ENDLESS, "stream": False, "max_tokens": 3}
 
@@ -305,6 +305,7 @@ async def test_malformed_connections_log_one_line_in_all(
     assert all("\n" not in line and len(line) < 400 for line in warnings(caplog))
 
 
+@rest(SECONDS)
 async def test_clients_that_disconnect_at_any_time_are_not_logged(
     serving: Serving, connect: Connect, caplog: pytest.LogCaptureFixture, unhandled: list[dict[str, Any]]
 ) -> None:

@@ -25,6 +25,7 @@ from aioinfer.testing.toy_adapters import write_toy_adapter
 from tests.asgi import Exchange
 from tests.observe.scrapes import read_text, values
 from tests.server.conftest import without_certificates
+from tests.tiers import SECONDS, rest
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = {"name": "wrong", "schema": {"type": "nonsense"}}
@@ -212,6 +213,7 @@ async def test_one_replica_that_hangs_does_not_make_the_others_unready(tmp_path:
         assert await served.get("/readyz") == (200, {"status": "ok"})
 
 
+@rest(SECONDS)
 async def test_a_stream_over_http_goes_on_when_its_replica_is_lost(tmp_path: Any) -> None:
     engines: list[Engine] = [FakeEngine("abcdefghij" * 3, pace=0.01) for _ in range(3)]
     async with site(tmp_path, engines) as served:

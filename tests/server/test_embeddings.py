@@ -104,6 +104,7 @@ async def test_what_is_wrong_with_a_body_is_named(serving: Serving, body: Any, p
         assert served.engine.stats().running == served.engine.stats().waiting == 0
 
 
+@rest(SECONDS)
 async def test_inputs_are_cut_on_demand(serving: Serving) -> None:
     async with serving() as served:
         _, cut = await post(served, "/v1/embeddings", input=["hello", "he"], truncate_prompt_tokens=3)

@@ -132,6 +132,7 @@ def call_of(rng: random.Random) -> tuple[str, dict[str, Any]]:
     return "completions", {**body, "prompt": [rng.randrange(1, 64) for _ in range(5)], **echo}
 
 
+@rest(SECONDS)
 async def test_streams_say_what_whole_answers_say(serving: Serving, outlets: list[ExpressOutlet]) -> None:
     seed = random.randrange(1 << 32)
     sys.stdout.write(f"seed {seed}\n")
@@ -272,6 +273,7 @@ async def test_a_client_that_reads_nothing_and_then_all_gets_all(
         await until(lambda: idle(served))
 
 
+@rest(SECONDS)
 async def test_clients_that_leave_in_any_way_give_everything_back(
     serving: Serving, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -306,6 +308,7 @@ async def test_clients_that_leave_in_any_way_give_everything_back(
     assert logged == [], f"seed {seed}"
 
 
+@rest(SECONDS)
 async def test_pings_are_sent_while_the_engine_is_paused(
     serving: Serving, outlets: list[ExpressOutlet]
 ) -> None:
@@ -343,6 +346,7 @@ async def test_a_client_that_never_reads_is_dropped(serving: Serving, outlets: l
         stalled.close()
 
 
+@rest(SECONDS)
 async def test_a_row_that_cannot_be_written_ends_alone(
     serving: Serving, outlets: list[ExpressOutlet], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -54,6 +54,7 @@ async def post(url: str, raw: bytes, **headers: str) -> tuple[int, dict[str, Any
 # -- bodies -----------------------------------------------------------------------------------------
 
 
+@rest(SECONDS)
 def test_limits_follow_from_the_context() -> None:
     assert LIMITS.body == (1 << 20) + 64 * 4096
     assert Limits.of(ServerConfig(), 1 << 20).body == 16 << 20
@@ -130,6 +131,7 @@ async def test_compressed_bodies_are_read(serving: Serving, encoding: str) -> No
         assert status == 413
 
 
+@rest(SECONDS)
 async def test_decompression_is_in_slices_and_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gigabyte of zeros in a megabyte."""
     parts: list[int] = []
@@ -372,6 +374,7 @@ async def test_a_whole_answer_is_never_in_one_piece(shape: Shape, monkeypatch: p
     assert [each["step_map"] for each in choices] == [[7] * length] * 2
 
 
+@rest(SECONDS)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=12),

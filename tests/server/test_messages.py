@@ -51,6 +51,7 @@ def _compared(block: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in block.items() if name != "id"}
 
 
+@rest(SECONDS)
 async def test_text_is_answered_whole_and_streamed(messages: Messages) -> None:
     async with messages() as client:
         answer = await both(client)
@@ -100,6 +101,7 @@ async def test_why_a_message_stopped(messages: Messages) -> None:
         assert endless.stop_reason == "model_context_window_exceeded"
 
 
+@rest(SECONDS)
 async def test_an_agent_calls_its_tools_until_the_model_answers(messages: Messages, directory: Path) -> None:
     (directory / "chat_template.jinja").write_text(ROUND_TRIP)
     conversation: list[Any] = [USER]
@@ -135,6 +137,7 @@ async def test_an_agent_calls_its_tools_until_the_model_answers(messages: Messag
         assert await count(is_error=True) > await count()
 
 
+@rest(SECONDS)
 async def test_calls_that_the_model_writes_by_itself(messages: Messages) -> None:
     async with messages() as client:
 
@@ -333,6 +336,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@rest(SECONDS)
 async def test_refusals_name_the_field_of_the_body(messages: Messages) -> None:
     async with messages() as client:
         for change, field in REFUSED:

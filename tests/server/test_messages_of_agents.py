@@ -12,6 +12,7 @@ from tests.server.chats import USER
 from tests.server.conftest import Messages
 from tests.server.test_messages import ASK, LATER, REFERENCE, TOOL, result
 from tests.server.test_tool_requests import ROUND_TRIP
+from tests.tiers import SECONDS, rest
 
 #: of Qwen 3.5, for example
 BEGINS_WITH_SYSTEM = (
@@ -114,6 +115,7 @@ async def test_the_model_learns_of_a_deferred_tool_when_a_result_refers_to_it(
         assert await count([find, deferred, search]) == await count([find, TOOL])
 
 
+@rest(SECONDS)
 async def test_agents_of_the_client_go_on_without_threads(messages: Messages) -> None:
     called: list[str] = []
 

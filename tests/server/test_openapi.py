@@ -27,6 +27,7 @@ from aioinfer.server.openapi.typed import schema_of
 from tests.server.conftest import Bundled, Serving
 from tests.server.test_fields import chat, completion
 from tests.server.test_mounting import make_engine, running
+from tests.tiers import SECONDS, rest
 
 USER = [{"role": "user", "content": "abc"}]
 
@@ -78,6 +79,7 @@ async def test_mounted_engines_have_documents_of_their_own() -> None:
     assert not operations(first) & operations(second)
 
 
+@rest(SECONDS)
 async def test_the_document_is_well_formed() -> None:
     async with running(create_app(make_engine())) as url:
         document = await fetched(f"{url}/openapi.json")
@@ -243,6 +245,7 @@ COMPLETIONS: list[dict[str, Any]] = [
 ]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answers_have_the_declared_types(bundled: Bundled, stream: bool) -> None:
     async with bundled() as client, aiohttp.ClientSession(str(client.base_url)) as session:

@@ -8,10 +8,12 @@ import aiohttp
 import pytest
 
 from tests.server.conftest import Bundled, Served, Serving
+from tests.tiers import SECONDS, rest
 
 STORY: Any = [{"role": "user", "content": "Write a short story about Mira."}]
 
 
+@rest(SECONDS)
 async def test_the_openai_client_reads_how_much_of_a_prediction_was_right(bundled: Bundled) -> None:
     """As text and as parts, streamed or not; the answer is that without one."""
     async with bundled() as client:

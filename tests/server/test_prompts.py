@@ -34,6 +34,7 @@ class Counting(ToyTokenizer):
         return super().encode(text)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_prompt_is_tokenized_once_for_all_its_choices(serving: Serving, stream: bool) -> None:
     tokenizer = Counting()

@@ -118,6 +118,7 @@ async def test_the_prompt_tells_whether_an_answer_begins_with_reasoning(
             assert bool(answer.reasoning) == (name == "deepseek-r1")
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("special", grid([True], [None, False]))
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-r1"])
 async def test_a_grammar_begins_where_the_prompt_ends(

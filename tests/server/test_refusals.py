@@ -16,6 +16,7 @@ from aioinfer.server.openai.fields import COMPLETION as COMPLETION_FIELDS
 from aioinfer.testing import ToyDevice
 from tests.server.chats import tool
 from tests.server.conftest import Bundled, Serving
+from tests.tiers import SECONDS, rest
 
 CHAT: Any = [{"role": "user", "content": "Hello!"}]
 #: body -> the field that the refusal names, and words of its message
@@ -151,6 +152,7 @@ async def test_the_id_of_an_answer_can_be_chosen(serving: Serving) -> None:
         assert answer.id == "cmpl-mine-1"
 
 
+@rest(SECONDS)
 async def test_no_value_of_any_field_is_a_fault(serving: Serving) -> None:
     """Values nested as deeply as JSON allows, and long ones: an error shows a part of them."""
     deep, nested = "@deep@", "[" * 940 + '"x"' + "]" * 940  # too deep for an encoder within a test

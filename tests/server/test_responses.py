@@ -62,6 +62,7 @@ def _compared(item: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in item.items() if name not in ("id", "call_id")}
 
 
+@rest(SECONDS)
 async def test_text_is_answered_whole_and_streamed(bundled: Bundled) -> None:
     async with bundled() as client:
         answer = await both(client, metadata={"topic": "sums"}, instructions="Be brief.")
@@ -95,6 +96,7 @@ def _text(text: str) -> dict[str, str]:
     return {"type": "input_text", "text": text}
 
 
+@rest(SECONDS)
 async def test_the_synchronous_client_works_too(bundled: Bundled) -> None:
     async with bundled() as served:
 
@@ -175,6 +177,7 @@ async def test_an_agent_calls_its_tools_until_the_model_answers(bundled: Bundled
     assert [each.name for each in last.tools] == ["weather"]
 
 
+@rest(SECONDS)
 async def test_calls_that_the_model_writes_by_itself(bundled: Bundled) -> None:
     async with bundled() as client:
 
@@ -216,6 +219,7 @@ async def test_structured_output_is_parsed(bundled: Bundled) -> None:
     assert caught.value.param == "text.format"
 
 
+@rest(SECONDS)
 async def test_reasoning_is_an_item_of_its_own(bundled: Bundled, directory: Path) -> None:
     tags = add_tags(directory, "<think>", "</think>", special=False)
     bias = {str(tags["<think>"]): 100, str(tags["</think>"]): 14}

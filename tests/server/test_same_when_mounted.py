@@ -18,7 +18,7 @@ from tests.asgi import uvicorned
 from tests.server.conftest import Serving
 from tests.server.raw import errors
 from tests.server.test_mounting import make_engine, running
-from tests.tiers import rest
+from tests.tiers import nightly
 
 GOOD = json.dumps({"prompt": [1, 2], "max_tokens": 2, "temperature": 0}).encode()
 TYPE = ("Content-Type", "application/json")
@@ -72,7 +72,7 @@ BODIES = {
 }
 
 
-@rest("many calls, each of them to two servers")
+@nightly("many calls, each of them to two servers")
 @pytest.mark.parametrize("case", BODIES)
 async def test_encodings(either: Either, case: str, caplog: pytest.LogCaptureFixture) -> None:
     encodings, body, status = BODIES[case]

@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from tests.server.conftest import Bundled
+from tests.tiers import SECONDS, rest
 
 SET = {"type": "object", "properties": {"a": {"type": "array", "items": {}, "uniqueItems": True}}}
 SENT: dict[str, Any] = {
@@ -20,6 +21,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 STRICT = {"type": "function", "function": {"name": "g", "strict": True, "parameters": SET}}
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("reasoning", [None, "qwen3"])
 async def test_the_field_and_the_keyword_are_named(bundled: Bundled, reasoning: str | None) -> None:
     messages = [{"role": "user", "content": "a"}]

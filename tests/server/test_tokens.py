@@ -175,6 +175,7 @@ async def test_a_cancelled_call_leaves_the_others_their_turn() -> None:
         assert engine.stats().waiting == 0
 
 
+@rest(SECONDS)
 async def test_tokens_in_process() -> None:
     async with Engine(EngineConfig(threads=1)) as engine:
         ids = await engine.tokenize("Once upon a time")

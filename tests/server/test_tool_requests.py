@@ -12,6 +12,7 @@ import pytest
 from aioinfer.text.tokenizer import HFTokenizer
 from tests.server.chats import TOOLS, USER, WEATHER, tool, whole
 from tests.server.conftest import Bundled, Serving
+from tests.tiers import SECONDS, rest
 
 TEMPLATE = """{%- for m in messages -%}
 {%- for call in m.tool_calls or [] -%}
@@ -57,6 +58,7 @@ ROUND_TRIP = """{%- for tool in tools or [] -%}{{ tool.function.name }} {% endfo
 {{ '<|assistant|>' }}"""
 
 
+@rest(SECONDS)
 async def test_the_result_of_a_call_goes_into_the_next_turn(bundled: Bundled, directory: Path) -> None:
     (directory / "chat_template.jinja").write_text(ROUND_TRIP)
     tokenizer = HFTokenizer.load(directory)

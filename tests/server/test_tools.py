@@ -51,6 +51,7 @@ async def test_several_calls_of_one_answer(bundled: Bundled) -> None:
         assert (answer.finish_reason, len(answer.calls)) == ("tool_calls", 1)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("name", SCHEMAS)
 async def test_a_named_function_is_called_once(bundled: Bundled, name: str) -> None:
     choice = {"type": "function", "function": {"name": name}}
@@ -79,6 +80,7 @@ async def test_without_a_required_call_the_model_answers(bundled: Bundled, optio
     assert answer == Answer("20 + 22 = 42", finish_reason="stop")
 
 
+@rest(SECONDS)
 async def test_calls_without_a_grammar(bundled: Bundled) -> None:
     async with bundled() as client:
 
@@ -97,6 +99,7 @@ async def test_calls_without_a_grammar(bundled: Bundled) -> None:
         assert await ask(ROME, tool_choice="none") == Answer(ROME, finish_reason="stop")
 
 
+@rest(SECONDS)
 async def test_an_answer_that_is_cut_off_loses_nothing(bundled: Bundled) -> None:
     text = f"Hm.\n{ROME}"
     call = ("weather", '{"city": "Rome", "days": 1}')
@@ -162,6 +165,7 @@ async def test_calls_that_the_model_writes_by_itself(bundled: Bundled, name: str
     assert other == Answer(extra["guided_choice"][0], finish_reason="stop")
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("name", thinned(PARSERS, 3))
 @pytest.mark.parametrize("special", [False, True])
 async def test_special_tokens_of_a_format_reach_its_parser(
@@ -174,6 +178,7 @@ async def test_special_tokens_of_a_format_reach_its_parser(
             assert (answer.content, answer.finish_reason) == (None, "tool_calls")
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("special", [False, True])
 async def test_tags_that_are_tokens(bundled: Bundled, directory: Path, special: bool) -> None:
     tags = add_tags(directory, "<tool_call>", "</tool_call>", special=special)
@@ -195,6 +200,7 @@ async def test_tags_that_are_tokens(bundled: Bundled, directory: Path, special: 
         assert (await both(client, tools=TOOLS, temperature=0))[0].content == "20 + 22 = 42"
 
 
+@rest(SECONDS)
 async def test_a_response_format_applies_to_answers_without_calls(bundled: Bundled) -> None:
     answer_schema = {"enum": ["yes", "no"]}
     response_format = {"type": "json_schema", "json_schema": {"name": "x", "schema": answer_schema}}

@@ -20,6 +20,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.server.http.unix import UnixSocket
 from tests.server.conftest import Serving
 from tests.server.test_adversity import ENDLESS
+from tests.tiers import SECONDS, rest
 
 
 @pytest.fixture
@@ -68,6 +69,7 @@ def test_permissions_are_three_octal_digits(mode: str) -> None:
         ServerConfig(uds_mode=mode)
 
 
+@rest(SECONDS)
 def test_a_stale_socket_is_replaced(path: Path) -> None:
     """As a process leaves it that was killed: the socket, and its lock."""
     code = (

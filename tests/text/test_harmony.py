@@ -14,7 +14,7 @@ from aioinfer.text.harmony import HEADER
 from aioinfer.text.reasoning import Harmony
 from tests.counting import most_kept
 from tests.text.call_formats import FORMATS, MARK, Calls, cut, parse
-from tests.tiers import SECONDS, rest, scaled
+from tests.tiers import SECONDS, nightly, rest, scaled
 
 NEXT = "<|end|><|start|>assistant"
 THOUGHT = f"<|channel|>analysis<|message|>Hm.\n{NEXT}"
@@ -112,7 +112,7 @@ def test_a_header_is_not_held_back_for_ever() -> None:
         assert seen + parser.finish()[1] == text
 
 
-@rest(SECONDS)
+@nightly(SECONDS)
 def test_long_answers_are_not_kept_so_that_no_piece_reads_them_again() -> None:
     # Each of the parts has several times what may be kept.
     thoughts, ends = 2_000, 10_000

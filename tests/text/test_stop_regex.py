@@ -14,7 +14,7 @@ from aioinfer.text.output import OutputText
 from aioinfer.text.stop import StopMatcher, TooSlow
 from aioinfer.text.stop_regex import StopRegex, check_pattern
 from tests.text.letters import Letters
-from tests.tiers import scaled
+from tests.tiers import SECONDS, rest, scaled
 
 PATTERNS = [
     *(
@@ -57,6 +57,7 @@ def naive(patterns: list[str], chunks: list[str]) -> tuple[str, str | None]:
     return seen, None
 
 
+@rest(SECONDS)
 @settings(max_examples=scaled(1500), deadline=None, derandomize=True)
 @given(
     patterns=st.lists(st.sampled_from(PATTERNS), min_size=1, max_size=3),
@@ -105,6 +106,7 @@ def test_only_a_possible_prefix_of_a_match_is_held_back() -> None:
     assert matcher.matched == "<end17>"
 
 
+@rest(SECONDS)
 def test_held_and_searched_text_are_bounded() -> None:
     matcher = StopRegex(["a.*b"])
     released = "".join(matcher.push("a" * 10)[0] for _ in range(1000))

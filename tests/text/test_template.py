@@ -15,7 +15,7 @@ from aioinfer.errors import InvalidRequest
 from aioinfer.text import template as counting
 from aioinfer.text.template import TooManySteps, counted, limited, prepare
 from aioinfer.text.tokenizer import HFTokenizer
-from tests.tiers import thinned
+from tests.tiers import SECONDS, rest, thinned
 
 MESSAGES = [
     {"role": "system", "content": "be brief"},
@@ -76,6 +76,7 @@ def put(directory: Path, template: str) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("kind", thinned(ENDLESS, 3))
 def test_a_template_without_end_refuses_the_messages(directory: Path, kind: str) -> None:
     put(directory, ENDLESS[kind])

@@ -23,7 +23,7 @@ from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.text.byte_level import ByteLevelDetokenizer
 from aioinfer.text.detokenizer import OffsetDetokenizer
 from aioinfer.text.tokenizer import HFTokenizer
-from tests.tiers import scaled
+from tests.tiers import SECONDS, rest, scaled
 
 USER = {"role": "user", "content": "the fox"}
 
@@ -236,6 +236,7 @@ def test_threads_share_a_tokenizer_without_truncation(tokenizer: HFTokenizer) ->
     assert all(len(chat) > len(ids) for chat, ids in zip(chats, alone, strict=True))
 
 
+@rest(SECONDS)
 def test_other_threads_run_while_a_long_prompt_is_encoded(tokenizer: HFTokenizer) -> None:
     """The event loop is one of them: encoding with the GIL held would stop it."""
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from aioinfer.text.tool_calls import PARSERS
 from tests.counting import most_kept
 from tests.text.call_formats import FORMATS, MARK, SCHEMAS, collect, cut, parse, written
-from tests.tiers import SECONDS, rest, scaled
+from tests.tiers import SECONDS, nightly, rest, scaled
 
 every_format = pytest.mark.parametrize("name", PARSERS)
 LONG = "x" * 2000
@@ -124,7 +124,7 @@ def test_text_is_passed_on_as_it_arrives(name: str) -> None:
     assert [plain.push(piece).content for piece in ("I ", "see", ".")] == ["I ", "see", "."]
 
 
-@rest(SECONDS)
+@nightly(SECONDS)
 @every_format
 def test_long_arguments_are_not_kept_so_that_no_piece_reads_them_again(name: str) -> None:
     arguments = {"text": LONG * 30, "list": ["<[{"] * 5_000}

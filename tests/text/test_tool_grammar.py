@@ -141,6 +141,7 @@ def test_calls_in_every_format(vocabulary: Vocabulary, name: str) -> None:
 CALLED: Any = {"parser": PARSERS["harmony"], "functions": FUNCTIONS}
 
 
+@rest(SECONDS)
 def test_answers_in_messages(vocabulary: Vocabulary) -> None:
     def said(text: str, channel: str = "analysis") -> str:
         return f"<|channel|>{channel}<|message|>{text}<|end|><|start|>assistant"
