@@ -24,7 +24,7 @@ from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.parallel.remote import SocketReplica
 from tests.joining import arguments, still_running
-from tests.tiers import PROGRAM, rest
+from tests.tiers import PROGRAM, grid, rest
 
 TOKEN = "a token of 16 characters and more"
 COMMAND = [sys.executable, "-m", "aioinfer", "replica", "--threads", "1"]
@@ -203,7 +203,7 @@ def ask(port: int) -> str:
 
 
 @rest(PROGRAM)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", grid([signal.SIGTERM], [signal.SIGINT], PROGRAM))
 def test_serve_starts_replicas_and_ends_them(number: signal.Signals, tmp_path: Path) -> None:
     command = [*COMMAND[:3], "serve", "--threads", "1", "--replicas", "2", "--port", "0"]
     environ = os.environ | {"TMPDIR": str(tmp_path)}
