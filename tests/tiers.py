@@ -54,7 +54,7 @@ rest = pytest.mark.rest
 nightly = pytest.mark.nightly
 
 # The usual reasons, of the rest ...
-SECONDS = "takes longer than a fifth of a second, and there are thousands of tests"
+SECONDS = "takes longer than a tenth of a second, and there are thousands of tests"
 PROGRAM = "runs a program from its start"
 # ... and of nightly.
 PLANTED_BUG = "a planted bug must be found: a test of the tests"

@@ -161,6 +161,7 @@ def test_a_bench_has_its_rows(
     assert len(line["rows"]) == rows
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("how", [["--concurrency", "4"], ["--rate", "200", "--burstiness", "0.3"]])
 async def test_the_bench_counts_every_token_over_http(
     serving: Serving, how: list[str], monkeypatch: pytest.MonkeyPatch

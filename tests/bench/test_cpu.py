@@ -210,6 +210,7 @@ def test_the_bench_runs_with_what_is_there(
 # -- servers -------------------------------------------------------------------------------------------
 
 
+@rest(SECONDS)
 async def test_a_load_on_a_server_counts_all_of_its_tokens(serving: Serving) -> None:
     load = make_load(
         count=12, rate=100, concurrency=None, burstiness=1, prompt_tokens="5", output_tokens="7",

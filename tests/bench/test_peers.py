@@ -96,6 +96,7 @@ def test_a_peer_that_dies_is_told_with_its_last_words(start: Start) -> None:
         peer.ask("run", 120, prompts=[[1]], new_tokens=9)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     ("mode", "why"), [("hangs", "not answer in time"), ("endless", "without end|in time")]
 )

@@ -310,6 +310,7 @@ def test_parts_that_do_not_fit_are_an_error(tmp_path: Path, name: str) -> None:
                 assert re.search(r"\bat\b", str(error)), error
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_model_of_a_format_is_the_dequantised_one(tmp_path: Path, name: str) -> None:
     """Greedy ids of torch's kernels; of native ones, which multiply the numbers as they are, logits."""

@@ -25,6 +25,7 @@ from aioinfer.text.tokenizer import HFTokenizer
 from tests.checkpoint.gguf_models import TOKENS, make_family, write_gguf, write_tokenizer
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import require
+from tests.tiers import SECONDS, rest
 
 #: families of tests/model/checkpoints.py that a GGUF file can hold as they are
 FAMILIES = [
@@ -461,6 +462,7 @@ def examine(path: Path) -> None:
     checkpoint.tokenizer()
 
 
+@rest(SECONDS)
 def test_damaged_files_are_errors_in_words(tmp_path: Path) -> None:
     """Cut anywhere, with any byte of the header changed, and with sizes that promise anything."""
     make_checkpoint("qwen3", tmp_path / "hf")

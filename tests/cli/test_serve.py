@@ -71,6 +71,7 @@ def test_a_host_that_cannot_be_used_ends_the_program_with_one_line(host: str, me
     assert message in failed_start("--host", host, "--insecure", "true", "--port", "0")
 
 
+@rest(SECONDS)
 def test_a_low_limit_of_open_files_ends_the_program_with_one_line() -> None:
     assert "the limit of open files (ulimit -n) is 16" in failed_start("--port", "0", limit=16)
 

@@ -17,7 +17,7 @@ from aioinfer.diffusion.registry import algorithm_class, algorithm_names
 from aioinfer.params import DiffusionParams, SamplingParams
 from tests.diffusion.cases import MASK, VOCAB, Case, Denoiser, fresh, make_case, put_, seen, take, take_blocks
 from tests.model.kernels import kernels_or_skip
-from tests.tiers import scaled
+from tests.tiers import SECONDS, rest, scaled
 
 ALGORITHMS = pytest.mark.parametrize("algorithm", algorithm_names())
 
@@ -45,6 +45,7 @@ def alone(case: Case, row: int) -> list[dict[str, Any]]:
     return rounds
 
 
+@rest(SECONDS)
 @ALGORITHMS
 def test_a_row_does_not_depend_on_the_batch_around_it(algorithm: str) -> None:
     """Rows live in slots, are taken out in random company and order for a round, and put back."""

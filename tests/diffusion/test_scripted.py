@@ -42,6 +42,7 @@ def test_blocks_take_the_rounds_that_are_scripted(size: int) -> None:
     assert (script.steps(before, torch.zeros_like(before), size) == 0).all()
 
 
+@rest(SECONDS)
 def test_edits_come_one_by_one_after_a_block_is_full() -> None:
     script = ScriptedLogits(VOCAB, MASK, edits=4)
     block, before = begin(60, 16)

@@ -105,6 +105,7 @@ def test_proposals_are_those_of_torch(
         assert_alike(found, propose(logits, asked), asked.wanted)
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize(("drawn", "filtered"), points([(True, False)], [(False, False)], INTERPRETER))
 def test_what_the_host_says_saves_work_and_changes_no_bit(device: str, drawn: bool, filtered: bool) -> None:
     logits, asked = problem(np.random.default_rng(5), 2, 2, 40, device, torch.float32)

@@ -44,6 +44,7 @@ async def test_bad_words_never_come_and_cost_others_nothing(window: Any) -> None
         assert (await beside).token_ids == plain
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("fast_forward", [True, False])
 async def test_a_grammar_and_bad_words_hold_together(fast_forward: bool) -> None:
     async with Engine(EngineConfig(threads=1, fast_forward=fast_forward)) as engine:
@@ -63,6 +64,7 @@ async def test_a_grammar_and_bad_words_hold_together(fast_forward: bool) -> None
             assert not contains(output.token_ids, spelled)
 
 
+@rest(SECONDS)
 async def test_where_nothing_is_left_only_that_request_fails() -> None:
     async with Engine(EngineConfig(threads=1)) as engine:
         beside = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24))

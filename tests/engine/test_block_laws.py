@@ -51,6 +51,7 @@ def test_the_same_seed_takes_the_same_course() -> None:
     assert first.device.steps == second.device.steps > 0
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("seed", grid([1000], range(1001, 1004)))
 def test_a_lost_device_reaches_every_stream(seed: int) -> None:
     world, _ = simulate(seed, LIFETIMES, lose_at=20, make=make_block_world)
@@ -59,6 +60,7 @@ def test_a_lost_device_reaches_every_stream(seed: int) -> None:
     assert world.counts.total() == LIFETIMES
 
 
+@rest(SECONDS)
 def test_what_the_worlds_expect_is_what_one_request_alone_gets() -> None:
     rng = random.Random(5)
     device = ScriptedDevice(block_size=4, page_size=4, vocab_size=VOCAB, edits=2)

@@ -45,6 +45,7 @@ async def cut(stream: Stream, *, tokens: int) -> StreamCheckpoint:
         await asyncio.sleep(0)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("prompt", PROMPTS, ids=str)
 async def test_a_block_without_output_begins_again_by_other_weights(prompt: list[int]) -> None:
     async with make_engine() as engine:

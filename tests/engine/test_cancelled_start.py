@@ -23,7 +23,7 @@ from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import OwnThreads
 from tests.joining import still_alive
 from tests.native.compilers import alive
-from tests.tiers import PROGRAM, rest
+from tests.tiers import PROGRAM, SECONDS, rest
 
 SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 #: where a start waits for another thread, in order
@@ -226,6 +226,7 @@ async def test_a_start_that_fails_while_it_is_cancelled_is_closed(
     assert (own_threads(), device.closed) == ([], 2)
 
 
+@rest(SECONDS)
 async def test_a_start_that_compiles_can_be_cancelled(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, own_threads: OwnThreads
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from aioinfer import ChatStream, SamplingParams, ToolCall, errors
 from aioinfer.chat.functions import tool_of
 from aioinfer.testing import Answer, FakeEngine
-from tests.tiers import SECONDS, nightly
+from tests.tiers import SECONDS, nightly, rest
 
 USER = [{"role": "user", "content": "How warm is it in Rome?"}]
 CALLING = Answer(
@@ -288,6 +288,7 @@ async def freed(engine: FakeEngine) -> None:
             await asyncio.sleep(0.001)
 
 
+@rest(SECONDS)
 async def test_a_chat_that_is_left_ends_its_request() -> None:
     async with FakeEngine("x" * 5000) as engine:
         async with engine.chat(USER) as chat:

@@ -110,6 +110,7 @@ def test_requests_with_grammars_are_not_drafted_by_a_model() -> None:
     assert isinstance(json.loads(result.text), list)
 
 
+@rest(SECONDS)
 def test_a_diffusion_model_drafts_the_rest_of_a_block() -> None:
     """Both demo models answer such questions alike."""
     require("native")

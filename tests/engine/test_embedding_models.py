@@ -20,7 +20,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.scoring import _JUDGE
 from tests.compiled import require_native
 from tests.model.checkpoints import VOCAB, make_checkpoint, make_model
-from tests.tiers import FURTHER, grid
+from tests.tiers import FURTHER, SECONDS, grid, rest
 
 Checkpoints = Callable[[str], tuple[Path, Any]]
 FAMILIES = ["llama-biases", "qwen3", "gpt2"]
@@ -56,6 +56,7 @@ def cosine(one: np.ndarray[Any, Any], other: np.ndarray[Any, Any]) -> float:
     return float(one.ravel() @ other.ravel() / np.linalg.norm(one) / np.linalg.norm(other))
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("chunk_size", grid([8], [3, 512], FURTHER))

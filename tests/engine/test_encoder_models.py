@@ -21,6 +21,7 @@ from aioinfer.testing.toy_pooling import toy_pooled
 from tests.engine.conftest import MakeEngine
 from tests.engine.test_embedding_models import config, with_sentences
 from tests.engine.test_pooling import LAST
+from tests.tiers import SECONDS, rest
 
 VOCAB = 97
 KINDS: tuple[Any, ...] = ("mean", "cls", "last")
@@ -50,6 +51,7 @@ def prompts(count: int) -> list[list[int]]:
     return [rng.choices(range(VOCAB), k=rng.choice([1, 7, 20, 64])) for _ in range(count)]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     "settings",
     [

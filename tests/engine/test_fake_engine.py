@@ -182,6 +182,7 @@ async def test_an_interrupted_answer_goes_on() -> None:
     assert read == answer
 
 
+@rest(SECONDS)
 async def test_clients_of_the_server_are_tested_without_a_model() -> None:
     calling = Answer("Look.", tool_calls=[("weather", {"city": "Rome"})])
     tools: Any = [{"type": "function", "function": {"name": "weather"}}]

@@ -144,6 +144,7 @@ async def test_a_stop_string_within_forced_tokens_ends_the_output_there(stop: st
     assert quick == found
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("max_tokens", grid([1, 6], [2, 3, 4, 5, 7, 8, 9, 10, 11]))
 async def test_max_tokens_within_forced_tokens_ends_the_output_there(max_tokens: int) -> None:
     bound = SamplingParams(temperature=0, max_tokens=max_tokens, grammar=SCHEMA)

@@ -20,6 +20,7 @@ from aioinfer.stream import Stream
 from aioinfer.testing import ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
+from tests.tiers import SECONDS, rest
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LONG_TEXT = "x" * 40_000
@@ -199,6 +200,7 @@ async def test_the_result_of_a_refused_request_is_its_error(make_engine: MakeEng
         assert (await taking_the_place).usage.prompt_tokens == 2
 
 
+@rest(SECONDS)
 def test_a_stream_that_outlives_its_loop_keeps_no_device(make_engine: MakeEngine) -> None:
     engine = make_engine()
 

@@ -104,6 +104,7 @@ async def test_an_asynchronous_device_gives_the_same_tokens(launcher: Any, windo
     assert device.deepest <= window + 1
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
 async def test_a_step_that_fails_on_the_device_is_found_by_its_flight(launcher: Any) -> None:
     def fault(step: Step) -> None:
@@ -136,6 +137,7 @@ async def hanging(launcher: Any, gate: Gate) -> tuple[Engine, AsynchronousToy, A
     return engine, device, stream
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
 async def test_leaving_and_closing_wait_for_a_hanging_device_without_the_loop(
     launcher: Any, gate: Gate

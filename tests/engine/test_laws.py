@@ -64,6 +64,7 @@ def test_the_same_seed_takes_the_same_course(seed: int) -> None:
     assert first.outcomes != other.outcomes
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("seed", grid(range(1000, 1003), range(1003, 1020), SIMULATION))
 def test_a_lost_device_reaches_every_stream(seed: int) -> None:
     """No reader is left waiting: the simulated loop raises Deadlock if one is."""

@@ -201,6 +201,7 @@ async def test_others_get_their_turns_between_the_prompts_of_a_map() -> None:
 # -- leaving -------------------------------------------------------------------------------------------
 
 
+@rest(SECONDS)
 async def test_leaving_a_map_aborts_what_is_open() -> None:
     async with FakeEngine(Answer("x" * 200, pace=0.01)) as engine:
         engine.answers = iter(["first", *(Answer("x", delay=60.0) for _ in range(40))])
@@ -231,6 +232,7 @@ async def test_leaving_a_map_aborts_what_is_open() -> None:
         await freed(engine)
 
 
+@rest(SECONDS)
 async def test_leaving_a_map_ends_the_reading_of_its_prompts() -> None:
     stopped = asyncio.Event()
 

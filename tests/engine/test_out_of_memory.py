@@ -365,6 +365,7 @@ async def _constrained_ids(make_engine: MakeEngine, window: int, **faults: Any) 
         return list(await asyncio.gather(*map(_run, [engine] * 4, prompts, constrained())))
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("when", ["fault", "late_fault"])
 @pytest.mark.parametrize("window", [0, 1, 2])
 async def test_toy_grammars_are_the_same_whichever_step_runs_out(

@@ -16,6 +16,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
 from aioinfer.stream import Outlet, Stream
 from aioinfer.testing import ToyDevice, ToyTokenizer
+from tests.tiers import SECONDS, rest
 
 PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 
@@ -55,6 +56,7 @@ def is_parked(stream: Stream) -> bool:
     return stream.cell.request.parked
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("stop", [(), ("b", "ö")])
 async def test_outlet_and_reader_have_the_whole_text_between_them(stop: tuple[str, ...]) -> None:
     params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop=stop)

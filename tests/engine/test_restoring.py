@@ -451,6 +451,7 @@ async def test_values_that_no_record_has_are_refused(make_engine: MakeEngine, ch
         refused(other)  # type: ignore[arg-type]
 
 
+@rest(SECONDS)
 async def test_a_block_that_cannot_be_is_refused_before_anything_is_queued() -> None:
     params = SamplingParams(
         max_tokens=40, ignore_eos=True, diffusion=DiffusionParams(algorithm="static_steps")
@@ -537,6 +538,7 @@ async def test_every_cut_of_a_diffusion_model_goes_on_to_the_bit() -> None:
         assert await continue_all(one, other, asked, identical=True) > 20
 
 
+@rest(SECONDS)
 async def test_a_model_in_another_precision_goes_on_and_says_so() -> None:
     require("native")
     prompt = held_out(sorted(TASKS)[0], 1)[-1].messages

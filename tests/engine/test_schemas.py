@@ -12,6 +12,7 @@ import pytest
 from aioinfer import errors
 from aioinfer.params import Grammar, SamplingParams
 from tests.engine.conftest import MakeEngine
+from tests.tiers import SECONDS, rest
 
 SCHEMA = {
     "type": "object",
@@ -49,6 +50,7 @@ def test_a_schema_that_changes_later_has_no_effect() -> None:
     assert json.loads(params.structure.text) == {"type": "object", "properties": {}}
 
 
+@rest(SECONDS)
 def test_what_is_no_schema_is_refused_by_name() -> None:
     endless: dict[str, Any] = {}
     endless["a"] = endless

@@ -20,7 +20,7 @@ from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle, simulate
 from tests.engine.test_transparency import retract_every, toy_requests
-from tests.tiers import PLANTED_BUG, grid, nightly
+from tests.tiers import PLANTED_BUG, SECONDS, grid, nightly, rest
 
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 SYSTEM = list(range(1, 33))
@@ -39,6 +39,7 @@ def toy(
     )
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("every", [0, 3])
 @pytest.mark.parametrize("snapshots", grid([0, 1, 3], [2, 50]))
 async def test_toy_ids_do_not_depend_on_snapshots(

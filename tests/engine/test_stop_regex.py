@@ -22,6 +22,7 @@ from aioinfer.text.stop_regex import StopRegex
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.text.letters import Letters
+from tests.tiers import SECONDS, rest
 
 
 class Walls(ToyTokenizer):
@@ -203,6 +204,7 @@ async def test_requests_that_are_behind_take_turns(
     assert len(set(order)) == 8
 
 
+@rest(SECONDS)
 async def test_nothing_is_computed_far_ahead_of_the_text(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -145,6 +145,7 @@ async def test_closing_the_engine_ends_the_waiting_of_other_threads() -> None:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
+@rest(SECONDS)
 async def test_a_stream_that_is_collected_on_the_engines_loop_leaves_a_turn_later() -> None:
     """The collector runs at any point, amid a step, too."""
     async with FakeEngine(Answer("x", delay=600.0)) as engine:
@@ -157,6 +158,7 @@ async def test_a_stream_that_is_collected_on_the_engines_loop_leaves_a_turn_late
         await freed(engine)
 
 
+@rest(SECONDS)
 async def test_streams_that_are_collected_while_others_are_sent_do_no_harm() -> None:
     config = EngineConfig(model="fake", num_pages=64, max_queued_requests=1)
     async with FakeEngine("x", config=config) as engine:

@@ -113,6 +113,7 @@ async def test_a_dead_end_within_an_output_fails_its_request_alone(window: Any) 
         assert await ids() == plain
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("fast_forward", [True, False])
 async def test_forced_tokens_obey_the_allowed_ones(fast_forward: bool) -> None:
     async with Engine(EngineConfig(threads=1, fast_forward=fast_forward)) as engine:

@@ -58,6 +58,7 @@ def test_the_synchronous_twin_gives_the_same() -> None:
             assert results[key].token_ids == toy_generate(prompt, params, seed=params.seed or 0)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("every", grid([3], [0, 7]))
 @pytest.mark.parametrize("policy", policy_names())
 async def test_toy_ids_do_not_depend_on_cache_policy_chunking_or_retraction(

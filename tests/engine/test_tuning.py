@@ -221,6 +221,7 @@ def test_dropped_without_being_closed_it_is_undone() -> None:
     del tuned
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     ("interval", "garbage", "asynchronous", "thread", "tuned"),
     [
@@ -340,6 +341,7 @@ async def test_closing_in_the_middle_restores_everything() -> None:
     assert process() == before
 
 
+@rest(SECONDS)
 async def test_a_lost_device_leaves_collection_on() -> None:
     engine = make_engine(AsynchronousToy)
     await engine.start()
@@ -370,6 +372,7 @@ def test_a_loop_that_died_takes_its_tuning_along(monkeypatch: pytest.MonkeyPatch
     assert not still_alive(set(threading.enumerate()) - before)
 
 
+@rest(SECONDS)
 def test_importing_changes_nothing() -> None:
     code = """
 import gc, sys

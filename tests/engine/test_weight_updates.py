@@ -18,6 +18,7 @@ from aioinfer.stream import Stream
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
+from tests.tiers import SECONDS, rest
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -76,6 +77,7 @@ async def test_no_kv_of_earlier_weights_is_found(make_engine: MakeEngine) -> Non
         assert engine.cached_tokens(PROMPT * 4) > 0
 
 
+@rest(SECONDS)
 async def test_a_reader_who_is_late_gets_a_chunk_for_each_version(make_engine: MakeEngine) -> None:
     async with make_engine() as engine:
         longest = LONG.changed(max_tokens=200)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from aioinfer import EngineState
+from tests.tiers import SECONDS, rest
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook.ipynb"
 
@@ -29,6 +30,7 @@ async def run_cell(source: str, namespace: dict[str, Any]) -> Any:
     return value
 
 
+@rest(SECONDS)
 async def test_the_cells_of_the_notebook_run(capsys: pytest.CaptureFixture[str]) -> None:
     notebook = json.loads(NOTEBOOK.read_text("utf-8"))
     namespace: dict[str, Any] = {}

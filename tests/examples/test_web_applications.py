@@ -113,6 +113,7 @@ def test_a_question_ends_the_answer_before_it_and_so_does_leaving(endless: FakeE
     assert endless.stats().output_tokens < 20_000
 
 
+@rest(SECONDS)
 async def test_the_metrics_of_the_engine_are_in_the_registry_of_the_application() -> None:
     for _ in range(2):  # a closed engine has left the registry
         async with TestClient(TestServer(host_metrics.make_app())) as client:

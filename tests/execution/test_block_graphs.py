@@ -98,6 +98,7 @@ def test_a_round_replays_no_more_than_its_rows_ask_for(kind: str, sampling: dict
     assert world.device.forwards_replayed > 2
 
 
+@nightly(EMULATED)
 def test_many_rows_with_a_temperature_replay_their_forward_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_graphs, "_DRAWN_ROWS", 2)
     world = GraphedWorld(4, ["low_confidence"] * 5, sizes=[2, 7])

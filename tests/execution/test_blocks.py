@@ -196,6 +196,7 @@ def test_rounds_in_place_end_when_somebody_wants_in_or_a_block_is_done() -> None
     assert [result.blocks[at].done for at in range(2)] == [True, True]
 
 
+@rest(SECONDS)
 def test_rows_of_a_request_that_is_gone_disturb_nobody() -> None:
     """The null slot, slots that nobody took and blocks that lie elsewhere than their rows."""
     world, other = World(3), World(3)

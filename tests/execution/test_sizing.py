@@ -19,6 +19,7 @@ from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.loader import load_model
 from aioinfer.model.spec import ModelSpec
 from aioinfer.observe.timeline import DeviceLane
+from tests.tiers import SECONDS, rest
 
 GIB = 1 << 30
 SPEC = ModelSpec(
@@ -120,6 +121,7 @@ def test_a_cuda_budget_leaves_alone_what_it_may_not_use() -> None:
     assert cuda_budget(total=total, free=20 * GIB, wanted=0, utilization=0.5) < 0
 
 
+@rest(SECONDS)
 def test_a_token_that_does_not_exist_fails_its_step_alone() -> None:
     """Before the device sees it: a CUDA device would be lost."""
     config, cpu = EngineConfig(dtype="float32", num_pages=8), torch.device("cpu")

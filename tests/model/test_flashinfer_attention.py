@@ -80,6 +80,7 @@ def test_a_plan_is_not_made_anew_while_steps_in_flight_may_read_it(flashinfer: N
     assert [each.plans for each in MADE] == [2, 2, 1, 1]
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("case", ["blocks", "sinks", "captured", "decodes"])
 def test_what_flashinfer_does_not_compute_is_tritons(flashinfer: None, case: str) -> None:
     step = setup([(1, 20), (1, 7)] if case == "decodes" else [(8, 24), (8, 8)], 2 * (case == "decodes"))

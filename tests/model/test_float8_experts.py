@@ -64,6 +64,7 @@ def small(task: Mixture, blocks: tuple[tuple[int, int], tuple[int, int]] = BLOCK
 # -- products ------------------------------------------------------------------------------------------
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("dtype", grid([torch.bfloat16, torch.float32], [torch.float16], INTERPRETER))
 @pytest.mark.parametrize(("tokens", "num_experts"), [(3, 16), (40, 2)])
 @pytest.mark.parametrize("blocks", grid([ROWS, BLOCKS], OTHER_BLOCKS, INTERPRETER), ids=str)

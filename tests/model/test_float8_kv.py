@@ -122,6 +122,7 @@ def test_the_smallest_and_largest_numbers_are_rounded() -> None:
 # -- attention -----------------------------------------------------------------------------------------
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("dtype", grid([torch.bfloat16], [torch.float32, torch.float16], INTERPRETER))
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "page_size", "window"),

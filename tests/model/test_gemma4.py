@@ -21,6 +21,7 @@ from tests.model.checkpoints import FAMILIES, greedy, make_checkpoint, make_mode
 from tests.model.harness import Driver, require
 from tests.model.test_forward import oracle_logits
 from tests.model.wrapper_models import edit_config, edit_tensors
+from tests.tiers import SECONDS, rest
 
 CPU = torch.device("cpu")
 PROMPT = [7, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
@@ -61,6 +62,7 @@ def test_layers_share_those_of_the_last_of_their_type(tmp_path: Path) -> None:
     assert [attention.params.window for attention in attentions] == [9, None] * 3
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("kernels", ["sdpa", "native"])
 def test_what_a_checkpoint_has_for_layers_that_share_is_not_read(tmp_path: Path, kernels: str) -> None:
     """Releases have tensors of keys and values for all layers."""
@@ -117,6 +119,7 @@ def test_the_table_of_inputs_stays_in_its_file(tmp_path: Path, monkeypatch: pyte
     assert sizes[1:] == [every // 2]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("kernels", ["sdpa", "native"])
 def test_experts_in_bfloat16_are_as_close_as_rounding_allows(tmp_path: Path, kernels: Any) -> None:
     """With all of them chosen: rounding changes a choice of some, and with it everything."""

@@ -89,6 +89,7 @@ async def test_mixed_with_staggered_arrivals(checkpoint: Checkpoint, family: str
     assert found == greedy_each(oracle, batch, TOKENS, found)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("kernels", ["sdpa", "native"])
 @pytest.mark.parametrize("family", RECURRENT)
 def test_a_cached_prefix_is_used_up_to_a_state_that_was_kept(

@@ -144,6 +144,7 @@ def test_large_gates(device: str) -> None:
     torch.testing.assert_close(compute(task).double().cpu(), task.expected(), rtol=1e-4, atol=1e-2)
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("block_m", grid([16], [32], INTERPRETER))
 def test_blocks_hold_every_pair_once_and_in_order(device: str, block_m: int) -> None:
     from aioinfer.model.moe.triton_experts import align, num_blocks

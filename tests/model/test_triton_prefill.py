@@ -80,6 +80,7 @@ def test_sinks_take_a_share_of_the_weights(device: str, window: int | None) -> N
     assert_close(got, task.expected(0.3, window=window, sinks=sinks), torch.float32)
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize(("block", "page_size"), points([(12, 24)], [(4, 16), (8, 8), (32, 32)], INTERPRETER))
 @pytest.mark.parametrize("window", [None, 10])
 def test_diffusion_blocks(device: str, block: int, page_size: int, window: int | None) -> None:
@@ -96,6 +97,7 @@ def test_diffusion_blocks(device: str, block: int, page_size: int, window: int |
     assert_close(got, task.expected(0.3, block=block, window=window), torch.float32)
 
 
+@nightly(INTERPRETER)
 @pytest.mark.parametrize("seed", grid([0], range(1, 4), INTERPRETER))
 def test_random_rows(device: str, seed: int) -> None:
     """Many short rows among long ones: every token is in exactly one tile."""

@@ -323,6 +323,7 @@ def quantise(path: Path, name: str) -> Path:
     return path
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("name", grid(["awq", "packed-8", "fp8-blocks"], ["gptq", "gptq-shuffled", "int8"]))
 def test_quantised_checkpoints_replace_quantised_ones(tmp_path: Path, name: str) -> None:
     require("native")

@@ -21,6 +21,7 @@ from tests.checkpoint.test_mxfp4 import CONFIG as MXFP4
 from tests.checkpoint.test_mxfp4 import encode
 from tests.model.harness import require
 from tests.model.test_weight_updates import FILE, go_on, load, logits, quantise, update, write
+from tests.tiers import SECONDS, rest
 
 NAN, INF = math.nan, math.inf
 #: a layer that comes late
@@ -87,6 +88,7 @@ def test_a_damaged_quantised_checkpoint_is_refused_and_changes_nothing(
     assert torch.equal(logits(model, kernels), logits(load(two, kernels), kernels))
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("kernels", ["sdpa", "native"])
 def test_damaged_experts_of_four_bits_are_refused(tmp_path: Path, kernels: str) -> None:
     require(kernels)
@@ -118,6 +120,7 @@ def test_a_gguf_file_with_nan_is_refused(tmp_path: Path, kind: str, kernels: str
     refused(model, tmp_path / "two.gguf", f"{name} has infinity or NaN", kernels)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2-wide"])
 def test_numbers_that_the_type_of_the_engine_does_not_have_are_refused(tmp_path: Path, kind: str) -> None:
     path = write(kind, tmp_path / kind, 1)

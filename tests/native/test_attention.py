@@ -38,6 +38,7 @@ def test_random_heads_rows_and_pages(seed: int, dtype: torch.dtype) -> None:
     check(heads, rows, bench.run(rows, fused=seed % 4 > 0), fused=seed % 4 > 0)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("page_size", [3, 16])
 def test_every_length_of_a_context_up_to_two_stretches(page_size: int, dtype: torch.dtype) -> None:

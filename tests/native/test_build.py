@@ -73,6 +73,7 @@ def test_where_the_system_has_no_compiler_that_of_the_extra_is_taken(
     assert "clang" in subprocess.run([*command, "--version"], capture_output=True, text=True).stdout
 
 
+@rest(SECONDS)
 def test_flags_compilers_processors_and_sources_have_libraries_of_their_own(
     compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -217,6 +218,7 @@ def test_a_new_cache_is_closed_to_other_users(compiler: Compiler) -> None:
     assert cache_directory().stat().st_mode & 0o077 == 0
 
 
+@rest(SECONDS)
 def test_of_two_processes_that_start_at_once_one_compiles(compiler: Compiler, tmp_path: Path) -> None:
     """The compiler of the first one waits until the other one is there, too."""
     (tmp_path / "here").mkdir()

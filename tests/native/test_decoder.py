@@ -16,7 +16,7 @@ from aioinfer.model.native import NativeDecoder
 from tests.model.block_models import Plain, Rows, block_config, write_checkpoint
 from tests.model.checkpoints import NATIVE, RECURRENT, VOCAB
 from tests.model.harness import attention_for, build_batch, fill, row_states, state_pool
-from tests.tiers import thinned
+from tests.tiers import SECONDS, rest, thinned
 
 CPU = torch.device("cpu")
 DENSE = [family for family in [*NATIVE, *RECURRENT] if "moe" not in family and family != "qwen3-next"]
@@ -61,6 +61,7 @@ def test_in_float32_its_logits_are_those_of_torchs_layers(
         torch.testing.assert_close(got, wanted, rtol=1e-5, atol=2e-5 * float(wanted.abs().max()))
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("family", thinned(DENSE, 3))
 def test_in_bfloat16_it_is_as_close_to_float32_as_torchs_layers(
     checkpoint: Callable[[str], tuple[Path, Any]], family: str

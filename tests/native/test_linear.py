@@ -12,6 +12,7 @@ from aioinfer.model.native import NativeMLP
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.native.bindings import shared_thread_pool
 from tests.native.support import DTYPES, UNIT, normal
+from tests.tiers import SECONDS, rest
 
 ROWS = [0, *range(1, 41), 100, 300]
 
@@ -54,6 +55,7 @@ def test_every_number_of_rows_over_more_panels_than_fit_a_cache(dtype: torch.dty
         assert torch.equal(linear(values[:rows]), whole[:rows]), rows
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(33, 2048), (576, 576), (2000, 64)])
 def test_many_rows_have_the_same_bits_however_they_are_divided(

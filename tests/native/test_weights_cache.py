@@ -352,6 +352,7 @@ def test_of_several_that_start_at_once_one_writes_the_file(
     assert len(files(cache)) == 1
 
 
+@rest(SECONDS)
 def test_a_start_that_is_cancelled_while_another_one_writes_does_not_wait(
     cache: Path, checkpoint: Callable[[str], Any]
 ) -> None:

@@ -180,6 +180,7 @@ async def test_what_is_scraped_is_what_stats_says() -> None:
         assert all(own(series, "aioinfer_aborts_total", cause=cause) == 0 for cause in CAUSES)
 
 
+@rest(SECONDS)
 async def test_counters_and_buckets_never_fall_from_scrape_to_scrape() -> None:
     registry = CollectorRegistry()
     async with measured(registry) as engine:
@@ -274,6 +275,7 @@ async def test_registering_twice_is_an_error_that_says_what_to_do() -> None:
     assert generate_latest(registry) == b""
 
 
+@rest(SECONDS)
 async def test_a_registry_keeps_no_engine_that_was_dropped() -> None:
     registry = CollectorRegistry()
     toy_engine().register(registry)
@@ -294,6 +296,7 @@ def test_an_engine_whose_loop_was_closed_leaves_its_registry() -> None:
     assert generate_latest(registry) == b""
 
 
+@rest(SECONDS)
 async def test_a_scrape_from_another_thread_disturbs_nothing() -> None:
     registry = CollectorRegistry()
     async with measured(registry) as engine:

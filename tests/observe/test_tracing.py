@@ -20,6 +20,7 @@ from aioinfer.engine import Engine
 from aioinfer.errors import TimedOut
 from aioinfer.observe import tracing
 from tests.observe.scrapes import toy_engine
+from tests.tiers import SECONDS, rest
 
 SECRET = "abracadabra"
 PARAMS = SamplingParams(max_tokens=6, ignore_eos=True, stop=("zzz" + SECRET,), seed=7)
@@ -179,6 +180,7 @@ async def test_without_the_setting_there_is_no_span(spans: Spans) -> None:
     assert not spans.found
 
 
+@rest(SECONDS)
 def test_without_the_extra_the_setting_is_refused_before_the_model_loads() -> None:
     code = (
         "import asyncio, sys\n"

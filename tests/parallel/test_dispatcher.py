@@ -21,6 +21,7 @@ from aioinfer.parallel import Dispatcher
 from aioinfer.testing import FakeEngine, VirtualLoop, toy_generate
 from tests.parallel.test_complaints import turn
 from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, expected, prompt, record, toys, virtual
+from tests.tiers import SECONDS, rest
 
 # -- what is given -------------------------------------------------------------------------------------
 
@@ -273,6 +274,7 @@ async def test_closing_with_drain_lets_streams_finish() -> None:
     assert dispatcher.closed
 
 
+@rest(SECONDS)
 @virtual
 async def test_draining_ends_when_its_time_is_up_or_somebody_is_in_a_hurry() -> None:
     loop = asyncio.get_running_loop()

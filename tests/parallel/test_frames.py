@@ -208,6 +208,7 @@ def test_a_step_of_64_rows_is_one_kilobyte_and_has_no_json() -> None:
     assert b"{" not in payload[-256:]
 
 
+@rest(SECONDS)
 @given(st.lists(some_rows(), min_size=1, max_size=3), st.data())
 def test_rows_that_are_cut_or_changed_are_rows_or_one_error(
     rows: list[tuple[int, Rows]], data: st.DataObject
@@ -407,6 +408,7 @@ def test_messages_that_are_cut_or_changed_are_messages_or_one_error(
         pass
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(("unpack", "payload"), MESSAGES)
 @given(
     data=st.binary(max_size=100)

@@ -160,6 +160,7 @@ async def test_without_a_cluster_it_says_why(monkeypatch: pytest.MonkeyPatch) ->
     await refused(found, r"no Ray cluster at 10\.0\.0\.1:6379: nobody is there")
 
 
+@rest(SECONDS)
 async def test_a_cluster_that_does_not_answer_is_waited_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioinfer.parallel.on_ray.keeper_process._CONNECTING", 0.1)
     found = cluster("say('imported'); time.sleep(600)", monkeypatch)
@@ -293,6 +294,7 @@ async def test_a_keeper_that_was_lost_is_replaced(monkeypatch: pytest.MonkeyPatc
     await found.end(0, kill=True)
 
 
+@rest(SECONDS)
 async def test_a_keeper_that_does_not_end_is_killed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -309,6 +311,7 @@ async def test_a_keeper_that_does_not_end_is_killed(
     assert found._starting is None
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("way", ["cancelled", "ended", "given up"])
 async def test_a_placement_that_is_given_up_leaves_nothing(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioinfer.parallel.on_ray.cluster._AT_ONCE", 0.1)
@@ -373,6 +376,7 @@ def test_a_cluster_can_be_used_on_another_loop(monkeypatch: pytest.MonkeyPatch) 
     asyncio.run(use())
 
 
+@rest(SECONDS)
 async def test_a_dispatcher_is_closed_while_a_replica_waits_for_a_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

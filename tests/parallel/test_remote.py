@@ -153,6 +153,7 @@ async def test_silence_is_noticed(quick: None, tmp_path: Path) -> None:
         await replica.aclose()
 
 
+@rest(SECONDS)
 async def test_a_dispatcher_that_is_silent_is_sent_away(
     quick: None, served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -59,6 +59,7 @@ async def test_what_a_request_leaves_open_is_not_taken_from_the_replicas_model(t
         assert await dispatcher.generate([1, 2], params) == expected
 
 
+@rest(SECONDS)
 async def test_a_lost_stream_goes_on_behind_another_socket(tmp_path: Path) -> None:
     async with toy() as alone:
         expected = await alone.generate([1, 2, 3], PARAMS)

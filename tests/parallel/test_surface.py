@@ -28,6 +28,7 @@ from aioinfer.parallel.replica import ReplicaState
 from tests.observe.scrapes import read_text, scrape, values
 from tests.parallel.test_complaints import end, turn
 from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, prompt, toys, virtual
+from tests.tiers import SECONDS, rest
 
 # -- surface -------------------------------------------------------------------------------------------
 
@@ -170,6 +171,7 @@ async def test_nothing_is_logged_while_nothing_is_wrong() -> None:
     assert [each.getMessage() for each in lines] == []
 
 
+@rest(SECONDS)
 @virtual
 async def test_counters_do_not_fall_when_engines_are_lost_restarted_and_removed() -> None:
     """Prometheus takes a counter that falls for one that began again, and its rate would leap."""
@@ -250,6 +252,7 @@ def test_a_stream_is_one_span_under_its_caller_whatever_becomes_of_its_attempts(
     assert all((span.attributes or {})["gen_ai.usage.output_tokens"] == 8 for span in found)
 
 
+@rest(SECONDS)
 @virtual
 async def test_one_line_tells_of_all_engines(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="aioinfer.stats"):

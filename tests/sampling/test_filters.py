@@ -9,6 +9,7 @@ import torch
 from aioinfer.sampling import filters
 from aioinfer.sampling.filters import _floors_by_search, _smallest_key, floors
 from tests.sampling.support import make_batch, random_logits, random_row, reference_floor
+from tests.tiers import SECONDS, rest
 
 
 def scaled_rows(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
@@ -57,6 +58,7 @@ def test_the_window_is_searched_further_only_where_it_must_be(monkeypatch: pytes
     assert floor.flatten().tolist() == [0.0, 0.0, float(np.log(np.float32(0.5))), -np.inf]
 
 
+@rest(SECONDS)
 def test_smallest_key_against_a_sum_over_all_keys() -> None:
     """Small keys, keys that share digits, zero weights; targets of nothing, one, and all."""
     generator = torch.Generator().manual_seed(1)

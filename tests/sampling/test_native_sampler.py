@@ -119,6 +119,7 @@ FILTERED: list[dict[str, Any]] = [
 ]
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_lists_of_candidates_that_suffice_and_that_do_not(team: ThreadPool, shape: str) -> None:
     line = shaped(shape, LONG)

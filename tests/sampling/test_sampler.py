@@ -24,9 +24,10 @@ from tests.sampling.support import (
     random_row,
     reference,
 )
-from tests.tiers import EXACT, thinned
+from tests.tiers import EXACT, SECONDS, rest, thinned
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(("vocab", "rounds"), [(2, 60), (7, 60), (300, 60), (3000, 12), (5000, 12)])
 def test_every_row_equals_the_plain_implementation(
     vocab: int, rounds: int, sampling: SamplingBackend
@@ -149,6 +150,7 @@ def exact(row: dict[str, Any], order: tuple[str, ...] = RIGHT) -> torch.Tensor:
     return scores.softmax(-1)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize(
     "row", thinned(FILTERS, 2, EXACT), ids=lambda row: " ".join(f"{name} {row[name]}" for name in row)
 )

@@ -17,6 +17,7 @@ import triton.language as tl
 from aioinfer.sampling import triton_noise
 from aioinfer.sampling.triton_noise import INTERPRETED
 from tests.sampling.test_noise import token_with
+from tests.tiers import INTERPRETER, nightly
 
 IDS = 1024
 SEEDS = [0, 1, -1, 2**32 - 1, 2**32, -(2**63), 2**63 - 1, 0x9E3779B97F4A7C15 - 2**64, 12345678901234]
@@ -54,6 +55,7 @@ def ids_for(device: str) -> torch.Tensor:
     return torch.cat((torch.arange(IDS // 2), large)).to(device)
 
 
+@nightly(INTERPRETER)
 def test_bits_and_uniform_numbers_are_those_of_torch(device: str) -> None:
     keys, ids = torch.tensor(KEYS, device=device), ids_for(device)
     bits, numbers, _ = by_kernel(keys, ids)
@@ -61,6 +63,7 @@ def test_bits_and_uniform_numbers_are_those_of_torch(device: str) -> None:
     assert torch.equal(numbers, uniform(*keys.T, ids))
 
 
+@nightly(INTERPRETER)
 def test_gumbel_noise_is_that_of_torch_but_for_the_last_places(device: str) -> None:
     keys, ids = torch.tensor(KEYS, device=device), ids_for(device)
     _, numbers, noise = by_kernel(keys, ids)

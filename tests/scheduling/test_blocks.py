@@ -22,7 +22,7 @@ from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.step import Outcome, Step
 from tests.scheduling.paper import STOP, PaperDevice, Script
-from tests.tiers import SIMULATION, grid
+from tests.tiers import SECONDS, SIMULATION, grid, rest
 
 SIZES = ((4, 4), (4, 8), (2, 4), (8, 8), (1, 2))
 
@@ -201,6 +201,7 @@ def _live(world: World, chance: random.Random, moves: int) -> None:
         scheduler.queues.unpark(request)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("seed", grid(range(5), range(5, 40), SIMULATION))
 def test_random_lives_leave_nothing_behind_and_change_no_token(seed: int) -> None:
     chance = random.Random(seed)

@@ -14,7 +14,7 @@ from aioinfer.scheduling.audit import check_idle
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.reserve import Outlook
 from tests.scheduling.desk import Desk
-from tests.tiers import SIMULATION, grid, scaled
+from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
 
 # -- what it may reorder -----------------------------------------------------------------------------
 
@@ -72,6 +72,7 @@ def arrivals(dice: random.Random, desk: Desk) -> None:
         desk.submit([*base, *tail], dice.choice([1, 2, 8]), priority=priority, routing_key=key)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("admission", ["fifo", "pack"])
 @pytest.mark.parametrize("policy", policy_names())
 @pytest.mark.parametrize("seeds", grid([range(6)], [range(6, 100)], SIMULATION))

@@ -19,6 +19,7 @@ from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from aioinfer.testing.toy_adapters import ToyAdapter, write_toy_adapter
 from tests.server.conftest import Serving
 from tests.server.test_admin import administered
+from tests.tiers import SECONDS, rest
 
 PROMPT = [3, 4, 5, 6, 7]
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -88,6 +89,7 @@ async def test_an_adapter_is_loaded_selected_replaced_and_unloaded(serving: Serv
         assert (await complete(session, "sql"))[0] == 404
 
 
+@rest(SECONDS)
 async def test_every_protocol_selects_an_adapter_by_the_name_of_the_model(
     serving: Serving, tmp_path: Path
 ) -> None:
@@ -322,6 +324,7 @@ async def test_the_answer_says_whether_a_name_was_replaced(serving: Serving, roo
         assert (await post(session, LOAD, **body))[1] == "Success: the LoRA adapter 'a' was replaced."
 
 
+@rest(SECONDS)
 async def test_the_document_of_the_routes_has_the_limit_of_a_key(serving: Serving) -> None:
     async with (
         serving() as served,

@@ -206,6 +206,7 @@ async def test_a_client_that_stops_reading_affects_no_other(serving: Serving) ->
         stalled.close()
 
 
+@rest(SECONDS)
 async def test_pings_are_sent_in_silence(serving: Serving, gate: Gate) -> None:
     async with (
         serving(fault=gate, server={"ping_interval": 0.05}) as served,
@@ -453,6 +454,7 @@ def _served_url(process: subprocess.Popen[bytes]) -> str:
     raise AssertionError("the server ended before it served")
 
 
+@rest(SECONDS)
 async def test_a_request_of_many_choices_lets_others_go_between(serving: Serving) -> None:
     body = {"prompt": [1, 2, 3], "max_tokens": 20, "ignore_eos": True, "temperature": 0}
     async with serving(max_running_requests=1) as served, aiohttp.ClientSession() as session:

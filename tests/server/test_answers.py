@@ -85,6 +85,7 @@ def check(answer: AnswerFormat, text: str, parts: list[str]) -> None:
     assert (without_ids(message), reason) == whole(answer, text)
 
 
+@rest(SECONDS)
 @given(answer=st.sampled_from(FORMATS), data=st.data())
 @settings(max_examples=scaled(500), deadline=None)
 def test_any_cuts_give_the_same_message(answer: AnswerFormat, data: st.DataObject) -> None:

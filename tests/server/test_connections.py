@@ -133,6 +133,7 @@ class Writes(asyncio.Protocol):
         self.lost.set()
 
 
+@rest(SECONDS)
 async def test_a_client_that_does_not_read_its_whole_answer_is_dropped() -> None:
     connections = Connections(limit=8, header_timeout=600.0, send_timeout=0.1, unlimited={"/health"})
     handler = Writes()

@@ -18,6 +18,7 @@ from aioinfer.text.reasoning import Harmony, Qwen3
 from tests.server.chats import add_tags
 from tests.server.conftest import Bundled, Serving
 from tests.server.test_openapi import violations
+from tests.tiers import SECONDS, rest
 
 USER = [{"role": "user", "content": "abc"}]
 
@@ -245,6 +246,7 @@ def test_where_the_answer_to_a_continued_message_begins() -> None:
     assert ChatFormat().continued({"content": "<think>a"}) is None
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_goes_on_where_the_last_message_ends(
     bundled: Bundled, directory: Path, stream: bool

@@ -17,6 +17,7 @@ from aioinfer.testing import ToyTokenizer
 from aioinfer.testing.toy_blocks import ScriptedDevice, scripted_generate
 from aioinfer.text.output import UNKNOWN
 from tests.server.conftest import Serving
+from tests.tiers import SECONDS, rest
 
 CHAT: Any = [{"role": "user", "content": "Hello there"}]
 ASK: dict[str, Any] = {"model": "toy", "temperature": 0, "max_tokens": 30}
@@ -115,6 +116,7 @@ REFUSED: list[tuple[str, Any, str]] = [
 ]
 
 
+@rest(SECONDS)
 async def test_unsupported_diffusion_fields_are_a_400(serving: Serving) -> None:
     async with serving(device=device()) as served, served.client() as client:
 

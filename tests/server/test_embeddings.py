@@ -118,6 +118,7 @@ async def test_another_model_is_not_found(serving: Serving) -> None:
             await client.embeddings.create(model="other", input="a")
 
 
+@rest(SECONDS)
 async def test_a_batch_needs_no_more_of_the_queue_than_there_is(serving: Serving) -> None:
     async with (
         serving(max_running_requests=4, max_queued_requests=3) as served,

@@ -69,6 +69,7 @@ async def test_text_is_answered_whole_and_streamed(messages: Messages) -> None:
     assert system.usage.input_tokens + system.usage.cache_read_input_tokens > answer.usage.input_tokens
 
 
+@rest(SECONDS)
 async def test_the_synchronous_client_works_too(messages: Messages) -> None:
     async with messages() as served:
 
@@ -162,12 +163,14 @@ class Sum(BaseModel):
     right: bool
 
 
+@rest(SECONDS)
 async def test_structured_output_is_parsed(messages: Messages) -> None:
     async with messages() as client:
         answer = await client.messages.parse(**ASK, output_format=Sum, extra_body={"temperature": 0.5})
         assert isinstance(answer.parsed_output, Sum)
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_the_clients_own_stream_assembles_calls(messages: Messages, stream: bool) -> None:
     options: Any = {**ASK, "tools": [STRICT], "tool_choice": {"type": "tool", "name": "weather"}}

@@ -60,6 +60,7 @@ async def test_what_claude_code_sends_is_accepted(messages: Messages, directory:
             assert answer["stop_reason"] == "max_tokens"
 
 
+@rest(SECONDS)
 async def test_what_a_system_message_says_counts_while_it_is_there(
     messages: Messages, directory: Path
 ) -> None:

@@ -120,6 +120,7 @@ async def test_a_mounted_engine_has_its_metrics_beside_its_health() -> None:
     setup(taken, toy_engine(), config=ServerConfig(metrics=False))
 
 
+@rest(SECONDS)
 async def test_scrapes_while_requests_run_are_whole_and_never_fall(serving: Serving) -> None:
     async with serving() as served:
         streamed = [index % 2 == 0 for index in range(12)]

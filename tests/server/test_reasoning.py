@@ -66,6 +66,7 @@ async def test_reasoning_is_split_off(serving: Serving, name: str | None, specia
         assert answers == [dataclasses.replace(wanted, logprobs=len(ids))] * 2
 
 
+@rest(SECONDS)
 async def test_a_response_format_leaves_room_for_reasoning(bundled: Bundled, directory: Path) -> None:
     tags = add_tags(directory, "<think>", "</think>", special=False)
     schema = {"enum": ["yes", "no"]}
@@ -93,6 +94,7 @@ def switched(directory: Path) -> Path:
     return directory
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("name", ["auto", "qwen3", "deepseek-r1"])
 async def test_the_prompt_tells_whether_an_answer_begins_with_reasoning(
     bundled: Bundled, switched: Path, name: str
@@ -187,6 +189,7 @@ async def test_answers_in_the_channels_of_gpt_oss(
                 assert "<|" not in f"{answer.content}{answer.reasoning}"
 
 
+@rest(SECONDS)
 async def test_the_template_of_gpt_oss_gets_reasoning_as_thinking(
     bundled: Bundled, in_channels: Path
 ) -> None:

@@ -127,6 +127,7 @@ async def test_continuous_usage_counts_with_the_events(bundled: Bundled) -> None
     assert len({usage.prompt_tokens for usage in usages if usage is not None}) == 1
 
 
+@rest(SECONDS)
 async def test_the_final_message_can_be_continued(bundled: Bundled) -> None:
     messages: Any = [*CHAT, {"role": "assistant", "content": "Once upon"}]
 

@@ -345,6 +345,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
+@rest(SECONDS)
 async def test_refusals_name_the_field_of_the_body(bundled: Bundled) -> None:
     async with bundled() as client:
         for change, param in REFUSED:
@@ -363,6 +364,7 @@ ALTERNATES = (
 )
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("template", ["", ALTERNATES], ids=["any-order", "alternates"])
 async def test_what_clients_send_on_their_own_is_accepted(
     bundled: Bundled, directory: Path, template: str

@@ -28,6 +28,7 @@ TEMPLATE = """{%- for m in messages -%}
 {{ '<|assistant|>' }}"""
 
 
+@rest(SECONDS)
 async def test_the_template_sees_tools_and_calls_as_objects(bundled: Bundled, directory: Path) -> None:
     (directory / "chat_template.jinja").write_text(TEMPLATE)
     function = {"name": "weather", "arguments": '{"city": "Rome"}'}

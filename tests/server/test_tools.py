@@ -131,6 +131,7 @@ async def test_an_answer_that_is_cut_off_loses_nothing(bundled: Bundled) -> None
         assert (await ask(logprobs=True)).logprobs > 60
 
 
+@rest(SECONDS)
 async def test_the_clients_own_accumulation_of_deltas(bundled: Bundled) -> None:
     strict: Any = tool("weather", WEATHER, strict=True)
     options: Any = {"model": "tiny-chat", "messages": [USER], "tools": [strict], "tool_choice": "required"}
@@ -152,6 +153,7 @@ async def test_the_clients_own_accumulation_of_deltas(bundled: Bundled) -> None:
     assert "tool_calls.function.arguments.done" in events
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("name", PARSERS)
 async def test_calls_that_the_model_writes_by_itself(bundled: Bundled, name: str) -> None:
     calls = [("weather", {"city": "Rome", "days": 1}), ("lists", {"items": ["a", "b"]})]

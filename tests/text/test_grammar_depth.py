@@ -16,7 +16,7 @@ from aioinfer.text.grammar_depth import MOST_DEEP
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
 from tests.text.grammar_shapes import SHAPES, backend, chain, deepest
-from tests.tiers import nightly, thinned
+from tests.tiers import SECONDS, nightly, rest, thinned
 
 DEEPEST = "compiles or scans many grammars of the largest size"
 TOO_DEEP = rf"rules or references more than {MOST_DEEP} levels deep"
@@ -40,6 +40,7 @@ def test_the_deepest_grammars_are_compiled_on_half_the_stack_of_a_worker() -> No
         assert re.fullmatch(r"\d\d+ levels: compiled", line), name
 
 
+@rest(SECONDS)
 @pytest.mark.parametrize("name", thinned(SHAPES, 4))
 def test_one_level_more_and_many_more_are_refused(guidance: GuidanceBackend, name: str) -> None:
     levels = deepest(SHAPES[name], guidance)

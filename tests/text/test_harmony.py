@@ -100,6 +100,7 @@ def test_text_is_passed_on_as_it_arrives() -> None:
     assert parser.finish() == ("", "")
 
 
+@rest(SECONDS)
 def test_a_header_is_not_held_back_for_ever() -> None:
     for before in ("<|channel|>", "<|start|>assistant<|channel|>final ", " " * 9, " to=functions."):
         parser = Harmony()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.text.call_formats import Calls, cut
 from tests.text.call_formats import parse as parse_format
-from tests.tiers import scaled
+from tests.tiers import SECONDS, rest, scaled
 
 LONG = "x" * 2000
 
@@ -69,6 +69,7 @@ json_values: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@rest(SECONDS)
 @given(
     calls=st.lists(
         st.tuples(st.text("fgh_-", min_size=1), st.dictionaries(st.text(), json_values, max_size=4)),

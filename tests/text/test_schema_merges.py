@@ -48,6 +48,7 @@ def test_what_grows_without_bound_is_refused_and_little_of_it_is_not(
                 guidance.compile(Grammar("lark", text))
 
 
+@rest(SECONDS)
 def test_the_schemas_of_one_grammar_count_together(guidance: GuidanceBackend) -> None:
     schema = json.dumps(BOMBS["references in allOf"](10))
     guidance.compile(Grammar("lark", f"start: %json {schema}"))

@@ -225,6 +225,7 @@ def test_a_tokenizer_in_python_works_too() -> None:
 # -- threads and files --------------------------------------------------------------------------------
 
 
+@rest(SECONDS)
 def test_threads_share_a_tokenizer_without_truncation(tokenizer: HFTokenizer) -> None:
     """The file sets truncation to 4 and padding to 16: shared state that concurrent calls would change."""
     texts = [f"the quick brown fox {number} " * 50 for number in range(200)]
