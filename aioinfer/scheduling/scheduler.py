@@ -90,7 +90,8 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         """Queue a request whose prompt fits (``length < max_length``, or equal if it only prefills) and that
         was never queued."""
-        self._begin_anew()
+        if not self.queues.has_unfinished:
+            self.ratio.reset()  # the load that it was learnt from is gone
         self.queues.submit(request)
 
     def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> bool:
@@ -104,7 +105,6 @@ class Scheduler:
         self.weight_version = version
         for request in [*queues.running.values()]:
             self._retract(request)
-        self._begin_anew()
         try:
             queues.switch(version)
         except PolicyFailed as error:
@@ -143,7 +143,6 @@ class Scheduler:
 
     def _step(self, generating: Generating, prefilling: list[Row]) -> Step | None:
         if not (generating or prefilling):
-            self._begin_anew()
             return None
         queues = self.queues
         self._prefilled_last = bool(prefilling)
@@ -359,11 +358,6 @@ class Scheduler:
                 if cursor.batch is not None:
                     queues.batch.changed_pages(request)
         return [request for request in starved if request.cursor.batch is not None]
-
-    def _begin_anew(self) -> None:
-        """Forget the load that is gone, if nothing runs and nothing waits."""
-        if not self.queues.has_unfinished:
-            self.ratio.reset()
 
     def _victim(self) -> Request | None:
         return next(victims(self.queues.running.values()), None)

@@ -15,7 +15,7 @@ import torch
 from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.diffusion.state import BlockState
 from aioinfer.execution.backends import CudaBackend
-from aioinfer.execution.decoding.blocks import BlockDecoding, BlockPacker
+from aioinfer.execution.decoding.blocks import BlockDecoding, BlockPacker, block_records
 from aioinfer.execution.device import Flight
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.runner import Runner
@@ -340,3 +340,16 @@ def test_a_new_tenant_has_the_pages_of_its_own_rows_alone() -> None:
 
     assert tables((1, [5, 6], admission), (2, [7, 8], admission)) == [5, 6, 7, 8]
     assert tables((1, [9], admission), (2, [], None)) == [9, 0, 7, 8]
+
+
+@pytest.mark.parametrize("prompt", range(1, 10))
+def test_a_block_that_begins_again_has_all_known_tokens_in_it(prompt: int) -> None:
+    """Behind a prompt that ends amid it, too: other weights take a block up, and what was delivered stays."""
+    size = 8
+    packer, records = BlockPacker(2, size, MASK), block_records(size, MASK)
+    for length in range(prompt, prompt + 10):
+        ids, start = [*range(1, length + 1)], length // size * size
+        data = NewRequestData(SamplingParams(), 0, frozenset(), ids[:prompt], tuple(ids[prompt:]))
+        packer.admit({1: data})
+        expected = BlockState.unknown(start, ids[start:], size, MASK)
+        assert packer._begun[0].tolist() == records.encode(expected, prompt).tolist()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import pytest
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.speculation import Speculation
-from aioinfer.scheduling.step import Generating, Step
+from aioinfer.scheduling.step import NO_ROWS, Generating, Step
 from aioinfer.speculation.costs import StepCosts
 from aioinfer.speculation.drafter import DraftRequest
 from aioinfer.speculation.drafting import Drafting, DraftSource, UsualRates
@@ -74,6 +74,19 @@ def test_the_wait_behind_a_step_with_drafts_is_a_cost_of_the_drafts() -> None:
     assert chosen(speculation, batch) == [0]
     observed(speculation, {2: 1.1}, drafts=True)
     assert chosen(speculation, batch) != [0]
+
+
+@pytest.mark.parametrize("prompt", [False, True])
+def test_steps_with_drafts_or_a_prompt_take_their_time_for_themselves(prompt: bool) -> None:
+    """Only a plain one waited to be planned behind drafts, and only plain ones say what plain ones take."""
+    speculation, nobody = Speculation(Always(), 64, 15), cast(Any, None)
+    observed(speculation, {1: 1.0, 3: 1.0}, drafts=False)
+    for _ in range(50):
+        once(speculation, 3, 1.5, drafts=True)
+        if prompt:
+            speculation.observe(Step(1, NO_ROWS, (nobody,), 500), 100.0)
+    assert speculation._verifies.of(3) == pytest.approx(1.5)
+    assert speculation._decodes.of(3) == pytest.approx(1.0)
 
 
 def test_drafts_that_cost_little_and_are_right_are_many() -> None:
