@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from aioinfer.stream import Stream
 from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
+from tests.model.checkpoints import FAMILIES, make_model
 from tests.tiers import SECONDS, rest
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -558,3 +560,17 @@ async def test_a_paused_engine_reports_what_a_policy_raises_when_weights_are_rep
         engine.resume()
         assert (await engine.generate(PROMPT, SHORT)).weight_version == 1
         await settle(engine)
+
+
+def test_a_model_with_the_weights_of_another_writes_what_that_one_does(tmp_path: Path) -> None:
+    configs = []
+    for seed in range(2):
+        path = tmp_path / str(seed)
+        make_model(*FAMILIES["qwen3"], path, seed=seed)
+        configs.append(EngineConfig(model=str(path), dtype="float32", num_pages=32, max_running_requests=2))
+    with LLM(configs[1]) as llm:
+        wanted = llm.generate([PROMPT * 4], SHORT)[0].token_ids
+    with LLM(configs[0]) as llm:
+        assert llm.generate([PROMPT * 4], SHORT)[0].token_ids != wanted
+        llm.update_weights(configs[1].model_path)
+        assert llm.generate([PROMPT * 4], SHORT)[0].token_ids == wanted
