@@ -122,7 +122,8 @@ def pytest_make_parametrize_id(val: object) -> str | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Only tests of the chosen tiers run, and those that are named on the command line."""
+    """Only tests of the chosen tiers run, and those that are named on the command line; the long ones first,
+    or a worker has one of them left when the others have nothing."""
     for item in items:
         spec: Any = getattr(item, "callspec", None)
         factory = spec and spec.params.get("_asyncio_loop_factory")
@@ -147,6 +148,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left)
         out = set(left)
         items[:] = [item for item in items if item not in out]
+    items.sort(key=lambda item: not _takes_long(item, chosen))
 
 
 @pytest.hookimpl(trylast=True)
@@ -175,6 +177,12 @@ def _tier(item: pytest.Item, chosen: Collection[str]) -> str:
     if item.get_closest_marker("nightly") is not None or ("nightly" in chosen and in_part):
         return "nightly"
     return "rest" if item.get_closest_marker("rest") is not None else "quick"
+
+
+def _takes_long(item: pytest.Item, chosen: Collection[str]) -> bool:
+    marks = (*item.iter_markers("rest"), *item.iter_markers("nightly"))
+    in_full = _tier(item, chosen) == "nightly" and item.get_closest_marker("nightly") is None
+    return in_full or any(mark.args[0] in tiers.LONG for mark in marks)
 
 
 def _top_name(item: pytest.Item) -> str:

@@ -27,6 +27,7 @@ __all__ = [
     "EXACT",
     "FURTHER",
     "INTERPRETER",
+    "LONG",
     "PLANTED_BUG",
     "PROGRAM",
     "RACES",
@@ -66,6 +67,8 @@ SIMULATION = "a long simulation"
 COMPILES = "compiles for a minute or for another machine"
 RACES = "thousands of programs on many threads"
 FURTHER = "further values of the same parameter"
+#: reasons of those that may take longer than all others of a worker's
+LONG = frozenset({PROGRAM, SLOW_MODEL, EMULATED, SIMULATION, COMPILES, RACES})
 
 #: share of the random examples and lifetimes that ``pytest`` runs unless ``--scale`` says otherwise
 QUICK_SCALE = 0.2
