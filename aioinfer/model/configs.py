@@ -25,6 +25,8 @@ class LLaDA2Config(PretrainedConfig):  # type: ignore[misc]
     """The config of LLaDA2. Sizes have no defaults."""
 
     model_type = "llada2_moe"
+    # Transformers 5.17 prints a config that it has read, as what differs from one without sizes.
+    has_no_defaults_at_init = True
 
     vocab_size: int | None = None
     hidden_size: int | None = None

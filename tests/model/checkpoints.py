@@ -447,6 +447,8 @@ def make_model(
         key: value for key, value in {**shape, **changes}.items() if key != "num_key_value_heads" or value
     }
     model = model_class(config_class(**shape)).eval()
+    # Of torch's own attention some releases forget the caps of scores.
+    model.set_attn_implementation("eager")
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():

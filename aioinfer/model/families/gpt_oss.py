@@ -81,8 +81,11 @@ class GptOss(LlamaLike):
 
     def unsupported_reason(self, config: Any) -> str | None:
         """See :class:`~aioinfer.model.families.base.Family`."""
-        if (config.swiglu_alpha, config.swiglu_limit) != (STEEPNESS, LIMIT):
-            return f"gates of steepness {config.swiglu_alpha} up to {config.swiglu_limit}"
+        # Transformers 5.17 has no such fields, and computes these.
+        steepness = getattr(config, "swiglu_alpha", STEEPNESS)
+        limit = getattr(config, "swiglu_limit", LIMIT)
+        if (steepness, limit) != (STEEPNESS, LIMIT):
+            return f"gates of steepness {steepness} up to {limit}"
         return LlamaLike.unsupported_reason(self, config)
 
     def _attention(self, source: Source, index: int) -> SelfAttention:
