@@ -9,10 +9,14 @@ import torch
 
 from aioinfer.model.triton_build import build_unsupported
 
-__all__ = ["compute_capability", "dtype_unsupported", "interpreted", "shared_memory", "triton_unsupported"]
+__all__ = [
+    *("compute_capability", "dtype_unsupported", "interpreted", "launches_early", "shared_memory"),
+    "triton_unsupported",
+]
 
 #: the least compute capability: the first tensor cores with bfloat16 (Ampere)
 _CAPABILITY = (8, 0)
+_HOPPER = (9, 0)
 #: KiB of shared memory of a program, by compute capability; all others have, or may have, the last
 _SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
 _LEAST_SHARED_KIB = 99
@@ -42,6 +46,13 @@ def triton_unsupported(device: torch.device) -> str | None:
 def compute_capability(device: torch.device) -> tuple[int, int]:
     """That of a CUDA device; (9, 0), Hopper's, of a CPU, where kernels are interpreted."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+@cache
+def launches_early(device: torch.device) -> bool:
+    """Whether kernels are launched there while those before still run: on Hopper, where it was tried; see
+    :func:`~aioinfer.model.attention.triton_common.follow`."""
+    return device.type == "cuda" and not interpreted() and compute_capability(device) == _HOPPER
 
 
 def shared_memory(capability: tuple[int, int]) -> int:

@@ -25,6 +25,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
 from aioinfer.model.adapters.triton_adapters import TritonAdapters
+from aioinfer.model.attention import triton_decode, triton_heads
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.triton_attention import TritonAttention
@@ -37,6 +38,7 @@ from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
 from aioinfer.model.moe.triton_experts import TritonExperts
 from aioinfer.model.moe.triton_routing import TritonRouter
 from aioinfer.model.norm import Norm
+from aioinfer.model.operations import triton_operations
 from aioinfer.model.operations.triton_operations import TritonOperations
 from aioinfer.model.rope import Rotary
 from aioinfer.model.triton_linear import TritonLinear
@@ -80,9 +82,15 @@ class Recorder:
             found = {"name": compiled.name, "shape": self.shape, "step": self.step}
             found |= {"shared": compiled.metadata.shared, "wgmma": "wgmma" in compiled.asm["ptx"]}
             found["exponents"] = exponents(compiled.asm["ptx"])
+            found |= {"early": compiled.metadata.launch_pdl, "follows": follows(compiled.asm["ptx"])}
             print(json.dumps(found | resources(compiled.asm["cubin"])), flush=True)  # noqa: T201
 
         return launch
+
+
+def follows(ptx: str) -> bool:
+    """Whether a kernel waits for the one before, before it reads or writes any memory of the device."""
+    return "griddepcontrol.wait" in re.split(r"\b(?:ld|st|atom|red|cp)\.\S*global", ptx)[0]
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -273,6 +281,10 @@ def compile_for(capability: tuple[int, int]) -> None:
 def main() -> None:
     architecture = int(sys.argv[1])
     triton.runtime.driver.set_active(Driver(architecture))
+    early: list[Any] = [triton_decode, triton_heads, triton_operations]
+    for module in early:
+        # These ask the device of their tensors, which here is a CPU.
+        module.launches_early = lambda device: architecture == 90
     if architecture != 90:
         compile_for(divmod(architecture, 10))
         return

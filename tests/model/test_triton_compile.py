@@ -15,6 +15,8 @@ from tests.tiers import COMPILES, nightly
 #: of a layer, each compiled once
 LAYER = ("_rotate_kernel", "_store_kernel", "_gate_mul_kernel", "_prefill_kernel")
 DECODE = ("_decode_kernel", "_combine_kernel", "_combine_prefill_kernel")
+#: those that are launched while the kernel before still runs, where a device can do that
+EARLY = ("_rotate_kernel", "_norm_kernel", "_gate_mul_kernel", "_decode_kernel", "_combine_kernel")
 
 
 def check_resources(kernel: dict[str, Any], capability: tuple[int, int]) -> None:
@@ -58,6 +60,7 @@ def test_kernels_compile_for_sm_90_and_once(tmp_path: Path) -> None:
     }
     for kernel in kernels:
         check_resources(kernel, (9, 0))
+        assert kernel["early"] == kernel["follows"] == (kernel["name"] in EARLY), kernel
         half = "float32" not in kernel["shape"] and kernel["shape"] != "linear-odd"
         # The large tiles of experts are those of the second step.
         large = kernel["name"] == "_product_kernel" and kernel["step"] == 1
@@ -80,6 +83,8 @@ def test_tiles_fit_other_gpus(tmp_path: Path, capability: tuple[int, int]) -> No
     assert len(prefills) == 11
     for kernel in kernels:
         check_resources(kernel, capability)
+        assert not kernel["early"], kernel
+        assert not kernel["follows"], kernel
 
 
 def test_an_unknown_gpu_is_taken_for_a_small_one() -> None:

@@ -31,6 +31,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from aioinfer.model.attention.pool import KVScales
 from aioinfer.model.triton_float8 import decoded, power_of_two
@@ -40,6 +41,7 @@ __all__ = [
     "INTERPRETED",
     "attend_tile",
     "check_layout",
+    "follow",
     "inverse_rms",
     "kv_arguments",
     "mean_of_parts",
@@ -49,6 +51,16 @@ __all__ = [
     "scratch",
     "tile_dim",
 ]
+
+
+@triton.jit
+def follow(EARLY: tl.constexpr) -> None:
+    """With EARLY, programmatic dependent launch: let the next kernel be launched, and wait until the one
+    before is complete. Every kernel that is launched in this way begins with it, since the next one waits for
+    this one alone; one that is launched as usual waits for all."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 @triton.jit

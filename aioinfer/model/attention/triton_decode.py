@@ -32,6 +32,7 @@ from aioinfer.model.attention.triton_common import (
     INTERPRETED,
     attend_tile,
     check_layout,
+    follow,
     kv_arguments,
     mean_of_parts,
     normalized,
@@ -40,6 +41,7 @@ from aioinfer.model.attention.triton_common import (
     tile_dim,
 )
 from aioinfer.model.triton_float8 import float8_native
+from aioinfer.model.triton_support import launches_early
 
 __all__ = ["DecodeTuning", "paged_decode"]
 
@@ -113,6 +115,7 @@ def _decode_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
     SOFT_CAP: tl.constexpr, WIDEN: tl.constexpr, FLOAT8: tl.constexpr, NATIVE: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One lane's splits of one row for up to HEADS heads of a KV head's group.
 
@@ -120,6 +123,7 @@ def _decode_kernel(
     are adjacent in memory. Writes ``partial`` float32 [rows, NUM_HEADS, splits, HEAD_DIM], normalized, and
     ``lse`` [rows, NUM_HEADS, splits], the base-2 logarithm of its weight.
     """
+    follow(EARLY)
     blocks: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     row = tl.program_id(1).to(tl.int64)
     lane = tl.program_id(2)
@@ -162,9 +166,10 @@ def _combine_kernel(
     num_splits: tl.tensor, stride_out_row: tl.tensor, stride_out_head: tl.tensor,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, BLOCK_S: tl.constexpr,
-    SINKS: tl.constexpr,
+    SINKS: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """Combine the splits of one (head, row). BLOCK_S does not depend on the batch, hence nor do the sums."""
+    follow(EARLY)
     head = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     _, _, _, count = _split(tl.load(kv_len + row).to(tl.int32), WINDOW, SPLIT, MAX_SPLITS, BLOCK_N)
@@ -241,13 +246,14 @@ def paged_decode(
     inner, outer = score_factors(scale, soft_cap)
     cut = {"WINDOW": window or 0, "SPLIT": tuning.split_size, "MAX_SPLITS": tuning.max_splits}
     shape = {"HEAD_DIM": head_dim, "BLOCK_D": tile_dim(head_dim), "BLOCK_N": tuning.block_n}
+    early = launches_early(q.device)
     _decode_kernel[(blocks, rows, _num_lanes(splits, rows * blocks, tuning))](
         q, *kv_arguments(keys, values, scales), block_table, kv_len, partial, lse, inner, outer, splits,
         block_table.stride(0), *q.stride()[:2],
         NUM_HEADS=num_heads, GROUP=group, HEADS=heads, BLOCK_M=max(16, triton.next_power_of_2(heads)),
         PAGE_SIZE=page_size, SOFT_CAP=soft_cap is not None, WIDEN=INTERPRETED, **shape, **cut,
         FLOAT8=scales is not None, NATIVE=scales is not None and float8_native(q.device),
-        num_warps=tuning.num_warps, num_stages=tuning.num_stages,
+        EARLY=early, launch_pdl=early, num_warps=tuning.num_warps, num_stages=tuning.num_stages,
         # A token has the same bits where its tile is masked and where it is not, see triton_common.
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -255,6 +261,6 @@ def paged_decode(
         partial, lse, kv_len, lse if sinks is None else sinks, out, splits, *out.stride()[:2],
         NUM_HEADS=num_heads, BLOCK_S=triton.next_power_of_2(tuning.max_splits), SINKS=sinks is not None,
         **shape, **cut,
-        num_warps=4, enable_fp_fusion=True,
+        EARLY=early, launch_pdl=early, num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip
     return out

@@ -27,10 +27,11 @@ import triton
 import triton.language as tl
 
 from aioinfer.model.attention.pool import KVScales
-from aioinfer.model.attention.triton_common import INTERPRETED, inverse_rms, kv_arguments, rounded
+from aioinfer.model.attention.triton_common import INTERPRETED, follow, inverse_rms, kv_arguments, rounded
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
 from aioinfer.model.triton_float8 import exponent_of, magnitude, shrunk
+from aioinfer.model.triton_support import launches_early
 
 __all__ = ["rotate_and_store"]
 
@@ -47,10 +48,11 @@ def _rotate_kernel(
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, BLOCK_H: tl.constexpr,
     HALF: tl.constexpr, ROTATED: tl.constexpr, BLOCK_D: tl.constexpr,
     NORM: tl.constexpr, VALUES: tl.constexpr, ONCE: tl.constexpr, INTERPRETED: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    FLOAT8: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK_H heads of one token; with VALUES the norm is that of values, too; if ONCE, it is rounded only
     behind its weight. Grid (tokens, blocks of heads)."""
+    follow(EARLY)
     token = tl.program_id(0).to(tl.int64)
     cell = tl.load(slot_mapping + token).to(tl.int64)
     head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
@@ -175,13 +177,14 @@ def rotate_and_store(
     values_too = norm is not None and kv_heads > 0 and len(weight) == total
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     block_d = triton.next_power_of_2(head_dim // 2)
+    early = launches_early(qkv.device)
     block_h = min(max(1, _TILE // (2 * block_d)), triton.next_power_of_2(total))
     _rotate_kernel[(tokens, triton.cdiv(total, block_h))](
         qkv, weight, cos, sin, slot_mapping, q, *kv_arguments(keys, values, scales),
         0.0 if norm is None else norm.eps,
         HEADS=heads, KV_HEADS=kv_heads, BLOCK_H=block_h, HALF=head_dim // 2, ROTATED=rotated,
         BLOCK_D=block_d, NORM=norm is not None, VALUES=values_too, ONCE=weight.dtype != qkv.dtype,
-        INTERPRETED=INTERPRETED, FLOAT8=scales is not None,
+        INTERPRETED=INTERPRETED, FLOAT8=scales is not None, EARLY=early, launch_pdl=early,
         # With fusion the compiler replaces torch's two operations by one multiply-add, which is rounded once.
         num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip

@@ -14,10 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
-from aioinfer.model.attention.triton_common import INTERPRETED, inverse_rms, rounded
+from aioinfer.model.attention.triton_common import INTERPRETED, follow, inverse_rms, rounded
 from aioinfer.model.gates import Gate, gated
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import normed as normed_by_torch
+from aioinfer.model.triton_support import launches_early
 
 __all__ = ["TritonOperations"]
 
@@ -27,10 +28,11 @@ def _norm_kernel(
     hidden: tl.tensor, delta: tl.tensor, weight: tl.tensor, total: tl.tensor, normed: tl.tensor,
     eps: tl.tensor,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, ONCE: tl.constexpr,
-    INTERPRETED: tl.constexpr,
+    INTERPRETED: tl.constexpr, EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """One row: total = hidden + delta, if ADD, and its norm, if ONCE rounded only behind its weight. Grid
     (rows,)."""
+    follow(EARLY)
     lane = tl.arange(0, BLOCK)
     inside = lane < SIZE
     at = tl.program_id(0).to(tl.int64) * SIZE + lane
@@ -52,8 +54,10 @@ def _norm_kernel(
 def _gate_mul_kernel(
     gate_up: tl.tensor, out: tl.tensor,
     SIZE: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, INTERPRETED: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:  # fmt: skip
     """BLOCK elements of a row; the gate is silu, or GELU by its tangent formula. Grid (rows, blocks)."""
+    follow(EARLY)
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lane < SIZE
@@ -87,11 +91,11 @@ class TritonOperations:
         added = hidden if delta is None else delta.contiguous()
         total = hidden if delta is None else torch.empty_like(hidden)
         normed = torch.empty_like(hidden)
-        block = triton.next_power_of_2(size)
+        block, early = triton.next_power_of_2(size), launches_early(hidden.device)
         _norm_kernel[(len(hidden),)](
             hidden, added, weight, total, normed, norm.eps,
             SIZE=size, BLOCK=block, ADD=delta is not None, ONCE=weight.dtype != hidden.dtype,
-            INTERPRETED=INTERPRETED,
+            INTERPRETED=INTERPRETED, EARLY=early, launch_pdl=early,
             # One vector of 8 elements per thread, up to the warps of a row of 4096.
             num_warps=min(max(block // 256, 1), 16), enable_fp_fusion=False,
         )  # fmt: skip
@@ -103,9 +107,9 @@ class TritonOperations:
         gate_up = gate_up.contiguous()
         rows, size = len(gate_up), gate_up.shape[-1] // 2
         out = gate_up.new_empty((rows, size))
-        block = min(1024, triton.next_power_of_2(size))
+        block, early = min(1024, triton.next_power_of_2(size)), launches_early(gate_up.device)
         _gate_mul_kernel[(rows, triton.cdiv(size, block))](
             gate_up, out, SIZE=size, BLOCK=block, GELU=gate == "gelu_tanh", INTERPRETED=INTERPRETED,
-            num_warps=4, enable_fp_fusion=False,
+            EARLY=early, launch_pdl=early, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
         return out
