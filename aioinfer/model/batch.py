@@ -43,6 +43,8 @@ class Batch:
     #: ``kv_len`` on the host
     kv_lens: list[int]
     num_decodes: int
+    #: ``logits_rows`` are all T tokens in their order
+    all_logits: bool = False
     #: [H] indices of the tokens whose hidden states are wanted; None: of none
     hidden_rows: torch.Tensor | None = None
     #: [H, hidden] float32: what the forward gives for these, behind the last norm and in front of the head

@@ -148,7 +148,8 @@ class Decoder:
             batch.hidden = self._last_norm(hidden, delta, batch.hidden_rows).float()
         if not len(batch.logits_rows):
             return hidden.new_empty(0, self.spec.vocab_size)
-        logits = self._head(self._last_norm(hidden, delta, batch.logits_rows))
+        rows = None if batch.all_logits else batch.logits_rows
+        logits = self._head(self._last_norm(hidden, delta, rows))
         return logits if self._logit_cap is None else (logits / self._logit_cap).tanh() * self._logit_cap
 
     def rewrite(
@@ -188,10 +189,12 @@ class Decoder:
             source.write(self._head, head)
 
     def _last_norm(
-        self, hidden: torch.Tensor, delta: torch.Tensor | None, rows: torch.Tensor
+        self, hidden: torch.Tensor, delta: torch.Tensor | None, rows: torch.Tensor | None
     ) -> torch.Tensor:
-        """The hidden states [S, hidden] of the tokens ``rows`` [S]."""
-        return self._add_norm(hidden[rows], None if delta is None else delta[rows], self._norm)[1]
+        """The hidden states [S, hidden] of the tokens ``rows`` [S]; None for all."""
+        if rows is not None:
+            hidden, delta = hidden[rows], None if delta is None else delta[rows]
+        return self._add_norm(hidden, delta, self._norm)[1]
 
     def _embed(self, batch: Batch) -> torch.Tensor:
         hidden = F.embedding(batch.input_ids, self._words)

@@ -38,17 +38,20 @@ class Relay:
     ) -> None:
         """Fill in the tokens of the decode rows, which are the first of ``input_ids``; and those with which
         the rows behind them begin that verify drafts, at the indices ``verified``."""
+        if num_decodes:
+            input_ids[:num_decodes] = self.of(slots[:num_decodes])
+        if verified is not None:
+            input_ids[verified] = self.of(slots[num_decodes : num_decodes + len(verified)])
+
+    def of(self, slots: torch.Tensor) -> torch.Tensor:
+        """Their tokens."""
         # A cell is poison only if the step that should have written it failed. That request has
         # ended; its row must not fail the step for the others.
-        if num_decodes:
-            input_ids[:num_decodes] = self._cells[slots[:num_decodes]].clamp_(min=0)
-        if verified is not None:
-            behind = slots[num_decodes : num_decodes + len(verified)]
-            input_ids[verified] = self._cells[behind].clamp_(min=0)
+        return self._cells[slots].clamp_(min=0)
 
     def named(self, ids: torch.Tensor) -> torch.Tensor:
         """Ids, int64, with the token of the slot ``-id`` where an id is negative."""
-        return torch.where(ids < 0, self._cells[(-ids).clamp_(min=0)].clamp_(min=0), ids)
+        return torch.where(ids < 0, self.of((-ids).clamp_(min=0)), ids)
 
     def scatter(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
         """Leave the sampled tokens for the next step."""

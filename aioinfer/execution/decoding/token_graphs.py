@@ -139,7 +139,7 @@ class CapturedTokens:
         self._turns = torch.zeros(1, dtype=torch.int64, device=device)
         self._turn, self._in_turn = 0, False
         self._neutral = torch.ones(max_rows, device=device)
-        self._numbers = torch.arange(max_rows, device=device)
+        self._numbers = torch.arange(max_rows + 1, device=device)
         #: by turn and number of rows
         self._sampled: dict[tuple[int, int], torch.Tensor] = {}
 
@@ -206,18 +206,17 @@ class CapturedTokens:
         """Of the first rows those that are ``live``, 0 or 1; the others are padding."""
         rows = self._rows
         slots, starts, table = rows.slots[:size], rows.starts[:size], rows.table[:size]
-        input_ids = torch.empty_like(slots)
-        self._relay.gather(input_ids, slots, size)
         page = table.gather(1, (starts // self._page_size).unsqueeze(1)).squeeze(1)
-        row = torch.arange(size + 1, device=slots.device)
+        row = self._numbers[: size + 1]
         return Batch(
-            input_ids=input_ids,
+            input_ids=self._relay.of(slots),
             positions=starts.clone(),
-            slot_mapping=(page * self._page_size + starts % self._page_size) * live,
+            slot_mapping=torch.add(starts % self._page_size, page, alpha=self._page_size) * live,
             cu_q=row,
-            kv_len=(starts + 1) * live,
+            kv_len=torch.addcmul(live, starts, live),
             block_table=table,
             logits_rows=row[:-1],
+            all_logits=True,
             q_lens=[1] * size,
             # Lengths are known to the device alone: kernels that ask the host cannot be captured.
             kv_lens=[],
