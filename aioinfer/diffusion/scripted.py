@@ -113,6 +113,14 @@ class ScriptedLogits:
         logits[..., self._mask_id] = _MASK_LOGIT
         return logits
 
+    def sure(self, before: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest tokens [R, B] int64 of blocks, as of :meth:`logits`, and where they are sure, bool;
+        without ``edits``."""
+        own, unresolved = self._bits(before, ids.shape[1]), ids == self._mask_id
+        bits = self._bits(self.chain(before, self.digest(ids)), ids.shape[1])
+        tokens, level = self._fill(own, bits, unresolved)
+        return torch.where(unresolved, tokens, ids), ~unresolved | (level == len(_DOUBTS))
+
     def _fill(
         self, own: torch.Tensor, bits: torch.Tensor, unresolved: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:

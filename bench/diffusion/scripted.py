@@ -1,7 +1,7 @@
 """A model of which only the time counts: random weights in a real shape, and blocks of scripted rounds.
 
 With random weights no token is ever likely, so every block would take as many rounds as it has positions.
-The forward is computed in full; then a script, and not its logits, says which positions are sure.
+The forward is computed in full; then a script says which positions are sure, and of which token.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM
 
 __all__ = ["SHAPES", "ScriptedDevice", "write_shape"]
+
+#: a logit beside which those of random weights are nothing
+_CERTAIN = 1e4
 
 _LLADA2: dict[str, Any] = {
     "architectures": ["LLaDA2MoeModelLM"],
@@ -112,7 +115,6 @@ class _Scripted:
     """See :class:`~aioinfer.model.spec.CausalLM`."""
 
     classifier: Any = None
-    capturable = False
     adapters = None
     adapter_reason = "it is scripted"
     updates: Any = None
@@ -120,6 +122,7 @@ class _Scripted:
     def __init__(self, model: CausalLM, device: torch.device, mean_steps: float, variation: float) -> None:
         self.spec = model.spec
         self.invariant = model.invariant
+        self.capturable = model.capturable
         self._model = model
         assert model.spec.block_size is not None
         assert model.spec.mask_token_id is not None
@@ -144,5 +147,7 @@ class _Scripted:
         first = rows.view(-1, self._size)[:, 0]
         # The same for all rounds of a block, and for each block its own.
         key = (batch.positions[first] << 32) + batch.slot_mapping[first]
-        scripted = self._script.logits(key, batch.input_ids[rows].view(-1, self._size))
-        return scripted.view(len(rows), -1).to(logits.dtype)
+        tokens, sure = self._script.sure(key, batch.input_ids[rows].view(-1, self._size))
+        tokens = tokens.view(-1, 1)
+        certain = torch.where(sure.view(-1, 1), _CERTAIN, logits.gather(1, tokens))
+        return logits.scatter_(1, tokens, certain)

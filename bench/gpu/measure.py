@@ -13,7 +13,7 @@ from bench.gpu.plan import Plan
 from bench.gpu.report import PartReport
 from bench.gpu.roofline import Peaks
 
-__all__ = ["measure_peaks", "seconds_per_call", "synchronize"]
+__all__ = ["measure_peaks", "seconds_per_call", "specified_bandwidth", "synchronize"]
 
 #: seconds of device work in one timed block, and how many blocks the median is of
 _BLOCK = 0.01
@@ -84,21 +84,37 @@ def _elapsed(run: Callable[[], None], times: int) -> float:
 
 def measure_peaks(plan: Plan, device: torch.device, report: PartReport) -> Peaks:
     """Bytes per second that a copy reads and writes, and FLOP per second of a bf16 product of random data;
-    both are told as facts."""
+    both are told as facts, and the bandwidth that the driver states."""
     peaks = Peaks(_copy_bandwidth(plan.size.copy_bytes, device), _matmul_rate(plan.size.matmul, device))
     if device.type == "cuda":
         # An engine that starts after this takes what is free.
         torch.cuda.empty_cache()
     report.fact("copy_gb_per_s", peaks.bandwidth / 1e9)
+    if (stated := specified_bandwidth(device)) is not None:
+        report.fact("specified_gb_per_s", stated / 1e9)
     report.fact("matmul_tflop_per_s", peaks.flops / 1e12)
     return peaks
 
 
+def specified_bandwidth(device: torch.device) -> float | None:
+    """Bytes per second by a device's memory clock and the width of its bus, of which each line moves two bits
+    per clock; None where the driver does not say."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    bandwidth = 2 * 1e3 * found.memory_clock_rate * found.memory_bus_width / 8
+    return bandwidth or None
+
+
 def _copy_bandwidth(size: int, device: torch.device) -> float:
+    """By the faster of a copy, which is a node of its own in a graph, and a kernel."""
     source = torch.empty(size // 2, dtype=torch.bfloat16, device=device).fill_(1)
     target = torch.empty_like(source)
-    seconds, _ = seconds_per_call([lambda: target.copy_(source)], device)
-    return 2 * size / seconds
+    ways: list[Callable[[], object]] = [
+        lambda: target.copy_(source),
+        lambda: torch.neg(source, out=target),
+    ]
+    return max(2 * size / seconds_per_call([way], device)[0] for way in ways)
 
 
 def _matmul_rate(side: int, device: torch.device) -> float:

@@ -1,4 +1,5 @@
-"""Models: decode through the engine, by batch, as a share of the roofline that this device allows.
+"""Models: decode through the engine, by batch, as a share of the roofline that this device allows, and of the
+one by the bandwidth that its driver states.
 
 With ``--set quantization=fp8`` and ``--set kv_dtype=fp8`` the roofline is that of their bytes. Operations are
 bounded by the rate of bfloat16, also with ``fp8-dynamic``, whose products can be faster.
@@ -7,10 +8,10 @@ bounded by the rate of bfloat16, also with ``fp8-dynamic``, whose products can b
 from __future__ import annotations
 
 from bench.gpu.engines import decoding_rate, run_async, started
-from bench.gpu.measure import measure_peaks
+from bench.gpu.measure import measure_peaks, specified_bandwidth
 from bench.gpu.plan import Plan
 from bench.gpu.report import PartReport
-from bench.gpu.roofline import decode_step
+from bench.gpu.roofline import Peaks, decode_step
 from bench.gpu.shapes import shape_of
 from bench.gpu.workload import prompts_of
 
@@ -26,7 +27,9 @@ async def _run(plan: Plan, report: PartReport, name: str) -> None:
     from aioinfer.execution.cuda_device import pick_device
 
     shape, size = shape_of(name, plan.settings), plan.size
-    peaks = measure_peaks(plan, pick_device(plan.device), report)
+    device = pick_device(plan.device)
+    peaks = measure_peaks(plan, device, report)
+    stated = specified_bandwidth(device) or peaks.bandwidth
     async with started(plan, name, prefix_cache=False) as engine:
         report.fact("engine", engine.info.description)
         for batch in size.batches:
@@ -36,9 +39,11 @@ async def _run(plan: Plan, report: PartReport, name: str) -> None:
                 found = await decoding_rate(engine, prompts, size.output)
                 context = size.prompt + size.output // 2
                 ideal = decode_step(shape, batch * context, batch, peaks)
+                best = decode_step(shape, batch * context, batch, Peaks(stated, peaks.flops))
                 report.row(
                     model=name, batch=batch, context=context, tokens_per_s=found.tokens_per_s,
-                    step_ms=1e3 * found.step, ideal_ms=1e3 * ideal, of_roofline=ideal / found.step,
+                    step_ms=1e3 * found.step, ideal_ms=1e3 * ideal,
+                    of_roofline=ideal / found.step, of_specified=best / found.step,
                     prefill_tokens_per_s=batch * size.prompt / found.prefill,
                 )  # fmt: skip
 
