@@ -40,6 +40,8 @@ def engine_config(plan: Plan, folder: Path, **values: Any) -> EngineConfig:
         "max_step_tokens": 16_384,
         "chunk_size": 2048,
         "max_model_len": 2048,
+        # Random weights repeat themselves, and drafts of that would be steps of another kind.
+        "speculation": "off",
     }
     if plan.device == "cpu":
         settings.update(threads=1, max_running_requests=8, num_pages=256, max_step_tokens=256)

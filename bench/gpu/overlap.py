@@ -20,7 +20,7 @@ from bench.gpu.report import PartReport
 from bench.gpu.shapes import SHAPES
 from bench.gpu.workload import Workload, prompts_of
 
-__all__ = ["covered", "device_seconds", "run"]
+__all__ = ["covered", "device_seconds", "run", "share"]
 
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 
@@ -60,7 +60,7 @@ async def _load(
     except Exception:
         # What was measured without it still counts.
         report.failed(f"profiling {len(load.outputs)} requests")
-    busy, gap = _share(own[0], own[1]), own[1] / max(1, own[2])
+    busy, gap = share(own[0], own[1]), own[1] / max(1, own[2])
     return {
         "steps": steps,
         "step_ms": 1e3 * seconds / steps,
@@ -73,7 +73,8 @@ async def _load(
     }
 
 
-def _share(busy: float, gap: float) -> float:
+def share(busy: float, gap: float) -> float:
+    """Of seconds that are ``busy`` or a ``gap``; 0 without any."""
     return busy / (busy + gap) if busy + gap else 0.0
 
 

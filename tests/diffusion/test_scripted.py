@@ -42,6 +42,18 @@ def test_blocks_take_the_rounds_that_are_scripted(size: int) -> None:
     assert (script.steps(before, torch.zeros_like(before), size) == 0).all()
 
 
+def test_what_is_sure_is_what_the_logits_are_sure_of() -> None:
+    script = ScriptedLogits(VOCAB, MASK, seed=3)
+    block, before = begin(60, 8)
+    tokens, sure = script.sure(before, block.ids)
+    logits = script.logits(before, block.ids)
+    logits[..., MASK] = -torch.inf
+    likeliest = logits.softmax(2).max(2)
+    assert torch.equal(tokens, likeliest.indices)
+    assert torch.equal(sure, likeliest.values > 0.5)
+    assert 0 < sure[block.masked].sum() < block.masked.sum()
+
+
 @rest(SECONDS)
 def test_edits_come_one_by_one_after_a_block_is_full() -> None:
     script = ScriptedLogits(VOCAB, MASK, edits=4)
