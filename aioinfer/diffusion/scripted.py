@@ -100,26 +100,26 @@ class ScriptedLogits:
     def logits(self, before: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The logits [R, B, V] float32 of blocks [R, B] int64 after ``before`` [R] int64, see
         :meth:`chain`."""
-        rows, size = ids.shape
-        unresolved = ids == self._mask_id
-        own = self._bits(before, size)
-        tokens, level = self._fill(own, self._bits(self.chain(before, self.digest(ids)), size), unresolved)
-        tokens = torch.where(unresolved, tokens, ids)
-        if self._edits:
-            tokens = self._revise(own, ids, unresolved, tokens)
-        level = torch.where(unresolved, level, len(_DOUBTS))
-        logits = torch.zeros(rows, size, self._vocab_size, device=ids.device)
+        tokens, level = self._likeliest(before, ids)
+        logits = torch.zeros(*ids.shape, self._vocab_size, device=ids.device)
         logits.scatter_(2, tokens.unsqueeze(2), self._levels[level].unsqueeze(2))
         logits[..., self._mask_id] = _MASK_LOGIT
         return logits
 
     def sure(self, before: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The likeliest tokens [R, B] int64 of blocks, as of :meth:`logits`, and where they are sure, bool;
-        without ``edits``."""
-        own, unresolved = self._bits(before, ids.shape[1]), ids == self._mask_id
-        bits = self._bits(self.chain(before, self.digest(ids)), ids.shape[1])
-        tokens, level = self._fill(own, bits, unresolved)
-        return torch.where(unresolved, tokens, ids), ~unresolved | (level == len(_DOUBTS))
+        """The likeliest tokens [R, B] int64 of blocks, as of :meth:`logits`, and whether they are sure."""
+        tokens, level = self._likeliest(before, ids)
+        return tokens, level == len(_DOUBTS)
+
+    def _likeliest(self, before: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest token of each position, and the index of its logit in ``_levels``."""
+        size, unresolved = ids.shape[1], ids == self._mask_id
+        own = self._bits(before, size)
+        tokens, level = self._fill(own, self._bits(self.chain(before, self.digest(ids)), size), unresolved)
+        tokens = torch.where(unresolved, tokens, ids)
+        if self._edits:
+            tokens = self._revise(own, ids, unresolved, tokens)
+        return tokens, torch.where(unresolved, level, len(_DOUBTS))
 
     def _fill(
         self, own: torch.Tensor, bits: torch.Tensor, unresolved: torch.Tensor

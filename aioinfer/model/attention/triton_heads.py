@@ -177,8 +177,8 @@ def rotate_and_store(
     values_too = norm is not None and kv_heads > 0 and len(weight) == total
     q = torch.empty((tokens, heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     block_d = triton.next_power_of_2(head_dim // 2)
-    early = launches_early(qkv.device)
     block_h = min(max(1, _TILE // (2 * block_d)), triton.next_power_of_2(total))
+    early = launches_early(qkv.device)
     _rotate_kernel[(tokens, triton.cdiv(total, block_h))](
         qkv, weight, cos, sin, slot_mapping, q, *kv_arguments(keys, values, scales),
         0.0 if norm is None else norm.eps,
