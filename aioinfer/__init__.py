@@ -10,6 +10,8 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from aioinfer._version import __version__ as __version__
+
 if TYPE_CHECKING:
     from aioinfer.chat.results import ChatDelta, ChatResult, ToolCall
     from aioinfer.chats import ChatStream
@@ -42,8 +44,6 @@ if TYPE_CHECKING:
     from aioinfer.resuming.record import StreamCheckpoint
     from aioinfer.scoring import Scores
     from aioinfer.stream import Stream
-
-__version__ = "0.1.0"
 
 # No output unless the application configures logging; the root logger belongs to the application.
 logging.getLogger("aioinfer").addHandler(logging.NullHandler())

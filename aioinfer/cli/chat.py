@@ -18,7 +18,7 @@ from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any, Protocol
 
-from aioinfer import __version__
+from aioinfer._version import __version__
 from aioinfer.cli.flags import read_settings
 from aioinfer.cli.terminal import Progress, loop_factory
 from aioinfer.config import EngineConfig

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
-from aioinfer import __version__
+from aioinfer._version import __version__
 from aioinfer.cli.flags import read_settings
 from aioinfer.cli.terminal import Progress, interrupted
 from aioinfer.config import EngineConfig, ReplicaConfig

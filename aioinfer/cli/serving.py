@@ -13,7 +13,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-from aioinfer import __version__
+from aioinfer._version import __version__
 from aioinfer.cli.flags import read_settings
 from aioinfer.cli.terminal import Progress, interrupted
 from aioinfer.config import EngineConfig, ServerConfig

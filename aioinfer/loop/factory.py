@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from aioinfer import __version__
+from aioinfer._version import __version__
 from aioinfer.checkpoint.files import Checkpoint, checkpoint_at
 from aioinfer.checkpoint.locate import Progress, locate
 from aioinfer.checkpoint.sentences import Sentences

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioinfer import __version__
+from aioinfer._version import __version__
 from aioinfer.config import EngineConfig
 from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer

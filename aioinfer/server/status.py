@@ -11,7 +11,7 @@ from typing import Literal, TypedDict
 
 from aiohttp import web
 
-from aioinfer import __version__
+from aioinfer._version import __version__
 from aioinfer.config import ServerConfig
 from aioinfer.engine import EngineState
 from aioinfer.engine_like import EngineLike

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from aioinfer import __version__
+from aioinfer._version import __version__
 from aioinfer.config import EngineConfig
 from aioinfer.execution.device import DeviceInfo
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from aioinfer import __version__
+from aioinfer._version import __version__
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.openapi.bodies import body_schema
 from aioinfer.server.openapi.endpoints import Body, Endpoint, ErrorBody
