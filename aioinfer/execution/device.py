@@ -1,7 +1,7 @@
 """Device: the small protocol between the launch thread and whatever computes steps.
 
-Three implementations: :mod:`aioinfer.execution.torch_device` on ``cpu`` and on ``cuda``, and the toy
-device of :mod:`aioinfer.testing.toy`, which needs no torch at all.
+Implemented by :mod:`aioinfer.execution.torch_device` on ``cpu`` and on ``cuda``, by the scripted device of
+:mod:`aioinfer.testing`, which needs no torch, and by the toy devices of the tests.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.scheduling.request import Request
 from aioinfer.stream import Stream, request_of
 from aioinfer.testing.fake_device import FakeDevice, FakeTokenizer, Script
-from aioinfer.testing.virtual_launcher import TimedLauncher
+from aioinfer.testing.timed_launcher import TimedLauncher
 
 __all__ = ["Answer", "Answers", "FakeEngine", "FakeRequest"]
 

@@ -1,4 +1,4 @@
-"""FakeDevice: types scripted answers, byte by byte."""
+"""FakeDevice: writes scripted answers, byte by byte."""
 
 from __future__ import annotations
 
@@ -11,20 +11,23 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.config import EngineConfig
+from aioinfer.execution.device import CompletedFlight, DeviceInfo, Progress, StepResult
+from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
+from aioinfer.model.adapters.base import PreparedAdapter
+from aioinfer.observe.timeline import DeviceLane, now
+from aioinfer.outputs import TokenLogprob
+from aioinfer.pooling import Pooling
+from aioinfer.sampling.outcomes import DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.step import NewRequestData, Row, Step
-from aioinfer.testing.toy import ToyDevice
-from aioinfer.testing.toy_adapters import ToyAdapter
-from aioinfer.testing.toy_pooling import hashes
 from aioinfer.text.detokenizer import Detokenizer, OffsetDetokenizer
 from aioinfer.text.tokenizer import plain_messages
 
-__all__ = ["FakeDevice", "FakeTokenizer", "Script"]
+__all__ = ["FakeDevice", "FakeTokenizer", "Script", "hashes", "mix", "pool"]
 
 _END = 0
 _VOCABULARY = 257
-#: the hash of a sequence, of which nothing is known
-_SOUND = 3
+_HASH_MASK = (1 << 63) - 1
 #: seconds of a step in which no request may have a token yet; newer requests wait for its end
 _LONGEST_STEP = 0.01
 #: Bytes from the most to the least wanted, for a short text in JSON. Of letters the last goes first, so that
@@ -44,7 +47,7 @@ class Script:
         self.content = content
         self.delay = delay
         self.pace = pace
-        #: called once behind the content, instead of its end
+        #: called once after the content, instead of its end
         self.fail = fail
         self.failed = False
         #: when the first token comes
@@ -53,25 +56,39 @@ class Script:
         self.off = content is None
 
 
-class FakeDevice(ToyDevice):
-    """Needs no torch. Its time is that of the loop."""
+class FakeDevice:
+    """A synchronous device that needs no torch. Its time is that of the loop."""
+
+    synchronous = True
 
     def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
-        super().__init__(
-            num_pages=config.num_pages or 4096,
-            page_size=config.positions_per_page,
-            num_slots=config.num_slots,
-            max_model_len=config.max_model_len,
-            vocab_size=_VOCABULARY,
-            defer=self._due,
-            max_adapters=config.adapter_slots,
-        )
+        self.lane = DeviceLane()
+        self.masks = GrammarWorker(threaded=False)
+        self._config = config
         self._clock = clock
+        self._tenants: dict[int, NewRequestData] = {}
+        #: slots whose newest row sampled nothing: their rows in flight are void
+        self._void: set[int] = set()
         self._scripts: dict[Request, Script] = {}
         self._most = 64
 
+    def open(self, progress: Progress | None = None) -> DeviceInfo:
+        config = self._config
+        num_pages = config.num_pages or 4096
+        capacity = num_pages * config.positions_per_page
+        return DeviceInfo(
+            vocab_size=_VOCABULARY,
+            max_model_len=min(config.max_model_len or capacity, capacity),
+            num_pages=num_pages,
+            eos_token_ids=frozenset({_END}),
+            description="scripted answers",
+            hidden_size=3,
+            max_adapters=config.adapter_slots,
+            adapter_reason="" if config.adapter_slots else "max_adapters is 0",
+        )
+
     def play(self, request: Request, script: Script, begun: int = 0) -> None:
-        """The answer to a request, of which ``begun`` tokens are there. Called before its first step."""
+        """Set the answer to a request that has ``begun`` tokens already. Called before its first step."""
         if len(self._scripts) >= self._most:
             self._scripts = {each: found for each, found in self._scripts.items() if not each.ended}
             self._most = 2 * len(self._scripts) + 64
@@ -79,52 +96,105 @@ class FakeDevice(ToyDevice):
         self._scripts[request] = script
 
     def _script(self, row: Row) -> Script:
-        """Of a request that has ended meanwhile, of which a step in flight still has a row: an empty one."""
+        """The script of a row's request; an empty one if the request has ended meanwhile."""
         return self._scripts.get(row.request) or Script(b"", 0.0, 0.0, None)
 
-    def prepare_adapter(self, path: Path) -> ToyAdapter:
-        """Any path will do: nothing of it is read."""
-        return ToyAdapter(1, 8, 0)
+    def prepare_adapter(self, path: Path) -> PreparedAdapter:
+        """Take any path: nothing is read."""
+        return _Adapter()
+
+    def install_adapter(self, slot: int, adapter: PreparedAdapter) -> None:
+        """Do nothing: answers do not depend on adapters."""
+
+    def remove_adapter(self, slot: int) -> None:
+        """Do nothing."""
+
+    def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> None:
+        """Take any weights: nothing is read."""
+
+    def install_weights(self, prepared: None) -> None:
+        """Do nothing: answers do not depend on weights."""
+
+    def check(self) -> None:
+        """The device is never lost by itself."""
+
+    def close(self) -> None:
+        """There is nothing to give back."""
+
+    def prepare(self, step: Step) -> Step:
+        return step
 
     def seconds(self, step: Step) -> float:
         """How long a step takes: until the first of its requests may have a token."""
-        now = self._clock()
-        waits = [self._wait(row, now) for row in step.rows if row.samples]
+        time = self._clock()
+        waits = [self._wait(row, time) for row in step.rows if row.samples]
         return min(min(waits, default=0.0), _LONGEST_STEP)
 
-    def _wait(self, row: Row, now: float) -> float:
+    def _wait(self, row: Row, time: float) -> float:
         script = self._script(row)
         if script.failed:
             return _LONGEST_STEP
-        return max(0.0, script.due + row.output_index * script.pace - now)
+        return max(0.0, script.due + row.output_index * script.pace - time)
 
-    def _due(self, row: Row) -> int | None:
-        """As ``defer`` of the toy: 0 for a row that has no token yet."""
+    def launch(self, step: Step) -> CompletedFlight:
+        start = now()
+        result = StepResult([])
+        for index, row in enumerate(step.rows):
+            if row.new_request is not None:
+                self._tenants[row.slot] = row.new_request
+            if row.ids:
+                self._void.discard(row.slot)
+            tenant = self._tenants[row.slot]
+            forced: list[int] = []
+            token = self._sample(row, tenant, forced) if row.samples else NO_TOKEN
+            result.tokens.append(token)
+            if forced:
+                result.forced[index] = forced
+            if token in (DEFERRED, FORCED):
+                self._void.add(row.slot)
+            if tenant.params.logprobs is not None and token >= 0:
+                result.logprobs[index] = [_logprob(row.kv_length, token)]
+            if row.pools is not None:
+                assert row.request.pooled is not None
+                first, last = row.pools
+                states = hashes(tenant.prompt_ids[:last])[first:]
+                result.pooled[index] = pool(row.request.pooled.pooling, states)
+            if row.scores is not None:
+                result.prompt_logprobs[index] = [
+                    _logprob(at + 1, tenant.prompt_ids[at + 1]) for at in range(*row.scores)
+                ]
+        self.lane.step(step.id, start, start, start, now())
+        return CompletedFlight(result)
+
+    def _sample(self, row: Row, tenant: NewRequestData, forced: list[int]) -> int:
+        """The next token of a row, or what stands for it; ``forced`` gets tokens that are not sampled."""
+        if row.slot in self._void or not self._due(row):
+            return DEFERRED
+        if tenant.grammar is None:
+            return self._next(row, tenant)
+        rows = [GrammarRow(0, tenant.grammar, row.kv_length, bool(row.ids))]
+        found = self.masks.collect(rows, 1)
+        if found.outcomes:
+            forced += found.forced.get(0, [])
+            return found.outcomes[0]
+        token = self._allowed(row, self._next(row, tenant), found.masks[0])
+        self.masks.advance(rows, [token])
+        return token
+
+    def _due(self, row: Row) -> bool:
+        """Whether a row may have its token by now."""
         script = self._script(row)
         content = script.content or b""
         if script.fail is not None and row.output_index >= len(content):
             if not script.failed:
                 script.failed = True
                 asyncio.get_running_loop().call_soon(script.fail)
-            return 0
+            return False
         # Timers can be early by the resolution of a clock.
-        return 0 if self._wait(row, self._clock()) > 1e-4 else None
+        return self._wait(row, self._clock()) <= 1e-4
 
-    def _write(self, row: Row, table: list[int]) -> list[int]:
-        """Nothing depends on memory here, and checking it would take time for every token before this one."""
-        if row.new_request is not None:
-            self._doomed.discard(row.request.key)
-            self._tenants[row.slot] = row.new_request
-        if row.ids:
-            self._void.discard(row.request.key)
-        return [_SOUND] * (1 + len(row.drafts))
-
-    def _hashes(self, row: Row, state: Sequence[int], first: int, last: int) -> Sequence[int]:
-        return hashes(row.request.prompt_ids[:last])[first:]
-
-    def _next(self, row: Row, state: int, tenant: NewRequestData) -> int:
-        script = self._script(row)
-        content = script.content or b""
+    def _next(self, row: Row, tenant: NewRequestData) -> int:
+        content = self._script(row).content or b""
         if row.output_index < len(content):
             return content[row.output_index] + 1
         return _END if row.output_index >= tenant.params.min_tokens else b" "[0] + 1
@@ -143,6 +213,50 @@ class FakeDevice(ToyDevice):
             return _END
         wanted = b'"' if allows(b"~"[0] + 1) and allows(b'"'[0] + 1) else _WANTED  # within a string
         return 1 + next(byte for byte in wanted if allows(byte + 1))
+
+
+class _Adapter:
+    """An adapter without content."""
+
+    rank = 8
+    num_bytes = 0
+    fingerprint = f"{1:016x}"
+
+
+def _logprob(position: int, token: int) -> TokenLogprob:
+    """A logprob without a meaning, unique to the position and the token."""
+    return TokenLogprob(token, -(1000.0 * position + token))
+
+
+def mix(state: int, value: int) -> int:
+    """One step of a 63-bit multiplicative hash (the constant is 2**64 / golden ratio)."""
+    state = (state ^ value) * 0x9E3779B97F4A7C15 & _HASH_MASK
+    return state ^ (state >> 29)
+
+
+def hashes(ids: Sequence[int], state: int = 0) -> list[int]:
+    """Hashes of a sequence up to each of its tokens; ``state`` is the hash of what comes before."""
+    found = []
+    for token in ids:
+        state = mix(state, token)
+        found.append(state)
+    return found
+
+
+def pool(pooling: Pooling, states: Sequence[int]) -> npt.NDArray[Any]:
+    """What a device pools of positions up to which the sequence has these hashes."""
+    if pooling.kind == "choices":
+        return np.asarray([mix(states[-1], token) & 0xFFFF for token in pooling.token_ids], np.float32)
+    hidden = np.stack([_hidden(state) for state in states])
+    if pooling.kind == "tokens":
+        return hidden
+    found: npt.NDArray[Any] = hidden.sum(0, dtype=np.float64) if pooling.kind == "mean" else hidden[-1]
+    return found
+
+
+def _hidden(state: int) -> npt.NDArray[np.float32]:
+    """A hidden state: the bits of a hash, which float32 holds exactly."""
+    return np.asarray([state >> shift & 0x1FFFFF for shift in (0, 21, 42)], np.float32)
 
 
 class FakeTokenizer:

@@ -107,7 +107,8 @@ async def _result(engine: Engine, prompt: list[int], params: SamplingParams) -> 
 
 async def run_virtual(options: argparse.Namespace, way: str) -> Answers:
     from aioinfer.scheduling.step import Step
-    from aioinfer.testing import TimedLauncher, ToyDevice
+    from aioinfer.testing import TimedLauncher
+    from tests.toys import ToyDevice
 
     config = EngineConfig(
         model="toy", num_pages=4096, overlap_steps=options.overlap_steps, **settings(options, way)

@@ -12,7 +12,8 @@ from aioinfer.engine import Engine
 from aioinfer.parallel import Dispatcher
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
-from aioinfer.testing import TimedLauncher, ToyDevice, VirtualLoop
+from aioinfer.testing import TimedLauncher, VirtualLoop
+from tests.toys import ToyDevice
 
 __all__ = ["WORKLOADS", "Session", "run"]
 

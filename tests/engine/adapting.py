@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from aioinfer import errors
 from aioinfer.engine import Engine
-from aioinfer.testing.toy_adapters import ToyAdapter, write_toy_adapter
+from tests.toys.adapters import ToyAdapter, write_toy_adapter
 
 __all__ = ["Adapting", "adapter_directory", "key_of"]
 
@@ -38,7 +38,7 @@ def adapter_directory(content: str) -> Path:
 
 @functools.cache
 def key_of(path: str) -> int:
-    """What :func:`~aioinfer.testing.toy_generate` wants to know of an adapter."""
+    """What :func:`~tests.toys.toy_generate` wants to know of an adapter."""
     return ToyAdapter.read(Path(path)).key
 
 

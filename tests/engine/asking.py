@@ -7,7 +7,7 @@ from typing import Any
 
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
-from aioinfer.testing import ToyTokenizer
+from tests.toys import ToyTokenizer
 
 
 async def greedy_ids(engine: Engine, prompt: Sequence[int], **params: Any) -> list[int]:

@@ -18,10 +18,10 @@ from aioinfer.scheduling.audit import check_idle
 from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.step import Step
-from aioinfer.testing.toy_blocks import ScriptedDevice
 from tests.engine.block_worlds import Plain, decode
 from tests.engine.laws import watch_core
 from tests.engine.worlds import VOCAB, Injected
+from tests.toys.blocks import ScriptedDevice
 
 SIZE, LONGEST = 4, 40
 #: what was found once; all courses have the same script

@@ -17,11 +17,12 @@ from aioinfer.diffusion.scripted import ScriptedLogits
 from aioinfer.engine import Engine
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import DiffusionParams, SamplingParams
-from aioinfer.testing import TimedLauncher, ToyTokenizer
-from aioinfer.testing.toy_blocks import ScriptedDevice
+from aioinfer.testing import TimedLauncher
 from tests.diffusion.cases import random_params as random_diffusion
 from tests.diffusion.cases import take, take_blocks
 from tests.engine.worlds import VOCAB, Claim, Faults, World, random_switches, verify_ids
+from tests.toys import ToyTokenizer
+from tests.toys.blocks import ScriptedDevice
 
 #: mode, fused commit, mixed, rounds of a multi_step, prefix cache
 COMBINATIONS = list(

@@ -12,7 +12,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.scheduling.step import Step
-from aioinfer.testing import ToyDevice, ToyTokenizer
+from tests.toys import ToyDevice, ToyTokenizer
 
 
 class Gate:

@@ -18,11 +18,12 @@ from aioinfer.loop.updating import UpdateMode
 from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.request import Request
 from aioinfer.stream import Stream, request_of
-from aioinfer.testing import ToyTokenizer, VirtualLoop
+from aioinfer.testing import VirtualLoop
 from tests.engine.block_worlds import make_block_world
 from tests.engine.laws import LawChecker, watch
 from tests.engine.worlds import VOCAB, Claim, Injected, World, make_world, of_prompt
 from tests.speculation.drafters import name_of
+from tests.toys import ToyTokenizer
 
 
 async def lifetime(world: World, number: int) -> None:

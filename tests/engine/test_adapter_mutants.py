@@ -14,12 +14,12 @@ from aioinfer.loop.core import Core
 from aioinfer.scheduling import scheduler
 from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion
 from aioinfer.scheduling.request import Request
-from aioinfer.testing.toy_adapters import write_toy_adapter
 from tests.engine import laws
 from tests.engine.simulation import simulate
 from tests.engine.test_adapters import fence_course, reload_course
 from tests.parallel.toys import virtual
 from tests.tiers import PLANTED_BUG, nightly
+from tests.toys.adapters import write_toy_adapter
 
 Patch = pytest.MonkeyPatch
 

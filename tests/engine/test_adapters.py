@@ -17,10 +17,11 @@ from aioinfer.engine import Engine
 from aioinfer.execution.device import DeviceInfo
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.params import SamplingParams
-from aioinfer.testing import FakeEngine, ToyDevice, ToyTokenizer, toy_generate
-from aioinfer.testing.toy_adapters import ToyAdapter, write_toy_adapter
-from aioinfer.testing.toy_blocks import ScriptedDevice
+from aioinfer.testing import FakeEngine
 from tests.parallel.toys import STEP, Toy, virtual
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys.adapters import ToyAdapter, write_toy_adapter
+from tests.toys.blocks import ScriptedDevice
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
 PROMPT = list(range(1, 30))

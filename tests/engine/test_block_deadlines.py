@@ -11,7 +11,7 @@ from aioinfer.engine import Engine
 from aioinfer.errors import TimedOut
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.testing import TimedLauncher, VirtualLoop
-from aioinfer.testing.toy_blocks import ScriptedDevice
+from tests.toys.blocks import ScriptedDevice
 
 SIZE, STEP = 8, 0.01
 

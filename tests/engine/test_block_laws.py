@@ -12,13 +12,14 @@ import pytest
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.params import DiffusionParams, SamplingParams
-from aioinfer.testing import TimedLauncher, ToyTokenizer, VirtualLoop
-from aioinfer.testing.toy_blocks import ScriptedDevice, scripted_generate
+from aioinfer.testing import TimedLauncher, VirtualLoop
 from tests.engine.block_worlds import COMBINATIONS, decode, make_block_world, random_params
 from tests.engine.laws import BlockLaws, watch
 from tests.engine.simulation import retract_one, settle, simulate
 from tests.engine.worlds import VOCAB
 from tests.tiers import SECONDS, grid, rest, scaled
+from tests.toys import ToyTokenizer
+from tests.toys.blocks import ScriptedDevice, scripted_generate
 
 LIFETIMES = 24
 #: every combination of mode, fused commit, mixing, multi_step and cache, once, or a share of them

@@ -12,7 +12,6 @@ from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.outputs import Result
-from aioinfer.testing.toy_blocks import ScriptedDevice
 from tests.engine.block_parity import (
     WAYS,
     Asked,
@@ -24,6 +23,7 @@ from tests.engine.block_parity import (
 )
 from tests.engine.block_worlds import Plain, decode
 from tests.tiers import SECONDS, rest, thinned
+from tests.toys.blocks import ScriptedDevice
 
 SIZE, VOCAB, MASK, LONGEST = 8, 64, 5, 64
 Expected = list[tuple[Asked, Plain]]

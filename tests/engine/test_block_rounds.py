@@ -16,8 +16,8 @@ from aioinfer.outputs import Chunk
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.step import Step
 from aioinfer.testing import TimedLauncher, VirtualLoop
-from aioinfer.testing.toy_blocks import ScriptedDevice
 from tests.engine.conftest import Gate
+from tests.toys.blocks import ScriptedDevice
 
 SIZE = 8
 PARAMS = SamplingParams(

@@ -10,8 +10,8 @@ from aioinfer import Engine, EngineConfig, StreamCheckpoint
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.stream import Stream
-from aioinfer.testing.toy_blocks import ScriptedDevice
 from tests.tiers import SECONDS, rest
+from tests.toys.blocks import ScriptedDevice
 
 SIZE = 8
 #: whose outputs grow by whole blocks

@@ -19,11 +19,11 @@ from aioinfer.execution.opening import Opening, OpeningCancelled
 from aioinfer.loop import factory
 from aioinfer.native import bindings
 from aioinfer.params import SamplingParams
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import OwnThreads
 from tests.joining import still_alive
 from tests.native.compilers import alive
 from tests.tiers import PROGRAM, SECONDS, rest
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 #: where a start waits for another thread, in order

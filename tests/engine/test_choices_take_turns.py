@@ -12,8 +12,9 @@ from aioinfer import errors
 from aioinfer.config import EngineConfig, policy_names
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
-from aioinfer.testing import TimedLauncher, ToyDevice, VirtualLoop
+from aioinfer.testing import TimedLauncher, VirtualLoop
 from tests.engine.conftest import MakeEngine
+from tests.toys import ToyDevice
 
 STEP = 0.01
 TOKENS = 4

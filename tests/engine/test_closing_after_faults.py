@@ -20,9 +20,9 @@ from aioinfer.loop.intake import Intake
 from aioinfer.loop.runtime import Runtime
 from aioinfer.loop.tuning import Tuning
 from aioinfer.params import SamplingParams
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine, OwnThreads
 from tests.engine.test_launchers import AsynchronousToy
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 #: seconds, which only end a test that hangs

@@ -15,11 +15,11 @@ from aioinfer.execution.device import DeviceLost
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.test_launchers import AsynchronousToy
 from tests.execution.test_workers import kill as kill_worker
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)

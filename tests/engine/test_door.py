@@ -22,9 +22,9 @@ from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.llm import LLM
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.asking import KeepingTokenizer
 from tests.engine.conftest import MakeEngine
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

@@ -16,9 +16,9 @@ from aioinfer import errors
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.speculation.drafter import DraftRequest
-from aioinfer.testing import ToyTokenizer
 from tests.engine.test_speculation import PROMPT, outputs, toy
 from tests.speculation.drafters import Guesser
+from tests.toys import ToyTokenizer
 
 
 def test_a_drafter_that_raises_is_asked_no_more_and_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:

@@ -16,13 +16,13 @@ from aioinfer.loop.texts import Texts
 from aioinfer.outputs import Chunk, Result
 from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.stream import Stream, StreamCell, Want
-from aioinfer.testing import ToyTokenizer
-from aioinfer.testing.toy_blocks import ScriptedDevice, scripted_generate
 from aioinfer.text.output import UNKNOWN
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.engine.test_pausing_and_parking import until_idle
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyTokenizer
+from tests.toys.blocks import ScriptedDevice, scripted_generate
 
 SIZE, MASK = 8, 63
 PROMPT = [5, 6, 7]

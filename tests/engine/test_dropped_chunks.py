@@ -14,7 +14,7 @@ from aioinfer.llm import LLM
 from aioinfer.outputs import Chunk
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.audit import check_idle
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

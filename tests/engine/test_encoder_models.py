@@ -16,12 +16,12 @@ from aioinfer import LLM, EngineConfig, InvalidRequest
 from aioinfer.errors import ConfigError
 from aioinfer.execution.device import DeviceInfo, Progress, StepOutOfMemory
 from aioinfer.scheduling.step import Step
-from aioinfer.testing import ToyDevice, ToyTokenizer
-from aioinfer.testing.toy_pooling import toy_pooled
 from tests.engine.conftest import MakeEngine
 from tests.engine.test_embedding_models import config, with_sentences
 from tests.engine.test_pooling import LAST
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyDevice, ToyTokenizer
+from tests.toys.pooling import toy_pooled
 
 VOCAB = 97
 KINDS: tuple[Any, ...] = ("mean", "cls", "last")

@@ -246,7 +246,7 @@ def test_rows_of_a_request_that_has_ended_have_an_empty_script() -> None:
         device.play(request(key), Script(b"abc", 0.0, 0.0, None))
     assert gone not in device._scripts
     assert device.seconds(SimpleNamespace(rows=[row])) == 0.0  # type: ignore[arg-type]
-    assert device._due(row) is None
+    assert device._due(row)
 
 
 @rest(SECONDS)

@@ -17,10 +17,10 @@ from aioinfer import errors
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
 from aioinfer.stream import Stream
-from aioinfer.testing import ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyTokenizer, toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 LONG_TEXT = "x" * 40_000

@@ -15,10 +15,10 @@ from aioinfer.execution.device import DeviceLost
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import Gate, MakeEngine
 from tests.joining import still_alive
 from tests.tiers import SECONDS, grid, rest
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 
 class Stream:

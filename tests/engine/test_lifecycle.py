@@ -15,9 +15,9 @@ from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.device import DeviceLost
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import Gate, MakeEngine, OwnThreads
 from tests.joining import still_alive
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

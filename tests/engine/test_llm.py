@@ -21,9 +21,9 @@ from aioinfer.params import SamplingParams
 from aioinfer.scheduling.audit import check_idle
 from aioinfer.scheduling.policy import Policy
 from aioinfer.scheduling.request import Request
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.counting import no_collection
 from tests.tiers import SECONDS, grid, rest
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)

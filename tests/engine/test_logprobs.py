@@ -15,10 +15,10 @@ from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.outputs import Result, TokenLogprob
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.testing.toy import toy_generate, toy_logprob
 from tests.engine.conftest import MakeEngine
 from tests.engine.test_transparency import retract_every
 from tests.tiers import SECONDS, rest
+from tests.toys.device import toy_generate, toy_logprob
 
 PROMPT = list(range(100, 140))
 

@@ -21,8 +21,6 @@ from aioinfer.loop.core import Core
 from aioinfer.loop.options import Prepared
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.step import Step
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
-from aioinfer.testing.toy import toy_logprob
 from aioinfer.text.grammar import GrammarState
 from examples.training.tasks import held_out
 from tests.engine.conftest import MakeEngine
@@ -31,6 +29,8 @@ from tests.engine.test_forced_and_late import SCHEMA
 from tests.engine.test_launchers import AsynchronousToy
 from tests.engine.test_transparency import MODES, toy_requests
 from tests.tiers import SECONDS, grid, rest
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys.device import toy_logprob
 
 
 class RunsOut:

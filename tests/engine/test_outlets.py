@@ -15,8 +15,8 @@ from aioinfer.execution.launcher import InlineLauncher
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
 from aioinfer.stream import Outlet, Stream
-from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyDevice, ToyTokenizer
 
 PARAMS = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 

@@ -14,7 +14,8 @@ from aioinfer.engine import Engine
 from aioinfer.loop.pacing import Pace
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
-from aioinfer.testing import TimedLauncher, ToyDevice, VirtualLoop
+from aioinfer.testing import TimedLauncher, VirtualLoop
+from tests.toys import ToyDevice
 
 STEP = 0.1
 

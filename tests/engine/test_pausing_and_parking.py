@@ -10,9 +10,9 @@ import pytest
 from aioinfer import errors
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
-from aioinfer.testing import toy_generate
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle
+from tests.toys import toy_generate
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

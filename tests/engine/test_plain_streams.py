@@ -19,11 +19,11 @@ from aioinfer.outputs import Chunk
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.request import Request
 from aioinfer.stream import StreamCell
-from aioinfer.testing import ToyDevice, ToyTokenizer
 from aioinfer.text.tokenizer import HFTokenizer
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle
 from tests.tiers import grid, scaled
+from tests.toys import ToyDevice, ToyTokenizer
 
 PROMPT = [1, 2, 3]
 FREE: dict[str, Any] = {"temperature": 0, "max_tokens": 40, "ignore_eos": True}

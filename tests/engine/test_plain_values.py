@@ -21,10 +21,10 @@ from aioinfer.loop.options import RequestOptions
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams, inherited
 from aioinfer.plain import PLAIN, plain
 from aioinfer.pooling import Pooling
-from aioinfer.testing import ToyTokenizer, toy_generate
 from tests.engine.asking import KeepingTokenizer
 from tests.engine.conftest import MakeEngine
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyTokenizer, toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 

@@ -13,11 +13,11 @@ from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.embedding import normalized
 from aioinfer.parallel import Dispatcher
 from aioinfer.stream import Stream
-from aioinfer.testing import ToyDevice, ToyTokenizer
-from aioinfer.testing.toy_adapters import ToyAdapter, write_toy_adapter
-from aioinfer.testing.toy_pooling import toy_pooled
 from tests.engine.conftest import Gate, MakeEngine
 from tests.parallel.toys import Toy, virtual
+from tests.toys import ToyDevice, ToyTokenizer
+from tests.toys.adapters import ToyAdapter, write_toy_adapter
+from tests.toys.pooling import toy_pooled
 
 LAST = Pooling("last")
 DOCUMENTS = [f"document {index}" for index in range(24)]

@@ -16,11 +16,12 @@ from aioinfer.execution.launcher import InlineLauncher
 from aioinfer.parallel import Dispatcher
 from aioinfer.pooling import KINDS
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.testing import FakeEngine, ToyDevice, ToyTokenizer, toy_generate
-from aioinfer.testing.toy_blocks import ScriptedDevice
-from aioinfer.testing.toy_pooling import toy_pooled
+from aioinfer.testing import FakeEngine
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import retract_one
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys.blocks import ScriptedDevice
+from tests.toys.pooling import toy_pooled
 
 LAST, MEAN = Pooling("last"), Pooling("mean")
 POOLINGS = [Pooling(kind) for kind in KINDS if kind not in ("cls", "classes", "choices")]
@@ -115,7 +116,7 @@ async def test_a_step_that_fails_ends_its_own_requests_and_no_others(make_engine
 async def test_hidden_states_that_are_not_finite_end_their_request(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from aioinfer.testing import toy
+    from tests.toys import device as toy
 
     monkeypatch.setattr(toy, "pool", lambda pooling, states: np.full(3, np.nan))
     async with make_engine() as engine:

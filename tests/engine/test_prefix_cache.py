@@ -11,9 +11,9 @@ from aioinfer import errors
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 SYSTEM = list(range(1, 33))

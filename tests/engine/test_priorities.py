@@ -12,8 +12,9 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
-from aioinfer.testing import TimedLauncher, ToyDevice, VirtualLoop
+from aioinfer.testing import TimedLauncher, VirtualLoop
 from tests.tiers import SECONDS, SIMULATION, grid, rest
+from tests.toys import ToyDevice
 
 STEP = 0.01
 URGENT = 6

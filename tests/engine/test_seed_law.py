@@ -12,10 +12,10 @@ import pytest
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.testing import toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.tiers import SECONDS, rest
+from tests.toys import toy_generate
 
 OTHERS = 7
 PROMPT = list(range(100, 121))

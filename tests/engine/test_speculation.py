@@ -19,12 +19,12 @@ from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.step import NewRequestData, Row
 from aioinfer.speculation.drafter import Drafter
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
-from aioinfer.testing.toy import toy_logprob
 from tests.engine.laws import watch_core
 from tests.engine.worlds import ended
 from tests.speculation.drafters import KINDS, Guesser, name_of
 from tests.tiers import grid, scaled
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys.device import toy_logprob
 
 PROMPT = [3, 1, 4, 1, 5]
 

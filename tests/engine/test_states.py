@@ -16,11 +16,11 @@ from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.states import StateCells
 from aioinfer.scheduling.step import Row
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle, simulate
 from tests.engine.test_transparency import retract_every, toy_requests
 from tests.tiers import PLANTED_BUG, SECONDS, grid, nightly, rest
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 SYSTEM = list(range(1, 33))

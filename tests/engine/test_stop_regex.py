@@ -17,12 +17,12 @@ from aioinfer.loop.core import Core
 from aioinfer.loop.texts import Texts
 from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from aioinfer.text.stop_regex import StopRegex
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.text.letters import Letters
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 
 class Walls(ToyTokenizer):

@@ -15,9 +15,9 @@ from aioinfer import errors
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
 from aioinfer.stream import Stream
-from aioinfer.testing import ToyTokenizer, toy_generate
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle
+from tests.toys import ToyTokenizer, toy_generate
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)

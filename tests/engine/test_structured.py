@@ -15,12 +15,12 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from aioinfer.text.grammar import Compiler
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.engine.test_transparency import retract_every
 from tests.tiers import SECONDS, grid, rest
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 SCHEMAS_PER_RUN = 40
 

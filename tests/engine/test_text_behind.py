@@ -22,9 +22,9 @@ from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.request import ParkedFor, Request
 from aioinfer.scheduling.step import Step
 from aioinfer.stream import StreamCell
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 PROMPT = [1, 2, 3]
 FREE = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)

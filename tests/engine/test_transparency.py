@@ -12,10 +12,10 @@ from aioinfer.config import EngineConfig, policy_names
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from examples.training.tasks import held_out
 from tests.engine.conftest import MakeEngine
 from tests.tiers import SECONDS, grid, points, rest
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 ALLOWED = range(60, 400)
 MODES = [(window, mode) for window in (0, 1, 2) for mode in ("thread", "inline")]

@@ -20,10 +20,10 @@ from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.loop import tuning
 from aioinfer.loop.tuning import Garbage, Shared, Tuning, frozen
 from aioinfer.params import SamplingParams
-from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.engine.test_launchers import AsynchronousToy
 from tests.joining import still_alive
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyDevice, ToyTokenizer
 
 
 def process() -> tuple[float, bool, bool]:

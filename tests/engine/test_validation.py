@@ -8,8 +8,8 @@ import pytest
 
 from aioinfer import errors
 from aioinfer.params import SamplingParams
-from aioinfer.testing import ToyTokenizer
 from tests.engine.conftest import MakeEngine
+from tests.toys import ToyTokenizer
 
 
 @pytest.mark.parametrize(

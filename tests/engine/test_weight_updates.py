@@ -16,11 +16,11 @@ from aioinfer.llm import LLM
 from aioinfer.loop.updating import UpdateMode
 from aioinfer.scheduling.request import Request
 from aioinfer.stream import Stream
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.model.checkpoints import FAMILIES, make_model
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)

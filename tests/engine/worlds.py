@@ -16,12 +16,13 @@ from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
 from aioinfer.pooling import KINDS, Pooling
 from aioinfer.scheduling.step import Row, Step
-from aioinfer.testing import TimedLauncher, ToyDevice, ToyTokenizer, toy_generate
-from aioinfer.testing.toy import toy_logprob
-from aioinfer.testing.toy_pooling import toy_pooled
+from aioinfer.testing import TimedLauncher
 from tests.engine.adapting import Adapting
 from tests.speculation.drafters import KINDS as DRAFTERS
 from tests.speculation.drafters import Guesser
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys.device import toy_logprob
+from tests.toys.pooling import toy_pooled
 
 VOCAB = 64
 

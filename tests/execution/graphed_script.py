@@ -18,8 +18,8 @@ from aioinfer.execution.packing import Packer
 from aioinfer.execution.runner import Runner
 from aioinfer.model.batch import Batch
 from aioinfer.scheduling.step import Step
-from aioinfer.testing.toy_blocks import ScriptedDevice, ScriptedLM
 from tests.execution.recording import Recording, launch, record
+from tests.toys.blocks import ScriptedDevice, ScriptedLM
 
 CPU = torch.device("cpu")
 SIZES = [2, 7]

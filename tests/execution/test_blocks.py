@@ -22,12 +22,12 @@ from aioinfer.execution.runner import Runner
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.step import NO_ROWS, MultiStepBudget, NewRequestData, Row, Step
-from aioinfer.testing import TaintError
-from aioinfer.testing.toy_blocks import ScriptedDevice
 from tests.diffusion.cases import random_params
 from tests.execution.block_driver import Driven, Driver, check, scripted
 from tests.execution.fake_cuda import install
 from tests.tiers import SECONDS, grid, rest
+from tests.toys import TaintError
+from tests.toys.blocks import ScriptedDevice
 
 VOCAB, MASK = 32, 31
 EVERY = [*algorithm_names(), "low_confidence"]

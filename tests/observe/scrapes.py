@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
-from aioinfer.testing import ToyDevice, ToyTokenizer
+from tests.toys import ToyDevice, ToyTokenizer
 
 __all__ = ["Series", "lint", "read_openmetrics", "read_text", "scrape", "toy_engine", "values"]
 

@@ -10,8 +10,8 @@ from aioinfer import EngineConfig, EngineStats, SamplingParams
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import InlineLauncher
 from aioinfer.scheduling.counters import SchedulerCounters
-from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.engine.simulation import settle
+from tests.toys import ToyDevice, ToyTokenizer
 
 
 def test_every_counter_of_the_scheduler_is_published() -> None:

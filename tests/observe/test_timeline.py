@@ -18,9 +18,9 @@ from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.observe import timeline as timeline_module
 from aioinfer.observe.timeline import DeviceLane, Lane, Overlap, Timeline
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.engine.simulation import settle
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyDevice, ToyTokenizer
 
 #: event names of each lane, in the order of one step
 LANES = {

@@ -15,7 +15,8 @@ from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.agent import Agent
 from aioinfer.parallel.frames import FrameReader, Kind, frame
 from aioinfer.parallel.remote import SocketReplica
-from aioinfer.testing import TimedLauncher, ToyDevice, ToyTokenizer
+from aioinfer.testing import TimedLauncher
+from tests.toys import ToyDevice, ToyTokenizer
 
 VOCAB = 40
 LONGEST = 400

@@ -14,10 +14,10 @@ from aioinfer import StreamCheckpoint
 from aioinfer.engine import EngineState
 from aioinfer.errors import ConfigError, EngineFailed, InvalidRequest
 from aioinfer.parallel import Dispatcher
-from aioinfer.testing.toy_adapters import ToyAdapter, write_toy_adapter
 from tests.parallel.framed import FramedDispatcher, FramedReplica
 from tests.parallel.test_complaints import end, turn
 from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, expected, prompt, record, toys, virtual
+from tests.toys.adapters import ToyAdapter, write_toy_adapter
 
 Make = Callable[[str], Path]
 

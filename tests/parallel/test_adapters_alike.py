@@ -16,10 +16,10 @@ from aioinfer.parallel import Dispatcher, RoutingPolicy
 from aioinfer.parallel.agent import Agent
 from aioinfer.parallel.policies import Candidate
 from aioinfer.parallel.replica import Replica
-from aioinfer.testing.toy_adapters import ToyAdapter
 from tests.parallel.framed import FramedReplica
 from tests.parallel.test_adapters import Kind, Make, ask, both, framed, held_by, make, run, wanted
 from tests.parallel.toys import PARAMS, STEP, Toy, expected, prompt, record, sent, toys
+from tests.toys.adapters import ToyAdapter
 
 __all__ = ["make"]
 

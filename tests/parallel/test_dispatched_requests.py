@@ -22,10 +22,11 @@ from aioinfer import (
 )
 from aioinfer.parallel import Dispatcher
 from aioinfer.params import Grammar
-from aioinfer.testing import Answer, FakeEngine, ToyTokenizer
+from aioinfer.testing import Answer, FakeEngine
 from tests.parallel.test_complaints import end, turn
 from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, expected, prompt, record, sent, toys, virtual
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyTokenizer
 
 
 async def ends(*streams: Any) -> list[Any]:

@@ -18,10 +18,11 @@ from aioinfer import (
 )
 from aioinfer.engine import EngineState
 from aioinfer.parallel import Dispatcher
-from aioinfer.testing import FakeEngine, VirtualLoop, toy_generate
+from aioinfer.testing import FakeEngine, VirtualLoop
 from tests.parallel.test_complaints import turn
 from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, expected, prompt, record, toys, virtual
 from tests.tiers import SECONDS, rest
+from tests.toys import toy_generate
 
 # -- what is given -------------------------------------------------------------------------------------
 

@@ -23,11 +23,12 @@ from aioinfer.parallel.replica import Rows
 from aioinfer.params import SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.stream import Stream
-from aioinfer.testing import TimedLauncher, ToyDevice, ToyTokenizer, VirtualLoop
+from aioinfer.testing import TimedLauncher, VirtualLoop
 from examples.training.tasks import TASKS, held_out
 from tests.engine.test_restoring import DIFFUSION, KINDS, same
 from tests.model.harness import require
 from tests.tiers import PLANTED_BUG, SECONDS, grid, nightly, rest
+from tests.toys import ToyDevice, ToyTokenizer
 
 LONGEST = 96
 

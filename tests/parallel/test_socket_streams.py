@@ -14,7 +14,6 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, EngineFailed
 from aioinfer.parallel.replica import ReplicaState
 from aioinfer.params import Grammar
-from aioinfer.testing.toy_pooling import toy_pooled
 from tests.parallel.served import (
     PARAMS,
     Served,
@@ -25,6 +24,7 @@ from tests.parallel.served import (
 )
 from tests.parallel.waiting import until
 from tests.tiers import SECONDS, rest
+from tests.toys.pooling import toy_pooled
 
 # -- streams -------------------------------------------------------------------------------------------
 

@@ -16,10 +16,11 @@ from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError, EngineError, EngineFailed
 from aioinfer.outputs import TokenLogprob
 from aioinfer.parallel import Dispatcher
-from aioinfer.testing import TimedLauncher, ToyTokenizer, toy_generate
-from aioinfer.testing.toy_blocks import ScriptedDevice
+from aioinfer.testing import TimedLauncher
 from tests.parallel.framed import FramedDispatcher, FramedReplica
 from tests.parallel.toys import PARAMS, STEP, Toy, prompt, record, sent, toys, virtual
+from tests.toys import ToyTokenizer, toy_generate
+from tests.toys.blocks import ScriptedDevice
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
 

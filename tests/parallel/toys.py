@@ -18,7 +18,8 @@ from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import Replica
 from aioinfer.scheduling.step import Step
 from aioinfer.stream import Stream, request_of
-from aioinfer.testing import TimedLauncher, ToyDevice, ToyTokenizer, VirtualLoop, toy_generate
+from aioinfer.testing import TimedLauncher, VirtualLoop
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 __all__ = ["ENDLESS", "PARAMS", "Toy", "expected", "held", "prompt", "record", "sent", "toys", "virtual"]
 

@@ -19,7 +19,7 @@ from aioinfer.parallel.policies import POLICIES
 from aioinfer.parallel.record import Attempt, Ending, Record
 from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
 from aioinfer.params import SamplingParams
-from aioinfer.testing import TimedLauncher, ToyDevice, ToyTokenizer
+from aioinfer.testing import TimedLauncher
 from tests.engine.worlds import (
     VOCAB,
     World,
@@ -30,6 +30,7 @@ from tests.engine.worlds import (
     verify,
 )
 from tests.parallel.framed import FramedDispatcher, FramedReplica
+from tests.toys import ToyDevice, ToyTokenizer
 
 #: of every toy
 LONGEST = 60

@@ -22,8 +22,8 @@ from aioinfer.server import serve
 from aioinfer.server.http import connections as watched
 from aioinfer.server.http.connections import Connections
 from aioinfer.server.http.keys import Key
-from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.server.raw import Raw
+from tests.toys import ToyDevice, ToyTokenizer
 
 
 def without_certificates() -> openai.DefaultAsyncHttpxClient:

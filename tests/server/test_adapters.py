@@ -15,11 +15,11 @@ from aioinfer import SamplingParams
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.server.confinement import Confined
-from aioinfer.testing import ToyDevice, ToyTokenizer, toy_generate
-from aioinfer.testing.toy_adapters import ToyAdapter, write_toy_adapter
 from tests.server.conftest import Serving
 from tests.server.test_admin import administered
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys.adapters import ToyAdapter, write_toy_adapter
 
 PROMPT = [3, 4, 5, 6, 7]
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

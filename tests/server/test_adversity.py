@@ -23,10 +23,10 @@ from aioinfer.engine import Engine
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.scheduling.step import Step
 from aioinfer.server import setup
-from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.engine.conftest import Gate
 from tests.server.conftest import Served, Serving
 from tests.tiers import PROGRAM, SECONDS, rest
+from tests.toys import ToyDevice, ToyTokenizer
 
 CHAT: Any = [{"role": "user", "content": "Hello there"}]
 #: a long completion without an end token

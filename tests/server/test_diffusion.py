@@ -13,11 +13,11 @@ from aioinfer.config import EngineConfig
 from aioinfer.loop import factory
 from aioinfer.params import SamplingParams
 from aioinfer.server.openai.protocol import Call, Served, parse_completion
-from aioinfer.testing import ToyTokenizer
-from aioinfer.testing.toy_blocks import ScriptedDevice, scripted_generate
 from aioinfer.text.output import UNKNOWN
 from tests.server.conftest import Serving
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyTokenizer
+from tests.toys.blocks import ScriptedDevice, scripted_generate
 
 CHAT: Any = [{"role": "user", "content": "Hello there"}]
 ASK: dict[str, Any] = {"model": "toy", "temperature": 0, "max_tokens": 30}

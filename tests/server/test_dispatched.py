@@ -20,12 +20,13 @@ from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.parallel import Dispatcher
 from aioinfer.server import asgi_app, create_app, serve
-from aioinfer.testing import Answer, FakeEngine, ToyDevice, ToyTokenizer
-from aioinfer.testing.toy_adapters import write_toy_adapter
+from aioinfer.testing import Answer, FakeEngine
 from tests.asgi import Exchange
 from tests.observe.scrapes import read_text, values
 from tests.server.conftest import without_certificates
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyDevice, ToyTokenizer
+from tests.toys.adapters import write_toy_adapter
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = {"name": "wrong", "schema": {"type": "nonsense"}}

@@ -20,11 +20,11 @@ from aioinfer.embedding import Embedding, normalized
 from aioinfer.outputs import Usage
 from aioinfer.pooling import Pooling
 from aioinfer.server.openai.embeddings import RERANK, EmbeddingCall, embeddings_answer
-from aioinfer.testing import ToyTokenizer
-from aioinfer.testing.toy_pooling import toy_pooled
 from tests.engine.conftest import Gate
 from tests.server.conftest import Served, Serving
 from tests.tiers import SECONDS, SIMULATION, nightly, rest
+from tests.toys import ToyTokenizer
+from tests.toys.pooling import toy_pooled
 
 MEAN = Pooling("mean")
 

@@ -19,11 +19,11 @@ from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import Served
 from aioinfer.server.responses.wires import RESPONSES_WIRE
 from aioinfer.server.wire import AnswerContext, AnswerWriter
-from aioinfer.testing import ToyTokenizer
 from aioinfer.text.reasoning import REASONING_PARSERS
 from aioinfer.text.tool_calls import PARSERS
 from tests.server.chats import ROME, WEATHER
 from tests.server.event_order import MessageOrder, ResponseOrder
+from tests.toys import ToyTokenizer
 
 LISTS = ROME.replace("weather", "lists").replace('"city": "Rome", "days": 1', "")
 BROKEN = ROME.replace("1}}", "1")

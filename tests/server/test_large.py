@@ -35,10 +35,10 @@ from aioinfer.server.openai.protocol import Call, parse_chat, parse_completion
 from aioinfer.server.openai.protocol import Served as Offer
 from aioinfer.server.openai.shapes import CHAT, COMPLETION, Shape
 from aioinfer.server.openai.whole import whole_answer
-from aioinfer.testing import ToyTokenizer
 from tests.server.conftest import Connect, Serving
 from tests.server.raw import request
 from tests.tiers import SECONDS, rest, scaled
+from tests.toys import ToyTokenizer
 
 OFFER = Offer("toy", SamplingParams(), ChatFormat())
 LIMITS = Limits.of(ServerConfig(), 4096)

@@ -18,9 +18,9 @@ from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import ConfigError
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.server import create_app, setup
-from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.engine.conftest import Gate
 from tests.server.test_adversity import ENDLESS, until
+from tests.toys import ToyDevice, ToyTokenizer
 
 BODY = {**ENDLESS, "max_tokens": 4}
 BOTH = ("/a/v1", "/b/v1")

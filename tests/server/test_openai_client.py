@@ -12,10 +12,10 @@ import pytest
 
 from aioinfer.params import SamplingParams
 from aioinfer.server.openai.protocol import Served, parse_completion
-from aioinfer.testing import ToyTokenizer, toy_generate
-from aioinfer.testing.toy import toy_logprob
 from tests.server.conftest import Serving
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyTokenizer, toy_generate
+from tests.toys.device import toy_logprob
 
 CHAT: Any = [{"role": "user", "content": "Hello there"}]
 

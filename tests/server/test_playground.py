@@ -188,7 +188,7 @@ def test_a_path_that_is_none_or_taken_is_refused() -> None:
 
 
 async def test_the_model_says_whether_it_writes_in_blocks(serving: Serving) -> None:
-    from aioinfer.testing.toy_blocks import ScriptedDevice
+    from tests.toys.blocks import ScriptedDevice
 
     async with aiohttp.ClientSession() as session:
         async with serving() as served:

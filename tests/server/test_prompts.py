@@ -11,10 +11,10 @@ import openai
 import pytest
 
 from aioinfer.config import EngineConfig
-from aioinfer.testing import ToyTokenizer
 from aioinfer.text.tokenizer import HFTokenizer
 from tests.server.conftest import Bundled, Serving
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyTokenizer
 
 
 class Counting(ToyTokenizer):

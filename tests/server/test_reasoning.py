@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from aioinfer.params import SamplingParams
-from aioinfer.testing import ToyTokenizer, toy_generate
 from aioinfer.text.harmony import TAGS
 from aioinfer.text.reasoning import REASONING_PARSERS
 from tests.server.chats import TOOLS, USER, Answer, add_tags, both
 from tests.server.conftest import Bundled, Serving
 from tests.tiers import SECONDS, grid, rest
+from tests.toys import ToyTokenizer, toy_generate
 
 
 class ThinkingTokenizer(ToyTokenizer):

@@ -13,10 +13,10 @@ import pytest
 from aioinfer.chat.fields import Honoured
 from aioinfer.server.openai.fields import CHAT as CHAT_FIELDS
 from aioinfer.server.openai.fields import COMPLETION as COMPLETION_FIELDS
-from aioinfer.testing import ToyDevice
 from tests.server.chats import tool
 from tests.server.conftest import Bundled, Serving
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyDevice
 
 CHAT: Any = [{"role": "user", "content": "Hello!"}]
 #: body -> the field that the refusal names, and words of its message

@@ -14,10 +14,10 @@ from aioinfer.engine import Engine
 from aioinfer.errors import EngineClosed, InvalidRequest
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.server.tokens import Detokenized, Tokenized, TokenizerInfo
-from aioinfer.testing import ToyDevice, ToyTokenizer
 from tests.server.conftest import Bundled, Serving
 from tests.server.test_openapi import violations
 from tests.tiers import SECONDS, rest
+from tests.toys import ToyDevice, ToyTokenizer
 
 USER = [{"role": "user", "content": "abc"}]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from aioinfer.params import SamplingParams
 from aioinfer.speculation.drafter import DraftRequest
-from aioinfer.testing.toy_pooling import mix
+from tests.toys.pooling import mix
 
 __all__ = ["KINDS", "Guesser", "name_of"]
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from aioinfer import errors
 from aioinfer.params import SamplingParams
-from aioinfer.testing.toy import ToyTokenizer
 from aioinfer.text.bad_words import BadWordsBackend, BadWordsMatcher, spell
+from tests.toys.device import ToyTokenizer
 
 TOKENS = st.integers(0, 3)
 WORDS = st.lists(st.lists(TOKENS, min_size=1, max_size=4), max_size=6)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from aioinfer.chat.answers import ChatFormat
-from aioinfer.testing import ToyTokenizer
 from aioinfer.text import reasoning, tool_calls
 from aioinfer.text.reasoning import DeepSeekR1, Qwen3
 from aioinfer.text.tool_calls import Gemma4, Harmony, Hermes, Llama3, Mistral, MistralV11, Qwen3Coder
+from tests.toys import ToyTokenizer
 
 #: parts of templates as models have them
 PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}<|im_end|>{% endfor %}"

@@ -40,7 +40,7 @@ from aioinfer.model.spec import ModelSpec
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.step import Row, Step
-from aioinfer.testing.toy import TaintError
+from tests.toys.device import TaintError
 
 __all__ = ["ScriptedDevice", "ScriptedLM", "scripted_generate", "scripted_rounds"]
 

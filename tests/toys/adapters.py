@@ -10,7 +10,7 @@ from typing import Self
 
 from aioinfer.errors import ConfigError
 from aioinfer.scheduling.step import Row
-from aioinfer.testing.toy_states import TaintError
+from tests.toys.states import TaintError
 
 __all__ = ["ToyAdapter", "ToyAdapters", "write_toy_adapter"]
 

@@ -1,4 +1,4 @@
-"""TimedLauncher: a device in virtual time, one step after the other, each as long as it is said to be."""
+"""TimedLauncher: runs a device in virtual time, one step after the other, each as long as stated."""
 
 from __future__ import annotations
 

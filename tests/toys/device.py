@@ -24,11 +24,11 @@ from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
-from aioinfer.testing.toy_adapters import ToyAdapter, ToyAdapters
-from aioinfer.testing.toy_pooling import beginning, mix, pool
-from aioinfer.testing.toy_states import TaintError, ToyStates
-from aioinfer.testing.toy_tokenizer import ToyTokenizer
 from aioinfer.text.grammar import GrammarState
+from tests.toys.adapters import ToyAdapter, ToyAdapters
+from tests.toys.pooling import beginning, mix, pool
+from tests.toys.states import TaintError, ToyStates
+from tests.toys.tokenizer import ToyTokenizer
 
 __all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob"]
 
@@ -58,7 +58,7 @@ def toy_generate(
 ) -> list[int]:
     """What any correct engine must generate on a :class:`ToyDevice`, computed in the plainest way: by
     ``weights``, behind the output that has ``begun``. ``adapter``: the key of the request's
-    :class:`~aioinfer.testing.toy_adapters.ToyAdapter`."""
+    :class:`~tests.toys.adapters.ToyAdapter`."""
     stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else {eos})
     tenant = NewRequestData(params, seed, stop_ids, prompt_ids, ())
     state = beginning(weights) ^ adapter
