@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.errors import AioInferError, InvalidRequest, shown
+from aioinfer.inputs import plain
 from aioinfer.loop.options import PromptForm, PromptSource, is_one
 from aioinfer.outputs import Result, Usage
-from aioinfer.plain import plain
 from aioinfer.pooling import Pooling, PoolingKind
 
 if TYPE_CHECKING:

@@ -23,8 +23,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from aioinfer.plain import plain
-
 __all__ = [
     "AioInferError",
     "Cancelled",
@@ -174,17 +172,14 @@ def _restored(kind: type[AioInferError], args: tuple[Any, ...], state: Mapping[s
 
 def shown(value: Any) -> str:
     """A value in an error message, in a few characters and bounded time, whatever it is."""
-    value = plain(value)
-    kind = type(value)
-    if kind is str:
+    if isinstance(value, str):
         return repr(value) if len(value) <= _MAX_SHOWN else f"{value[:_MAX_SHOWN]!r}..."
-    if kind is int and value.bit_length() > 64:
+    if isinstance(value, int) and value.bit_length() > 64:
         return f"an integer of {value.bit_length()} bits"
-    if kind in (int, bool, float, type(None)):
+    if value is None or isinstance(value, (int, float)):
         return repr(value)
-    if issubclass(kind, dict):
-        return f"an object of {dict.__len__(value)} keys"
-    for base in (list, tuple):
-        if issubclass(kind, base):
-            return f"a list of {base.__len__(value)}"
-    return f"an object of type {kind.__name__}"
+    if isinstance(value, dict):
+        return f"an object of {len(value)} keys"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    return f"an object of type {type(value).__name__}"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from aioinfer import plugins
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.plain import exactly, keep_plain, plain
+from aioinfer.inputs import keep_plain, plain
 from aioinfer.text.grammar_spec import Grammar, Schema
 
 __all__ = ["BOUNDS", "MOST", "Bounds", "DiffusionParams", "Grammar", "SamplingParams", "Schema", "inherited"]
@@ -215,9 +215,6 @@ class SamplingParams:
             object.__setattr__(self, "grammar", Grammar("json_schema", self.grammar))
         if not isinstance(self.diffusion, (DiffusionParams, type(None))):
             raise InvalidRequest("diffusion", f"must be DiffusionParams, got {type(self.diffusion).__name__}")
-        for name, kind in (("grammar", Grammar), ("diffusion", DiffusionParams)):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, exactly(kind, getattr(self, name)))
         if self.prediction is not None:
             object.__setattr__(self, "prediction", _prediction(self.prediction))
         for name in ("stop", "stop_regex"):
@@ -304,7 +301,7 @@ def inherited(params: SamplingParams | None, defaults: SamplingParams) -> Sampli
         return defaults
     if not isinstance(params, SamplingParams):
         raise InvalidRequest("params", f"must be SamplingParams, got {type(params).__name__}")
-    return exactly(SamplingParams, params).inherit(defaults)
+    return params.inherit(defaults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.plain import keep_plain, plain
+from aioinfer.inputs import keep_plain, plain
 
 __all__ = ["KINDS", "Pooling", "PoolingKind"]
 

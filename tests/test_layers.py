@@ -66,13 +66,13 @@ LAYERS: list[set[str]] = [
     # tokenizers and grammars; pages and the prefix tree; compiled kernels
     # config values from text, variables and files
     {"text", "cache", "native", "settings"},
-    # where a model comes from, and how its files are read
-    {"checkpoint"},
+    # where a model comes from, and how its files are read; copies and checks of a caller's data
+    {"checkpoint", "inputs"},
     # exceptions, results, parts found by file name
     {"errors", "outputs", "plugins"},
-    # the plain values of what a caller gives; work that ends with its client; work on threads of low priority
+    # work that ends with its client; work on threads of low priority
     # the version of the package
-    {"plain", "disconnects", "niceness", "_version"},
+    {"disconnects", "low_priority", "_version"},
 ]
 
 #: Circles of imports that are still there, by the modules in them. The list only shrinks.

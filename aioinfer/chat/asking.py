@@ -14,7 +14,7 @@ from aioinfer.chat.results import Parse
 from aioinfer.chat.structured import parse_grammar
 from aioinfer.chat.tools import parse_tools
 from aioinfer.errors import InvalidRequest, renamed
-from aioinfer.loop.copies import freeze
+from aioinfer.inputs import freeze
 from aioinfer.params import SamplingParams
 
 __all__ = ["ChatRequest", "chat_request"]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from aioinfer.errors import InvalidRequest
-from aioinfer.loop.copies import freeze
+from aioinfer.inputs import freeze
 
 __all__ = ["Tool", "is_model", "model_schema", "tool_of"]
 

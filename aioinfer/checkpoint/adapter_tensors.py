@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from aioinfer.checkpoint.regular import open_regular
 from aioinfer.errors import ConfigError, shown
-from aioinfer.niceness import gently
+from aioinfer.low_priority import at_low_priority
 
 if TYPE_CHECKING:
     import torch
@@ -72,7 +72,7 @@ def read_tensors(file: Path, most_bytes: int) -> TensorFile:
         with opened:
             buffer = np.empty(size, np.uint8)
             content = buffer.data
-            digest = gently(partial(_read_all, opened, content))
+            digest = at_low_priority(partial(_read_all, opened, content))
         start, header = _header(content)
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"adapter: {file.name} cannot be read: {error}") from error
@@ -146,7 +146,7 @@ def _check_finite(numbers: npt.NDArray[np.uint8], entries: dict[str, _Entry]) ->
         # Together, nearly always: what is between tensors, if anything, is looked at below.
         (kind,) = kinds
         size = len(numbers) - len(numbers) % np.dtype(kind.bits).itemsize
-        if gently(partial(_all_finite, numbers[:size], kind)):
+        if at_low_priority(partial(_all_finite, numbers[:size], kind)):
             return
     for name, entry in entries.items():
         if not _all_finite(numbers[entry.first : entry.stop], entry.type):

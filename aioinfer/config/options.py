@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from aioinfer.errors import ConfigError
-from aioinfer.plain import keep_plain
+from aioinfer.inputs import keep_plain
 from aioinfer.settings import (
     check_type,
     field_options,

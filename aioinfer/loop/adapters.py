@@ -35,8 +35,8 @@ from aioinfer.errors import (
     shown,
 )
 from aioinfer.execution.device import Device, DeviceLost
+from aioinfer.inputs import plain
 from aioinfer.outputs import AdapterInfo
-from aioinfer.plain import plain
 from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion, check_adapter_name
 
 if TYPE_CHECKING:

@@ -8,9 +8,9 @@ from typing import Any
 
 from aioinfer.errors import Rejected
 from aioinfer.execution.device import Device, Flight, StepResult
+from aioinfer.inputs import plain
 from aioinfer.loop.adapters import checked_path, of_config, read_adapter
 from aioinfer.outputs import AdapterInfo
-from aioinfer.plain import plain
 from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion, check_adapter_name
 from aioinfer.scheduling.step import Step
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
-from aioinfer.loop.copies import check_range
+from aioinfer.inputs import check_range
 from aioinfer.loop.generation import generation
 from aioinfer.loop.options import too_long
 from aioinfer.params import Grammar, SamplingParams

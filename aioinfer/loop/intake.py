@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from aioinfer.errors import EngineClosed, EngineError, InvalidRequest
 from aioinfer.execution.workers import WorkerExecutor
-from aioinfer.loop.copies import check_ids
+from aioinfer.inputs import check_ids
 from aioinfer.loop.options import Prepared, PromptSource
 from aioinfer.params import SamplingParams
 

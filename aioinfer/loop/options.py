@@ -12,9 +12,8 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
 
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.loop.copies import check_ids, freeze
+from aioinfer.inputs import check_ids, freeze, keep_plain, plain
 from aioinfer.params import SamplingParams
-from aioinfer.plain import exactly, keep_plain, plain
 from aioinfer.pooling import Pooling
 from aioinfer.text.length import ASSUMED_LONGEST, exceeds_bytes
 
@@ -110,8 +109,6 @@ class RequestOptions:
         keep_plain(self)
         if not isinstance(self.pooling, (Pooling, NoneType)):
             raise InvalidRequest("pooling", f"must be a Pooling, got {shown(self.pooling)}")
-        if self.pooling is not None:
-            object.__setattr__(self, "pooling", exactly(Pooling, self.pooling))
         check_timeout("waiting_timeout", self.waiting_timeout)
         check_timeout("running_timeout", self.running_timeout)
         if self.max_lag is not None and (type(self.max_lag) is not int or self.max_lag < 1):

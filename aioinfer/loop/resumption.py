@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from aioinfer.diffusion.state import BlockState
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.loop.copies import check_ids
+from aioinfer.inputs import check_ids
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.scheduling.block_cursor import BlockCursor

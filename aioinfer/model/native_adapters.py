@@ -13,12 +13,12 @@ import torch
 
 from aioinfer.checkpoint.adapter import AdapterFiles
 from aioinfer.errors import ConfigError
+from aioinfer.low_priority import at_low_priority
 from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.model.adapters.targets import AdapterTargets, LowRank
 from aioinfer.native.adapter_arguments import AdaptedLayer, LowRankTarget
 from aioinfer.native.bindings import InvalidArguments
 from aioinfer.native.packed import PackedAdapter, Stack
-from aioinfer.niceness import gently
 
 __all__ = ["PARTS", "NativeAdapters", "PreparedNative"]
 
@@ -61,7 +61,7 @@ class NativeAdapters:
             layers.append(keep.layer(*self._places[index], ranks))
             size += sum(_padded(each.rank) * each.a.shape[1] + each.b.numel() for each in ranks)
         try:
-            packed = gently(partial(self._stack.adapter, layers))
+            packed = at_low_priority(partial(self._stack.adapter, layers))
         except InvalidArguments as error:
             raise ConfigError(f"adapter: {error}") from error
         size *= 4 if self._stack.number == "float32" else 2

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.plain import PLAIN, keep_plain, plain
+from aioinfer.inputs import PLAIN, keep_plain, plain
 from aioinfer.text.reasoning import REASONING_PARSERS
 
 __all__ = ["Grammar", "Schema", "SchemaModel"]

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from aioinfer.chat.parts import Part, Parts, Step
 from aioinfer.errors import InvalidRequest
-from aioinfer.loop.copies import freeze
+from aioinfer.inputs import freeze
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.server.answers import as_chunk, deltas_of, thinking_tokens
 from aioinfer.server.anthropic.errors import error_body

@@ -8,7 +8,7 @@ from typing import Any
 
 from aioinfer.chat.fields import check
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.loop.copies import freeze
+from aioinfer.inputs import freeze
 from aioinfer.server.openai.protocol import Call, Served, object_of
 from aioinfer.server.responses import fields
 from aioinfer.server.responses.fields import EFFORTS, HOSTED_TOOLS, INCLUDABLE, LOGPROBS, NESTED, RESPONSES

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from aioinfer.niceness import gently
+from aioinfer.low_priority import at_low_priority
 
 
 def test_work_is_done_at_a_low_priority_and_others_keep_theirs() -> None:
@@ -17,7 +17,7 @@ def test_work_is_done_at_a_low_priority_and_others_keep_theirs() -> None:
 
     before = priority()
     own = sys.platform == "linux"  # elsewhere threads have no priority of their own
-    assert gently(priority) == (max(before, 10) if own else before)
+    assert at_low_priority(priority) == (max(before, 10) if own else before)
     assert priority() == before
 
 
@@ -26,4 +26,4 @@ def test_what_it_raises_is_raised() -> None:
         raise MemoryError("no more")
 
     with pytest.raises(MemoryError, match="no more"):
-        gently(fail)
+        at_low_priority(fail)

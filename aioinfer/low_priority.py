@@ -1,4 +1,4 @@
-"""Work that must not take processor time from the model's threads."""
+"""Calls on a thread of low priority, which leave processor time to the model's threads."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
-__all__ = ["gently"]
+__all__ = ["at_low_priority"]
 
 _T = TypeVar("_T")
 
-#: of a thread's priority: some 10 % of a core that another thread wants, too
+#: gets some 10 % of a core that another thread wants, too
 _NICENESS = 10
 
 
-def gently(call: Callable[[], _T]) -> _T:
-    """The result of a call that hardly ever holds the interpreter's lock, made on a thread of low priority.
+def at_low_priority(call: Callable[[], _T]) -> _T:
+    """The result of a call, made on a thread of low priority where threads have one: on Linux.
 
-    A thread of low priority that holds the lock makes all others wait for it, for as long as the system runs
-    threads of higher priority instead: only large pieces of work without the lock belong here. Of Linux alone
-    threads have a priority of their own.
+    For large pieces of work that release the interpreter's lock. A thread of low priority that holds the lock
+    makes all others wait for as long as the system runs threads of higher priority instead.
     """
     future: Future[_T] = Future()
-    threading.Thread(target=_run, args=(call, future), name="aioinfer-gently", daemon=True).start()
+    threading.Thread(target=_run, args=(call, future), name="aioinfer-low-priority", daemon=True).start()
     try:
         return future.result()
     finally:
