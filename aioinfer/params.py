@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -88,6 +88,12 @@ class _OpenFloat(float):
 
 class _OpenInt(int):
     """The same for an integer."""
+
+    __slots__ = ()
+
+
+class _OpenText(str):
+    """The same for a text."""
 
     __slots__ = ()
 
@@ -230,6 +236,8 @@ class SamplingParams:
             for name in _INHERITED
             if type(getattr(self, name)) in _OPEN and type(getattr(defaults, name)) not in _OPEN
         }
+        if defaults.diffusion is not None:
+            values["diffusion"] = (self.diffusion or DiffusionParams()).inherit(defaults.diffusion)
         return self.changed(**values) if values else self
 
     def changed(self, **values: Any) -> SamplingParams:
@@ -313,9 +321,10 @@ class DiffusionParams:
     checked on construction; :class:`~aioinfer.errors.InvalidRequest` names an invalid one.
 
     Attributes:
-        algorithm: ``low_confidence``, ``joint_threshold``, ``static_steps``, ``factor`` or ``entropy_bound``.
+        algorithm: ``low_confidence``, ``joint_threshold``, ``static_steps``, ``factor`` or ``entropy_bound``;
+            not set: the engine's ``diffusion_algorithm``.
         threshold: tokens proposed with more confidence than this are written in the same round, in [0, 1].
-            At 1, each round writes one token.
+            At 1, each round writes one token. Not set: the engine's ``diffusion_threshold``.
         steps: maximum forwards to fill a block: if necessary, a round writes more tokens than the algorithm
             selects. ``None``: no limit.
         edit_threshold: a written token is replaced by one proposed with more confidence than this, in
@@ -329,7 +338,7 @@ class DiffusionParams:
         draft: chunks of the stream include the known tokens of the unfinished block.
     """
 
-    algorithm: str = "low_confidence"
+    algorithm: str = _OpenText("low_confidence")
     threshold: float | None = None
     steps: int | None = None
     edit_threshold: float | None = None
@@ -340,8 +349,10 @@ class DiffusionParams:
     draft: bool = False
 
     def __post_init__(self) -> None:
-        keep_plain(self)
-        if type(self.algorithm) is not str or self.algorithm not in plugins.names(plugins.ALGORITHMS):
+        keep_plain(self, but=(_OpenText,))
+        if type(self.algorithm) not in (str, _OpenText) or self.algorithm not in plugins.names(
+            plugins.ALGORITHMS
+        ):
             known = ", ".join(plugins.names(plugins.ALGORITHMS))
             raise InvalidRequest("algorithm", f"must be one of {known}, got {shown(self.algorithm)}")
         given = self.given()
@@ -349,6 +360,15 @@ class DiffusionParams:
             if name in given:
                 _in_bounds(name, getattr(self, name))
         _truth("draft", self.draft)
+
+    def inherit(self, defaults: DiffusionParams) -> DiffusionParams:
+        """These parameters with the algorithm of ``defaults`` if none is set here, and, for the same
+        algorithm, with its parameters where none are set here."""
+        algorithm = defaults.algorithm if type(self.algorithm) is _OpenText else self.algorithm
+        if algorithm != defaults.algorithm:
+            return self
+        values = {name: getattr(defaults, name) for name in defaults.given() - self.given()}
+        return replace(self, algorithm=algorithm, **values)
 
     def given(self) -> set[str]:
         """The names of the parameters that are not None, except ``algorithm`` and ``draft``."""

@@ -264,13 +264,23 @@ class EngineConfig:
     block_size: int | None = option(
         None, "diffusion", "positions per block; default: the checkpoint's", AT_LEAST_ONE
     )
+    diffusion_algorithm: str | None = option(
+        None, "diffusion", "denoising algorithm of requests that name none; default: low_confidence"
+    )
+    #: Of requests that name neither a threshold nor another algorithm.
+    diffusion_threshold: float | None = option(
+        None, "diffusion", "confidence threshold of that algorithm; default: the algorithm's", UNIT_INTERVAL
+    )
     diffusion_mode: Literal["fdfo", "sync"] = option(
         "fdfo", "diffusion", "fdfo: each block leaves when it is done; sync: the batch waits for the last"
     )
     fused_commit: bool = option(True, "diffusion", "commit a block in the first forward over the next block")
     #: Rounds continue in one step while no block is done and no request waits for admission.
     max_rounds: int | None = option(
-        None, "diffusion", "denoising rounds per step; default: 4 with overlap_steps 0, else 1", AT_LEAST_ONE
+        None,
+        "diffusion",
+        "denoising rounds per step, above 1 on a CPU only; default: 4 with overlap_steps 0, else 1",
+        AT_LEAST_ONE,
     )
 
     tool_call_parser: str | None = option(
@@ -338,6 +348,12 @@ class EngineConfig:
             raise ConfigError(f"speculation must be off, lookup or a model, got {shown(self.speculation)}")
         if isinstance(self.policy, str) and self.policy not in policy_names():
             raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {self.policy!r}")
+        algorithms = plugins.names(plugins.ALGORITHMS)
+        if self.diffusion_algorithm is not None and self.diffusion_algorithm not in algorithms:
+            raise ConfigError(
+                f"diffusion_algorithm must be one of {', '.join(algorithms)}; "
+                f"got {shown(self.diffusion_algorithm)}"
+            )
         if self.step_tokens < self.running_requests:
             raise ConfigError(
                 f"max_step_tokens ({self.step_tokens}) must be at least max_running_requests "

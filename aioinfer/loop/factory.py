@@ -99,8 +99,10 @@ def _checkpoint(config: EngineConfig) -> Checkpoint | None:
 
 def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
     """The sampling parameters that the model's ``generation_config.json`` recommends and the engine supports
-    for it. Blocks. Raises ConfigError."""
-    from aioinfer.loop.generation import generation  # imports numpy
+    for it, and those of the config. Blocks. Raises ConfigError."""
+    from aioinfer.loop.generation import default_diffusion, generation  # imports numpy
+
+    diffusion = default_diffusion(config, info.block_size)
 
     checkpoint = _checkpoint(config)
     recommended = {} if checkpoint is None else checkpoint.generation_config()
@@ -112,7 +114,7 @@ def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
         values = {name: recommended[name] for name in known if recommended.get(name) is not None}
         if sampled is False:
             values["temperature"] = 0.0
-        return SamplingParams(**values)
+        return SamplingParams(diffusion=diffusion, **values)
     except (ValueError, TypeError, InvalidRequest) as error:
         raise ConfigError(f"model: {_GENERATION}: {error}") from error
 

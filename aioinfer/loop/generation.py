@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from aioinfer import plugins
 from aioinfer.config import EngineConfig
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.block_batch import BlockBatch
 from aioinfer.scheduling.block_cursor import BlockCursor
@@ -23,7 +23,7 @@ from aioinfer.scheduling.request import MakeCursor
 from aioinfer.scheduling.speculation import Speculation
 from aioinfer.scheduling.token_batch import TokenBatch
 
-__all__ = ["BlockGeneration", "Generation", "TokenGeneration", "generation"]
+__all__ = ["BlockGeneration", "Generation", "TokenGeneration", "default_diffusion", "generation"]
 
 #: parameters that are applied token after token
 _TOKEN_PARAMS = (
@@ -123,3 +123,23 @@ def generation(block_size: int | None) -> Generation:
     if block_size is None:
         return TokenGeneration()
     return BlockGeneration(block_size)
+
+
+def default_diffusion(config: EngineConfig, block_size: int | None) -> DiffusionParams | None:
+    """The denoising parameters of requests that name none; None where the config names none. Raises
+    ConfigError for a model that is no diffusion model, and for a threshold that the algorithm does not
+    use."""
+    given = {"algorithm": config.diffusion_algorithm, "threshold": config.diffusion_threshold}
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if not values:
+        return None
+    if block_size is None:
+        raise ConfigError(f"diffusion_{next(iter(values))}: the model is not a diffusion model")
+    from aioinfer.diffusion.registry import algorithm_class  # needs torch, which the device has, too
+
+    params = DiffusionParams(**values)
+    try:
+        algorithm_class(params.algorithm).check(params)
+    except InvalidRequest as error:
+        raise ConfigError(f"diffusion_{error}") from error
+    return params

@@ -15,12 +15,14 @@ import torch
 from aioinfer.config import EngineConfig
 from aioinfer.diffusion.registry import algorithm_names
 from aioinfer.engine import Engine
+from aioinfer.errors import ConfigError
 from aioinfer.execution.backends import CudaBackend, Direct
 from aioinfer.execution.decoding import block_graphs
 from aioinfer.execution.decoding.block_graphs import BlockRows
 from aioinfer.execution.decoding.blocks import BlockKind, BlockPacker
 from aioinfer.execution.decoding.mirror import KEPT
 from aioinfer.execution.device import Flight
+from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.graph_shapes import GraphShape, GraphShapes
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.execution.packing import Packer
@@ -481,3 +483,9 @@ def test_on_cuda_replayed_models_denoise_as_they_are_described(
         device.launch = watched  # type: ignore[method-assign]
         drive(device, info, 1, Plain(shape, tensors, 4), kinds, size=4)
     device.close()
+
+
+def test_more_than_one_round_a_step_is_refused_where_it_does_nothing() -> None:
+    spec: Any = SimpleNamespace(block_size=SIZE, mask_token_id=MASK)
+    with pytest.raises(ConfigError, match="max_rounds is 4; on cuda"):
+        BlockKind(spec).decoding(EngineConfig(max_rounds=4), torch.device("cuda"), GrammarWorker())

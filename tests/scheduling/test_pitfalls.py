@@ -165,22 +165,23 @@ def test_5_no_position_is_written_twice_while_steps_are_in_flight(limits: dict[s
 
 
 def test_6_penalty_histories_of_different_lengths_go_together() -> None:
+    """The answer of each row needs all of its own output, by torch's operations and by kernels."""
     import torch
 
     from aioinfer.sampling.batch import PenaltyReset
     from aioinfer.sampling.sampler import Sampler
     from tests.sampling.test_sampler import make_batch
 
-    rows = [{"repetition_penalty": 2.0, "temperature": 0.0, "slot": slot} for slot in (1, 2, 3)]
+    rows = [{"frequency_penalty": 1.0, "temperature": 0.0, "slot": slot} for slot in (1, 2, 3)]
     resets = [
         PenaltyReset(1, [5], []),
-        PenaltyReset(2, list(range(50)), [5] * 30),
-        PenaltyReset(3, [0, 0], [1]),
+        PenaltyReset(2, list(range(50)), [0]),
+        PenaltyReset(3, [0, 0], [0, 1, 0]),
     ]
-    logits = torch.full((3, 64), 1.0)
-    logits[:, 5] = 1.5
-    batch = make_batch(rows, penalty_resets=resets)
-    assert Sampler(4, 64, torch.device("cpu")).sample(logits, batch).tolist() == [0, 50, 5]
+    logits = torch.linspace(4.0, -27.5, 64).expand(3, -1)
+    for backend in ("torch", "auto"):
+        sampler = Sampler(4, 64, torch.device("cpu"), backend)
+        assert sampler.sample(logits, make_batch(rows, penalty_resets=resets)).tolist() == [0, 1, 2]
 
 
 def test_7_padding_is_not_the_end() -> None:

@@ -10,8 +10,9 @@ import openai
 import pytest
 
 from aioinfer.config import EngineConfig
+from aioinfer.errors import ConfigError
 from aioinfer.loop import factory
-from aioinfer.params import SamplingParams
+from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.server.openai.protocol import Call, Served, parse_completion
 from aioinfer.text.output import UNKNOWN
 from tests.server.conftest import Serving
@@ -86,6 +87,63 @@ async def test_completions_have_drafts_on_request_only(serving: Serving) -> None
     assert "".join(chunk.choices[0].text for chunk in silent) == text
     for choice in [*said.choices, *(choice for chunk in silent for choice in chunk.choices)]:
         assert not {"draft", "step_map"} & (choice.model_extra or {}).keys()
+
+
+async def test_the_config_names_the_algorithm_of_requests_that_name_none(serving: Serving) -> None:
+    """Over HTTP and in process."""
+    ask = {**ASK, "prompt": "abc"}
+    ways: dict[str, dict[str, Any]] = {
+        "default": {},
+        "draft": {"draft": True},
+        "own": {"algorithm": "static_steps"},
+        "other": {"algorithm": "factor"},
+        "sure": {"threshold": 1.0},
+    }
+    static: dict[str, Any] = {"algorithm": "static_steps"}
+    expected = {"default": static, "draft": static, "own": static, "other": ways["other"]}
+
+    async def steps_of(configured: dict[str, Any], asked: dict[str, Any]) -> tuple[Any, Any]:
+        prompt = ToyTokenizer().encode("abc")
+        async with serving(device=device(), **configured) as served, served.client(strict=False) as client:
+            body = {**EXTRA, "diffusion": {**asked, "step_map": True}}
+            said = await client.completions.create(**ask, extra_body=body)
+            params = SamplingParams(
+                temperature=0, max_tokens=30, ignore_eos=True, diffusion=DiffusionParams(**asked)
+            )
+            result = await served.engine.generate(prompt, params)
+        return (said.choices[0].model_extra or {})["step_map"], list(result.step_map or ())
+
+    for name, wanted in expected.items():
+        by_http, in_process = await steps_of({"diffusion_algorithm": "static_steps"}, ways[name])
+        alone, _ = await steps_of({}, wanted)
+        assert by_http == in_process == alone, name
+    # At 1 each round writes one token, as static_steps does.
+    by_http, in_process = await steps_of({"diffusion_threshold": 1.0}, {})
+    assert by_http == in_process == (await steps_of({}, ways["sure"]))[0] != (await steps_of({}, {}))[0]
+    by_http, in_process = await steps_of({"diffusion_threshold": 1.0}, {"threshold": 0.95})
+    assert by_http == in_process == (await steps_of({}, {}))[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"diffusion_algorithm": "best"}, "diffusion_algorithm must be one of entropy_bound, factor"),
+        ({"diffusion_algorithm": "factor", "diffusion_threshold": 0.5}, "diffusion_threshold: is not"),
+        ({"diffusion_threshold": 1.5}, "diffusion_threshold must be in"),
+    ],
+)
+async def test_a_default_algorithm_that_cannot_be_is_refused_at_the_start(
+    serving: Serving, settings: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        async with serving(device=device(), **settings):
+            pass
+
+
+async def test_other_models_have_no_default_algorithm(serving: Serving) -> None:
+    with pytest.raises(ConfigError, match="diffusion_algorithm: the model is not a diffusion model"):
+        async with serving(diffusion_algorithm="factor"):
+            pass
 
 
 BAD: list[tuple[Any, str]] = [

@@ -319,8 +319,10 @@ class BlockKind:
         return BlockPacker(config.num_slots, self._size, self._mask_id)
 
     def decoding(self, config: EngineConfig, device: torch.device, grammars: GrammarWorker) -> BlockDecoding:
-        kernels = choose_proposing(device, config.sampling_backend).name == "triton"
         synchronous = device.type == "cpu"
+        if (config.max_rounds or 1) > 1 and not synchronous:
+            raise ConfigError(f"max_rounds is {config.max_rounds}; on {device.type} a step has one round")
+        kernels = choose_proposing(device, config.sampling_backend).name == "triton"
         return BlockDecoding(self._spec, config.num_slots, device, synchronous=synchronous, kernels=kernels)
 
     def graph_shapes(self, config: EngineConfig) -> GraphShapes:

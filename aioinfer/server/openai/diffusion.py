@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 from aioinfer.diffusion.registry import algorithm_class
@@ -39,7 +39,8 @@ def parse_diffusion(
         raise InvalidRequest("diffusion", "step_map must be true or false")
     values = {name: given[name] for name in _PARAMS if given.get(name) is not None}
     try:
-        params = replace(default or DiffusionParams(), **values)
+        params = DiffusionParams(**values)
+        params = params if default is None else params.inherit(default)
         algorithm_class(params.algorithm).check(params)
     except InvalidRequest as refused:
         raise InvalidRequest("diffusion", str(refused)) from None
