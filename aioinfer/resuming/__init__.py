@@ -1,5 +1,5 @@
 """Resuming: a request that was interrupted goes on where it was, in this engine or another one.
 
-``record`` is what an application stores, ``params_record`` the sampling parameters in it. What an engine
-makes of it is in :mod:`aioinfer.loop.resumption`.
+``record`` is what an application stores, ``params_record`` the sampling parameters in it.
+:mod:`aioinfer.loop.resumption` restores a request from it.
 """

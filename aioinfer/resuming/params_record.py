@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import InvalidRequest, shown
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams
 
 __all__ = ["params_of", "record_of"]
@@ -21,28 +21,23 @@ def record_of(params: SamplingParams) -> dict[str, Any]:
     for name in _PARTS.keys() & record.keys():
         record[name] = _changed(record[name])
     if "logit_bias" in record:
-        # Keys of a JSON object are text.
-        record["logit_bias"] = [list(pair) for pair in record["logit_bias"].items()]
-    for name, value in record.items():
-        if isinstance(value, tuple):
-            record[name] = [list(each) if isinstance(each, tuple) else each for each in value]
+        record["logit_bias"] = list(record["logit_bias"].items())  # keys of a JSON object would be text
     return record
 
 
-def params_of(record: Any) -> SamplingParams:
-    """The parameters that :func:`record_of` made it of. Raises InvalidRequest."""
-    values = dict(_mapping("params", record))
+def params_of(record: Mapping[str, Any]) -> SamplingParams:
+    """The parameters of a record. Raises InvalidRequest."""
+    values = dict(record)
     for name, kind in _PARTS.items():
         if name in values:
-            values[name] = _made(kind, _mapping(name, values[name]))
-    bias = values.get("logit_bias")
-    if bias is not None:
-        if not (isinstance(bias, list) and all(isinstance(each, list) and len(each) == 2 for each in bias)):
-            raise InvalidRequest("logit_bias", "must be a list of pairs")
+            if not isinstance(values[name], dict):
+                raise InvalidRequest(name, f"must be an object, got {shown(values[name])}")
+            values[name] = _made(kind, values[name])
+    if values.get("logit_bias") is not None:
         try:
-            values["logit_bias"] = dict(bias)
-        except TypeError as error:
-            raise InvalidRequest("logit_bias", str(error)) from None
+            values["logit_bias"] = {token: bias for token, bias in values["logit_bias"]}
+        except (TypeError, ValueError):
+            raise InvalidRequest("logit_bias", "must be a list of pairs") from None
     made: SamplingParams = _made(SamplingParams, values)
     return made
 
@@ -50,12 +45,6 @@ def params_of(record: Any) -> SamplingParams:
 def _changed(instance: Any) -> dict[str, Any]:
     found = {each.name: (getattr(instance, each.name), each.default) for each in fields(instance)}
     return {name: value for name, (value, default) in found.items() if value != default}
-
-
-def _mapping(name: str, value: Any) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping):
-        raise InvalidRequest(name, f"must be an object, got {type(value).__name__}")
-    return value
 
 
 def _made(kind: Any, values: Mapping[str, Any]) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Self
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Self
+
+import msgspec
+from msgspec import Meta
 
 from aioinfer.diffusion.state import BlockState
 from aioinfer.errors import InvalidRequest, shown
@@ -19,7 +21,6 @@ __all__ = ["VERSION", "StreamCheckpoint"]
 #: of the record
 VERSION = 1
 _FIELD = "checkpoint"
-_INT64 = range(-(1 << 63), 1 << 63)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,27 +32,27 @@ class StreamCheckpoint:
     the cache salt: who can read it can read these.
     """
 
-    #: which model it is, by its files; and by its name, for messages
+    #: tells the model's files from others; and the model's name, for messages
     fingerprint: str
     model: str
-    #: by which arithmetic the tokens were computed
+    #: the arithmetic that computed the tokens
     numerics: str
-    #: all of them by one, deterministic
+    #: one deterministic arithmetic computed all of them
     identical: bool
     prompt_token_ids: Sequence[int]
     params: SamplingParams
-    #: of the sampling noise
+    #: seed of the sampling noise
     seed: int
     #: the output so far
     token_ids: Sequence[int]
-    #: what the consumer has read of it
+    #: tokens and characters of it that the consumer has read
     delivered_tokens: int = 0
     delivered_characters: int = 0
     #: one per token, if they were asked for
     logprobs: Sequence[TokenLogprob] = ()
-    #: of the prompt's tokens from the second on, as far as they are known
+    #: logprobs of the prompt's tokens from the second on, as far as they are known
     prompt_logprobs: Sequence[TokenLogprob] = ()
-    #: of a diffusion model: by token, the round that wrote it, and the block that is not done
+    #: diffusion models: the round that wrote each token, and the block that is not done
     step_map: Sequence[int] | None = None
     block: BlockState | None = None
     request_id: str = ""
@@ -61,23 +62,21 @@ class StreamCheckpoint:
     #: the LoRA adapter that computed it besides the model, and what tells its files from others
     adapter: str | None = None
     adapter_fingerprint: str = ""
-    #: of the weights that computed the last token; how often they had been replaced
+    #: version of the weights that computed the last token: how often they had been replaced
     weight_version: int = 0
 
     def to_json(self) -> str:
         """One JSON object in one line, 4 to 8 bytes per token of prompt and output without logprobs."""
         record: dict[str, Any] = {"version": VERSION}
-        for name in _READERS:
-            value = getattr(self, name)
-            if name in _OPTIONAL and not value:
-                continue
-            if name == "params":
-                value = record_of(value)
-            elif name == "block" and value is not None:
-                value = {each: _plain(getattr(value, each)) for each in BlockState.__slots__}
-            elif name.endswith("logprobs"):
-                value = [[each.token_id, each.logprob, [list(pair) for pair in each.top]] for each in value]
-            record[name] = _plain(value)
+        record |= {each.name: getattr(self, each.name) for each in fields(self)}
+        record["params"] = record_of(self.params)
+        for name in ("logprobs", "prompt_logprobs"):
+            record[name] = [(each.token_id, each.logprob, each.top) for each in record[name]]
+        if self.block is not None:
+            record["block"] = {each.name: getattr(self.block, each.name) for each in fields(self.block)}
+        for name in _RECENT:
+            if not record[name]:
+                del record[name]
         return json.dumps(record, separators=(",", ":"))
 
     @classmethod
@@ -96,130 +95,63 @@ class StreamCheckpoint:
         version = record.pop("version", None)
         if version != VERSION or type(version) is not int:
             raise InvalidRequest(_FIELD, f"has version {shown(version)}; this release reads {VERSION}")
-        for problem, names in (
-            ("is not known", record.keys() - _READERS.keys()),
-            ("is missing", _READERS.keys() - record.keys() - _OPTIONAL),
-        ):
-            if names:
-                raise InvalidRequest(_FIELD, f"{shown(min(names))} {problem}")
-        present = {name: read for name, read in _READERS.items() if name in record}
-        return cls(**{name: _read(name, read, record[name]) for name, read in present.items()})
+        try:
+            values = msgspec.structs.asdict(msgspec.convert(record, _Stored))
+            values["params"] = params_of(values["params"])
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(_FIELD, str(error)) from None
+        except InvalidRequest as error:
+            raise InvalidRequest(_FIELD, f"params: {error}") from None
+        for name in ("logprobs", "prompt_logprobs"):
+            values[name] = [TokenLogprob(*each) for each in values[name]]
+        if values["block"] is not None:
+            values["block"] = BlockState(**msgspec.structs.asdict(values["block"]))
+        return cls(**values)
 
 
-def _plain(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+#: fields that records of earlier releases do not have: they are written where they say something
+_RECENT = ("adapter", "adapter_fingerprint", "weight_version")
+
+_Int = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+_Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+_LogProbability = Annotated[float, Meta(le=0)]
+_Logprobs = list[tuple[_Int, _LogProbability, tuple[tuple[_Int, _LogProbability], ...]]]
 
 
-def _read(name: str, read: Callable[[Any], Any], value: Any) -> Any:
-    try:
-        return read(value)
-    except InvalidRequest as error:
-        inner = "" if error.field in (_FIELD, name) else f"{error.field}: "
-        raise InvalidRequest(_FIELD, f"{name}: {inner}{error.message}") from None
+class _StoredBlock(msgspec.Struct, forbid_unknown_fields=True):
+    start: _Count
+    ids: list[_Int]
+    known: list[bool]
+    written_in: list[_Int]
+    logprobs: list[_LogProbability]
+    rounds: _Count
+    done: bool
+    changed: bool
+    failed: bool
+    private: tuple[_Int, ...]
 
 
-def _of(kind: type, value: Any) -> Any:
-    if type(value) is not kind:
-        raise InvalidRequest(_FIELD, f"must be of type {kind.__name__}, got {shown(value)}")
-    return value
+class _Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The JSON of a checkpoint: its fields, typed."""
 
-
-def _int(value: Any) -> int:
-    if type(value) is not int or value not in _INT64:
-        raise InvalidRequest(_FIELD, f"must be an integer of 64 bits, got {shown(value)}")
-    return value
-
-
-def _count(value: Any) -> int:
-    if _int(value) < 0:
-        raise InvalidRequest(_FIELD, f"must not be negative, got {value}")
-    return int(value)
-
-
-def _float(value: Any) -> float:
-    if type(value) not in (int, float):
-        raise InvalidRequest(_FIELD, f"must be a number, got {shown(value)}")
-    try:
-        found = float(value)
-    except OverflowError:
-        found = math.nan
-    if math.isnan(found) or found > 0:
-        raise InvalidRequest(_FIELD, f"must be a logprob, got {shown(value)}")
-    return found
-
-
-def _text(value: Any) -> str:
-    return str(_of(str, value))
-
-
-def _truth(value: Any) -> bool:
-    return bool(_of(bool, value))
-
-
-def _each(read: Callable[[Any], Any]) -> Callable[[Any], list[Any]]:
-    return lambda value: [read(each) for each in _of(list, value)]
-
-
-def _optional(read: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else read(value)
-
-
-def _logprob(value: Any) -> TokenLogprob:
-    parts = _of(list, value)
-    if len(parts) != 3:
-        raise InvalidRequest(
-            _FIELD, f"must have a token, a logprob and the most likely ones, got {shown(value)}"
-        )
-    top = [_of(list, each) for each in _of(list, parts[2])]
-    if any(len(each) != 2 for each in top):
-        raise InvalidRequest(_FIELD, "the most likely ones must be pairs")
-    return TokenLogprob(_int(parts[0]), _float(parts[1]), tuple((_int(a), _float(b)) for a, b in top))
-
-
-_BLOCK: Mapping[str, Callable[[Any], Any]] = {
-    "start": _count,
-    "ids": _each(_int),
-    "known": _each(_truth),
-    "written_in": _each(_int),
-    "logprobs": _each(_float),
-    "rounds": _count,
-    "done": _truth,
-    "changed": _truth,
-    "failed": _truth,
-    "private": lambda value: tuple(_int(each) for each in _of(list, value)),
-}
-
-
-def _block(value: Any) -> BlockState:
-    record = _of(dict, value)
-    if record.keys() != _BLOCK.keys():
-        raise InvalidRequest(_FIELD, f"must have {', '.join(_BLOCK)}")
-    return BlockState(**{name: _read(name, read, record[name]) for name, read in _BLOCK.items()})
-
-
-#: by field, what makes it of JSON data
-_READERS: Mapping[str, Callable[[Any], Any]] = {
-    "fingerprint": _text,
-    "model": _text,
-    "numerics": _text,
-    "identical": _truth,
-    "prompt_token_ids": _each(_int),
-    "params": params_of,
-    "seed": _int,
-    "token_ids": _each(_int),
-    "delivered_tokens": _count,
-    "delivered_characters": _count,
-    "logprobs": _each(_logprob),
-    "prompt_logprobs": _each(_logprob),
-    "step_map": _optional(_each(_int)),
-    "block": _optional(_block),
-    "request_id": _text,
-    "priority": _int,
-    "cache_salt": _text,
-    "routing_key": _optional(_text),
-    "adapter": _optional(_text),
-    "adapter_fingerprint": _text,
-    "weight_version": _count,
-}
-#: fields that records of earlier releases do not have, or that are there where they say something
-_OPTIONAL = frozenset({"adapter", "adapter_fingerprint", "weight_version"})
+    fingerprint: str
+    model: str
+    numerics: str
+    identical: bool
+    prompt_token_ids: list[_Int]
+    params: dict[str, Any]
+    seed: _Int
+    token_ids: list[_Int]
+    delivered_tokens: _Count
+    delivered_characters: _Count
+    logprobs: _Logprobs
+    prompt_logprobs: _Logprobs
+    step_map: list[_Int] | None
+    block: _StoredBlock | None
+    request_id: str
+    priority: _Int
+    cache_salt: str
+    routing_key: str | None
+    adapter: str | None = None
+    adapter_fingerprint: str = ""
+    weight_version: _Count = 0
