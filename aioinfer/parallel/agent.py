@@ -12,6 +12,7 @@ import asyncio
 import functools
 import hmac
 import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -19,13 +20,35 @@ from typing import TYPE_CHECKING, cast
 from aioinfer.errors import EngineClosed, EngineError, EngineFailed, RequestError
 from aioinfer.loop.clock import clock_of
 from aioinfer.observe.observers import Observer
-from aioinfer.parallel.columns import pack_rows
 from aioinfer.parallel.connection import BEAT, Connection
-from aioinfer.parallel.frames import LIMIT, PROTOCOL, FrameError, Kind
-from aioinfer.parallel.messages import Abort, Adapt, Adapted, Hello, Read, Reason, Stats, Submit, Welcome
+from aioinfer.parallel.frames import FrameError
+from aioinfer.parallel.messages import (
+    PROTOCOL,
+    Abort,
+    Adapt,
+    Adapted,
+    Decoder,
+    Flush,
+    Hello,
+    Leaving,
+    Lost,
+    Orders,
+    Pause,
+    Paused,
+    Ping,
+    Read,
+    Refused,
+    Resume,
+    Stats,
+    StepRows,
+    Submit,
+    Welcome,
+)
 from aioinfer.parallel.reading import Reading
 from aioinfer.parallel.record import Ending
 from aioinfer.parallel.replica import Rows
+from aioinfer.parallel.rows import packed
+from aioinfer.parallel.sent_errors import SentError, sendable
 from aioinfer.stream import Outlet, Stream
 
 if TYPE_CHECKING:
@@ -43,6 +66,8 @@ _SILENCE = 30.0
 _FAREWELL = 1.0
 #: tokens, and characters of their text, from which on rows go into another frame
 _MOST = 1 << 18
+
+_HELLO, _ORDERS = Decoder(Hello), Decoder(Orders)
 
 
 class Agent:
@@ -73,7 +98,7 @@ class Agent:
         can go on nowhere else is finished here."""
         self.leaving = True
         if self.session is not None:
-            self.session.connection.send(Kind.LEAVING)
+            self.session.connection.send(Leaving())
         self.emptied()
         await self._drained.wait()
 
@@ -183,7 +208,7 @@ class _Session:
         self._agent = agent
         self._loop = asyncio.get_running_loop()
         self._clock = clock_of(self._loop)
-        self.connection = Connection(self)
+        self.connection = Connection(self, _HELLO)
         self._trusted = self._refused = False
         self._timer: asyncio.TimerHandle | None = None
         self._silent = 0
@@ -205,32 +230,29 @@ class _Session:
         """As in End."""
         self._timer = self._loop.call_later(_PATIENCE, self._no_hello)
 
-    def received(self, kind: Kind, payload: bytes) -> None:
+    def received(self, message: Hello | Orders) -> None:
         """As in End."""
-        if not self._trusted:
-            if not self._refused:
-                self._hello(kind, payload)
-            return
-        match kind:
-            case Kind.SUBMIT:
-                self._submit(Submit.unpack(payload))
-            case Kind.ABORT:
-                self._abort(Abort.unpack(payload))
-            case Kind.READ:
-                self._read(*Read.unpack(payload))
-            case Kind.PAUSE:
+        match message:
+            case Hello():
+                if not self._refused:
+                    self._hello(message)
+            case Submit():
+                self._submit(message)
+            case Abort():
+                self._abort(message.number)
+            case Read():
+                self._read(message.number, message.tokens)
+            case Pause():
                 self._pause()
-            case Kind.RESUME:
+            case Resume():
                 self._agent.engine.resume()
-            case Kind.FLUSH:
+            case Flush():
                 if self._agent.engine.ready:
                     self._agent.engine.flush_cache()
-            case Kind.ADAPT:
-                self._adapt(Adapt.unpack(payload))
-            case Kind.PING:
+            case Adapt():
+                self._adapt(message)
+            case Ping():
                 pass
-            case _:
-                raise FrameError(f"{kind.name} is nothing that a dispatcher sends")
 
     def fill(self) -> bool:
         """As in End: one frame of what is new."""
@@ -252,7 +274,7 @@ class _Session:
             self._agent.emptied()
         if self._cause is not None and not (self._moved or self._told):
             self._told = True
-            self.connection.send(Kind.LOST, Reason.pack(str(self._cause)))
+            self.connection.send(Lost.of(self._cause))
             self._loop.call_soon(self.connection.finish)
         return bool(self._moved)
 
@@ -277,15 +299,13 @@ class _Session:
 
     # -- handshake --------------------------------------------------------------------------------
 
-    def _hello(self, kind: Kind, payload: bytes) -> None:
-        if kind is not Kind.HELLO:
-            raise FrameError(f"{kind.name} before the token was shown")
+    def _hello(self, hello: Hello) -> None:
         agent = self._agent
-        why = agent.why_not(Hello.unpack(payload))
+        why = agent.why_not(hello)
         if why is not None:
             agent.refuse(*why)
             self._refused = True
-            self.connection.send(Kind.REFUSED, Reason.pack(why[1]))
+            self.connection.send(Refused(sendable(why[1])))
             self._loop.call_soon(self.connection.finish)
             return
         engine = agent.engine
@@ -296,12 +316,12 @@ class _Session:
             settled.step_tokens,
             engine.stats(),
             engine.config.prefix_cache,
-            engine.adapters(),
+            tuple(engine.adapters()),
         )
         self._trusted = True
         agent.session = self
-        self.connection.trust(LIMIT)
-        self.connection.send(Kind.WELCOME, welcome.pack())
+        self.connection.trust(_ORDERS)
+        self.connection.send(welcome)
         assert self._timer is not None
         self._timer.cancel()
         self._timer = self._loop.call_later(BEAT, self._beat)
@@ -318,7 +338,7 @@ class _Session:
         if self._silent * BEAT > _SILENCE:
             connection.abort(FrameError(f"no frame for {_SILENCE:g} s"))
         elif not connection.full:
-            connection.send(Kind.STATS, Stats.pack(self._agent.engine.stats()))
+            connection.send(Stats(self._agent.engine.stats()))
 
     # -- attempts ---------------------------------------------------------------------------------
 
@@ -326,9 +346,8 @@ class _Session:
         if order.number in self.open:
             raise FrameError(f"attempt {order.number} is there already")
         try:
-            if order.refused is not None:
-                raise order.refused
-            stream = self._agent.engine.queue(order.prompt_ids, order.params, order.options, order.checkpoint)
+            prompt_ids, params, checkpoint = order.asked()
+            stream = self._agent.engine.queue(prompt_ids, params, order.options, checkpoint)
         except (EngineFailed, EngineClosed) as error:
             self.lost(error)
             return
@@ -336,7 +355,7 @@ class _Session:
             self._unqueued.append((order.number, Rows(0, 0, ending=Ending("abort", error=error))))
             self.connection.write_soon()
             return
-        resumed = 0 if order.checkpoint is None else len(order.checkpoint.token_ids)
+        resumed = 0 if checkpoint is None else len(checkpoint.token_ids)
         reading = _Reading(self, order.number, stream, resumed)
         self.open[order.number] = reading
         cell = stream.cell
@@ -362,7 +381,7 @@ class _Session:
     def _send_rows(self, rows: Sequence[tuple[int, Rows]]) -> None:
         """One frame, or several if that is too large."""
         try:
-            self.connection.send(Kind.ROWS, pack_rows(rows, self._clock()))
+            self.connection.send(StepRows(packed(rows, self._clock())))
         except FrameError as error:
             if len(rows) == 1:
                 self._drop(rows[0][0], error)
@@ -375,7 +394,7 @@ class _Session:
         """End a request whose rows cannot be sent."""
         self._abort(number)
         ending = Ending("abort", error=EngineError(f"what a step brought cannot be sent: {error}"))
-        self.connection.send(Kind.ROWS, pack_rows([(number, Rows(0, 0, ending=ending))], self._clock()))
+        self.connection.send(StepRows(packed([(number, Rows(0, 0, ending=ending))], self._clock())))
 
     # -- as ReadingLane ---------------------------------------------------------------------------
 
@@ -408,8 +427,8 @@ class _Session:
         """Its weights or adapters are others: the dispatcher learns it before anything that follows."""
         engine, connection = self._agent.engine, self.connection
         if engine.ready and not connection.closed:
-            connection.send(Kind.STATS, Stats.pack(engine.stats()))
-            connection.send(Kind.ADAPTED, Adapted(0, engine.adapters()).pack())
+            connection.send(Stats(engine.stats()))
+            connection.send(Adapted(0, tuple(engine.adapters())))
 
     def _adapt(self, order: Adapt) -> None:
         if not order.name:
@@ -417,7 +436,9 @@ class _Session:
                 leaving.cancel()
             return
         engine, name, path = self._agent.engine, order.name, order.path
-        adapting = engine.unload_adapter(name) if path is None else engine.load_adapter(name, path)
+        adapting = (
+            engine.unload_adapter(name) if path is None else engine.load_adapter(name, os.fsdecode(path))
+        )
         task: asyncio.Task[object] = self._loop.create_task(adapting, name="aioinfer-adapter")
         self._adapting[order.number] = task
         task.add_done_callback(functools.partial(self._adapted, order.number))
@@ -428,8 +449,9 @@ class _Session:
         if not task.cancelled():
             error = task.exception()
         if not self.connection.closed:
-            adapters = self._agent.engine.adapters()
-            self.connection.send(Kind.ADAPTED, Adapted(number, adapters, error).pack())
+            adapters = tuple(self._agent.engine.adapters())
+            sent = None if error is None else SentError.of(error)
+            self.connection.send(Adapted(number, adapters, sent))
 
     def _pause(self) -> None:
         task = self._loop.create_task(self._agent.engine.pause(), name="aioinfer-pausing")
@@ -438,4 +460,4 @@ class _Session:
     def _paused(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             return  # the engine is lost or closed, which is told otherwise
-        self.connection.send(Kind.PAUSED)
+        self.connection.send(Paused())

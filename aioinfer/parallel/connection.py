@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
-from aioinfer.parallel.frames import HANDSHAKE_LIMIT, FrameError, FrameReader, Kind, frame
+from aioinfer.parallel.frames import HANDSHAKE_LIMIT, LIMIT, FrameError, FrameReader, frame
+from aioinfer.parallel.messages import Decoder, Message, encoded
 
 __all__ = ["BEAT", "MISSES", "Connection", "End"]
 
-#: seconds between two frames of a replica, at most, and so many times this without any: it is lost
+#: seconds between two frames of a replica, at most; one without a frame for this many beats is lost
 BEAT = 0.25
 MISSES = 3
 
@@ -22,8 +23,8 @@ class End(Protocol):
     def connected(self) -> None:
         """Frames can be sent."""
 
-    def received(self, kind: Kind, payload: bytes) -> None:
-        """A frame. Raises FrameError, which ends the connection."""
+    def received(self, message: Any) -> None:
+        """A message. Raises FrameError, which ends the connection."""
 
     def fill(self) -> bool:
         """The socket takes more: this may send what has waited for it. Once per turn of the loop in which
@@ -36,8 +37,10 @@ class End(Protocol):
 class Connection(asyncio.Protocol):
     """What is sent in a turn of the loop is written in the next one, in one call."""
 
-    def __init__(self, end: End) -> None:
+    def __init__(self, end: End, decode: Decoder) -> None:
+        """``decode``: reads the first message."""
         self._end = end
+        self._decode = decode
         self._loop = asyncio.get_running_loop()
         self._frames = FrameReader(HANDSHAKE_LIMIT)
         self._transport: asyncio.Transport | None = None
@@ -58,11 +61,11 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            for kind, payload in self._frames.feed(data):
+            for payload in self._frames.feed(data):
                 if self.closed:
                     return
                 self.heard = True
-                self._end.received(kind, payload)
+                self._end.received(self._decode(payload))
         except FrameError as error:
             self.abort(error)
 
@@ -88,14 +91,14 @@ class Connection(asyncio.Protocol):
         """The socket takes nothing at the moment: what is sent would wait in memory."""
         return self._full
 
-    def trust(self, limit: int) -> None:
-        """From now on, frames may have so many bytes."""
-        self._frames.limit = limit
+    def trust(self, decode: Decoder) -> None:
+        """From now on, frames may be long, and ``decode`` reads them."""
+        self._frames.limit, self._decode = LIMIT, decode
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
-        """Send a frame. Raises FrameError: it is too large."""
+    def send(self, message: Message) -> None:
+        """Send a message. Raises FrameError: it is too large, or has no encoding."""
         if not self.closed:
-            self._out.append(frame(kind, payload))
+            self._out.append(frame(encoded(message)))
             self.write_soon()
 
     def write_soon(self) -> None:

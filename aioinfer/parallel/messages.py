@@ -1,313 +1,242 @@
-"""Messages: the payloads of all frames but rows. Each class has ``pack`` and ``unpack``, which raises
-FrameError for bytes that are not such a message."""
+"""Messages: the payloads of frames, as msgspec structs in msgpack arrays."""
 
 from __future__ import annotations
 
-import functools
-import json
-import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+import hashlib
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Annotated, Any, Self, TypeAlias
 
-from aioinfer.errors import AioInferError, ConfigError, InvalidRequest
+import msgspec
+from msgspec import Meta
+
 from aioinfer.execution.device import DeviceInfo
 from aioinfer.loop.options import RequestOptions
 from aioinfer.observe.stats import EngineStats
-from aioinfer.outputs import AdapterInfo
-from aioinfer.parallel.errors_record import error_of, error_record
-from aioinfer.parallel.frames import PROTOCOL, FrameError
+from aioinfer.outputs import AdapterInfo, Draft
+from aioinfer.parallel.frames import FrameError
+from aioinfer.parallel.rows import Row
+from aioinfer.parallel.sent_errors import SentError, sendable
 from aioinfer.params import SamplingParams
-from aioinfer.pooling import Pooling
 from aioinfer.resuming.params_record import params_of, record_of
 from aioinfer.resuming.record import StreamCheckpoint
 
-__all__ = ["Abort", "Adapt", "Adapted", "Hello", "Read", "Reason", "Stats", "Submit", "Welcome"]
+__all__ = [
+    "PROTOCOL",
+    "Abort",
+    "Adapt",
+    "Adapted",
+    "Answers",
+    "Decoder",
+    "Flush",
+    "Hello",
+    "Leaving",
+    "Lost",
+    "Message",
+    "Orders",
+    "Pause",
+    "Paused",
+    "Ping",
+    "Read",
+    "Refused",
+    "Resume",
+    "Stats",
+    "StepRows",
+    "Submit",
+    "Welcome",
+    "encoded",
+]
 
-_Parameters = ParamSpec("_Parameters")
-_Result = TypeVar("_Result")
-
-#: options of a request that travel
-_OPTIONS = (
-    "priority",
-    "cache_salt",
-    "routing_key",
-    "waiting_timeout",
-    "running_timeout",
-    "max_lag",
-    "request_id",
-    "adapter",
-)
 _MOST_REASON = 2000
+_Positive = Annotated[int, Meta(ge=1)]
+_Token = Annotated[int, Meta(ge=0, lt=1 << 32)]
 
 
-def _checked(unpack: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """What is wrong with a payload can raise anything: it is one type here."""
-
-    @functools.wraps(unpack)
-    def checked(*args: _Parameters.args, **named: _Parameters.kwargs) -> _Result:
-        try:
-            return unpack(*args, **named)
-        except FrameError:
-            raise
-        except Exception as error:
-            raise FrameError(f"a message that makes no sense: {error!r}") from error
-
-    return checked
+def _protocol(version: int) -> str:
+    """The version, and a digest of the fields of what travels as it is: releases that differ in these refuse
+    each other."""
+    kinds = (DeviceInfo, EngineStats, RequestOptions, AdapterInfo, Draft)
+    text = repr([(kind.__name__, [(each.name, str(each.type)) for each in fields(kind)]) for kind in kinds])
+    return f"{version}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
-    """The first frame to a replica."""
+#: a peer that speaks another one is refused
+PROTOCOL = _protocol(5)
+
+
+class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """Base class."""
+
+
+# -- to a replica --------------------------------------------------------------------------------------
+
+
+class Hello(Message, tag=1):
+    """The first message to a replica."""
 
     token: str = ""
     #: of the model that it must have; empty: any
     fingerprint: str = ""
-    protocol: int = PROTOCOL
-
-    def pack(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    @_checked
-    def unpack(cls, payload: bytes) -> Self:
-        found = json.loads(payload)
-        return cls(
-            _is(found.get("token"), str), _is(found.get("fingerprint"), str), _is(found["protocol"], int)
-        )
+    protocol: str = PROTOCOL
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    """Its answer: what there is."""
-
-    info: DeviceInfo
-    #: requests that it computes at the same time, and tokens of a step, at most
-    slots: int
-    step_tokens: int
-    stats: EngineStats
-    #: it has a prefix cache
-    caches: bool = True
-    adapters: Sequence[AdapterInfo] = ()
-
-    def pack(self) -> bytes:
-        info = asdict(self.info) | {"eos_token_ids": sorted(self.info.eos_token_ids)}
-        record = {"info": info, "slots": self.slots, "step_tokens": self.step_tokens, "caches": self.caches}
-        record |= {"stats": asdict(self.stats), "adapters": [asdict(each) for each in self.adapters]}
-        return json.dumps(record).encode()
-
-    @classmethod
-    @_checked
-    def unpack(cls, payload: bytes) -> Self:
-        found = json.loads(payload)
-        slots, step_tokens = _is(found["slots"], int), _is(found["step_tokens"], int)
-        if slots < 1 or step_tokens < 1:
-            raise FrameError("a replica without slots")
-        info, stats = _made(DeviceInfo, found["info"]), _made(EngineStats, found["stats"])
-        adapters = _adapters(found["adapters"])
-        return cls(info, slots, step_tokens, stats, _is(found["caches"], bool), adapters)
-
-
-class Stats:
-    """The statistics of a replica's engine."""
-
-    @staticmethod
-    def pack(stats: EngineStats) -> bytes:
-        return json.dumps(asdict(stats), separators=(",", ":")).encode()
-
-    @staticmethod
-    @_checked
-    def unpack(payload: bytes) -> EngineStats:
-        return _made(EngineStats, json.loads(payload))
-
-
-class Reason:
-    """Why a replica refuses, or is lost."""
-
-    @staticmethod
-    def pack(reason: str) -> bytes:
-        return reason[:_MOST_REASON].encode(errors="replace")
-
-    @staticmethod
-    def unpack(payload: bytes) -> str:
-        return payload.decode(errors="replace")[:_MOST_REASON]
-
-
-class Submit(NamedTuple):
-    """An attempt."""
+class Submit(Message, tag=2):
+    """An attempt: from its beginning, or from a checkpoint, which has the prompt and the parameters."""
 
     number: int
-    prompt_ids: Sequence[int]
-    #: with their seed
-    params: SamplingParams
+    prompt_ids: list[_Token]
+    params: dict[str, Any]
     options: RequestOptions
-    #: where it goes on
-    checkpoint: StreamCheckpoint | None
+    #: a :class:`StreamCheckpoint` as JSON
+    checkpoint: str | None
     #: tokens of the output that its consumer has read, which counts with ``max_lag``
     read: int
-    #: the parameters or the checkpoint are not what they should be, in this release
-    refused: InvalidRequest | None = None
-
-    def pack(self) -> bytes:
-        record: dict[str, Any] = {name: getattr(self.options, name) for name in _OPTIONS}
-        record["read"], record["pooling"] = self.read, _pooling_record(self.options.pooling)
-        checkpoint = b"" if self.checkpoint is None else self.checkpoint.to_json().encode()
-        if not checkpoint:
-            record["params"] = record_of(self.params)
-        head, ids = json.dumps(record, separators=(",", ":")).encode(), self.prompt_ids
-        if checkpoint:
-            ids = ()  # they are in the checkpoint, as the parameters are
-        numbers = _SUBMIT.pack(self.number, len(head), len(checkpoint))
-        return b"".join((numbers, head, checkpoint, struct.pack(f"<{len(ids)}I", *ids)))
 
     @classmethod
-    @_checked
-    def unpack(cls, payload: bytes) -> Self:
-        number, size, more = _SUBMIT.unpack_from(payload)
-        at = _SUBMIT.size + size
-        if at + more > len(payload):
-            raise FrameError("a request that is shorter than it says")
-        record = json.loads(payload[_SUBMIT.size : at])
-        read, params = _is(record.pop("read"), int), record.pop("params", None)
-        pooling = _pooling(record.pop("pooling"))
-        if record.keys() != set(_OPTIONS):
-            raise FrameError("a request with other options")
-        options = RequestOptions(**record, pooling=pooling)
-        count = (len(payload) - at - more) // 4
-        ids: Sequence[int] = struct.unpack(f"<{count}I", payload[at + more :])
-        try:
-            if not more:
-                return cls(number, ids, params_of(params), options, None, read)
-            found = StreamCheckpoint.from_json(payload[at : at + more])
-        except InvalidRequest as error:
-            return cls(number, (), SamplingParams(), options, None, read, error)
-        return cls(number, found.prompt_token_ids, found.params, options, found, read)
+    def of(
+        cls,
+        number: int,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        options: RequestOptions,
+        checkpoint: StreamCheckpoint | None,
+        read: int,
+    ) -> Self:
+        """The message for an attempt; ``params``: with their seed."""
+        if checkpoint is not None:
+            return cls(number, [], {}, options, checkpoint.to_json(), read)
+        return cls(number, list(prompt_ids), record_of(params), options, None, read)
+
+    def asked(self) -> tuple[Sequence[int], SamplingParams, StreamCheckpoint | None]:
+        """Prompt, parameters and checkpoint. Raises InvalidRequest: they are not those of this release."""
+        if self.checkpoint is None:
+            return self.prompt_ids, params_of(self.params), None
+        found = StreamCheckpoint.from_json(self.checkpoint)
+        return found.prompt_token_ids, found.params, found
 
 
-class Abort:
+class Abort(Message, tag=3):
     """Nothing more is wanted of an attempt."""
 
-    @staticmethod
-    def pack(number: int) -> bytes:
-        return _NUMBER.pack(number)
-
-    @staticmethod
-    @_checked
-    def unpack(payload: bytes) -> int:
-        number: int = _NUMBER.unpack(payload)[0]
-        return number
+    number: int
 
 
-class Read:
-    """Of an attempt, so many tokens of the output were read."""
+class Read(Message, tag=4):
+    """The consumer of an attempt with ``max_lag`` has read this many tokens of the output."""
 
-    @staticmethod
-    def pack(number: int, tokens: int) -> bytes:
-        return _READ.pack(number, tokens)
-
-    @staticmethod
-    @_checked
-    def unpack(payload: bytes) -> tuple[int, int]:
-        number, tokens = _READ.unpack(payload)
-        return number, tokens
+    number: int
+    tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class Adapt:
-    """Load an adapter from a path there; None: unload it. Without a name: leave the load of this number."""
+class Pause(Message, tag=5):
+    """Launch no step until :class:`Resume`; answered by :class:`Paused`."""
+
+
+class Resume(Message, tag=6):
+    """Undo :class:`Pause`."""
+
+
+class Flush(Message, tag=7):
+    """Empty the prefix cache."""
+
+
+class Ping(Message, tag=8):
+    """The dispatcher is alive."""
+
+
+class Adapt(Message, tag=9):
+    """Load an adapter from a path there; None: unload it. Without a name: cancel the load of this number."""
 
     number: int
     name: str = ""
-    path: str | None = None
+    #: in the encoding of the file system
+    path: bytes | None = None
 
-    def pack(self) -> bytes:
-        return json.dumps(asdict(self)).encode(errors="surrogateescape")
+
+# -- from a replica ------------------------------------------------------------------------------------
+
+
+class Welcome(Message, tag=16):
+    """The answer to :class:`Hello`: what the replica is."""
+
+    info: DeviceInfo
+    #: requests that it computes at the same time, and tokens of a step, at most
+    slots: _Positive
+    step_tokens: _Positive
+    stats: EngineStats
+    #: it has a prefix cache
+    caches: bool = True
+    adapters: tuple[AdapterInfo, ...] = ()
+
+
+class Refused(Message, tag=17):
+    """The other answer, and why."""
+
+    reason: str
+
+
+class StepRows(Message, tag=18):
+    """The output of one step or of several."""
+
+    rows: list[Row]
+
+
+class Stats(Message, tag=19):
+    """The statistics of its engine, which also say that it is alive."""
+
+    stats: EngineStats
+
+
+class Paused(Message, tag=20):
+    """No step is in flight."""
+
+
+class Leaving(Message, tag=21):
+    """It was told to end: its streams should go on elsewhere."""
+
+
+class Lost(Message, tag=22):
+    """Its engine is lost, and why."""
+
+    reason: str
 
     @classmethod
-    @_checked
-    def unpack(cls, payload: bytes) -> Self:
-        found = json.loads(payload)
-        path = None if found["path"] is None else _is(found["path"], str)
-        return cls(_is(found["number"], int), _is(found["name"], str), path)
+    def of(cls, cause: BaseException) -> Self:
+        return cls(sendable(str(cause), _MOST_REASON))
 
 
-@dataclass(frozen=True, slots=True)
-class Adapted:
-    """What came of it, and the adapters that there are now. Number 0: they were changed elsewhere."""
+class Adapted(Message, tag=23):
+    """The outcome of :class:`Adapt`, and the adapters that there are now. Number 0: they were changed
+    elsewhere."""
 
     number: int
-    adapters: Sequence[AdapterInfo]
-    error: BaseException | None = None
-
-    def pack(self) -> bytes:
-        error = self.error
-        config = str(error)[:_MOST_REASON] if isinstance(error, ConfigError) else None
-        record = None if error is None or config is not None else error_record(error)
-        adapters = [asdict(each) for each in self.adapters]
-        parts = {"number": self.number, "adapters": adapters, "error": record, "config": config}
-        return json.dumps(parts).encode()
-
-    @classmethod
-    @_checked
-    def unpack(cls, payload: bytes) -> Self:
-        found = json.loads(payload)
-        error: AioInferError | None = None
-        if found["config"] is not None:
-            error = ConfigError(_is(found["config"], str))
-        elif found["error"] is not None:
-            error = error_of(found["error"])
-        return cls(_is(found["number"], int), _adapters(found["adapters"]), error)
+    adapters: tuple[AdapterInfo, ...]
+    error: SentError | None = None
 
 
-def _adapters(found: Any) -> tuple[AdapterInfo, ...]:
-    return tuple(_made(AdapterInfo, each) for each in _is(found, list))
+Orders: TypeAlias = Submit | Abort | Read | Pause | Resume | Flush | Ping | Adapt
+Answers: TypeAlias = StepRows | Stats | Paused | Leaving | Lost | Adapted
+
+_encoder = msgspec.msgpack.Encoder()
 
 
-_SUBMIT = struct.Struct("<qII")
-_NUMBER = struct.Struct("<q")
-_READ = struct.Struct("<qI")
+def encoded(message: Message) -> bytes:
+    """The payload of a message. Raises FrameError: a text in it has no encoding."""
+    try:
+        return _encoder.encode(message)
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise FrameError(f"a message that cannot be sent: {error}") from error
 
 
-def _pooling_record(pooling: Pooling | None) -> Any:
-    return None if pooling is None else [pooling.kind, list(pooling.token_ids)]
+class Decoder:
+    """Reads messages of some types."""
 
+    def __init__(self, types: Any) -> None:
+        self._decode = msgspec.msgpack.Decoder(types).decode
 
-def _pooling(record: Any) -> Pooling | None:
-    if record is None:
-        return None
-    kind, ids = _is(record, list)
-    return Pooling(_is(kind, str), tuple(_is(each, int) for each in _is(ids, list)))
-
-
-def _is(value: Any, kind: Any) -> Any:
-    if type(value) is not kind:
-        raise FrameError(f"a value of type {type(value).__name__} where {kind.__name__} is expected")
-    return value
-
-
-#: annotations of the fields of DeviceInfo and EngineStats, and the types of their values in JSON
-_KINDS: Mapping[str, tuple[type, ...]] = {
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "float": (float, int),
-    "bool": (bool,),
-    "str": (str,),
-    "frozenset[int]": (list,),
-    "Mapping[str, str]": (dict,),
-    "Mapping[str, float]": (dict,),
-    "Mapping[str, int]": (dict,),
-}
-_Made = TypeVar("_Made")
-
-
-def _made(kind: type[_Made], values: Any) -> _Made:
-    """A dataclass of plain values, which must have all its fields and nothing else."""
-    items = {each.name: each for each in fields(kind)}  # type: ignore[arg-type]
-    if not isinstance(values, dict) or values.keys() != items.keys():
-        raise FrameError(f"other fields than those of {kind.__name__}: another release, perhaps")
-    for name, value in values.items():
-        if type(value) not in _KINDS[str(items[name].type)]:
-            raise FrameError(f"{kind.__name__}.{name} of type {type(value).__name__}")
-    if "eos_token_ids" in values:
-        values["eos_token_ids"] = frozenset(_is(each, int) for each in values["eos_token_ids"])
-    return kind(**values)
+    def __call__(self, payload: bytes) -> Any:
+        """The message. Raises FrameError: it is none of these."""
+        try:
+            return self._decode(payload)
+        except Exception as error:  # any kind: a payload can be anything
+            raise FrameError(f"a message that makes no sense: {error}") from error

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -14,14 +15,34 @@ from aioinfer.errors import ConfigError, EngineError, EngineFailed, InvalidReque
 from aioinfer.loop.clock import clock_of
 from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
 from aioinfer.parallel.addresses import PATIENCE, Connect, connector
-from aioinfer.parallel.columns import unpack_rows
 from aioinfer.parallel.connection import BEAT, MISSES, Connection
-from aioinfer.parallel.frames import LIMIT, FrameError, Kind
-from aioinfer.parallel.messages import Abort, Adapt, Adapted, Hello, Read, Reason, Stats, Submit, Welcome
+from aioinfer.parallel.frames import FrameError
+from aioinfer.parallel.messages import (
+    Abort,
+    Adapt,
+    Adapted,
+    Answers,
+    Decoder,
+    Flush,
+    Hello,
+    Leaving,
+    Lost,
+    Pause,
+    Paused,
+    Ping,
+    Read,
+    Refused,
+    Resume,
+    Stats,
+    StepRows,
+    Submit,
+    Welcome,
+)
 from aioinfer.parallel.reading import options_of
 from aioinfer.parallel.record import Attempt, Record
 from aioinfer.parallel.remembering import PAGE, RememberedPages
 from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
+from aioinfer.parallel.rows import unpacked
 from aioinfer.scheduling.request import ParkedFor
 from aioinfer.stream import StreamCell
 
@@ -36,6 +57,8 @@ __all__ = ["SocketReplica"]
 _log = logging.getLogger("aioinfer")
 
 _READER = frozenset({ParkedFor.READER})
+#: the answer to Hello, and what follows it
+_FIRST, _ANSWERS = Decoder(Welcome | Refused), Decoder(Answers)
 
 
 class _Sent:
@@ -105,7 +128,7 @@ class SocketReplica(Replica):
         try:
             await self._connect(lambda: link.connection)
             async with asyncio.timeout(PATIENCE):
-                link.connection.send(Kind.HELLO, Hello(self._token, self._fingerprint).pack())
+                link.connection.send(Hello(self._token, self._fingerprint))
                 welcome = await link.welcome
         except (OSError, TimeoutError, FrameError) as error:
             link.connection.abort()
@@ -173,7 +196,7 @@ class SocketReplica(Replica):
         if link is None or link.connection.closed:
             raise EngineFailed(f"the replica {self.name} is not connected")
         sent = _Sent(attempt, _read(record))
-        order = Submit(
+        order = Submit.of(
             attempt.number,
             record.prompt_ids,
             attempt.params,
@@ -182,7 +205,7 @@ class SocketReplica(Replica):
             sent.read,
         )
         try:
-            link.connection.send(Kind.SUBMIT, order.pack())
+            link.connection.send(order)
         except FrameError as error:
             raise InvalidRequest("prompt", f"the request cannot be sent to a replica: {error}") from error
         attempt.handle = sent
@@ -192,7 +215,7 @@ class SocketReplica(Replica):
         attempt.handle = None
         link = self._link
         if link is not None and link.sent.pop(attempt.number, None) is not None:
-            link.connection.send(Kind.ABORT, Abort.pack(attempt.number))
+            link.connection.send(Abort(attempt.number))
 
     def begun(self, attempt: Attempt) -> bool:
         return attempt.handle is not None and attempt.handle.admitted_at is not None
@@ -270,7 +293,7 @@ class SocketReplica(Replica):
             raise EngineFailed(f"the replica {self.name} is not connected")
         answer = await link.adapt(name, path)
         if answer.error is not None:
-            raise answer.error
+            raise answer.error.error()
         return answer.adapters
 
     def adapted(self, adapters: Sequence[AdapterInfo]) -> None:
@@ -282,20 +305,20 @@ class SocketReplica(Replica):
     async def pause(self) -> None:
         link = self._link
         if link is not None and not link.connection.closed:
-            link.connection.send(Kind.PAUSE)
+            link.connection.send(Pause())
             paused = link.connection.gone.get_loop().create_future()
             link.pausing.append(paused)
             await paused
 
     def resume(self) -> None:
         if self._link is not None:
-            self._link.connection.send(Kind.RESUME)
+            self._link.connection.send(Resume())
 
     def flush_cache(self) -> int:
         """The pages that can be freed, as of its last statistics."""
         if self._link is None or self._stats is None:
             return 0
-        self._link.connection.send(Kind.FLUSH)
+        self._link.connection.send(Flush())
         self.remembered.clear()
         return self._stats.pages_evictable
 
@@ -307,7 +330,7 @@ class _Link:
         self._replica = replica
         self._loop = asyncio.get_running_loop()
         self._clock = clock_of(self._loop)
-        self.connection = Connection(self)
+        self.connection = Connection(self, _FIRST)
         #: what the replica is
         self.welcome: asyncio.Future[Welcome] = self._loop.create_future()
         #: attempts by number
@@ -335,7 +358,7 @@ class _Link:
         if self._misses >= MISSES:
             connection.abort(EngineFailed(f"no frame for {MISSES * BEAT:g} s"))
         else:
-            connection.send(Kind.PING)
+            connection.send(Ping())
 
     async def adapt(self, name: str, path: str | None) -> Adapted:
         """Have an adapter loaded or unloaded; cancelled, it is left, and what came of it is known then."""
@@ -343,13 +366,14 @@ class _Link:
         number, waiting = self._adapts, self._loop.create_future()
         self._adapting[number] = waiting
         try:
-            self.connection.send(Kind.ADAPT, Adapt(number, name, path).pack())
+            at = None if path is None else os.fsencode(path)
+            self.connection.send(Adapt(number, name, at))
             await asyncio.wait((waiting,))
             answer: Adapted = waiting.result()
             return answer
         except asyncio.CancelledError:
             if not self.connection.closed:
-                self.connection.send(Kind.ADAPT, Adapt(number).pack())
+                self.connection.send(Adapt(number))
             while not waiting.done():  # its answer comes soon, or the connection ends
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.wait((waiting,))
@@ -362,32 +386,34 @@ class _Link:
 
     def connected(self) -> None:
         """As in End."""
-        self.connection.trust(LIMIT)
+        self.connection.trust(_FIRST)
 
-    def received(self, kind: Kind, payload: bytes) -> None:
+    def received(self, message: Welcome | Refused | Answers) -> None:
         """As in End."""
-        if not self.welcome.done():
-            self._answer(kind, payload)
-            return
-        match kind:
-            case Kind.ROWS:
-                self._rows(unpack_rows(payload, self._clock(), self._replica.info.vocab_size))
-            case Kind.STATS:
-                self._replica.measured(Stats.unpack(payload))
-            case Kind.PAUSED:
+        match message:
+            case StepRows():
+                self._rows(unpacked(message.rows, self._clock(), self._replica.info.vocab_size))
+            case Stats():
+                self._replica.measured(message.stats)
+            case Paused():
                 if self.pausing:
                     _set(self.pausing.pop(0))
-            case Kind.ADAPTED:
-                adapted = Adapted.unpack(payload)
-                self._replica.adapted(adapted.adapters)
-                if (waiting := self._adapting.get(adapted.number)) is not None and not waiting.done():
-                    waiting.set_result(adapted)
-            case Kind.LEAVING:
+            case Adapted():
+                self._replica.adapted(message.adapters)
+                waiting = self._adapting.get(message.number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(message)
+            case Leaving():
                 self._replica.leaving()
-            case Kind.LOST:
-                self.connection.abort(EngineFailed(Reason.unpack(payload)))
-            case _:
-                raise FrameError(f"{kind.name} is nothing that a replica sends")
+            case Lost():
+                self.connection.abort(EngineFailed(message.reason))
+            case Welcome():
+                self.connection.trust(_ANSWERS)
+                if not self.welcome.done():
+                    self.welcome.set_result(message)
+            case Refused():
+                if not self.welcome.done():
+                    self.welcome.set_exception(ConfigError(f"it refuses: {message.reason}"))
 
     def fill(self) -> bool:
         """As in End."""
@@ -407,14 +433,6 @@ class _Link:
             self.welcome.exception()  # whoever waited may have left
         elif not self.closing:
             self._replica.lost(cause or EngineFailed("its connection was closed"))
-
-    def _answer(self, kind: Kind, payload: bytes) -> None:
-        if kind is Kind.WELCOME:
-            self.welcome.set_result(Welcome.unpack(payload))
-        elif kind is Kind.REFUSED:
-            self.welcome.set_exception(ConfigError(f"it refuses: {Reason.unpack(payload)}"))
-        else:
-            raise FrameError(f"{kind.name} in answer to HELLO")
 
     # -- rows -------------------------------------------------------------------------------------
 
@@ -471,7 +489,7 @@ class _Link:
         read = _read(record)
         if read - sent.read > most // 2:
             sent.read = read
-            self.connection.send(Kind.READ, Read.pack(attempt.number, read))
+            self.connection.send(Read(attempt.number, read))
         elif len(record.output_ids) - sent.read > most // 2:
             record.parked_for = _READER  # with what it reads next
 

@@ -35,7 +35,7 @@ def params_of(record: Mapping[str, Any]) -> SamplingParams:
             values[name] = _made(kind, values[name])
     if values.get("logit_bias") is not None:
         try:
-            values["logit_bias"] = {token: bias for token, bias in values["logit_bias"]}
+            values["logit_bias"] = dict(values["logit_bias"])
         except (TypeError, ValueError):
             raise InvalidRequest("logit_bias", "must be a list of pairs") from None
     made: SamplingParams = _made(SamplingParams, values)

@@ -23,7 +23,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.engine_like import EngineLike
 from aioinfer.parallel import Dispatcher, remote
-from aioinfer.parallel.frames import Kind
+from aioinfer.parallel.messages import StepRows
 from aioinfer.params import SamplingParams
 from bench.fanout.target import MAX_TOKENS, make_engine
 from bench.report import Report, percentiles
@@ -90,13 +90,13 @@ class _Frames:
     def watched(self) -> Iterator[None]:
         received = remote._Link.received
 
-        def timed(link: remote._Link, kind: Kind, payload: bytes) -> None:
+        def timed(link: remote._Link, message: Any) -> None:
             start = time.thread_time()  # the children want the same cores
-            received(link, kind, payload)
-            if kind is Kind.ROWS:
+            received(link, message)
+            if isinstance(message, StepRows):
                 self.seconds += time.thread_time() - start
                 self.frames += 1
-                self.rows += int.from_bytes(payload[:4], "little")
+                self.rows += len(message.rows)
 
         setattr(remote._Link, "received", timed)  # noqa: B010
         try:

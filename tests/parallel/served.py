@@ -13,7 +13,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.agent import Agent
-from aioinfer.parallel.frames import FrameReader, Kind, frame
+from aioinfer.parallel.frames import FrameReader, frame
+from aioinfer.parallel.messages import Answers, Decoder, Message, Refused, Welcome, encoded
 from aioinfer.parallel.remote import SocketReplica
 from aioinfer.testing import TimedLauncher
 from tests.toys import ToyDevice, ToyTokenizer
@@ -99,30 +100,33 @@ PARAMS = SamplingParams(
 )
 
 
+_decode = Decoder(Welcome | Refused | Answers)
+
+
 class Peer:
     """A dispatcher that says anything."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._frames = FrameReader()
-        self._found: list[tuple[Kind, bytes]] = []
+        self._found: list[Any] = []
         self.writer = writer
 
     @classmethod
     async def connect(cls, path: Path) -> Peer:
         return cls(*await asyncio.open_unix_connection(path))
 
-    def send(self, kind: Kind, payload: bytes = b"") -> None:
-        self.writer.write(frame(kind, payload))
+    def send(self, message: Message) -> None:
+        self.writer.write(frame(encoded(message)))
 
-    async def next(self) -> tuple[Kind, bytes] | None:
+    async def next(self) -> Any:
         """None at the end."""
         async with asyncio.timeout(60):
             while not self._found:
                 data = await self._reader.read(1 << 16)
                 if not data:
                     return None
-                self._found += self._frames.feed(data)
+                self._found += map(_decode, self._frames.feed(data))
         return self._found.pop(0)
 
     async def close(self) -> None:

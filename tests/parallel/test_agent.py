@@ -14,11 +14,21 @@ from aioinfer import SamplingParams
 from aioinfer.errors import ConfigError, EngineError
 from aioinfer.loop.options import RequestOptions
 from aioinfer.parallel.addresses import connector
-from aioinfer.parallel.columns import unpack_rows
-from aioinfer.parallel.frames import HANDSHAKE_LIMIT, PROTOCOL, Kind, frame
-from aioinfer.parallel.messages import Hello, Reason, Submit, Welcome
+from aioinfer.parallel.frames import HANDSHAKE_LIMIT, frame
+from aioinfer.parallel.messages import (
+    PROTOCOL,
+    Abort,
+    Hello,
+    Refused,
+    Stats,
+    StepRows,
+    Submit,
+    Welcome,
+    encoded,
+)
 from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import ReplicaState
+from aioinfer.parallel.rows import unpacked
 from tests.parallel.served import (
     TOKEN,
     VOCAB,
@@ -34,16 +44,14 @@ from tests.tiers import SECONDS, rest
 @rest(SECONDS)
 async def test_a_replica_says_what_it_is(served: Served) -> None:
     peer = await Peer.connect(served.path)
-    peer.send(Kind.HELLO, Hello(TOKEN).pack())
+    peer.send(Hello(TOKEN))
     answer = await peer.next()
-    assert answer is not None
-    assert answer[0] is Kind.WELCOME
-    welcome = Welcome.unpack(answer[1])
+    assert isinstance(answer, Welcome)
+    welcome = answer
     assert welcome.info == served.engine.info
     assert (welcome.slots, welcome.step_tokens) == (8, served.engine.config.step_tokens)
     later = await peer.next()
-    assert later is not None
-    assert later[0] is Kind.STATS
+    assert isinstance(later, Stats)
     await peer.close()
 
 
@@ -53,9 +61,9 @@ async def test_a_replica_says_what_it_is(served: Served) -> None:
         (Hello("wrong"), "token", "the token is not that of this replica"),
         (Hello(), "token", "the token is not that of this replica"),
         (
-            Hello(TOKEN, protocol=PROTOCOL + 1),
+            Hello(TOKEN, protocol="4"),
             "protocol",
-            f"it speaks protocol {PROTOCOL + 1}, and this replica {PROTOCOL}",
+            f"it speaks protocol 4, and this replica {PROTOCOL}",
         ),
         (Hello(TOKEN, "other"), "fingerprint", "it wants the model other, and this replica has"),
     ],
@@ -66,11 +74,10 @@ async def test_others_are_refused_logged_once_and_counted(
     with caplog.at_level(logging.WARNING, "aioinfer"):
         for _ in range(3):
             peer = await Peer.connect(served.path)
-            peer.send(Kind.HELLO, hello.pack())
+            peer.send(hello)
             answer = await peer.next()
-            assert answer is not None
-            assert answer[0] is Kind.REFUSED
-            assert message in Reason.unpack(answer[1])
+            assert isinstance(answer, Refused)
+            assert message in answer.reason
             assert await peer.next() is None
             await peer.close()
     assert served.agent.refused == {reason: 3}
@@ -106,9 +113,9 @@ async def test_bytes_that_are_no_frame_end_one_connection(
 ) -> None:
     for data in (
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
-        struct.pack("<IB", HANDSHAKE_LIMIT + 1, Kind.HELLO),
-        frame(Kind.SUBMIT, b"x"),
-        frame(Kind.HELLO, b"{}"),
+        struct.pack("<I", HANDSHAKE_LIMIT + 1),
+        frame(encoded(Abort(1))),
+        frame(b"{}"),
     ):
         peer = await Peer.connect(served.path)
         peer.writer.write(data)
@@ -121,21 +128,21 @@ async def test_bytes_that_are_no_frame_end_one_connection(
 @pytest.mark.parametrize(
     "data",
     [
-        struct.pack("<IB", (1 << 32) - 1, Kind.SUBMIT),
-        frame(Kind.SUBMIT, b"nothing"),
-        frame(Kind.ROWS, b""),
-        frame(Kind.ABORT, b"1"),
+        struct.pack("<I", (1 << 32) - 1),
+        frame(b"nothing"),
+        frame(encoded(StepRows([]))),
+        frame(encoded(Hello(TOKEN))),
     ],
 )
 async def test_what_a_dispatcher_may_not_send_ends_its_connection_and_its_requests(
     served: Served, data: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     peer = await Peer.connect(served.path)
-    peer.send(Kind.HELLO, Hello(TOKEN).pack())
-    order = Submit(
+    peer.send(Hello(TOKEN))
+    order = Submit.of(
         1, (1, 2), SamplingParams(seed=1, ignore_eos=True, max_tokens=300), RequestOptions(), None, 0
     )
-    peer.send(Kind.SUBMIT, order.pack())
+    peer.send(order)
     await until(lambda: served.engine.stats().running)
     peer.writer.write(data)
     while await peer.next() is not None:
@@ -179,22 +186,22 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
 async def test_while_nobody_reads_what_is_new_stays_in_the_outputs(served: Served) -> None:
     """Then it is one row."""
     peer = await Peer.connect(served.path)
-    peer.send(Kind.HELLO, Hello(TOKEN).pack())
+    peer.send(Hello(TOKEN))
     await peer.next()
     session: Any = served.agent.session
     session.connection.pause_writing()
     params = SamplingParams(seed=1, ignore_eos=True, max_tokens=100, logprobs=1)
     for number in (1, 2):
-        peer.send(Kind.SUBMIT, Submit(number, (1, 2), params, RequestOptions(), None, 0).pack())
+        peer.send(Submit.of(number, (1, 2), params, RequestOptions(), None, 0))
     await until(lambda: served.engine.stats().finished == 2)
     assert len(session._moved) == 2
     assert not session.connection._out
     session.connection.resume_writing()
     found = await peer.next()
-    while found is not None and found[0] is Kind.STATS:
+    while isinstance(found, Stats):
         found = await peer.next()
-    assert found is not None
-    rows = unpack_rows(found[1], 0.0, VOCAB)
+    assert isinstance(found, StepRows)
+    rows = unpacked(found.rows, 0.0, VOCAB)
     assert sorted(number for number, _ in rows) == [1, 2]
     for _, row in rows:
         assert (row.first, row.at, len(row.ids), len(row.logprobs)) == (0, 0, 100, 100)
@@ -206,16 +213,16 @@ async def test_while_nobody_reads_what_is_new_stays_in_the_outputs(served: Serve
 
 async def test_rows_of_one_step_are_one_frame(served: Served) -> None:
     peer = await Peer.connect(served.path)
-    peer.send(Kind.HELLO, Hello(TOKEN).pack())
+    peer.send(Hello(TOKEN))
     params = SamplingParams(seed=1, ignore_eos=True, max_tokens=20)
     for number in range(6):
-        peer.send(Kind.SUBMIT, Submit(number, (1, 2), params, RequestOptions(), None, 0).pack())
+        peer.send(Submit.of(number, (1, 2), params, RequestOptions(), None, 0))
     frames, ended = 0, 0
     while ended < 6:
         found = await peer.next()
         assert found is not None
-        if found[0] is Kind.ROWS:
-            rows = unpack_rows(found[1], 0.0, VOCAB)
+        if isinstance(found, StepRows):
+            rows = unpacked(found.rows, 0.0, VOCAB)
             frames += 1
             ended += sum(row.ending is not None for _, row in rows)
     assert frames <= served.engine.stats().steps + 6
@@ -227,14 +234,14 @@ async def test_rows_that_are_too_large_for_one_frame_are_several(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     peer = await Peer.connect(served.path)
-    peer.send(Kind.HELLO, Hello(TOKEN).pack())
+    peer.send(Hello(TOKEN))
     await peer.next()
     session: Any = served.agent.session
     session.connection.pause_writing()
     params = SamplingParams(seed=1, ignore_eos=True, max_tokens=20)
     long = SamplingParams(seed=1, ignore_eos=True, max_tokens=300)
     for number, each in ((1, params), (2, params), (3, long)):
-        peer.send(Kind.SUBMIT, Submit(number, (1, 2), each, RequestOptions(), None, 0).pack())
+        peer.send(Submit.of(number, (1, 2), each, RequestOptions(), None, 0))
     await until(lambda: served.engine.stats().finished == 3)
     monkeypatch.setattr("aioinfer.parallel.frames.LIMIT", 600)
     session.connection.resume_writing()
@@ -243,8 +250,8 @@ async def test_rows_that_are_too_large_for_one_frame_are_several(
     while len(endings) < 3:
         found = await peer.next()
         assert found is not None
-        if found[0] is Kind.ROWS:
-            endings |= {number: row.ending for number, row in unpack_rows(found[1], 0.0, VOCAB) if row.ending}
+        if isinstance(found, StepRows):
+            endings |= {number: row.ending for number, row in unpacked(found.rows, 0.0, VOCAB) if row.ending}
     assert endings[1].finish_reason == endings[2].finish_reason == "length"
     assert "cannot be sent" in str(endings[3].error)
     await peer.close()

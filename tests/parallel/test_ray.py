@@ -12,17 +12,18 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from aioinfer import EngineConfig, ServerConfig
 from aioinfer.errors import ConfigError, EngineClosed, EngineError, OutOfMemory
 from aioinfer.parallel import Dispatcher
-from aioinfer.parallel.errors_record import error_record
 from aioinfer.parallel.launched import HostUnavailable
 from aioinfer.parallel.on_ray.cluster import Placed, RayCluster
 from aioinfer.parallel.on_ray.replica import RayReplica
 from aioinfer.parallel.on_ray.resources import Node, share
 from aioinfer.parallel.replica import ReplicaState
+from aioinfer.parallel.sent_errors import SentError
 from tests.parallel.served import toy
 from tests.parallel.waiting import started_in, until
 from tests.tiers import SECONDS, rest
@@ -193,13 +194,17 @@ async def test_a_keeper_that_cannot_be_started_is_an_error(monkeypatch: pytest.M
     await refused(found, "cannot be started", EngineError)
 
 
+def sent(error: Exception) -> Any:
+    return msgspec.to_builtins(SentError.of(error))
+
+
 @pytest.mark.parametrize(
     ("event", "kind", "message"),
     [
         ({"why": "its node is gone"}, HostUnavailable, "its actor has died: its node is gone"),
-        ({"why": "x", "setting": "no such model"}, ConfigError, "no such model"),
-        ({"why": "x", "error": error_record(OutOfMemory("too large"))}, OutOfMemory, "too large"),
-        ({"why": "x", "error": error_record(KeyError("odd"))}, EngineError, "KeyError: 'odd'"),
+        ({"why": "x", "error": sent(ConfigError("no such model"))}, ConfigError, "no such model"),
+        ({"why": "x", "error": sent(OutOfMemory("too large"))}, OutOfMemory, "too large"),
+        ({"why": "x", "error": sent(KeyError("odd"))}, EngineError, "KeyError: 'odd'"),
     ],
 )
 async def test_what_dies_before_it_is_placed_is_an_error(

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from aioinfer.errors import ConfigError, EngineError
-from aioinfer.parallel.columns import pack_rows
-from aioinfer.parallel.frames import Kind, frame
-from aioinfer.parallel.messages import Adapted, Hello, Reason, Welcome
+from aioinfer.parallel.frames import frame
+from aioinfer.parallel.messages import Abort, Adapted, Hello, Lost, StepRows, Welcome, encoded
 from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import Rows
+from aioinfer.parallel.rows import packed
 from tests.parallel.served import (
     TOKEN,
     VOCAB,
@@ -33,7 +33,7 @@ from tests.tiers import SECONDS, rest
 async def welcomed() -> bytes:
     """What the replica of a toy says first."""
     async with toy() as engine:
-        return frame(Kind.WELCOME, Welcome(engine.info, 8, 512, engine.stats()).pack())
+        return frame(encoded(Welcome(engine.info, 8, 512, engine.stats())))
 
 
 @contextlib.asynccontextmanager
@@ -60,12 +60,11 @@ async def saying(path: Path, welcome: bytes, *frames: bytes) -> AsyncIterator[No
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (struct.pack("<IB", (1 << 32) - 1, Kind.ROWS), "a frame of 4294967295 bytes"),
-        (struct.pack("<IB", 1, 77), "no frames of kind 77"),
-        (frame(Kind.ROWS, b"rows"), "rows that make no sense"),
-        (frame(Kind.STATS, b"{}"), "other fields than those of EngineStats"),
-        (frame(Kind.SUBMIT), "SUBMIT is nothing that a replica sends"),
-        (frame(Kind.LOST, Reason.pack("it burns")), "it burns"),
+        (struct.pack("<I", (1 << 32) - 1), "a frame of 4294967295 bytes"),
+        (frame(b"rows"), "a message that makes no sense"),
+        (frame(b"\x92\x13\x80"), "missing required field"),
+        (frame(encoded(Abort(1))), "a message that makes no sense: Invalid value 3"),
+        (frame(encoded(Lost("it burns"))), "it burns"),
     ],
 )
 async def test_what_a_replica_may_not_send_ends_that_replica(
@@ -95,7 +94,7 @@ async def test_a_load_whose_answer_does_not_name_the_adapter_fails(tmp_path: Pat
         assert link is not None
         load = asyncio.ensure_future(replica.load_adapter("a", "/a"))
         await asyncio.sleep(0)
-        link.connection.data_received(frame(Kind.ADAPTED, Adapted(1, (), None).pack()))
+        link.connection.data_received(frame(encoded(Adapted(1, (), None))))
         with pytest.raises(EngineError, match="does not name it"):
             await load
         await replica.aclose()
@@ -103,7 +102,7 @@ async def test_a_load_whose_answer_does_not_name_the_adapter_fails(tmp_path: Pat
 
 async def test_a_token_outside_of_the_vocabulary_ends_that_replica(tmp_path: Path) -> None:
     welcome = await welcomed()
-    rows = frame(Kind.ROWS, pack_rows([(1, Rows(0, 0, [VOCAB]))], 0.0))
+    rows = frame(encoded(StepRows(packed([(1, Rows(0, 0, [VOCAB]))], 0.0))))
     replica, told = SocketReplica(str(tmp_path / "x"), "x"), Told()
     async with saying(tmp_path / "x", welcome):
         await replica.launch()
@@ -160,7 +159,7 @@ async def test_a_dispatcher_that_is_silent_is_sent_away(
     """Its host is gone, and never closed the socket."""
     monkeypatch.setattr("aioinfer.parallel.agent._SILENCE", 0.1)
     peer = await Peer.connect(served.path)
-    peer.send(Kind.HELLO, Hello(TOKEN).pack())
+    peer.send(Hello(TOKEN))
     while await peer.next() is not None:
         pass
     assert "no frame for 0.1 s" in caplog.text

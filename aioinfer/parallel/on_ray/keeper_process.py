@@ -12,9 +12,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from aioinfer.errors import AioInferError, ConfigError, EngineError
-from aioinfer.parallel.errors_record import error_of
+import msgspec
+
+from aioinfer.errors import AioInferError, EngineError
 from aioinfer.parallel.launched import HostUnavailable, leave
+from aioinfer.parallel.sent_errors import SentError
 
 __all__ = ["KeeperProcess", "Placing"]
 
@@ -69,10 +71,8 @@ class Placing:
 
 def _error(event: dict[str, Any]) -> AioInferError:
     # Those of the engine another start would meet, too.
-    if "setting" in event:
-        return ConfigError(event["setting"])
     if "error" in event:
-        return error_of(event["error"])
+        return msgspec.convert(event["error"], SentError).error()
     return HostUnavailable(f"its actor has died: {event['why']}")
 
 

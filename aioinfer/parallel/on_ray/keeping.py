@@ -10,12 +10,12 @@ import sys
 from collections.abc import Coroutine
 from typing import Any, TextIO
 
+import msgspec
 import ray
 
-from aioinfer.errors import ConfigError
-from aioinfer.parallel.errors_record import error_record
 from aioinfer.parallel.on_ray.actor import ReplicaActor
 from aioinfer.parallel.on_ray.resources import Node, share
+from aioinfer.parallel.sent_errors import SentError
 
 __all__ = ["keep"]
 
@@ -144,10 +144,7 @@ class _Kept:
             died["why"] = await self._actor.lost.remote()
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
-            kind = (
-                {"setting": str(cause)} if isinstance(cause, ConfigError) else {"error": error_record(cause)}
-            )
-            died = {"why": _said(cause), **kind}
+            died = {"why": _said(cause), "error": msgspec.to_builtins(SentError.of(cause))}
         except Exception as error:
             died = {"why": _said(error)}
         finally:
