@@ -16,7 +16,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.low_priority import at_low_priority
 from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.model.adapters.targets import AdapterTargets, LowRank
-from aioinfer.native.adapter_arguments import AdaptedLayer, LowRankTarget
+from aioinfer.native.arguments import AdaptedLayer, LowRankTarget
 from aioinfer.native.bindings import InvalidArguments
 from aioinfer.native.packed import PackedAdapter, Stack
 

@@ -11,13 +11,13 @@ import ctypes
 from typing import Any, Self, TypeAlias, TypeVar, dataclass_transform
 
 __all__ = [
-    "STRUCTURES", "Address", "Arguments", "AttendArguments", "DecoderArguments", "DeltaRuleArguments",
-    "DequantiseArguments", "DualArguments", "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments",
-    "LayerArguments", "LinearArguments", "MappedExpertsArguments",
-    "MappedWeightsArguments", "MixArguments", "PerLayerArguments",
-    "PerLayerInputsArguments", "QuantisedWeightsArguments", "RepackArguments", "RouteArguments",
-    "RouterArguments", "SelfAttentionArguments", "SetExpertArguments", "ShortConvArguments",
-    "WeightsArguments", "describe", "structure",
+    "STRUCTURES", "AdaptArguments", "AdaptedLayer", "Address", "Arguments", "AttendArguments",
+    "DecoderArguments", "DeltaRuleArguments", "DequantiseArguments", "DualArguments",
+    "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments", "LayerArguments", "LinearArguments",
+    "LowRankTarget", "MappedExpertsArguments", "MappedWeightsArguments", "MixArguments",
+    "PerLayerArguments", "PerLayerInputsArguments", "QuantisedWeightsArguments", "RepackArguments",
+    "RouteArguments", "RouterArguments", "SelfAttentionArguments", "SetExpertArguments",
+    "ShortConvArguments", "WeightsArguments", "describe", "structure",
 ]  # fmt: skip
 
 #: of memory, or of an object that the library made; None is null
@@ -37,7 +37,6 @@ class Arguments(ctypes.Structure):
     """The arguments of one call. They hold addresses only: the caller keeps the memory alive until the call
     returns."""
 
-    # Without a __dict__ a field that does not exist is an AttributeError.
     __slots__ = ()
 
     @classmethod
@@ -51,10 +50,14 @@ _Structure = TypeVar("_Structure", bound=type[Arguments])
 
 @dataclass_transform(kw_only_default=True)
 def structure(cls: _Structure) -> _Structure:
-    """Make the annotations of a class its fields."""
-    cls._fields_ = [(name, _KINDS[kind]) for name, kind in cls.__annotations__.items()]
-    STRUCTURES.append(cls)
-    return cls
+    """The same class with its annotations as fields, and no others: it has no ``__dict__``."""
+    fields = [(name, _KINDS[kind]) for name, kind in cls.__annotations__.items()]
+    namespace = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
+    made: _Structure = type(cls)(
+        cls.__name__, cls.__bases__, {**namespace, "__slots__": (), "_fields_": fields}
+    )
+    STRUCTURES.append(made)
+    return made
 
 
 def describe(structure: type[Arguments]) -> str:
@@ -70,8 +73,6 @@ def describe(structure: type[Arguments]) -> str:
 class WeightsArguments(Arguments):
     """Make a layer: round its weights or not, and pack them."""
 
-    __slots__ = ()
-
     pool: Address
     rows: Address
     bias: Address
@@ -86,8 +87,6 @@ class WeightsArguments(Arguments):
 class MappedWeightsArguments(Arguments):
     """Make a layer of weights that are packed already."""
 
-    __slots__ = ()
-
     packed: Address
     size: int
     bias: Address
@@ -101,8 +100,6 @@ class MappedWeightsArguments(Arguments):
 @structure
 class QuantisedWeightsArguments(Arguments):
     """Make a layer of weights that are quantised already."""
-
-    __slots__ = ()
 
     pool: Address
     values: Address
@@ -120,8 +117,6 @@ class QuantisedWeightsArguments(Arguments):
 class RepackArguments(Arguments):
     """Pack other weights into a layer that is there."""
 
-    __slots__ = ()
-
     pool: Address
     weights: Address
     rows: Address
@@ -132,8 +127,6 @@ class RepackArguments(Arguments):
 class DequantiseArguments(Arguments):
     """The weights of a layer as they were rounded, or given."""
 
-    __slots__ = ()
-
     pool: Address
     weights: Address
     out: Address
@@ -142,8 +135,6 @@ class DequantiseArguments(Arguments):
 @structure
 class LinearArguments(Arguments):
     """``out`` = ``values`` times the weights; gated: gate(gates) * up, else gate(outputs)."""
-
-    __slots__ = ()
 
     pool: Address
     weights: Address
@@ -157,8 +148,6 @@ class LinearArguments(Arguments):
 @structure
 class RouterArguments(Arguments):
     """Make a router."""
-
-    __slots__ = ()
 
     weight: Address
     bias: Address
@@ -175,8 +164,6 @@ class RouterArguments(Arguments):
 class RouteArguments(Arguments):
     """Choose the experts of tokens."""
 
-    __slots__ = ()
-
     pool: Address
     router: Address
     values: Address
@@ -190,8 +177,6 @@ class RouteArguments(Arguments):
 class ExpertsArguments(Arguments):
     """Allocate the experts of a layer."""
 
-    __slots__ = ()
-
     count: int
     hidden: int
     middle: int
@@ -203,8 +188,6 @@ class ExpertsArguments(Arguments):
 @structure
 class MappedExpertsArguments(Arguments):
     """Make the experts of a layer that are packed already."""
-
-    __slots__ = ()
 
     packed: Address
     size: int
@@ -220,8 +203,6 @@ class MappedExpertsArguments(Arguments):
 class SetExpertArguments(Arguments):
     """Pack one expert."""
 
-    __slots__ = ()
-
     pool: Address
     experts: Address
     index: int
@@ -233,8 +214,6 @@ class SetExpertArguments(Arguments):
 class ExpertBiasesArguments(Arguments):
     """Give one expert biases."""
 
-    __slots__ = ()
-
     experts: Address
     index: int
     gate_up: Address
@@ -244,8 +223,6 @@ class ExpertBiasesArguments(Arguments):
 @structure
 class MixArguments(Arguments):
     """``out``: the weighted sum of each token's experts."""
-
-    __slots__ = ()
 
     pool: Address
     experts: Address
@@ -261,8 +238,6 @@ class MixArguments(Arguments):
 @structure
 class AttendArguments(Arguments):
     """Attention of one layer."""
-
-    __slots__ = ()
 
     pool: Address
     queries: Address
@@ -302,8 +277,6 @@ class AttendArguments(Arguments):
 class PerLayerInputsArguments(Arguments):
     """The inputs of layers that every token has of its own."""
 
-    __slots__ = ()
-
     table: Address
     projection: Address
     norm: Address
@@ -318,8 +291,6 @@ class PerLayerInputsArguments(Arguments):
 class PerLayerArguments(Arguments):
     """What a layer does with its inputs."""
 
-    __slots__ = ()
-
     gate: Address
     out: Address
     function: int
@@ -330,8 +301,6 @@ class PerLayerArguments(Arguments):
 class DualArguments(Arguments):
     """Experts beside a dense part."""
 
-    __slots__ = ()
-
     router_norm: Address
     experts_norm: Address
     dense_post_norm: Address
@@ -341,8 +310,6 @@ class DualArguments(Arguments):
 @structure
 class DecoderArguments(Arguments):
     """Make a decoder without layers."""
-
-    __slots__ = ()
 
     embedding: Address
     words: Address
@@ -361,8 +328,6 @@ class DecoderArguments(Arguments):
 @structure
 class SelfAttentionArguments(Arguments):
     """Attention, the first half of a layer."""
-
-    __slots__ = ()
 
     heads: int
     kv_heads: int
@@ -390,8 +355,6 @@ class SelfAttentionArguments(Arguments):
 class ShortConvArguments(Arguments):
     """A gated convolution of each channel by itself, the first half of a layer."""
 
-    __slots__ = ()
-
     into: Address
     weight: Address
     bias: Address
@@ -403,8 +366,6 @@ class ShortConvArguments(Arguments):
 @structure
 class DeltaRuleArguments(Arguments):
     """The gated delta rule, the first half of a layer."""
-
-    __slots__ = ()
 
     key_heads: int
     value_heads: int
@@ -425,8 +386,6 @@ class DeltaRuleArguments(Arguments):
 @structure
 class LayerArguments(Arguments):
     """Append a layer."""
-
-    __slots__ = ()
 
     decoder: Address
     mixer_norm: Address
@@ -452,8 +411,6 @@ class LayerArguments(Arguments):
 @structure
 class ForwardArguments(Arguments):
     """Compute one step."""
-
-    __slots__ = ()
 
     decoder: Address
     pool: Address
@@ -483,3 +440,37 @@ class ForwardArguments(Arguments):
     hidden_rows: Address
     hidden: Address
     seconds: Address
+
+
+@structure
+class LowRankTarget(Arguments):
+    """What is added to some outputs of a layer."""
+
+    a: Address
+    b: Address
+    a_is_bfloat16: bool
+    b_is_bfloat16: bool
+    rank: int
+    start: int
+    rows: int
+    scale: float
+
+
+@structure
+class AdaptedLayer(Arguments):
+    """The summands of one linear layer."""
+
+    layer: int
+    part: int
+    targets: Address
+    count: int
+
+
+@structure
+class AdaptArguments(Arguments):
+    """Make the summands of layers an adapter's."""
+
+    decoder: Address
+    adapter: Address
+    layers: Address
+    count: int

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from itertools import zip_longest
 from typing import Any, Literal
 
-from aioinfer.native.adapter_arguments import AdaptArguments
 from aioinfer.native.arguments import (
     STRUCTURES,
+    AdaptArguments,
     Arguments,
     AttendArguments,
     DecoderArguments,

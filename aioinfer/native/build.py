@@ -12,7 +12,6 @@ quickly and works with every version of both. It is compiled for the processor a
 from __future__ import annotations
 
 import atexit
-import fcntl
 import hashlib
 import importlib.util
 import os
@@ -25,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -55,10 +54,10 @@ UNITS = len(_UNITS)
 _PATIENCE = 600.0
 #: seconds between two calls of ``progress`` while compilers run
 _PULSE = 0.1
-#: directories in the cache where compilers write, and files of their turns; locked by who compiles
+#: directories in the cache where compilers write
 _WORKPLACE = "compiling-"
-#: seconds after which such a directory may be one that a process left when it was killed
-_STALE = 60.0
+#: seconds after which such a directory is one that a killed process has left
+_STALE = 3600.0
 #: libraries that are kept however old, and seconds without use after which the others are removed
 _KEPT = 4
 _UNUSED = 30 * 86400.0
@@ -157,14 +156,16 @@ def _made(recipe: _Recipe, progress: _Progress = None) -> Path:
     try:
         # Closed to other users, who could put a library there.
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with turn(directory / f"{_WORKPLACE}{name}", pulse):
+        with turn(directory / f"{recipe.name}.lock", pulse):
             found = _intact(directory, f"{name}-*")
-            if found is not None:
-                return found
-            with _workplace(directory) as place:
-                path = _publish(_compile(compiler, recipe, place, progress), directory, name)
+            if found is None:
                 _prune(directory, recipe.name)
-                return path
+                with tempfile.TemporaryDirectory(
+                    prefix=_WORKPLACE, dir=directory, ignore_cleanup_errors=True
+                ) as place:
+                    made = _compile(compiler, recipe, Path(place), progress)
+                    found = _publish(made, directory, name)
+            return found
     except OSError as error:
         raise BuildFailed(f"{directory} cannot be written: {error}") from error
 
@@ -195,16 +196,23 @@ def _publish(made: Path, directory: Path, name: str) -> Path:
 
 
 def _prune(directory: Path, name: str) -> None:
-    """Remove libraries of a recipe that no start has looked up for long, but for the newest few.
+    """Remove libraries of a recipe that no start has looked up for long, except the newest few, and
+    directories of compilers that were killed.
 
     Several processes may do so at once. A process that has loaded one keeps it: the file goes when it ends.
     """
+    now = time.time()
+    for place in directory.glob(f"{_WORKPLACE}*"):
+        with suppress(OSError):
+            if now - place.stat().st_mtime > _STALE:
+                shutil.rmtree(place)
     used: list[tuple[float, Path]] = []
     for path in directory.glob(f"{name}-*.so"):
         with suppress(OSError):
             used.append((path.stat().st_mtime, path))
-    for last, path in sorted(used, reverse=True)[_KEPT:]:
-        if time.time() - last > _UNUSED:
+    # One more is about to be made.
+    for last, path in sorted(used, reverse=True)[_KEPT - 1 :]:
+        if now - last > _UNUSED:
             with suppress(OSError):
                 path.unlink()
 
@@ -213,34 +221,6 @@ def _sync(path: Path) -> None:
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
-    finally:
-        os.close(opened)
-
-
-@contextmanager
-def _workplace(cache: Path) -> Iterator[Path]:
-    """A directory for compilers, removed afterwards. Removes those of processes that were killed."""
-    for other in cache.glob(f"{_WORKPLACE}*"):
-        with suppress(OSError):
-            if time.time() - other.stat().st_mtime > _STALE:
-                with _locked(other):
-                    shutil.rmtree(other) if other.is_dir() else other.unlink()
-    with (
-        tempfile.TemporaryDirectory(prefix=_WORKPLACE, dir=cache, ignore_cleanup_errors=True) as place,
-        ExitStack() as locks,
-    ):
-        with suppress(OSError):  # a file system without locks, where no other process removes it either
-            locks.enter_context(_locked(Path(place)))
-        yield Path(place)
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """A lock that ends with the process. Raises OSError if another one holds it, or there are no locks."""
-    opened = os.open(directory, os.O_RDONLY)
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
     finally:
         os.close(opened)
 

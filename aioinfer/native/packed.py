@@ -8,8 +8,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 
-from aioinfer.native.adapter_arguments import AdaptArguments, AdaptedLayer
 from aioinfer.native.arguments import (
+    AdaptArguments,
+    AdaptedLayer,
     Address,
     DecoderArguments,
     DequantiseArguments,

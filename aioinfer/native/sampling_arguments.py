@@ -11,8 +11,6 @@ __all__ = ["LogprobsArguments", "MasksArguments", "PenaliseArguments", "SampleAr
 class SampleArguments(Arguments):
     """Sample one token per row."""
 
-    __slots__ = ()
-
     pool: Address
     logits: Address
     rows: int
@@ -35,8 +33,6 @@ class SampleArguments(Arguments):
 class PenaliseArguments(Arguments):
     """``out``: logits with penalties."""
 
-    __slots__ = ()
-
     pool: Address
     logits: Address
     rows: int
@@ -58,8 +54,6 @@ class PenaliseArguments(Arguments):
 class MasksArguments(Arguments):
     """Set logits to -inf where the masks have no bit."""
 
-    __slots__ = ()
-
     pool: Address
     logits: Address
     num_rows: int
@@ -74,8 +68,6 @@ class MasksArguments(Arguments):
 @structure
 class LogprobsArguments(Arguments):
     """Logprobs of rows."""
-
-    __slots__ = ()
 
     pool: Address
     logits: Address

@@ -246,18 +246,16 @@ until [ "$(ls "{tmp_path}/here" | wc -l)" -ge 2 ]; do :; done
     assert left() == [".so"]
 
 
-def test_where_there_are_no_locks_nobody_waits(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_no_process_waits(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fcntl.flock", Mock(side_effect=OSError(errno.ENOLCK, "no locks")))
     compiler(WORKS)
     assert build().read_text() == "made\n"
 
 
-def test_whoever_waits_for_the_compiler_of_another_process_can_be_cancelled(compiler: Compiler) -> None:
+def test_a_wait_for_the_compiler_of_another_process_can_be_cancelled(compiler: Compiler) -> None:
     script = compiler(WORKS)
-    name = build().stem.rpartition("-")[0]
-    (cached,) = cache_directory().glob("*.so")
-    cached.unlink()
-    with (cache_directory() / f"compiling-{name}").open("wb") as file:
+    build().unlink()
+    with (cache_directory() / "kernels.lock").open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(KeyboardInterrupt):
             build(Mock(side_effect=KeyboardInterrupt))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import threading
@@ -14,10 +13,10 @@ from aioinfer.native.turns import turn
 
 
 def never() -> None:
-    raise AssertionError("somebody waits")
+    raise AssertionError("it waits")
 
 
-def test_whoever_comes_later_waits_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_later_turn_waits_and_leaves_nothing(tmp_path: Path) -> None:
     lock, waits, order = tmp_path / "new" / "lock", threading.Event(), list[str]()
 
     def later() -> None:
@@ -58,27 +57,7 @@ def test_a_child_that_was_forked_meanwhile_holds_nothing(tmp_path: Path) -> None
         os.waitpid(child, 0)
 
 
-def test_a_file_that_was_removed_is_no_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its holder has removed it between opening and locking, and somebody may hold a new one of this name."""
-    lock, flock, locked = tmp_path / "lock", fcntl.flock, list[int]()
-
-    def replaced(opened: int, operation: int) -> None:
-        if not locked:
-            (tmp_path / "new").touch()
-            os.replace(tmp_path / "new", lock)
-        flock(opened, operation)
-        locked.append(os.fstat(opened).st_ino)
-
-    monkeypatch.setattr("fcntl.flock", replaced)
-    pulses: list[None] = []
-    with turn(lock, lambda: pulses.append(None)):
-        first, second = locked
-        assert first != second == os.stat(lock).st_ino
-        assert len(pulses) == 1
-    assert not lock.exists()
-
-
-def test_where_nothing_can_be_written_nobody_waits(tmp_path: Path) -> None:
+def test_where_nothing_can_be_written_no_process_waits(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with turn(tmp_path / "file" / "lock", never), turn(tmp_path / "file" / "lock", never):
         pass
