@@ -8,7 +8,7 @@ by name: the type checker rejects a field that is missing or does not exist.
 from __future__ import annotations
 
 import ctypes
-from typing import Any, Self, TypeAlias, TypeVar, dataclass_transform
+from typing import Any, Self, TypeAlias, TypeVar, cast, dataclass_transform
 
 __all__ = [
     "STRUCTURES", "AdaptArguments", "AdaptedLayer", "Address", "Arguments", "AttendArguments",
@@ -52,12 +52,10 @@ _Structure = TypeVar("_Structure", bound=type[Arguments])
 def structure(cls: _Structure) -> _Structure:
     """The same class with its annotations as fields, and no others: it has no ``__dict__``."""
     fields = [(name, _KINDS[kind]) for name, kind in cls.__annotations__.items()]
-    namespace = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
-    made: _Structure = type(cls)(
-        cls.__name__, cls.__bases__, {**namespace, "__slots__": (), "_fields_": fields}
-    )
+    namespace = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__slots__": (), "_fields_": fields}
+    made: Any = type(cls.__name__, cls.__bases__, namespace)
     STRUCTURES.append(made)
-    return made
+    return cast(_Structure, made)
 
 
 def describe(structure: type[Arguments]) -> str:
