@@ -27,7 +27,7 @@ from aioinfer.server.http.limits import MOST_BODY_MIB
 from aioinfer.server.http.listening import Bound, bind_all, connection_limit, listen
 from aioinfer.server.http.logs import ACCESS, HTTP, AccessLog
 from aioinfer.server.http.records import add_headers, record_of, recorded
-from aioinfer.server.playground.page import PAGE
+from aioinfer.server.playground import PAGE
 from aioinfer.server.routes import Routes
 from aioinfer.server.status import HEALTH, OPEN_PATHS
 

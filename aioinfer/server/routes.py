@@ -26,7 +26,7 @@ from aioinfer.server.openai.wires import CHAT_ENDPOINT, CHAT_WIRE, COMPLETION_EN
 from aioinfer.server.openapi.endpoints import Handler, Route
 from aioinfer.server.openapi.pages import Pages
 from aioinfer.server.operations.metrics import METRICS, Metrics
-from aioinfer.server.playground.page import FILE, PAGE, Playground
+from aioinfer.server.playground import PAGE, playground_page
 from aioinfer.server.pooling import PoolingRoutes
 from aioinfer.server.responses.endpoints import RESPONSES_ENDPOINT
 from aioinfer.server.responses.wires import RESPONSES_WIRE
@@ -104,9 +104,7 @@ class Routes:
             if self._metrics is not None:
                 routes.append((beside + METRICS.path, METRICS.route(self._metrics.scrape)))
         if playground is not None:
-            page = Playground(playground, prefix, steps)
-            routes.append((playground, PAGE.route(page.page)))
-            routes.append((page.files, FILE.route(page.file)))
+            routes.append((playground, PAGE.route(playground_page(playground, prefix, steps))))
         self._add(app, routes)
         app.on_shutdown.append(self._watching.close)
         self._pages.show([(path, route.endpoint) for path, route in routes])

@@ -86,7 +86,6 @@ CALLS: dict[str, tuple[str, str, dict[str, str], Any]] = {
     "HEAD": ("HEAD", "/health", {}, None),
     "HEAD of the feed": ("HEAD", "/debug/steps", {}, None),
     "the page": ("GET", "/", {}, None),
-    "a file": ("GET", "/playground/style.css", {}, None),
     "the document": ("GET", "/openapi.json?x=1", {}, None),
     "metrics": ("GET", "/metrics", {}, None),
     "another accept": ("GET", "/metrics", {"Accept": "application/openmetrics-text"}, None),

@@ -230,7 +230,7 @@ async def test_the_page_is_at_the_root() -> None:
         for path, root in (("/", ""), ("/llm/", "/llm"), ("/llm", "/llm")):
             found = await Exchange("GET", path, root_path=root).run(asgi_app(one))
             assert found.status == 200
-            assert b'href="playground/style.css"' in found.body
+            assert b'data-api="v1"' in found.body
 
 
 def mounting(one: Engine, config: ServerConfig | None = None) -> Any:
