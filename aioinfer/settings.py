@@ -17,6 +17,7 @@ from typing import Any, Literal
 from aioinfer.errors import ConfigError
 
 __all__ = [
+    "BOOLEANS",
     "check_type",
     "field_options",
     "first_line",
@@ -32,6 +33,11 @@ __all__ = [
 
 _log = logging.getLogger("aioinfer")
 
+#: texts of booleans, in lower case
+BOOLEANS = {
+    **dict.fromkeys(("1", "true", "yes", "on"), True),
+    **dict.fromkeys(("0", "false", "no", "off"), False),
+}
 _PREFIX = "AIOINFER_"
 #: bytes of the largest settings file
 _LARGEST_FILE = 1 << 20
@@ -87,12 +93,9 @@ def parse_setting(cls: type[Any], name: str, text: str) -> Any:
     if type(None) in options and text.lower() in ("", "none", "null"):
         return None
     if bool in options:
-        lowered = text.lower()
-        if lowered in ("1", "true", "yes", "on"):
-            return True
-        if lowered in ("0", "false", "no", "off"):
-            return False
-        raise ConfigError(f"{name} must be true or false, got {shown(text)}")
+        if text.lower() not in BOOLEANS:
+            raise ConfigError(f"{name} must be true or false, got {shown(text)}")
+        return BOOLEANS[text.lower()]
     for kind in (int, float):
         if kind in options or any(isinstance(option, kind) for option in options):
             try:

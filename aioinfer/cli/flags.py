@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aioinfer.config import GROUPS, parse_setting, value_names
+from aioinfer.settings import BOOLEANS, field_options
 
 __all__ = ["COMMON", "Formatter", "Parser", "add_common", "add_settings", "read_settings"]
 
@@ -48,6 +49,31 @@ class Formatter(argparse.HelpFormatter):
             prog, max_help_position=32, width=min(shutil.get_terminal_size((110, 0)).columns, 140)
         )
 
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if isinstance(action, _Switch):
+            return ", ".join(action.option_strings)
+        return super()._format_action_invocation(action)
+
+
+class _Switch(argparse.Action):
+    """The flag of a boolean setting: ``--x``, ``--no-x``, ``--x VALUE``."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
+        (flag,) = option_strings
+        super().__init__([flag, f"--no-{flag.removeprefix('--')}"], dest, nargs="?", **options)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        off = option_string is not None and option_string.startswith("--no-")
+        if off and values is not None:
+            parser.error(f"{option_string} takes no value")
+        setattr(namespace, self.dest, "false" if off else "true" if values is None else values)
+
 
 class Parser(argparse.ArgumentParser):
     """A parser of settings, whose ``--help`` has topics: common settings, a group, part of a name, or all."""
@@ -65,6 +91,22 @@ class Parser(argparse.ArgumentParser):
             default=argparse.SUPPRESS,
             help="show the common options; of a group, part of a name, or all: those",
         )
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse arguments; what follows a switch is its value only where it reads as a boolean."""
+        given = [*(sys.argv[1:] if args is None else args)]
+        end = given.index("--") if "--" in given else len(given)
+        for at, argument in enumerate(given[:end]):
+            switch = self._option_string_actions.get(argument)
+            if not isinstance(switch, _Switch):
+                continue
+            flag, negation = switch.option_strings
+            value = given[at + 1].lower() if at + 1 < end else ""
+            if argument == negation:
+                given[at] = f"{flag}=false"
+            elif value not in (*BOOLEANS, "none"):
+                given[at] = f"{flag}=true"
+        return super().parse_known_args(given, namespace)
 
     def help_on(self, topic: str) -> str | None:
         """The help text of a topic; None if there is no such topic."""
@@ -166,6 +208,7 @@ def add_settings(parser: argparse.ArgumentParser, *classes: type[Any]) -> None:
                 f"--{item.name.replace('_', '-')}",
                 metavar="VALUE",
                 default=argparse.SUPPRESS,
+                action=_Switch if bool in field_options(cls, item.name) else "store",
                 help=_help(cls, item).replace("%", "%%"),
             )
             for cls, item in members
