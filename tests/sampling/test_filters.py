@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from aioinfer.sampling import filters
-from aioinfer.sampling.filters import _floors_by_search, _smallest_key, floors
+from aioinfer.sampling.filters import _floors_by_search, floors
 from tests.sampling.support import make_batch, random_logits, random_row, reference_floor
-from tests.tiers import SECONDS, rest
 
 
 def scaled_rows(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
@@ -58,25 +57,6 @@ def test_the_window_is_searched_further_only_where_it_must_be(monkeypatch: pytes
     assert floor.flatten().tolist() == [0.0, 0.0, float(np.log(np.float32(0.5))), -np.inf]
 
 
-@rest(SECONDS)
-def test_smallest_key_against_a_sum_over_all_keys() -> None:
-    """Small keys, keys that share digits, zero weights; targets of nothing, one, and all."""
-    generator = torch.Generator().manual_seed(1)
-    for high in (3, 5000, 2**31 - 1):
-        keys = torch.randint(0, high, (6, 200), generator=generator, dtype=torch.int32)
-        weights = torch.randint(0, 4, (6, 200), generator=generator)
-        total = weights.sum(1, keepdim=True)
-        for target in (torch.ones_like(total), total // 2, total):
-            got = _smallest_key(keys, weights, target).flatten().tolist()
-            for row in range(6):
-                fits = [
-                    key
-                    for key in sorted(keys[row].tolist())
-                    if int(weights[row][keys[row] <= key].sum()) >= int(target[row])
-                ]
-                assert got[row] == fits[0], (high, row)
-
-
 def test_ties_at_the_threshold_all_stay() -> None:
     scaled = torch.tensor([[-1.0, 0.0, -1.0, -1.0, -2.0, -3.0]])
     assert float(floors(scaled, make_batch([{"top_k": 2}]))) == -1.0
@@ -93,12 +73,3 @@ def test_a_share_that_is_met_exactly_needs_no_more() -> None:
     assert float(floors(scaled, batch)) == 0.0
     top_k, top_p = batch.top_k.unsqueeze(1), batch.top_p.unsqueeze(1)
     assert float(_floors_by_search(scaled, top_k, top_p, True, True)) == 0.0
-
-
-def test_broken_rows_raise_nothing() -> None:
-    scaled = torch.zeros(3, 100)
-    scaled[0, 5] = torch.nan
-    scaled[1] = torch.nan
-    batch = make_batch([{"top_k": 3, "top_p": 0.5, "min_p": 0.1}] * 3)
-    floors(scaled, batch)
-    _floors_by_search(scaled, batch.top_k.unsqueeze(1), batch.top_p.unsqueeze(1), True, True)

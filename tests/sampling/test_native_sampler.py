@@ -17,7 +17,7 @@ from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.logprobs import TorchLogprobs
 from aioinfer.sampling.native_logits import NativeLogprobs
 from aioinfer.sampling.native_sampler import sample_tokens
-from aioinfer.sampling.noise import gumbel, uniform
+from aioinfer.sampling.noise import uniform
 from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.sampling.sampler import Sampler
 from tests.sampling.support import (
@@ -149,18 +149,6 @@ def test_a_row_depends_on_itself_alone() -> None:
             for lying in (wide[:, :3000], logits[order].T.contiguous().T):
                 got = sample_tokens(team, lying, replace(batch, **apart)).tolist()
                 assert got == [together[index] for index in order], (threads, count)
-
-
-def test_noise_has_the_bits_of_torch(team: ThreadPool) -> None:
-    """Between equals the noise decides: the token with the most of it, of any seed, at any position."""
-    rng = np.random.default_rng(6)
-    rows = [
-        {"seed": int(rng.integers(-(2**63), 2**63 - 1)), "position": int(rng.integers(0, 2**31))}
-        for _ in range(64)
-    ]
-    batch = make_batch(rows)
-    wanted = gumbel(batch.seeds, batch.positions, torch.arange(5000)).argmax(dim=1)
-    assert torch.equal(sample_tokens(team, torch.zeros(64, 5000), batch), wanted)
 
 
 @pytest.mark.parametrize(("earlier", "later"), [(3, 9), (3, 2000), (1500, 2000)])

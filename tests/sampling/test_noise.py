@@ -8,9 +8,8 @@ import math
 import pytest
 import torch
 
-from aioinfer.sampling.noise import gumbel, random_bits, row_keys, uniform
+from aioinfer.sampling.noise import gumbel, random_bits, uniform
 from tests.sampling.support import chi_square
-from tests.tiers import SECONDS, rest
 
 #: Standard deviations. All inputs are fixed, so a test passes always or never.
 SHARP = 4.0
@@ -96,20 +95,6 @@ def test_no_two_rows_are_alike() -> None:
     assert len({tuple(row) for row in rows.tolist()}) == len(keys)
     # Nor does a row show up shifted by some tokens in another.
     assert len(set(rows.flatten().tolist())) > rows.numel() - 20
-
-
-@rest(SECONDS)
-def test_keys_never_collide() -> None:
-    """A 64-bit bijection: a million pairs of words without a duplicate, for seeds and for positions."""
-    count = torch.arange(1_000_000)
-    for seeds, positions in ((count, count * 0 + 17), (count * 0 - 17, count)):
-        low, high = row_keys(seeds, positions).squeeze(2).to(torch.int64)
-        assert len(torch.unique((high << 32) + (low & 0xFFFFFFFF))) == len(count)
-
-
-def test_tokens_of_a_row_never_collide() -> None:
-    bits = random_bits(torch.tensor([3]), torch.tensor([4]), torch.arange(200_000))
-    assert len(torch.unique(bits)) == 200_000
 
 
 def test_a_cell_depends_on_its_key_only() -> None:

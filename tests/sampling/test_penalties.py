@@ -124,15 +124,6 @@ def test_rows_are_made_on_demand_and_used_again() -> None:
         assert penalties._counts[row].nonzero().flatten().tolist() == [slot % 10]
 
 
-def test_a_slot_that_gave_its_row_back_no_longer_counts_there() -> None:
-    penalties = Penalties(3, 10, CPU)
-    penalties.reset([PenaltyReset(1, [], [])])
-    penalties.reset([PenaltyReset(1, penalised=False)])
-    penalties.reset([PenaltyReset(2, [], [])])
-    penalties.record(make_batch([{"slot": 1}, {"slot": 2}]), torch.tensor([4, 5]))
-    assert penalties._counts.nonzero().tolist() == [[1, 5]]
-
-
 def test_a_request_without_penalties_releases_the_row_of_the_slots_previous_request() -> None:
     """The host decides, without reading the device."""
     parameters, sampler = SamplingTable(9), Sampler(9, 10, CPU)

@@ -32,13 +32,10 @@ from tests.sampling.support import (
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-import triton.language as tl
 
-from aioinfer.sampling import triton_draw, triton_sampler, triton_scan, triton_wide
-from aioinfer.sampling.triton_filters import filter_floor
+from aioinfer.sampling import triton_sampler, triton_scan
 from aioinfer.sampling.triton_sampler import SampleTuning, sample_tokens
-from aioinfer.sampling.triton_wide import _part
-from tests.tiers import INTERPRETER, PLANTED_BUG, grid, nightly, points
+from tests.tiers import INTERPRETER, grid, nightly, points
 
 #: One chunk and several, the last of them partly empty; groups of a token and of many; lists that most rows
 #: overflow, so that they are searched whole, and lists of several tiles.
@@ -155,46 +152,6 @@ def filtered(device: str, tuning: str, wide: str = "one program") -> tuple[list[
 def test_filters_keep_neither_more_nor_less(device: str, tuning: str, wide: str) -> None:
     got, wanted = filtered(device, tuning, wide)
     assert got == wanted
-
-
-def one_more(*arguments: Any) -> Any:
-    """A floor for one more token than top-k has."""
-    return filter_floor(*arguments[:4], arguments[4] + 1, *arguments[5:])
-
-
-def no_min_p(min_p: Any, WIDEN: bool) -> Any:
-    return min_p * 0 - math.inf
-
-
-def one_part_less(vocab: Any, TILE: int) -> Any:
-    """The last program has nothing to do."""
-    begin, end = _part(vocab, TILE)
-    return begin, tl.where(tl.program_id(0) == tl.num_programs(0) - 1, begin, end)
-
-
-def far_from_best(low: Any, high: Any, ids: Any, WIDEN: bool) -> Any:
-    return ids * -1e3
-
-
-#: where it is, and who searches wide rows
-PLANTED: dict[str, tuple[Any, str, Callable[..., Any], str]] = {
-    "one token too many": (triton_draw, "filter_floor", one_more, "one program"),
-    "min-p forgotten": (triton_draw, "min_p_floor", no_min_p, "one program"),
-    "the first of a chunk, not the best": (triton_draw, "gumbel", far_from_best, "one program"),
-    "min-p forgotten where rows are wide": (triton_wide, "min_p_floor", no_min_p, "all"),
-    "all of the mass": (triton_wide, "mass_share", lambda top_p, total: total, "all"),
-    "a part of the row is forgotten": (triton_wide, "_part", one_part_less, "all"),
-}
-
-
-@nightly(PLANTED_BUG)
-@interpreted_only
-@pytest.mark.parametrize("bug", PLANTED)
-def test_a_planted_bug_is_found(device: str, bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, name, planted, wide = PLANTED[bug]
-    monkeypatch.setattr(module, name, planted)
-    got, wanted = filtered(device, "small lists" if wide == "all" else "long lists", wide)
-    assert got != wanted
 
 
 @nightly(INTERPRETER)
