@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from aioinfer.config import EngineConfig
-from aioinfer.diffusion.scripted import ScriptedLogits
 from aioinfer.execution.device import Progress
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM
+from tests.toys.scripted import ScriptedLogits
 
 __all__ = ["SHAPES", "ScriptedDevice", "write_shape"]
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer.diffusion.scripted import ScriptedLogits
 from aioinfer.params import DiffusionParams, SamplingParams
 from tests.diffusion import reference
 from tests.toys.blocks import ScriptedDevice, scripted_generate, scripted_rounds
+from tests.toys.scripted import ScriptedLogits
 
 SIZE, MASK = 8, 63
 SCRIPT = ScriptedLogits(64, MASK, mean_steps=3.0, edits=2)

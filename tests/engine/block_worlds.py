@@ -13,7 +13,6 @@ import torch
 from aioinfer.config import EngineConfig, policy_names
 from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names
-from aioinfer.diffusion.scripted import ScriptedLogits
 from aioinfer.engine import Engine
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import DiffusionParams, SamplingParams
@@ -23,6 +22,7 @@ from tests.diffusion.cases import take, take_blocks
 from tests.engine.worlds import VOCAB, Claim, Faults, World, random_switches, verify_ids
 from tests.toys import ToyTokenizer
 from tests.toys.blocks import ScriptedDevice
+from tests.toys.scripted import ScriptedLogits
 
 #: mode, fused commit, mixed, rounds of a multi_step, prefix cache
 COMBINATIONS = list(

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from aioinfer.diffusion.scripted import ScriptedLogits
 from aioinfer.diffusion.state import BlockState
 from aioinfer.execution.device import Flight
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.step import NO_ROWS, MultiStepBudget, NewRequestData, Row, Step
 from tests.diffusion import reference
+from tests.toys.scripted import ScriptedLogits
 
 Launch = Callable[[Step], Flight]
 #: [B, V] of a block, from the tokens before it and its own

@@ -1,6 +1,6 @@
 """ScriptedDevice: block diffusion without a network, over tainted KV memory.
 
-The model is scripted (:mod:`aioinfer.diffusion.scripted`); packing, blocks on the device and algorithms are
+The model is scripted (:mod:`tests.toys.scripted`); packing, blocks on the device and algorithms are
 the real ones. What a block says is a hash of everything before it and of its own ids, and each KV cell
 remembers what that was when it was written. So a page, a slot, a block or a round of another request is
 an exact failure.
@@ -19,7 +19,6 @@ import torch
 from aioinfer.config import PAGE_SIZE
 from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.registry import algorithm_class
-from aioinfer.diffusion.scripted import ScriptedLogits
 from aioinfer.errors import ConfigError
 from aioinfer.execution.backends import CpuBackend
 from aioinfer.execution.decoding.blocks import BlockDecoding, BlockPacker
@@ -41,6 +40,7 @@ from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.step import Row, Step
 from tests.toys.device import TaintError
+from tests.toys.scripted import ScriptedLogits
 
 __all__ = ["ScriptedDevice", "ScriptedLM", "scripted_generate", "scripted_rounds"]
 
@@ -153,7 +153,7 @@ class ScriptedDevice(NoAdapters):
 
     ``fault`` is called with every step before it is computed and may raise, as a device would; so is
     ``late_fault`` when everything is computed. Cells of a step that failed hold junk, and so does what rows
-    behind it bring. The rest is as in :class:`~aioinfer.diffusion.scripted.ScriptedLogits`.
+    behind it bring. The rest is as in :class:`~tests.toys.scripted.ScriptedLogits`.
     """
 
     synchronous = True
