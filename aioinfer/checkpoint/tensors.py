@@ -72,15 +72,15 @@ class Float8Matrix(NamedTuple):
 class Tensors(Protocol):
     """The tensors of a checkpoint under the names that transformers gives them.
 
-    What they raise is a ConfigError that names the tensor and what is wrong with its file.
+    Errors are ConfigErrors that name the tensor and what is wrong with its file.
     """
 
     @property
     def names(self) -> Collection[str]:
-        """Of all tensors."""
+        """Names of all tensors."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of one, as it is computed with."""
+        """The shape of a tensor as it is computed with."""
 
     def read(self, name: str) -> torch.Tensor:
         """One tensor, in the type in which it is stored; float32 if that is quantised. It may be a view of a
@@ -88,16 +88,19 @@ class Tensors(Protocol):
 
     def rounding(self, name: str) -> Rounding | None:
         """How a matrix is quantised, if :meth:`quantised` can return it; None for anything else."""
+        return None
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """A matrix that has a rounding, as it is stored."""
+        raise AssertionError(f"{name} is not quantised")
 
     def float8(self, name: str) -> Float8Matrix | None:
         """A matrix that is stored as floats of 8 bits, or a stack of such, as it is stored; None for anything
         else."""
+        return None
 
 
-class SafetensorsTensors:
+class SafetensorsTensors(Tensors):
     """The tensors of a directory's safetensors files, or of one such file, memory-mapped and read on
     demand."""
 
@@ -130,15 +133,6 @@ class SafetensorsTensors:
         except Exception as error:
             raise _unreadable(name, error) from error
         return tensor
-
-    def rounding(self, name: str) -> Rounding | None:
-        return None
-
-    def quantised(self, name: str) -> QuantisedMatrix:
-        raise AssertionError(f"{name} is not quantised")
-
-    def float8(self, name: str) -> Float8Matrix | None:
-        return None
 
 
 def stored_bytes(

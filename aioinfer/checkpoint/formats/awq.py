@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.checkpoint.formats.base import Stored, dequantised, rounding_of_groups, unpacked
-from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding
+from aioinfer.checkpoint.formats.base import Stored, ZeroPoints, unpacked
 from aioinfer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -22,12 +21,12 @@ __all__ = ["AWQ"]
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-class AWQ:
-    """See :class:`~aioinfer.checkpoint.formats.base.Format`."""
+class AWQ(ZeroPoints):
+    """The format of AutoAWQ."""
 
     marker = "qweight"
     others = frozenset({"qzeros", "scales"})
-    stacks = False
+    bits = 4
 
     def __init__(self, config: dict[str, Any]) -> None:
         bits, version = config.get("bits", config.get("w_bit")), str(config.get("version", "gemm")).lower()
@@ -36,9 +35,6 @@ class AWQ:
                 f"model: AWQ of {shown(bits)} bits in the layout {shown(version)} is not supported"
             )
 
-    def quantised(self, stored: Stored) -> bool:
-        return True
-
     def shape(self, stored: Stored) -> tuple[int, int]:
         inner, words = stored.shape("qweight")
         groups, outputs = stored.shape("scales")
@@ -46,26 +42,12 @@ class AWQ:
             raise ConfigError(f"model: the parts of {stored.module} do not fit each other")
         return outputs, inner
 
-    def rounding(self, stored: Stored) -> Rounding | None:
-        return rounding_of_groups(4, self.shape(stored)[1], stored.shape("scales")[0])
+    def groups(self, stored: Stored) -> int:
+        return stored.shape("scales")[0]
 
-    def matrix(self, stored: Stored) -> QuantisedMatrix:
-        rounding = self.rounding(stored)
-        assert rounding is not None
-        return QuantisedMatrix(*self._parts(stored), rounding)
-
-    def float8(self, stored: Stored) -> Float8Matrix | None:
-        return None
-
-    def read(self, stored: Stored) -> torch.Tensor:
-        values, scales, offsets = self._parts(stored)
-        return dequantised(
-            QuantisedMatrix(values, scales, offsets, Rounding(4, values.shape[1] // scales.shape[1]))
+    def parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        values, zeros = (
+            unpacked(stored.words(part), 4, _PLACES.__getitem__) for part in ("qweight", "qzeros")
         )
-
-    def _parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Values [outputs, inner], scales and offsets [outputs, groups]."""
-        values = unpacked(stored.words("qweight"), 4, _PLACES.__getitem__)
-        zeros = unpacked(stored.words("qzeros"), 4, _PLACES.__getitem__)
         scales = stored.read("scales").float().T.contiguous()
-        return values.T.contiguous(), scales, -scales * zeros.T.float()
+        return values.T.contiguous(), scales, zeros.T.float()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, Tensors
 from aioinfer.errors import ConfigError
@@ -16,6 +17,7 @@ __all__ = [
     "QuantisedTensors",
     "Stack",
     "Stored",
+    "ZeroPoints",
     "dequantised",
     "dequantised_elements",
     "rounding_of_groups",
@@ -55,6 +57,14 @@ class Stored:
         """A part of int32 words. Raises ConfigError if it is of another type."""
         return self.typed(part, "int32")
 
+    def group_index(self, part: str, groups: int) -> torch.Tensor:
+        """A part that has the group of each element, int64. Raises ConfigError for a group that does not
+        exist."""
+        found = self.read(part).long()
+        if int(found.min()) < 0 or int(found.max()) >= groups:
+            raise ConfigError(f"model: {self.module}.{part} names groups that do not exist")
+        return found
+
     def typed(self, part: str, *types: str) -> torch.Tensor:
         """A part of one of these types. Raises ConfigError for another one."""
         found = self.read(part)
@@ -90,38 +100,88 @@ class Stack(Stored):
         return self.module if part == "weight" else f"{self.module}_{part.removeprefix('weight_')}"
 
 
-class Format(Protocol):
-    """Reads quantised weights. What it raises is a ConfigError that names the tensor."""
+class Format(ABC):
+    """Reads quantised weights. Errors are ConfigErrors that name the tensor."""
 
     #: the part by which a quantised module is recognised
-    marker: str
+    marker: ClassVar[str]
     #: the other parts, which no model takes; some may be missing
-    others: frozenset[str]
+    others: ClassVar[frozenset[str]]
     #: whether a :class:`Stack` may be quantised, too
-    stacks: bool
+    stacks: ClassVar[bool] = False
 
     def quantised(self, stored: Stored) -> bool:
         """Whether a module that has the marker is quantised."""
+        return True
 
+    @abstractmethod
     def shape(self, stored: Stored) -> tuple[int, ...]:
-        """Of the weight that the parts stand for."""
+        """The shape of the weight that the parts stand for."""
 
+    @abstractmethod
     def read(self, stored: Stored) -> torch.Tensor:
         """The weight, float32."""
 
     def rounding(self, stored: Stored) -> Rounding | None:
         """How :meth:`matrix` returns it; None if it cannot, and :meth:`read` has to do."""
+        return None
 
     def matrix(self, stored: Stored) -> QuantisedMatrix:
         """The weight as whole numbers with factors."""
+        raise AssertionError(f"{stored.module} is not of whole numbers")
 
     def float8(self, stored: Stored) -> Float8Matrix | None:
         """The weight as floats of 8 bits with scales; None if it is of other numbers."""
+        return None
 
 
-class QuantisedTensors:
-    """See :class:`~aioinfer.checkpoint.tensors.Tensors`; weights that a format stores in parts have the names
-    of weights."""
+class ZeroPoints(Format):
+    """Whole numbers in groups with scales and zeros: ``weight = scale * (q - zero)``."""
+
+    bits: int
+    #: zeros are in the middle of the range
+    symmetric = False
+
+    @abstractmethod
+    def parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Values [outputs, inner], uint8, scales and zeros [outputs, groups], float32."""
+
+    @abstractmethod
+    def groups(self, stored: Stored) -> int:
+        """The number of groups of a row."""
+
+    def order(self, stored: Stored) -> torch.Tensor | None:
+        """The group of each element, int64 [inner]; None if groups are runs of equal length."""
+        return None
+
+    def rounding(self, stored: Stored) -> Rounding | None:
+        if self.order(stored) is not None:
+            return None
+        return rounding_of_groups(self.bits, self.shape(stored)[1], self.groups(stored))
+
+    def matrix(self, stored: Stored) -> QuantisedMatrix:
+        import torch
+
+        rounding = self.rounding(stored)
+        assert rounding is not None
+        values, scales, zeros = self.parts(stored)
+        if rounding.bits == 8:
+            # Signed, the zeros shifted as well.
+            values, zeros = (values ^ 128).view(torch.int8), zeros - 128
+        return QuantisedMatrix(values, scales, None if self.symmetric else -scales * zeros, rounding)
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        values, scales, zeros = self.parts(stored)
+        groups = self.order(stored)
+        if groups is not None:
+            return dequantised_elements(values, scales, zeros, groups)
+        # As of 4 bits: the offsets say what is subtracted.
+        rounding = Rounding(4, values.shape[1] // scales.shape[1])
+        return dequantised(QuantisedMatrix(values, scales, -scales * zeros, rounding))
+
+
+class QuantisedTensors(Tensors):
+    """Tensors of which a format stores weights in parts; they have the names of weights."""
 
     def __init__(self, tensors: Tensors, form: Format) -> None:
         """Raises ConfigError if a part of a weight is missing."""
@@ -200,7 +260,7 @@ def unpacked(
 
 
 def row_slices(rows: int, inner: int, multiple: int = 1) -> Iterator[slice]:
-    """Slices of rows of so many elements, which are worked on at a time; each begins at a multiple."""
+    """Slices of rows of ``inner`` elements that are worked on at a time; each begins at a multiple."""
     step = max(1, _SLICE // max(1, inner * multiple)) * multiple
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
@@ -226,14 +286,12 @@ def dequantised(matrix: QuantisedMatrix) -> torch.Tensor:
 
 
 def dequantised_elements(
-    stored: Stored, part: str, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, groups: torch.Tensor
 ) -> torch.Tensor:
-    """float32 [rows, inner], of elements in any order: ``part`` has the group of each. Raises ConfigError."""
+    """float32 [rows, inner], from values [rows, inner] and scales and zeros [rows, groups]; ``groups``: int64
+    [inner], the group of each element."""
     import torch
 
-    groups = stored.read(part).long()
-    if int(groups.min()) < 0 or int(groups.max()) >= scales.shape[1]:
-        raise ConfigError(f"model: {stored.module}.{part} names groups that do not exist")
     found = torch.empty(values.shape)
     for rows in row_slices(*values.shape):
         found[rows] = (values[rows] - zeros[rows][:, groups]) * scales[rows][:, groups]

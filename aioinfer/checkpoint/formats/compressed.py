@@ -14,13 +14,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.checkpoint.formats.base import (
+    Format,
     Stored,
+    ZeroPoints,
     dequantised,
     dequantised_elements,
     rounding_of_groups,
     unpacked,
 )
-from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding
+from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
 from aioinfer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -44,12 +46,11 @@ def _group(stated: dict[str, Any]) -> int | None:
     return int(stated["group_size"]) if stated.get("strategy") == "group" else None
 
 
-class IntQuantized:
-    """See :class:`~aioinfer.checkpoint.formats.base.Format`."""
+class IntQuantized(Format):
+    """Numbers of 8 bits with scales."""
 
     marker = "weight"
     others = frozenset({"weight_scale", "weight_zero_point", "input_scale", "input_zero_point"})
-    stacks = False
 
     def __init__(self, config: dict[str, Any]) -> None:
         stated = _weights(config)
@@ -81,9 +82,6 @@ class IntQuantized:
         values = stored.typed("weight", "int8")
         return QuantisedMatrix(values, self._scales(stored, len(values)), None, rounding)
 
-    def float8(self, stored: Stored) -> Float8Matrix | None:
-        return None
-
     def read(self, stored: Stored) -> torch.Tensor:
         values = stored.typed("weight", "int8")
         scales = self._scales(stored, len(values))
@@ -96,12 +94,11 @@ class IntQuantized:
         return scales.expand(outputs).reshape(outputs, 1) if scales.numel() == 1 else scales.contiguous()
 
 
-class PackQuantized:
-    """See :class:`~aioinfer.checkpoint.formats.base.Format`."""
+class PackQuantized(ZeroPoints):
+    """Numbers of 4 or 8 bits in words, with scales and perhaps zeros."""
 
     marker = "weight_packed"
     others = frozenset({"weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"})
-    stacks = False
 
     def __init__(self, config: dict[str, Any]) -> None:
         stated = _weights(config)
@@ -110,13 +107,10 @@ class PackQuantized:
             raise ConfigError(
                 f"model: packed weights of {shown(bits)} bits of the type {shown(kind)} are not supported"
             )
-        self._bits: int = bits
+        self.bits = bits
         self._group = _group(stated)
-        self._symmetric = bool(stated.get("symmetric", True))
+        self.symmetric = bool(stated.get("symmetric", True))
         self._shuffled = stated.get("actorder") == "group"
-
-    def quantised(self, stored: Stored) -> bool:
-        return True
 
     def shape(self, stored: Stored) -> tuple[int, int]:
         outputs, words = stored.shape("weight_packed")
@@ -124,61 +118,43 @@ class PackQuantized:
             raise ConfigError(f"model: {stored.module}.weight_shape is shaped {stored.shape('weight_shape')}")
         rows, inner = (int(size) for size in stored.read("weight_shape").tolist())
         groups = -(-inner // (self._group or inner)) if inner > 0 else 0
-        fits = rows == outputs and words == -(-inner * self._bits // 32)
+        fits = rows == outputs and words == -(-inner * self.bits // 32)
         fits = fits and stored.shape("weight_scale") == (rows, groups)
-        if fits and not self._symmetric:
-            fits = stored.shape("weight_zero_point") == (-(-rows * self._bits // 32), groups)
+        if fits and not self.symmetric:
+            fits = stored.shape("weight_zero_point") == (-(-rows * self.bits // 32), groups)
         if fits and self._in_any_order(stored):
             fits = stored.shape("weight_g_idx") == (inner,)
         if not fits:
             raise ConfigError(f"model: the parts of {stored.module} do not fit each other")
         return rows, inner
 
-    def rounding(self, stored: Stored) -> Rounding | None:
-        inner = self.shape(stored)[1]
-        if self._in_any_order(stored) or inner % (self._group or inner):
-            return None
-        return rounding_of_groups(self._bits, inner, inner // (self._group or inner))
+    def groups(self, stored: Stored) -> int:
+        return stored.shape("weight_scale")[1]
 
-    def matrix(self, stored: Stored) -> QuantisedMatrix:
-        import torch
-
-        rounding = self.rounding(stored)
-        assert rounding is not None
-        values, scales, zeros = self._parts(stored)
-        if rounding.bits == 8:
-            values, zeros = (values ^ 128).view(torch.int8), zeros - 128
-        return QuantisedMatrix(values, scales, None if self._symmetric else -scales * zeros, rounding)
-
-    def float8(self, stored: Stored) -> Float8Matrix | None:
-        return None
+    def order(self, stored: Stored) -> torch.Tensor | None:
+        return stored.group_index("weight_g_idx", self.groups(stored)) if self._in_any_order(stored) else None
 
     def read(self, stored: Stored) -> torch.Tensor:
         import torch
 
-        values, scales, zeros = self._parts(stored)
-        if self._in_any_order(stored):
-            return dequantised_elements(stored, "weight_g_idx", values, scales, zeros)
-        rows, inner = values.shape
-        found = torch.empty(rows, inner)
-        for start in range(0, inner, self._group or inner):
-            group = slice(start, min(start + (self._group or inner), inner))
-            at = start // (self._group or inner)
-            found[:, group] = (values[:, group] - zeros[:, at : at + 1]) * scales[:, at : at + 1]
-        return found
+        values, scales, zeros = self.parts(stored)
+        inner, groups = values.shape[1], self.order(stored)
+        if groups is None:
+            # The last one may be shorter than the others.
+            groups = torch.arange(inner) // (self._group or inner)
+        return dequantised_elements(values, scales, zeros, groups)
 
     def _in_any_order(self, stored: Stored) -> bool:
         """Whether a part says to which group each element belongs."""
         return self._shuffled or stored.has("weight_g_idx")
 
-    def _parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Values [outputs, inner], unsigned, scales and zeros [outputs, groups]."""
+    def parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         import torch
 
         outputs, inner = self.shape(stored)
-        values = unpacked(stored.words("weight_packed"), self._bits)[:, :inner].contiguous()
+        values = unpacked(stored.words("weight_packed"), self.bits)[:, :inner].contiguous()
         scales = stored.read("weight_scale").float().contiguous()
-        if self._symmetric:
-            return values, scales, torch.full_like(scales, 2 ** (self._bits - 1))
+        if self.symmetric:
+            return values, scales, torch.full_like(scales, 2 ** (self.bits - 1))
         packed = stored.words("weight_zero_point").T.contiguous()
-        return values, scales, unpacked(packed, self._bits)[:, :outputs].T.float()
+        return values, scales, unpacked(packed, self.bits)[:, :outputs].T.float()

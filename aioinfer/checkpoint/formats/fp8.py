@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Self
 
-from aioinfer.checkpoint.formats.base import Stored, row_slices
-from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding
+from aioinfer.checkpoint.formats.base import Format, Stored, row_slices
+from aioinfer.checkpoint.tensors import Float8Matrix
 from aioinfer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ _E4M3 = "float8_e4m3fn"
 _TYPES = (_E4M3, "float8_e5m2")
 
 
-class FP8:
-    """See :class:`~aioinfer.checkpoint.formats.base.Format`."""
+class FP8(Format):
+    """Floats of 8 bits with scales of the tensor, of outputs or of blocks."""
 
     marker = "weight"
     others = frozenset(
@@ -120,12 +120,6 @@ class FP8:
     def _scale(self, stored: Stored) -> str:
         """The name of the part with the scales."""
         return "weight_scale_inv" if stored.has("weight_scale_inv") else "weight_scale"
-
-    def rounding(self, stored: Stored) -> Rounding | None:
-        return None
-
-    def matrix(self, stored: Stored) -> QuantisedMatrix:
-        raise AssertionError(f"{stored.module} is not of whole numbers")
 
 
 def _spread(found: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> None:

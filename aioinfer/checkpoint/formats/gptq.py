@@ -13,14 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.checkpoint.formats.base import (
-    Stored,
-    dequantised,
-    dequantised_elements,
-    rounding_of_groups,
-    unpacked,
-)
-from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding
+from aioinfer.checkpoint.formats.base import Stored, ZeroPoints, unpacked
 from aioinfer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
@@ -32,12 +25,11 @@ __all__ = ["GPTQ"]
 _ONES = {4: 0x11111111, 8: 0x01010101}
 
 
-class GPTQ:
-    """See :class:`~aioinfer.checkpoint.formats.base.Format`."""
+class GPTQ(ZeroPoints):
+    """The format of AutoGPTQ and GPTQModel."""
 
     marker = "qweight"
     others = frozenset({"qzeros", "scales", "g_idx"})
-    stacks = False
 
     def __init__(self, config: dict[str, Any]) -> None:
         bits = config.get("bits")
@@ -45,18 +37,15 @@ class GPTQ:
             raise ConfigError(f"model: GPTQ of {shown(bits)} bits is not supported, 4 and 8 are")
         if config.get("dynamic"):
             raise ConfigError("model: GPTQ with settings of its own for some modules is not supported")
-        self._bits: int = bits
+        self.bits = bits
         version = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
         self._second = version == "gptq_v2"
-        self._symmetric = config.get("sym") is True
+        self._centred = config.get("sym") is True
         self._shuffled = config.get("desc_act") is True
-
-    def quantised(self, stored: Stored) -> bool:
-        return True
 
     def shape(self, stored: Stored) -> tuple[int, int]:
         words, outputs = stored.shape("qweight")
-        each = 32 // self._bits
+        each = 32 // self.bits
         inner, (groups, width) = words * each, stored.shape("scales")
         ordered = not stored.has("g_idx") or stored.shape("g_idx") == (inner,)
         if self._shuffled and groups > 1:
@@ -65,55 +54,31 @@ class GPTQ:
             raise ConfigError(f"model: the parts of {stored.module} do not fit each other")
         return outputs, inner
 
-    def rounding(self, stored: Stored) -> Rounding | None:
-        inner, groups = self.shape(stored)[1], stored.shape("scales")[0]
-        return rounding_of_groups(self._bits, inner, groups) if self._in_order(stored, groups) else None
+    def groups(self, stored: Stored) -> int:
+        return stored.shape("scales")[0]
 
-    def matrix(self, stored: Stored) -> QuantisedMatrix:
+    def order(self, stored: Stored) -> torch.Tensor | None:
         import torch
 
-        rounding = self.rounding(stored)
-        assert rounding is not None
-        values, scales, zeros = self._parts(stored)
-        if rounding.bits == 8:
-            # Signed, the zeros shifted as well.
-            values, zeros = (values ^ 128).view(torch.int8), zeros - 128
-        return QuantisedMatrix(values, scales, -scales * zeros, rounding)
+        inner, groups = self.shape(stored)[1], self.groups(stored)
+        if inner % groups == 0:
+            runs = torch.arange(inner) // (inner // groups)
+            if not stored.has("g_idx") or torch.equal(stored.read("g_idx").long(), runs):
+                return None
+        return stored.group_index("g_idx", groups)
 
-    def float8(self, stored: Stored) -> Float8Matrix | None:
-        return None
-
-    def read(self, stored: Stored) -> torch.Tensor:
-        values, scales, zeros = self._parts(stored)
-        if not self._in_order(stored, scales.shape[1]):
-            return dequantised_elements(stored, "g_idx", values, scales, zeros)
-        group = values.shape[1] // scales.shape[1]
-        # As of 4 bits: the offsets say what is subtracted.
-        return dequantised(QuantisedMatrix(values, scales, -scales * zeros, Rounding(4, group)))
-
-    def _in_order(self, stored: Stored, groups: int) -> bool:
-        """Whether neighbours share groups of equal size."""
+    def parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         import torch
 
-        inner = self.shape(stored)[1]
-        if inner % groups:
-            return False
-        expected = torch.arange(inner) // (inner // groups)
-        return not stored.has("g_idx") or torch.equal(stored.read("g_idx").long(), expected)
-
-    def _parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Values [outputs, inner], scales and zeros [outputs, groups]."""
-        import torch
-
-        values = unpacked(stored.words("qweight").T.contiguous(), self._bits)
+        values = unpacked(stored.words("qweight").T.contiguous(), self.bits)
         words, second = stored.words("qzeros"), self._second
-        if self._symmetric:
-            half = 2 ** (self._bits - 1)
-            second = bool((unpacked(words, self._bits) == half).all())
+        if self._centred:
+            half = 2 ** (self.bits - 1)
+            second = bool((unpacked(words, self.bits) == half).all())
         if not second:
             # In whole words: a place that was 0 has borrowed from the next.
-            words = words + torch.tensor(_ONES[self._bits], dtype=torch.int32)
-        zeros = unpacked(words, self._bits).T.float()
-        if self._symmetric and bool((zeros != half).any()):
+            words = words + torch.tensor(_ONES[self.bits], dtype=torch.int32)
+        zeros = unpacked(words, self.bits).T.float()
+        if self._centred and bool((zeros != half).any()):
             raise ConfigError(f"model: {stored.module} is said to be symmetric, and its zeros are not")
         return values, stored.read("scales").float().T.contiguous(), zeros

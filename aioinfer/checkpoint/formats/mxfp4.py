@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, Tensors
+from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ _BIAS = 127
 _LARGEST = 252
 
 
-class MXFP4Tensors:
-    """See :class:`~aioinfer.checkpoint.tensors.Tensors`."""
+class MXFP4Tensors(Tensors):
+    """Tensors with stacks of experts in this format, which are dequantised."""
 
     def __init__(self, tensors: Tensors) -> None:
         """Raises ConfigError if blocks have no scales, or if sizes do not fit."""
@@ -79,15 +79,6 @@ class MXFP4Tensors:
             found[expert, ..., 0::2] = values[(blocks[expert] & 15).int()] * factor
             found[expert, ..., 1::2] = values[(blocks[expert] >> 4).int()] * factor
         return found.view(experts, rows, -1).mT
-
-    def rounding(self, name: str) -> Rounding | None:
-        return self._tensors.rounding(name)
-
-    def quantised(self, name: str) -> QuantisedMatrix:
-        return self._tensors.quantised(name)
-
-    def float8(self, name: str) -> Float8Matrix | None:
-        return self._tensors.float8(name)
 
     def _shape(self, name: str) -> tuple[int, int, int]:
         """Of a tensor, from those of its parts. Raises ConfigError."""
