@@ -100,20 +100,20 @@ def _gpus() -> list[Finding]:
 def _plan(config: EngineConfig) -> list[Finding]:
     """What an engine would run. Raises ConfigError."""
     from aioinfer.execution.cuda_device import pick_device
-    from aioinfer.model.attention.backend import check_kv_dtype, choose_attention
-    from aioinfer.model.layers import choose_layers
-    from aioinfer.model.loader import inspect_model
-    from aioinfer.model.moe.backend import choose_experts
+    from aioinfer.model.kernels import check_kv_dtype, choose_attention, choose_experts, choose_layers
+    from aioinfer.model.loader import LoadOptions, inspect_model
     from aioinfer.sampling.backend import choose_proposing, choose_sampling
 
     device = pick_device(config.device)
     model = inspect_model(
         config.model_path,
-        dtype=config.dtype,
-        device=device,
-        load_format=config.load_format,
-        force_transformers=config.transformers_fallback,
-        block_size=config.block_size,
+        LoadOptions(
+            dtype=config.dtype,
+            device=device,
+            load_format=config.load_format,
+            force_transformers=config.transformers_fallback,
+            block_size=config.block_size,
+        ),
     )
     attention = choose_attention(device, model.head_dims, model.dtype, config.attention_backend, Progress())
     check_kv_dtype(config.kv_dtype, attention)
@@ -214,7 +214,7 @@ def _check_promises(
     experts: Backend | None,
 ) -> None:
     """Raise ConfigError for what the chosen kernels cannot do."""
-    from aioinfer.model.layers import check_cache_weights, check_float8, check_quantization, why_variant
+    from aioinfer.model.kernels import check_cache_weights, check_float8, check_quantization, why_variant
 
     own_layers = layers if model.own else None
     check_quantization(config.quantization, own_layers, model.architecture, experts)

@@ -20,10 +20,10 @@ from aioinfer.execution.packing import Packer
 from aioinfer.execution.runner import Runner
 from aioinfer.execution.sizing import PoolSize, check_pool, cpu_budget, cuda_budget, fit_states, size_pool
 from aioinfer.execution.warmup import measure
-from aioinfer.model.attention.backend import choose_attention, make_attention
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.backend import Backend as ModelBackend
+from aioinfer.model.kernels import choose_attention, make_attention
 from aioinfer.model.spec import CausalLM, ModelSpec, Progress
 from aioinfer.model.state import StatePool
 from aioinfer.observe.timeline import DeviceLane

@@ -74,7 +74,7 @@ class TorchDevice:
         from aioinfer.execution.backends import lacks_memory
         from aioinfer.execution.build import Parts, build, fitted, paged
         from aioinfer.execution.decoding import kind
-        from aioinfer.model.attention.backend import check_kv_dtype, choose_attention
+        from aioinfer.model.kernels import check_kv_dtype, choose_attention
         from aioinfer.native.bindings import ThreadsUnavailable
         from aioinfer.sampling.backend import choose_proposing, choose_sampling
 
@@ -203,24 +203,26 @@ class TorchDevice:
 
     def _load(self, device: torch.device, progress: Progress | None, path: Path | None = None) -> CausalLM:
         """The model at ``path``, by default the config's."""
-        from aioinfer.model.loader import load_model
+        from aioinfer.model.loader import LoadOptions, load_model
 
         config = self._config
         on_cpu = device.type == "cpu"
         return load_model(
             path or config.model_path,
-            dtype=config.dtype,
-            device=device,
-            load_format=config.load_format,
-            force_transformers=config.transformers_fallback,
-            kernels=config.attention_backend,
-            experts=config.moe_backend,
-            block_size=config.block_size,
-            quantization=config.quantization,
-            cache_weights=config.cache_weights,
-            # What drafts has none.
-            max_lora_rank=config.max_lora_rank if config.max_adapters and path is None else 0,
-            deterministic=config.deterministic,
+            LoadOptions(
+                dtype=config.dtype,
+                device=device,
+                load_format=config.load_format,
+                force_transformers=config.transformers_fallback,
+                kernels=config.attention_backend,
+                experts=config.moe_backend,
+                block_size=config.block_size,
+                quantization=config.quantization,
+                cache_weights=config.cache_weights,
+                # A model that drafts has none.
+                max_lora_rank=config.max_lora_rank if config.max_adapters and path is None else 0,
+                deterministic=config.deterministic,
+            ),
             progress=progress,
             check_size=(lambda size: check_weights(size, memory_available())) if on_cpu else None,
         )
@@ -293,7 +295,7 @@ class TorchDevice:
 
 def _check_deterministic(model: CausalLM, attention: str) -> None:
     """Raise ConfigError if a token's bits may depend on the batch. ``attention``: the name of its backend."""
-    from aioinfer.model.layers import why_variant
+    from aioinfer.model.kernels import why_variant
 
     spec = model.spec
     variance = getattr(model, "variance", "")

@@ -1,7 +1,7 @@
 """Backend: the implementation that computes one part of a model, and the rule that chooses it.
 
 The parts are attention, the experts of a mixture of experts, and sampling. Each lists its own candidates
-(:mod:`aioinfer.model.attention.backend`, :mod:`aioinfer.model.moe.backend`,
+(:mod:`aioinfer.model.kernels`, :mod:`aioinfer.model.kernels`,
 :mod:`aioinfer.sampling.backend`).
 """
 

@@ -1,166 +1,18 @@
-"""Linear layers with weights of floats of 8 bits, on CUDA: as they are stored, or rounded when loaded.
-
-Two ways to multiply: by a Triton kernel that widens weights and leaves activations as they are, and by
-``torch._scaled_mm``, for which activations are rounded, too, with a scale for each token.
-"""
+"""Matrices of floats of 8 bits (e4m3), with a scale for each block."""
 
 from __future__ import annotations
-
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 
 from aioinfer.checkpoint.formats.base import row_slices
 from aioinfer.checkpoint.tensors import Float8Matrix
-from aioinfer.errors import ConfigError
-from aioinfer.model.linear import Linear
-from aioinfer.model.quantization import FLOAT8, Quantization
-from aioinfer.model.weights import StoredMatrix
 
-__all__ = [
-    *("LEAST_WIDTH", "Float8Layers", "Float8Linear", "ScaledLinear"),
-    *("has_nan", "rounded_matrix", "scaled_unsupported", "too_narrow"),
-]
+__all__ = ["LEAST_WIDTH", "has_nan", "rounded_matrix", "too_narrow"]
 
 _LARGEST = 448.0
 #: blocks that the kernels take are multiples of this wide, or as wide as the matrix
 LEAST_WIDTH = 32
-#: sizes that ``torch._scaled_mm`` takes are multiples of this
-_MULTIPLE = 16
-#: the least compute capability that multiplies floats of 8 bits
-_CAPABILITY = (8, 9)
-
-
-class Float8Linear:
-    """See :class:`~aioinfer.model.linear.Linear`: activations are not rounded."""
-
-    __slots__ = ("bias", "matrix")
-    #: shapes of this process
-    _compiled: ClassVar[set[object]] = set()
-
-    def __init__(self, matrix: Float8Matrix, bias: torch.Tensor | None) -> None:
-        """Both on the device, and not shared with others."""
-        self.matrix = matrix
-        self.bias = bias
-
-    @classmethod
-    def unsupported(cls, matrix: Float8Matrix) -> bool:
-        """Whether the kernel cannot compute a matrix."""
-        return too_narrow(matrix.block, matrix.values.shape[1])
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`~aioinfer.model.linear.Linear`."""
-        from aioinfer.model.triton_float8 import float8_linear
-
-        if values.is_cuda:
-            self._compile(values)
-        return float8_linear(values, *self.matrix, self.bias)
-
-    def _compile(self, values: torch.Tensor) -> None:
-        """Before the first step of a matrix of this shape have its kernels compiled for every number of rows:
-        later none waits for a compiler."""
-        from aioinfer.model.triton_float8 import EVERY_TUNING, float8_linear
-
-        matrix = self.matrix
-        shape = *matrix.values.shape, *matrix.block, self.bias is None, values.dtype, values.device
-        if shape in self._compiled or torch.cuda.is_current_stream_capturing():
-            return
-        self._compiled.add(shape)
-        for rows in EVERY_TUNING:
-            float8_linear(values.new_zeros(rows, values.shape[1]), *matrix, self.bias)
-
-    def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        """See :class:`~aioinfer.model.linear.Linear`: a weight is rounded, in the blocks of the one that is
-        there. In place, for captured graphs read it there."""
-        if weight is not None:
-            self._copy(rounded_matrix(weight.to(self.matrix.values.device), self.matrix.block))
-        if bias is not None:
-            assert self.bias is not None
-            self.bias.copy_(bias)
-
-    def set_stored(self, stored: StoredMatrix, *, weight: bool, bias: bool) -> None:
-        """As :meth:`set`, from a checkpoint; without another rounding if it is stored in these blocks."""
-        given = stored.float8() if weight else None
-        if given is not None and given.block == self.matrix.block:
-            self._copy(given)
-            weight = False
-        self.set(stored.view() if weight else None, stored.bias() if bias else None)
-
-    def _copy(self, matrix: Float8Matrix) -> None:
-        self.matrix.values.view(torch.uint8).copy_(matrix.values.view(torch.uint8))
-        self.matrix.scales.copy_(matrix.scales)
-
-
-class ScaledLinear(Float8Linear):
-    """See :class:`~aioinfer.model.linear.Linear`: activations are rounded to floats of 8 bits, the largest of
-    a token to the largest of these. The scale of a weight is that of its output."""
-
-    __slots__ = ()
-
-    @classmethod
-    def unsupported(cls, matrix: Float8Matrix) -> bool:
-        rows, inner = matrix.values.shape
-        return matrix.block != (1, inner) or rows % _MULTIPLE != 0 or inner % _MULTIPLE != 0
-
-    def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`~aioinfer.model.linear.Linear`."""
-        from aioinfer.model.triton_float8 import round_rows
-
-        if len(values) == 0:
-            return values.new_empty(0, len(self.matrix.values))
-        return _scaled_product(*round_rows(values), self.matrix, self.bias, values.dtype)
-
-
-def _scaled_product(
-    rows: torch.Tensor,
-    scales: torch.Tensor,
-    matrix: Float8Matrix,
-    bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    product: torch.Tensor = torch._scaled_mm(
-        rows,
-        matrix.values.T,
-        scale_a=scales,
-        scale_b=matrix.scales.T,
-        bias=bias,
-        out_dtype=dtype,
-        use_fast_accum=True,
-    )
-    return product
-
-
-class Float8Layers:
-    """Makes linear layers of floats of 8 bits, for :class:`~aioinfer.model.layers.TorchLayers`."""
-
-    def __init__(self, quantization: Quantization, device: torch.device) -> None:
-        """``quantization``: "auto", for what is stored so, or one of ``FLOAT8``."""
-        self._device = device
-        self._linear = ScaledLinear if quantization == "fp8-dynamic" else Float8Linear
-        #: weights that are not stored so are rounded
-        self.rounds = quantization in FLOAT8
-        #: see :class:`~aioinfer.model.layers.LayerKernels`
-        self.kept_bits: set[int] = set()
-
-    def linear(self, stored: StoredMatrix) -> Linear | None:
-        """A layer of floats of 8 bits; None if it is not to be one. Raises ConfigError: NaN is stored."""
-        matrix = stored.float8()
-        if matrix is not None and not self._linear.unsupported(matrix):
-            if has_nan(matrix.values):
-                raise ConfigError(f"model: {stored.name} has NaN")
-            self.kept_bits.add(8)
-            matrix = Float8Matrix(
-                matrix.values.to(self._device).contiguous(),
-                matrix.scales.to(self._device).contiguous(),
-                matrix.block,
-            )
-            return self._linear(matrix, stored.bias())
-        if not self.rounds:
-            return None
-        made = rounded_matrix(stored.load(), (1, stored.shape[1]))
-        kind = Float8Linear if self._linear.unsupported(made) else self._linear
-        return kind(made, stored.bias())
 
 
 def too_narrow(block: tuple[int, int], inner: int) -> bool:
@@ -193,20 +45,3 @@ def rounded_matrix(weight: torch.Tensor, block: tuple[int, int]) -> Float8Matrix
         wide = (wide / factors[:, None, :, None]).clamp_(-_LARGEST, _LARGEST)
         values[part] = wide.view(-1, scales.shape[1] * width)[:count, :inner].to(torch.float8_e4m3fn)
     return Float8Matrix(values, scales, block)
-
-
-def scaled_unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why ``torch._scaled_mm`` cannot multiply on a device, in words for the user; None if it can."""
-    if dtype != torch.bfloat16:
-        return f"the results of torch._scaled_mm are bfloat16, not {str(dtype).removeprefix('torch.')}"
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
-        return "the device is older than compute capability {}.{}".format(*_CAPABILITY)
-    rows = torch.ones(_MULTIPLE, 2 * _MULTIPLE, device=device).to(torch.float8_e4m3fn)
-    scales = torch.ones(_MULTIPLE, 1, device=device)
-    matrix = Float8Matrix(rows, scales, (1, 2 * _MULTIPLE))
-    try:
-        # Which scales, types and devices it supports differs between versions of torch.
-        _scaled_product(rows, scales, matrix, None, dtype)
-    except (RuntimeError, AttributeError) as error:
-        return f"torch says: {str(error).splitlines()[0]}"
-    return None

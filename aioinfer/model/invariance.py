@@ -8,10 +8,10 @@ its elementwise operations and look-ups cannot but do.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from aioinfer.model.adapters.slots import AdaptedLinear
-from aioinfer.model.decoder import Embedding, Layer
+from aioinfer.model.layer import Layer, Trunk
 from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mlp import FeedForward, GatedMLP, PlainMLP
@@ -21,15 +21,15 @@ from aioinfer.model.norm import Norm
 __all__ = ["variant_part"]
 
 
-def variant_part(layers: Sequence[Layer], embedding: Embedding, norm: Norm) -> str:
-    """What in a decoder, made with the kernels that add in one order, still adds in an order that may depend
-    on the batch, in words for the user; empty if nothing does."""
-    if embedding.per_layer is not None:
+def variant_part(trunk: Trunk) -> str:
+    """The part of a decoder, made with the kernels that add in one order, that still adds in an order that
+    may depend on the batch, in words for the user; empty if none does."""
+    if trunk.embedding.per_layer is not None:
         return "inputs by layer"
-    norms = [norm, *(each for layer in layers for each in _norms(layer))]
+    norms = [trunk.norm, *(each for layer in trunk.layers for each in _norms(layer))]
     if any(each.bias is not None for each in norms):
         return "layer norms"
-    return next(filter(None, map(_of_layer, layers)), "")
+    return next(filter(None, map(_of_layer, trunk.layers)), "")
 
 
 def _norms(layer: Layer) -> Iterable[Norm]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, TypeVar
@@ -15,32 +14,32 @@ import torch
 from aioinfer.checkpoint.files import Checkpoint, Directory, open_checkpoint
 from aioinfer.checkpoint.tensors import Tensors, stored_bytes
 from aioinfer.errors import ConfigError
-from aioinfer.model.attention.backend import AttentionBackend, choose_attention
 from aioinfer.model.backend import Backend
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.config_check import check_numbers
 from aioinfer.model.families.base import Family, build_decoder, expert_shape, head_dim, inner_sizes
 from aioinfer.model.headless import Classifier, Headless, with_head, with_prefix, without_score
-from aioinfer.model.layers import (
-    LayerKernels,
+from aioinfer.model.kernels import (
+    AttentionBackend,
+    MoEBackend,
     check_cache_weights,
     check_float8,
     check_quantization,
+    choose_attention,
+    choose_experts,
     choose_layers,
     make_layers,
 )
-from aioinfer.model.moe.backend import MoEBackend
 from aioinfer.model.quantization import FLOAT8, Quantization, rounding_of
 from aioinfer.model.registry import LANGUAGE_MODELS, own_implementation, why_not_own
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.updates.new_weights import Known
 from aioinfer.model.updates.recipe import DecoderRecipe
-from aioinfer.model.updates.rewriting import Recording
 from aioinfer.model.weights import RandomWeights, Weights
 from aioinfer.model.weights_cache import Blobs, WeightsCache
 from aioinfer.model.wrappers import TextPart, text_part
 
-__all__ = ["ModelInfo", "inspect_model", "load_model"]
+__all__ = ["LoadOptions", "ModelInfo", "inspect_model", "load_model"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -72,21 +71,43 @@ def _blaming_the_config(load: Callable[_Arguments, _Loaded]) -> Callable[_Argume
     return wrapped
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """How a checkpoint is loaded."""
+
+    #: "float32", "bfloat16", "float16", or "auto" for the checkpoint's
+    dtype: str = "auto"
+    #: of the weights
+    device: torch.device
+    #: "random" makes :class:`~aioinfer.model.weights.RandomWeights` from config.json alone
+    load_format: Literal["auto", "random"] = "auto"
+    #: load by transformers even where a built-in implementation exists
+    force_transformers: bool = False
+    #: the backends of attention and of experts (:mod:`aioinfer.model.kernels`)
+    kernels: AttentionBackend = "auto"
+    experts: MoEBackend = "auto"
+    #: positions of a block of a diffusion model; None for the model's own
+    block_size: int | None = None
+    #: how the weights of linear layers are stored
+    quantization: Quantization = "auto"
+    #: map packed weights from the user's cache, and write them there if they are missing
+    cache_weights: bool = False
+    #: the largest rank of adapters; 0: the model computes none
+    max_lora_rank: int = 64
+    #: prefer kernels that give a token the same bits in any batch; whether all of the model has them is its
+    #: ``invariant``
+    deterministic: bool = False
+
+    @property
+    def stored(self) -> bool:
+        """Whether weights are read."""
+        return self.load_format != "random"
+
+
 @_blaming_the_config
 def load_model(
     path: Path,
-    *,
-    dtype: str,
-    device: torch.device,
-    load_format: Literal["auto", "random"] = "auto",
-    force_transformers: bool = False,
-    kernels: AttentionBackend = "auto",
-    experts: MoEBackend = "auto",
-    block_size: int | None = None,
-    quantization: Quantization = "auto",
-    cache_weights: bool = False,
-    max_lora_rank: int = 64,
-    deterministic: bool = False,
+    options: LoadOptions,
     progress: Progress | None = None,
     check_size: Callable[[int], None] | None = None,
 ) -> CausalLM:
@@ -96,182 +117,223 @@ def load_model(
 
     Args:
         path: a directory as the hub has it, or a GGUF file.
-        dtype: "float32", "bfloat16", "float16", or "auto" for the checkpoint's.
-        device: the device of the weights.
-        load_format: "random" makes :class:`~aioinfer.model.weights.RandomWeights` from config.json alone.
-        force_transformers: load by transformers even where a built-in implementation exists.
-        kernels: the attention backend (:mod:`aioinfer.model.attention.backend`).
-        experts: the backend of a mixture of experts (:mod:`aioinfer.model.moe.backend`).
-        block_size: positions of a block of a diffusion model; None for the model's own.
-        quantization: how the weights of linear layers are stored.
-        cache_weights: map packed weights from the user's cache, and write them there if they are missing.
-        max_lora_rank: of adapters of the model; 0: it computes none.
-        deterministic: prefer kernels that give a token the same bits in any batch; whether all of the model
-            has them is its ``invariant``.
         progress: called with ("kernels" or "weights", done, total).
         check_size: called before weights are read or made, with the bytes that they take at least; of random
-            weights, with those of the next tensor, again and again. What it raises is raised here.
+            weights, with those of the next tensor, again and again. Its exceptions are raised here.
 
     Raises:
         ConfigError: if the directory does not hold a supported model, or an option does not fit it.
     """
-    stored = load_format != "random"
-    checkpoint, config = _open(path, stored)
-    chosen = _choose_dtype(config, dtype, device)
-    family = _family(config, force_transformers)
-    blocks = _blocks(config, family, block_size)
-    if family is None:
-        reason = "asked for" if force_transformers else why_not_own(config)
-        _check_fallback(checkpoint, config, reason, quantization, cache_weights=cache_weights, stored=stored)
-    tensors = with_prefix(checkpoint.tensors()) if stored else None
-    headless = checkpoint if isinstance(checkpoint, Headless) else None
-    random_weights = None if stored else RandomWeights(dtype=chosen, device=device, check_size=check_size)
-    if family is None:
-        if tensors is not None and check_size is not None:
-            check_size(stored_bytes(tensors, chosen.itemsize))
-        from aioinfer.model.transformers_encoder import TransformersEncoder, is_encoder
-        from aioinfer.model.transformers_model import TransformersLM
-        from aioinfer.model.updates.transformers_recipe import TransformersRecipe
+    opened = _Opened.of(path, options)
+    if opened.family is None:
+        return _load_fallback(opened, options, progress, check_size)
+    return _Own(opened, opened.family, options, progress, check_size).load()
 
-        if is_encoder(config):
-            encoder = TransformersEncoder(checkpoint.path, config, chosen, device, progress, random_weights)
-            encoder.spec = dataclasses.replace(encoder.spec, fallback_reason=reason)
-            return encoder
-        part = checkpoint if isinstance(checkpoint, TextPart) and stored else None
-        texts = tensors if isinstance(checkpoint, (TextPart, Headless)) else None
-        if texts is not None and headless is not None:
-            texts = without_score(texts)
-        fallback = TransformersLM(
-            checkpoint.path, config, chosen, device, progress, random_weights, texts, max_lora_rank
-        )
-        if headless is None:
-            opened = partial(_open, stored=True)
-            own = None if part is None else part.texts()
-            fallback.updates = TransformersRecipe(config, chosen, opened, own)
-        fallback.spec = dataclasses.replace(fallback.spec, fallback_reason=reason, part=_part(checkpoint))
-        if headless is not None:
-            weights = random_weights if tensors is None else Weights(tensors, dtype=chosen, device=device)
-            assert weights is not None
-            _without_head(fallback, headless, headless.classifier(config, weights))
-        return fallback
-    attention = choose_attention(device, _head_dims(config, family), chosen, kernels, progress)
-    sizes = family.inner_sizes(config)
-    layers = choose_layers(attention, sizes)
-    check_quantization(quantization, layers, config.architectures[0])
-    check_float8(quantization, device, chosen, invariant=deterministic)
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """A checkpoint whose config has been read."""
+
+    checkpoint: Checkpoint
+    config: Any
+    dtype: torch.dtype
+    #: its built-in implementation; None: transformers computes it
+    family: Family | None
+    #: why transformers does
+    fallback_reason: str
+    blocks: Blocks | None
+
+    @classmethod
+    def of(cls, path: Path, options: LoadOptions) -> _Opened:
+        """Raises ConfigError."""
+        checkpoint, config = _open(path, options.stored)
+        dtype, family = _choose_dtype(config, options.dtype, options.device), _family(config, options)
+        reason = "" if family else "asked for" if options.force_transformers else why_not_own(config)
+        blocks = _blocks(config, family, options.block_size)
+        return cls(checkpoint, config, dtype, family, reason, blocks)
+
+    @property
+    def architecture(self) -> str:
+        name: str = self.config.architectures[0]
+        return name
+
+    @property
+    def part(self) -> str:
+        """The part of the checkpoint that is loaded; empty if it is all of it."""
+        return self.checkpoint.description if isinstance(self.checkpoint, TextPart) else ""
+
+    @property
+    def texts(self) -> Callable[[Tensors], Tensors] | None:
+        """Takes the tensors of the text model from those of a multimodal one; None for other models."""
+        return self.checkpoint.texts() if isinstance(self.checkpoint, TextPart) else None
+
+    @property
+    def headless(self) -> Headless | None:
+        return self.checkpoint if isinstance(self.checkpoint, Headless) else None
+
+    def weights(
+        self, options: LoadOptions, progress: Progress | None, check_size: Callable[[int], None] | None
+    ) -> Weights:
+        """Its weights, or random ones."""
+        if not options.stored:
+            return RandomWeights(dtype=self.dtype, device=options.device, check_size=check_size)
+        tensors = with_prefix(self.checkpoint.tensors())
+        return Weights(tensors, dtype=self.dtype, device=options.device, progress=progress)
+
+    def check_fallback(self, options: LoadOptions) -> None:
+        """Raise ConfigError for a checkpoint that transformers' code cannot load, or an option that it does
+        not have."""
+        architecture, reason = self.architecture, self.fallback_reason
+        check_quantization(options.quantization, None, architecture)
+        if options.cache_weights:
+            check_cache_weights(None, "auto", architecture)
+        if not isinstance(self.checkpoint, Directory):
+            raise ConfigError(f"model: of {architecture}, GGUF files cannot be loaded ({reason})")
+        if options.stored and getattr(self.config, "quantization_config", None) is not None:
+            raise ConfigError(f"model: of {architecture}, quantised checkpoints cannot be loaded ({reason})")
+
+
+def _load_fallback(
+    opened: _Opened,
+    options: LoadOptions,
+    progress: Progress | None,
+    check_size: Callable[[int], None] | None,
+) -> CausalLM:
+    """A model of transformers' code. Raises ConfigError."""
+    from aioinfer.model.transformers_encoder import TransformersEncoder, is_encoder
+    from aioinfer.model.transformers_model import TransformersLM
+    from aioinfer.model.updates.transformers_recipe import TransformersRecipe
+
+    opened.check_fallback(options)
+    checkpoint, config, headless = opened.checkpoint, opened.config, opened.headless
+    weights = opened.weights(options, None, check_size)
+    random_weights = weights if isinstance(weights, RandomWeights) else None
+    tensors = with_prefix(checkpoint.tensors()) if options.stored else None
     if tensors is not None and check_size is not None:
-        kept = _kept(tensors) if quantization == "auto" and layers.name == "native" else frozenset()
-        # What is converted is copied.
-        as_stored = device.type == "cpu" and chosen == _choose_dtype(config, "auto", device)
-        tables = [name for name in family.tables(config) if as_stored and tensors.rounding(name) is None]
-        small = frozenset() if deterministic else _small(tensors, quantization, layers)
-        check_size(stored_bytes(tensors, chosen.itemsize, rounding_of(quantization), kept, tables, small))
+        check_size(stored_bytes(tensors, opened.dtype.itemsize))
+    common = checkpoint.path, config, opened.dtype, options.device, progress, random_weights
+    if is_encoder(config):
+        encoder = TransformersEncoder(*common)
+        encoder.spec = replace(encoder.spec, fallback_reason=opened.fallback_reason)
+        return encoder
+    texts = tensors if isinstance(checkpoint, (TextPart, Headless)) else None
+    if texts is not None and headless is not None:
+        texts = without_score(texts)
+    model = TransformersLM(*common, texts, options.max_lora_rank)
+    if headless is None:
+        part = opened.texts if options.stored else None
+        model.updates = TransformersRecipe(config, opened.dtype, partial(_open, stored=True), part)
+    model.spec = replace(model.spec, fallback_reason=opened.fallback_reason, part=opened.part)
+    if headless is not None:
+        _without_head(model, headless, headless.classifier(config, weights))
+    return model
 
-    built = partial(_built, family, config, dtype=chosen, device=device, experts=experts, blocks=blocks)
 
-    def build(blobs: Blobs | None) -> CausalLM:
-        weights: Weights | None = random_weights
-        if tensors is not None:
-            weights = Weights(tensors, dtype=chosen, device=device, progress=progress)
-        assert weights is not None
-        classifier = None if headless is None else headless.classifier(config, weights)
-        made = make_layers(
-            attention, device, chosen, sizes, quantization, blobs, max_lora_rank, invariant=deterministic
+class _Own:
+    """Loads a model of a built-in family."""
+
+    def __init__(
+        self,
+        opened: _Opened,
+        family: Family,
+        options: LoadOptions,
+        progress: Progress | None,
+        check_size: Callable[[int], None] | None,
+    ) -> None:
+        self.opened, self.family, self.options = opened, family, options
+        self.progress, self.check_size = progress, check_size
+        config, dtype, device = opened.config, opened.dtype, options.device
+        self.attention = choose_attention(
+            device, _head_dims(config, family), dtype, options.kernels, progress
         )
-        recording = Recording(made)
-        decoder = built(checkpoint, weights, recording)
+        self.layers = choose_layers(self.attention, family.inner_sizes(config))
+        shape, native = expert_shape(family, config), self.layers.name == "native"
+        self.experts = (
+            choose_experts(device, *shape, dtype, options.experts, native=native) if shape else None
+        )
+        check_quantization(options.quantization, self.layers, opened.architecture, self.experts)
+        check_float8(options.quantization, device, dtype, invariant=options.deterministic)
+
+    def load(self) -> CausalLM:
+        """The model. Raises ConfigError."""
+        options, opened = self.options, self.opened
+        if options.stored and self.check_size is not None:
+            self.check_size(self._bytes(with_prefix(opened.checkpoint.tensors())))
+        if not options.cache_weights:
+            return self._build(None)
+        check_cache_weights(self.layers, options.load_format, opened.architecture)
+        facts = str(opened.dtype), options.quantization, options.experts
+        model, done, mapped = _load_cached(opened.checkpoint, self._build, self.progress, *facts)
+        reason = f"{model.spec.layer_reason}; {done}"
+        model.spec = replace(model.spec, layer_reason=reason, mapped_bytes=mapped)
+        return model
+
+    def _bytes(self, tensors: Tensors) -> int:
+        """The bytes that weights take at least."""
+        options, config, dtype = self.options, self.opened.config, self.opened.dtype
+        quantization, on_cpu = options.quantization, options.device.type == "cpu"
+        kept = _kept(tensors) if quantization == "auto" and self.layers.name == "native" else frozenset()
+        # Tables that are converted are copied.
+        as_stored = on_cpu and dtype == _choose_dtype(config, "auto", options.device)
+        tables = [name for name in self.family.tables(config) if as_stored and tensors.rounding(name) is None]
+        small = frozenset() if options.deterministic else _small(tensors, quantization, self.layers)
+        return stored_bytes(tensors, dtype.itemsize, rounding_of(quantization), kept, tables, small)
+
+    def _build(self, blobs: Blobs | None) -> CausalLM:
+        options, opened, config = self.options, self.opened, self.opened.config
+        weights = opened.weights(options, self.progress, self.check_size)
+        headless = opened.headless
+        classifier = None if headless is None else headless.classifier(config, weights)
+        kernels = make_layers(
+            self.layers,
+            self.experts,
+            options.device,
+            opened.dtype,
+            options.quantization,
+            blobs,
+            options.max_lora_rank,
+            invariant=options.deterministic,
+        )
+        facts: dict[str, Any] = {"dtype": opened.dtype, "device": options.device, "blocks": opened.blocks}
+        stated = opened.checkpoint.generation_config()
+        decoder = build_decoder(stated, self.family, config, weights, kernels, **facts)
         decoder.updates = DecoderRecipe(
             config=config,
-            known=Known(weights.names, tied=recording.tied),
-            made=recording.made,
-            kernels=made,
-            build=partial(built, _Nothing()),
+            known=Known(weights.names, tied=kernels.tied),
+            kernels=kernels,
+            build=partial(build_decoder, {}, self.family, config, **facts),
             open=partial(_open, stored=True),
-            part=checkpoint.texts() if isinstance(checkpoint, TextPart) else None,
-            dtype=chosen,
-            device=device,
+            part=opened.texts,
+            dtype=opened.dtype,
+            device=options.device,
             refusal=_HEADLESS if headless is not None else "" if blobs is None else _CACHED,
         )
-        reason = layers.reason
-        if made.kept_bits:
-            reason += f"; weights of {' and '.join(map(str, sorted(made.kept_bits)))} bits as they are stored"
-        name = "torch" if layers.name == "sdpa" else layers.name
-        decoder.spec = dataclasses.replace(
-            decoder.spec, layer_kernels=name, layer_reason=reason, part=_part(checkpoint)
+        reason = self.layers.reason
+        if kernels.kept_bits:
+            bits = " and ".join(map(str, sorted(kernels.kept_bits)))
+            reason += f"; weights of {bits} bits as they are stored"
+        decoder.spec = replace(
+            decoder.spec,
+            layer_kernels="torch" if self.layers.name == "sdpa" else self.layers.name,
+            layer_reason=reason,
+            expert_kernels=self.experts.name if self.experts else None,
+            expert_reason=self.experts.reason if self.experts else "",
+            part=opened.part,
         )
         if headless is not None:
             _without_head(decoder, headless, classifier)
         return decoder
 
-    if not cache_weights:
-        return build(None)
-    check_cache_weights(layers, load_format, config.architectures[0])
-    model, done, mapped = _load_cached(checkpoint, build, progress, str(chosen), quantization, experts)
-    reason = f"{model.spec.layer_reason}; {done}"
-    model.spec = dataclasses.replace(model.spec, layer_reason=reason, mapped_bytes=mapped)
-    return model
-
-
-def _built(
-    family: Family,
-    config: Any,
-    checkpoint: Checkpoint,
-    weights: Weights,
-    kernels: LayerKernels,
-    **facts: Any,
-) -> CausalLM:
-    return build_decoder(checkpoint, family, config, weights, kernels=kernels, **facts)
-
-
-class _Nothing:
-    """In place of a checkpoint, when its model is there already."""
-
-    path = Path()
-
-    def config(self) -> dict[str, Any]:
-        return {}
-
-    generation_config = config
-
-    def tokenizer(self) -> None:
-        """There is none."""
-
-    def tensors(self) -> Tensors:
-        raise AssertionError("they are given")
-
-    def files(self) -> list[Path]:
-        return []
-
 
 def _without_head(model: CausalLM, headless: Headless, classifier: Classifier | None) -> None:
     """The model is that of a checkpoint without the head of a language model."""
     model.classifier = classifier
-    model.spec = dataclasses.replace(
+    model.spec = replace(
         model.spec,
         architecture=headless.architecture,
         generates=False,
         num_labels=0 if classifier is None else classifier.num_labels,
     )
-
-
-def _check_fallback(
-    checkpoint: Checkpoint,
-    config: Any,
-    reason: str,
-    quantization: Quantization,
-    *,
-    cache_weights: bool,
-    stored: bool,
-) -> None:
-    """Raise ConfigError for what transformers' code cannot load or do here. ``stored``: weights are read."""
-    architecture = config.architectures[0]
-    check_quantization(quantization, None, architecture)
-    if cache_weights:
-        check_cache_weights(None, "auto", architecture)
-    if not isinstance(checkpoint, Directory):
-        raise ConfigError(f"model: of {architecture}, GGUF files cannot be loaded ({reason})")
-    if stored and getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"model: of {architecture}, quantised checkpoints cannot be loaded ({reason})")
 
 
 def _kept(tensors: Tensors) -> frozenset[str]:
@@ -345,44 +407,34 @@ class ModelInfo:
 
 
 @_blaming_the_config
-def inspect_model(
-    path: Path,
-    *,
-    dtype: str,
-    device: torch.device,
-    load_format: Literal["auto", "random"] = "auto",
-    force_transformers: bool = False,
-    block_size: int | None = None,
-) -> ModelInfo:
+def inspect_model(path: Path, options: LoadOptions) -> ModelInfo:
     """Examine a checkpoint as :func:`load_model` would, without reading weights. Raises ConfigError."""
-    stored = load_format != "random"
-    checkpoint, config = _open(path, stored)
-    family = _family(config, force_transformers)
-    reason = "" if family else "asked for" if force_transformers else why_not_own(config)
+    opened = _Opened.of(path, options)
+    config, family = opened.config, opened.family
     if family is None:
-        _check_fallback(checkpoint, config, reason, "auto", cache_weights=False, stored=stored)
-    tensors = checkpoint.tensors() if stored else None
+        opened.check_fallback(replace(options, quantization="auto", cache_weights=False))
+    tensors = opened.checkpoint.tensors() if options.stored else None
     roundings = () if tensors is None else map(tensors.rounding, _kept(tensors))
     return ModelInfo(
-        architecture=config.architectures[0],
-        part=_part(checkpoint),
+        architecture=opened.architecture,
+        part=opened.part,
         own=family is not None,
-        fallback_reason=reason,
+        fallback_reason=opened.fallback_reason,
         stored_bits=sorted({rounding.bits for rounding in roundings if rounding is not None}),
         stored_float8=tensors is not None and _stores_float8(tensors, experts=False),
         expert_float8=tensors is not None and _stores_float8(tensors, experts=True),
         head_dims=_head_dims(config, family),
-        dtype=_choose_dtype(config, dtype, device),
+        dtype=opened.dtype,
         inner_sizes=family.inner_sizes(config) if family else inner_sizes(config),
         experts=expert_shape(family, config) if family else None,
-        blocks=_blocks(config, family, block_size),
+        blocks=opened.blocks,
     )
 
 
-def _family(config: Any, force_transformers: bool) -> Family | None:
+def _family(config: Any, options: LoadOptions) -> Family | None:
     """The built-in implementation of a model; None for transformers. Raises ConfigError."""
     family = own_implementation(config)
-    if not force_transformers:
+    if not options.force_transformers:
         return family
     if family is not None and family.blocks is not None:
         raise ConfigError(f"model: transformers has no implementation of {config.architectures[0]}")
@@ -407,10 +459,6 @@ def _open(path: Path, stored: bool) -> tuple[Checkpoint, Any]:
     checkpoint = open_checkpoint(path)
     inner, config = text_part(checkpoint, _read_config(checkpoint), stored=stored)
     return with_head(inner, config, LANGUAGE_MODELS)
-
-
-def _part(checkpoint: Checkpoint) -> str:
-    return checkpoint.description if isinstance(checkpoint, TextPart) else ""
 
 
 def _read_config(checkpoint: Checkpoint) -> Any:

@@ -8,11 +8,10 @@ into chunks.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import isnan, prod
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,8 +20,8 @@ from aioinfer.model.adapters.targets import AdapterTargets
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.batch import Batch
-from aioinfer.model.decoder import Embedding, Layer
 from aioinfer.model.gates import Gate
+from aioinfer.model.layer import Embedding, Layer, Trunk
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.dual import DualMLP
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
@@ -32,7 +31,7 @@ from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.native_mixers import Kept, Rekept, mixer_arguments, projections
 from aioinfer.model.norm import Norm
 from aioinfer.model.per_layer import PerLayerInputs, PerLayerPart
-from aioinfer.model.spec import ModelSpec
+from aioinfer.model.spec import Change, ModelSpec, Recipe
 from aioinfer.model.state import RowStates, StatePool
 from aioinfer.model.updates.new_weights import is_missing
 from aioinfer.model.weights import StoredMatrix
@@ -50,11 +49,7 @@ from aioinfer.native.bindings import GATES, PARTS, ThreadPool
 from aioinfer.native.packed import PackedExperts, PackedRouter, Stack
 from aioinfer.native.tensors import NUMBERS, address
 
-if TYPE_CHECKING:
-    from aioinfer.model.updates.recipe import Recipe
-    from aioinfer.model.updates.rewriting import Change, Rewriting
-
-__all__ = ["NativeDecoder", "NativeMLP", "parts_of"]
+__all__ = ["NativeDecoder", "NativeMLP", "NativeTargets", "parts_of"]
 
 
 class NativeMLP:
@@ -73,6 +68,16 @@ class NativeMLP:
         return self.down(self.gate_up(hidden, self.gate))
 
 
+class NativeTargets(NamedTuple):
+    """The layers of a native model that adapters can change."""
+
+    targets: AdapterTargets
+    #: indices among the targets, by the handles of packed weights
+    indices: dict[int | None, int]
+    #: the largest rank of an adapter
+    max_rank: int
+
+
 class NativeDecoder:
     """A decoder whose layers are native throughout: one call computes a step, without the interpreter's lock.
 
@@ -87,26 +92,23 @@ class NativeDecoder:
         self,
         pool: ThreadPool,
         spec: ModelSpec,
-        layers: Sequence[Layer],
-        *,
+        trunk: Trunk,
         words: torch.Tensor | NativeLinear | MappedMemory,
-        embedding: Embedding,
-        norm: Norm,
         head: NativeLinear,
-        logit_cap: float | None,
-        targets: AdapterTargets | None = None,
-        indices: Mapping[int, int] = MappingProxyType({}),
-        max_lora_rank: int = 0,
+        targets: NativeTargets | None = None,
     ) -> None:
-        """As :class:`~aioinfer.model.decoder.Decoder`; all parts of the layers are native. ``words`` may be a
-        layer of rounded weights, the head's for example: its weights are the vectors. Mapped memory holds
-        them as a tensor of the model's type does. All norms of the residual have the same eps. ``indices``:
-        among the targets of adapters, by the handles of packed weights. No ``targets``: there are none."""
+        """
+        Args:
+            trunk: all parts of its layers are native, and all norms of the residual have the same eps.
+            words: the vectors of tokens; of a layer of rounded weights, the head's for example, these.
+                Mapped memory holds them as a tensor of the model's type does.
+            targets: the layers that adapters can change; None: adapters are not computed.
+        """
         if head.packed.outputs != spec.vocab_size:
             raise ValueError(f"the head has {head.packed.outputs} outputs for {spec.vocab_size} tokens")
         self.spec = spec
         self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
-        self._eps = norm.eps
+        self._eps, embedding = trunk.norm.eps, trunk.embedding
         #: owners of what the arguments refer to, until the stack has them
         self._keep = Kept([head.packed])
         #: not copied: what is mapped stays in its file
@@ -115,9 +117,9 @@ class NativeDecoder:
         constants = DecoderArguments(
             embedding=vectors,
             words=quantised,
-            **self._constants(embedding, norm),
+            **self._constants(embedding, trunk.norm),
             head=head.packed.handle,
-            logit_cap=logit_cap or 0.0,
+            logit_cap=trunk.logit_cap or 0.0,
         )
         self._stack = Stack(pool, NUMBERS[spec.dtype], constants, self._keep)
         #: in what form the vectors of tokens are there, and the head
@@ -125,16 +127,16 @@ class NativeDecoder:
         #: of the constants and of each layer, the small tensors that were copied
         self._copies = [self._keep.copies]
         places: dict[int, tuple[int, int]] = {}
-        for index, layer in enumerate(layers):
+        for index, layer in enumerate(trunk.layers):
             self._keep = Kept()
             self._stack.add_layer(self._layer(layer), self._keep)
             self._copies.append(self._keep.copies)
             for part, handle in enumerate(_adaptable(layer)):
-                if handle is not None and handle in indices:
-                    places[indices[handle]] = index, part
+                if targets is not None and handle in targets.indices:
+                    places[targets.indices[handle]] = index, part
         self.adapters: AdapterSlots | None = None
         if targets is not None:
-            self.adapters = NativeAdapters(self._stack, targets, places, max_lora_rank)
+            self.adapters = NativeAdapters(self._stack, targets.targets, places, targets.max_rank)
         self.adapter_reason = "" if targets is not None else "max_lora_rank is 0"
         self.updates: Recipe | None = None
         self._seconds = (ctypes.c_double * len(PARTS))()
@@ -163,32 +165,23 @@ class NativeDecoder:
             "per_layer": None if embedding.per_layer is None else self._per_layer_inputs(embedding.per_layer),
         }
 
-    def rewrite(
-        self,
-        source: Rewriting,
-        layers: Sequence[Layer],
-        *,
-        words: StoredMatrix,
-        embedding: Embedding,
-        norm: Norm,
-        head: StoredMatrix,
-        logit_cap: float | None,
-    ) -> Iterator[Change]:
+    @property
+    def matrices(self) -> tuple[NativeLinear | None, NativeLinear]:
+        """The linear layers of the vectors of tokens and of the head that :meth:`rewrite` does not write."""
+        words = self._words if isinstance(self._words, NativeLinear) else None
+        return None if words is self._head else words, self._head
+
+    def rewrite(self, trunk: Trunk, words: StoredMatrix | None, *, mapped: bool) -> Iterator[Change]:
         """See :class:`~aioinfer.model.updates.rewriting.Rewritable`."""
-        source.write(self._head, head)
-        given, _ = source.weights.parts(words)
-        if given and isinstance(self._words, torch.Tensor):
-            vectors = self._words
-            yield lambda: vectors.copy_(words.view())
-        elif given and self._words is not self._head:
-            source.write(self._words, words)
-        parts = Rekept(self._copies[0])
-        self._keep = parts
-        self._constants(embedding, norm)
+        vectors, embedding = self._words, trunk.embedding
+        if words is not None and isinstance(vectors, torch.Tensor):
+            yield partial(_copy, vectors, words)
+        self._keep = parts = Rekept(self._copies[0])
+        self._constants(embedding, trunk.norm)
         yield parts.write
         if embedding.per_layer is not None and not is_missing(embedding.per_layer.table):
-            yield partial(self._set_table, embedding.per_layer.table, mapped=source.weights.mapped)
-        for index, (layer, copies) in enumerate(zip(layers, self._copies[1:], strict=True)):
+            yield partial(self._set_table, embedding.per_layer.table, mapped=mapped)
+        for index, (layer, copies) in enumerate(zip(trunk.layers, self._copies[1:], strict=True)):
             self._keep = parts = Rekept(copies)
             arguments = self._layer(layer)
             yield parts.write
@@ -342,6 +335,10 @@ class NativeDecoder:
     def seconds(self) -> dict[str, float]:
         """What each part of all forwards so far has taken."""
         return dict(zip(PARTS, self._seconds, strict=True))
+
+
+def _copy(vectors: torch.Tensor, words: StoredMatrix) -> None:
+    vectors.copy_(words.view())
 
 
 def _vectors(

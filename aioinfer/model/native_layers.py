@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
 
 import torch
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.targets import AdapterTargets
-from aioinfer.model.backend import Backend
-from aioinfer.model.decoder import Decoder, Layer
+from aioinfer.model.decoder import Decoder
 from aioinfer.model.gates import Gate
+from aioinfer.model.layer import Trunk
+from aioinfer.model.layer_kernels import ExpertKernels, LayerKernels
 from aioinfer.model.linear import Linear
 from aioinfer.model.mlp import FeedForward
-from aioinfer.model.moe.backend import make_sparse
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import Rule
-from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
+from aioinfer.model.moe.sparse import StoredExperts
+from aioinfer.model.native import NativeDecoder, NativeMLP, NativeTargets, parts_of
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.quantization import Quantization, Rounding, rounding_of
@@ -26,69 +26,65 @@ from aioinfer.model.weights import StoredMatrix
 from aioinfer.model.weights_cache import Blobs, MappedMemory
 from aioinfer.native.bindings import ThreadPool
 
-if TYPE_CHECKING:
-    pass
-
-from aioinfer.model.native import NativeDecoder, NativeMLP, parts_of
-
 __all__ = ["NativeLayers"]
 
 
-class NativeLayers:
-    """See :class:`~aioinfer.model.layers.LayerKernels`."""
-
-    native = True
+class NativeLayers(LayerKernels):
+    """Makes layers of packed weights."""
 
     def __init__(
         self,
         pool: ThreadPool,
+        dtype: torch.dtype,
         quantization: Quantization = "auto",
         blobs: Blobs | None = None,
         max_lora_rank: int = 0,
+        experts: ExpertKernels | None = None,
     ) -> None:
-        """``blobs``: where packed weights are, or are left; None: nowhere. ``max_lora_rank``: 0: without
-        adapters."""
-        self._pool = pool
-        self._max_lora_rank = max_lora_rank
-        self._targets = AdapterTargets() if max_lora_rank else None
-        #: among these, by the handles of packed weights
-        self._indices: dict[int, int] = {}
+        """
+        Args:
+            blobs: the file of packed weights; None: there is none.
+            max_lora_rank: the largest rank of adapters; 0: there are none.
+            experts: makes experts that are not native; None: they are native.
+        """
+        super().__init__(TorchOperations(), experts or ExpertKernels(self._router, self._native_experts))
+        self._pool, self._dtype = pool, dtype
+        self._targets = NativeTargets(AdapterTargets(), {}, max_lora_rank) if max_lora_rank else None
         #: weights that are quantised in the checkpoint stay as they are
         self._kept = quantization == "auto"
-        self.kept_bits: set[int] = set()
+        self._kept_bits: set[int] = set()
         self._rounding, self._head_rounding = rounding_of(quantization), rounding_of(quantization, head=True)
         self._blobs = blobs
-        self.operations = TorchOperations()
 
-    def linear(self, stored: StoredMatrix, *, exact: bool = False) -> Linear:
+    @property
+    def kept_bits(self) -> Collection[int]:
+        return self._kept_bits
+
+    def _linear(self, stored: StoredMatrix, *, exact: bool) -> Linear:
         return self._packed(stored, None if exact else self._rounding)
 
-    def gated_mlp(
-        self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool = False
+    def _gated_mlp(
+        self, gate_up: StoredMatrix, down: StoredMatrix, gate: Gate, *, shared: bool
     ) -> FeedForward:
         # A shared expert reads the inputs of the others, whose weights are never as they are stored.
         both = self._packed(gate_up, self._rounding, gated=True, as_stored=not shared)
         return NativeMLP(both, self._packed(down, self._rounding, as_stored=not shared), gate)
 
-    def plain_mlp(self, up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
+    def _plain_mlp(self, up: StoredMatrix, down: StoredMatrix, gate: Gate) -> FeedForward:
         return NativeMLP(self._packed(up, self._rounding), self._packed(down, self._rounding), gate)
 
-    def sparse(
-        self, rule: Rule, stored: StoredExperts, shared: FeedForward | None, backend: Backend
-    ) -> FeedForward:
-        if backend.name != "native":
-            if self._rounding is not None:
-                raise ConfigError(f"quantization: experts are computed by {backend.name}: {backend.reason}")
-            return make_sparse(rule, stored, shared, backend)
-        dtype, sizes = stored.weights.dtype, (stored.num_experts, stored.hidden, stored.middle)
+    def _router(self, rule: Rule) -> NativeRouter:
+        return NativeRouter(self._pool, rule, self._dtype)
+
+    def _native_experts(self, stored: StoredExperts) -> NativeExperts:
         blobs, name = self._blobs, stored.prefix
         found = None if blobs is None else blobs.find(name)
         if found is not None:
             stored.declare()
         experts = NativeExperts(
             self._pool,
-            dtype,
-            sizes,
+            self._dtype,
+            (stored.num_experts, stored.hidden, stored.middle),
             found or stored.each(),
             self._rounding,
             gate=stored.gate,
@@ -96,50 +92,25 @@ class NativeLayers:
         )
         if found is None and blobs is not None:
             blobs.add(name, *experts.packed.memory)
-        return SparseMLP(NativeRouter(self._pool, rule, dtype), experts, shared)
+        return experts
 
-    def decoder(
-        self,
-        spec: ModelSpec,
-        layers: Sequence[Layer],
-        *,
-        words: StoredMatrix,
-        head: StoredMatrix,
-        **parts: Any,
-    ) -> CausalLM:
+    def _decoder(self, spec: ModelSpec, trunk: Trunk, words: StoredMatrix, head: StoredMatrix) -> CausalLM:
         tied, cached = head is words, self._blobs is not None
         # The vectors of a quantised embedding are read from it as it is packed.
         quantised = self._head_rounding is not None or self._quantised(words)
         # A tied embedding that both need is read once.
         read = words.view() if tied and not cached and not quantised else None
         to_logits = self._packed(head, self._head_rounding, weight=read)
-        if not all(parts_of(layer.mlp) for layer in layers):
+        if not all(parts_of(layer.mlp) for layer in trunk.layers):
             read = words.view() if read is None else read
-            return Decoder(
-                spec,
-                layers,
-                words=read,
-                head=to_logits,
-                operations=self.operations,
-                adapter_reason="not all of its layers are native",
-                **parts,
-            )
+            reason = "not all of its layers are native"
+            return Decoder(spec, trunk, read, to_logits, self.operations, adapter_reason=reason)
         vectors: torch.Tensor | NativeLinear | MappedMemory
         if not quantised:
             vectors = self._vectors(words) if read is None else read
         else:
             vectors = to_logits if tied else self._packed(words, self._head_rounding)
-        return NativeDecoder(
-            self._pool,
-            spec,
-            layers,
-            words=vectors,
-            head=to_logits,
-            targets=self._targets,
-            indices=self._indices,
-            max_lora_rank=self._max_lora_rank,
-            **parts,
-        )
+        return NativeDecoder(self._pool, spec, trunk, vectors, to_logits, self._targets)
 
     def _quantised(self, stored: StoredMatrix) -> bool:
         """Whether a matrix is quantised in the checkpoint and stays so."""
@@ -168,9 +139,10 @@ class NativeLayers:
     ) -> NativeLinear:
         """``weight``: the matrix, if it has been read; ``as_stored``: one that is quantised may stay so."""
         made = self._made(stored, rounding, gated=gated, weight=weight, as_stored=as_stored)
-        index = None if self._targets is None else self._targets.add(stored)
-        if index is not None:
-            self._indices[made.packed.handle] = index
+        if self._targets is not None:
+            index = self._targets.targets.add(stored)
+            if index is not None:
+                self._targets.indices[made.packed.handle] = index
         return made
 
     def _made(
@@ -202,15 +174,6 @@ class NativeLayers:
         """A matrix that is quantised in the checkpoint, without loss."""
         if self._blobs is not None:
             raise ConfigError("cache_weights: weights that are quantised in the checkpoint are not cached")
-        matrix, bias = stored.quantised(), stored.bias()
-        self.kept_bits.add(matrix.rounding.bits)
-        return NativeLinear.given(
-            self._pool,
-            matrix.values,
-            matrix.scales,
-            matrix.offsets,
-            None if bias is None else bias.float(),
-            matrix.rounding,
-            dtype=stored.dtype,
-            gated=gated,
-        )
+        matrix = stored.quantised()
+        self._kept_bits.add(matrix.rounding.bits)
+        return NativeLinear.given(self._pool, matrix, stored.bias(), dtype=stored.dtype, gated=gated)

@@ -13,6 +13,7 @@ from typing import Self
 
 import torch
 
+from aioinfer.checkpoint.tensors import QuantisedMatrix
 from aioinfer.model.gates import Gate
 from aioinfer.model.quantization import Rounding
 from aioinfer.model.weights_cache import MappedMemory
@@ -114,11 +115,8 @@ class NativeLinear:
     def given(
         cls,
         pool: ThreadPool,
-        values: torch.Tensor,
-        scales: torch.Tensor,
-        offsets: torch.Tensor | None,
+        matrix: QuantisedMatrix,
         bias: torch.Tensor | None,
-        rounding: Rounding,
         *,
         dtype: torch.dtype,
         gated: bool = False,
@@ -126,17 +124,14 @@ class NativeLinear:
         """Take a weight that is quantised already, without loss.
 
         Args:
-            values: [rows, inner], one number a byte: uint8 0 to 15 for 4 bits, int8 for 8 bits.
-            scales: [rows, groups], float32.
-            offsets: as ``scales``; None: 0 for 8 bits, and ``-8 * scale`` for 4.
-            bias: [rows], float32, or None.
-            rounding: bits and size of groups; the last one may be shorter.
-            dtype: of activations and results.
+            bias: [rows], or None.
+            dtype: the type of activations and results.
 
         Raises:
             InvalidArguments: there are no kernels for this shape, or a number has more than 4 bits.
             ValueError: a tensor has another size or type.
         """
+        values, scales, offsets, rounding = matrix
         rows, inner = values.shape
         bits, group = rounding
         groups = -(-inner // group) if group else 1
@@ -145,7 +140,7 @@ class NativeLinear:
             raise ValueError(f"scales and offsets are [{rows}, {groups}], and gated weights have even rows")
         values, scales = values.contiguous(), scales.contiguous()
         offsets = None if offsets is None else offsets.contiguous()
-        bias = None if bias is None else bias.contiguous()
+        bias = None if bias is None else bias.float().contiguous()
         arguments = QuantisedWeightsArguments(
             pool=pool.handle,
             values=address(values, torch.uint8 if bits == 4 else torch.int8, rows * inner),
@@ -174,9 +169,10 @@ class NativeLinear:
             None if bias is None else address(bias, dtype, self.rows),
         )
 
-    def exchange(self, other: NativeLinear) -> None:
-        """Exchange the weights with those of another layer of the same shape and format."""
-        self.packed.exchange(other.packed)
+    def set_quantised(self, matrix: QuantisedMatrix, bias: torch.Tensor | None) -> None:
+        """Exchange the weights for others that are quantised in the same way."""
+        made = NativeLinear.given(self.packed.pool, matrix, bias, dtype=self.dtype, gated=self.gated)
+        self.packed.exchange(made.packed)
 
     def __call__(self, values: torch.Tensor, gate: Gate | None = None) -> torch.Tensor:
         """See :class:`~aioinfer.model.linear.Linear`. With rounded weights, all results of a row that is not

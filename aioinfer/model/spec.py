@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aioinfer.checkpoint.hub import Progress
@@ -19,11 +20,15 @@ if TYPE_CHECKING:
     from aioinfer.model.attention.pool import KVShape
     from aioinfer.model.batch import Batch
     from aioinfer.model.state import StateShape
-    from aioinfer.model.updates.recipe import Recipe
 
-__all__ = ["CausalLM", "ModelSpec", "Progress", "eos_token_ids"]
+__all__ = ["CausalLM", "Change", "ModelSpec", "NewTensors", "Progress", "Recipe", "eos_token_ids"]
 
 _log = logging.getLogger("aioinfer")
+
+#: new weights for a loaded model: a path, or names and tensors
+NewTensors = Path | Sequence[tuple[object, object]]
+#: writes new weights into one part of a model; on the launch thread, between steps
+Change = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +122,14 @@ class CausalLM(Protocol):
         Returns the logits of ``batch.logits_rows``, [S, vocab_size] in the model's dtype. Where
         ``batch.hidden_rows`` is set, ``batch.hidden`` has their hidden states then.
         """
+
+
+class Recipe(Protocol):
+    """Replaces the weights of a model."""
+
+    def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:
+        """Read and check weights without changing the model; on any thread but the launch thread. ``go_on``
+        is called again and again, and may raise. Raises ConfigError."""
 
 
 def eos_token_ids(generation_config: Mapping[str, Any], config: Any) -> frozenset[int]:

@@ -26,7 +26,7 @@ from aioinfer.settings import first_line
 
 if TYPE_CHECKING:
     from aioinfer.model.adapters.base import AdapterSlots
-    from aioinfer.model.updates.recipe import Recipe
+    from aioinfer.model.spec import Recipe
 
 __all__ = ["TransformersEncoder", "is_encoder"]
 

@@ -21,10 +21,10 @@ from aioinfer.checkpoint.files import Directory
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.modules import adapt_modules, watch_modules
-from aioinfer.model.adapters.slots import make_adapters
 from aioinfer.model.attention.base import Attention, AttentionParams
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.batch import Batch
+from aioinfer.model.kernels import make_adapters
 from aioinfer.model.rope import longest
 from aioinfer.model.selfcheck import check_paged, record
 from aioinfer.model.spec import ModelSpec, Progress, eos_token_ids
@@ -33,7 +33,7 @@ from aioinfer.model.wrappers import WRAPPERS
 from aioinfer.settings import first_line
 
 if TYPE_CHECKING:
-    from aioinfer.model.updates.recipe import Recipe
+    from aioinfer.model.spec import Recipe
 
 __all__ = [
     *(

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
+from aioinfer.checkpoint.hub import Progress
 from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, Tensors
 from aioinfer.errors import ConfigError
-from aioinfer.model.spec import Progress
 
 __all__ = ["RandomWeights", "StoredMatrix", "Weights", "joined_block", "joined_float8"]
 

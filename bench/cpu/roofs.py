@@ -27,11 +27,11 @@ import torch
 
 import aioinfer.native
 from aioinfer.config import EngineConfig
-from aioinfer.model.attention.backend import choose_attention, make_attention
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.batch import Batch
-from aioinfer.model.loader import load_model
+from aioinfer.model.kernels import choose_attention, make_attention
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.quantization import Quantization, rounding_of
 from aioinfer.model.spec import CausalLM
 from aioinfer.native.build import BuildFailed, find_compiler
@@ -204,10 +204,12 @@ def measure_roofs(options: argparse.Namespace, model: Path, report: Report) -> N
     torch.set_num_threads(options.threads)
     made = load_model(
         config.model_path,
-        dtype="bfloat16",
-        device=cpu,
-        kernels="native",
-        quantization="none" if precision == "bf16" else precision,
+        LoadOptions(
+            dtype="bfloat16",
+            device=cpu,
+            kernels="native",
+            quantization="none" if precision == "bf16" else precision,
+        ),
     )
     spec = made.spec
     roofs, taken = measured(options.threads, 1.0), {}

@@ -25,7 +25,7 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.llm import LLM
-from aioinfer.model.loader import inspect_model
+from aioinfer.model.loader import LoadOptions, inspect_model
 from aioinfer.params import SamplingParams
 from bench.command import BadOptions
 from bench.report import Report
@@ -126,7 +126,7 @@ def run(options: argparse.Namespace, report: Report) -> None:
 def measure(family: str, folder: str, options: argparse.Namespace, report: Report) -> None:
     """A row: tokens per second of both, in turns, and their ratio in each round."""
     cpu = torch.device("cpu")
-    info = inspect_model(Path(folder), dtype=options.dtype, device=cpu, load_format="random")
+    info = inspect_model(Path(folder), LoadOptions(dtype=options.dtype, device=cpu, load_format="random"))
     if not info.own:
         report.error(f"{family}: {info.fallback_reason}")
         return

@@ -18,7 +18,7 @@ import torch
 
 import bench.gpu.isolation as isolation
 from aioinfer.model.attention.pool import KVPool
-from aioinfer.model.loader import load_model
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.text.tokenizer import HFTokenizer
 from bench.command import main
 from bench.gpu.command import _OPTIONAL, listen, run_all
@@ -112,7 +112,8 @@ def test_the_roofline_is_the_known_one(name: str) -> None:
 def test_a_step_reads_the_parameters_of_the_model_that_runs(tmp_path: Path, name: str, tied: bool) -> None:
     shape = dataclasses.replace(SHAPES[name], tied=tied)
     model = load_model(
-        write_model(shape, tmp_path), dtype="auto", device=torch.device("cpu"), load_format="random"
+        write_model(shape, tmp_path),
+        LoadOptions(dtype="auto", device=torch.device("cpu"), load_format="random"),
     )
     spec = model.spec
     assert spec.dtype == torch.bfloat16

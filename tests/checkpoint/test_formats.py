@@ -20,7 +20,7 @@ from aioinfer.checkpoint.tensors import SafetensorsTensors
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
-from aioinfer.model.loader import inspect_model, load_model
+from aioinfer.model.loader import LoadOptions, inspect_model, load_model
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import require
@@ -339,9 +339,9 @@ def test_a_model_of_a_format_is_the_dequantised_one(tmp_path: Path, name: str) -
         (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=10))
     assert result.token_ids == wanted
     require("native")
-    model = load_model(tmp_path, dtype="float32", device=torch.device("cpu"), kernels="native")
+    model = load_model(tmp_path, LoadOptions(dtype="float32", device=torch.device("cpu"), kernels="native"))
     assert ("bits as they are stored" in model.spec.layer_reason) == FORMATS[name][2]
-    assert inspect_model(tmp_path, dtype="auto", device=torch.device("cpu")).stored_bits == (
+    assert inspect_model(tmp_path, LoadOptions(dtype="auto", device=torch.device("cpu"))).stored_bits == (
         [config.get("bits") or config["config_groups"]["group_0"]["weights"]["num_bits"]]
         if FORMATS[name][2]
         else []
@@ -367,9 +367,11 @@ def test_float16_on_a_cpu_is_computed_in_bfloat16(tmp_path: Path) -> None:
     stated |= {"dtype": "float16", "quantization_config": FORMATS["awq"][0]}
     (tmp_path / "config.json").write_text(json.dumps(stated))
     cpu = torch.device("cpu")
-    assert inspect_model(tmp_path, dtype="auto", device=cpu).dtype == torch.bfloat16
-    assert inspect_model(tmp_path, dtype="float16", device=cpu).dtype == torch.float16
-    assert inspect_model(tmp_path, dtype="auto", device=torch.device("cuda")).dtype == torch.float16
+    assert inspect_model(tmp_path, LoadOptions(dtype="auto", device=cpu)).dtype == torch.bfloat16
+    assert inspect_model(tmp_path, LoadOptions(dtype="float16", device=cpu)).dtype == torch.float16
+    assert (
+        inspect_model(tmp_path, LoadOptions(dtype="auto", device=torch.device("cuda"))).dtype == torch.float16
+    )
 
 
 def test_experts_are_dequantised(tmp_path: Path) -> None:
@@ -419,7 +421,7 @@ def test_a_shared_expert_is_dequantised_as_the_others_are(tmp_path: Path, kernel
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     stated = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**stated, "quantization_config": config}))
-    assert inspect_model(tmp_path, dtype="auto", device=torch.device("cpu")).stored_bits == []
+    assert inspect_model(tmp_path, LoadOptions(dtype="auto", device=torch.device("cpu"))).stored_bits == []
     prompt = [random.Random(3).randrange(200) for _ in range(9)]
     settings = EngineConfig(
         model=str(tmp_path), dtype="float32", num_pages=64, threads=1, attention_backend=kernels

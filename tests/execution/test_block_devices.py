@@ -17,8 +17,8 @@ from aioinfer.execution.decoding import kind as kind_of
 from aioinfer.execution.device import DeviceInfo, StepResult
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.model.attention.backend import choose_attention
-from aioinfer.model.loader import load_model
+from aioinfer.model.kernels import choose_attention
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams
 from tests.execution.block_driver import Driven, Driver, check
@@ -120,7 +120,7 @@ def test_what_is_shorter_than_a_block_is_refused_before_anything_is_tried(
 
 def test_what_cannot_hold_blocks_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, CONFIG)
-    model = load_model(tmp_path, dtype="float32", device=torch.device("cpu"), block_size=128)
+    model = load_model(tmp_path, LoadOptions(dtype="float32", device=torch.device("cpu"), block_size=128))
     with pytest.raises(ConfigError, match=r"max_step_tokens is 200; two blocks of 128"):
         kind_of(model.spec).fit(config(tmp_path))
     with pytest.raises(ConfigError, match=r"less than a block of 8"):
@@ -136,7 +136,7 @@ def test_the_largest_steps_run_and_touch_the_junk_page_alone(
 ) -> None:
     write_checkpoint(tmp_path, CONFIG)
     cpu = torch.device("cpu")
-    model = load_model(tmp_path, dtype="float32", device=cpu, block_size=SIZE)
+    model = load_model(tmp_path, LoadOptions(dtype="float32", device=cpu, block_size=SIZE))
     decoding = kind_of(model.spec)
     fitted = decoding.fit(config(tmp_path, **settings))
     choice = choose_attention(cpu, model.spec.head_dims, torch.float32, "sdpa")

@@ -17,9 +17,9 @@ from aioinfer.execution import build as execution_build
 from aioinfer.execution import torch_device
 from aioinfer.execution.cuda_device import callers_device, pick_device
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.model.attention import backend as attention_backend
+from aioinfer.model import kernels
 from aioinfer.model.backend import Backend
-from aioinfer.model.loader import load_model
+from aioinfer.model.loader import LoadOptions, load_model
 from tests.model.kernels import kernels_or_skip
 
 
@@ -128,7 +128,7 @@ def test_sampling_that_depends_on_the_batch_is_refused_before_anything_is_built(
     kernels_or_skip("cpu")
     path, _ = checkpoint("qwen3")
     options: dict[str, Any] = {"dtype": "float32", "kernels": "triton", "deterministic": True}
-    model = load_model(path, device=torch.device("cpu"), **options)
+    model = load_model(path, LoadOptions(device=torch.device("cpu"), **options))
     built: list[object] = []
 
     def built_backend(*parts: object) -> None:
@@ -139,7 +139,7 @@ def test_sampling_that_depends_on_the_batch_is_refused_before_anything_is_built(
     monkeypatch.setattr(TorchDevice, "_load", lambda *_: model)
     monkeypatch.setattr(torch_device, "current", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 34, 1 << 34))
-    monkeypatch.setattr(attention_backend, "choose_attention", lambda *_: Backend("triton", "a test"))
+    monkeypatch.setattr(kernels, "choose_attention", lambda *_: Backend("triton", "a test"))
     monkeypatch.setattr(execution_build, "build", built_backend)
     with pytest.raises(ConfigError, match=r"^deterministic: sampling is torch"):
         TorchDevice(config).open()

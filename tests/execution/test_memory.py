@@ -18,9 +18,9 @@ from aioinfer.execution import torch_device
 from aioinfer.execution.memory import Available, give_back, memory_available
 from aioinfer.execution.sizing import check_pool
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.model.attention.backend import make_attention
 from aioinfer.model.attention.pool import KVShape, pool_zeros
 from aioinfer.model.backend import Backend
+from aioinfer.model.kernels import make_attention
 from aioinfer.model.quantization import Rounding
 from aioinfer.model.weights import Weights
 from tests.model.harness import require

@@ -14,9 +14,9 @@ from aioinfer.execution.decoding import kind
 from aioinfer.execution.device import DeviceInfo
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.sizing import PoolSize, by_memory, cuda_budget, size_pool
-from aioinfer.model.attention.backend import choose_attention
 from aioinfer.model.attention.pool import KVShape
-from aioinfer.model.loader import load_model
+from aioinfer.model.kernels import choose_attention
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.spec import ModelSpec
 from aioinfer.observe.timeline import DeviceLane
 from tests.tiers import SECONDS, rest
@@ -125,7 +125,7 @@ def test_a_cuda_budget_leaves_alone_what_it_may_not_use() -> None:
 def test_a_token_that_does_not_exist_fails_its_step_alone() -> None:
     """Before the device sees it: a CUDA device would be lost."""
     config, cpu = EngineConfig(dtype="float32", num_pages=8), torch.device("cpu")
-    model = load_model(config.model_path, dtype="float32", device=cpu)
+    model = load_model(config.model_path, LoadOptions(dtype="float32", device=cpu))
     choice = choose_attention(cpu, model.spec.head_dims, torch.float32)
     parts = Parts(config, kind(model.spec), model, choice, cpu, GrammarWorker(), DeviceLane())
     backend, size = build(parts)
@@ -151,7 +151,7 @@ def test_a_token_that_does_not_exist_fails_its_step_alone() -> None:
 def test_the_largest_steps_run_and_touch_the_junk_page_alone(settings: dict[str, Any]) -> None:
     config = EngineConfig(**{"dtype": "float32", "num_pages": 8, **settings})
     cpu = torch.device("cpu")
-    model = load_model(config.model_path, dtype="float32", device=cpu)
+    model = load_model(config.model_path, LoadOptions(dtype="float32", device=cpu))
     choice = choose_attention(cpu, model.spec.head_dims, torch.float32)
     parts = Parts(config, kind(model.spec), model, choice, cpu, GrammarWorker(), DeviceLane())
     backend, size = build(parts)

@@ -18,7 +18,8 @@ from aioinfer.checkpoint.tensors import Float8Matrix
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.triton_attention import TritonAttention
-from aioinfer.model.float8 import Float8Linear, rounded_matrix
+from aioinfer.model.float8 import rounded_matrix
+from aioinfer.model.float8_linear import Float8Linear
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.moe.experts import Float8ExpertWeights
 from aioinfer.model.moe.float8_experts import Float8Experts

@@ -10,15 +10,17 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from aioinfer.model.attention.backend import AttentionBackend, choose_attention, make_attention
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.batch import Batch
+from aioinfer.model.kernels import AttentionBackend, choose_attention, make_attention
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.model.state import RowStates, StatePool
 from tests.compiled import require_native
@@ -44,6 +46,12 @@ class Sequence_:
     @property
     def finished(self) -> bool:
         return len(self.ids) == self.prompt_len + self.max_new
+
+
+def load(path: Path, *told: Any, **options: Any) -> Any:
+    """A model on the CPU, in float32 by default. ``told``: progress and sizes, as of ``load_model``."""
+    options = {"dtype": "float32", "device": torch.device("cpu"), **options}
+    return load_model(path, LoadOptions(**options), *told)
 
 
 def make_pool(spec: ModelSpec, num_pages: int, page_size: int, device: torch.device | str = "cpu") -> KVPool:

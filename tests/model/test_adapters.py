@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.slots import TorchAdapters
 from aioinfer.model.adapters.targets import AdapterTargets
-from aioinfer.model.loader import load_model
+from aioinfer.model.loader import LoadOptions, load_model
 from tests.model.adapters import factors, write_adapter
 from tests.model.checkpoints import FAMILIES, RECURRENT, make_checkpoint
 from tests.model.harness import Driver, attention_for, build_batch, row_states, state_pool
@@ -96,9 +96,11 @@ class Models:
 
     def _load(self, path: Path, kernels: str, **options: Any) -> Any:
         if kernels == "transformers":
-            return load_model(path, dtype="float32", device=CPU, force_transformers=True, **options)
+            return load_model(
+                path, LoadOptions(dtype="float32", device=CPU, force_transformers=True, **options)
+            )
         chosen: Any = kernels
-        return load_model(path, dtype="float32", device=CPU, kernels=chosen, **options)
+        return load_model(path, LoadOptions(dtype="float32", device=CPU, kernels=chosen, **options))
 
     def _train(self, name: str, seed: int, rank: int = 4) -> Trained:
         foreign = name in FOREIGN
@@ -220,7 +222,9 @@ def test_half_precision_differs_from_merged_weights_by_rounding(
         kernels_or_skip("cpu")
     trained, options = models.trained("qwen3", 1), {"dtype": dtype, "device": CPU}
     options |= {"force_transformers": True} if kernels == "transformers" else {"kernels": kernels}
-    model, merged = (load_model(path, **options) for path in (models.path("qwen3"), trained.merged))
+    model, merged = (
+        load_model(path, LoadOptions(**options)) for path in (models.path("qwen3"), trained.merged)
+    )
     installed(model, trained.path)
     got, expected = logits(model, ROWS, [1] * 5, kernels), logits(merged, ROWS, None, kernels)
     exact = logits(models.merged("qwen3", 1, "sdpa"), ROWS, None, "sdpa")
@@ -235,7 +239,7 @@ def test_an_adapter_of_some_layers_leaves_the_others(models: Models, tmp_path: P
     path = write_adapter(tmp_path / "a", matrices, r=3, use_rslora=True, layers_to_transform=[1])
     remove = installed(model, path)
     merged = merge(models.path("qwen3"), tmp_path / "merged", matrices, 16 / 3**0.5)
-    oracle = load_model(merged, dtype="float32", device=CPU, kernels="sdpa")
+    oracle = load_model(merged, LoadOptions(dtype="float32", device=CPU, kernels="sdpa"))
     got = logits(model, ROWS, [1] * 5, "sdpa")
     remove()
     torch.testing.assert_close(got, logits(oracle, ROWS, None, "sdpa"), rtol=1e-3, atol=1e-3)
@@ -251,7 +255,7 @@ def test_ranks_and_scales_by_module_are_those_of_the_patterns(models: Models, tm
     )
     keys = {name: (a, 2 * b) if name.endswith("k_proj") else (a, b) for name, (a, b) in matrices.items()}
     merged = merge(models.path("qwen3"), tmp_path / "merged", keys, 1.0)
-    oracle = load_model(merged, dtype="float32", device=CPU, kernels="sdpa")
+    oracle = load_model(merged, LoadOptions(dtype="float32", device=CPU, kernels="sdpa"))
     remove = installed(model, path)
     got = logits(model, ROWS, [1] * 5, "sdpa")
     remove()
@@ -315,7 +319,7 @@ def test_a_rank_above_the_models_limit_is_refused(models: Models) -> None:
 
 
 def test_numbers_that_the_models_type_cannot_hold_are_refused(models: Models, tmp_path: Path) -> None:
-    model = load_model(models.path("qwen3"), dtype="float16", device=CPU, kernels="sdpa")
+    model = load_model(models.path("qwen3"), LoadOptions(dtype="float16", device=CPU, kernels="sdpa"))
     shapes = {name: shape for name, shape in shapes_of(model).items() if name.endswith("q_proj")}
     matrices = factors(shapes, dict.fromkeys(shapes, 4), seed=5, dtype=torch.float32)
     next(iter(matrices.values()))[0][0, 0] = 1e6

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from aioinfer.model.attention.sdpa import SDPAAttention
-from aioinfer.model.loader import load_model
+from aioinfer.model.loader import LoadOptions, load_model
 from tests.model.block_models import (
     MASK,
     VOCAB,
@@ -49,7 +49,7 @@ def prepare(path: Path, config: dict[str, Any], block: int, *, triton: str = "",
 
         settings |= {"attention": TritonAttention, "device": triton}
     device = torch.device(triton or "cpu")
-    model = load_model(path, dtype="float32", device=device, block_size=block, **kernels)
+    model = load_model(path, LoadOptions(dtype="float32", device=device, block_size=block, **kernels))
     assert (model.spec.block_size, model.spec.mask_token_id) == (block, MASK)
     assert model.spec.num_parameters == sum(tensor.numel() for tensor in tensors.values())
     return Rows(model, Plain(config, tensors, block), **settings)
@@ -110,7 +110,7 @@ def test_transformers_computes_the_same_behind_a_mask_of_blocks(tmp_path: Path, 
 
     config = block_config(family)
     tensors = write_checkpoint(tmp_path, config)
-    model = load_model(tmp_path, dtype="float32", device=CPU, block_size=4)
+    model = load_model(tmp_path, LoadOptions(dtype="float32", device=CPU, block_size=4))
     architecture = {"sdar": "Qwen3", "sdar_moe": "Qwen3Moe", "llada2": "Glm4Moe"}[family]
     twin = {**config, "architectures": [f"{architecture}ForCausalLM"]}
     twin["model_type"] = {"sdar": "qwen3", "sdar_moe": "qwen3_moe", "llada2": "glm4_moe"}[family]

@@ -15,22 +15,18 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.blocks import Blocks
-from aioinfer.model.loader import inspect_model, load_model
+from aioinfer.model.loader import LoadOptions, inspect_model
 from aioinfer.model.moe.sparse import SparseMLP
 from tests.model.block_models import VOCAB, Plain, Rows, block_config, write_checkpoint, write_config
 from tests.model.checkpoints import make_checkpoint
-from tests.model.harness import build_batch, make_pool
+from tests.model.harness import build_batch, load, make_pool
 from tests.tiers import SECONDS, rest
 
 CPU = torch.device("cpu")
 
 
 def inspect(path: Path, **options: Any) -> Any:
-    return inspect_model(path, dtype="auto", device=CPU, load_format="random", **options)
-
-
-def load(path: Path, **options: Any) -> Any:
-    return load_model(path, dtype=options.pop("dtype", "float32"), device=CPU, **options)
+    return inspect_model(path, LoadOptions(dtype="auto", device=CPU, load_format="random", **options))
 
 
 @pytest.mark.parametrize(
@@ -130,7 +126,7 @@ def test_experts_merged_by_dfactory(tmp_path: Path) -> None:
 def test_a_routers_weights_keep_the_precision_of_the_checkpoint(tmp_path: Path) -> None:
     tensors = write_checkpoint(tmp_path, block_config())
     model = load(tmp_path, dtype="bfloat16")
-    mlp = model._layers[1].mlp
+    mlp = model._trunk.layers[1].mlp
     assert isinstance(mlp, SparseMLP)
     router: Any = mlp.router
     assert torch.equal(router.weight, tensors["model.layers.1.mlp.gate.weight"])
@@ -165,8 +161,8 @@ def test_nulls_in_the_config_are_no_groups_and_no_dense_layer(tmp_path: Path) ->
     nulls = dict.fromkeys(("n_group", "topk_group", "first_k_dense_replace", "num_shared_experts"))
     write_config(tmp_path, {**config, **nulls})
     model = load(tmp_path, load_format="random")
-    assert all(isinstance(layer.mlp, SparseMLP) and layer.mlp.shared is None for layer in model._layers)
-    assert model._layers[0].mlp.router.num_groups == 1
+    assert all(isinstance(layer.mlp, SparseMLP) and layer.mlp.shared is None for layer in model._trunk.layers)
+    assert model._trunk.layers[0].mlp.router.num_groups == 1
 
 
 @rest(SECONDS)

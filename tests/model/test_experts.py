@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from aioinfer.errors import ConfigError
+from aioinfer.model import kernels as backends
 from aioinfer.model.backend import Backend
+from aioinfer.model.kernels import choose_experts, make_experts
 from aioinfer.model.linear import TorchLinear
 from aioinfer.model.mlp import GatedMLP
-from aioinfer.model.moe import backend as backends
-from aioinfer.model.moe.backend import choose_experts, make_experts
 from aioinfer.model.moe.experts import ExpertWeights, GroupedExperts, LoopExperts
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +14,13 @@ from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.decoder import Decoder
-from aioinfer.model.loader import inspect_model, load_model
+from aioinfer.model.loader import LoadOptions, inspect_model, load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.selfcheck import record
 from aioinfer.model.transformers_model import TransformersLM
 from aioinfer.native.bindings import native_unsupported
 from tests.model.checkpoints import FAMILIES, NATIVE, OWN, RECURRENT, make_checkpoint, make_model
+from tests.model.harness import load
 from tests.tiers import grid, thinned
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
@@ -48,10 +48,6 @@ STATE_SPACE = {
 #: what native kernels compute as a whole: inner sizes of the others' experts are no multiples of 16
 WHOLE = [family for family in NATIVE if family not in ("qwen3-moe", "qwen3-moe-window")]
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-
-
-def load(path: Path, **options: Any) -> Any:
-    return load_model(path, dtype=options.pop("dtype", "float32"), device=CPU, **options)
 
 
 @pytest.mark.parametrize("family", thinned(FAMILIES, 3))
@@ -149,9 +145,9 @@ def test_a_variant_with_recurrent_state_that_nothing_computes_is_refused(
 ) -> None:
     prefix, settings = RECURRENT[family]
     make_model(prefix, {**settings, **change}, tmp_path, seed=0)
-    for read in (load, functools.partial(inspect_model, dtype="auto", device=CPU)):
+    for read in (load_model, inspect_model):
         with pytest.raises(ConfigError, match=f"with {reason} is not supported"):
-            read(tmp_path, force_transformers=forced)
+            read(tmp_path, LoadOptions(device=CPU, force_transformers=forced))
 
 
 @pytest.mark.parametrize("fallback", [False, True])
@@ -203,5 +199,5 @@ def test_an_architecture_that_nobody_knows_is_refused(tmp_path: Path) -> None:
 def test_progress_is_told(tmp_path: Path) -> None:
     make_checkpoint("opt", tmp_path)
     seen: list[tuple[str, int, int]] = []
-    load(tmp_path, progress=lambda *args: seen.append(args))
+    load(tmp_path, lambda *args: seen.append(args))
     assert seen == [("weights", 0, 1), ("weights", 1, 1)]

@@ -15,11 +15,10 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.graphs import graphs_unsupported
 from aioinfer.llm import LLM
-from aioinfer.model.attention.backend import choose_attention, make_attention
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.backend import Backend
-from aioinfer.model.layers import choose_layers
+from aioinfer.model.kernels import choose_attention, choose_layers, make_attention
 from aioinfer.params import SamplingParams
 from bench.gpu.roofline import Shape
 from bench.gpu.shapes import write_model

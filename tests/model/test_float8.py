@@ -12,13 +12,15 @@ from safetensors.torch import load_file, save_file
 
 from aioinfer.checkpoint.tensors import Float8Matrix, Rounding
 from aioinfer.errors import ConfigError
-from aioinfer.model import float8
-from aioinfer.model.float8 import Float8Layers, Float8Linear, ScaledLinear, rounded_matrix, scaled_unsupported
-from aioinfer.model.loader import inspect_model, load_model
+from aioinfer.model import kernels as choices
+from aioinfer.model.float8 import rounded_matrix
+from aioinfer.model.float8_linear import Float8Layers, Float8Linear, ScaledLinear, scaled_unsupported
+from aioinfer.model.loader import LoadOptions, inspect_model
 from aioinfer.model.quantization import rounding_of
 from aioinfer.model.updates.recipe import prepare_update
 from aioinfer.model.weights import StoredMatrix, Weights
 from tests.checkpoint.test_formats import FORMATS
+from tests.model import harness
 from tests.model.checkpoints import make_checkpoint
 from tests.model.harness import Driver
 from tests.model.kernels import assert_close, interpreted_only, normal
@@ -355,7 +357,7 @@ def write(folder: Path, form: str | None, seed: int = 1) -> Path:
 
 
 def load(path: Path, kernels: Any = "triton", **options: Any) -> Any:
-    return load_model(path, device=CPU, kernels=kernels, **{"dtype": "float32", **options})
+    return harness.load(path, kernels=kernels, **options)
 
 
 def logits(model: Any, kernels: Any = "triton") -> torch.Tensor:
@@ -374,7 +376,7 @@ def test_a_checkpoint_of_floats_of_8_bits_stays_so(device: str, tmp_path: Path, 
     assert kept.spec.layer_reason.endswith("weights of 8 bits as they are stored")
     expected = logits(load(path, "sdpa"), "sdpa")
     torch.testing.assert_close(logits(kept), expected, rtol=1e-3, atol=1e-3)
-    assert inspect_model(path, dtype="auto", device=CPU).stored_float8
+    assert inspect_model(path, LoadOptions(dtype="auto", device=CPU)).stored_float8
     none = load(path, quantization="none")
     assert "stored" not in none.spec.layer_reason
 
@@ -391,7 +393,7 @@ def test_weights_are_rounded_when_they_are_loaded(device: str, tmp_path: Path) -
     # What was rounded is what a checkpoint of rounded weights has.
     stored = write(tmp_path / "stored", "fp8-channels")
     torch.testing.assert_close(rounded, logits(load(stored, "sdpa"), "sdpa"), rtol=1e-3, atol=1e-3)
-    assert not inspect_model(path, dtype="auto", device=CPU).stored_float8
+    assert not inspect_model(path, LoadOptions(dtype="auto", device=CPU)).stored_float8
 
 
 @nightly(INTERPRETER)
@@ -437,5 +439,5 @@ def test_what_cannot_be_rounded_is_refused(
         ConfigError, match=r"fp8-dynamic was asked for, and the results of torch\._scaled_mm are"
     ):
         load(path, quantization="fp8-dynamic")
-    monkeypatch.setattr(float8, "scaled_unsupported", lambda *_: None)
+    monkeypatch.setattr(choices, "scaled_unsupported", lambda *_: None)
     assert load(path, quantization="fp8-dynamic").spec.layer_kernels == "triton"

@@ -15,15 +15,17 @@ from aioinfer.checkpoint.tensors import Float8Matrix
 from aioinfer.cli.doctor import examine
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
-from aioinfer.model import float8
+from aioinfer.model import kernels as choices
 from aioinfer.model.backend import Backend
-from aioinfer.model.float8 import Float8Linear, ScaledLinear, rounded_matrix
-from aioinfer.model.layers import check_quantization
-from aioinfer.model.loader import inspect_model, load_model
+from aioinfer.model.float8 import rounded_matrix
+from aioinfer.model.float8_linear import Float8Linear, ScaledLinear
+from aioinfer.model.kernels import check_quantization
+from aioinfer.model.loader import LoadOptions, inspect_model
 from aioinfer.model.moe.experts import ExpertWeights, Float8ExpertWeights
 from aioinfer.model.moe.float8_experts import Float8Experts
 from aioinfer.model.updates.recipe import prepare_update
 from tests.checkpoint.test_formats import FORMATS
+from tests.model import harness
 from tests.model.checkpoints import make_model
 from tests.model.harness import Driver
 from tests.model.kernels import interpreted_only, kernels_or_skip, normal
@@ -203,11 +205,9 @@ def write(folder: Path, form: str | None, seed: int = 1, *, stacked: bool = Fals
     return folder
 
 
-def load(path: Path, kernels: Any = "triton", **options: Any) -> Any:
+def load(path: Path, kernels: Any = "triton", *told: Any, **options: Any) -> Any:
     experts = "triton" if kernels == "triton" else "loop"
-    return load_model(
-        path, device=CPU, kernels=kernels, **{"dtype": "float32", "experts": experts, **options}
-    )
+    return harness.load(path, *told, kernels=kernels, **{"experts": experts, **options})
 
 
 def logits(model: Any, kernels: Any = "triton") -> torch.Tensor:
@@ -218,7 +218,7 @@ def logits(model: Any, kernels: Any = "triton") -> torch.Tensor:
 
 
 def experts_of(model: Any) -> list[Any]:
-    return [layer.mlp.experts for layer in model._layers]
+    return [layer.mlp.experts for layer in model._trunk.layers]
 
 
 @nightly(INTERPRETER)
@@ -243,7 +243,7 @@ def test_experts_of_a_checkpoint_stay_as_they_are(
     assert kept.spec.layer_reason.endswith("weights of 8 bits as they are stored")
     assert kept.spec.num_parameters == widened_model.spec.num_parameters
     torch.testing.assert_close(logits(kept), logits(widened_model, "sdpa"), rtol=1e-3, atol=1e-3)
-    assert inspect_model(path, dtype="auto", device=CPU).stored_float8
+    assert inspect_model(path, LoadOptions(dtype="auto", device=CPU)).stored_float8
 
 
 @interpreted_only
@@ -255,8 +255,8 @@ def test_what_is_said_of_experts_of_8_bits_and_of_their_memory(
     tensors = load_file(path / "model.safetensors")
     numbers = {name: each for name, each in tensors.items() if not name.endswith("scale_inv")}
     sizes: list[int] = []
-    load(path, check_size=sizes.append)
-    load(path, check_size=sizes.append, quantization="none")
+    load(path, "triton", None, sizes.append)
+    load(path, "triton", None, sizes.append, quantization="none")
     # In float32 but for those of 8 bits.
     stored = sum(each.numel() * each.element_size() for each in numbers.values())
     assert sizes == [stored, 4 * sum(each.numel() for each in numbers.values())]
@@ -312,11 +312,11 @@ def test_experts_are_rounded_when_they_are_loaded(
     expected = logits(load(stored, "sdpa"), "sdpa")
     torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
     # Activations are rounded for dense layers only.
-    monkeypatch.setattr(float8, "scaled_unsupported", lambda *_: None)
+    monkeypatch.setattr(choices, "scaled_unsupported", lambda *_: None)
     for way, kind in (("fp8", Float8Linear), ("fp8-dynamic", ScaledLinear)):
         made = load(path, quantization=way, max_lora_rank=0)
         assert all(isinstance(experts, Float8Experts) for experts in experts_of(made))
-        assert all(type(layer.mixer.qkv) is kind for layer in made._layers)
+        assert all(type(layer.mixer.qkv) is kind for layer in made._trunk.layers)
 
 
 @nightly(INTERPRETER)
@@ -409,9 +409,7 @@ def test_experts_with_nan_are_refused(device: str, tmp_path: Path, stacked: bool
 @interpreted_only
 def test_experts_that_triton_does_not_compute_are_not_rounded(device: str, tmp_path: Path) -> None:
     path = write(tmp_path, None)
-    with pytest.raises(
-        ConfigError, match="floats of 8 bits need experts by Triton, these are loop: asked for"
-    ):
+    with pytest.raises(ConfigError, match="fp8 needs experts by Triton, these are loop: asked for"):
         load(path, quantization="fp8", experts="loop")
     triton, loop = Backend("triton", "the device"), Backend("loop", "asked for")
     check_quantization("fp8", triton, "X", triton)

@@ -13,12 +13,12 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
-from aioinfer.model.attention.backend import check_kv_dtype, choose_attention, make_attention
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVPool, KVScales, KVShape
 from aioinfer.model.backend import Backend
 from aioinfer.model.heads import HeadNorm
-from aioinfer.model.loader import load_model
+from aioinfer.model.kernels import check_kv_dtype, choose_attention, make_attention
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.rope import Rotary
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import make_checkpoint
@@ -287,7 +287,7 @@ def test_a_token_has_the_same_bits_under_any_chunking(device: str) -> None:
 @interpreted_only
 def test_logits_are_near_those_of_a_pool_of_the_models_type(device: str, tmp_path: Path) -> None:
     make_checkpoint("qwen3-blocks", tmp_path)
-    model = load_model(tmp_path, dtype="float32", device=CPU, kernels="triton")
+    model = load_model(tmp_path, LoadOptions(dtype="float32", device=CPU, kernels="triton"))
     found = []
     for kv_dtype in ("auto", "fp8"):
         driver = Driver(model, chunk=5, kernels="triton")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer.model.attention.backend import AttentionBackend
-from aioinfer.model.loader import load_model
+from aioinfer.model.kernels import AttentionBackend
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import TorchOperations
 from tests.model.checkpoints import IN_ENGINES, RECURRENT, VOCAB
@@ -62,7 +62,7 @@ def test_ids_equal_generate_and_every_logit_is_close(
     """Four sequences arrive one after the other, so that chunks and decodes share steps."""
     require(kernels)
     path, oracle = checkpoint(family)
-    model = load_model(path, dtype="float32", device=CPU, kernels=kernels)
+    model = load_model(path, LoadOptions(dtype="float32", device=CPU, kernels=kernels))
     batch = prompts(7)
     driver = Driver(model, chunk=chunk, seed=chunk, kernels=kernels)
     sequences = driver.run(batch, NEW, gap=2, all_logits=True)
@@ -82,7 +82,7 @@ def test_page_size_changes_no_token(
 ) -> None:
     require(kernels)
     path, oracle = checkpoint("mistral-window")
-    model = load_model(path, dtype="float32", device=CPU, kernels=kernels)
+    model = load_model(path, LoadOptions(dtype="float32", device=CPU, kernels=kernels))
     driver = Driver(model, chunk=6, page_size=page_size, num_pages=200, kernels=kernels)
     for prompt, sequence in zip(prompts(8), driver.run(prompts(8), NEW, gap=1), strict=True):
         assert sequence.ids == generate(oracle, tuple(prompt), NEW)
@@ -94,7 +94,7 @@ def test_logits_are_computed_for_the_wanted_rows_only(
 ) -> None:
     require(kernels)
     path, _ = checkpoint("qwen3")
-    model = load_model(path, dtype="float32", device=CPU, kernels=kernels)
+    model = load_model(path, LoadOptions(dtype="float32", device=CPU, kernels=kernels))
     (few,) = Driver(model, chunk=8, kernels=kernels).run(prompts(9, (23,)), 2)
     (all_,) = Driver(model, chunk=8, kernels=kernels).run(prompts(9, (23,)), 2, all_logits=True)
     assert sorted(few.logits) == [7, 15, 22, 23]
@@ -113,7 +113,7 @@ def test_bfloat16_is_as_close_as_rounding_allows(
     """No further from transformers in float32 than transformers in bfloat16 is, but for chance."""
     require(kernels)
     path, oracle = checkpoint(family)
-    model = load_model(path, dtype="bfloat16", device=CPU, kernels=kernels)
+    model = load_model(path, LoadOptions(dtype="bfloat16", device=CPU, kernels=kernels))
     oracle_bf16 = type(oracle).from_pretrained(path, dtype=torch.bfloat16).eval()
     batch = prompts(10)
     ours, rounding = 0.0, 0.0

@@ -14,9 +14,10 @@ from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.decoder import Decoder
-from aioinfer.model.loader import inspect_model, load_model
+from aioinfer.model.loader import LoadOptions, inspect_model, load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.params import SamplingParams
+from tests.model import harness
 from tests.model.checkpoints import FAMILIES, greedy, make_checkpoint, make_model
 from tests.model.harness import Driver, require
 from tests.model.test_forward import oracle_logits
@@ -28,8 +29,8 @@ PROMPT = [7, 3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]
 TABLE = "model.embed_tokens_per_layer.weight"
 
 
-def load(path: Path, kernels: Any = "sdpa", **options: Any) -> Any:
-    return load_model(path, dtype="float32", device=CPU, kernels=kernels, **options)
+def load(path: Path, kernels: Any = "sdpa", *told: Any, **options: Any) -> Any:
+    return harness.load(path, *told, kernels=kernels, **options)
 
 
 def ids(path: Path, kernels: str) -> list[int]:
@@ -51,12 +52,12 @@ def test_only_layers_that_write_have_keys_and_values(tmp_path: Path, kernels: st
     assert model.spec.num_layers == 6
     assert model.spec.kv_layers == (KVShape(1, 16), KVShape(1, 32), KVShape(1, 16))
     assert KVPool.bytes_per_page(model.spec.kv_layers, 8, torch.float32) == 2 * 8 * 4 * (16 + 32 + 16)
-    assert inspect_model(tmp_path, dtype="auto", device=CPU).head_dims == {16, 32}
+    assert inspect_model(tmp_path, LoadOptions(dtype="auto", device=CPU)).head_dims == {16, 32}
 
 
 def test_layers_share_those_of_the_last_of_their_type(tmp_path: Path) -> None:
     make_checkpoint("gemma4-shared", tmp_path)
-    attentions = [layer.mixer for layer in load(tmp_path)._layers]
+    attentions = [layer.mixer for layer in load(tmp_path)._trunk.layers]
     assert [attention.kv_layer for attention in attentions] == [0, 1, 2, 1, 2, 1]
     assert [attention.params.shared for attention in attentions] == [False] * 3 + [True] * 3
     assert [attention.params.window for attention in attentions] == [9, None] * 3
@@ -107,7 +108,7 @@ def test_the_table_of_inputs_stays_in_its_file(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(base.Weights, "take", watched)
     monkeypatch.setattr(Native, "_per_layer_inputs", watched_inputs)
     sizes: list[int] = []
-    model = load(tmp_path, "native", check_size=sizes.append)
+    model = load(tmp_path, "native", None, sizes.append)
     assert len(read) == 1
     assert read == used
     table = model.spec.vocab_size * 6 * 16
@@ -115,7 +116,7 @@ def test_the_table_of_inputs_stays_in_its_file(tmp_path: Path, monkeypatch: pyte
     every = 4 * model.spec.num_parameters
     assert sizes == [every - 4 * table]
     # In another type it is a copy.
-    load_model(tmp_path, dtype="bfloat16", device=CPU, kernels="native", check_size=sizes.append)
+    load_model(tmp_path, LoadOptions(dtype="bfloat16", device=CPU, kernels="native"), check_size=sizes.append)
     assert sizes[1:] == [every // 2]
 
 
@@ -126,7 +127,7 @@ def test_experts_in_bfloat16_are_as_close_as_rounding_allows(tmp_path: Path, ker
     require(kernels)
     prefix, changes = FAMILIES["gemma4-experts"]
     oracle = make_model(prefix, {**changes, "top_k_experts": changes["num_experts"]}, tmp_path, seed=1)
-    model = load_model(tmp_path, dtype="bfloat16", device=CPU, kernels=kernels)
+    model = load_model(tmp_path, LoadOptions(dtype="bfloat16", device=CPU, kernels=kernels))
     half = type(oracle).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
     ours = theirs = 0.0
     for prompt in (PROMPT, PROMPT[::-1], PROMPT[3:] + PROMPT):

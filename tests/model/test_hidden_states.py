@@ -13,8 +13,8 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.llm import LLM
-from aioinfer.model.attention.backend import AttentionBackend
-from aioinfer.model.loader import load_model
+from aioinfer.model.kernels import AttentionBackend
+from aioinfer.model.loader import LoadOptions, load_model
 from tests.model.checkpoints import IN_ENGINES
 from tests.model.harness import attention_for, build_batch, require
 from tests.model.test_oracle import prompts
@@ -53,7 +53,7 @@ def test_hidden_states_are_those_of_transformers(
 def test_a_step_computes_what_its_rows_ask_for(checkpoint: Checkpoints, kernels: Any) -> None:
     require(kernels)
     path, _ = checkpoint("qwen3")
-    model = load_model(path, dtype="float32", device=CPU, kernels=kernels)
+    model = load_model(path, LoadOptions(dtype="float32", device=CPU, kernels=kernels))
     attention = attention_for(model.spec, 8, 8, kernels)
     rows = [([1, 2, 3], 0, [1]), ([4, 5], 0, [2])]
 

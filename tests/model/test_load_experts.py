@@ -16,9 +16,9 @@ from aioinfer.cli.doctor import examine
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.model.loader import load_model
 from aioinfer.model.mlp import GatedMLP
 from aioinfer.model.moe.sparse import SparseMLP
+from tests.model import harness
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import Driver
 
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def load(path: Path, dtype: str = "auto") -> Any:
-    return load_model(path, dtype=dtype, device=CPU)
+    return harness.load(path, dtype=dtype)
 
 
 def edit_config(path: Path, **changes: Any) -> None:
@@ -72,7 +72,7 @@ def test_the_config_says_which_layers_are_sparse(
         setattr(config, name, value)
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
     model = load(tmp_path)
-    kinds = [type(layer.mlp) for layer in model._layers]
+    kinds = [type(layer.mlp) for layer in model._trunk.layers]
     assert kinds == [SparseMLP if index in sparse else GatedMLP for index in range(4)]
     assert model.spec.expert_kernels == ("grouped" if sparse else None)
 
@@ -97,7 +97,7 @@ def test_experts_are_never_there_twice(tmp_path: Path, dtype: torch.dtype) -> No
     make_checkpoint("qwen3-moe", tmp_path, dtype)
     with Allocations() as made:
         model = load(tmp_path)
-    stacks = [layer.mlp.experts._stack for layer in model._layers]
+    stacks = [layer.mlp.experts.stack for layer in model._trunk.layers]
     experts = sum(stack.gate_up.nbytes + stack.down.nbytes for stack in stacks)
     rest = model.spec.num_parameters * dtype.itemsize - experts
     assert experts > rest
@@ -108,7 +108,7 @@ def test_experts_are_never_there_twice(tmp_path: Path, dtype: torch.dtype) -> No
 def test_with_a_dtype_other_than_the_checkpoints(tmp_path: Path) -> None:
     make_checkpoint("qwen3-moe", tmp_path, torch.bfloat16)
     wide, narrow = load(tmp_path, "float32"), load(tmp_path)
-    ours, stored = (model._layers[0].mlp.experts._stack.gate_up for model in (wide, narrow))
+    ours, stored = (model._trunk.layers[0].mlp.experts.stack.gate_up for model in (wide, narrow))
     assert (ours.dtype, stored.dtype) == (torch.float32, torch.bfloat16)
     assert torch.equal(ours, stored.float())
 

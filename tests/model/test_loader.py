@@ -14,24 +14,24 @@ from safetensors.torch import load_file, save_file
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
-from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.params import SamplingParams
+from tests.model import harness
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import Driver
 
 CPU = torch.device("cpu")
 
 
-def load(path: Path, **options: Any) -> Any:
-    return load_model(path, dtype=options.pop("dtype", "auto"), device=CPU, **options)
+def load(path: Path, *told: Any, **options: Any) -> Any:
+    return harness.load(path, *told, **{"dtype": "auto", **options})
 
 
 def test_sharded_files_load_like_a_single_one(tmp_path: Path) -> None:
     oracle = make_checkpoint("qwen3", tmp_path, max_shard_size="40KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     seen: list[tuple[str, int, int]] = []
-    load(tmp_path, progress=lambda *args: seen.append(args))
+    load(tmp_path, lambda *args: seen.append(args))
     assert seen[-1][0] == "weights"
     assert seen[-1][1] == seen[-1][2]
     with LLM(EngineConfig(model=str(tmp_path), threads=1)) as llm:

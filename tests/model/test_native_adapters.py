@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.loader import load_model
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.quantization import Quantization
 from tests.compiled import require_native
 from tests.model.adapters import factors, write_adapter
@@ -96,7 +96,9 @@ def merged(path: Path, to: Path, matrices: dict[str, Any], scale: float) -> Path
 
 
 def loaded(path: Path, quantization: Quantization = "auto", dtype: str = "float32") -> Any:
-    model = load_model(path, dtype=dtype, device=CPU, kernels="native", quantization=quantization)
+    model = load_model(
+        path, LoadOptions(dtype=dtype, device=CPU, kernels="native", quantization=quantization)
+    )
     assert model.invariant, "not native throughout"
     return model
 

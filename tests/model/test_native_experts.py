@@ -18,8 +18,8 @@ from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.backend import Backend
 from aioinfer.model.decoder import Decoder
-from aioinfer.model.loader import load_model
-from aioinfer.model.moe.backend import choose_experts
+from aioinfer.model.kernels import choose_experts
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule, SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
@@ -236,7 +236,7 @@ def over_pool(model: Any) -> Any:
 def prepare(path: Path, config: dict[str, Any], block: int, **settings: Any) -> Rows:
     tensors = write_checkpoint(path, config)
     size = block if "mask_token_id" in config else None
-    model = load_model(path, dtype="float32", device=CPU, block_size=size, **settings)
+    model = load_model(path, LoadOptions(dtype="float32", device=CPU, block_size=size, **settings))
     return Rows(model, Plain(config, tensors, block), attention=over_pool(model))
 
 
@@ -276,7 +276,7 @@ def test_the_same_as_layer_by_layer(tmp_path: Path, dtype: torch.dtype) -> None:
     logits = []
     for experts, kind in (("auto", NativeDecoder), ("loop", Decoder)):
         settings: dict[str, Any] = {"dtype": name, "load_format": "random", "experts": experts}
-        model = load_model(tmp_path, device=CPU, **settings)
+        model = load_model(tmp_path, LoadOptions(device=CPU, **settings))
         assert isinstance(model, kind)
         logits.append(model.forward(batch, over_pool(model)(make_pool(model.spec, 4, 16))).float())
     bound = 1e-5 if dtype == torch.float32 else 0.05
@@ -334,5 +334,5 @@ def test_the_doctor_says_what_computes(tmp_path: Path, middle: int, experts: str
 
 
 def test_the_bundled_diffusion_model_is_native_throughout() -> None:
-    model = load_model(EngineConfig(model="tiny-diffusion").model_path, dtype="auto", device=CPU)
+    model = load_model(EngineConfig(model="tiny-diffusion").model_path, LoadOptions(dtype="auto", device=CPU))
     assert isinstance(model, NativeDecoder)

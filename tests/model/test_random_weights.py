@@ -16,7 +16,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.llm import LLM
-from aioinfer.model.loader import load_model
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.weights import RandomWeights
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import RECURRENT
@@ -110,7 +110,7 @@ def test_a_tensor_is_made_in_place_in_the_models_type(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("family", RECURRENT)
 def test_states_stay_in_range(checkpoint: Callable[[str], tuple[Path, Any]], family: str) -> None:
     path, _ = checkpoint(family)
-    model = load_model(path, dtype="bfloat16", device=CPU, load_format="random")
+    model = load_model(path, LoadOptions(dtype="bfloat16", device=CPU, load_format="random"))
     (sequence,) = Driver(model, chunk=64).run([list(range(1, 120))], 2, all_logits=True)
     assert torch.stack(list(sequence.logits.values())).isfinite().all()
 
@@ -118,7 +118,7 @@ def test_states_stay_in_range(checkpoint: Callable[[str], tuple[Path, Any]], fam
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_activations_stay_in_range_through_many_layers(tmp_path: Path, dtype: str) -> None:
     path = Path(config_only(tmp_path, num_hidden_layers=40, hidden_size=64, intermediate_size=192))
-    model = load_model(path, dtype=dtype, device=CPU, load_format="random")
+    model = load_model(path, LoadOptions(dtype=dtype, device=CPU, load_format="random"))
     (sequence,) = Driver(model, chunk=64).run([list(range(1, 120))], 2, all_logits=True)
     logits = torch.stack(list(sequence.logits.values()))
     assert logits.isfinite().all()
@@ -135,7 +135,7 @@ def test_the_doctor_says_so(tmp_path: Path) -> None:
 def test_experts_are_made_up_too(tmp_path: Path) -> None:
     shape = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     path = Path(config_only(tmp_path, "Qwen3Moe", **shape))
-    model = load_model(path, dtype="float32", device=CPU, load_format="random")
+    model = load_model(path, LoadOptions(dtype="float32", device=CPU, load_format="random"))
     experts = 3 * SHAPE["num_hidden_layers"] * 4 * 32 * SHAPE["hidden_size"]
     assert model.spec.num_parameters > experts
     with LLM(EngineConfig(model=str(path), load_format="random", threads=1)) as llm:

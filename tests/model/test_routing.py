@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from aioinfer.model.backend import Backend
-from aioinfer.model.moe.backend import make_router
+from aioinfer.model.kernels import make_router
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
 from tests.model.kernels import DEVICES, interpreted_on, kernels_or_skip
 from tests.tiers import grid

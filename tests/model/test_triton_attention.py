@@ -15,13 +15,13 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.model import triton_support
-from aioinfer.model.attention.backend import choose_attention, make_attention, make_operations
 from aioinfer.model.attention.base import Attention, AttentionParams
 from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.backend import Backend
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
+from aioinfer.model.kernels import choose_attention, make_attention, make_operations
 from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.rope import Rotary
 from aioinfer.params import SamplingParams

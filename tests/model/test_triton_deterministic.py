@@ -17,7 +17,7 @@ from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.decoder import Decoder
-from aioinfer.model.loader import load_model
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.updates.recipe import prepare_update
 from aioinfer.params import SamplingParams
 from tests.engine.test_deterministic import bits
@@ -124,7 +124,7 @@ def test_rounded_weights_are_refused(tmp_path: Path, quantization: str) -> None:
     )  # fmt: skip
     message = f"deterministic: products of {quantization} add in tiles that fit the batch"
     with pytest.raises(ConfigError, match=message):
-        load_model(tmp_path, **OPTIONS, quantization=quantization, deterministic=True)
+        load_model(tmp_path, LoadOptions(**OPTIONS, quantization=quantization, deterministic=True))
     assert examine(config)[-1].text == message
 
 
@@ -132,10 +132,10 @@ def test_stored_floats_of_8_bits_are_widened(tmp_path: Path) -> None:
     """Those of a checkpoint, of which else a kernel would choose tiles by the number of rows."""
     kernels_or_skip("cpu")
     write(tmp_path, "fp8-channels")
-    model = load_model(tmp_path, **OPTIONS, deterministic=True)
+    model = load_model(tmp_path, LoadOptions(**OPTIONS, deterministic=True))
     assert model.invariant
     assert "8 bits" not in model.spec.layer_reason
-    assert load_model(tmp_path, **OPTIONS).spec.layer_reason.endswith("as they are stored")
+    assert load_model(tmp_path, LoadOptions(**OPTIONS)).spec.layer_reason.endswith("as they are stored")
     for deterministic, text in ((True, "dequantised"), (False, "kept")):
         config = EngineConfig(
             model=str(tmp_path), device="cpu", attention_backend="triton", deterministic=deterministic
@@ -153,16 +153,16 @@ def test_a_model_stays_so_when_its_weights_are_replaced(
     from aioinfer.model.triton_linear import TritonLinear
 
     path, _ = checkpoint(family)
-    model = load_model(path, **OPTIONS, deterministic=True, max_lora_rank=0)
+    model = load_model(path, LoadOptions(**OPTIONS, deterministic=True, max_lora_rank=0))
     prepare_update(model, path, lambda: None).install()
     assert isinstance(model, Decoder)
     assert isinstance(model._head, TritonLinear)
-    assert all(isinstance(layer.mixer.out, TritonLinear) for layer in model._layers)
+    assert all(isinstance(layer.mixer.out, TritonLinear) for layer in model._trunk.layers)
 
 
 def test_only_the_deterministic_pay_for_it(checkpoint: Callable[[str], tuple[Path, Any]]) -> None:
     kernels_or_skip("cpu")
     path, _ = checkpoint("qwen3")
-    assert load_model(path, **OPTIONS, deterministic=True).invariant
-    assert not load_model(path, **OPTIONS).invariant
-    assert not load_model(path, **{**OPTIONS, "kernels": "sdpa"}, deterministic=True).invariant
+    assert load_model(path, LoadOptions(**OPTIONS, deterministic=True)).invariant
+    assert not load_model(path, LoadOptions(**OPTIONS)).invariant
+    assert not load_model(path, LoadOptions(**{**OPTIONS, "kernels": "sdpa"}, deterministic=True)).invariant

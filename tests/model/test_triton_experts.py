@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from aioinfer.model.loader import load_model
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.moe.routing import SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP
 from tests.model.checkpoints import greedy
@@ -192,7 +192,7 @@ def test_a_model_on_these_kernels_generates_what_transformers_does(
     checkpoint: Callable[[str], tuple[Path, Any]], device: str, family: str
 ) -> None:
     path, oracle = checkpoint(family)
-    model = load_model(path, dtype="float32", device=torch.device(device), experts="triton")
+    model = load_model(path, LoadOptions(dtype="float32", device=torch.device(device), experts="triton"))
     assert model.spec.expert_kernels == "triton"
     batch = [[3, 1, 4, 1, 5], [9, 2]]
     for prompt, sequence in zip(
@@ -207,7 +207,7 @@ def test_a_captured_layer_follows_what_changes_on_the_device(tokens: int) -> Non
     """Experts that other tokens choose, and junk in the rows that a captured size has too many."""
     kernels_or_skip("cuda")
     from aioinfer.model.backend import Backend
-    from aioinfer.model.moe.backend import make_experts, make_router
+    from aioinfer.model.kernels import make_experts, make_router
 
     backend = Backend("triton", "a test")
     task = Mixture.make(tokens, num_experts=8, dtype=torch.bfloat16, device="cuda")

@@ -8,9 +8,9 @@ import math
 import pytest
 import torch
 
-from aioinfer.model.attention.backend import make_operations
 from aioinfer.model.backend import Backend
 from aioinfer.model.gates import Gate, activated
+from aioinfer.model.kernels import make_operations
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.base import Operations
 from aioinfer.model.operations.torch_operations import TorchOperations

@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.loader import load_model
 from aioinfer.model.updates.recipe import NewTensors, prepare_update
 from tests.checkpoint.test_formats import FORMATS
+from tests.model import harness
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.checkpoints import FAMILIES, IN_ENGINES, RECURRENT, make_model
 from tests.model.harness import attention_for, build_batch, require, row_states, state_pool
@@ -47,7 +47,7 @@ def go_on() -> None:
 
 def load(path: Path, kernels: str = "native", **options: Any) -> Any:
     options = {"dtype": "float32", "block_size": 4 if "llada2" in path.name else None, **options}
-    return load_model(path, device=CPU, kernels=kernels, **options)
+    return harness.load(path, kernels=kernels, **options)
 
 
 def write(kind: str, path: Path, seed: int) -> Path:

@@ -16,13 +16,14 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
-from aioinfer.model.attention.backend import AttentionBackend
 from aioinfer.model.decoder import Decoder
-from aioinfer.model.loader import inspect_model, load_model
+from aioinfer.model.kernels import AttentionBackend
+from aioinfer.model.loader import LoadOptions, inspect_model, load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.transformers_model import TransformersLM
 from aioinfer.params import SamplingParams
 from tests.checkpoint.test_formats import FORMATS, fp8_blocks
+from tests.model import harness
 from tests.model.checkpoints import VOCAB, greedy_each
 from tests.model.harness import Driver, require
 from tests.model.wrapper_models import (
@@ -73,7 +74,7 @@ def assert_greedy(found: list[list[int]], *oracles: Any) -> None:
 
 
 def load(path: Path, **options: Any) -> Any:
-    return load_model(path, dtype="float32", device=CPU, kernels="sdpa", **options)
+    return harness.load(path, kernels="sdpa", **options)
 
 
 @pytest.mark.parametrize("kernels", ["sdpa", "native"])
@@ -96,7 +97,7 @@ def test_a_text_part_with_recurrent_state_continues_as_the_whole_model_does(
     oracle = make_wrapper(name, tmp_path)
     if name.startswith("qwen"):
         edit_tensors(tmp_path, lambda tensors: {**tensors, "mtp.fc.weight": torch.ones(3, 3)})
-    model = load_model(tmp_path, dtype="float32", device=CPU, kernels=kernels)
+    model = load_model(tmp_path, LoadOptions(dtype="float32", device=CPU, kernels=kernels))
     assert isinstance(model, NativeDecoder if kernels == "native" else Decoder)
     assert "tensors of other parts are not read" in model.spec.part
     head = 0 if oracle.config.tie_word_embeddings else oracle.lm_head.weight.numel()
@@ -207,7 +208,7 @@ def test_stacked_experts_of_8_bits_are_known_either_way_round(tmp_path: Path, tr
     config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     edit_config(tmp_path, lambda stated: stated.update(quantization_config=config))
     assert_greedy(ids(tmp_path), oracle)
-    assert inspect_model(tmp_path, dtype="auto", device=CPU).expert_float8
+    assert inspect_model(tmp_path, LoadOptions(dtype="auto", device=CPU)).expert_float8
 
 
 # -- the head -----------------------------------------------------------------------------------------
@@ -270,7 +271,7 @@ def test_a_flat_config_is_known(tmp_path: Path, name: str) -> None:
     edit_config(tmp_path, flat)
     model = load(tmp_path)
     assert model.spec.eos_token_ids == {5}
-    assert inspect_model(tmp_path, dtype="auto", device=CPU).dtype == torch.bfloat16
+    assert inspect_model(tmp_path, LoadOptions(dtype="auto", device=CPU)).dtype == torch.bfloat16
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": []}')
     assert_greedy(ids(tmp_path), oracle)
 
@@ -305,7 +306,7 @@ def test_the_dtype_may_be_stated_inside_or_outside(tmp_path: Path, stated: str, 
         (config if part == "outer" else config["text_config"])["dtype"] = stated
 
     edit_config(tmp_path, state)
-    found = inspect_model(tmp_path, dtype="auto", device=CPU).dtype
+    found = inspect_model(tmp_path, LoadOptions(dtype="auto", device=CPU)).dtype
     assert found == getattr(torch, stated)
 
 
@@ -426,7 +427,7 @@ def test_a_quantised_text_part_is_the_dequantised_one(
     quantise(tmp_path, oracle, form, where)
     assert_greedy(ids(tmp_path), oracle)
     kept = FORMATS[form][2]
-    assert bool(inspect_model(tmp_path, dtype="auto", device=CPU).stored_bits) == kept
+    assert bool(inspect_model(tmp_path, LoadOptions(dtype="auto", device=CPU)).stored_bits) == kept
 
 
 def test_a_quantised_text_part_without_own_code_is_refused(tmp_path: Path) -> None:

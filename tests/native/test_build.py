@@ -23,9 +23,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
-from aioinfer.model.attention.backend import choose_attention
 from aioinfer.model.backend import Backend
-from aioinfer.model.layers import TorchLayers, make_layers
+from aioinfer.model.kernels import choose_attention, choose_layers
 from aioinfer.native import bindings
 from aioinfer.native import build as building
 from aioinfer.native.arguments import WeightsArguments
@@ -326,8 +325,8 @@ def test_a_cpu_has_native_kernels_where_they_fit_a_model() -> None:
 def test_layers_of_other_sizes_are_torchs() -> None:
     require("native")
     backend = Backend("native", "a test")
-    assert isinstance(make_layers(backend, CPU, torch.float32, [64, 40]), TorchLayers)
-    assert not isinstance(make_layers(backend, CPU, torch.float32, [64, 48]), TorchLayers)
+    assert choose_layers(backend, [64, 40]).name == "sdpa"
+    assert choose_layers(backend, [64, 48]).name == "native"
 
 
 def test_a_failure_in_the_library_is_an_error_with_its_reason() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aioinfer.model.decoder import Decoder
-from aioinfer.model.loader import load_model
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.native import NativeDecoder
 from tests.model.block_models import Plain, Rows, block_config, write_checkpoint
 from tests.model.checkpoints import NATIVE, RECURRENT, VOCAB
@@ -27,7 +27,7 @@ ROWS = [(40, 39), (17, 16), (60, 22), (1, 0), (33, 0)]
 def logits(path: Path, kernels: Any, dtype: str, seed: int) -> torch.Tensor:
     """Of some tokens, in no order, of a step over pages that hold NaN but for what rows have stored."""
     rng = random.Random(seed)
-    model = load_model(path, dtype=dtype, device=CPU, kernels=kernels)
+    model = load_model(path, LoadOptions(dtype=dtype, device=CPU, kernels=kernels))
     assert isinstance(model, NativeDecoder if kernels == "native" else Decoder)
     attention = attention_for(model.spec, 60, 8, kernels)
     fill(attention, float("nan"))
@@ -80,7 +80,7 @@ def test_in_bfloat16_it_is_as_close_to_float32_as_torchs_layers(
 def test_blocks_of_sdar_denoise_as_they_are_described(tmp_path: Path, page_size: int) -> None:
     config = block_config("sdar", intermediate_size=48)
     tensors = write_checkpoint(tmp_path, config)
-    model = load_model(tmp_path, dtype="float32", device=CPU, kernels="native", block_size=4)
+    model = load_model(tmp_path, LoadOptions(dtype="float32", device=CPU, kernels="native", block_size=4))
     assert isinstance(model, NativeDecoder)
 
     def native(pool: object) -> Any:
@@ -101,7 +101,7 @@ def test_blocks_of_sdar_denoise_as_they_are_described(tmp_path: Path, page_size:
 
 
 def test_it_counts_where_its_time_goes(checkpoint: Callable[[str], tuple[Path, Any]]) -> None:
-    model = load_model(checkpoint("qwen3")[0], dtype="float32", device=CPU, kernels="native")
+    model = load_model(checkpoint("qwen3")[0], LoadOptions(dtype="float32", device=CPU, kernels="native"))
     assert isinstance(model, NativeDecoder)
     assert set(model.seconds.values()) == {0.0}
     model.forward(

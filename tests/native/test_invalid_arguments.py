@@ -16,9 +16,9 @@ from aioinfer.config import EngineConfig
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.batch import Batch
-from aioinfer.model.decoder import Embedding, Layer
 from aioinfer.model.heads import HeadNorm
-from aioinfer.model.loader import load_model
+from aioinfer.model.layer import Embedding, Layer, Trunk
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.moe.dual import DualMLP
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
@@ -56,7 +56,7 @@ def int64(*values: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def decoder() -> NativeDecoder:
-    model = load_model(EngineConfig().model_path, dtype="float32", device=torch.device("cpu"))
+    model = load_model(EngineConfig().model_path, LoadOptions(dtype="float32", device=torch.device("cpu")))
     assert isinstance(model, NativeDecoder)
     return model
 
@@ -146,24 +146,22 @@ def test_random_arrays_are_refused_or_computed(decoder: NativeDecoder) -> None:
 def test_layers_that_do_not_fit_each_other_are_refused_when_a_decoder_is_made() -> None:
     """A head of another size than the vocabulary would write beyond the logits."""
     pool = shared_thread_pool(1)
-    good = load_model(EngineConfig().model_path, dtype="float32", device=torch.device("cpu"))
+    good = load_model(EngineConfig().model_path, LoadOptions(dtype="float32", device=torch.device("cpu")))
     spec, hidden = good.spec, good.spec.hidden_size
 
     def linear(outputs: int, inner: int) -> NativeLinear:
         return NativeLinear(pool, normal(outputs, inner, seed=0), None)
 
     norm = Norm(torch.ones(hidden), 1e-6)
-    parts: dict[str, Any] = {"embedding": Embedding(), "norm": norm, "logit_cap": None}
-    parts["words"] = normal(spec.vocab_size, hidden, seed=2)
-    layers: list[Layer] = []
+    trunk, words = Trunk(Embedding(), [], norm, None), normal(spec.vocab_size, hidden, seed=2)
     with pytest.raises(ValueError, match="outputs for"):
-        NativeDecoder(pool, spec, layers, head=linear(spec.vocab_size + 32, hidden), **parts)
-    parts["words"] = linear(spec.vocab_size, hidden)
+        NativeDecoder(pool, spec, trunk, words, linear(spec.vocab_size + 32, hidden))
+    plain = linear(spec.vocab_size, hidden)
     with pytest.raises(InvalidArguments, match="not quantised"):
-        NativeDecoder(pool, spec, layers, head=linear(spec.vocab_size, hidden), **parts)
+        NativeDecoder(pool, spec, trunk, plain, linear(spec.vocab_size, hidden))
     gated = NativeLinear(pool, normal(2 * spec.vocab_size, hidden, seed=0), None, Rounding(8, 32), gated=True)
     with pytest.raises(InvalidArguments, match="are gated"):
-        NativeDecoder(pool, spec, layers, head=gated, **parts)
+        NativeDecoder(pool, spec, trunk, plain, gated)
 
 
 class ShortRope:
@@ -215,13 +213,12 @@ def test_parts_that_do_not_fit_a_layer_are_refused_when_it_is_added(
     }
     heads: dict[str, Any] = {"num_heads": 2, "kv": KVShape(1, 16), "kv_layer": 0, "rope": None}
     heads |= {"qkv": linear(64, 64), "params": AttentionParams(0.25), "out": linear(64, 32)}
-    whole: dict[str, Any] = {"embedding": Embedding(), "norm": norm, "logit_cap": None}
-    whole |= {"words": normal(spec.vocab_size, 64, seed=1), "head": linear(spec.vocab_size, 64)}
+    words, head = normal(spec.vocab_size, 64, seed=1), linear(spec.vocab_size, 64)
 
     def make(change: dict[str, Any]) -> None:
         mixer = SelfAttention(**{name: change.get(name, part) for name, part in heads.items()})
         layer = Layer(mixer=mixer, **{name: change.get(name, part) for name, part in good.items()})
-        NativeDecoder(pool, spec, [layer], **whole)
+        NativeDecoder(pool, spec, Trunk(Embedding(), [layer], norm, None), words, head)
 
     heads["qk_norm"] = None
     make({})

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from aioinfer.model.attention.base import AttentionParams
-from aioinfer.model.loader import load_model
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.quantization import Quantization
@@ -136,7 +136,10 @@ def models(
         torch.set_num_threads(threads)
         size = 4 if kind == "sdar" else None
         made[threads] = load_model(
-            path, dtype=dtype, device=CPU, kernels="native", block_size=size, quantization=quantization
+            path,
+            LoadOptions(
+                dtype=dtype, device=CPU, kernels="native", block_size=size, quantization=quantization
+            ),
         )
         assert isinstance(made[threads], NativeDecoder)
     torch.set_num_threads(before)

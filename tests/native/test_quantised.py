@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
+from aioinfer.checkpoint.tensors import QuantisedMatrix
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.quantization import Rounding
 from aioinfer.native.bindings import InvalidArguments, shared_thread_pool
@@ -49,11 +49,13 @@ def packed(
     stored = weight.values + (8 if bits == 4 and weight.offsets is None else 0)
     return NativeLinear.given(
         shared_thread_pool(threads),
-        torch.from_numpy(stored.astype(np.uint8 if bits == 4 else np.int8)),
-        torch.from_numpy(weight.scales),
-        None if weight.offsets is None else torch.from_numpy(weight.offsets),
+        QuantisedMatrix(
+            torch.from_numpy(stored.astype(np.uint8 if bits == 4 else np.int8)),
+            torch.from_numpy(weight.scales),
+            None if weight.offsets is None else torch.from_numpy(weight.offsets),
+            Rounding(bits, weight.group),
+        ),
         None if bias is None else torch.from_numpy(bias),
-        Rounding(bits, weight.group),
         dtype=dtype,
     )
 
@@ -353,18 +355,20 @@ def test_numbers_beyond_4_bits_and_rows_too_long_for_one_group_are_refused() -> 
     make = NativeLinear.given
     pool = shared_thread_pool(2)
     with pytest.raises(InvalidArguments, match="more than 15"):
-        make(pool, values, scales, None, None, Rounding(4, 32), dtype=torch.float32)
+        make(pool, QuantisedMatrix(values, scales, None, Rounding(4, 32)), None, dtype=torch.float32)
     with pytest.raises(ValueError, match="kernel needs"):
-        make(pool, values, scales, None, None, Rounding(8, 32), dtype=torch.float32)
+        make(pool, QuantisedMatrix(values, scales, None, Rounding(8, 32)), None, dtype=torch.float32)
     with pytest.raises(InvalidArguments, match="too long"):
         NativeLinear(pool, torch.ones(1, (1 << 17) + 1), None, Rounding(8, 0))
 
 
 def test_factors_of_another_shape_and_gates_without_values_are_refused() -> None:
     pool, values, scales = shared_thread_pool(1), torch.zeros(33, 64, dtype=torch.uint8), torch.ones(33, 2)
-    given = partial(
-        NativeLinear.given, pool, values, bias=None, rounding=Rounding(4, 32), dtype=torch.float32
-    )
+
+    def given(scales: torch.Tensor, offsets: torch.Tensor | None, *, gated: bool = False) -> NativeLinear:
+        matrix = QuantisedMatrix(values, scales, offsets, Rounding(4, 32))
+        return NativeLinear.given(pool, matrix, None, dtype=torch.float32, gated=gated)
+
     for factors in ((scales.T, None), (scales, scales[:, :1]), (scales[:32], None)):
         with pytest.raises(ValueError, match="scales and offsets"):
             given(*factors)

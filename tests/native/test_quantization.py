@@ -15,7 +15,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
-from aioinfer.model.loader import load_model
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.moe.native_experts import NativeExperts
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.native_linear import NativeLinear
@@ -83,7 +83,10 @@ def logits(path: Path, quantization: Quantization) -> torch.Tensor:
     """Of all tokens of a prompt."""
     block = 4 if path.name == "llada2" else None
     model = load_model(
-        path, dtype="float32", device=CPU, kernels="native", quantization=quantization, block_size=block
+        path,
+        LoadOptions(
+            dtype="float32", device=CPU, kernels="native", quantization=quantization, block_size=block
+        ),
     )
     assert isinstance(model, NativeDecoder)
     ids = [(7 * i + 3) % 100 for i in range(40)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aioinfer.model.decoder import Decoder
-from aioinfer.model.loader import load_model
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.state import RowStates, StatePool
 from aioinfer.native.bindings import InvalidArguments
@@ -28,7 +28,7 @@ class Steps:
     """Steps of one sequence each, over pages of its own."""
 
     def __init__(self, path: Path, kernels: Any = "native", dtype: str = "float32") -> None:
-        self.model = load_model(path, dtype=dtype, device=CPU, kernels=kernels)
+        self.model = load_model(path, LoadOptions(dtype=dtype, device=CPU, kernels=kernels))
         self.attention = attention_for(self.model.spec, 20, 16, kernels)
         pool = state_pool(self.model.spec, 6)
         assert pool is not None
@@ -111,7 +111,7 @@ def test_states_of_native_layers_are_those_of_torchs(checkpoint: Checkpoint, kin
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_spec_says_what_a_cell_holds(checkpoint: Checkpoint, kind: str) -> None:
     path, oracle = checkpoint(kind)
-    spec = load_model(path, dtype="bfloat16", device=CPU, kernels="sdpa").spec
+    spec = load_model(path, LoadOptions(dtype="bfloat16", device=CPU, kernels="sdpa")).spec
     config = oracle.config
     layers = [layer != "full_attention" for layer in config.layer_types].count(True)
     assert len(spec.kv_layers) == config.num_hidden_layers - layers
@@ -161,7 +161,7 @@ def test_sizes_that_are_no_whole_vectors_are_computed_by_torch(
     require("native")
     prefix, settings = RECURRENT[family]
     make_model(prefix, {**settings, **change}, tmp_path, seed=0)
-    model = load_model(tmp_path, dtype="float32", device=CPU, kernels="native")
+    model = load_model(tmp_path, LoadOptions(dtype="float32", device=CPU, kernels="native"))
     assert isinstance(model, Decoder)
     assert not isinstance(model, NativeDecoder)
     assert "multiples of 16" in model.spec.layer_reason

@@ -23,7 +23,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.execution.memory import Available
 from aioinfer.execution.sizing import check_pool
 from aioinfer.model import weights_cache
-from aioinfer.model.loader import load_model
+from aioinfer.model.loader import LoadOptions, load_model
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.quantization import Quantization, Rounding
 from aioinfer.model.weights import Weights
@@ -68,10 +68,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def load(path: Path, quantization: Quantization = "none", *, cached: bool = True, **options: Any) -> Any:
+def load(
+    path: Path, quantization: Quantization = "none", *told: Any, cached: bool = True, **options: Any
+) -> Any:
     block = 4 if path.name == "llada2" else None
     options = {"dtype": "float32", "kernels": "native", "block_size": block, **options}
-    return load_model(path, device=CPU, quantization=quantization, cache_weights=cached, **options)
+    options |= {"quantization": quantization, "cache_weights": cached}
+    return load_model(path, LoadOptions(device=CPU, **options), *told)
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -249,7 +252,7 @@ def test_a_start_that_is_cancelled_while_a_file_is_checked_goes_on_next_time(
     path = checkpoint("qwen3")[0]
     load(path)
     with pytest.raises(Cancelled):
-        load(path, progress=progress)
+        load(path, "none", progress)
     assert load(path).spec.layer_reason.endswith("are mapped from the cache")
 
 
@@ -317,7 +320,7 @@ def test_a_start_that_is_cancelled_while_weights_are_written_leaves_nothing(
             raise Cancelled
 
     with pytest.raises(Cancelled):
-        load(checkpoint("qwen3")[0], progress=progress)
+        load(checkpoint("qwen3")[0], "none", progress)
     assert files(cache) == []
 
 
@@ -374,7 +377,7 @@ def test_a_start_that_is_cancelled_while_another_one_writes_does_not_wait(
     with lock.open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         with pytest.raises(Cancelled):
-            load(path, progress=cancel)
+            load(path, "none", cancel)
     assert looks == [("weights", 0, 1)] * 3  # nothing is read meanwhile
     assert load(path).spec.layer_reason.endswith("weights were cached and mapped")
     assert files(cache) == [name]

@@ -23,7 +23,7 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.linear import Linear
 from aioinfer.model.weights import StoredMatrix
 
-__all__ = ["AdaptedLinear", "AdapterStep", "TorchAdapters", "make_adapters"]
+__all__ = ["AdaptedLinear", "AdapterStep", "TorchAdapters"]
 
 
 class AdapterStep(Protocol):
@@ -165,16 +165,3 @@ class _TorchStep:
                     into[where] += added
                 else:
                     into.index_add_(0, where, added)
-
-
-def make_adapters(
-    dtype: torch.dtype, device: torch.device, max_rank: int, *, triton: bool
-) -> TorchAdapters | None:
-    """The adapters of a model; None if ``max_rank`` is 0. ``triton``: its kernels compute them."""
-    if max_rank == 0:
-        return None
-    if triton:
-        from aioinfer.model.adapters.triton_adapters import TritonAdapters
-
-        return TritonAdapters(dtype, device, max_rank)
-    return TorchAdapters(dtype, device, max_rank)

@@ -86,7 +86,7 @@ class AdaptedLayer:
 
 
 class AdapterTargets:
-    """Filled by :class:`~aioinfer.model.layers.LayerKernels` while a model is built."""
+    """Filled by :class:`~aioinfer.model.layer_kernels.LayerKernels` while a model is built."""
 
     def __init__(self) -> None:
         #: by their indices

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import torch
 
-from aioinfer.checkpoint.files import Checkpoint
 from aioinfer.errors import ConfigError
 from aioinfer.model import rope
 from aioinfer.model.attention.pool import KVShape
-from aioinfer.model.backend import Backend
 from aioinfer.model.blocks import Blocks
-from aioinfer.model.decoder import Embedding, Layer
 from aioinfer.model.gates import Gate
 from aioinfer.model.heads import HeadNorm
-from aioinfer.model.layers import LayerKernels
+from aioinfer.model.layer import Embedding, Layer, Trunk
+from aioinfer.model.layer_kernels import LayerKernels
 from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mixers.short_conv import CausalConv
 from aioinfer.model.mlp import FeedForward
-from aioinfer.model.moe.backend import MoEBackend, choose_experts
 from aioinfer.model.moe.routing import Rule
-from aioinfer.model.moe.sparse import GATE_UP_DOWN, StoredExperts
+from aioinfer.model.moe.sparse import GATE_UP_DOWN, SparseMLP, StoredExperts
 from aioinfer.model.norm import Norm
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import CausalLM, ModelSpec, eos_token_ids
@@ -52,8 +50,6 @@ class Source:
     config: Any
     weights: Weights
     kernels: LayerKernels
-    #: the backend of the experts; None in a model without experts
-    experts: Backend | None
     #: length of a diffusion block, see :class:`~aioinfer.model.attention.base.AttentionParams`
     block: int
     device: torch.device
@@ -122,14 +118,12 @@ class Source:
         prefix: str,
         shared: FeedForward | None = None,
         names: tuple[str, str, str] = GATE_UP_DOWN,
-    ) -> FeedForward:
-        """The feed-forward part with the experts under ``prefix``, in a model with experts; ``names``: of the
-        tensors of gate, up and down."""
+    ) -> SparseMLP:
+        """The feed-forward part with the experts under ``prefix``; ``names``: of the tensors of gate, up and
+        down."""
         config = self.config
         sizes = config.num_experts, config.hidden_size, expert_middle(config)
-        assert self.experts is not None
-        stored = StoredExperts(self.weights, prefix, *sizes, names)
-        return self.kernels.sparse(rule, stored, shared, self.experts)
+        return self.kernels.sparse(rule, StoredExperts(self.weights, prefix, *sizes, names), shared)
 
     def norm(self, name: str, stored: NormWeight = "rounded") -> Norm:
         """The root mean square norm of the residual from the tensor ``name``."""
@@ -223,33 +217,31 @@ class Family(Protocol):
 
 
 def build_decoder(
-    checkpoint: Checkpoint,
+    generation_config: Mapping[str, Any],
     family: Family,
     config: Any,
     weights: Weights,
+    kernels: LayerKernels,
     *,
     dtype: torch.dtype,
     device: torch.device,
-    kernels: LayerKernels,
-    experts: MoEBackend,
     blocks: Blocks | None,
 ) -> CausalLM:
     """Build the model of a checkpoint. Raises ConfigError if a tensor is missing, unknown or has another
-    shape, or if the backend of experts cannot run."""
-    shape = expert_shape(family, config)
-    backend = choose_experts(device, *shape, dtype, experts, native=kernels.native) if shape else None
+    shape."""
     heads = config.num_attention_heads
     for kv in family.kv_layers(config):
         if heads % kv.num_kv_heads:
             found = f"{heads} heads of queries are no multiple of {kv.num_kv_heads} heads of keys"
             raise ConfigError(f"model: {found}")
     positions = rope.longest(config)
-    source = Source(config, weights, kernels, backend, blocks.size if blocks else 1, device, positions)
+    source = Source(config, weights, kernels, blocks.size if blocks else 1, device, positions)
     vocabulary, hidden = config.vocab_size, config.hidden_size
     name = family.words(weights)
     words = StoredMatrix(weights, [name], [vocabulary], hidden)
     layers = [family.layer(source, index) for index in range(config.num_hidden_layers)]
-    norm, embedding = family.final_norm(source), family.embedding(source)
+    norm = family.final_norm(source)
+    trunk = Trunk(family.embedding(source), layers, norm, family.logit_cap(config))
     # Some configs say so of a head of its own; as in transformers, the weights decide.
     tied = config.tie_word_embeddings and not weights.differs("lm_head.weight", f"{name}.weight")
     head = words if tied else StoredMatrix(weights, ["lm_head"], [vocabulary], hidden)
@@ -262,23 +254,13 @@ def build_decoder(
         vocab_size=vocabulary,
         max_model_len=positions,
         dtype=dtype,
-        eos_token_ids=eos_token_ids(checkpoint.generation_config(), config),
+        eos_token_ids=eos_token_ids(generation_config, config),
         num_parameters=weights.num_parameters,
-        expert_kernels=backend.name if backend else None,
-        expert_reason=backend.reason if backend else "",
         block_size=blocks.size if blocks else None,
         mask_token_id=blocks.mask_token_id if blocks else None,
         states=tuple(source.states),
     )
-    return kernels.decoder(
-        spec,
-        layers,
-        words=words,
-        embedding=embedding,
-        head=head,
-        norm=norm,
-        logit_cap=family.logit_cap(config),
-    )
+    return kernels.decoder(spec, trunk, words, head)
 
 
 def expert_shape(family: Family, config: Any) -> tuple[int, int] | None:

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from aioinfer.model.attention.base import AttentionParams
-from aioinfer.model.decoder import Embedding
 from aioinfer.model.families.base import NormWeight, Source, head_dim
 from aioinfer.model.families.llama import LayerNorms, LlamaLike
+from aioinfer.model.layer import Embedding
 
 __all__ = ["FOUR_NORMS", "Gemma"]
 

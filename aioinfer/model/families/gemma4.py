@@ -19,10 +19,10 @@ from aioinfer.model import rope
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.blocks import Blocks
-from aioinfer.model.decoder import Embedding, Layer
 from aioinfer.model.families.base import Family, Source
 from aioinfer.model.gates import CONFIG_GATES, Gate
 from aioinfer.model.heads import HeadNorm
+from aioinfer.model.layer import Embedding, Layer
 from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.dual import DualMLP
@@ -203,10 +203,7 @@ def _experts(source: Source, prefix: str) -> SparseMLP:
     )
     sizes = count, config.hidden_size, config.moe_intermediate_size
     stored = StoredExperts(weights, f"{prefix}.experts", *sizes, gate=_gate(config))
-    assert source.experts is not None
-    sparse = source.kernels.sparse(rule, stored, None, source.experts)
-    assert isinstance(sparse, SparseMLP)
-    return sparse
+    return source.kernels.sparse(rule, stored, None)
 
 
 def _head_norm(source: Source, at: str, heads: int, kv: KVShape, *, shared: bool) -> HeadNorm:

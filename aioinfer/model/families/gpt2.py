@@ -9,9 +9,9 @@ from typing import Any
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import AttentionParams
-from aioinfer.model.decoder import Embedding, Layer
 from aioinfer.model.families.base import Family, Source, head_dim
 from aioinfer.model.gates import CONFIG_GATES
+from aioinfer.model.layer import Embedding, Layer
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.norm import Norm
 from aioinfer.model.weights import StoredMatrix, Weights

@@ -101,5 +101,4 @@ class GptOss(LlamaLike):
         bias = weights.take(f"{prefix}.router.bias", (count,))
         rule = SoftmaxRouter(gates, config.num_experts_per_tok, normalize=True, bias=bias)
         stored = AlternatingExperts(weights, f"{prefix}.experts", count, hidden, config.intermediate_size)
-        assert source.experts is not None
-        return source.kernels.sparse(rule, stored, None, source.experts)
+        return source.kernels.sparse(rule, stored, None)

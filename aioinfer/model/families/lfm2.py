@@ -15,8 +15,8 @@ from aioinfer.errors import ConfigError
 from aioinfer.model import rope
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVShape
-from aioinfer.model.decoder import Layer
 from aioinfer.model.families.base import Family, Source, head_dim, inner_sizes, kv_heads
+from aioinfer.model.layer import Layer
 from aioinfer.model.mixers.base import Mixer
 from aioinfer.model.mixers.short_conv import LONGEST, ShortConv
 from aioinfer.model.mlp import FeedForward

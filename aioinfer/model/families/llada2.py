@@ -15,8 +15,8 @@ from aioinfer.errors import ConfigError
 from aioinfer.model import rope
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.blocks import Blocks
-from aioinfer.model.decoder import Layer
 from aioinfer.model.families.base import Family, Source, head_dim, kv_heads
+from aioinfer.model.layer import Layer
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.routing import GroupedSigmoidRouter
 from aioinfer.model.weights import Weights
@@ -76,7 +76,7 @@ class LLaDA2(Family):
 
     def _mlp(self, source: Source, index: int) -> FeedForward:
         config, prefix = source.config, f"model.layers.{index}.mlp"
-        if source.experts is None or index not in self.sparse_layers(config):
+        if index not in self.sparse_layers(config):
             return source.gated_mlp(prefix, config.intermediate_size)
         middle, count = config.moe_intermediate_size, config.num_shared_experts
         shared = None

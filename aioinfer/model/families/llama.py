@@ -18,9 +18,9 @@ from aioinfer.errors import ConfigError
 from aioinfer.model import rope
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.blocks import Blocks
-from aioinfer.model.decoder import Layer
 from aioinfer.model.families.base import Family, NormWeight, Source, head_dim, kv_heads
 from aioinfer.model.gates import CONFIG_GATES
+from aioinfer.model.layer import Layer
 from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.base import Mixer
 from aioinfer.model.mixers.self_attention import SelfAttention
@@ -179,7 +179,7 @@ class LlamaLike(Family):
 
     def _mlp(self, source: Source, index: int) -> FeedForward:
         config, prefix = source.config, f"model.layers.{index}.mlp"
-        if source.experts is None or index not in self.sparse_layers(config):
+        if index not in self.sparse_layers(config):
             bias, gate = self.mlp_bias and config.mlp_bias, CONFIG_GATES[self._activation(config)]
             return source.gated_mlp(prefix, config.intermediate_size, gate, bias=bias, fused=self.fused_mlp)
         gates = source.weights.take(f"{prefix}.gate.weight", (config.num_experts, config.hidden_size))

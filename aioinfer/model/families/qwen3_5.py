@@ -140,7 +140,7 @@ class Qwen3Next(LlamaLike):
 
     def _mlp(self, source: Source, index: int) -> FeedForward:
         config, prefix = source.config, f"model.layers.{index}.mlp"
-        if source.experts is None or index not in self.sparse_layers(config):
+        if index not in self.sparse_layers(config):
             return source.gated_mlp(prefix, config.intermediate_size)
         hidden, weights = config.hidden_size, source.weights
         gates = weights.take(f"{prefix}.gate.weight", (config.num_experts, hidden))

@@ -66,14 +66,14 @@ class GroupedExperts:
     reads them back and loops.
     """
 
-    __slots__ = ("_stack",)
+    __slots__ = ("stack",)
 
     def __init__(self, stack: ExpertWeights) -> None:
-        self._stack = stack
+        self.stack = stack
 
     def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See :class:`Experts`."""
-        stack, top_k = self._stack, experts.shape[1]
+        stack, top_k = self.stack, experts.shape[1]
         ordered, order = experts.flatten().sort(stable=True)
         every = torch.arange(len(stack.down), device=experts.device)
         ends = torch.searchsorted(ordered, every, right=True, out_int32=True)
@@ -89,14 +89,14 @@ class GroupedExperts:
 class LoopExperts:
     """One expert after the other. Reads the number of tokens of each back to the host: meant for the CPU."""
 
-    __slots__ = ("_stack",)
+    __slots__ = ("stack",)
 
     def __init__(self, stack: ExpertWeights) -> None:
-        self._stack = stack
+        self.stack = stack
 
     def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         """See :class:`Experts`."""
-        stack, top_k = self._stack, experts.shape[1]
+        stack, top_k = self.stack, experts.shape[1]
         ordered, order = experts.flatten().sort(stable=True)
         counts = ordered.bincount(minlength=len(stack.down)).tolist()
         inputs = hidden[order // top_k]

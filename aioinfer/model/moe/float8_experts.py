@@ -6,12 +6,12 @@ import torch
 
 from aioinfer.checkpoint.tensors import Float8Matrix
 from aioinfer.errors import ConfigError
-from aioinfer.model.backend import Backend
-from aioinfer.model.float8 import Float8Layers, has_nan, rounded_matrix, too_narrow
+from aioinfer.model.float8 import has_nan, rounded_matrix, too_narrow
+from aioinfer.model.float8_linear import Float8Layers
 from aioinfer.model.moe.experts import Float8ExpertWeights
 from aioinfer.model.moe.sparse import ExpertBlocks, StoredExperts
 
-__all__ = ["Float8Experts", "make_float8_experts"]
+__all__ = ["Float8Experts", "float8_experts"]
 
 
 class Float8Experts:
@@ -71,18 +71,8 @@ class Float8Experts:
                 _copy(stack, expert, rounded_matrix(weight, stack.block))
 
 
-def make_float8_experts(
-    layers: Float8Layers, stored: StoredExperts, backend: Backend
-) -> Float8Experts | None:
-    """Experts of floats of 8 bits; None if they are not to be such. Raises ConfigError: NaN is stored, or
-    they are to be rounded for a backend that has no such numbers."""
-    if backend.name != "triton":
-        if layers.rounds:
-            raise ConfigError(
-                f"quantization: floats of 8 bits need experts by Triton, these are {backend.name}: "
-                f"{backend.reason}"
-            )
-        return None
+def float8_experts(layers: Float8Layers, stored: StoredExperts) -> Float8Experts | None:
+    """Experts of floats of 8 bits; None if they are not to be such. Raises ConfigError: NaN is stored."""
     blocks = stored.float8_blocks()
     sizes = stored.hidden, stored.middle
     if blocks is not None and not any(map(too_narrow, blocks, sizes)):

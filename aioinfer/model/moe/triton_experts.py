@@ -78,21 +78,21 @@ class ExpertTuning:
 class TritonExperts:
     """See :class:`~aioinfer.model.moe.experts.Experts`."""
 
-    __slots__ = ("_stack", "_tuning", "invariant")
+    __slots__ = ("_tuning", "invariant", "stack")
 
     def __init__(
         self, stack: ExpertWeights, *, tuning: ExpertTuning | None = None, invariant: bool = False
     ) -> None:
         """``tuning`` applies to steps of all sizes; None selects one by the size of the step, or, if
         ``invariant``, that of small ones for all: a token's bits then do not depend on the step."""
-        self._stack = stack
+        self.stack = stack
         self._tuning = tuning
         self.invariant = invariant or tuning is not None
 
     def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
         pairs = 0 if self.invariant else experts.numel()
-        tuning = self._tuning or ExpertTuning.of(hidden.dtype, pairs, len(self._stack.down))
-        return fused_experts(hidden, self._stack, weights, experts, tuning)
+        tuning = self._tuning or ExpertTuning.of(hidden.dtype, pairs, len(self.stack.down))
+        return fused_experts(hidden, self.stack, weights, experts, tuning)
 
 
 @triton.jit

@@ -1,12 +1,12 @@
-"""Recipe: how a loaded model is given other weights."""
+"""Updates of a loaded model's weights: prepared beside running steps, installed between two of them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -14,28 +14,18 @@ from aioinfer.checkpoint.files import Checkpoint
 from aioinfer.checkpoint.tensors import SafetensorsTensors, Tensors
 from aioinfer.errors import ConfigError, shown
 from aioinfer.model.headless import with_prefix
-from aioinfer.model.layers import LayerKernels
-from aioinfer.model.spec import CausalLM
+from aioinfer.model.layer_kernels import LayerKernels
+from aioinfer.model.spec import CausalLM, Change, NewTensors
 from aioinfer.model.updates.given import GivenTensors, check_values
 from aioinfer.model.updates.new_weights import Known, NewWeights
-from aioinfer.model.updates.rewriting import Change, Rewriting
+from aioinfer.model.updates.rewriting import Rewriting
 
-__all__ = [
-    "Build",
-    "DecoderRecipe",
-    "NewTensors",
-    "PreparedUpdate",
-    "Recipe",
-    "check_config",
-    "prepare_update",
-]
+__all__ = ["Build", "DecoderRecipe", "PreparedUpdate", "check_config", "prepare_update"]
 
-#: what is given: a path, or names and tensors
-NewTensors = Path | Sequence[tuple[object, object]]
 #: runs the code of a family over weights, with kernels
 Build = Callable[[NewWeights, LayerKernels], CausalLM]
-#: Fields of a config that change nothing in how its tensors are read and computed with: names, types in
-#: files, #: and tokens, which stay those of the checkpoint that was loaded.
+#: Fields of a config that do not change how its tensors are read and computed with: names, types in files,
+#: and tokens, which stay those of the checkpoint that was loaded.
 _OF_NO_MATTER = frozenset(
     {
         *(
@@ -72,18 +62,10 @@ class PreparedUpdate:
             changes.pop()()
 
 
-class Recipe(Protocol):
-    """What a model has to have to be given other weights."""
-
-    def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:
-        """Read and check weights; changes nothing. On any thread but the launch thread. ``go_on`` is
-        called again and again, and may raise. Raises ConfigError."""
-
-
 def prepare_update(model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> PreparedUpdate:
-    """Read and check other weights for a model; changes nothing. Takes as long as reading all of them; on any
-    thread but the launch thread. ``go_on`` is called again and again, and may raise. Raises ConfigError,
-    which names the tensor."""
+    """Read and check new weights without changing the model; on any thread but the launch thread. Takes as
+    long as reading all of them. ``go_on`` is called again and again, and may raise. Raises ConfigError, which
+    names the tensor."""
     recipe = model.updates
     if recipe is None:
         raise ConfigError(f"weights: those of {model.spec.architecture} cannot be replaced")
@@ -97,11 +79,11 @@ def prepare_update(model: CausalLM, given: NewTensors, go_on: Callable[[], None]
 
 @dataclass(frozen=True, slots=True)
 class DecoderRecipe:
-    """Of the built-in families: the code that built the model runs again, over the new tensors."""
+    """Updates a model of a built-in family: the code that built it runs again, over the new tensors."""
 
     config: Any
     known: Known
-    made: Sequence[Any]
+    #: those that made the model
     kernels: LayerKernels
     build: Build
     #: a checkpoint and its config
@@ -114,7 +96,7 @@ class DecoderRecipe:
     refusal: str = ""
 
     def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:
-        """See :class:`Recipe`."""
+        """See :class:`~aioinfer.model.spec.Recipe`."""
         if self.refusal:
             raise ConfigError(f"model: {self.refusal}")
         if not isinstance(given, Path):
@@ -140,7 +122,7 @@ class DecoderRecipe:
         weights = NewWeights(
             tensors, self.known, partial=partial, mapped=mapped, dtype=self.dtype, device=self.device
         )
-        rewriting = Rewriting(model, self.made, self.kernels, weights)
+        rewriting = Rewriting(model, self.kernels, weights)
         go_on()
         self.build(weights, rewriting)
         weights.check_any()

@@ -13,11 +13,10 @@ import torch
 from aioinfer.checkpoint.files import Checkpoint
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
-from aioinfer.model.spec import CausalLM
+from aioinfer.model.spec import CausalLM, Change, NewTensors
 from aioinfer.model.transformers_model import TransformersLM, loaded
 from aioinfer.model.updates.given import GivenTensors, check_values
-from aioinfer.model.updates.recipe import NewTensors, check_config
-from aioinfer.model.updates.rewriting import Change
+from aioinfer.model.updates.recipe import check_config
 from aioinfer.model.wrappers import TextPart
 
 __all__ = ["TransformersRecipe"]
@@ -25,7 +24,7 @@ __all__ = ["TransformersRecipe"]
 
 @dataclass(frozen=True, slots=True)
 class TransformersRecipe:
-    """See :class:`~aioinfer.model.updates.recipe.Recipe`. Of a checkpoint all is read into memory beside the
+    """See :class:`~aioinfer.model.spec.Recipe`. Of a checkpoint all is read into memory beside the
     model, by transformers, which knows how its tensors are stored."""
 
     config: Any
@@ -36,7 +35,7 @@ class TransformersRecipe:
     part: Callable[[Tensors], Tensors] | None
 
     def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:
-        """See :class:`~aioinfer.model.updates.recipe.Recipe`."""
+        """See :class:`~aioinfer.model.spec.Recipe`."""
         assert isinstance(model, TransformersLM)
         state = model.state()
         if isinstance(given, Path):
