@@ -1,8 +1,7 @@
-"""Backend: the implementation that computes one part of a model, and the rule that chooses it.
+"""Backend: the implementation of one part of a model, and the rule that chooses it.
 
-The parts are attention, the experts of a mixture of experts, and sampling. Each lists its own candidates
-(:mod:`aioinfer.model.kernels`, :mod:`aioinfer.model.kernels`,
-:mod:`aioinfer.sampling.backend`).
+The parts are attention, layers and experts (:mod:`aioinfer.model.kernels`), and sampling
+(:mod:`aioinfer.sampling.backend`).
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Batch:
     all_logits: bool = False
     #: [H] indices of the tokens whose hidden states are wanted; None: of none
     hidden_rows: torch.Tensor | None = None
-    #: [H, hidden] float32: what the forward gives for these, behind the last norm and in front of the head
+    #: [H, hidden] float32: their states after the last norm, in front of the head
     hidden: torch.Tensor | None = None
     #: recurrent states of the rows; None for a model without any
     states: RowStates | None = None

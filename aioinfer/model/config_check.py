@@ -106,7 +106,7 @@ def check_numbers(stated: Mapping[str, Any], file: str = "config.json", prefix: 
 
 
 def _wanted(name: str, value: Any) -> str | None:
-    """What a field must be instead of ``value``; None if that will do."""
+    """Requirement that ``value`` does not meet, in words; None if it does."""
     number = not isinstance(value, bool) and isinstance(value, (int, float))
     for names, low, high in (
         (_SIZES, 1, _LARGEST),

@@ -59,7 +59,7 @@ class LLaDA2Config(PretrainedConfig):  # type: ignore[misc]
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Raises ValueError for sizes that are missing or not positive."""
+        """Raise ValueError for sizes that are missing or not positive."""
         for name, absent in (("first_k_dense_replace", 0), ("n_group", 1), ("topk_group", 1)):
             if getattr(self, name) is None:
                 setattr(self, name, absent)

@@ -71,7 +71,6 @@ class Decoder:
         self._ropes = {id(rope): rope for layer in trunk.layers if (rope := layer.mixer.rope) is not None}
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
-        """See :class:`~aioinfer.model.spec.CausalLM`."""
         if self.adapters is None or batch.adapter_slots is None:
             return self._forward(batch, attention)
         with self.adapters.computing(batch):
@@ -116,7 +115,6 @@ class Decoder:
         return isinstance(self._head, TorchLinear) and self._head.weight.data_ptr() == self._words.data_ptr()
 
     def rewrite(self, trunk: Trunk, words: StoredMatrix | None, *, mapped: bool) -> Iterator[Change]:
-        """See :class:`~aioinfer.model.updates.rewriting.Rewritable`."""
         if self._words.is_cuda and any(constants(self._trunk, trunk)):
             raise ConfigError("model: a factor is not that of the model, and captured graphs have it")
         shares_memory = self._shares_memory
@@ -153,7 +151,7 @@ class Decoder:
     def _add_norm(
         self, hidden: torch.Tensor, delta: torch.Tensor | None, norm: Norm | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The residual with ``delta`` added, and what the next part reads of it."""
+        """The residual with ``delta`` added, and the input of the next part."""
         if norm is not None:
             return self._operations.add_norm(hidden, delta, norm)
         hidden = hidden if delta is None else hidden + delta

@@ -26,7 +26,7 @@ _CAPABILITY = (8, 9)
 
 
 class Float8Linear:
-    """See :class:`~aioinfer.model.linear.Linear`: activations are not rounded."""
+    """A linear layer with weights of 8 bits; activations are not rounded."""
 
     __slots__ = ("bias", "matrix")
     #: shapes of this process
@@ -43,7 +43,6 @@ class Float8Linear:
         return too_narrow(matrix.block, matrix.values.shape[1])
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`~aioinfer.model.linear.Linear`."""
         from aioinfer.model.triton_float8 import float8_linear
 
         if values.is_cuda:
@@ -51,8 +50,8 @@ class Float8Linear:
         return float8_linear(values, *self.matrix, self.bias)
 
     def _compile(self, values: torch.Tensor) -> None:
-        """Before the first step of a matrix of this shape have its kernels compiled for every number of rows:
-        later none waits for a compiler."""
+        """Compile the kernels for every number of rows before the first step of a matrix of this shape, so
+        that later steps never wait for a compiler."""
         from aioinfer.model.triton_float8 import EVERY_TUNING, float8_linear
 
         matrix = self.matrix
@@ -64,8 +63,7 @@ class Float8Linear:
             float8_linear(values.new_zeros(rows, values.shape[1]), *matrix, self.bias)
 
     def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        """See :class:`~aioinfer.model.linear.Linear`: a weight is rounded, in the blocks of the one that is
-        there. In place, for captured graphs read it there."""
+        """Round a weight in the blocks of the present one. In place, for captured graphs read it there."""
         if weight is not None:
             self._copy(rounded_matrix(weight.to(self.matrix.values.device), self.matrix.block))
         if bias is not None:
@@ -73,7 +71,7 @@ class Float8Linear:
             self.bias.copy_(bias)
 
     def set_stored(self, stored: StoredMatrix, *, weight: bool, bias: bool) -> None:
-        """As :meth:`set`, from a checkpoint; without another rounding if it is stored in these blocks."""
+        """Copy a matrix of a checkpoint; without another rounding if it is stored in these blocks."""
         given = stored.float8() if weight else None
         if given is not None and given.block == self.matrix.block:
             self._copy(given)
@@ -86,8 +84,8 @@ class Float8Linear:
 
 
 class ScaledLinear(Float8Linear):
-    """See :class:`~aioinfer.model.linear.Linear`: activations are rounded to floats of 8 bits, the largest of
-    a token to the largest of these. The scale of a weight is that of its output."""
+    """A linear layer that rounds activations to floats of 8 bits, the largest of a token to the largest of
+    these. The scale of a weight is that of its output."""
 
     __slots__ = ()
 
@@ -97,7 +95,6 @@ class ScaledLinear(Float8Linear):
         return matrix.block != (1, inner) or rows % _MULTIPLE != 0 or inner % _MULTIPLE != 0
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`~aioinfer.model.linear.Linear`."""
         from aioinfer.model.triton_float8 import round_rows
 
         if len(values) == 0:
@@ -157,7 +154,7 @@ class Float8Layers:
 
 
 def scaled_unsupported(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why ``torch._scaled_mm`` cannot multiply on a device, in words for the user; None if it can."""
+    """Reason why ``torch._scaled_mm`` cannot multiply on a device, in words for the user; None if it can."""
     if dtype != torch.bfloat16:
         return f"the results of torch._scaled_mm are bfloat16, not {str(dtype).removeprefix('torch.')}"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:

@@ -1,4 +1,4 @@
-"""From a layer's fused projection to queries, keys and values of heads. The reference for faster kernels."""
+"""Queries, keys and values of heads from a layer's fused projection. The reference for faster kernels."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Whether a decoder of torch's layers gives a token the same bits in any batch.
+"""Invariance: whether a decoder of torch's layers gives a token the same bits in any batch.
 
-With Triton's kernels that depends on its parts: those that are made for it have sums in one order whatever
-the batch is (:class:`~aioinfer.model.triton_linear.TritonLinear`, the norms and heads of Triton, routers and
-experts with fixed tiles, an ``invariant`` attention). torch's own products and reductions do not promise it,
-its elementwise operations and look-ups cannot but do.
+With Triton's kernels that depends on its parts: some have sums in one order for any batch
+(:class:`~aioinfer.model.triton_linear.TritonLinear`, the norms and heads of Triton, routers and experts with
+fixed tiles, an ``invariant`` attention). torch's own products and reductions do not promise it; its
+elementwise operations and look-ups always have it.
 """
 
 from __future__ import annotations

@@ -240,11 +240,11 @@ def check_kv_dtype(kv_dtype: KVDtype, backend: Backend) -> None:
 
 
 def why_variant(architecture: str, attention: str, variance: str = "") -> str:
-    """Why the logits of a model may depend on the batch, for error messages.
+    """Reason why the logits of a model may depend on the batch, for error messages.
 
     Args:
-        attention: the name of its attention backend.
-        variance: the part that :func:`~aioinfer.model.invariance.variant_part` found, if it looked.
+       attention: the name of its attention backend.
+       variance: the part that :func:`~aioinfer.model.invariance.variant_part` found, if it looked.
     """
     if attention == "native":
         return f"not all of {architecture} is computed by native kernels"
@@ -311,7 +311,7 @@ def make_layers(
         experts: the backend of experts; None in a model without.
         blobs: the file of packed weights, for native kernels.
         max_lora_rank: the largest rank of adapters; 0: the layers are not adapted.
-        invariant: products by Triton add in one order whatever the batch is. Native kernels always do.
+        invariant: products by Triton add in one order for any batch. Native kernels always do.
     """
     if layers.name == "native":
         from aioinfer.model.native_layers import NativeLayers

@@ -22,8 +22,7 @@ class Linear(Protocol):
         """[T, inner] to [T, outputs], in the same dtype."""
 
     def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        """Take other weights, a bias or both in place of those that are there, None for what stays. They are
-        not referred to."""
+        """Replace the weight, the bias or both by copies; None: it stays."""
 
 
 #: makes a linear layer from a weight [outputs, inner] and a bias [outputs] or None
@@ -38,15 +37,13 @@ class TorchLinear:
     bias: torch.Tensor | None = None
 
     def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        """Take other weights, a bias or both in place of those that are there, None for what stays: by
-        copying on CUDA, where captured graphs read them in place. They are not referred to."""
+        """Replace the weight, the bias or both: in place on CUDA, where captured graphs read them."""
         if weight is not None:
             _set(self, "weight", weight)
         if bias is not None:
             _set(self, "bias", bias)
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`Linear`."""
         return F.linear(values, self.weight, self.bias)
 
 
@@ -62,14 +59,12 @@ class PackedLinear:
         self._bias = bias
 
     def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        """As :meth:`TorchLinear.set`."""
         if weight is not None:
             self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _EXPECTED_ROWS)
         if bias is not None:
             self._bias = bias.clone()
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`Linear`."""
         result: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
             values, self._weight, self._bias, "none", [], ""
         )

@@ -17,8 +17,8 @@ from aioinfer.errors import ConfigError
 from aioinfer.model.backend import Backend
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.config_check import check_numbers
+from aioinfer.model.embedding_checkpoint import Classifier, Headless, with_head, with_prefix, without_score
 from aioinfer.model.families.base import Family, build_decoder, expert_shape, head_dim, inner_sizes
-from aioinfer.model.headless import Classifier, Headless, with_head, with_prefix, without_score
 from aioinfer.model.kernels import (
     AttentionBackend,
     MoEBackend,
@@ -30,6 +30,7 @@ from aioinfer.model.kernels import (
     choose_layers,
     make_layers,
 )
+from aioinfer.model.multimodal import TextPart, text_part
 from aioinfer.model.quantization import FLOAT8, Quantization, rounding_of
 from aioinfer.model.registry import LANGUAGE_MODELS, own_implementation, why_not_own
 from aioinfer.model.spec import CausalLM, Progress
@@ -37,7 +38,6 @@ from aioinfer.model.updates.new_weights import Known
 from aioinfer.model.updates.recipe import DecoderRecipe
 from aioinfer.model.weights import RandomWeights, Weights
 from aioinfer.model.weights_cache import Blobs, WeightsCache
-from aioinfer.model.wrappers import TextPart, text_part
 
 __all__ = ["LoadOptions", "ModelInfo", "inspect_model", "load_model"]
 
@@ -55,7 +55,7 @@ _NOT_READ = {"gpt2": ("head_dim", "num_key_value_heads")}
 
 
 def _blaming_the_config(load: Callable[_Arguments, _Loaded]) -> Callable[_Arguments, _Loaded]:
-    """Turn what a config that makes no sense can raise anywhere into a ConfigError."""
+    """Turn the exceptions of a config that makes no sense into a ConfigError."""
 
     @functools.wraps(load)
     def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Loaded:
@@ -73,7 +73,7 @@ def _blaming_the_config(load: Callable[_Arguments, _Loaded]) -> Callable[_Argume
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """How a checkpoint is loaded."""
+    """Options of loading a checkpoint."""
 
     #: "float32", "bfloat16", "float16", or "auto" for the checkpoint's
     dtype: str = "auto"
@@ -367,7 +367,7 @@ def _load_cached(
     progress: Progress | None,
     *facts: object,
 ) -> tuple[CausalLM, str, int]:
-    """See :meth:`~aioinfer.model.weights_cache.WeightsCache.load`. Raises ConfigError."""
+    """Load a model over weights mapped from the cache. Raises ConfigError."""
     from aioinfer.native.bindings import shared_thread_pool
     from aioinfer.native.build import BuildFailed, cache_directory
 

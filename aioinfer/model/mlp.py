@@ -33,7 +33,6 @@ class GatedMLP:
     operations: Operations
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See :class:`FeedForward`."""
         return self.down(self.operations.gate_mul(self.gate_up(hidden), self.gate))
 
 
@@ -47,5 +46,4 @@ class PlainMLP:
     gate: Gate
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See :class:`FeedForward`."""
         return self.down(activated(self.gate, self.up(hidden)))

@@ -53,8 +53,7 @@ __all__ = ["NativeDecoder", "NativeMLP", "NativeTargets", "parts_of"]
 
 
 class NativeMLP:
-    """See :class:`~aioinfer.model.mlp.FeedForward`; :class:`~aioinfer.model.mlp.GatedMLP`, or, of weights
-    that are not gated, :class:`~aioinfer.model.mlp.PlainMLP`, in two calls."""
+    """A dense feed-forward part with packed weights, gated or not, in two calls."""
 
     __slots__ = ("down", "gate", "gate_up")
 
@@ -64,7 +63,6 @@ class NativeMLP:
         self.gate = gate
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See :class:`~aioinfer.model.mlp.FeedForward`."""
         return self.down(self.gate_up(hidden, self.gate))
 
 
@@ -79,10 +77,11 @@ class NativeTargets(NamedTuple):
 
 
 class NativeDecoder:
-    """A decoder whose layers are native throughout: one call computes a step, without the interpreter's lock.
+    """A :class:`~aioinfer.model.spec.CausalLM` of native layers: one call computes a step, without the
+    interpreter's lock.
 
-    See :class:`~aioinfer.model.spec.CausalLM`; logits are float32 whatever the model's type. Its attention
-    must be a :class:`~aioinfer.model.attention.native_attention.NativeAttention`.
+    Logits are float32 for every type of the model. Its attention must be a
+    :class:`~aioinfer.model.attention.native_attention.NativeAttention`.
     """
 
     capturable = False
@@ -172,7 +171,6 @@ class NativeDecoder:
         return None if words is self._head else words, self._head
 
     def rewrite(self, trunk: Trunk, words: StoredMatrix | None, *, mapped: bool) -> Iterator[Change]:
-        """See :class:`~aioinfer.model.updates.rewriting.Rewritable`."""
         vectors, embedding = self._words, trunk.embedding
         if words is not None and isinstance(vectors, torch.Tensor):
             yield partial(_copy, vectors, words)
@@ -236,8 +234,7 @@ class NativeDecoder:
         }
 
     def _dual(self, mlp: DualMLP) -> int:
-        """The address of the arguments of a dense part and experts side by side, but for what other parts
-        have."""
+        """Address of the norms of a dense part and experts side by side."""
         norms = (mlp.router_norm, mlp.experts_norm, mlp.dense_post_norm, mlp.experts_post_norm)
         router, experts, dense_post, experts_post = (self._norm(norm)[0] for norm in norms)
         return self._keep.nested(
@@ -286,7 +283,6 @@ class NativeDecoder:
         return self._keep.floats(norm.weight, size), self._keep.floats(norm.bias, size)
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
-        """See :class:`~aioinfer.model.spec.CausalLM`."""
         assert isinstance(attention, NativeAttention), "native layers go with native attention"
         arguments, int64 = self._arguments, torch.int64
         tokens, rows, wanted = len(batch.input_ids), len(batch.q_lens), len(batch.logits_rows)
@@ -333,7 +329,7 @@ class NativeDecoder:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """What each part of all forwards so far has taken."""
+        """Seconds of each part over all forwards so far."""
         return dict(zip(PARTS, self._seconds, strict=True))
 
 
@@ -370,7 +366,7 @@ def _adaptable(layer: Layer) -> list[int | None]:
 
 
 class _Parts(NamedTuple):
-    """What a feed-forward part is made of."""
+    """The native parts of a feed-forward part."""
 
     #: what every token passes
     dense: NativeMLP | None
@@ -381,7 +377,7 @@ class _Parts(NamedTuple):
 
 
 def parts_of(mlp: FeedForward) -> _Parts | None:
-    """None if not all of it is native."""
+    """The native parts of a feed-forward part; None if not all of it is native."""
     if isinstance(mlp, NativeMLP):
         return _Parts(mlp, None, mlp.gate)
     if isinstance(mlp, DualMLP):

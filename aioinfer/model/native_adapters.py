@@ -30,7 +30,7 @@ _RANKS = 16
 
 @dataclass(frozen=True, slots=True)
 class PreparedNative:
-    """See :class:`~aioinfer.model.adapters.base.PreparedAdapter`."""
+    """An adapter in the form that native kernels read."""
 
     rank: int
     num_bytes: int
@@ -39,7 +39,7 @@ class PreparedNative:
 
 
 class NativeAdapters:
-    """See :class:`~aioinfer.model.adapters.base.AdapterSlots`."""
+    """The adapters of a native decoder."""
 
     def __init__(
         self, stack: Stack, targets: AdapterTargets, places: Mapping[int, tuple[int, int]], max_rank: int
@@ -48,7 +48,6 @@ class NativeAdapters:
         self._stack, self._targets, self._places, self._max_rank = stack, targets, places, max_rank
 
     def prepare(self, path: Path) -> PreparedNative:
-        """See :class:`~aioinfer.model.adapters.base.AdapterSlots`."""
         files = AdapterFiles.read(path, self._targets.most_bytes(self._max_rank))
         found = self._targets.match(files, self._max_rank)
         size, keep = 0, _Kept()
@@ -68,17 +67,15 @@ class NativeAdapters:
         return PreparedNative(files.rank, size, files.fingerprint, packed)
 
     def install(self, slot: int, adapter: PreparedAdapter) -> None:
-        """See :class:`~aioinfer.model.adapters.base.AdapterSlots`."""
         assert isinstance(adapter, PreparedNative)
         self._stack.set_adapter(slot, adapter.packed)
 
     def remove(self, slot: int) -> None:
-        """See :class:`~aioinfer.model.adapters.base.AdapterSlots`."""
         self._stack.set_adapter(slot, None)
 
 
 class _Kept(list[object]):
-    """What arguments refer to, until the adapter is packed."""
+    """Owners of the memory of arguments, until the adapter is packed."""
 
     def layer(self, layer: int, part: int, ranks: Sequence[LowRank]) -> AdaptedLayer:
         """One linear layer of an adapter."""
@@ -103,5 +100,5 @@ class _Kept(list[object]):
 
 
 def _padded(rank: int) -> int:
-    """Ranks that are computed for so many; see ``adapters.hpp``."""
+    """Round up to whole groups of ranks; see ``adapters.hpp``."""
     return -(-rank // _RANKS) * _RANKS

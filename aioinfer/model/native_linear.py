@@ -26,7 +26,7 @@ __all__ = ["NativeLinear"]
 
 
 class NativeLinear:
-    """See :class:`~aioinfer.model.linear.Linear`."""
+    """A linear layer with packed weights."""
 
     __slots__ = ("dtype", "gated", "kept", "packed", "rows")
 
@@ -159,8 +159,7 @@ class NativeLinear:
         return made
 
     def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        """Pack other weights, a bias or both in place of those that are there, None for what stays; as they
-        were given when the layer was made."""
+        """Pack another weight, bias or both, shaped as when the layer was made; None: it stays."""
         count, dtype = self.rows * self.packed.inner, self.dtype
         weight = None if weight is None else weight.to(dtype).contiguous()
         bias = None if bias is None else bias.to(dtype).contiguous()
@@ -175,12 +174,11 @@ class NativeLinear:
         self.packed.exchange(made.packed)
 
     def __call__(self, values: torch.Tensor, gate: Gate | None = None) -> torch.Tensor:
-        """See :class:`~aioinfer.model.linear.Linear`. With rounded weights, all results of a row that is not
-        finite are NaN.
+        """Multiply. With rounded weights, all results of a row that is not finite are NaN.
 
         Args:
-            gate: of gated weights the results are ``gate(gates) * up``, by silu if it is None; of others
-                ``gate(outputs)``, or the outputs themselves.
+           gate: of gated weights the results are ``gate(gates) * up``, by silu if it is None; of others
+               ``gate(outputs)``, or the outputs themselves.
         """
         values, count, packed = values.contiguous(), len(values), self.packed
         out = values.new_empty((count, packed.outputs))

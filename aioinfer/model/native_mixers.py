@@ -1,4 +1,4 @@
-"""The arguments of native layers that concern their mixers, and who keeps what these refer to."""
+"""Arguments of native layers for their mixers, and the owners of their memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["Kept", "Rekept", "mixer_arguments", "projections"]
 
 
 class Kept(list[object]):
-    """Owners of what arguments refer to."""
+    """Owners of the memory of arguments."""
 
     def __init__(self, owners: Iterable[object] = ()) -> None:
         super().__init__(owners)
@@ -38,15 +38,15 @@ class Kept(list[object]):
         self.copies: list[torch.Tensor] = []
 
     def copy_of(self, tensor: torch.Tensor, dtype: torch.dtype, count: int) -> int:
-        """The address of a copy in a type, of so many elements. A view of a mapped checkpoint would keep all
-        of it mapped, packed weights included."""
+        """The address of a copy in a type, of ``count`` elements. A view of a mapped checkpoint would keep
+        all of it mapped, packed weights included."""
         own = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
         self.append(own)
         self.copies.append(own)
         return address(own, dtype, count)
 
     def floats(self, tensor: torch.Tensor | None, count: int) -> Address:
-        """The same of float32; None for None."""
+        """The address of a copy in float32; None for None."""
         return None if tensor is None else self.copy_of(tensor, torch.float32, count)
 
     def nested(self, arguments: Arguments) -> int:
@@ -62,8 +62,8 @@ class Kept(list[object]):
 
 
 class Rekept(Kept):
-    """In place of the :class:`Kept` of a layer that is there: what it would have copied is noted, to be
-    written into the copies that there are."""
+    """Replaces the :class:`Kept` of a layer that is there: collects the tensors that it would have copied, to
+    be written into the present copies."""
 
     def __init__(self, copies: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def mixer_arguments(mixer: Mixer, spec: ModelSpec, kept: Kept) -> dict[str, Any]
 
 
 def projections(mixer: Mixer) -> tuple[int, int, int | None]:
-    """The handles of the linear layers in front of a native mixer, behind it, and to its gates."""
+    """The handles of the linear layers before a native mixer, after it, and to its gates."""
     assert isinstance(mixer, SelfAttention | ShortConv | DeltaRule)
     into = mixer.qkv if isinstance(mixer, SelfAttention) else mixer.into
     assert isinstance(into, NativeLinear)

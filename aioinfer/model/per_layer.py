@@ -1,8 +1,8 @@
-"""Inputs by layer: of each token a small vector for every layer, added to the residual behind it (Gemma 4).
+"""Inputs by layer: a small vector of each token for every layer, added to its output residual (Gemma 4).
 
 They depend on the token alone: a row of a table, and a projection of the token's vector. The table is larger
-than the rest of a small model; on a CPU it stays in the mapped file, and only rows of tokens that come up are
-read.
+than the rest of a small model; on a CPU it stays in the mapped file, and only the rows of tokens that occur
+are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["PerLayerInputs", "PerLayerPart"]
 
 @dataclass(frozen=True, slots=True)
 class PerLayerInputs:
-    """Where the vectors of a model come from."""
+    """The source of the vectors of a model."""
 
     #: [vocab_size, layers * size]; a tensor of the model's dtype is the checkpoint's own
     table: torch.Tensor
@@ -57,7 +57,7 @@ class PerLayerInputs:
 
 @dataclass(frozen=True, slots=True)
 class PerLayerPart:
-    """What a layer does with its vectors: ``norm(out(gate(residual) * vector))`` is added to the residual."""
+    """The use of a layer's vectors: ``norm(out(gate(residual) * vector))`` is added to the residual."""
 
     #: hidden to size, through ``function``
     gate: Linear
@@ -66,5 +66,5 @@ class PerLayerPart:
     post_norm: Norm
 
     def __call__(self, residual: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
-        """From [T, hidden] and the layer's vectors [T, size] to [T, hidden], not yet normed."""
+        """[T, hidden], not yet normed, from [T, hidden] and the layer's vectors [T, size]."""
         return self.out(activated(self.function, self.gate(residual)) * vectors)

@@ -29,7 +29,7 @@ _HEAD = Rounding(8, 128)
 
 
 def rounding_of(quantization: Quantization, *, head: bool = False) -> Rounding | None:
-    """How layers, or the head and the embedding, are rounded to whole numbers; None: not at all."""
+    """Rounding of layers, or of the head and the embedding, to whole numbers; None: not at all."""
     if quantization in ("auto", "none", *FLOAT8):
         return None
     return _HEAD if head else _LAYERS[quantization]

@@ -114,7 +114,7 @@ def own_implementation(config: Any) -> Family | None:
 
 
 def why_not_own(config: Any) -> str:
-    """Why :func:`own_implementation` has none for a config."""
+    """Reason why :func:`own_implementation` has none for a config."""
     architecture = config.architectures[0]
     model_types, family = _OWN.get(architecture, (frozenset(), None))
     if family is None:

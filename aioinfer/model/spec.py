@@ -110,7 +110,7 @@ class CausalLM(Protocol):
 
     @property
     def adapter_reason(self) -> str:
-        """Why it computes none; empty if it does."""
+        """Reason why it computes none; empty if it does."""
 
     @property
     def seconds(self) -> Mapping[str, float]:

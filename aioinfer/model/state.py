@@ -1,13 +1,13 @@
 """StatePool: the recurrent state of layers that keep a state of fixed size instead of keys and values.
 
-Such a layer (a short convolution, a gated delta rule) reads the state of a row's sequence as it was in front
-of the row's first token, and leaves it as it is behind the last one. A *cell* holds one such state of all
+Such a layer (a short convolution, a gated delta rule) reads the state of a row's sequence as it was before
+the row's first token, and leaves it as it is after the last one. A *cell* holds one such state of all
 layers::
 
     cell 0                     null: reads as zeros, the state of an empty sequence; what padding writes there
                                is never read
     cells 1 .. num_slots       of the slot of the same number
-    cells behind them          snapshots: states at the end of cached prefixes
+    further cells              snapshots: states at the end of cached prefixes
 
 A row may read one cell and write another, so a snapshot is taken and used without a copy. No cell is written
 by one row of a step and accessed by another one.
@@ -51,10 +51,10 @@ class StatePool:
 
 @dataclass(slots=True)
 class RowStates:
-    """Where the rows of a step find and leave their state."""
+    """The cells of the rows of a step."""
 
     pool: StatePool
     #: [R] int64, the cell that row r starts from; 0: it starts from zeros
     read: torch.Tensor
-    #: [R] int64, the cell that holds the state behind row r's last token
+    #: [R] int64, the cell that holds the state after row r's last token
     write: torch.Tensor

@@ -37,7 +37,7 @@ class TorchLayers(LayerKernels):
         Args:
             adapters: those of the layers; None: they are not adapted.
             float8: makes layers of floats of 8 bits; None: there are none.
-            invariant: products and operations add in one order, whatever the batch is.
+            invariant: products and operations add in one order for any batch.
         """
         super().__init__(operations, experts)
         self._make_linear = make_linear

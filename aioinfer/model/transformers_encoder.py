@@ -40,7 +40,7 @@ def is_encoder(config: Any) -> bool:
 
 
 class TransformersEncoder:
-    """See :class:`~aioinfer.model.spec.CausalLM`."""
+    """A :class:`~aioinfer.model.spec.CausalLM` that embeds only."""
 
     capturable = False
     invariant = False
@@ -58,7 +58,7 @@ class TransformersEncoder:
         progress: Progress | None = None,
         random_weights: RandomWeights | None = None,
     ) -> None:
-        """Raises ConfigError if transformers cannot load it, or if it differs over paged KV."""
+        """Raise ConfigError if transformers cannot load it, or if it differs over paged KV."""
         register()
         self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
         if progress is not None:
@@ -91,7 +91,7 @@ class TransformersEncoder:
         )
 
     def forward(self, batch: Batch, attention: Attention) -> torch.Tensor:
-        """See :class:`~aioinfer.model.spec.CausalLM`; there are no logits."""
+        """Compute hidden states; there are no logits."""
         hidden = self._hidden(batch, attention)
         if batch.hidden_rows is not None:
             batch.hidden = hidden[batch.hidden_rows].float()
@@ -114,8 +114,7 @@ class TransformersEncoder:
 
 
 def _load(path: Path, config: Any, dtype: torch.dtype, random_weights: RandomWeights | None) -> Any:
-    """The model without the layer that transformers puts behind the first token, and checkpoints may lack.
-    Raises ConfigError."""
+    """The model without the pooling layer, which checkpoints may lack. Raises ConfigError."""
     from transformers import AutoModel
 
     options: dict[str, Any] = {"attn_implementation": "eager"}

@@ -25,11 +25,11 @@ from aioinfer.model.attention.base import Attention, AttentionParams
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.batch import Batch
 from aioinfer.model.kernels import make_adapters
+from aioinfer.model.multimodal import WRAPPERS
 from aioinfer.model.rope import longest
 from aioinfer.model.selfcheck import check_paged, record
 from aioinfer.model.spec import ModelSpec, Progress, eos_token_ids
 from aioinfer.model.weights import RandomWeights
-from aioinfer.model.wrappers import WRAPPERS
 from aioinfer.settings import first_line
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ Attend: TypeAlias = Callable[..., torch.Tensor]
 
 
 class TransformersLM:
-    """See :class:`~aioinfer.model.spec.CausalLM`."""
+    """A :class:`~aioinfer.model.spec.CausalLM` of transformers' code."""
 
     capturable = False
     invariant = False
@@ -98,7 +98,7 @@ class TransformersLM:
             # Other models count positions themselves and ignore this argument among their keyword arguments.
             if parameter not in inspect.signature(self._model.forward).parameters:
                 raise ConfigError(f"model: {architecture} takes no {parameter}")
-        #: hidden states [1, T, hidden] of the forward that runs, behind the last norm
+        #: hidden states [1, T, hidden] of the forward that runs, after the last norm
         self._hidden: torch.Tensor | None = None
         self._shows_hidden = False
         self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -325,7 +325,7 @@ def register() -> None:
 
 
 def _mask_window(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor:
-    """In place of a mask, the length of its window, 0 for none: float64 [1, 1, 1, 1]."""
+    """The length of a mask's window, 0 for none, instead of the mask: float64 [1, 1, 1, 1]."""
     return torch.tensor(local_size or 0, dtype=torch.float64).view(1, 1, 1, 1)
 
 

@@ -17,7 +17,7 @@ __all__ = ["build_unsupported"]
 
 @cache
 def build_unsupported() -> str | None:
-    """Why Triton cannot compile its stub, in words for the user; None if it has done so.
+    """Reason why Triton cannot compile its stub, in words for the user; None if it has done so.
 
     Without a C compiler Triton is told to use that of the package ziglang, if it is installed: see
     ``triton.knobs.build.impl``. The stub is compiled at the first call, or taken from Triton's cache.

@@ -6,7 +6,7 @@ devices before compute capability 8.9 have no instructions for them, and there t
 
 The product ``x @ weight.T`` with activations as they are is ``weight @ x.T`` here: the matrix unit reads its
 first operand from registers, where the weights are when they have been widened, and a few tokens fill its
-second one better. A weight is multiplied by its scale behind the sum over a block's columns.
+second one better. A weight is multiplied by its scale after the sum over a block's columns.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Float8Tuning:
 
     @classmethod
     def of(cls, rows: int, inner: int, width: int, dtype: torch.dtype) -> Float8Tuning:
-        """For so many rows. None was measured: they follow from compiling, without spills, and from the
-        bytes that are on their way. ``width``: columns of a block that have one scale."""
+        """Tuning for a number of rows. None was measured: they follow from compiling, without spills, and
+        from the bytes that are on their way. ``width``: columns of a block that have one scale."""
         block_k = 256 if rows <= 16 else 64
         while block_k > 32 and (block_k >= 2 * inner or (width < inner and width % block_k)):
             block_k //= 2

@@ -90,5 +90,4 @@ class TritonLinear(TorchLinear):
     __slots__ = ()
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`~aioinfer.model.linear.Linear`."""
         return fixed_order_product(values, self.weight, self.bias)

@@ -33,7 +33,7 @@ def interpreted() -> bool:
 
 
 def triton_unsupported(device: torch.device) -> str | None:
-    """Why Triton kernels cannot run on ``device``, in words for the user; None if they can."""
+    """Reason why Triton kernels cannot run on ``device``, in words for the user; None if they can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _CAPABILITY:
@@ -44,7 +44,7 @@ def triton_unsupported(device: torch.device) -> str | None:
 
 
 def compute_capability(device: torch.device) -> tuple[int, int]:
-    """That of a CUDA device; (9, 0), Hopper's, of a CPU, where kernels are interpreted."""
+    """Compute capability of a CUDA device; (9, 0), Hopper's, of a CPU, where kernels are interpreted."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
@@ -62,5 +62,5 @@ def shared_memory(capability: tuple[int, int]) -> int:
 
 
 def dtype_unsupported(dtype: torch.dtype) -> str | None:
-    """Why Triton kernels that multiply matrices cannot run in ``dtype``; None if they can."""
+    """Reason why Triton kernels that multiply matrices cannot run in ``dtype``; None if they can."""
     return None if dtype in _DTYPES else f"there are no kernels for {str(dtype).removeprefix('torch.')}"

@@ -44,12 +44,12 @@ class Weights:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the tensors that there are."""
+        """Names of all tensors."""
         return self._names
 
     @property
     def used(self) -> list[str]:
-        """Of those that were taken."""
+        """Names already taken."""
         return sorted(self._taken & self._names)
 
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -83,7 +83,7 @@ class Weights:
             self._taken.add(name)
 
     def rounding(self, name: str) -> Rounding | None:
-        """How a matrix is quantised in the checkpoint; None: it is not, or cannot be taken as it is."""
+        """Rounding of a matrix in the checkpoint; None: it has none, or cannot be taken as it is."""
         return self._tensors.rounding(name) if name in self._names else None
 
     def quantised(self, name: str) -> QuantisedMatrix:
@@ -165,7 +165,7 @@ class RandomWeights(Weights):
 
     @property
     def names(self) -> frozenset[str]:
-        """Those that were taken so far."""
+        """Names already taken."""
         return frozenset(self._taken)
 
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
@@ -250,12 +250,12 @@ class StoredMatrix:
 
     @property
     def names(self) -> Sequence[str]:
-        """Of its tensors, without ".weight" and ".bias"."""
+        """Names of its tensors, without ".weight" and ".bias"."""
         return self._names
 
     @property
     def rows(self) -> Sequence[int]:
-        """Of each tensor."""
+        """Rows of each tensor."""
         return self._rows
 
     @property
@@ -286,7 +286,7 @@ class StoredMatrix:
 
     @property
     def rounding(self) -> Rounding | None:
-        """How :meth:`quantised` returns it; None if one of its tensors is not quantised."""
+        """Rounding of :meth:`quantised`; None if one of its tensors is not quantised."""
         if self._transposed:
             return None
         parts = [self._weights.rounding(f"{name}.weight") for name in self._names]

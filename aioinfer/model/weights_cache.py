@@ -37,7 +37,7 @@ __all__ = ["MappedMemory", "PackedWeightsFile", "WeightsCache", "WeightsWriter"]
 _log = logging.getLogger("aioinfer")
 #: blobs begin at multiples of this, a page
 _ALIGNMENT = 4096
-#: behind everything else: the index's offset, the checksum of all before this, and what kind of file it is
+#: at the end: the index's offset, the checksum of all before this, and the kind of the file
 _TRAILER = struct.Struct("<QQ8s")
 _MAGIC = b"aioinfW1"
 #: the names of files that are being written
@@ -54,12 +54,12 @@ _Model = TypeVar("_Model")
 
 
 class _Unusable(Exception):
-    """The file is not what it should be."""
+    """The file cannot be used."""
 
 
 @dataclass(frozen=True, slots=True)
 class MappedMemory:
-    """Packed weights in a mapped file. Whoever uses the memory keeps the owner."""
+    """Packed weights in a mapped file, which lives as long as its owner."""
 
     address: int
     #: in bytes
@@ -68,7 +68,7 @@ class MappedMemory:
 
 
 class Blobs(Protocol):
-    """Where a model that is built finds its packed weights, or leaves them."""
+    """A store of packed weights, by name."""
 
     def find(self, name: str) -> MappedMemory | None:
         """The blob of this name; None if it is to be made and added."""
@@ -81,8 +81,8 @@ class PackedWeightsFile:
     """A whole file, mapped for reading."""
 
     def __init__(self, path: Path, pool: ThreadPool, progress: Progress | None = None) -> None:
-        """Raises OSError if it cannot be read, _Unusable if it was cut or damaged, and what ``progress``
-        raises, which is called while all of it is read."""
+        """Raise OSError if it cannot be read, _Unusable if it was cut or damaged, and the exceptions of
+        ``progress``, which is called while all of it is read."""
         with path.open("rb") as file:
             with suppress(OSError, AttributeError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
@@ -101,7 +101,7 @@ class PackedWeightsFile:
         self._index: dict[str, tuple[int, int]] = json.loads(mapped[start:end])
 
     def find(self, name: str) -> MappedMemory:
-        """See :class:`Blobs`. Raises _Unusable."""
+        """Raises _Unusable."""
         found = self._index.get(name)
         if found is None:
             raise _Unusable(f"it has no {name}")
@@ -109,7 +109,7 @@ class PackedWeightsFile:
         return MappedMemory(self._address + offset, size, self._bytes)
 
     def add(self, name: str, address: int, size: int) -> None:
-        """See :class:`Blobs`: there is nothing to add."""
+        """Do nothing: the file is complete."""
 
 
 class WeightsWriter:
@@ -143,10 +143,9 @@ class WeightsWriter:
         self._give_up()
 
     def find(self, name: str) -> None:
-        """See :class:`Blobs`: nothing is there yet."""
+        """Find nothing: the file is empty."""
 
     def add(self, name: str, address: int, size: int) -> None:
-        """See :class:`Blobs`."""
         if self._file is None:
             return
         assert name not in self._index, f"two blobs are called {name}"
@@ -284,9 +283,10 @@ class WeightsCache:
             return None
 
     def _prune(self, path: Path, group: str) -> None:
-        """Remove what ``path`` has replaced, what was not used for long, and what was never completed.
+        """Remove files that ``path`` has replaced, that were not used for long, or that were never completed.
 
-        A process that has mapped a file keeps it."""
+        A process that has mapped a file keeps it.
+        """
         now, whole = time.time(), path.exists()
         for other in self._directory.glob("weights-*.packed"):
             with suppress(OSError):
@@ -300,7 +300,7 @@ class WeightsCache:
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Of the file that has this name, if there is one."""
+    """Identity of the file of this name, if there is one."""
     with suppress(OSError):
         stat = path.stat()
         return stat.st_ino, stat.st_size
@@ -308,14 +308,14 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Raises OSError if another process is writing it."""
+    """Raise OSError if another process is writing it."""
     with path.open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink()
 
 
 def _checksum(pool: ThreadPool, address: int, size: int, progress: Progress | None) -> int:
-    """Of memory, slice by slice."""
+    """Checksum of memory, slice by slice."""
     found = size
     for at in range(0, size, _SLICE):
         if progress is not None:

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.updates.given import GivenTensors, check_values
 from aioinfer.model.updates.recipe import prepare_update
+from aioinfer.model.updates.tensors import GivenTensors, check_values
 from tests.checkpoint.gguf_models import write_gguf
 from tests.checkpoint.test_mxfp4 import CONFIG as MXFP4
 from tests.checkpoint.test_mxfp4 import encode

@@ -1,4 +1,4 @@
-"""AdapterSlots: the interface between what computes adapters and the rest of the engine."""
+"""AdapterSlots: the interface between the kernels of adapters and the rest of the engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class PreparedAdapter(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """What tells what was read of its files from others."""
+        """Hash of the files from which it was read."""
 
 
 class AdapterSlots(Protocol):
@@ -36,5 +36,5 @@ class AdapterSlots(Protocol):
         microseconds."""
 
     def remove(self, slot: int) -> None:
-        """Empty a slot, of which no row is left, if anything is in it. On the launch thread, between two
-        steps. The memory is freed once nobody holds the adapter."""
+        """Empty a slot that no row names any more. On the launch thread, between two steps. The memory is
+        freed with the last reference to the adapter."""

@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 
 
 class PackedPart(NamedTuple):
-    """What is added to the outputs [start, start + len(b)) of a layer, from the products ``low`` with A:
+    """The summand of the outputs [start, start + len(b)) of a layer, from the products ``low`` with A:
     ``scale * low[:, first:stop] @ b.T``."""
 
     #: index of the layer's target
@@ -33,7 +33,7 @@ class PackedPart(NamedTuple):
 
 
 class PackedLayer(NamedTuple):
-    """What is added to one layer. The A of all its targets are one matrix."""
+    """The summands of one layer. The A of all its targets are one matrix."""
 
     #: [sum of ranks, inputs]
     a: torch.Tensor
@@ -42,7 +42,7 @@ class PackedLayer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """See :class:`~aioinfer.model.adapters.base.PreparedAdapter`."""
+    """An adapter in the form that torch's and Triton's kernels read."""
 
     rank: int
     #: by their indices
@@ -53,7 +53,6 @@ class PackedAdapter:
 
     @property
     def num_bytes(self) -> int:
-        """See :class:`~aioinfer.model.adapters.base.PreparedAdapter`."""
         return self.memory.nbytes
 
     @classmethod
@@ -90,12 +89,12 @@ def _padded(rank: int, multiple: int) -> int:
 
 
 def _elements(shape: tuple[int, int]) -> int:
-    """Of a matrix and what is between it and the next one."""
+    """Elements of a padded matrix."""
     return -(-shape[0] * shape[1] // _ALIGNMENT) * _ALIGNMENT
 
 
 def _shapes(found: Mapping[int, list[LowRank | None]], multiple: int) -> Iterator[tuple[int, int]]:
-    """Of the matrices of each layer: A of all targets, then B of each."""
+    """Shapes of the matrices of each layer: A of all targets, then B of each."""
     for entries in found.values():
         parts = [part for part in entries if part is not None]
         ranks = [_padded(part.rank, multiple) for part in parts]

@@ -1,4 +1,4 @@
-"""Which tokens of a step belong to which adapter, from the lists of a batch on the host."""
+"""Runs of tokens with one adapter, from the lists of a batch on the host."""
 
 from __future__ import annotations
 

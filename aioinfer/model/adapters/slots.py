@@ -1,7 +1,7 @@
-"""TorchAdapters: adapters of linear layers that are computed by torch, added to what the layers return.
+"""TorchAdapters: adapters of linear layers, computed by torch and added to the results of the layers.
 
-What a layer returns for the tokens of an adapter gets ``scale * (x @ A.T) @ B.T``: two small matrix products
-for each adapter of a step. Steps without adapters cost a look at a variable for each layer.
+The result for the tokens of an adapter gets ``scale * (x @ A.T) @ B.T``: two small matrix products for each
+adapter of a step. Steps without adapters cost a look at a variable for each layer.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class AdapterStep(Protocol):
     """The adapters of the tokens of one step."""
 
     def add(self, index: int, values: torch.Tensor, result: torch.Tensor) -> None:
-        """Add what the adapters add to layer ``index``.
+        """Add the summands of layer ``index``.
 
         Args:
-            values: [T, inputs], what the layer reads.
-            result: [T, outputs], contiguous; changed in place.
+           values: [T, inputs], the inputs of the layer.
+           result: [T, outputs], contiguous; changed in place.
         """
 
 
 class AdaptedLinear:
-    """See :class:`~aioinfer.model.linear.Linear`: one with adapters."""
+    """A linear layer with adapters."""
 
     __slots__ = ("_adapters", "_index", "_linear")
 
@@ -55,11 +55,9 @@ class AdaptedLinear:
         return self._linear
 
     def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        """See :class:`~aioinfer.model.linear.Linear`."""
         self._linear.set(weight, bias)
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """See :class:`~aioinfer.model.linear.Linear`."""
         result = self._linear(values)
         step = self._adapters.step
         if step is not None:
@@ -68,7 +66,7 @@ class AdaptedLinear:
 
 
 class TorchAdapters:
-    """See :class:`~aioinfer.model.adapters.base.AdapterSlots`."""
+    """Computes adapters by torch; the base of the one that uses Triton."""
 
     #: ranks are filled up to multiples of this
     rank_multiple: ClassVar[int] = 1
@@ -88,7 +86,6 @@ class TorchAdapters:
         return made if index is None else AdaptedLinear(made, self, index)
 
     def prepare(self, path: Path) -> PackedAdapter:
-        """See :class:`~aioinfer.model.adapters.base.AdapterSlots`."""
         files = AdapterFiles.read(path, self.targets.most_bytes(self._max_rank))
         found = self.targets.match(files, self._max_rank)
         return PackedAdapter.pack(
@@ -96,15 +93,13 @@ class TorchAdapters:
         )
 
     def install(self, slot: int, adapter: PreparedAdapter) -> None:
-        """See :class:`~aioinfer.model.adapters.base.AdapterSlots`. Raises ValueError: the slot is taken, or
-        none."""
+        """Raises ValueError: the slot is taken, or none."""
         assert isinstance(adapter, PackedAdapter), "adapters are prepared by the model that computes them"
         if slot < 1 or slot in self._slots:
             raise ValueError(f"slot {slot} cannot take an adapter")
         self._slots[slot] = adapter
 
     def remove(self, slot: int) -> None:
-        """See :class:`~aioinfer.model.adapters.base.AdapterSlots`."""
         self._slots.pop(slot, None)
 
     @contextlib.contextmanager
@@ -144,7 +139,7 @@ class TorchAdapters:
 
 
 class _TorchStep:
-    """See :class:`AdapterStep`."""
+    """The adapters of a step as groups of tokens."""
 
     __slots__ = ("_groups",)
 

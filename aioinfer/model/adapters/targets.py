@@ -44,8 +44,8 @@ _HEADER = 16 << 20
 
 
 class LowRank(NamedTuple):
-    """What an adapter adds to the outputs ``[start, start + len(b))`` of a layer, for inputs x:
-    ``scale * (x @ a.T) @ b.T``."""
+    """The summand of the outputs ``[start, start + len(b))`` of a layer, for inputs x: ``scale * (x @ a.T) @
+    b.T``."""
 
     #: [rank, inputs], as it is stored
     a: torch.Tensor
@@ -120,12 +120,12 @@ class AdapterTargets:
         return 4 * max_rank * elements * 4 + _HEADER
 
     def match(self, files: AdapterFiles, max_rank: int) -> dict[int, list[LowRank | None]]:
-        """What an adapter adds to each layer that it changes, an entry for each of the layer's targets.
+        """The summands of each layer that an adapter changes, an entry for each of the layer's targets.
 
         Raises:
-            ConfigError: it changes a module that the model does not have or that cannot be adapted, its
-                shapes are not the model's, a rank is above ``max_rank``, or matrices are missing of a module
-                that its config chooses.
+           ConfigError: it changes a module that the model does not have or that cannot be adapted, its
+               shapes are not the model's, a rank is above ``max_rank``, or matrices are missing of a module
+               that its config chooses.
         """
         found: dict[int, list[LowRank | None]] = {}
         for key, factors in files.modules.items():
@@ -204,6 +204,6 @@ def _why_not(name: str) -> str:
 
 
 def stored_bytes(found: Mapping[int, list[LowRank | None]]) -> int:
-    """Of the matrices that :meth:`AdapterTargets.match` found, as they are stored."""
+    """Bytes of the matrices that :meth:`AdapterTargets.match` found, as they are stored."""
     parts = [part for entries in found.values() for part in entries if part is not None]
     return sum(part.a.nbytes + part.b.nbytes for part in parts)

@@ -150,7 +150,7 @@ def _expand_kernel(
 
 @dataclass(frozen=True, slots=True)
 class _TabledAdapter(PackedAdapter):
-    """With its row of the table."""
+    """A packed adapter with its row of the table."""
 
     #: int64 [targets, 3]: addresses of A and B, rank; 0 for targets that it does not change
     entries: npt.NDArray[np.int64]
@@ -159,7 +159,7 @@ class _TabledAdapter(PackedAdapter):
 
 
 class _Tables(NamedTuple):
-    """What the kernels read of all adapters."""
+    """The tables of all adapters, as the kernels read them."""
 
     #: int64 [slots, targets, 3], by slot
     entries: torch.Tensor
@@ -170,7 +170,7 @@ class _Tables(NamedTuple):
 
 
 class TritonAdapters(TorchAdapters):
-    """See :class:`~aioinfer.model.adapters.base.AdapterSlots`."""
+    """Computes adapters by Triton."""
 
     rank_multiple: ClassVar[int] = _TILE
 
@@ -182,7 +182,7 @@ class TritonAdapters(TorchAdapters):
 
     @cached_property
     def _starts(self) -> list[int]:
-        """Of each layer, where its targets begin among those of all layers; and their number."""
+        """Index of the first target of each layer among those of all layers; and their number."""
         return [0, *itertools.accumulate(len(layer.targets) for layer in self.targets.layers)]
 
     def prepare(self, path: Path) -> PackedAdapter:
@@ -229,14 +229,13 @@ class TritonAdapters(TorchAdapters):
         return _Tables(*(tensor.to(self._device, non_blocking=True) for tensor in tensors))
 
     def place(self, index: int) -> tuple[int, int, int]:
-        """Of a layer, where its targets begin among those of all layers, and their number; and the number of
-        all."""
+        """Index of a layer's first target among those of all layers, their number, and the number of all."""
         start, stop = self._starts[index : index + 2]
         return start, stop - start, self._starts[-1]
 
 
 class _TritonStep:
-    """See :class:`~aioinfer.model.adapters.slots.AdapterStep`."""
+    """The adapters of a step as blocks of tokens."""
 
     __slots__ = ("_adapters", "_block_list", "_changed", "_ranks", "_tables")
 

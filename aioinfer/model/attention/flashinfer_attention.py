@@ -31,7 +31,7 @@ _RING = 4
 
 
 def flashinfer_unsupported(head_dims: frozenset[int], dtype: torch.dtype) -> str | None:
-    """Why FlashInfer cannot compute such heads here, in words for the user; None if it can."""
+    """Reason why FlashInfer cannot compute such heads here, in words for the user; None if it can."""
     if importlib.util.find_spec("flashinfer") is None:
         return "flashinfer-python is not installed"
     if dtype not in _DTYPES:
@@ -41,7 +41,7 @@ def flashinfer_unsupported(head_dims: frozenset[int], dtype: torch.dtype) -> str
 
 
 class _Constants(NamedTuple):
-    """What a plan is made for, besides the lengths of a step."""
+    """The key of a plan, besides the lengths of a step."""
 
     num_heads: int
     num_kv_heads: int
@@ -50,7 +50,7 @@ class _Constants(NamedTuple):
 
 
 class FlashInferAttention(TritonAttention):
-    """See :class:`~aioinfer.model.attention.base.Attention`."""
+    """Attention by FlashInfer where it can compute the rows, else by Triton."""
 
     __slots__ = ("_turns", "_workspace", "_wrappers")
 
@@ -87,8 +87,8 @@ class FlashInferAttention(TritonAttention):
         plans[constants].run(q[decodes:], (keys, values), out=out[decodes:])
 
     def _plan(self, constants: _Constants, batch: Batch, decodes: int) -> Any:
-        """A wrapper of FlashInfer's that knows the lengths and pages of the rows behind the decodes. Nothing
-        is read back from the device."""
+        """A wrapper of FlashInfer's with the lengths and pages of the rows after the decodes. Nothing is read
+        back from the device."""
         size, params = self._pool.page_size, constants.params
         q_lens, kv_lens = (torch.tensor(lens[decodes:]) for lens in (batch.q_lens, batch.kv_lens))
         counts = (kv_lens + size - 1) // size
@@ -130,7 +130,7 @@ class FlashInferAttention(TritonAttention):
 
 
 def _starts(lens: torch.Tensor) -> torch.Tensor:
-    """Where rows of such lengths begin, and where the last one ends, int32 on the host."""
+    """Starts of rows of such lengths, and the end of the last one, int32 on the host."""
     starts = torch.zeros(len(lens) + 1, dtype=torch.int32)
     starts[1:] = lens.cumsum(0)
     return starts

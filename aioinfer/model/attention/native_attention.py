@@ -31,10 +31,9 @@ class _Projected(NamedTuple):
 
 
 class NativeAttention:
-    """See :class:`~aioinfer.model.attention.base.Attention`.
+    """Attention by native kernels over pages in their own layout, see ``native/source/kv_pool.hpp``.
 
-    Page 0 is the null page, as in :class:`~aioinfer.model.attention.pool.KVPool`. The layout of a page is
-    described in ``native/source/kv_pool.hpp``.
+    Page 0 is the null page, as in :class:`~aioinfer.model.attention.pool.KVPool`.
     """
 
     __slots__ = ("_addresses", "_cells", "_dtype", "_layers", "_pool", "num_pages", "page_size")

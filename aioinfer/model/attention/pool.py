@@ -16,8 +16,8 @@ _ALIGNMENT = 64
 
 
 def pool_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros for a KV pool. On a CPU their memory is taken page by page when it is first written: a pool that
-    is larger than what is used costs nothing."""
+    """Zeros for a KV pool. On a CPU their memory is taken page by page when it is first written: the unused
+    part of a pool costs nothing."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = prod(shape) * dtype.itemsize
@@ -35,8 +35,8 @@ class KVShape(NamedTuple):
 
 
 class KVScales(NamedTuple):
-    """By what keys and values of 8 bits are multiplied: exponents plus 127 of powers of two, uint8 [pages,
-    page_size, num_kv_heads]; 0 stands for 0, and 255 for what is not finite."""
+    """Factors of keys and values of 8 bits: exponents plus 127 of powers of two, uint8 [pages, page_size,
+    num_kv_heads]; 0 stands for 0, and 255 for a value that is not finite."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -73,7 +73,7 @@ class KVPool:
         float8: bool = False,
     ) -> None:
         """``float8``: keys and values are e4m3 with a power of two for each head of a cell; ``dtype`` is the
-        type of what is computed with."""
+        type of the computation."""
         shapes = [(num_pages + 1, page_size, *shape) for shape in layers]
         self.page_size = page_size
         self.dtype = dtype
@@ -98,7 +98,7 @@ class KVPool:
         return 2 * page_size * dtype.itemsize * sum(prod(shape) for shape in layers)
 
     def scales(self, layer: int) -> KVScales | None:
-        """Those of keys and of values; None if these are of ``dtype``."""
+        """Factors of the keys and values of a layer; None if these are of ``dtype``."""
         return KVScales(self.key_scales[layer], self.value_scales[layer]) if self.key_scales else None
 
     def write(self, layer: int, slot_mapping: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
 Rows whose tokens all attend to the same positions (decodes, and blocks of a diffusion model) are computed in
 batched calls over gathered keys and values, together with rows of the same length. The other rows (prefill
 chunks) are computed one by one. A row gathers cells of its own sequence only: the padding of a batched call
-repeats the row's own last cell behind the mask. Values of other requests in the pool, NaN included, are
+repeats the row's own last cell under the mask. Values of other requests in the pool, NaN included, are
 never read.
 
 Contexts are rounded up to a multiple of 16 and masked: the result of a row then has the same bits alone,
@@ -97,7 +97,7 @@ class _Plan:
 
 
 class SDPAAttention:
-    """See :class:`~aioinfer.model.attention.base.Attention`. One forward at a time."""
+    """Attention by torch, one forward at a time."""
 
     __slots__ = ("_pool", "_scratch")
 

@@ -2,7 +2,7 @@
 
 A layer's call is two to five launches and reads nothing back from the device: one launch stores keys and
 values (``fused`` norms and rotates the heads in it), two compute the decode rows by split-KV decode, one or
-two compute the other rows by the prefill kernel. Whatever changes from step to step is read on the device,
+two compute the other rows by the prefill kernel. All that changes from step to step is read on the device,
 and the grids follow from the shapes of the tensors, so all of it can be captured in a CUDA graph.
 
 A decode row has the same bits in any batch. As decode row and as prefill row a token has different bits: the
@@ -36,7 +36,7 @@ __all__ = ["TritonAttention", "store_kv"]
 
 
 class TritonAttention:
-    """See :class:`~aioinfer.model.attention.base.Attention`."""
+    """Attention by Triton kernels."""
 
     __slots__ = ("_decode_tuning", "_invariant", "_pool", "_prefill_tuning", "_warm")
 
@@ -112,7 +112,7 @@ class TritonAttention:
         table, kv_len = batch.block_table, batch.kv_len
         decodes = 0 if self._invariant else batch.num_decodes
         if decodes:
-            # The only query of a decode row is its last position: it attends to the whole row, whatever the
+            # The only query of a decode row is its last position: it attends to the whole row, for any
             # size of a block.
             paged_decode(
                 q[:decodes], keys, values, table[:decodes], kv_len[:decodes],
@@ -133,7 +133,7 @@ class TritonAttention:
         sinks: torch.Tensor | None,
         out: torch.Tensor,
     ) -> None:
-        """The rows behind the first ``decodes``, of which there are some; writes their tokens of ``out``."""
+        """Compute the rows after the first ``decodes`` into their tokens of ``out``."""
         keys, values, table = self._pool.keys[layer], self._pool.values[layer], batch.block_table
         constants: dict[str, Any] = {
             "scale": params.scale, "window": params.window, "soft_cap": params.soft_cap,
@@ -152,7 +152,7 @@ class TritonAttention:
         )  # fmt: skip
 
     def _splits(self, layer: int, q: torch.Tensor, decodes: int, batch: Batch, window: int | None) -> int:
-        """Among how many programs the keys of a tile of prefill rows are divided."""
+        """Number of programs among which the keys of a tile of prefill rows are divided."""
         if self._invariant:
             return 1
         keys, tuning = self._pool.keys[layer], self._prefill_tuning[layer]

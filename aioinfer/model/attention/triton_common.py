@@ -12,7 +12,7 @@ arXiv 2307.08691), in base 2 because the hardware's exponential is. Pages are th
 et al., arXiv 2309.06180); vLLM's unified Triton kernel (arXiv 2511.11581) packs tokens and heads into one
 tile in this way.
 
-Tiles begin at multiples of BLOCK_N counted from position 0 of the sequence, whatever the row or the batch:
+Tiles begin at multiples of BLOCK_N counted from position 0 of the sequence, in any row and batch:
 a query is multiplied with the same keys in the same groups in any batch and under any chunking. Whether a
 tile is masked depends on the other queries, so the arithmetic must not: what is fused is written as ``fma``,
 and kernels are compiled without ``enable_fp_fusion``, with which the compiler fuses where no mask lies

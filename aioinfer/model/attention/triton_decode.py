@@ -85,7 +85,7 @@ class DecodeTuning:
 
     @classmethod
     def of_float8(cls, dtype: torch.dtype) -> DecodeTuning:
-        """For keys and values of 8 bits, which take registers where they are widened."""
+        """Tuning for keys and values of 8 bits, which take registers where they are widened."""
         return cls(block_n=16 if dtype.itemsize == 4 else 32)
 
 

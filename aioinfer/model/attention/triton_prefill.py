@@ -104,8 +104,8 @@ class PrefillTuning:
 
     @classmethod
     def of_float8(cls, head_dim: int, dtype: torch.dtype) -> PrefillTuning:
-        """For keys and values of 8 bits, which take registers where they are widened: no spills with heads of
-        up to 256 on sm_80 to sm_120, in 56 KiB of shared memory."""
+        """Tuning for keys and values of 8 bits, which take registers where they are widened: no spills with
+        heads of up to 256 on sm_80 to sm_120, in 56 KiB of shared memory."""
         if dtype.itemsize == 4:
             return cls(block_m=32, block_n=16)
         if dtype == torch.float16 and head_dim <= 64:

@@ -204,7 +204,7 @@ class Family(Protocol):
         return "model.embed_tokens"
 
     def embedding(self, source: Source) -> Embedding:
-        """What becomes of the vectors of tokens."""
+        """Operations on the vectors of tokens."""
         return Embedding()
 
     def final_norm(self, source: Source) -> Norm:
@@ -282,7 +282,7 @@ def inner_sizes(config: Any) -> list[int]:
 
 
 def norm_eps(config: Any) -> float:
-    """What is added to the mean square of a norm."""
+    """Summand of the mean square of a norm."""
     eps: float = config.rms_norm_eps if hasattr(config, "rms_norm_eps") else config.norm_eps
     return eps
 

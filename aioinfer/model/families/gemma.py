@@ -1,7 +1,7 @@
 """Gemma (arXiv 2403.08295), Gemma 2 (arXiv 2408.00118) and the text models of Gemma 3 (arXiv 2503.19786).
 
 The vectors of tokens are scaled by the root of their size, norms store their weights less one, and the gate
-is a GELU. Gemma 2 and 3 have a norm behind each part of a layer, too, and windows in most layers; Gemma 2
+is a GELU. Gemma 2 and 3 have a norm after each part of a layer, too, and windows in most layers; Gemma 2
 caps scores and logits, Gemma 3 norms each head and has a rotation of its own for layers with a window.
 """
 
@@ -27,26 +27,23 @@ FOUR_NORMS = LayerNorms(
 
 @dataclass(frozen=True, slots=True)
 class Gemma(LlamaLike):
-    """See :class:`~aioinfer.model.families.base.Family`."""
+    """Gemma, Gemma 2 and Gemma 3."""
 
     norm_weight: NormWeight = "offset"
     #: whether the config states a soft cap of scores; that of Gemma 3's config is not read
     capped: bool = False
 
     def unsupported_reason(self, config: Any) -> str | None:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         if getattr(config, "use_bidirectional_attention", None):
             return "bidirectional attention"
         # Not super(): a dataclass with slots is another class than the one that its methods close over.
         return LlamaLike.unsupported_reason(self, config)
 
     def embedding(self, source: Source) -> Embedding:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         scale = torch.tensor(source.config.hidden_size**0.5, dtype=source.weights.dtype)
         return Embedding(scale=scale.item())
 
     def logit_cap(self, config: Any) -> float | None:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         cap: float | None = getattr(config, "final_logit_softcapping", None)
         return cap
 

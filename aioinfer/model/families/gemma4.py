@@ -49,14 +49,13 @@ _KV_TENSORS = (
 
 @dataclass(frozen=True, slots=True)
 class Gemma4(Family):
-    """See :class:`~aioinfer.model.families.base.Family`."""
+    """Gemma 4."""
 
     blocks: Blocks | None = None
 
     def unsupported_reason(self, config: Any) -> str | None:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         if config.use_bidirectional_attention == "all":
-            # Not transformers' affair either: its code computes a token from those behind it.
+            # Nor can transformers: its code computes a token from later ones.
             raise ConfigError("model: bidirectional attention is not supported")
         if other := set(config.layer_types) - {_WINDOW, _GLOBAL}:
             return f"layers of {', '.join(sorted(other))}"
@@ -66,11 +65,9 @@ class Gemma4(Family):
         return None if all(rope.supported(config, size) for size in sizes) else "its kind of rotary positions"
 
     def kv_layers(self, config: Any) -> tuple[KVShape, ...]:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         return tuple(_heads(config, index) for index in range(_first_shared(config)))
 
     def sparse_layers(self, config: Any) -> frozenset[int]:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         if not getattr(config, "enable_moe_block", False):
             return frozenset()
         chosen, experts = config.top_k_experts or 0, config.num_experts or 0
@@ -79,11 +76,9 @@ class Gemma4(Family):
         return frozenset(range(config.num_hidden_layers))
 
     def tables(self, config: Any) -> frozenset[str]:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         return frozenset({_TABLE}) if _per_layer_size(config) else frozenset()
 
     def layer(self, source: Source, index: int) -> Layer:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         prefix = f"model.layers.{index}"
         scale = source.weights.take(f"{prefix}.layer_scalar", (1,))
         before = (
@@ -103,7 +98,6 @@ class Gemma4(Family):
         )
 
     def embedding(self, source: Source) -> Embedding:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         config, dtype, hidden = source.config, source.weights.dtype, source.config.hidden_size
         scale, size = _root(hidden, dtype), _per_layer_size(config)
         if not size:
@@ -124,11 +118,9 @@ class Gemma4(Family):
         return Embedding(scale=scale, per_layer=inputs)
 
     def final_norm(self, source: Source) -> Norm:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         return _norm(source, "model.norm")
 
     def logit_cap(self, config: Any) -> float | None:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         cap: float | None = config.final_logit_softcapping
         return cap
 
@@ -207,7 +199,7 @@ def _experts(source: Source, prefix: str) -> SparseMLP:
 
 
 def _head_norm(source: Source, at: str, heads: int, kv: KVShape, *, shared: bool) -> HeadNorm:
-    """Of queries, keys and values; that of values has no weight."""
+    """Norm of queries, keys and values; that of values has no weight."""
     kv_heads, size = kv
     weights = [source.weights.take(f"{at}.q_norm.weight", (size,), dtype=torch.float32).expand(heads, -1)]
     if not shared:
@@ -225,12 +217,12 @@ def _gate(config: Any) -> Gate:
 
 
 def _root(size: int, dtype: torch.dtype) -> float:
-    """As the model's type has it."""
+    """Square root in the model's type."""
     return torch.tensor(size**0.5, dtype=dtype).item()
 
 
 def _heads(config: Any, index: int) -> KVShape:
-    """Of the keys of one layer, its own or shared."""
+    """Shape of the keys of one layer, its own or shared."""
     layer = config.per_layer_config[index]
     return KVShape(layer.num_key_value_heads, layer.head_dim)
 

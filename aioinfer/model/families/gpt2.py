@@ -22,10 +22,9 @@ _PREFIX = "transformer."
 
 
 class GPT2(Family):
-    """See :class:`~aioinfer.model.families.base.Family`."""
+    """GPT-2."""
 
     def unsupported_reason(self, config: Any) -> str | None:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         if config.n_embd % config.n_head:
             raise ConfigError(f"model: n_embd, {config.n_embd}, is no multiple of n_head, {config.n_head}")
         if config.activation_function not in CONFIG_GATES:
@@ -33,11 +32,9 @@ class GPT2(Family):
         return "attention to another model" if config.add_cross_attention else None
 
     def words(self, weights: Weights) -> str:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         return f"{_prefix(weights)}wte"
 
     def embedding(self, source: Source) -> Embedding:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         name, shape = (
             f"{_prefix(source.weights)}wpe.weight",
             (source.max_model_len, source.config.hidden_size),
@@ -45,11 +42,9 @@ class GPT2(Family):
         return Embedding(positions=source.weights.take(name, shape))
 
     def final_norm(self, source: Source) -> Norm:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         return _norm(source, f"{_prefix(source.weights)}ln_f")
 
     def layer(self, source: Source, index: int) -> Layer:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         config, prefix = source.config, f"{_prefix(source.weights)}h.{index}"
         hidden = config.hidden_size
         attention = source.attention(
@@ -76,7 +71,7 @@ def _mlp(source: Source, prefix: str) -> FeedForward:
 
 
 def _prefix(weights: Weights) -> str:
-    """Of all names: the checkpoints of the first release have none."""
+    """Prefix of all names: the checkpoints of the first release have none."""
     return _PREFIX if f"{_PREFIX}wte.weight" in weights else ""
 
 

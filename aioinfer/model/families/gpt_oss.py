@@ -1,6 +1,6 @@
 """gpt-oss (arXiv 2508.10925): Llama with sinks, windows in every other layer, and experts with biases.
 
-The rows of gates and of what they gate alternate in the checkpoint; here those of gates come first.
+The rows of gate and up alternate in the checkpoint; here those of gate come first.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ class AlternatingExperts(StoredExperts):
     gate: Gate = "clamped_silu"
 
     def stacked(self) -> ExpertWeights:
-        """See :class:`~aioinfer.model.moe.sparse.StoredExperts`."""
         gate_up = self.weights.empty(self.num_experts, 2 * self.middle, self.hidden)
         down = self.weights.empty(self.num_experts, self.hidden, self.middle)
         for expert, (first, second) in enumerate(self.each()):
@@ -39,22 +38,19 @@ class AlternatingExperts(StoredExperts):
         return ExpertWeights(gate_up, down, self.gate, self.biases())
 
     def declare(self) -> None:
-        """See :class:`~aioinfer.model.moe.sparse.StoredExperts`."""
         for name, shape in self._shapes.items():
             self.weights.declare(f"{self.prefix}.{name}", shape)
 
     def each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """See :class:`~aioinfer.model.moe.sparse.StoredExperts`."""
         gate_up, down = self._take("gate_up_proj"), self._take("down_proj")
         for expert in range(self.num_experts):
             rows = gate_up[expert].T
             yield torch.cat((rows[::2], rows[1::2])), down[expert].T.contiguous()
 
     def float8_blocks(self) -> None:
-        """None: rows of another order, transposed, are none of the kernels'."""
+        """None: kernels do not read rows in another order, transposed."""
 
     def biases(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~aioinfer.model.moe.sparse.StoredExperts`."""
         both = self._take("gate_up_proj_bias")
         return torch.cat((both[:, ::2], both[:, 1::2]), dim=1), self._take("down_proj_bias")
 
@@ -74,13 +70,12 @@ class AlternatingExperts(StoredExperts):
 
 @dataclass(frozen=True, slots=True)
 class GptOss(LlamaLike):
-    """See :class:`~aioinfer.model.families.base.Family`."""
+    """gpt-oss."""
 
     norm_weight: NormWeight = "exact"
     experts: Literal["none", "config", "all"] = "all"
 
     def unsupported_reason(self, config: Any) -> str | None:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         # Transformers 5.17 has no such fields, and computes these.
         steepness = getattr(config, "swiglu_alpha", STEEPNESS)
         limit = getattr(config, "swiglu_limit", LIMIT)

@@ -32,13 +32,12 @@ _NAMES = ("w1", "w3", "w2")
 
 @dataclass(frozen=True, slots=True)
 class Lfm2(Family):
-    """See :class:`~aioinfer.model.families.base.Family`."""
+    """LFM2 and LFM2-MoE."""
 
-    #: whether layers behind the first ones have experts
+    #: whether layers after the first ones have experts
     experts: bool = False
 
     def unsupported_reason(self, config: Any) -> str | None:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         if not rope.supported(config, head_dim(config)):
             return "its kind of rotary positions"
         if not 2 <= config.conv_L_cache <= LONGEST:
@@ -49,15 +48,12 @@ class Lfm2(Family):
         return None if _ATTENTION in _types(config) else "no attention at all"
 
     def kv_layers(self, config: Any) -> tuple[KVShape, ...]:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         return (KVShape(kv_heads(config), head_dim(config)),) * _types(config).count(_ATTENTION)
 
     def recurrent(self, config: Any) -> bool:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         return _CONV in _types(config)
 
     def sparse_layers(self, config: Any) -> frozenset[int]:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         if not self.experts:
             return frozenset()
         chosen, count = config.num_experts_per_tok, config.num_experts
@@ -66,17 +62,14 @@ class Lfm2(Family):
         return frozenset(range(config.num_dense_layers, config.num_hidden_layers))
 
     def inner_sizes(self, config: Any) -> list[int]:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         if self.experts:
             return inner_sizes(config)
         return [config.hidden_size, self._middle(config)]
 
     def final_norm(self, source: Source) -> Norm:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         return source.norm("model.embedding_norm")
 
     def layer(self, source: Source, index: int) -> Layer:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         config, prefix = source.config, f"model.layers.{index}"
         attention = config.layer_types[index] == _ATTENTION
         return Layer(

@@ -25,16 +25,14 @@ __all__ = ["LLaDA2"]
 
 
 class LLaDA2(Family):
-    """See :class:`~aioinfer.model.families.base.Family`."""
+    """LLaDA2."""
 
     blocks = Blocks(32, 156895)
 
     def words(self, weights: Weights) -> str:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         return "model.word_embeddings"
 
     def unsupported_reason(self, config: Any) -> str | None:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         if not rope.supported(config, head_dim(config), partial=True):
             return "its kind of rotary positions"
         if config.hidden_act != "silu":
@@ -44,13 +42,11 @@ class LLaDA2(Family):
         return "a normed head" if config.norm_head else None
 
     def sparse_layers(self, config: Any) -> frozenset[int]:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         if not config.num_experts:
             return frozenset()
         return frozenset(range(config.first_k_dense_replace, config.num_hidden_layers))
 
     def layer(self, source: Source, index: int) -> Layer:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         config, prefix = source.config, f"model.layers.{index}"
         hidden, size = config.hidden_size, head_dim(config)
         q_rows = config.num_attention_heads * size

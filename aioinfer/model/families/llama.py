@@ -1,6 +1,6 @@
 """Llama and its variants: Mistral, Qwen2, Qwen3, Qwen3-MoE, Phi-3, SmolLM3, OLMo 2 and 3, GLM-4, SDAR.
 
-They differ in biases, norms of queries and keys (of each head: Qwen3, of all heads: OLMo), norms behind the
+They differ in biases, norms of queries and keys (of each head: Qwen3, of all heads: OLMo), norms after the
 parts of a layer (OLMo, GLM-4), attention windows (Mistral, some Qwen layers, OLMo 3), layers without rotation
 (SmolLM3), rotated pairs that are side by side (GLM-4), experts instead of one feed-forward part (Qwen3-MoE),
 fused projections (Phi-3, Phi-4, GLM-4), and blocks (SDAR, arXiv 2510.06303: a Qwen3 trained further to
@@ -35,7 +35,7 @@ _LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
 class LayerNorms(NamedTuple):
-    """Names of the norms in front of and behind the parts of a layer; None where there is none."""
+    """Names of the norms before and after the parts of a layer; None for none."""
 
     attention: str | None = "input_layernorm"
     attention_post: str | None = None
@@ -55,7 +55,7 @@ SANDWICH_NORMS = LayerNorms(
 
 @dataclass(frozen=True, slots=True)
 class LlamaLike(Family):
-    """See :class:`~aioinfer.model.families.base.Family`."""
+    """Llama-like families, by their differences."""
 
     #: biases of the attention's projections: none, those of queries, keys and values, these as the config
     #: states, or all of them as it states
@@ -84,7 +84,6 @@ class LlamaLike(Family):
     layer_types: frozenset[str] = _LAYER_TYPES
 
     def unsupported_reason(self, config: Any) -> str | None:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         if not rope.supported(config, head_dim(config), partial=self.partial_rotary):
             return "its kind of rotary positions"
         activation, rotated = self._activation(config), getattr(config, "no_rope_layers", None)
@@ -102,7 +101,6 @@ class LlamaLike(Family):
         return self.experts == "all" or (self.experts == "config" and bool(config.num_experts))
 
     def sparse_layers(self, config: Any) -> frozenset[int]:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         if not self._has_experts(config):
             return frozenset()
         chosen, step, dense = config.num_experts_per_tok, 1, ()
@@ -113,11 +111,9 @@ class LlamaLike(Family):
         return frozenset(range(step - 1, config.num_hidden_layers, step)) - frozenset(dense)
 
     def final_norm(self, source: Source) -> Norm:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         return source.norm("model.norm", self.norm_weight)
 
     def layer(self, source: Source, index: int) -> Layer:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         prefix = f"model.layers.{index}"
         norms = [
             None if name is None else source.norm(f"{prefix}.{name}", self.norm_weight) for name in self.norms

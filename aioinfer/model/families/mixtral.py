@@ -18,7 +18,7 @@ _NAMES = ("w1", "w3", "w2")
 
 @dataclass(frozen=True, slots=True)
 class Mixtral(LlamaLike):
-    """See :class:`~aioinfer.model.families.base.Family`."""
+    """Mixtral."""
 
     experts: Literal["none", "config", "all"] = "all"
 

@@ -33,7 +33,7 @@ _ATTENTION, _DELTA_RULE = "full_attention", "linear_attention"
 
 @dataclass(frozen=True, slots=True)
 class Qwen3Next(LlamaLike):
-    """See :class:`~aioinfer.model.families.base.Family`."""
+    """Qwen3-Next and Qwen3.5."""
 
     norm_weight: NormWeight = "offset"
     partial_rotary: bool = True
@@ -42,7 +42,6 @@ class Qwen3Next(LlamaLike):
     by_key_head: bool = False
 
     def unsupported_reason(self, config: Any) -> str | None:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         if config.hidden_act != "silu":
             return f"the activation {config.hidden_act}"
         if not 2 <= config.linear_conv_kernel_dim <= LONGEST:
@@ -55,15 +54,12 @@ class Qwen3Next(LlamaLike):
         return LlamaLike.unsupported_reason(self, config)
 
     def kv_layers(self, config: Any) -> tuple[KVShape, ...]:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         return (KVShape(kv_heads(config), head_dim(config)),) * _types(config).count(_ATTENTION)
 
     def recurrent(self, config: Any) -> bool:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         return _DELTA_RULE in _types(config)
 
     def inner_sizes(self, config: Any) -> list[int]:
-        """See :class:`~aioinfer.model.families.base.Family`."""
         sizes = [*inner_sizes(config), config.linear_key_head_dim, config.linear_value_head_dim]
         return [*sizes, config.shared_expert_intermediate_size] if self.sparse_layers(config) else sizes
 
@@ -157,6 +153,6 @@ def _types(config: Any) -> list[str]:
 
 
 def _by_part(heads: int, parts: list[int]) -> torch.Tensor:
-    """The order of rows that are stored head by head, each with so many of each part, by part."""
+    """The order by part of rows that are stored head by head, with ``parts`` rows of each part."""
     rows = torch.arange(heads * sum(parts)).view(heads, -1)
     return torch.cat([part.flatten() for part in rows.split(parts, dim=1)])

@@ -15,7 +15,7 @@ __all__ = ["Mixer", "MixerStep"]
 
 
 class MixerStep:
-    """What the mixers of all layers need of one step."""
+    """The inputs of one step for the mixers of all layers."""
 
     __slots__ = ("attention", "batch", "rotaries")
 
@@ -34,4 +34,4 @@ class Mixer(Protocol):
         """The rotation that :class:`MixerStep` must have; None for none."""
 
     def __call__(self, normed: torch.Tensor, step: MixerStep) -> torch.Tensor:
-        """From [T, hidden], what the mixer reads of the residual, to [T, hidden], what is added to it."""
+        """The summand of the residual, [T, hidden], from the normed residual [T, hidden]."""

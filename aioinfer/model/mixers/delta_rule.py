@@ -56,7 +56,7 @@ class DeltaHeads:
 
     @property
     def state_shape(self) -> StateShape:
-        """Of the state of a layer."""
+        """Shape of one layer's state."""
         return StateShape((self.value_heads, self.key_dim, self.value_dim), torch.float32)
 
 
@@ -86,11 +86,9 @@ class DeltaRule:
 
     @property
     def rope(self) -> Rope | None:
-        """See :class:`~aioinfer.model.mixers.base.Mixer`."""
         return None
 
     def __call__(self, normed: torch.Tensor, step: MixerStep) -> torch.Tensor:
-        """See :class:`~aioinfer.model.mixers.base.Mixer`."""
         heads, count, batch = self.heads, len(normed), step.batch
         mixed, z = self.into(normed).split((heads.channels, heads.values), dim=-1)
         mixed = F.silu(self.conv(mixed, batch))

@@ -18,7 +18,7 @@ __all__ = ["SelfAttention"]
 
 @dataclass(slots=True, kw_only=True)
 class SelfAttention:
-    """See :class:`~aioinfer.model.mixers.base.Mixer`."""
+    """Attention over the keys and values of a sequence."""
 
     #: heads of queries
     num_heads: int
@@ -26,7 +26,7 @@ class SelfAttention:
     #: which of the model's ``kv_layers`` has them; of shared ones, that of an earlier layer
     kv_layer: int
     #: hidden to queries, keys and values: [T, (num_heads + 2 * num_kv_heads) * head_dim]; if keys and values
-    #: are shared, to queries only. Gated, to the gates of the results behind them, too: num_heads * head_dim
+    #: are shared, to queries only. Gated, and then the gates of the results: num_heads * head_dim
     qkv: Linear
     qk_norm: HeadNorm | None = None
     #: None: queries and keys are not rotated
@@ -39,7 +39,6 @@ class SelfAttention:
     out: Linear
 
     def __call__(self, normed: torch.Tensor, step: MixerStep) -> torch.Tensor:
-        """See :class:`~aioinfer.model.mixers.base.Mixer`."""
         (kv_heads, size), norm = self.kv, self.qk_norm
         heads = self.num_heads + (0 if self.params.shared else 2 * kv_heads)
         qkv, gates = self.qkv(normed), None

@@ -101,10 +101,8 @@ class ShortConv:
 
     @property
     def rope(self) -> Rope | None:
-        """See :class:`~aioinfer.model.mixers.base.Mixer`."""
         return None
 
     def __call__(self, normed: torch.Tensor, step: MixerStep) -> torch.Tensor:
-        """See :class:`~aioinfer.model.mixers.base.Mixer`."""
         b, c, x = self.into(normed).chunk(3, dim=-1)
         return self.out(c * self.conv(b * x, step.batch))

@@ -30,7 +30,6 @@ class DualMLP:
     operations: Operations
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See :class:`~aioinfer.model.mlp.FeedForward`."""
         dense = self._normed(self.dense(self._normed(hidden, self.dense_norm)), self.dense_post_norm)
         weights, experts = self.sparse.router(self._normed(hidden, self.router_norm))
         mixed = self.sparse.experts(self._normed(hidden, self.experts_norm), weights, experts)

@@ -72,7 +72,6 @@ class GroupedExperts:
         self.stack = stack
 
     def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """See :class:`Experts`."""
         stack, top_k = self.stack, experts.shape[1]
         ordered, order = experts.flatten().sort(stable=True)
         every = torch.arange(len(stack.down), device=experts.device)
@@ -95,7 +94,6 @@ class LoopExperts:
         self.stack = stack
 
     def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """See :class:`Experts`."""
         stack, top_k = self.stack, experts.shape[1]
         ordered, order = experts.flatten().sort(stable=True)
         counts = ordered.bincount(minlength=len(stack.down)).tolist()

@@ -15,12 +15,12 @@ __all__ = ["Float8Experts", "float8_experts"]
 
 
 class Float8Experts:
-    """See :class:`~aioinfer.model.moe.experts.Experts`, by Triton: activations are not rounded."""
+    """Experts with weights of 8 bits, by Triton; activations are not rounded."""
 
     __slots__ = ("stack",)
 
     def __init__(self, stack: Float8ExpertWeights) -> None:
-        """On the device, and not shared with others."""
+        """``stack`` is on the device, and not shared with others."""
         self.stack = stack
 
     @classmethod
@@ -40,18 +40,17 @@ class Float8Experts:
 
     @property
     def blocks(self) -> ExpertBlocks:
-        """Of gate_up and of down."""
+        """Blocks of gate_up and of down."""
         return self.stack.gate_up.block, self.stack.down.block
 
     def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """See :class:`~aioinfer.model.moe.experts.Experts`."""
         from aioinfer.model.moe.triton_experts import ExpertTuning, fused_experts
 
         tuning = ExpertTuning.of(hidden.dtype, experts.numel(), len(self.stack.down.values))
         return fused_experts(hidden, self.stack, weights, experts, tuning)
 
     def set_stored(self, stored: StoredExperts) -> None:
-        """Take other experts in place of those that are there, in their blocks: without another rounding if
+        """Take other experts in place of the present ones, in their blocks: without another rounding if
         they are stored so. In place, for captured graphs read them there."""
         self._take(stored)
         given = stored.biases()

@@ -1,7 +1,7 @@
 """Routers and experts over the kernels in C++ (``native/source/routing.hpp`` and ``experts.hpp``), on a CPU.
 
 Among experts of exactly equal score the first is chosen. A token's result is a function of that token alone,
-to the bit: the results of its experts are added up best first, whatever other tokens these experts have.
+to the bit: the results of its experts are added up best first, for any other tokens of these experts.
 """
 
 from __future__ import annotations
@@ -73,7 +73,6 @@ class NativeRouter:
         self.packed.exchange(NativeRouter(self.packed.weight.pool, rule, self.dtype).packed)
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~aioinfer.model.moe.routing.Router`."""
         hidden, count, packed = hidden.contiguous(), len(hidden), self.packed
         weights = torch.empty(count, packed.top_k)
         experts = torch.empty(weights.shape, dtype=torch.int64)
@@ -83,7 +82,7 @@ class NativeRouter:
 
 
 class NativeExperts:
-    """See :class:`~aioinfer.model.moe.experts.Experts`."""
+    """Experts with packed weights."""
 
     __slots__ = ("dtype", "gate", "packed")
 
@@ -132,7 +131,7 @@ class NativeExperts:
         experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
         biases: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> None:
-        """Pack the weights and biases of other experts in place of those that are there."""
+        """Pack the weights and biases of other experts in place of the present ones."""
         self._pack(experts)
         self._set_biases(biases)
 
@@ -152,7 +151,6 @@ class NativeExperts:
             packed.set_biases(index, both, address(second, dtype, packed.hidden))
 
     def __call__(self, hidden: torch.Tensor, weights: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        """See :class:`~aioinfer.model.moe.experts.Experts`."""
         hidden, weights, experts = hidden.contiguous(), weights.float().contiguous(), experts.contiguous()
         out = torch.empty_like(hidden)
         tokens, top_k = experts.shape

@@ -39,8 +39,7 @@ class SoftmaxRouter:
     scales: torch.Tensor | None = None
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Router`. Weights are rounded to the dtype of ``hidden``, as in transformers; those with
-        scales are float32."""
+        """Weights are rounded to the dtype of ``hidden``, as in transformers, or float32 with scales."""
         shares = F.linear(hidden, self.weight, self.bias).softmax(-1, dtype=torch.float32)
         weights, experts = shares.topk(self.top_k, dim=-1)
         if self.normalize:
@@ -81,7 +80,7 @@ class GroupedSigmoidRouter:
             )
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`Router`. Weights are float32."""
+        """Weights are float32."""
         scores = F.linear(hidden.float(), self.weight).sigmoid()
         wanted = scores if self.bias is None else scores + self.bias
         if self.top_groups < self.num_groups:

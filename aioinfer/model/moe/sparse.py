@@ -33,7 +33,6 @@ class SparseMLP:
     shared: FeedForward | None = None
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See :class:`~aioinfer.model.mlp.FeedForward`."""
         weights, experts = self.router(hidden)
         mixed = self.experts(hidden, weights, experts)
         return mixed if self.shared is None else mixed + self.shared(hidden)
@@ -49,7 +48,6 @@ class GatedExpert:
     gate: torch.Tensor
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
-        """See :class:`~aioinfer.model.mlp.FeedForward`."""
         return F.linear(hidden, self.gate).sigmoid() * self.expert(hidden)
 
 
@@ -109,8 +107,8 @@ class StoredExperts:
                 declare(f"{prefix}.{expert}.{name}.weight", shape)
 
     def each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """The weights of one expert after the other, [2 * middle, hidden] and [hidden, middle]. The next pair
-        may overwrite the memory of the previous one. Raises ConfigError as :meth:`stacked`."""
+        """Yield the weights of each expert, [2 * middle, hidden] and [hidden, middle]. The next pair may
+        overwrite the memory of the previous one. Raises ConfigError as :meth:`stacked`."""
         if self._together:
             yield from zip(*self._take_together(), strict=True)
             return
@@ -142,13 +140,13 @@ class StoredExperts:
         return found
 
     def each_float8(self) -> Iterator[tuple[Float8Matrix, Float8Matrix]]:
-        """As :meth:`each`, as they are stored, on the CPU. They have :meth:`float8_blocks`."""
+        """Yield the matrices of each expert as they are stored, on the CPU, in :meth:`float8_blocks`."""
         for expert in self._float8_parts():
             *both, down = (part for part in expert if part is not None)
             yield joined_float8(both), down
 
     def _float8_parts(self) -> Iterator[list[Float8Matrix | None]]:
-        """Of one expert after the other the matrices of gate and up, or of both in one, and of down."""
+        """Yield each expert's gate and up, or both in one, and down."""
         read, prefix = self.weights.float8, self.prefix
         if self._together or self._apart:
             names = ("gate_up_proj", "down_proj") if self._together else GATE_UP_DOWN

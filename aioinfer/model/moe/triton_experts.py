@@ -76,7 +76,7 @@ class ExpertTuning:
 
 
 class TritonExperts:
-    """See :class:`~aioinfer.model.moe.experts.Experts`."""
+    """Experts by Triton kernels."""
 
     __slots__ = ("_tuning", "invariant", "stack")
 
@@ -375,7 +375,7 @@ class _Matrices(NamedTuple):
         return cls(given.values.view(torch.uint8), given.scales, given.block)
 
     def constants(self, block_k: int) -> dict[str, int | bool]:
-        """Of the kernel. ``block_k``: that of a tuning."""
+        """Constants of the kernel. ``block_k``: that of a tuning."""
         if self.block is None:
             return {"HEIGHT": 1, "WIDTH": 1, "FLOAT8": False, "NATIVE": False, "BLOCK_K": block_k}
         inner, (height, width) = self.values.shape[2], self.block

@@ -139,7 +139,7 @@ class TritonRouter:
 
     @staticmethod
     def unsupported_reason(rule: SoftmaxRouter | GroupedSigmoidRouter) -> str | None:
-        """Why the kernels cannot follow a rule; None if they can."""
+        """Reason why the kernels cannot follow a rule; None if they can."""
         if isinstance(rule, SoftmaxRouter):
             if rule.scales is not None:
                 return "scales of the weights"
@@ -150,7 +150,7 @@ class TritonRouter:
         return f"{sizes[0]} groups of {sizes[1]} experts" if any(n & (n - 1) for n in sizes) else None
 
     def __call__(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :class:`~aioinfer.model.moe.routing.Router`. Two launches; nothing is read back."""
+        """Route by two launches; nothing is read back."""
         rule, (tokens, size) = self.rule, hidden.shape
         grouped = rule if isinstance(rule, GroupedSigmoidRouter) else None
         num_experts, top_k = len(rule.weight), rule.top_k

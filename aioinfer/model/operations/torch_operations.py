@@ -12,7 +12,7 @@ __all__ = ["TorchOperations", "normed"]
 
 
 class TorchOperations:
-    """See :class:`~aioinfer.model.operations.base.Operations`.
+    """Operations by torch.
 
     These results are rounded to the tensors' dtype, as in transformers: the sum; the normed value, if the
     norm's weight has that dtype, then its product with the weight; the gate, then its product.

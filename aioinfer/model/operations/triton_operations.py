@@ -76,7 +76,7 @@ def _gate_mul_kernel(
 
 
 class TritonOperations:
-    """See :class:`~aioinfer.model.operations.base.Operations`."""
+    """Operations by Triton."""
 
     __slots__ = ()
 

@@ -1,1 +1,1 @@
-"""Updates: other weights for a model that is loaded, in place of those that it has."""
+"""Updates: new weights for a loaded model."""

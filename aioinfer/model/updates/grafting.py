@@ -16,9 +16,9 @@ __all__ = ["constants", "graft"]
 
 
 def graft(old: Any, new: Any) -> Any:
-    """What takes the place of ``old``: itself, with the tensors and factors of ``new`` in it. On CUDA tensors
-    are copied, since captured graphs read them in place; on a CPU they are replaced, since the old memory may
-    be a file's. What both have in common stays, and so do values that are missing."""
+    """Return ``old`` with the tensors and factors of ``new`` in it. On CUDA tensors are copied, since
+    captured graphs read them in place; on a CPU they are replaced, since the old memory may be a file's.
+    Common values stay, and so do values that are missing."""
     if old is new or isinstance(old, Rope):
         return old
     if isinstance(old, torch.Tensor):

@@ -1,6 +1,6 @@
 """NewWeights: the tensors of an update, as the code that built a model takes them again.
 
-Of a set that is not complete, a tensor that is missing reads as NaN, which no given one has. Whatever is
+Of a set that is not complete, a tensor that is missing reads as NaN, which no given one has. All that is
 computed from it, by norms that store their weights less one, by joining heads, is NaN in the elements that
 depend on it: there the old values stay.
 """
@@ -20,7 +20,7 @@ __all__ = ["Known", "NewWeights", "is_missing", "merged"]
 
 
 class Known:
-    """What has to be remembered of the tensors that a model was built from."""
+    """The facts about the tensors that a model was built from."""
 
     __slots__ = ("names", "tied")
 
@@ -31,7 +31,7 @@ class Known:
 
 
 class NewWeights(Weights):
-    """See :class:`~aioinfer.model.weights.Weights`."""
+    """Weights of an update."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class NewWeights(Weights):
         return name in self._names or (self.partial and name in self._known.names)
 
     def given(self, names: Sequence[str]) -> int:
-        """How many of these there are."""
+        """Number of these that are given."""
         return sum(name in self._names for name in names)
 
     @property
     def kinds(self) -> dict[str, torch.dtype]:
-        """Of the tensors that were taken, the types in which the model has them."""
+        """Types in which the model has the tensors that were taken."""
         return {name: self._kinds.get(name, self._dtype) for name in self.used}
 
     def check_any(self) -> None:
@@ -72,7 +72,7 @@ class NewWeights(Weights):
             raise ConfigError("model: no tensor is one that the model has")
 
     def asked_since(self, start: int) -> list[str]:
-        """The tensors that were declared after so many others."""
+        """The tensors that were declared after the first ``start``."""
         return self._asked[start:]
 
     @property
@@ -122,7 +122,7 @@ class NewWeights(Weights):
 
 
 def is_missing(tensor: torch.Tensor) -> bool:
-    """Whether all of a tensor depends on what is missing."""
+    """Whether all of a tensor depends on missing ones."""
     if tensor.numel() > 1 and not any(tensor.stride()):
         return bool(tensor.flatten()[:1].isnan())
     return bool(tensor.isnan().all())

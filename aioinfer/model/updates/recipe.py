@@ -13,12 +13,12 @@ import torch
 from aioinfer.checkpoint.files import Checkpoint
 from aioinfer.checkpoint.tensors import SafetensorsTensors, Tensors
 from aioinfer.errors import ConfigError, shown
-from aioinfer.model.headless import with_prefix
+from aioinfer.model.embedding_checkpoint import with_prefix
 from aioinfer.model.layer_kernels import LayerKernels
 from aioinfer.model.spec import CausalLM, Change, NewTensors
-from aioinfer.model.updates.given import GivenTensors, check_values
 from aioinfer.model.updates.new_weights import Known, NewWeights
 from aioinfer.model.updates.rewriting import Rewriting
+from aioinfer.model.updates.tensors import GivenTensors, check_values
 
 __all__ = ["Build", "DecoderRecipe", "PreparedUpdate", "check_config", "prepare_update"]
 
@@ -55,7 +55,7 @@ class PreparedUpdate:
 
     @torch.no_grad()
     def install(self) -> None:
-        """On the launch thread, between steps. After an exception the model is half changed."""
+        """Write them. On the launch thread, between steps. After an exception the model is half changed."""
         changes = self._changes[::-1]
         self._changes = []
         while changes:
@@ -96,7 +96,6 @@ class DecoderRecipe:
     refusal: str = ""
 
     def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:
-        """See :class:`~aioinfer.model.spec.Recipe`."""
         if self.refusal:
             raise ConfigError(f"model: {self.refusal}")
         if not isinstance(given, Path):

@@ -1,4 +1,4 @@
-"""TransformersRecipe: how a model of transformers' own code is given other weights: tensor by tensor."""
+"""TransformersRecipe: new weights for a model of transformers' own code, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import torch
 from aioinfer.checkpoint.files import Checkpoint
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
+from aioinfer.model.multimodal import TextPart
 from aioinfer.model.spec import CausalLM, Change, NewTensors
 from aioinfer.model.transformers_model import TransformersLM, loaded
-from aioinfer.model.updates.given import GivenTensors, check_values
 from aioinfer.model.updates.recipe import check_config
-from aioinfer.model.wrappers import TextPart
+from aioinfer.model.updates.tensors import GivenTensors, check_values
 
 __all__ = ["TransformersRecipe"]
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersRecipe:
-    """See :class:`~aioinfer.model.spec.Recipe`. Of a checkpoint all is read into memory beside the
-    model, by transformers, which knows how its tensors are stored."""
+    """Updates a model of transformers' code. A checkpoint is read into memory beside the model, by
+    transformers, which knows how its tensors are stored."""
 
     config: Any
     dtype: torch.dtype
@@ -35,7 +35,6 @@ class TransformersRecipe:
     part: Callable[[Tensors], Tensors] | None
 
     def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:
-        """See :class:`~aioinfer.model.spec.Recipe`."""
         assert isinstance(model, TransformersLM)
         state = model.state()
         if isinstance(given, Path):

@@ -1,4 +1,4 @@
-"""Tensors that a caller hands over, and what is asked of weights before anything is changed."""
+"""Tensors from a caller, and checks of weights before anything is changed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GivenTensors:
     """Tensors in memory, by name; see :class:`~aioinfer.checkpoint.tensors.Tensors`. They are not copied."""
 
     def __init__(self, items: Iterable[tuple[object, object]]) -> None:
-        """Raises ConfigError: an item is no name and tensor of floating-point numbers, or comes twice."""
+        """Raise ConfigError if an item is no name and tensor of floating-point numbers, or comes twice."""
         self._tensors: dict[str, torch.Tensor] = {}
         for item in items:
             if not isinstance(item, tuple) or len(item) != 2:
@@ -78,17 +78,16 @@ def check_values(
     go_on: Callable[[], None],
     kept: Collection[str] = (),
 ) -> None:
-    """Read tensors once, as they will be when they are written, and forget them: that brings those of files
-    into memory, and finds what is wrong with a file while nothing has changed. ``go_on`` is called again and
-    again, and may raise.
+    """Read tensors once, as they will be read when they are written: that brings those of files into memory,
+    and finds faults of a file while nothing has changed. ``go_on`` is called again and again, and may raise.
 
     Args:
-        kinds: by name, the type in which the model has its numbers.
-        kept: names of matrices that stay as they are quantised.
+       kinds: by name, the type in which the model has its numbers.
+       kept: names of matrices that stay as they are quantised.
 
     Raises:
-        ConfigError: the first that cannot be read, that has infinity or NaN, or a number that its type in the
-            model does not have.
+       ConfigError: the first that cannot be read, that has infinity or NaN, or a number that its type in the
+           model does not have.
     """
     for name, kind in kinds.items():
         go_on()

@@ -1,8 +1,7 @@
-"""Wrappers: models of text and images, of which the causal language model inside is loaded, for text alone.
+"""Multimodal models, of which the causal language model inside is loaded, for text alone.
 
-The config of a wrapper has the text model's as a part, and among its tensors are the text model's under a
-prefix. :func:`text_part` makes of both what a checkpoint of the text model alone would have; what comes after
-it knows no wrappers. The tensors of the other parts are told by their prefixes, and are never read. Any other
+Their config has the text model's as a part, and among their tensors are the text model's under a prefix.
+:func:`text_part` makes of both a checkpoint of the text model alone; later code knows no wrappers. The tensors of the other parts are told by their prefixes, and are never read. Any other
 tensor belongs to the text model, which must know it.
 
 In a text all three sections of M-RoPE (Qwen-VL) have the same positions, so it is the plain rotation.
@@ -27,7 +26,7 @@ __all__ = ["WRAPPERS", "TextPart", "text_part"]
 
 
 class Wrapper(NamedTuple):
-    """What is to be known of one architecture."""
+    """The facts about one architecture."""
 
     #: prefixes of the tensors of the other parts, with or without "model." in front
     unread: tuple[str, ...] = ()
@@ -145,7 +144,7 @@ class TextPart(Directory):
 
     @property
     def description(self) -> str:
-        """What is loaded and what is not. Raises ConfigError."""
+        """The part that is loaded, in words for the user. Raises ConfigError."""
         found = f"text part of {self._architecture}"
         return f"{found}; {self._text.unread} tensors of other parts are not read" if self._stored else found
 
@@ -153,7 +152,7 @@ class TextPart(Directory):
         return self._tensors
 
     def texts(self) -> Callable[[Tensors], Tensors]:
-        """What takes those of the text model from tensors of the same wrapper."""
+        """A function that takes the tensors of the text model from those of the same architecture."""
         return partial(_TextTensors, unread=self._wrapper.unread, config=self._text_config)
 
     def has_own_head(self) -> bool:
@@ -178,8 +177,7 @@ class TextPart(Directory):
 
 
 class _TextTensors:
-    """Those tensors of a wrapper's checkpoint that are the text model's, under the names that they have
-    without a wrapper. See :class:`~aioinfer.checkpoint.tensors.Tensors`."""
+    """The tensors of the text model in a multimodal checkpoint, under the names that they have without it."""
 
     def __init__(self, tensors: Tensors, unread: tuple[str, ...], config: Any) -> None:
         """``config``: of the text model. Raises ConfigError if a tensor is there twice."""
@@ -221,9 +219,8 @@ class _TextTensors:
         return self._tensors.float8(self._stored[name])
 
     def _transposed(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether stacked experts are stored as [experts, inputs, outputs], as Qwen3-VL's releases have them
-        and what transformers saves does not; or are the scales of such. transformers goes by the shape as
-        well."""
+        """Whether stacked experts, or their scales, are stored as [experts, inputs, outputs]: releases of
+        Qwen3-VL are, checkpoints that transformers saves are not. transformers goes by the shape as well."""
         weight = name.removesuffix("_inv").removesuffix("_scale")
         if not weight.endswith((".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")) or len(shape) != 3:
             return False

@@ -85,7 +85,7 @@ def with_head(checkpoint: Checkpoint, config: Any, known: Collection[str]) -> tu
     # Families that have both kinds of attention know their own field.
     own = getattr(config, "use_bidirectional_attention", None) is not None
     if sees_all and not own and (language in known or architecture in known):
-        # Whatever its architecture is called: embedding models keep the name of the language model, too.
+        # For any name of the architecture: embedding models keep the name of the language model, too.
         raise ConfigError(
             f"model: {architecture} attends to what follows (is_causal), which is not supported"
         )
@@ -125,7 +125,7 @@ def without_score(tensors: Tensors) -> Tensors:
 
 
 class _Renamed:
-    """See :class:`~aioinfer.checkpoint.tensors.Tensors`."""
+    """Tensors under other names."""
 
     def __init__(self, tensors: Tensors, stored: dict[str, str]) -> None:
         """``stored``: by name, that which it has in ``tensors``."""
