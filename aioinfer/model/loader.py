@@ -206,11 +206,11 @@ def _load_fallback(
 
     opened.check_fallback(options)
     checkpoint, config, headless = opened.checkpoint, opened.config, opened.headless
-    weights = opened.weights(options, None, check_size)
-    random_weights = weights if isinstance(weights, RandomWeights) else None
     tensors = with_prefix(checkpoint.tensors()) if options.stored else None
     if tensors is not None and check_size is not None:
         check_size(stored_bytes(tensors, opened.dtype.itemsize))
+    weights = opened.weights(options, None, check_size)
+    random_weights = weights if isinstance(weights, RandomWeights) else None
     common = checkpoint.path, config, opened.dtype, options.device, progress, random_weights
     if is_encoder(config):
         encoder = TransformersEncoder(*common)

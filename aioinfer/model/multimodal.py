@@ -1,8 +1,9 @@
 """Multimodal models, of which the causal language model inside is loaded, for text alone.
 
 Their config has the text model's as a part, and among their tensors are the text model's under a prefix.
-:func:`text_part` makes of both a checkpoint of the text model alone; later code knows no wrappers. The tensors of the other parts are told by their prefixes, and are never read. Any other
-tensor belongs to the text model, which must know it.
+:func:`text_part` makes of both a checkpoint of the text model alone; later code knows no wrappers. Tensors
+of other parts are told by their prefixes, and are never read. Any other tensor belongs to the text model,
+which must know it.
 
 In a text all three sections of M-RoPE (Qwen-VL) have the same positions, so it is the plain rotation.
 """
