@@ -37,7 +37,7 @@ async def _bound(config: ReplicaConfig) -> AsyncIterator[list[socket.socket]]:
     from aioinfer.server.http.unix import UnixSocket
 
     if config.socket is not None:
-        with UnixSocket(config.socket, 0o600) as file:
+        with contextlib.closing(UnixSocket(config.socket, 0o600)) as file:
             yield [file.socket]
         return
     sockets = await bind(*config.host_and_port)

@@ -30,7 +30,7 @@ _STATS_INTERVAL = 10.0
 
 async def serve_model(options: argparse.Namespace) -> int:
     from aioinfer.server.http.keys import Keys
-    from aioinfer.server.http.listening import bind_all, check_open_files
+    from aioinfer.server.http.listening import bind_all, connection_limit
 
     engine_config = read_settings(EngineConfig, options)
     config = read_settings(ServerConfig, options)
@@ -39,7 +39,7 @@ async def serve_model(options: argparse.Namespace) -> int:
     # files of keys and TLS that cannot be used.
     bound = await bind_all(config)
     try:
-        check_open_files()
+        connection_limit(None)
         return await _serve_on(bound, engine_config, config)
     finally:
         bound.close()

@@ -9,6 +9,7 @@ import socket
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -18,9 +19,9 @@ from aioinfer.engine import EngineState
 from aioinfer.engine_like import EngineLike
 from aioinfer.errors import ConfigError
 from aioinfer.server.admin import ADMIN_HOST, admin_application
-from aioinfer.server.asgi.application import AsgiApplication
+from aioinfer.server.asgi import AsgiApplication
 from aioinfer.server.http.access import WebAccess
-from aioinfer.server.http.connections import Connections
+from aioinfer.server.http.connections import Connection, Connections
 from aioinfer.server.http.failures import as_failure
 from aioinfer.server.http.keys import Keys
 from aioinfer.server.http.limits import MOST_BODY_MIB
@@ -142,11 +143,9 @@ async def _serve(
         await admin.setup()
         assert runner.server is not None
         assert admin.server is not None
-        connections.start(runner.server)
+        public = partial(Connection, connections, runner.server, **_handling(config))
         for each in bound.public:
-            server = await listen(
-                connections, each, config.host, tls=bound.tls, handshake=config.header_timeout
-            )
+            server = await listen(public, each, config.host, tls=bound.tls, handshake=config.header_timeout)
             closing.callback(server.close)
         for each in bound.admin:
             closing.callback((await listen(admin.server, each, ADMIN_HOST)).close)
@@ -157,17 +156,19 @@ async def _serve(
 
 
 def _runner(app: web.Application, config: ServerConfig) -> web.AppRunner:
-    return web.AppRunner(
-        app,
-        handler_cancellation=True,
-        auto_decompress=False,  # bodies are decompressed in slices
-        access_log=ACCESS if config.access_log else None,
-        access_log_class=AccessLog,
-        access_log_format=config.access_log_format,
-        keepalive_timeout=config.idle_timeout,
-        logger=HTTP,
-        shutdown_timeout=2.0,
-    )
+    return web.AppRunner(app, handler_cancellation=True, shutdown_timeout=2.0, **_handling(config))
+
+
+def _handling(config: ServerConfig) -> dict[str, Any]:
+    """Options of connections."""
+    return {
+        "auto_decompress": False,  # bodies are decompressed in slices
+        "access_log": ACCESS if config.access_log else None,
+        "access_log_class": AccessLog,
+        "access_log_format": config.access_log_format,
+        "keepalive_timeout": config.idle_timeout,
+        "logger": HTTP,
+    }
 
 
 def _url(bound: Bound, config: ServerConfig) -> str:

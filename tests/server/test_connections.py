@@ -10,14 +10,16 @@ import random
 import resource
 import socket
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 
 from aioinfer.errors import ConfigError
 from aioinfer.scheduling.step import Step
-from aioinfer.server.http.connections import Connections
+from aioinfer.server.http.connections import Connection, Connections
 from aioinfer.server.http.disconnects import ClientGone, Watched, Watcher
 from aioinfer.server.http.listening import connection_limit
 from aioinfer.server.http.logs import Throttle
@@ -120,35 +122,29 @@ async def test_a_body_that_does_not_arrive_is_a_408(serving: Serving, connect: C
         await raw.close()
 
 
-class Writes(asyncio.Protocol):
-    """Answers a connection with more than the buffers of both sides hold."""
-
-    def __init__(self) -> None:
-        self.lost = asyncio.Event()
-
-    def connection_made(self, transport: Any) -> None:
-        transport.write(bytes(32 << 20))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.lost.set()
-
-
 @rest(SECONDS)
 async def test_a_client_that_does_not_read_its_whole_answer_is_dropped() -> None:
     connections = Connections(limit=8, header_timeout=600.0, send_timeout=0.1, unlimited={"/health"})
-    handler = Writes()
-    connections.start(lambda: handler)
-    server = await asyncio.get_running_loop().create_server(connections, "127.0.0.1", 0)
+
+    async def answer(request: web.BaseRequest) -> web.StreamResponse:
+        return web.Response(body=bytes(32 << 20))  # more than the buffers of both sides hold
+
+    handling = web.Server(answer)
+    server = await asyncio.get_running_loop().create_server(
+        partial(Connection, connections, handling), "127.0.0.1", 0
+    )
     with socket.socket() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         await asyncio.to_thread(stalled.connect, server.sockets[0].getsockname())
-        await handler.lost.wait()
-    assert len(connections) == 0
+        await asyncio.to_thread(stalled.send, request())
+        await until(lambda: len(connections) == 1)
+        await until(lambda: len(connections) == 0)
     server.close()
     connections.stop()
+    await handling.shutdown()
 
 
-class Buffered:
+class Buffered(asyncio.Transport):
     """A transport with an amount of unsent data."""
 
     unsent = 0
@@ -160,12 +156,15 @@ class Buffered:
     def is_closing(self) -> bool:
         return self.closing
 
+    def close(self) -> None:
+        self.closing = True
+
 
 @pytest.mark.parametrize("closing", [False, True])
 async def test_a_client_that_reads_slowly_is_not_dropped(closing: bool) -> None:
     connections = Connections(limit=8, header_timeout=600.0, send_timeout=10.0, unlimited={"/health"})
     transport: Any = Buffered()
-    connection: Any = connections()
+    connection = Connection(connections, web.Server(lambda _: asyncio.sleep(0)))
     connection.connection_made(transport)
     transport.unsent, transport.closing = 1000, closing
     if not closing:
@@ -177,6 +176,8 @@ async def test_a_client_that_reads_slowly_is_not_dropped(closing: bool) -> None:
     # The last byte was read at 99 seconds.
     assert not connection.stuck(108.0, 10.0)
     assert connection.stuck(109.0, 10.0)
+    connection.connection_lost(None)
+    connections.stop()
 
 
 # -- too many ------------------------------------------------------------------------------------------

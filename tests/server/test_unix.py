@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import aiohttp
@@ -78,7 +79,7 @@ def test_a_stale_socket_is_replaced(path: Path) -> None:
     )
     subprocess.run([sys.executable, "-c", code, str(path)], check=True)
     assert sorted(os.listdir(path.parent)) == ["s", "s.lock"]
-    with UnixSocket(str(path), 0o600) as mine:
+    with closing(UnixSocket(str(path), 0o600)) as mine:
         mine.socket.listen()
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(path))
@@ -100,7 +101,7 @@ def test_a_socket_that_another_program_listens_on_is_left_alone(path: Path) -> N
 
 def test_a_socket_of_a_server_that_loads_its_model_is_in_use(path: Path) -> None:
     """Bound, and nobody listens yet: as stale ones look."""
-    with UnixSocket(str(path), 0o600) as mine:
+    with closing(UnixSocket(str(path), 0o600)) as mine:
         inode = path.lstat().st_ino
         with pytest.raises(ConfigError, match="in use"):
             UnixSocket(str(path), 0o600)
@@ -108,7 +109,7 @@ def test_a_socket_of_a_server_that_loads_its_model_is_in_use(path: Path) -> None
         mine.socket.listen()
         with pytest.raises(ConfigError, match="in use"):
             UnixSocket(str(path), 0o600)
-    with UnixSocket(str(path), 0o600):
+    with closing(UnixSocket(str(path), 0o600)):
         pass
 
 
@@ -132,7 +133,7 @@ def test_no_other_file_is_removed(path: Path, tmp_path: Path, kind: str) -> None
 
 
 def test_a_file_that_took_the_place_of_the_socket_is_kept(path: Path) -> None:
-    with UnixSocket(str(path), 0o600):
+    with closing(UnixSocket(str(path), 0o600)):
         path.unlink()
         path.write_text("another's")
     assert path.read_text() == "another's"

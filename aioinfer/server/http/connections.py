@@ -1,11 +1,11 @@
-"""The open connections of a server: a bounded number, none of which waits for its client for ever."""
+"""The open connections of a server: bounded in number, and none waits for its client for ever."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Container
-from typing import cast
+from collections.abc import Container
+from typing import Any, cast
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -13,7 +13,7 @@ from aiohttp.typedefs import Handler, Middleware
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.logs import Throttle
 
-__all__ = ["Connections"]
+__all__ = ["Connection", "Connections"]
 
 _log = logging.getLogger("aioinfer.server")
 
@@ -24,7 +24,7 @@ _SURPLUS = 16
 
 
 class Connections:
-    """Makes the protocols of a listening socket, and counts and watches them.
+    """Counts and watches the connections of a listening socket.
 
     aiohttp closes idle connections. This closes those without a first request after ``header_timeout``
     seconds, and those whose client has not read for ``send_timeout`` seconds. Beyond ``limit`` connections,
@@ -39,32 +39,24 @@ class Connections:
         self._header_timeout = header_timeout
         self._send_timeout = send_timeout
         self._unlimited = unlimited
-        self._open: set[_Connection] = set()
+        self._open: set[Connection] = set()
         #: those without a request, longest first
-        self._waiting: dict[_Connection, None] = {}
+        self._waiting: dict[Connection, None] = {}
         self._full = Throttle(_log)
         self._loop = asyncio.get_running_loop()
         self._looking: asyncio.TimerHandle | None = None
-        self._handlers: Callable[[], asyncio.Protocol] = asyncio.Protocol
-
-    def start(self, handlers: Callable[[], asyncio.Protocol]) -> None:
-        """``handlers`` makes the protocols that serve requests: a started ``aiohttp.web.Server``."""
-        self._handlers = handlers
         self._look()
 
     def stop(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
 
-    def __call__(self) -> asyncio.Protocol:
-        return _Connection(self, self._handlers())
-
     def __len__(self) -> int:
         return len(self._open)
 
     # -- called by connections ------------------------------------------------------------------
 
-    def add(self, connection: _Connection) -> bool:
+    def add(self, connection: Connection) -> bool:
         """Whether a new connection is kept."""
         self._open.add(connection)
         while len(self._open) > self._limit and self._make_room():
@@ -78,7 +70,7 @@ class Connections:
         self._waiting[connection] = None
         return True
 
-    def remove(self, connection: _Connection) -> None:
+    def remove(self, connection: Connection) -> None:
         self._open.discard(connection)
         self._waiting.pop(connection, None)
 
@@ -108,8 +100,8 @@ class Connections:
     def middleware(self) -> Middleware:
         @web.middleware
         async def counted(request: web.Request, handler: Handler) -> web.StreamResponse:
-            protocol = None if request.transport is None else request.transport.get_protocol()
-            if not isinstance(protocol, _Connection):
+            protocol = request.protocol
+            if not isinstance(protocol, Connection):
                 return await handler(request)
             protocol.served = protocol.busy = True
             self._waiting.pop(protocol, None)
@@ -119,12 +111,12 @@ class Connections:
                 return await handler(request)
             finally:
                 protocol.busy = False
-                # Behind the response, which is written when this returns.
+                # After the response, which is written when this returns.
                 self._loop.call_soon(self._wait_again, protocol)
 
         return counted
 
-    def _wait_again(self, connection: _Connection) -> None:
+    def _wait_again(self, connection: Connection) -> None:
         if connection in self._open and not connection.busy:
             self._waiting[connection] = None
 
@@ -141,36 +133,23 @@ class Connections:
         return failure.response()
 
 
-class _Connection(asyncio.Protocol):
-    """One connection: passes everything to aiohttp's handler."""
+class Connection(web.RequestHandler):
+    """One connection of aiohttp's, counted and watched."""
 
-    __slots__ = (
-        "_connections",
-        "_handler",
-        "_least",
-        "_paused",
-        "_progress",
-        "_transport",
-        "busy",
-        "opened",
-        "served",
-        "surplus",
-    )
+    __slots__ = ("_connections", "_kept", "_least", "_progress", "busy", "opened", "served", "surplus")
 
-    def __init__(self, connections: Connections, handler: asyncio.Protocol) -> None:
+    def __init__(self, connections: Connections, server: web.Server, **options: Any) -> None:
+        loop = asyncio.get_running_loop()
+        super().__init__(server, loop=loop, **options)
         self._connections = connections
-        #: None: the connection was not kept
-        self._handler: asyncio.Protocol | None = handler
-        self._transport: asyncio.Transport | None = None
-        self.opened = asyncio.get_running_loop().time()
+        self._kept = False
+        self.opened = loop.time()
         #: it had a request
         self.served = False
         #: it has a request now
         self.busy = False
         #: it was opened beyond the limit
         self.surplus = False
-        #: the handler was told to write no more
-        self._paused = False
         #: fewest unsent bytes since the last write, and since when
         self._least = 0
         self._progress = 0.0
@@ -178,12 +157,11 @@ class _Connection(asyncio.Protocol):
     @property
     def unsent(self) -> int:
         """Bytes that the client has not read, besides those in its and the system's buffers."""
-        return 0 if self._transport is None else self._transport.get_write_buffer_size()
+        return 0 if self.transport is None else self.transport.get_write_buffer_size()
 
     def stuck(self, now: float, timeout: float) -> bool:
-        """The client has read nothing for ``timeout`` seconds although the response waits for it."""
-        transport = self._transport
-        if transport is None or not (self._paused or transport.is_closing()):
+        """Whether the client has read nothing for ``timeout`` seconds although the response waits for it."""
+        if self.transport is None or not (self.writing_paused or self.transport.is_closing()):
             self._least = 0
             return False
         unsent = self.unsent
@@ -193,38 +171,17 @@ class _Connection(asyncio.Protocol):
         return now - self._progress >= timeout
 
     def abort(self) -> None:
-        if self._transport is not None:
-            self._transport.abort()
-
-    # -- asyncio.Protocol -----------------------------------------------------------------------
+        if self.transport is not None:
+            self.transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        if self._connections.add(self) and self._handler is not None:
-            self._handler.connection_made(transport)
+        self._kept = self._connections.add(self)
+        if self._kept:
+            super().connection_made(transport)
         else:
-            self._handler = None
-            self.abort()
+            cast(asyncio.Transport, transport).abort()
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.remove(self)
-        self._transport = None
-        if self._handler is not None:
-            self._handler.connection_lost(error)
-
-    def data_received(self, data: bytes) -> None:
-        if self._handler is not None:
-            self._handler.data_received(data)
-
-    def eof_received(self) -> bool | None:
-        return None if self._handler is None else self._handler.eof_received()
-
-    def pause_writing(self) -> None:
-        self._paused = True
-        if self._handler is not None:
-            self._handler.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._paused = False
-        if self._handler is not None:
-            self._handler.resume_writing()
+        if self._kept:
+            super().connection_lost(exc)

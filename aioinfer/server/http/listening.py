@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import os
@@ -18,7 +17,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.server.http.tls import tls_context
 from aioinfer.server.http.unix import UnixSocket
 
-__all__ = ["Bound", "bind", "bind_all", "check_open_files", "connection_limit", "listen"]
+__all__ = ["Bound", "bind", "bind_all", "connection_limit", "listen"]
 
 _log = logging.getLogger("aioinfer.server")
 
@@ -38,11 +37,10 @@ _NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 
 @dataclass(slots=True)
 class Bound:
-    """The sockets of one server, bound and not yet listening."""
+    """The sockets of one server, bound and not yet listening; ``tls`` is that of the public ones."""
 
     public: list[socket.socket] = field(default_factory=list)
     admin: list[socket.socket] = field(default_factory=list)
-    #: of the public ones
     tls: ssl.SSLContext | None = None
     files: list[UnixSocket] = field(default_factory=list)
 
@@ -90,9 +88,10 @@ async def listen(
 ) -> asyncio.Server:
     """Serve a bound socket. ``host`` is named in errors; ``handshake``: seconds that TLS may take to begin.
 
-    Raises ConfigError: another program has begun to listen there.
+    aiohttp's sites have neither this bound nor one on the connections that are accepted in a row. Raises
+    ConfigError: another program has begun to listen there.
     """
-    unix = bound.family != socket.AF_INET and bound.family != socket.AF_INET6
+    unix = bound.family not in (socket.AF_INET, socket.AF_INET6)
     try:
         # Another program may have begun to listen since the socket was bound. uvloop hangs on this error.
         bound.listen(_BACKLOG)
@@ -102,14 +101,10 @@ async def listen(
                 f"cannot listen on the socket {bound.getsockname()}: {error.strerror}"
             ) from error
         raise cannot_listen(error, host, bound.getsockname()[1]) from error
-    loop = asyncio.get_running_loop()
-    times: dict[str, Any] = {}
-    if tls is not None:
-        times = {"ssl_handshake_timeout": handshake, "ssl_shutdown_timeout": _GOODBYE}
-    if unix:
-        server = await loop.create_unix_server(protocols, sock=bound, backlog=_ACCEPTS, ssl=tls, **times)
-    else:
-        server = await loop.create_server(protocols, sock=bound, backlog=_ACCEPTS, ssl=tls, **times)
+    loop: Any = asyncio.get_running_loop()
+    create = loop.create_unix_server if unix else loop.create_server
+    times = {} if tls is None else {"ssl_handshake_timeout": handshake, "ssl_shutdown_timeout": _GOODBYE}
+    server: asyncio.Server = await create(protocols, sock=bound, backlog=_ACCEPTS, ssl=tls, **times)
     bound.listen(_BACKLOG)
     return server
 
@@ -180,37 +175,21 @@ def connection_limit(wanted: int | None) -> int:
     Fewer than ``wanted`` if the limit of open files leaves fewer, which is logged. Raises ConfigError if it
     leaves none.
     """
-    possible = check_open_files()
-    if possible is None:
-        return wanted or _DEFAULT_CONNECTIONS
-    soft, left = possible
-    if wanted is not None and wanted > left:
-        _log.warning("max_connections is %d, not %d: the limit of open files is %d", left, wanted, soft)
-    return min(wanted or _DEFAULT_CONNECTIONS, left)
-
-
-def check_open_files() -> tuple[int, int] | None:
-    """The limit of open files, and how many of them are left for connections; None without a limit.
-
-    Raises ConfigError if none is left.
-    """
-    possible = _possible_connections()
-    if possible is None:
-        return None
-    soft, left = possible
-    if left < 1:
-        raise ConfigError(
-            f"the limit of open files (ulimit -n {soft}) leaves none for connections: at least "
-            f"{soft - left + 1} are needed"
-        )
-    return possible
-
-
-def _possible_connections() -> tuple[int, int] | None:
-    with contextlib.suppress(ImportError, OSError):
+    most = wanted or _DEFAULT_CONNECTIONS
+    try:
         import resource
 
-        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != resource.RLIM_INFINITY:
-            return soft, soft - len(os.listdir("/proc/self/fd")) - _SPARE_FILES
-    return None
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        left = files - len(os.listdir("/proc/self/fd")) - _SPARE_FILES
+    except (ImportError, OSError):
+        return most
+    if files == resource.RLIM_INFINITY:
+        return most
+    if left < 1:
+        raise ConfigError(
+            f"the limit of open files (ulimit -n {files}) leaves none for connections: at least "
+            f"{files - left + 1} are needed"
+        )
+    if wanted is not None and wanted > left:
+        _log.warning("max_connections is %d, not %d: the limit of open files is %d", left, wanted, files)
+    return min(most, left)

@@ -6,8 +6,6 @@ import contextlib
 import os
 import socket
 import stat
-from types import TracebackType
-from typing import Self
 
 from aioinfer.errors import ConfigError
 
@@ -20,10 +18,8 @@ _LONGEST = 103
 class UnixSocket:
     """A bound Unix socket, not yet listening, and the lock that says whose it is.
 
-    A process that ended without removing its socket leaves a file on which nobody listens. That alone does
-    not say that it may be replaced: a server that loads its model has bound its socket and does not listen
-    yet. So the socket belongs to whoever holds a lock on ``PATH.lock``, which the system releases with the
-    process.
+    A killed process leaves a socket on which nothing listens, as on that of a server that still loads its
+    model. So a socket belongs to the holder of a lock on ``PATH.lock``, which ends with the process.
     """
 
     def __init__(self, path: str, mode: int) -> None:
@@ -50,7 +46,7 @@ class UnixSocket:
         self._file = found.st_dev, found.st_ino
 
     def close(self) -> None:
-        """Close the socket and remove its files, unless they are another's by now. Idempotent."""
+        """Close the socket and remove its files, unless another process has replaced them. Idempotent."""
         self.socket.close()
         if self._lock < 0:
             return
@@ -61,19 +57,11 @@ class UnixSocket:
         self._unlock()
 
     def _unlock(self) -> None:
-        # Removed while it is held: whoever has opened it meanwhile sees that it is no longer there.
+        # Removed while it is held: a process that has opened it meanwhile sees that it is no longer there.
         with contextlib.suppress(OSError):
             os.unlink(f"{self.path}.lock")
         os.close(self._lock)
         self._lock = -1
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
 
 def _locked(path: str) -> int:
@@ -98,7 +86,7 @@ def _locked(path: str) -> int:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a socket on which nobody listens. Raises ConfigError for any other file, OSError."""
+    """Remove a socket on which nothing listens. Raises ConfigError for any other file, OSError."""
     try:
         found = os.lstat(path)
     except FileNotFoundError:
@@ -122,7 +110,7 @@ def _bound(path: str, mode: int) -> socket.socket:
     try:
         bound.setblocking(False)
         bound.bind(path)
-        # Nobody can connect before it listens, so nobody connects before the permissions are set.
+        # It cannot be connected to before it listens: the permissions are set by then.
         os.chmod(path, mode)
     except BaseException:
         bound.close()

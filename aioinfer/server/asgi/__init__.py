@@ -1,1 +1,0 @@
-"""The service as an ASGI application: the aiohttp application, driven by any ASGI server."""
