@@ -21,10 +21,11 @@ from aioinfer.loop.factory import decide
 from aioinfer.params import SamplingParams
 
 PROBE = """
-import asyncio, json, logging, os, signal, sys, threading, warnings
+import asyncio, gc, json, logging, os, signal, sys, threading, warnings
+def interpreter(): return sys.getswitchinterval(), gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
 handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
 environment, root = dict(os.environ), list(logging.getLogger().handlers)
-filters, threads = list(warnings.filters), threading.active_count()
+filters, threads, settings = list(warnings.filters), threading.active_count(), interpreter()
 import aioinfer
 aioinfer.Engine, aioinfer.EngineConfig, aioinfer.SamplingParams, aioinfer.errors
 aioinfer.Engine(aioinfer.EngineConfig())
@@ -36,6 +37,7 @@ print(json.dumps({
     "warnings": filters == warnings.filters,
     "policy": type(asyncio.get_event_loop_policy()).__module__,
     "threads": threading.active_count() - threads,
+    "interpreter": interpreter() == settings,
 }))
 """
 
@@ -50,6 +52,7 @@ def test_importing_is_light_and_changes_nothing() -> None:
         "warnings": True,
         "policy": "asyncio.unix_events",
         "threads": 0,
+        "interpreter": True,
     }
 
 
@@ -178,6 +181,8 @@ def test_flags_win_over_environment_over_file() -> None:
         ({"model": None}, "model"),
         ({"max_grammar_bytes": 1 << 30}, r"in \[1, 1048576\], got 1073741824"),
         ({"launch_mode": "fork"}, "launch_mode"),
+        ({"switch_interval": 2.0}, "switch_interval"),
+        ({"gc": "never"}, "gc"),
     ],
 )
 def test_a_bad_setting_is_refused_by_name(changes: dict[str, object], message: str) -> None:

@@ -436,9 +436,10 @@ def test_flags_in_the_text_exist(page: str) -> None:
 def _flags() -> frozenset[str]:
     """The options of every parser of the repository, by their text in its source, and of the configs."""
     made = {
-        f"--{name.replace('_', '-')}"
+        f"--{prefix}{name.replace('_', '-')}"
         for cls in (EngineConfig, ServerConfig, ReplicaConfig)
         for name in cls.__dataclass_fields__
+        for prefix in ("", "no-")
     }
     files = [*ROOT.glob("aioinfer/cli/*.py"), *ROOT.glob("bench/**/*.py"), *ROOT.glob("examples/*.py")]
     files += ROOT.glob("tests/**/*.py")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import pytest
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.errors import ConfigError, EngineFailed
+from aioinfer.errors import EngineFailed
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.loop import tuning
 from aioinfer.loop.tuning import Garbage, Shared, Tuning, frozen
@@ -72,25 +71,6 @@ def test_the_last_to_leave_restores_what_the_first_found(order: tuple[int, ...])
     assert box.value == 5
 
 
-def test_what_is_better_already_stays() -> None:
-    box = Box(1)
-    shared = box.shared()
-    shared.release(shared.hold(3))
-    assert box.writes == []
-
-
-def test_releasing_twice_or_nothing_does_nothing() -> None:
-    box = Box(5)
-    shared = box.shared()
-    first, second = shared.hold(2), shared.hold(3)
-    shared.release(first)
-    shared.release(first)
-    shared.release(None)
-    assert box.value == 3
-    shared.release(second)
-    assert box.writes == [2, 3, 5]
-
-
 def test_what_somebody_else_changed_is_left_until_all_are_gone() -> None:
     box = Box(5)
     shared = box.shared()
@@ -116,15 +96,6 @@ def test_the_interpreter_is_as_it_was_after_engines_in_any_order() -> None:
     assert process() == (interval, True, False)
 
 
-def test_a_switch_interval_that_the_application_set_meanwhile_stays() -> None:
-    before = sys.getswitchinterval()
-    tuned = Tuning(3e-4, garbage=False)
-    sys.setswitchinterval(0.002)
-    tuned.undo()
-    assert sys.getswitchinterval() == pytest.approx(0.002)
-    sys.setswitchinterval(before)
-
-
 @rest(SECONDS)
 def test_what_the_application_froze_is_not_thawed() -> None:
     gc.freeze()
@@ -134,13 +105,6 @@ def test_what_the_application_froze_is_not_thawed() -> None:
     tuned.undo()
     assert frozen()
     gc.unfreeze()
-
-
-def test_what_the_application_thawed_is_not_thawed_again() -> None:
-    tuned = Tuning(None, garbage=True)
-    gc.unfreeze()
-    tuned.undo()
-    assert not frozen()
 
 
 def test_an_application_without_automatic_collection_keeps_it_so() -> None:
@@ -212,13 +176,6 @@ def test_what_is_new_is_collected_as_streams_arrive(collected: list[int]) -> Non
         garbage.arrived()
     assert collected == [1, 1], "streams that were there when the last one ran are not new"
     garbage.rest()
-
-
-@rest(SECONDS)
-def test_dropped_without_being_closed_it_is_undone() -> None:
-    tuned = Tuning(3e-4, garbage=True)
-    assert process()[2]
-    del tuned
 
 
 @rest(SECONDS)
@@ -312,35 +269,6 @@ async def test_no_collection_of_a_ramp_up_has_many_new_objects(monkeypatch: pyte
             stream.close()
 
 
-async def test_an_engine_that_changes_nothing_collects_nothing_either(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with make_engine(AsynchronousToy, gc="python") as engine:
-        collections: list[int] = []
-        monkeypatch.setattr(gc, "collect", lambda generation=2: collections.append(generation))
-        streams = [
-            engine.generate([1, number % 64], SamplingParams(max_tokens=2)) for number in range(1, 201)
-        ]
-        for stream in streams:
-            stream.close()
-        assert collections == []
-        monkeypatch.undo()
-
-
-@rest(SECONDS)
-async def test_closing_in_the_middle_restores_everything() -> None:
-    before = process()
-    first, second = make_engine(AsynchronousToy), make_engine(AsynchronousToy)
-    await first.start()
-    await second.start()
-    stream = first.generate([1, 2], SamplingParams(max_tokens=200, ignore_eos=True))
-    await anext(stream)
-    await first.aclose()
-    assert process()[1:] == (True, True)
-    await second.aclose()
-    assert process() == before
-
-
 @rest(SECONDS)
 async def test_a_lost_device_leaves_collection_on() -> None:
     engine = make_engine(AsynchronousToy)
@@ -370,23 +298,3 @@ def test_a_loop_that_died_takes_its_tuning_along(monkeypatch: pytest.MonkeyPatch
     monkeypatch.undo()
     gc.collect()
     assert not still_alive(set(threading.enumerate()) - before)
-
-
-@rest(SECONDS)
-def test_importing_changes_nothing() -> None:
-    code = """
-import gc, sys
-def settings():
-    return sys.getswitchinterval(), gc.isenabled(), gc.get_threshold(), gc.get_freeze_count()
-before = settings()
-import aioinfer, aioinfer.engine, aioinfer.loop.tuning
-assert settings() == before
-assert "torch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.parametrize("settings", [{"switch_interval": -1.0}, {"switch_interval": 2.0}, {"gc": "never"}])
-def test_bad_settings_are_refused(settings: Any) -> None:
-    with pytest.raises(ConfigError):
-        EngineConfig(**settings)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from torch import Tensor
-from torch.nn.functional import linear, silu
 
 import examples.training.train_diffusion as script
 from aioinfer.checkpoint.locate import bundled_models
 from aioinfer.config import EngineConfig
-from examples.training.common import END, IGNORE, MASK, ROLES
-from examples.training.diffusion_model import DiffusionConfig, DiffusionModel, Experts, load, save, upcycle
+from examples.training.common import MASK
+from examples.training.diffusion_model import DiffusionConfig, DiffusionModel, load, upcycle
 from examples.training.tasks import OPEN_TASKS, conversation, held_out
 from tests.tiers import SECONDS, grid, rest
 
@@ -87,58 +85,6 @@ def test_an_upcycled_model_starts_as_the_chat_model_but_for_the_pairs_that_stand
         torch.testing.assert_close(model.logits(hidden), original(ids).logits, rtol=1e-3, atol=1e-3)
 
 
-def picked(x: Tensor, weights: dict[str, Tensor], config: DiffusionConfig, layer: int) -> Tensor:
-    """The experts of one token as the architecture describes them, from the tensors of a checkpoint."""
-
-    def expert(name: str) -> Tensor:
-        gate, up, down = (
-            weights[f"{start}{name}.{part}_proj.weight"].float() for part in ("gate", "up", "down")
-        )
-        return linear(silu(linear(x, gate)) * linear(x, up), down)
-
-    start = f"model.layers.{layer}.mlp."
-    scores = linear(x, weights[f"{start}gate.weight"].float()).sigmoid().tolist()
-    bias = weights[f"{start}gate.expert_bias"].tolist()
-    ranks = [score + extra for score, extra in zip(scores, bias, strict=True)]
-    width = config.num_experts // config.n_group
-    groups = [range(first, first + width) for first in range(0, config.num_experts, width)]
-    strength = [sum(sorted(ranks[at] for at in group)[-2:]) for group in groups]
-    best = sorted(range(config.n_group), key=strength.__getitem__)[-config.topk_group :]
-    allowed = [at for group in best for at in groups[group]]
-    chosen = sorted(allowed, key=ranks.__getitem__)[-config.num_experts_per_tok :]
-    total = sum(scores[at] for at in chosen)
-    routed = sum(
-        expert(f"experts.{at}") * (scores[at] / total * config.routed_scaling_factor) for at in chosen
-    )
-    return expert("shared_experts") + routed
-
-
-@pytest.mark.parametrize(("experts", "groups", "kept", "picks"), [(8, 2, 1, 2), (12, 4, 2, 5), (4, 1, 1, 1)])
-def test_masked_dense_experts_are_picked_ones(
-    tmp_path: Path, experts: int, groups: int, kept: int, picks: int
-) -> None:
-    model = toy(num_experts=experts, n_group=groups, topk_group=kept, num_experts_per_tok=picks)
-    save(model, tmp_path)
-    weights, stored = load_file(tmp_path / "model.safetensors"), load(tmp_path)
-    x = torch.randn(40, SIZES["hidden_size"], generator=torch.Generator().manual_seed(3))
-    mlp = stored.layers[1].mlp
-    assert isinstance(mlp, Experts)
-    with torch.inference_mode():
-        out, loads = mlp(x[None])
-        expected = torch.stack([picked(row, weights, stored.config, 1) for row in x])
-    torch.testing.assert_close(out[0], expected, rtol=1e-4, atol=1e-4)
-    assert loads.sum() == pytest.approx(picks)
-
-
-def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
-    model = toy(block_size=32)
-    save(model, tmp_path)
-    again = load(tmp_path)
-    assert again.config == model.config
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(again.state_dict()[name], tensor.bfloat16().float()), name
-
-
 # -- tasks ---------------------------------------------------------------------------------------------
 
 
@@ -160,50 +106,6 @@ def test_an_open_question_has_many_right_answers_of_one_length(task: str) -> Non
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
-
-
-def test_an_answers_noised_blocks_hold_what_the_decoder_meets(tokenizer: Tokenizer) -> None:
-    """Before it the conversation so far, after it end tokens, whatever follows in the conversation."""
-    rng = random.Random(0)
-    for size in (8, 16, 32):
-        messages = [
-            {"role": "user", "content": "What is 1 + 2?"},
-            {"role": "assistant", "content": "1 + 2 = 3"},
-            {"role": "user", "content": 'Repeat "abcdef".'},
-            {"role": "assistant", "content": "abcdef"},
-        ]
-        sample = script.make_sample(tokenizer, messages, rng, size)
-        turns = [[ROLES[m["role"]], *tokenizer.encode(m["content"]).ids, END] for m in messages]
-        whole = [*chain(*turns)]
-        met = []
-        for count in (2, 4):
-            text = [*chain(*turns[:count])]
-            met.append((len(text) - len(turns[count - 1]) + 1, text + [END] * (-len(text) % size)))
-        places = range(0, len(sample), size)
-        seen = set()
-        for at in places:
-            block, tokens = sample.blocks[at], sample.ids[at : at + size]
-            labels = sample.labels[at : at + size]
-            first = block * size
-            if sample.clean[at]:
-                assert tokens == whole[first : first + size]
-                assert labels == [IGNORE] * size
-                continue
-            restored = [old if new == IGNORE else new for old, new in zip(tokens, labels, strict=True)]
-            fits = [
-                (start, text)
-                for start, text in met
-                if text[first : first + size] == restored and first + size > start
-            ]
-            assert fits
-            start = fits[0][0]
-            masked = [index for index, token in enumerate(tokens) if token == MASK]
-            assert masked == [index for index, label in enumerate(labels) if label != IGNORE]
-            assert masked
-            assert min(masked) >= start - first
-            seen.add(block)
-        assert seen == {place // size for start, text in met for place in range(start, len(text))}
-        assert [sample.blocks[at] for at in places if sample.clean[at]] == list(range(max(seen)))
 
 
 def test_a_noised_block_computes_what_the_decoder_computes(tokenizer: Tokenizer) -> None:
@@ -278,47 +180,6 @@ def test_the_name_finds_the_bundled_directory() -> None:
     files = {path.name for path in BUNDLED.iterdir()}
     assert files == {path.name for path in EngineConfig(model="tiny-chat").model_path.iterdir()}
     assert sum(path.stat().st_size for path in BUNDLED.iterdir()) <= 8_000_000
-
-
-def test_its_config_and_weights_are_complete() -> None:
-    config = json.loads((BUNDLED / "config.json").read_text())
-    assert config["architectures"] == ["LLaDA2MoeModelLM"]
-    assert config["model_type"] == "llada2_moe"
-    assert "auto_map" not in config
-    assert (config["block_size"], config["mask_token_id"]) == (16, MASK)
-    weights = load_file(BUNDLED / "model.safetensors")
-    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
-    assert sum(tensor.numel() for tensor in weights.values()) == 3_568_360
-    shape = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
-    heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
-    projections = {"gate_proj": (1, 0), "up_proj": (1, 0), "down_proj": (0, 1)}
-    expected = {
-        "model.word_embeddings.weight": (config["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-    }
-    for index in range(config["num_hidden_layers"]):
-        start = f"model.layers.{index}."
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            expected[f"{start}{name}.weight"] = (hidden,)
-        for name in ("query_layernorm", "key_layernorm"):
-            expected[f"{start}attention.{name}.weight"] = (config["head_dim"],)
-        expected[f"{start}attention.query_key_value.weight"] = (heads * config["head_dim"], hidden)
-        expected[f"{start}attention.dense.weight"] = (
-            hidden,
-            config["num_attention_heads"] * config["head_dim"],
-        )
-        widths = {"": config["intermediate_size"]}
-        if index >= config["first_k_dense_replace"]:
-            expected[f"{start}mlp.gate.weight"] = (config["num_experts"], hidden)
-            expected[f"{start}mlp.gate.expert_bias"] = (config["num_experts"],)
-            widths = {f"experts.{at}.": inner for at in range(config["num_experts"])}
-            widths["shared_experts."] = inner * config["num_shared_experts"]
-        for prefix, width in widths.items():
-            for name, (first, second) in projections.items():
-                sizes = (hidden, width)
-                expected[f"{start}mlp.{prefix}{name}.weight"] = (sizes[first], sizes[second])
-    assert shape == expected
 
 
 def test_its_tokenizer_is_the_chat_models() -> None:
