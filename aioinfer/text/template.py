@@ -1,9 +1,7 @@
-"""Chat templates: the names that they read, and a bound on what they compute.
+"""Chat templates: the names that they read, and a bound on the steps of one rendering.
 
-A template is a program that comes with a model's files. Jinja's sandbox keeps it from everything but the
-messages, and not from loops within loops or macros that call each other: they would hold a worker thread for
-as long as the process lives. So every pass of a loop, every test in the head of a loop, every call of a macro
-and every element of a ``range`` is counted, and one rendering may have so many of them.
+A template is a program that comes with a model's files. Jinja's sandbox restricts what it can reach, not how
+long it runs: loops within loops and recursive macros would hold a worker thread for the life of the process.
 """
 
 from __future__ import annotations
@@ -16,55 +14,43 @@ from typing import Any
 
 from aioinfer.errors import ConfigError
 
-__all__ = ["TooManySteps", "counted", "limited", "names_read", "prepare", "read_template"]
+__all__ = ["TooManySteps", "limited", "names_read", "prepare", "read_template"]
 
-#: bytes of a template's file; the longest of models have some 20,000
+#: maximum bytes of a template's file; the longest of models have some 20,000
 _MOST_BYTES = 1 << 20
-
-#: of one rendering: a second or so. A conversation has a few per message.
+#: Maximum steps of one rendering, a second or so. A conversation has some per message.
 MOST_STEPS = 1_000_000
-#: steps of a call of a macro or a recursive loop, which takes so much longer than the pass of a loop
+#: steps of a call of a macro, a block or a recursive loop; all other calls and passes of loops are one
 _CALL = 10
-#: the name of :func:`_counted` among the filters of a template's environment
+#: the filter that counts passes of loops
 _FILTER = "aioinfer counts"
-#: in front of the templates that are counted, so that what transformers compiles of them is no one else's;
-#: the newline is the tag's, and not part of the output.
-_MARK = "{# counted #}\n"
+
+_local = threading.local()
+#: held while a compiled template is changed
+_preparing = threading.Lock()
 
 
 class TooManySteps(Exception):
     """A template does not come to an end."""
 
 
-class _Left(threading.local):
-    """Steps that the rendering on this thread may still have; None where nothing is rendered."""
-
-    steps: int | None = None
-
-
-_left = _Left()
-
-
 @contextmanager
-def limited(steps: int | None = None) -> Iterator[None]:
-    """Templates on this thread raise TooManySteps after so many steps, by default MOST_STEPS."""
-    _left.steps = MOST_STEPS if steps is None else steps
+def limited() -> Iterator[None]:
+    """Prepared templates raise TooManySteps on this thread after ``MOST_STEPS`` steps."""
+    _local.steps = MOST_STEPS
     try:
         yield
     finally:
-        _left.steps = None
+        del _local.steps
 
 
-def _count(steps: int) -> None:
-    if _left.steps is not None:
-        _left.steps -= steps
-        if _left.steps < 0:
+def _count(steps: int) -> bool:
+    """Take steps of those that are left, if there is a limit."""
+    left = getattr(_local, "steps", None)
+    if left is not None:
+        if left < steps:
             raise TooManySteps(f"its loops and macros do not end within {MOST_STEPS} steps")
-
-
-def _counted(_: Any, steps: int) -> bool:
-    """As a filter: a call without the checks of the sandbox. True, so that it can stand in a condition."""
-    _count(steps)
+        _local.steps = left - steps
     return True
 
 
@@ -84,60 +70,51 @@ def read_template(setting: str) -> str:
         if len(raw) > _MOST_BYTES:
             raise ConfigError(f"chat_template: {setting[:200]!r} has more than {_MOST_BYTES} bytes")
     try:
-        prepare(_MARK + text)
+        prepare(text)
     except TemplateError as error:
         raise ConfigError(f"chat_template: {error}") from error
     return text
 
 
-def counted(templates: str | dict[str, str]) -> str | dict[str, str]:
-    """A tokenizer's template, or its templates by name, as :func:`prepare` knows them."""
-    if isinstance(templates, str):
-        return _MARK + templates
-    return {name: _MARK + template for name, template in templates.items()}
-
-
 def prepare(template: str) -> None:
-    """Have transformers' compiled form of a template, which it keeps, count its steps."""
-    from jinja2 import pass_context
+    """Have the compiled form of a template, which transformers keeps, count its steps."""
     from transformers.utils import chat_template_utils
 
     # Transformers sets up the environment (filters, the tag "generation") in this function only.
     compiled = chat_template_utils._compile_jinja_template(template)
-    if not template.startswith(_MARK) or "counts" in vars(compiled):
-        return
-    environment = compiled.environment
-    tree = environment.parse(template)
-    _count_all(tree)
-    sandboxed = environment.globals["range"]
+    with _preparing:
+        if _FILTER not in compiled.environment.filters:
+            vars(compiled).update(vars(_counting(template, compiled.environment)))
 
-    def counted_range(*bounds: int) -> range:
-        numbers: range = sandboxed(*bounds)
-        _count(len(numbers))
-        return numbers
 
-    # With the context, it is not evaluated when the template is compiled.
-    environment.filters[_FILTER] = pass_context(_counted)
-    environment.globals["range"] = counted_range
+def _counting(template: str, environment: Any) -> Any:
+    """The template, compiled so that it counts passes and tests of loops, calls and elements of ranges."""
+    from jinja2 import nodes, pass_context
+    from jinja2.runtime import BlockReference, LoopContext, Macro
+
+    call = environment.call
+
+    def counted_call(context: Any, called: Any, *arguments: Any, **named: Any) -> Any:
+        _count(_CALL if isinstance(called, (Macro, BlockReference, LoopContext)) else 1)
+        result = call(context, called, *arguments, **named)
+        if isinstance(result, range):
+            _count(len(result))
+        return result
+
+    environment.call = counted_call
+    # A filter is called without the checks of the sandbox; with the context, not while it is compiled.
+    environment.filters[_FILTER] = pass_context(lambda _, steps: _count(steps))
     # Text without meaning, of any length.
     environment.globals.pop("lipsum", None)
-    vars(compiled).update(vars(environment.from_string(tree)), counts=True)
-
-
-def _count_all(tree: Any) -> None:
-    """Add the filter to every loop and every macro."""
-    from jinja2 import nodes
-
-    def step(steps: int) -> nodes.Filter:
-        return nodes.Filter(nodes.Const(steps), _FILTER, [], [], None, None)
-
-    for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
-        loop = isinstance(node, nodes.For)
-        node.body.insert(0, nodes.ExprStmt(step(1 if loop and not node.recursive else _CALL)))
-        if loop and node.test is not None:
-            node.test = nodes.And(step(1), node.test)
-        node.set_lineno(node.lineno)
-    tree.set_environment(tree.environment)
+    step = nodes.Filter(nodes.Const(1), _FILTER, [], [], None, None)
+    tree = environment.parse(template)
+    for loop in tree.find_all(nodes.For):
+        loop.body.insert(0, nodes.ExprStmt(step))
+        if loop.test is not None:
+            loop.test = nodes.And(step, loop.test)
+        loop.set_lineno(loop.lineno)
+    tree.set_environment(environment)
+    return environment.from_string(tree)
 
 
 def names_read(templates: Iterable[str]) -> frozenset[str] | None:

@@ -117,8 +117,6 @@ class HFTokenizer:
         templates = tokenizer.chat_template or {}
         self.chat_templates = (templates,) if isinstance(templates, str) else tuple(templates.values())
         self.template_names = template.names_read(self.chat_templates)
-        if templates:
-            tokenizer.chat_template = template.counted(templates)
         self.vocab_size = len(tokenizer)
         added = tokenizer.added_tokens_decoder
         self.added_tokens: Mapping[str, int] = {token.content: at for at, token in added.items()}
