@@ -25,7 +25,7 @@ _log = logging.getLogger("aioinfer")
 #: seconds that the exit of the process waits for calls
 _EXIT = 2.0
 #: Bytes of a thread's stack; only what is used takes memory. Systems give threads 128 KiB to 8 MiB. Grammars
-#: are compiled by recursion, and the bound of its depth (aioinfer.text.grammar_depth) goes with this.
+#: are compiled by recursion, and the bound of its depth (aioinfer.text.grammar_bounds) goes with this.
 _STACK = 16 << 20
 #: while ``threading.stack_size``, which holds for every thread that starts, is changed
 _starting = threading.Lock()

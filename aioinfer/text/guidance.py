@@ -13,9 +13,8 @@ import numpy.typing as npt
 
 from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar import Matcher
-from aioinfer.text.grammar_depth import check_gbnf, check_lark, check_schema
+from aioinfer.text.grammar_bounds import GrammarBounds
 from aioinfer.text.grammar_spec import Grammar
-from aioinfer.text.schema_merges import Merges
 from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
 
 __all__ = ["ADDED_TO_SCHEMAS", "JSON_OPTIONS", "GuidanceBackend", "load_library"]
@@ -25,16 +24,12 @@ JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
 #: the same as a key of a schema
 ADDED_TO_SCHEMAS = {"x-guidance": JSON_OPTIONS}
 
-#: what AnswerGrammar adds to a schema
-_ADDED = re.escape(json.dumps(ADDED_TO_SCHEMAS)[1:-1])
-#: A bracket of JSON or the end, behind anything else: strings may hold brackets. It matches anywhere, so
-#: that a search has one pass.
-_BRACKET = re.compile(rf'(?:[^"\[\]{{}}]++|{_ADDED}|"(?:[^"\\]++|\\.)*+"?)*+([\[\]{{}}]|\Z)', re.DOTALL)
-
 #: In some Lark grammars the forced bytes are unbounded, and llguidance computes them without a limit and with
 #: the GIL held; for each token, it tokenizes them all. Of several ``%llguidance`` lines the last one counts.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
+#: maximum rules of GBNF: the time that llguidance takes to translate them grows with their square, to 2 s
+_MOST_GBNF_RULES = 500
 #: a text of this many characters takes a millisecond to tokenize
 _LONG = 4096
 _TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+', re.DOTALL)
@@ -107,15 +102,15 @@ class GuidanceBackend:
         grammar = grammar.behind("")
         match grammar.kind:
             case "json_schema":
-                _check_brackets(grammar.text, 0, self._max_depth)
+                bounds = GrammarBounds(self._max_depth)
                 schema = json.loads(grammar.text)
+                bounds.check_nesting(schema)
                 if schema is False:
                     raise ValueError("allows nothing")
                 if schema is not True and not isinstance(schema, dict):
                     raise ValueError("must be an object")
-                check_schema(schema)
                 exact = rewritten(schema)
-                Merges().check(exact)
+                bounds.check_schema(exact)
                 source = "{}" if schema is True else grammar.text if exact is schema else json.dumps(exact)
                 schema = exact
                 text = library.grammar_from_json_schema(source, JSON_OPTIONS)
@@ -137,23 +132,13 @@ class GuidanceBackend:
                     "start: " + " | ".join(map(_lark_literal, choices)) + options
                 )
             case "lark":
-                text = library.grammar_from_lark(self._checked(_lark(grammar.text)) + _NO_FORCING)
+                GrammarBounds(self._max_depth).check_lark(lark := _lark(grammar.text))
+                text = library.grammar_from_lark(lark + _NO_FORCING)
             case "answer":
-                text = library.grammar_from_lark(self._checked(grammar.text) + options)
+                # Builders write the rules, by recursion in Python: their depth has its limit.
+                GrammarBounds(self._max_depth).check_lark(grammar.text, rules=False)
+                text = library.grammar_from_lark(grammar.text + options)
         return text
-
-    def _checked(self, lark: str) -> str:
-        """The same. Raises ValueError where rules, references or JSON within it are too deep or too large."""
-        merges = Merges()
-
-        def json_begins(start: int) -> int:
-            end = _check_brackets(lark, start, self._max_depth)
-            check_schema(schema := json.loads(lark[start:end]))
-            merges.check(schema)
-            return end
-
-        check_lark(lark, json_begins)
-        return lark
 
 
 class _GuidanceMatcher:
@@ -183,19 +168,6 @@ class _GuidanceMatcher:
         return _GuidanceMatcher(self.native.deep_copy())
 
 
-def _check_brackets(text: str, start: int, most: int) -> int:
-    """Where the JSON ends that begins at ``start``. Raises ValueError for more than ``most`` open brackets.
-    In one pass, and without recursion; other errors are left to llguidance."""
-    depth = 0
-    for bracket in _BRACKET.finditer(text, start):
-        depth += 1 if bracket[1] in ("[", "{") else -1
-        if depth > most:
-            raise ValueError(f"has JSON nested more than {most} levels deep (max_grammar_depth)")
-        if depth <= 0:
-            return bracket.end()
-    return len(text)
-
-
 def _lark(source: str) -> str:
     """Translate GBNF (llama.cpp; also accepted by vLLM and SGLang) to Lark; Lark is returned unchanged."""
     from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
@@ -204,7 +176,8 @@ def _lark(source: str) -> str:
         raise ValueError("is empty")
     if is_lark_syntax(source):
         return source
-    check_gbnf(source)
+    if source.count("::=") > _MOST_GBNF_RULES:
+        raise ValueError(f"has more than {_MOST_GBNF_RULES} rules of GBNF")
     try:
         text: str = gbnf_to_lark(source)
     except RecursionError:

@@ -13,7 +13,7 @@ from itertools import permutations
 from typing import Any
 
 from aioinfer.text.patterns import without_lookahead
-from aioinfer.text.schema_references import targets_of
+from aioinfer.text.schema_references import Pointers
 
 __all__ = ["UnsupportedKeyword", "rewritten"]
 
@@ -70,8 +70,7 @@ class _Rewriting:
     """Of one schema."""
 
     def __init__(self, root: Any) -> None:
-        self._root = root
-        self._targets: Mapping[str, Any] | None = None
+        self._pointers = Pointers(root)
         self._added = 0
 
     def schema(self, given: Any, place: str) -> Any:
@@ -140,9 +139,8 @@ class _Rewriting:
         """What a schema that is nothing but a reference refers to."""
         if not isinstance(given, dict) or not isinstance(given.get("$ref"), str):
             return given
-        if self._targets is None:
-            self._targets, _ = targets_of(self._root)
-        return self._targets.get(given["$ref"], given)
+        target = self._pointers.target(given["$ref"])
+        return given if target is None else target
 
     # -- one keyword each: what it says as a further schema, None for nothing --------------------
 

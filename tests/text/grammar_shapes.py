@@ -18,6 +18,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.execution import workers
 from aioinfer.text.grammar import GrammarState
+from aioinfer.text.grammar_bounds import MOST_RULES
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
 
@@ -135,7 +136,7 @@ def backend() -> GuidanceBackend:
 
 def deepest(shape: Shape, guidance: GuidanceBackend) -> int:
     """The number of levels of the deepest grammar that may be compiled."""
-    least, most = 1, 2000
+    least, most = 1, MOST_RULES + 10
     while most - least > 1:
         middle = (least + most) // 2
         try:

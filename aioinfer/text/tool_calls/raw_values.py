@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import cached_property
 from typing import Any
 
-from aioinfer.text.schema_references import targets_of
+from aioinfer.text.schema_references import Pointers
 
 __all__ = ["ANY", "References", "Signatures", "as_json", "count_of", "parameters_of", "quoted"]
 
@@ -30,22 +29,21 @@ class References:
     """What the references within a schema lead to."""
 
     def __init__(self, root: Any) -> None:
-        self._root = root
+        self._pointers = Pointers(root)
         #: by the id of a schema, which is a part of the root
         self._named: dict[int, frozenset[str]] = {}
         self._known: dict[int, frozenset[str]] = {}
 
-    @cached_property
-    def targets(self) -> Mapping[str, Any]:
-        """Of every reference: the whole schema is read, once."""
-        return targets_of(self._root)[0]
+    def prepare(self) -> None:
+        """Read the whole schema, once."""
+        _ = self._pointers.rebased
 
     def resolved(self, schema: Any) -> Mapping[str, Any]:
         """What a schema that is a reference refers to; an empty schema if it leads nowhere."""
         for _ in range(_MOST_REFERENCES):
             if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
                 break
-            schema = self.targets.get(schema["$ref"])
+            schema = self._pointers.target(schema["$ref"])
         return schema if isinstance(schema, Mapping) else ANY
 
     def types_of(self, schema: Any) -> frozenset[str]:
@@ -92,7 +90,7 @@ class Signatures(dict[str, Mapping[str, Any]]):
     def prepare(self) -> None:
         """Do what takes long."""
         for references in self._references.values():
-            _ = references.targets
+            references.prepare()
 
     def types_of(self, function: str, key: str) -> frozenset[str]:
         """The types that the function's schema allows for the value of a key."""

