@@ -448,14 +448,18 @@ def _flags() -> frozenset[str]:
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/glossary.md", "CONTRIBUTING.md"])
 def test_names_in_the_text_exist(page: str) -> None:
     """Class names in code marks are classes or types of the package, unless they are another project's."""
     source = "\n".join(path.read_text("utf-8") for path in Path(ROOT, "aioinfer").rglob("*.py"))
     text = prose(page)
-    if page == "docs/architecture.md":
-        # The last two columns of the glossary are the words of others.
-        text = re.sub(r"(?m)^(\|[^|]*\|[^|]*\|).*$", r"\1", text)
+    if page == "docs/glossary.md":
+        # The last two columns of the first table and the first of the second are the words of others.
+        own, _, other = text.partition("## From SGLang's words")
+        own = re.sub(r"(?m)^(\|[^|]*\|[^|]*\|).*$", r"\1", own)
+        text = own + re.sub(r"(?m)^\|[^|]*\|", "", other)
+        for path in re.findall(r"\b(\w+/(?:\w+\.py)?)(?=[ ,;)|])", other):
+            assert (ROOT / "aioinfer" / path).exists(), f"{page}: {path}"
     for name in re.findall(r"`([A-Z][a-z]\w+)`", text):
         known = hasattr(asyncio, name) or re.search(rf"\b(class {name}\b|{name}\s*=)", source)
         assert known, f"{page}: {name}"
