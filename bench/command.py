@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import signal
 import sys
 import traceback
@@ -13,32 +14,30 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol, cast
 
-from bench.report import Report, environment, write_line
+from bench.report import Report, environment
 
 __all__ = ["BENCHES", "BadOptions", "Bench", "execute", "load", "main", "parse"]
 
-#: what each bench measures, for the list; importing them all would take seconds
+#: purpose of each bench, for the list; importing them all would take seconds
 BENCHES = {
-    "serving": "a load on any OpenAI endpoint or on an engine in this process",
+    "cpu": "this engine and others on a CPU, in turns: decode, prefill, memory",
+    "gpu": "decode, an offline workload, overlap and the endpoint on a GPU; --rehearse on a CPU",
+    "serving": "a load on OpenAI endpoints, in turns, or on an engine in this process",
     "scheduler": "microseconds of planning and resolving a step, without a device",
     "admission": "fifo against packing where long prompts stand before short ones",
-    "overlap": "how much of the time the device works, by overlap and launch mode",
+    "overlap": "what launching steps ahead hides, on a model and on a device of fixed step time",
     "prefix": "the prefix cache with shared, growing and unrelated prompts",
+    "speculation": "drafts beside plain decoding in the same engine",
+    "adapters": "cost of LoRA adapters: base-only, one and many in a batch, loading beside streams",
+    "weights": "replacing weights beside streams: time of the call, longest gap between tokens",
     "embed": "embeddings against plain prefill, and chats beside embeddings",
     "diffusion": "a diffusion model in lock-step, first done first out, and with each further optimisation",
-    "kernels": "linear layers on a CPU: formats of weights, shapes, numbers of rows",
-    "families": "own code against transformers' code on a CPU, family by family",
-    "adapters": "what LoRA adapters cost: base-only, one and many in a batch, loading beside streams",
-    "speculation": "what drafts bring and cost, beside plain decoding in the same engine",
-    "cpu": "this engine and others on a CPU, in turns: decode, prefill, memory; --serve for their servers",
-    "parallel": "several engines that look like one: policies, what the dispatcher costs, failover",
-    "fanout": "tokens to many clients: events/s against a bare aiohttp writer, the loop, the device, memory",
-    "attack": "hostile requests: how long ordinary clients wait beside them, and what is left behind",
-    "soak": "many clients of twelve kinds for minutes: wrong answers, memory, what is left",
-    "gpu": "kernels, models, a peer and the endpoint on a GPU; --rehearse on a CPU",
+    "fanout": "tokens to many clients: events/s against a bare aiohttp writer, the loop, the device",
+    "parallel": "several engines as one: policies, cost of the dispatcher, failover",
 }
-#: options that are not reported: where things lie on this machine, and secrets
-_HIDDEN = frozenset({"json", "commit", "key", "lock", "place"})
+_MODULES = {name: f"bench.{name}.command" for name in ("cpu", "gpu", "speculation", "fanout", "parallel")}
+#: options that are not reported: places on this machine, and secrets
+_HIDDEN = frozenset({"json", "commit", "key", "place"})
 
 
 class BadOptions(ValueError):
@@ -46,12 +45,12 @@ class BadOptions(ValueError):
 
 
 class Bench(Protocol):
-    """The module ``bench.NAME.command``. Its docstring is the description in ``--help``."""
+    """The module of a bench. Its docstring is the description in ``--help``."""
 
     __doc__: str | None
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Options of this bench; ``--json`` and ``--commit`` are there already."""
+        """Add the options of this bench; ``--json`` and ``--commit`` are there already."""
 
     def run(self, options: argparse.Namespace, report: Report) -> None:
         """Measure, and tell the report row by row. Raises BadOptions before anything is measured."""
@@ -59,7 +58,7 @@ class Bench(Protocol):
 
 def load(name: str) -> Bench:
     """The bench of that name, one of :data:`BENCHES`."""
-    return cast(Bench, importlib.import_module(f"bench.{name}.command"))
+    return cast(Bench, importlib.import_module(_MODULES.get(name, f"bench.{name}")))
 
 
 def parse(name: str, arguments: Sequence[str]) -> argparse.Namespace:
@@ -117,16 +116,21 @@ def _parser(name: str, bench: Bench) -> argparse.ArgumentParser:
 
 
 def _write(name: str, options: argparse.Namespace, report: Report) -> None:
+    """Print the JSON line, and append it to a file if one is given."""
     where = report.environment or environment()
     if options.commit:
         where = {**where, "commit": options.commit}
-    write_line(
-        {"bench": name, **report.as_dict(), "options": _settings(options), "environment": where}, options.json
-    )
+    result = {"bench": name, **report.as_dict(), "options": _settings(options), "environment": where}
+    line = json.dumps(result, separators=(",", ":"))
+    print(line)
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        with options.json.open("a", encoding="utf-8") as file:
+            file.write(line + "\n")
 
 
 def _settings(options: argparse.Namespace) -> dict[str, Any]:
-    """The options for the report; of paths only the names."""
+    """The options for the report, with the names of paths only."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Path) or (isinstance(value, str) and Path(value).is_absolute()):
@@ -138,7 +142,7 @@ def _settings(options: argparse.Namespace) -> dict[str, Any]:
 
 @contextmanager
 def _sigterm_unwinds() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that a bench ends its processes as it does after Ctrl-C."""
+    """Raise SystemExit on SIGTERM, so that a bench ends its processes as after Ctrl-C."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)

@@ -1,13 +1,11 @@
 """``python -m bench cpu --accuracy``: what weights of 8 and 4 bits cost the bundled model, or another one.
 
-Of the bundled model: held-out questions of each of its tasks, answered greedily, and how far logprobs of
-prompt tokens are from those that bfloat16 gives. Of a model directory (``--model``): the perplexity of this
-project's documentation, in windows of 512 tokens.
+For the bundled model: held-out questions of each of its tasks, answered greedily. For a model directory
+(``--model``): the perplexity of this project's documentation, in windows of 512 tokens.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import math
 import statistics
@@ -37,28 +35,22 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-async def answers(settings: dict[str, Any], count: int, seed: int) -> tuple[dict[str, float], list[float]]:
-    """The share of right answers by task, and logprobs of the prompts' tokens."""
-    right, logprobs = {}, []
-    params = SamplingParams(temperature=0, prompt_logprobs=0)
+async def answers(settings: dict[str, Any], count: int) -> dict[str, float]:
+    """The share of right answers by task."""
+    right = {}
     async with Engine(EngineConfig(device="cpu", **settings)) as engine:
         for task in [*TASKS, "second_turn"]:
-            items = held_out(task, count, seed)
+            items = held_out(task, count, 0)
+            params = SamplingParams(temperature=0)
             results = await asyncio.gather(*(engine.generate(item.messages, params) for item in items))
             right[task] = statistics.mean(
                 item.check(result.text) for item, result in zip(items, results, strict=True)
             )
-            entries = [entry for result in results for entry in result.prompt_logprobs or []]
-            logprobs += [entry.logprob for entry in entries if entry is not None]
-    return right, logprobs
-
-
-def distance(some: Sequence[float], others: Sequence[float]) -> float:
-    return statistics.mean(abs(one - other) for one, other in zip(some, others, strict=True))
+    return right
 
 
 async def perplexity(settings: dict[str, Any], windows: Sequence[Sequence[int]]) -> float:
-    """Of all tokens but the first of each window."""
+    """Perplexity of all tokens but the first of each window."""
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     async with Engine(EngineConfig(device="cpu", **settings)) as engine:
         results = await asyncio.gather(*(engine.generate(list(ids), params) for ids in windows))
@@ -67,15 +59,15 @@ async def perplexity(settings: dict[str, Any], windows: Sequence[Sequence[int]])
 
 
 def windows_of(model: Path, count: int) -> list[list[int]]:
-    """The documentation by the model's tokenizer, at most so many windows."""
+    """Token ids of the documentation, at most so many windows."""
     text = "\n".join(file.read_text() for file in sorted((ROOT / "docs").glob("*.md")))
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids
     return [ids[at : at + _WINDOW] for at in range(0, len(ids) - _WINDOW, _WINDOW)][:count]
 
 
-def measure_perplexity(options: argparse.Namespace, model: Path, report: Report) -> None:
-    """A row per kind of weights; ``more`` is the share by which the perplexity is above that of bfloat16."""
-    windows = windows_of(model, options.requests)
+def measure_perplexity(count: int, model: Path, report: Report) -> None:
+    """Report a row per kind of weights; ``more`` is the share above the perplexity of bfloat16."""
+    windows = windows_of(model, count)
     first: float | None = None
     for name, settings in WAYS.items():
         found = asyncio.run(perplexity({"model": str(model), **settings}, windows))
@@ -83,10 +75,7 @@ def measure_perplexity(options: argparse.Namespace, model: Path, report: Report)
         report.row(weights=name, perplexity=found, more=found / first - 1)
 
 
-def measure_accuracy(options: argparse.Namespace, report: Report) -> None:
-    """A row per kind of weights: the share of right answers by task, and the distance of logprobs."""
-    reference: list[float] | None = None
+def measure_accuracy(count: int, report: Report) -> None:
+    """Report a row per kind of weights: the share of right answers by task."""
     for name, settings in WAYS.items():
-        right, logprobs = asyncio.run(answers(settings, options.requests, options.seed))
-        reference = reference or logprobs
-        report.row(weights=name, **right, logprobs_apart=distance(logprobs, reference))
+        report.row(weights=name, **asyncio.run(answers(settings, count)))

@@ -1,35 +1,47 @@
-"""The contest: engines loaded, measured in turns, stopped in between; what each of them did."""
+"""The contest: engines loaded, measured in turns and stopped in between; and the figures that result."""
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import random
+import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from bench.cpu.cells import Cell, agreement, figures, prompts, schedule
 from bench.peers.process import PeerFailed, PeerProcess
-from bench.peers.watch import Memory, Watch, available_gib, locked
+from bench.peers.watch import Watch
+from bench.report import Report
 
-__all__ = ["Contest", "Contestant", "Limits", "needed_gib"]
+__all__ = ["Cell", "Contest", "Contestant", "Limits", "figures", "prompts", "ratio", "schedule", "tell"]
 
-#: GiB that a process has besides weights and KV
-_BASE = 0.75
-#: share of the free memory that engines may take together
-_SHARE = 0.9
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """So many sequences at once; with one new token it is a prefill."""
+
+    concurrency: int
+    prompt: int
+    output: int
+
+    @property
+    def name(self) -> str:
+        return f"c={self.concurrency}" if self.output > 1 else f"prefill {self.concurrency}x{self.prompt}"
+
+    @property
+    def metric(self) -> str:
+        """The figure that stands for it."""
+        return "decode_tokens_per_s" if self.output > 1 else "prefill_tokens_per_s"
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What is put up with."""
+    """Seconds that a peer may take, and disturbance that a sample may have."""
 
-    #: seconds that a peer may take
     load: float = 900.0
     run: float = 300.0
-    #: cores used by others, or by the hypervisor's other guests, in which a sample is as good as none
+    #: cores used by others, or by the hypervisor's other guests, beyond which a sample is taken again
     noise: float = 0.25
     #: samples that are taken until there is a quiet one
     attempts: int = 1
@@ -37,7 +49,7 @@ class Limits:
 
 @dataclass(slots=True)
 class Contestant:
-    """An engine, how it is started, and what came of it."""
+    """An engine, how it is started, and its results."""
 
     name: str
     command: Sequence[str]
@@ -45,128 +57,56 @@ class Contestant:
     log: Path
     #: of the load request
     settings: dict[str, Any]
-    #: GiB that it needs, roughly
-    need: float = 0.0
     process: PeerProcess | None = None
     #: why it is out
     failed: str | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    load_seconds: list[float] = field(default_factory=list)
-    peak: Memory = field(default_factory=Memory)
-    #: what every cell was like, round by round
+    peak_mib: float = 0.0
+    #: samples of every cell, round by round
     samples: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-    #: what it said, by round, cell and attempt
-    tokens: dict[tuple[int, str, int], list[list[int]]] = field(default_factory=dict)
     #: cells that it could not do, and why
     errors: dict[str, str] = field(default_factory=dict)
 
-    def result(self) -> dict[str, Any]:
-        """For the report."""
-        return {
-            "facts": self.facts,
-            "load_s": self.load_seconds,
-            "peak_rss_mib": self.peak.resident,
-            "peak_private_mib": self.peak.private,
-            "failed": self.failed,
-            "errors": self.errors,
-            "samples": self.samples,
-        }
+    def by_round(self, cell: Cell, metric: str) -> dict[int, float]:
+        found = self.samples.get(cell.name, [])
+        return {sample["round"]: sample[metric] for sample in found if metric in sample}
 
 
 class Contest:
     """Runs engines one at a time. Processes are gone when it is left."""
 
     def __init__(
-        self,
-        engines: Sequence[Contestant],
-        cells: Sequence[Cell],
-        vocab: int,
-        limits: Limits,
-        *,
-        seed: int = 0,
-        lock: Path | None = None,
+        self, engines: Sequence[Contestant], cells: Sequence[Cell], vocab: int, limits: Limits, seed: int = 0
     ) -> None:
         self._engines = {engine.name: engine for engine in engines}
         self._cells = cells
         self._vocab = vocab
         self._limits = limits
         self._seed = seed
-        self._lock = lock
-        self._wakes = itertools.count()
 
-    def run(self, rounds: int, together: bool | None = None) -> bool:
-        """All rounds; ``together`` says whether all engines stay loaded, None lets memory decide. Returns how
-        it was."""
-        engines = list(self._engines.values())
-        if together is None:
-            wanted, free = sum(engine.need for engine in engines), available_gib()
-            together = wanted < _SHARE * free
-            how = "all stay loaded" if together else "one at a time is loaded"
-            print(f"{how}: about {wanted:.1f} GiB wanted for all, {free:.1f} free", flush=True)
+    def run(self, rounds: int) -> None:
         try:
-            if together:
-                for engine in engines:
-                    self._load(engine)
-                    self._rest(engine, together)
-            for turn in schedule(list(self._engines), self._cells, rounds, together):
-                engine = self._engines[turn.engine]
-                if not together:
-                    self._load(engine)
-                with locked(self._lock):
-                    if together:
-                        self._wake(engine)
-                    for cell in turn.cells:
-                        self._measure(engine, cell, turn.round)
-                    self._rest(engine, together)
+            for engine in self._engines.values():
+                self._load(engine)
+            for number, name, cell in schedule(list(self._engines), self._cells, rounds):
+                engine = self._engines[name]
+                self._wake(engine, f"{number}:{cell.name}")
+                self._measure(engine, cell, number)
+                if engine.process is not None:
+                    engine.process.pause()
         finally:
-            for engine in engines:
+            for engine in self._engines.values():
                 if engine.process is not None:
                     engine.process.kill()
-        self._compare()
-        return together
-
-    def _compare(self) -> None:
-        """Hold everybody's tokens against those of the first engine, where it has some."""
-        reference, *_ = self._engines.values()
-        for engine in self._engines.values():
-            for name, samples in engine.samples.items():
-                for sample in samples:
-                    key = sample["round"], name, sample["attempt"]
-                    if key in reference.tokens:
-                        sample["agreement"] = agreement(reference.tokens[key], engine.tokens[key])
-
-    def _wake(self, engine: Contestant) -> None:
-        """Have it go on, first with a short run: being stopped costs a process something later."""
-        if engine.process is None:
-            return
-        engine.process.resume()
-        short = Cell(1, min(16, self._cells[0].prompt), 2)
-        try:
-            self._ask(engine.process, short, f"awake {next(self._wakes)}", short.output)
-        except PeerFailed as error:
-            self._out(engine, str(error))
-
-    def _rest(self, engine: Contestant, together: bool) -> None:
-        if engine.process is None:
-            return
-        if together:
-            engine.process.pause()
-        else:
-            engine.process.close()
-            engine.process = None
 
     def _load(self, engine: Contestant) -> None:
-        """Start it, load, and compute every cell's shape once for few tokens; nothing if it is out."""
-        if engine.failed is not None:
-            return
+        """Start it, load, compute every cell's shape once for few tokens, and stop it."""
+        begin = time.monotonic()
         try:
-            process = PeerProcess(engine.command, log=engine.log, cwd=engine.cwd)
+            process = engine.process = PeerProcess(engine.command, log=engine.log, cwd=engine.cwd)
         except OSError as error:
             engine.failed = f"cannot be started: {error}"
-            _say(engine, engine.failed)
             return
-        engine.process = process
-        begin = time.monotonic()
         with Watch(process.pid) as use:
             try:
                 told = process.ask("load", self._limits.load, settings=engine.settings)
@@ -174,92 +114,76 @@ class Contest:
             except PeerFailed as error:
                 self._out(engine, str(error))
             for cell in self._cells:
-                self._warm(engine, cell)
-        engine.peak = engine.peak.max(use.peak)
-        if engine.failed is None:
-            engine.load_seconds.append(time.monotonic() - begin)
-            _say(engine, f"loaded and warm in {engine.load_seconds[-1]:.0f} s")
+                if engine.process is not None:
+                    self._try(engine, cell, "warm", min(4, cell.output))
+        engine.peak_mib = use.peak_mib
+        if engine.process is not None:
+            engine.process.pause()
+            _say(engine, f"loaded and warm in {time.monotonic() - begin:.0f} s")
 
-    def _warm(self, engine: Contestant, cell: Cell) -> None:
-        if engine.process is None or cell.name in engine.errors:
+    def _wake(self, engine: Contestant, what: str) -> None:
+        """Have it go on, first with a short run: being stopped costs a process something later."""
+        if engine.process is None:
             return
-        short = dataclasses.replace(cell, output=min(4, cell.output))
+        engine.process.resume()
+        short = Cell(1, min(16, self._cells[0].prompt), 2)
         try:
-            self._ask(engine.process, short, "warm", short.output)
+            self._ask(engine.process, short, f"awake {what}", short.output)
         except PeerFailed as error:
-            self._failed(engine, cell, str(error))
+            self._out(engine, str(error))
 
-    def _measure(self, engine: Contestant, cell: Cell, round: int) -> None:
-        """A sample of the cell: the first that little disturbed, or of all attempts the least disturbed."""
+    def _measure(self, engine: Contestant, cell: Cell, number: int) -> None:
+        """Keep the first quiet sample of a cell, or the least disturbed of all attempts."""
         samples: list[dict[str, Any]] = []
         for attempt in range(self._limits.attempts):
-            sample = self._sample(engine, cell, round, attempt)
+            sample = self._sample(engine, cell, number, attempt)
             if sample is None:
                 break
             rate = sample.get(cell.metric)
+            shown = f"{rate:.1f} tokens/s" if rate else "no rate"
             _say(
-                engine,
-                f"round {round + 1}, {cell.name}: {f'{rate:.1f} tokens/s' if rate else 'no rate'}, "
-                f"{sample['peak_rss_mib']:.0f} MiB, others used {sample['others_cores']:.2f} cores",
+                engine, f"round {number + 1}, {cell.name}: {shown}, others {sample['others_cores']:.2f} cores"
             )
             samples.append(sample)
-            if _disturbed(sample) <= self._limits.noise:
+            if sample["others_cores"] <= self._limits.noise:
                 break
         if samples:
-            engine.samples.setdefault(cell.name, []).append(min(samples, key=_disturbed))
+            quietest = min(samples, key=lambda sample: float(sample["others_cores"]))
+            engine.samples.setdefault(cell.name, []).append(quietest)
 
-    def _sample(self, engine: Contestant, cell: Cell, round: int, attempt: int) -> dict[str, Any] | None:
+    def _sample(self, engine: Contestant, cell: Cell, number: int, attempt: int) -> dict[str, Any] | None:
         """One run for one token, and one for all; None if it cannot do it."""
-        process = engine.process
-        if process is None or cell.name in engine.errors:
+        if engine.process is None or cell.name in engine.errors:
             return None
-        whole: dict[str, Any] | None = None
-        with Watch(process.pid) as use:
-            try:
-                first = self._ask(process, cell, f"{round}:{attempt}:first", 1)
-                if cell.output > 1:
-                    whole = self._ask(process, cell, f"{round}:{attempt}:whole", cell.output)
-            except PeerFailed as error:
-                self._failed(engine, cell, str(error))
-                first = None
-        engine.peak = engine.peak.max(use.peak)
-        if first is None:
+        with Watch(engine.process.pid) as use:
+            first = self._try(engine, cell, f"{number}:{attempt}:first", 1)
+            whole = None
+            if first is not None and cell.output > 1:
+                whole = self._try(engine, cell, f"{number}:{attempt}:whole", cell.output)
+        engine.peak_mib = max(engine.peak_mib, use.peak_mib)
+        if first is None or cell.name in engine.errors:
             return None
-        last = whole or first
-        sample: dict[str, Any] = {
-            "round": round,
-            "attempt": attempt,
+        return {
+            "round": number,
             **figures(cell, first["seconds"], whole["seconds"] if whole else None),
-            "peak_rss_mib": use.peak.resident,
-            "cpu_s": use.cpu,
-            "own_cpu_s": use.own_cpu,
-            "others_cores": use.others_cpu / use.seconds,
-            "stolen_cores": use.stolen / use.seconds,
+            "others_cores": use.others_cores,
+            "first_tokens": [ids[0] for ids in first["tokens"]],
         }
-        if "breakdown" in last:
-            sample["breakdown"] = last["breakdown"]
-        engine.tokens[round, cell.name, attempt] = last["tokens"]
-        return sample
+
+    def _try(self, engine: Contestant, cell: Cell, what: str, new_tokens: int) -> dict[str, Any] | None:
+        """An answer; None if it fails, which costs it that cell, or everything if it died or hung."""
+        assert engine.process is not None
+        try:
+            return self._ask(engine.process, cell, what, new_tokens)
+        except PeerFailed as error:
+            engine.errors[cell.name] = str(error)
+            if engine.process.exit_code is not None:
+                self._out(engine, f"{cell.name}: {error}")
+            return None
 
     def _ask(self, process: PeerProcess, cell: Cell, what: str, new_tokens: int) -> dict[str, Any]:
-        made = prompts(cell, self._vocab, self._seed, what)
-        answer = process.ask("run", self._limits.run, prompts=made, new_tokens=new_tokens)
-        tokens, seconds = answer.get("tokens"), answer.get("seconds")
-        lists = isinstance(tokens, list) and all(isinstance(ids, list) for ids in tokens)
-        if not lists or [len(ids) for ids in tokens or []] != [new_tokens] * len(made):
-            raise PeerFailed(f"{cell.name}: it answered with other than {new_tokens} tokens for each prompt")
-        if not isinstance(seconds, float) or seconds <= 0:
-            raise PeerFailed(f"{cell.name}: it says that it took {seconds} seconds")
-        return answer
-
-    def _failed(self, engine: Contestant, cell: Cell, why: str) -> None:
-        """A cell that it cannot do costs it that cell; if it died or hung, it is out."""
-        engine.errors[cell.name] = why
-        assert engine.process is not None
-        if engine.process.exit_code is not None:
-            self._out(engine, f"{cell.name}: {why}")
-        else:
-            _say(engine, f"{cell.name}: {why}")
+        made = prompts(replace(cell, output=new_tokens), self._vocab, self._seed, cell.output, what)
+        return process.ask("run", self._limits.run, prompts=made, new_tokens=new_tokens)
 
     def _out(self, engine: Contestant, why: str) -> None:
         assert engine.process is not None
@@ -268,15 +192,100 @@ class Contest:
         _say(engine, f"out: {why}")
 
 
-def needed_gib(copies: float, checkpoint: float, kv: float) -> float:
-    """What an engine takes, roughly: so many sizes of the checkpoint, the KV budget, and itself."""
-    return copies * checkpoint + kv + _BASE
-
-
-def _disturbed(sample: dict[str, Any]) -> float:
-    """Cores that somebody else had meanwhile."""
-    return float(sample["others_cores"] + sample["stolen_cores"])
-
-
 def _say(engine: Contestant, text: str) -> None:
     print(f"{engine.name:12s} {text}", flush=True)
+
+
+def figures(cell: Cell, first: float, whole: float | None) -> dict[str, float]:
+    """Rates in tokens/s from the seconds of one new token and of all; ``whole`` is None for a prefill.
+
+    There is no decode rate where more tokens took no longer than one: something else was in the way.
+    """
+    rates = {"prefill_tokens_per_s": cell.concurrency * cell.prompt / first}
+    if whole is not None:
+        rates["end_to_end_tokens_per_s"] = cell.concurrency * cell.output / whole
+        if whole > first:
+            rates["decode_tokens_per_s"] = cell.concurrency * (cell.output - 1) / (whole - first)
+    return rates
+
+
+def prompts(cell: Cell, vocab: int, *seed: Any) -> list[list[int]]:
+    """Random ids, the same for the same seed."""
+    rng = random.Random(":".join(map(str, (cell.name, *seed))))
+    return [[rng.randrange(vocab) for _ in range(cell.prompt)] for _ in range(cell.concurrency)]
+
+
+def schedule(engines: Sequence[str], cells: Sequence[Cell], rounds: int) -> Iterator[tuple[int, str, Cell]]:
+    """Turns (round, engine, cell): engines alternate cell by cell; who begins changes every round."""
+    for number in range(rounds):
+        at = number % len(engines)
+        for cell in cells:
+            for engine in [*engines[at:], *engines[:at]]:
+                yield number, engine, cell
+
+
+def ratio(ours: dict[int, float], theirs: dict[str, dict[int, float]]) -> dict[str, Any] | None:
+    """One engine's figure over the best of the others', by round.
+
+    The best has the highest median; the ratio is taken round by round, where disturbances were the same for
+    both. None if there is no round that both have.
+    """
+    medians = {name: statistics.median(values.values()) for name, values in theirs.items() if values}
+    if not medians or not ours:
+        return None
+    best = max(medians, key=lambda name: medians[name])
+    shared = [value / theirs[best][number] for number, value in ours.items() if number in theirs[best]]
+    return {"over": best, **_spread(shared)} if shared else None
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    if not values:
+        return {}
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def tell(engines: Sequence[Contestant], cells: Sequence[Cell], report: Report) -> None:
+    """Report a row per cell and engine, and the first engine over the best of the others."""
+    ours, *theirs = engines
+    for cell in cells:
+        for engine in engines:
+            rate = _spread(list(engine.by_round(cell, cell.metric).values()))
+            whole = _spread(list(engine.by_round(cell, "end_to_end_tokens_per_s").values()))
+            samples = engine.samples.get(cell.name, [])
+            report.row(
+                cell=cell.name,
+                engine=engine.name,
+                tokens_per_s=rate.get("median"),
+                min=rate.get("min"),
+                max=rate.get("max"),
+                end_to_end=whole.get("median"),
+                others_cores=max((sample["others_cores"] for sample in samples), default=None),
+                same_first=_same_first(ours.samples.get(cell.name, []), samples),
+                peak_mib=engine.peak_mib,
+            )
+    for cell in cells:
+        compared = {cell.name: cell.metric}
+        if cell.output > 1:
+            compared[f"{cell.name} end to end"] = "end_to_end_tokens_per_s"
+        for name, metric in compared.items():
+            others = {peer.name: peer.by_round(cell, metric) for peer in theirs}
+            if found := ratio(ours.by_round(cell, metric), others):
+                report.row(cell=name, engine=ours.name, **found)
+    for engine in engines:
+        for name, error in engine.errors.items():
+            report.error(f"{engine.name}: {name} failed: {error[:300]}")
+        if engine.failed:
+            report.error(f"{engine.name} is out: {engine.failed[:300]}")
+    report.add(
+        engines={engine.name: {"facts": engine.facts, "samples": engine.samples} for engine in engines}
+    )
+
+
+def _same_first(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float | None:
+    """Share of sequences with the same first token: whether it is the same model."""
+    pairs = [
+        (a, b)
+        for one, other in zip(ours, theirs, strict=False)
+        for a, b in zip(one["first_tokens"], other["first_tokens"], strict=True)
+    ]
+    return sum(a == b for a, b in pairs) / len(pairs) if pairs else None

@@ -1,11 +1,9 @@
 // A client of many streams that only counts: one thread, one epoll, nothing parsed.
 //
-//   client PORT PATH STREAMS REQUESTS MODULUS FILE BEFORE AFTER
+//   client PORT PATH STREAMS MODULUS BEFORE AFTER
 //
-// Sends REQUESTS requests over STREAMS connections, each with the body BEFORE NUMBER AFTER, where the numbers
-// are those of the requests modulo MODULUS. FILE gets the responses, or is "-" if none are kept: for each,
-// its number and its length as 32-bit integers, and its bytes. For a line on its standard input it prints one
-// line of JSON; it ends with the input.
+// Opens STREAMS connections with one request each, with the body BEFORE NUMBER AFTER, where the numbers are those of
+// the requests modulo MODULUS. For a line on its standard input it prints one line of JSON; it ends with the input.
 
 #include <arpa/inet.h>
 #include <netinet/tcp.h>
@@ -32,7 +30,7 @@ struct Connection {
     bool newline = false;  // the last byte was one
     bool begun = false;    // this response has begun
     char tail[7] = {};
-    std::string request, kept;
+    std::string request;
 };
 
 struct Counts {
@@ -40,9 +38,8 @@ struct Counts {
 };
 
 int port, loop, opening = 0, opened = 0;
-uint64_t requests, modulus;
+uint64_t modulus;
 std::string path, before, after;
-FILE *file = nullptr;
 Counts counts;
 std::vector<Connection> connections;
 
@@ -56,14 +53,13 @@ void arm(Connection &each, int operation, uint32_t events) {
 void ask(Connection &each) {
     each.number = static_cast<uint32_t>(counts.sent++ % modulus);
     each.begun = each.newline = false;
-    each.kept.clear();
     std::string body = before + std::to_string(each.number) + after;
     each.request = "POST " + path + " HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" +
                    "Content-Length: " + std::to_string(body.size()) + "\r\n\r\n" + body;
 }
 
 void open_more() {
-    while (opening < kOpening && opened < static_cast<int>(connections.size()) && counts.sent < requests) {
+    while (opening < kOpening && opened < static_cast<int>(connections.size())) {
         Connection &each = connections[opened++];
         each.fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
         sockaddr_in address{};
@@ -92,20 +88,6 @@ void send_request(Connection &each) {
     arm(each, EPOLL_CTL_MOD, EPOLLIN);
 }
 
-void end_response(Connection &each) {
-    ++counts.done;
-    if (file != nullptr) {
-        uint32_t head[2] = {each.number, static_cast<uint32_t>(each.kept.size())};
-        fwrite(head, sizeof head, 1, file);
-        fwrite(each.kept.data(), 1, each.kept.size(), file);
-        fflush(file);
-    }
-    if (counts.sent >= requests) return leave(each, false);
-    ask(each);
-    ++opening;
-    send_request(each);
-}
-
 void count(Connection &each, const char *data, size_t size) {
     if (!each.begun) {
         each.begun = true;
@@ -114,7 +96,6 @@ void count(Connection &each, const char *data, size_t size) {
         if (size < 12 || memcmp(data + 9, "200", 3) != 0) return leave(each, true);
     }
     counts.bytes += size;
-    if (file != nullptr) each.kept.append(data, size);
     // An event ends with two newlines, and no other newlines are next to each other.
     const char *end = data + size, *at = data;
     if (each.newline && *data == '\n') ++counts.events;
@@ -128,7 +109,10 @@ void count(Connection &each, const char *data, size_t size) {
     size_t tail = size < 7 ? size : 7;
     memmove(each.tail, each.tail + tail, 7 - tail);
     memcpy(each.tail + 7 - tail, end - tail, tail);
-    if (memcmp(each.tail, "\r\n0\r\n\r\n", 7) == 0) end_response(each);
+    if (memcmp(each.tail, "\r\n0\r\n\r\n", 7) == 0) {
+        ++counts.done;
+        leave(each, false);
+    }
 }
 
 void report() {
@@ -147,15 +131,13 @@ void report() {
 }  // namespace
 
 int main(int count_of, char **given) {
-    if (count_of != 9) return 2;
+    if (count_of != 7) return 2;
     port = atoi(given[1]);
     path = given[2];
     connections.resize(static_cast<size_t>(atoi(given[3])));
-    requests = strtoull(given[4], nullptr, 10);
-    modulus = strtoull(given[5], nullptr, 10);
-    if (strcmp(given[6], "-") != 0) file = fopen(given[6], "wb");
-    before = given[7];
-    after = given[8];
+    modulus = strtoull(given[4], nullptr, 10);
+    before = given[5];
+    after = given[6];
     loop = epoll_create1(0);
     epoll_event wanted{}, ready[256];
     wanted.events = EPOLLIN;

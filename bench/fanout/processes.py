@@ -18,17 +18,18 @@ from typing import Any
 from aioinfer.native.build import BuildFailed, find_compiler
 from bench.command import BadOptions
 from bench.fanout.target import PATH
+from bench.null_device import MAX_TOKENS
 
-__all__ = ["OFFSETS", "Client", "Target", "body", "client", "compiled_client", "responses", "target"]
+__all__ = ["Client", "Target", "client", "compiled_client", "target"]
 
 #: prompts begin with a token below this
-OFFSETS = 256
+_OFFSETS = 256
 _SOURCE = Path(__file__).with_name("client.cpp")
 
 
 @contextmanager
 def compiled_client() -> Iterator[Path]:
-    """The program. Raises BadOptions if there is no compiler."""
+    """The client's program. Raises BadOptions if there is no compiler."""
     try:
         compiler = find_compiler()
     except BuildFailed as error:
@@ -48,40 +49,34 @@ class Target:
 
     port: int
     probe: str
-    process: subprocess.Popen[str]
 
     def begin(self) -> None:
-        """Forget how late the loop was."""
+        """Reset the lateness of the loop."""
         urllib.request.urlopen(urllib.request.Request(self.probe, method="POST"), timeout=60).read()
 
-    def tell(self, *, collect: bool = False) -> dict[str, Any]:
-        """Sums so far; ``collect``: after a collection of garbage."""
-        address = self.probe + ("?collect=1" if collect else "")
-        with urllib.request.urlopen(address, timeout=60) as response:
+    def tell(self) -> dict[str, Any]:
+        """Sums so far."""
+        with urllib.request.urlopen(self.probe, timeout=60) as response:
             found: dict[str, Any] = json.load(response)
         return found
 
 
 @contextmanager
-def target(kind: str, loop: str, tokenizer: str | None, **settings: float) -> Iterator[Target]:
-    """A target in a process. Raises RuntimeError if it does not start, or has written to stderr."""
-    command = [sys.executable, "-m", "bench.fanout.target", "--kind", kind, "--loop", loop]
-    for name, value in settings.items():
-        command += [f"--{name.replace('_', '-')}", str(value)]
-    if tokenizer is not None:
-        command += ["--tokenizer", tokenizer]
+def target(kind: str, streams: int, step_ms: float) -> Iterator[Target]:
+    """A target in a process. Raises RuntimeError if it does not start, or has written a traceback."""
+    command = [sys.executable, "-m", "bench.fanout.target", "--kind", kind]
+    command += ["--streams", str(streams), "--step-ms", str(step_ms)]
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
-        try:
-            assert process.stdout is not None
-            line = process.stdout.readline().split()
-            if len(line) == 2:
-                yield Target(int(line[0]), f"http://127.0.0.1:{line[1]}/probe", process)
-                process.send_signal(signal.SIGTERM)
-                process.wait(60)
-        finally:
-            process.kill()
-            process.wait()
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+            try:
+                assert process.stdout is not None
+                line = process.stdout.readline().split()
+                if len(line) == 2:
+                    yield Target(int(line[0]), f"http://127.0.0.1:{line[1]}/probe")
+                    process.send_signal(signal.SIGTERM)
+                    process.wait(60)
+            finally:
+                process.kill()
         errors.seek(0)
         said = errors.read()
     if len(line) != 2 or "Traceback" in said:
@@ -103,63 +98,23 @@ class Client:
         found: dict[str, float] = json.loads(self.process.stdout.readline())
         return found
 
-    def wait(self, name: str, count: int, seconds: float = 60.0) -> dict[str, float]:
-        """Until ``count`` have ``begun`` or are ``done``. Raises RuntimeError if a response failed."""
+    def wait_begun(self, count: int, seconds: float = 60.0) -> None:
+        """Wait until ``count`` responses have begun. Raises RuntimeError if one failed."""
         end = time.monotonic() + seconds
-        while True:
-            found = self.counts()
-            if found["errors"]:
-                raise RuntimeError(f"{found['errors']:.0f} responses failed: {found}")
-            if found[name] >= count:
-                return found
-            if time.monotonic() > end:
-                raise RuntimeError(f"{found[name]:.0f} of {count} responses are {name}")
+        while (found := self.counts())["begun"] < count:
+            if found["errors"] or time.monotonic() > end:
+                raise RuntimeError(f"not all of {count} responses begin: {found}")
             time.sleep(0.02)
 
 
 @contextmanager
-def client(
-    program: Path, port: int, streams: int, parts: tuple[str, str], requests: int = 0, file: str = "-"
-) -> Iterator[Client]:
-    """``requests`` over ``streams`` connections, one over each by default; see client.cpp."""
-    command = [str(program), str(port), PATH, str(streams), str(requests or streams), str(OFFSETS), file]
-    with subprocess.Popen(
-        [*command, *parts], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
+def client(program: Path, port: int, streams: int) -> Iterator[Client]:
+    """A client with so many connections and one endless request on each; see client.cpp."""
+    asked = {"model": "null", "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
+    before, after = json.dumps({**asked, "prompt": [0, 5, 5, 5]}).split("[0,")
+    command = [str(program), str(port), PATH, str(streams), str(_OFFSETS), f"{before}[", f",{after}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield Client(process)
         finally:
             process.kill()
-
-
-def body(max_tokens: int, context: int = 5, **fields: Any) -> tuple[str, str]:
-    """A request, around the first token of its prompt; ``context`` are the others."""
-    asked = {"model": "fanout", "max_tokens": max_tokens, "temperature": 0, "stream": True}
-    before, after = json.dumps({**asked, **fields, "prompt": [0, context, context, context]}).split("[0,")
-    return f"{before}[", f",{after}"
-
-
-def responses(file: Path) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-    """The number of each response that a client kept, and its events. Raises ValueError if one is damaged."""
-    data, at = file.read_bytes(), 0
-    while at < len(data):
-        number, size = (int.from_bytes(data[at + each : at + each + 4], "little") for each in (0, 4))
-        yield number, _events(data[at + 8 : at + 8 + size])
-        at += 8 + size
-
-
-def _events(response: bytes) -> list[dict[str, Any]]:
-    at, payload = response.index(b"\r\n\r\n") + 4, []
-    while at < len(response):
-        start = response.index(b"\r\n", at) + 2
-        end = start + int(response[at : start - 2], 16)
-        if response[end : end + 2] != b"\r\n":
-            raise ValueError(f"a chunk of {end - start} bytes does not end where it should")
-        payload.append(response[start:end])
-        at = end + 2
-    if payload.pop() != b"":
-        raise ValueError("the response has no end")
-    events = b"".join(payload).decode().split("\n\n")
-    if events[-2:] != ["data: [DONE]", ""]:
-        raise ValueError(f"the response ends with {events[-2:]}")
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-2] if not event.startswith(":")]

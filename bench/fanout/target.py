@@ -4,7 +4,7 @@ aiohttp writer with a task per stream, or readers in the engine's own process.
     python -m bench.fanout.target --kind server --streams 256 --step-ms 6
 
 Prints the port of its streams and that of its probe when it is ready, and ends with SIGTERM. ``POST /probe``
-forgets how late the loop was; ``GET /probe`` reports that, and sums whose differences are rates.
+resets the lateness of the loop; ``GET /probe`` reports it, and sums whose differences are rates.
 """
 
 from __future__ import annotations
@@ -12,84 +12,42 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import gc
 import json
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
-from aioinfer.config import EngineConfig, ServerConfig
+from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine
-from aioinfer.execution.device import DeviceInfo
-from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.loop.tuning import FROZEN
 from aioinfer.params import SamplingParams
 from aioinfer.server import serve
-from aioinfer.text.tokenizer import HFTokenizer
-from bench.attack.target import LoopLag, holdings
-from bench.fanout.device import NullDevice, real_text
+from bench.null_device import MAX_TOKENS, null_engine
+from bench.report import percentiles
 
-__all__ = ["MAX_TOKENS", "PATH"]
+__all__ = ["PATH"]
 
 PATH = "/v1/completions"
-#: more than a stream gets while it is measured
-MAX_TOKENS = 100_000
-_PAGE = 4096
-
-
-def make_engine(options: argparse.Namespace) -> Engine:
-    """An engine over a null device, with the tokenizer of ``options.tokenizer``."""
-    tokenizer = HFTokenizer.load(Path(options.tokenizer or EngineConfig().model_path))
-    streams = options.streams
-    pages = streams * (MAX_TOKENS // _PAGE + 2)
-    info = DeviceInfo(tokenizer.vocab_size, 2 * MAX_TOKENS, pages, frozenset(), "takes its time")
-    config = EngineConfig(
-        model="fanout",
-        page_size=_PAGE,
-        num_pages=pages,
-        max_running_requests=streams,
-        max_step_tokens=16 * streams,
-        max_queued_requests=2 * streams,
-        prefix_cache=False,
-        overlap_steps=1,
-    )
-    device = NullDevice(
-        tokenizer.encode_part(real_text()),
-        info,
-        seconds=options.step_ms / 1e3,
-        packing=options.packing_ms / 1e3,
-        launching=options.launching_ms / 1e3,
-        num_slots=config.num_slots,
-    )
-    return Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: tokenizer)
-
-
-# -- what is measured ----------------------------------------------------------------------------------
+#: seconds between two looks at the loop
+_INTERVAL = 0.002
 
 
 async def _server(options: argparse.Namespace, stop: asyncio.Event) -> None:
-    engine = make_engine(options)
-    async with _probed(engine) as announce:
-        await engine.start()
+    engine, _ = null_engine(options.streams, options.step_ms)
+    async with _probed(engine) as announce, engine:
         frozen = FROZEN.hold(True)  # as the command line does
+        config = ServerConfig(port=0, max_connections=options.streams + 16)
         try:
-            await serve(
-                engine,
-                ServerConfig(port=0, max_connections=options.streams + 16),
-                stop=stop,
-                ready=lambda url: announce(int(url.rsplit(":", 1)[1])),
-            )
+            await serve(engine, config, stop=stop, ready=lambda url: announce(int(url.rsplit(":", 1)[1])))
         finally:
             FROZEN.release(frozen)
-            await engine.aclose()
 
 
 class BareWriter:
-    """What aiohttp does without an engine: every step wakes a task per stream, which writes one event."""
+    """aiohttp without an engine: every step wakes a task per stream, which writes one event."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -106,14 +64,14 @@ class BareWriter:
         if self._seconds:
             self._loop.call_at(self._due, self.step)
         else:
-            # Behind the tasks, which run in the next turn.
+            # After the tasks, which run in the next turn.
             self._loop.call_soon(self._loop.call_soon, self.step)
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         await request.read()
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8"})
         await response.prepare(request)
-        head = {"id": "cmpl-" + "0" * 32, "object": "text_completion", "created": 0, "model": "fanout"}
+        head = {"id": "cmpl-" + "0" * 32, "object": "text_completion", "created": 0, "model": "null"}
         choice = {"index": 0, "text": " bare", "logprobs": None, "finish_reason": None}
         event = {**head, "system_fingerprint": "fp_0123456789", "choices": [choice]}
         frame = f"data: {json.dumps(event, separators=(',', ':'))}\n\n".encode()
@@ -133,8 +91,7 @@ async def _bare(options: argparse.Namespace, stop: asyncio.Event) -> None:
     runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=0.1)
     async with _probed(None) as announce:
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0, backlog=1024)
-        await site.start()
+        await web.TCPSite(runner, "127.0.0.1", 0, backlog=1024).start()
         writer.step()
         announce(runner.addresses[0][1])
         await stop.wait()
@@ -142,7 +99,7 @@ async def _bare(options: argparse.Namespace, stop: asyncio.Event) -> None:
 
 
 async def _inprocess(options: argparse.Namespace, stop: asyncio.Event) -> None:
-    engine = make_engine(options)
+    engine, _ = null_engine(options.streams, options.step_ms)
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
 
     async def read(number: int) -> None:
@@ -162,43 +119,50 @@ async def _inprocess(options: argparse.Namespace, stop: asyncio.Event) -> None:
         FROZEN.release(frozen)
 
 
-# -- the probe -----------------------------------------------------------------------------------------
+class _LoopLag:
+    """Lateness of timers. The loop's own clock is as coarse as a millisecond, which it adds."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self.late: list[float] = []
+        self._due = loop.time()
+        self.timer = loop.call_soon(self._fire)
+
+    def _fire(self) -> None:
+        self.late.append(1e3 * max(0.0, self._loop.time() - self._due))
+        self._due = self._loop.time() + _INTERVAL
+        self.timer = self._loop.call_at(self._due, self._fire)
 
 
 @contextlib.asynccontextmanager
 async def _probed(
     engine: Engine | None, counts: dict[str, int] | None = None
 ) -> AsyncIterator[Callable[[int], None]]:
-    """Listens for questions; gives what prints the ports."""
-    loop = asyncio.get_running_loop()
-    lag = LoopLag(loop)
+    """Answer probes; yields a function that prints the ports."""
+    lag = _LoopLag(asyncio.get_running_loop())
 
     async def begin(request: web.Request) -> web.Response:
-        lag.start()
+        lag.late.clear()
         return web.json_response({})
 
     async def tell(request: web.Request) -> web.Response:
-        if "collect" in request.query:
-            gc.collect()
-        found = {"time": time.monotonic(), "loop_s": time.thread_time(), "lag_ms": lag.report()}
+        found: dict[str, Any] = {"time": time.monotonic(), "loop_s": time.thread_time()}
+        found["lag_ms"] = percentiles(lag.late)
         if engine is not None:
-            stats = engine.stats()
-            lane = engine.timeline.device
-            found |= {"running": stats.running, "tokens": stats.output_tokens, "busy_s": lane.busy}
-        return web.json_response({**found, **(counts or {}), **holdings()})
+            found |= {"tokens": engine.stats().output_tokens, "busy_s": engine.timeline.device.busy}
+        return web.json_response({**found, **(counts or {})})
 
     app = web.Application()
     app.router.add_post("/probe", begin)
     app.router.add_get("/probe", tell)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
     port = runner.addresses[0][1]
     try:
         yield lambda streams: print(streams, port, flush=True)
     finally:
-        lag.stop()
+        lag.timer.cancel()
         await runner.cleanup()
 
 
@@ -214,19 +178,9 @@ async def _run(options: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kind", choices=[*_KINDS], default="server")
-    parser.add_argument("--loop", choices=("asyncio", "uvloop"), default="asyncio")
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokenizer")
-    for name in ("step", "packing", "launching"):
-        parser.add_argument(f"--{name}-ms", type=float, default=0.0)
-    options = parser.parse_args()
-    factory: Any = asyncio.new_event_loop
-    if options.loop == "uvloop":
-        import uvloop
-
-        factory = uvloop.new_event_loop
-    with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(_run(options))
+    parser.add_argument("--step-ms", type=float, default=0.0)
+    asyncio.run(_run(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib
 import tempfile
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +16,13 @@ import torch
 
 from aioinfer.config import EngineConfig, parse_setting
 from aioinfer.engine import Engine
+from aioinfer.observe.timeline import Overlap
 from aioinfer.params import SamplingParams
 from bench.gpu.plan import Plan
 from bench.gpu.shapes import SHAPES, write_model, write_tokenizer
 from bench.gpu.workload import Workload, prompts_of
 
-# A bench's clock runs from its go; what an engine imports when it starts is imported before.
-for _name in ("aioinfer.loop.core", "aioinfer.model.loader", "transformers.models.qwen3.configuration_qwen3"):
-    importlib.import_module(_name)
-
-__all__ = ["Decoding", "decoding_rate", "engine_config", "generate", "run_async", "started", "stream"]
+__all__ = ["Decoding", "busy_share", "decoding_rate", "engine_config", "generate", "started", "stream"]
 
 
 def engine_config(plan: Plan, folder: Path, **values: Any) -> EngineConfig:
@@ -50,15 +46,16 @@ def engine_config(plan: Plan, folder: Path, **values: Any) -> EngineConfig:
 
 
 @asynccontextmanager
-async def started(plan: Plan, shape: str, *, tokenizer: bool = False, **values: Any) -> AsyncIterator[Engine]:
+async def started(plan: Plan, *, tokenizer: bool = False, **values: Any) -> AsyncIterator[Engine]:
     """An engine with random weights that has computed prompts and decodes of several sizes already."""
+    shape = SHAPES[plan.shape]
     with tempfile.TemporaryDirectory() as name:
-        folder = write_model(SHAPES[shape], Path(name))
+        folder = write_model(shape, Path(name))
         if tokenizer:
-            write_tokenizer(SHAPES[shape].vocab, folder)
+            write_tokenizer(shape.vocab, folder)
         engine = Engine(engine_config(plan, folder, **values))
         async with engine:
-            await _warm_up(engine, SHAPES[shape].vocab)
+            await _warm_up(engine, shape.vocab)
             yield engine
     del engine
     # What the next engine finds free is what it takes.
@@ -79,8 +76,8 @@ async def _warm_up(engine: Engine, vocab: int) -> None:
             engine.flush_cache()
 
 
-async def generate(engine: Engine, load: Workload, temperature: float) -> tuple[float, list[list[int]]]:
-    """Seconds from the first request to the last token, and everybody's tokens."""
+async def generate(engine: Engine, load: Workload, temperature: float) -> float:
+    """Seconds from the first request to the last token."""
     start = time.perf_counter()
     results = await asyncio.gather(
         *[
@@ -89,9 +86,8 @@ async def generate(engine: Engine, load: Workload, temperature: float) -> tuple[
         ]
     )
     seconds = time.perf_counter() - start
-    tokens = [result.token_ids for result in results]
-    _check_counts([len(ids) for ids in tokens], load.outputs)
-    return seconds, tokens
+    _check_counts([len(result.token_ids) for result in results], load.outputs)
+    return seconds
 
 
 async def stream(engine: Engine, load: Workload, temperature: float) -> tuple[float, list[list[float]]]:
@@ -115,7 +111,7 @@ async def stream(engine: Engine, load: Workload, temperature: float) -> tuple[fl
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """What a batch did between the last prompt and the first ending."""
+    """Decoding of a batch between the last prompt and the first ending."""
 
     tokens_per_s: float
     #: mean seconds of a step
@@ -125,7 +121,7 @@ class Decoding:
 
 
 async def decoding_rate(engine: Engine, prompts: Sequence[list[int]], output: int) -> Decoding:
-    """Tokens per second while all of the batch decodes. Raises ArithmeticError if it never does: then
+    """Tokens per second while all of the batch decodes. Raises ArithmeticError if it never does, because
     prefill took longer than the outputs last."""
     start = time.perf_counter()
     _, arrivals = await stream(engine, Workload(list(prompts), [output] * len(prompts)), 0.0)
@@ -147,9 +143,7 @@ def _check_counts(counts: list[int], wanted: list[int]) -> None:
         raise ArithmeticError(f"{sum(counts)} tokens came, {sum(wanted)} were asked for")
 
 
-def run_async(work: Coroutine[Any, Any, None]) -> None:
-    """On uvloop, as a server would."""
-    import uvloop
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(work)
+def busy_share(before: Overlap, after: Overlap) -> float:
+    """Share of the time between two looks at a timeline in which the device worked; 0 without any."""
+    busy, gap = after.busy - before.busy, after.gap - before.gap
+    return busy / (busy + gap) if busy + gap else 0.0

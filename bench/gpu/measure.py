@@ -1,88 +1,46 @@
-"""Measuring on a device: seconds of a call, copy bandwidth, matmul rate. Imports torch."""
+"""Copy bandwidth and matmul rate of a device."""
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from bench.gpu.plan import Plan
-from bench.gpu.report import PartReport
 from bench.gpu.roofline import Peaks
+from bench.report import Report
 
-__all__ = ["measure_peaks", "seconds_per_call", "specified_bandwidth", "synchronize"]
+__all__ = ["measure_peaks", "specified_bandwidth"]
 
 #: seconds of device work in one timed block, and how many blocks the median is of
 _BLOCK = 0.01
 _BLOCKS = 5
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def seconds_per_call(calls: Sequence[Callable[[], object]], device: torch.device) -> tuple[float, str]:
-    """Median seconds of one of the calls, and how it was found out.
-
-    The calls run one after the other: different memory in each keeps the caches out of it. On CUDA they are
-    captured in a graph, so that the host's part in launching does not count ("graph"); where that fails it
-    does ("eager").
-    """
-    for call in calls:
-        call()
-    synchronize(device)
+def _seconds_of(call: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of a call, on CUDA from its first to its last kernel."""
+    call()
     if device.type == "cpu":
         start = time.perf_counter()
-        for call in calls:
-            call()
-        return (time.perf_counter() - start) / len(calls), "cpu"
-    graph = _capture(calls)
-
-    def run() -> None:
-        if graph is not None:
-            graph.replay()
-        else:
-            for call in calls:
-                call()
-
-    once = _elapsed(run, 1)
-    times = max(1, min(100, int(_BLOCK / max(once, 1e-6))))
-    seconds = statistics.median(_elapsed(run, times) / times for _ in range(_BLOCKS))
-    return seconds / len(calls), "eager" if graph is None else "graph"
+        call()
+        return time.perf_counter() - start
+    times = max(1, min(100, int(_BLOCK / max(_elapsed(call, 1), 1e-6))))
+    return statistics.median(_elapsed(call, times) / times for _ in range(_BLOCKS))
 
 
-def _capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph | None:
-    graph = torch.cuda.CUDAGraph()
-    try:
-        with torch.cuda.graph(graph):
-            for call in calls:
-                call()
-        graph.replay()
-        torch.cuda.synchronize()
-    except RuntimeError as error:
-        print(f"no CUDA graph of this: {error}")
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.synchronize()
-        return None
-    return graph
-
-
-def _elapsed(run: Callable[[], None], times: int) -> float:
-    """Seconds on the device from the first to the last kernel."""
+def _elapsed(call: Callable[[], object], times: int) -> float:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(times):
-        run()
+        call()
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / 1e3
 
 
-def measure_peaks(plan: Plan, device: torch.device, report: PartReport) -> Peaks:
+def measure_peaks(plan: Plan, device: torch.device, report: Report) -> Peaks:
     """Bytes per second that a copy reads and writes, and FLOP per second of a bf16 product of random data;
     both are told as facts, and the bandwidth that the driver states."""
     peaks = Peaks(_copy_bandwidth(plan.size.copy_bytes, device), _matmul_rate(plan.size.matmul, device))
@@ -107,17 +65,16 @@ def specified_bandwidth(device: torch.device) -> float | None:
 
 
 def _copy_bandwidth(size: int, device: torch.device) -> float:
-    """By the faster of a copy, which is a node of its own in a graph, and a kernel."""
+    """Bytes per second by the faster of a copy and a kernel."""
     source = torch.empty(size // 2, dtype=torch.bfloat16, device=device).fill_(1)
     target = torch.empty_like(source)
     ways: list[Callable[[], object]] = [
         lambda: target.copy_(source),
         lambda: torch.neg(source, out=target),
     ]
-    return max(2 * size / seconds_per_call([way], device)[0] for way in ways)
+    return max(2 * size / _seconds_of(way, device) for way in ways)
 
 
 def _matmul_rate(side: int, device: torch.device) -> float:
     left, right, out = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(3))
-    seconds, _ = seconds_per_call([lambda: torch.mm(left, right, out=out)], device)
-    return 2 * side**3 / seconds
+    return 2 * side**3 / _seconds_of(lambda: torch.mm(left, right, out=out), device)

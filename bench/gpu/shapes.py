@@ -17,14 +17,10 @@ SHAPES = {
     shape.name: shape
     for shape in (
         Shape("0.6b", 28, 1024, 16, 8, 128, 3072, _VOCAB, True),
-        Shape("1.7b", 28, 2048, 16, 8, 128, 6144, _VOCAB, True),
         Shape("8b", 36, 4096, 32, 8, 128, 12288, _VOCAB, False),
         Shape("14b", 40, 5120, 40, 8, 128, 17408, _VOCAB, False),
-        # As large as Granite 3.0 1B-A400M: 1.3 billion parameters, of which a token passes 0.4.
-        Shape("moe", 24, 1024, 16, 8, 64, 512, 49_152, True, experts=32, chosen=8),
         # For rehearsals on a CPU.
         Shape("tiny", 2, 64, 4, 2, 16, 128, 512, True),
-        Shape("tiny-moe", 2, 64, 4, 2, 16, 64, 512, True, experts=4, chosen=2),
     )
 }
 
@@ -41,16 +37,6 @@ def shape_of(name: str, settings: Mapping[str, str]) -> Shape:
 def write_model(shape: Shape, folder: Path) -> Path:
     """A model directory of a shape, to be loaded with ``load_format="random"``."""
     folder.mkdir(parents=True, exist_ok=True)
-    experts = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "num_experts": shape.experts,
-        "num_experts_per_tok": shape.chosen,
-        "moe_intermediate_size": shape.intermediate,
-        "norm_topk_prob": True,
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-    }
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
@@ -70,7 +56,6 @@ def write_model(shape: Shape, folder: Path) -> Path:
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
         "bos_token_id": None,
         "eos_token_id": None,
-        **(experts if shape.experts else {}),
     }
     (folder / "config.json").write_text(json.dumps(config))
     return folder

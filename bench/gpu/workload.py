@@ -1,19 +1,18 @@
-"""Loads: the offline workload that nano-vllm and mini-sglang publish figures of; prompts of one length."""
+"""The offline workload that nano-vllm and mini-sglang publish figures of; prompts of one length."""
 
 from __future__ import annotations
 
 import random
 from dataclasses import dataclass
 
-__all__ = ["Workload", "offline_workload", "prompts_of"]
+from bench.gpu.plan import Size
 
-#: the ids that nano-vllm draws from, both included
-_LARGEST_ID = 10_000
+__all__ = ["Workload", "prompts_of", "workload"]
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Prompts and how many tokens each is to be answered with."""
+    """Prompts, and the number of tokens of each output."""
 
     prompts: list[list[int]]
     outputs: list[int]
@@ -22,24 +21,19 @@ class Workload:
     def prompt_lengths(self) -> list[int]:
         return [len(prompt) for prompt in self.prompts]
 
-    def first(self, count: int, longest: int) -> Workload:
-        """So many of the requests, with outputs of ``longest`` tokens at most."""
-        return Workload(self.prompts[:count], [min(output, longest) for output in self.outputs[:count]])
 
+def workload(size: Size) -> Workload:
+    """All requests at once: prompts and outputs of ``size.lengths``, equally likely, seed 0.
 
-def offline_workload(
-    requests: int = 256, shortest: int = 100, longest: int = 1024, largest_id: int = _LARGEST_ID
-) -> Workload:
-    """256 requests at once, prompts and outputs of 100 to 1024 tokens, equally likely, seed 0.
-
-    Drawn in the order of nano-vllm's bench.py (github.com/GeeeekExplorer/nano-vllm), so with the defaults
+    Drawn in the order of nano-vllm's bench.py (github.com/GeeeekExplorer/nano-vllm), so with the full size
     these are its requests: 142,827 prompt tokens and 133,966 output tokens.
     """
     rng = random.Random(0)
     prompts = [
-        [rng.randint(0, largest_id) for _ in range(rng.randint(shortest, longest))] for _ in range(requests)
+        [rng.randint(0, size.largest_id) for _ in range(rng.randint(*size.lengths))]
+        for _ in range(size.requests)
     ]
-    return Workload(prompts, [rng.randint(shortest, longest) for _ in range(requests)])
+    return Workload(prompts, [rng.randint(*size.lengths) for _ in range(size.requests)])
 
 
 def prompts_of(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:

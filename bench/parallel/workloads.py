@@ -15,7 +15,7 @@ from aioinfer.scheduling.step import Step
 from aioinfer.testing import TimedLauncher, VirtualLoop
 from tests.toys import ToyDevice
 
-__all__ = ["WORKLOADS", "Session", "run"]
+__all__ = ["WORKLOADS", "run_workload"]
 
 VOCAB = 4096
 #: seconds of a step, of a token of prefill and of a decode row: a device that prefills 20,000 tokens/s
@@ -36,21 +36,6 @@ class Session(NamedTuple):
 
     arrival: float
     turns: list[Turn]
-
-
-def independent(dice: random.Random) -> Iterator[Session]:
-    """Prompts that have nothing in common."""
-    for arrival in _arrivals(dice, 600, 90.0):
-        yield Session(arrival, [Turn(_tokens(dice, 200), 48, 0.0)])
-
-
-def mixed(dice: random.Random) -> Iterator[Session]:
-    """Lengths from a log-normal distribution: a few prompts and outputs are long."""
-    for arrival in _arrivals(dice, 500, 60.0):
-        prompt = min(3000, int(dice.lognormvariate(5.3, 1.0)) + 1)
-        yield Session(
-            arrival, [Turn(_tokens(dice, prompt), min(400, int(dice.lognormvariate(3.7, 0.8)) + 1), 0.0)]
-        )
 
 
 def bursts(dice: random.Random) -> Iterator[Session]:
@@ -76,8 +61,6 @@ def agentic(dice: random.Random) -> Iterator[Session]:
 
 
 WORKLOADS: dict[str, Callable[[random.Random], Iterator[Session]]] = {
-    "independent": independent,
-    "mixed lengths": mixed,
     "bursts": bursts,
     "hot prefix": hot,
     "agentic": agentic,
@@ -122,14 +105,13 @@ def _engine(seed: int) -> Engine:
     return Engine(config, launcher=launcher, tokenizer=lambda _: None)
 
 
-def run(workload: str, policy: str, replicas: int, seed: int) -> dict[str, Any]:
+def run_workload(workload: str, policy: str, replicas: int, seed: int) -> dict[str, Any]:
     """TTFT of every request and the time of all of them, in virtual seconds."""
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(seed)) as runner:
         return runner.run(_run(workload, policy, replicas, seed))
 
 
 async def _run(workload: str, policy: str, replicas: int, seed: int) -> dict[str, Any]:
-    loop = asyncio.get_running_loop()
     ttft: list[float] = []
 
     async def follow(session: Session) -> None:
@@ -150,11 +132,7 @@ async def _run(workload: str, policy: str, replicas: int, seed: int) -> dict[str
         async with asyncio.TaskGroup() as group:
             for session in sessions:
                 group.create_task(follow(session))
-        seconds, stats = loop.time(), dispatcher.stats()
-        each = [found.stats.finished for found in stats.replicas if found.stats is not None]
         return {
             "ttft": sorted(ttft),
-            "seconds": seconds,
-            "hit_rate": stats.hit_rate,
-            "max_of_mean": max(each) * len(each) / sum(each),
+            "hit_rate": dispatcher.stats().hit_rate,
         }

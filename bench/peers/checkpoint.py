@@ -82,13 +82,9 @@ def tensor_shapes(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{start}.self_attn.o_proj.weight", (hidden, heads)
         for name in ("q_norm", "k_norm"):
             yield f"{start}.self_attn.{name}.weight", (shape.head_dim,)
-        if shape.experts:
-            yield f"{start}.mlp.gate.weight", (shape.experts, hidden)
-        mlps = [f"mlp.experts.{expert}" for expert in range(shape.experts)] or ["mlp"]
-        for mlp in mlps:
-            for name in ("gate_proj", "up_proj"):
-                yield f"{start}.{mlp}.{name}.weight", (shape.intermediate, hidden)
-            yield f"{start}.{mlp}.down_proj.weight", (hidden, shape.intermediate)
+        for name in ("gate_proj", "up_proj"):
+            yield f"{start}.mlp.{name}.weight", (shape.intermediate, hidden)
+        yield f"{start}.mlp.down_proj.weight", (hidden, shape.intermediate)
     yield "model.norm.weight", (hidden,)
     if not shape.tied:
         yield "lm_head.weight", (shape.vocab, hidden)

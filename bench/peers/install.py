@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.peers.registry import TORCH, Environment, python_of
+from bench.peers.registry import ROOT, TORCH, Environment, python_of
 
-__all__ = ["install", "installed"]
+__all__ = ["add_place", "install", "installed"]
 
 #: written last: what was installed
 _MARK = "installed.txt"
@@ -26,6 +27,15 @@ for name in {names}:
 """
 
 
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """Add ``--place``, for every command that looks for peers or makes models."""
+    default = Path(os.environ.get("AIOINFER_PEERS") or ROOT / ".peers")
+    parser.add_argument(
+        "--place", type=lambda text: Path(text).resolve(), default=default.resolve(), metavar="DIR",
+        help="where environments and models are; default: $AIOINFER_PEERS, or .peers in the repository",
+    )  # fmt: skip
+
+
 def installed(name: str, place: Path) -> str | None:
     """Versions of what an environment was made for; None if it is not there, or was not finished."""
     try:
@@ -35,10 +45,9 @@ def installed(name: str, place: Path) -> str | None:
 
 
 def install(environment: Environment, place: Path, arguments: Sequence[str] = ()) -> None:
-    """Make it, or bring what is there up to the pins. ``arguments`` are more of ``pip install``'s.
-
-    A CPU build of torch is wanted: where the index offers others too, ``--extra-index-url`` or pip's
-    configuration say so. Raises RuntimeError with the end of what pip said.
+    """Make a virtual environment, or bring it up to the pins. ``arguments`` are more of ``pip install``'s,
+    such
+    as the ``--extra-index-url`` of a CPU build of torch. Raises RuntimeError with the end of pip's output.
     """
     folder = place / environment.name
     mark = folder / _MARK

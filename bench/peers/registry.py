@@ -24,7 +24,7 @@ class Environment:
     #: imported to see whether the installation works
     probe: str
     torch: bool = True
-    #: comes along as somebody's dependency and breaks imports
+    #: dependencies that break imports
     unwanted: tuple[str, ...] = ()
     #: environment variables of the installation
     variables: dict[str, str] = field(default_factory=dict)
@@ -44,8 +44,6 @@ class Peer:
     #: None is the interpreter that runs the bench
     environment: str | None
     checkpoint: Literal["safetensors", "openvino", "gguf"] = "safetensors"
-    #: memory besides the KV budget, in sizes of the checkpoint; for deciding who fits side by side
-    copies: float = 1.5
     #: to which the weights of linear layers are rounded
     precision: Precision = "bf16"
     #: settings that differ from the library's defaults
@@ -76,9 +74,6 @@ ENVIRONMENTS = {
                 "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1),
             },
         ),
-        Environment(
-            "hf", ("transformers[serving]==5.23.0", "accelerate==1.15.0", "numpy==2.4.6"), "transformers"
-        ),
     )
 }
 
@@ -87,10 +82,9 @@ PEERS = {
     item.name: item
     for item in (
         Peer("aioinfer", "aioinfer_engine", None),
-        Peer("aioinfer-llm", "aioinfer_engine", None, options={"synchronous": "true"}),
         Peer("openvino", "openvino_batching", "openvino", "openvino"),
-        Peer("vllm", "vllm_offline", "vllm", copies=3.5),
-        Peer("llamacpp", "llamacpp_batches", "llamacpp", "gguf", copies=1.0),
+        Peer("vllm", "vllm_offline", "vllm"),
+        Peer("llamacpp", "llamacpp_batches", "llamacpp", "gguf"),
         *(
             Peer(
                 f"aioinfer-{precision}",
@@ -106,11 +100,9 @@ PEERS = {
             for precision in _ROUNDED
         ),
         *(
-            Peer(f"llamacpp-{precision}", "llamacpp_batches", "llamacpp", "gguf", 1.0, precision)
+            Peer(f"llamacpp-{precision}", "llamacpp_batches", "llamacpp", "gguf", precision)
             for precision in _ROUNDED
         ),
-        Peer("hf-generate", "hf_generate", "hf"),
-        Peer("hf-batching", "hf_batching", "hf", copies=2.5),
     )
 }
 

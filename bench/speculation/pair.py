@@ -1,7 +1,7 @@
 """A target model and a draft model that agree on most tokens, with random weights.
 
-The draft model is the first layers of the target, whose other layers add little: how little is how often
-both draw the same token. That makes the survival of drafts a setting, and leaves costs as they are.
+The draft model is the first layers of the target, whose other layers add little, so that both mostly draw the
+same token. That makes the survival of drafts a setting, and leaves costs as they are.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ Continues a prompt by counting from its sum.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ MODE = sys.argv[1] if __name__ == "__main__" else ""
 
 
 def command_of(mode: str) -> list[str]:
-    """How it is started."""
+    """The command that starts it."""
     return [sys.executable, __file__, mode]
 
 
@@ -39,8 +38,6 @@ class FakePeer:
         if MODE == "family":
             # A child in a session of its own, which only its parent knows of.
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-        if MODE == "ends slowly":
-            sys.stderr.flush = lambda: time.sleep(0.3)  # type: ignore[method-assign]
         return {"threads": settings.threads, "options": settings.options}
 
     def run(self, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
@@ -48,7 +45,6 @@ class FakePeer:
             print("no memory left", file=sys.stderr)
             os._exit(3)
         if MODE == "hangs" and new_tokens > 4:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
             time.sleep(600)
         if MODE == "raises" and len(prompts) > 1:
             raise RuntimeError("one at a time, please")
@@ -56,23 +52,14 @@ class FakePeer:
             new_tokens -= 1
         for prompt in map(tuple, prompts):
             if prompt in self._known:
-                raise ValueError("who asks twice measures a cache")
+                raise ValueError("the same prompt twice measures a cache")
             self._known.add(prompt)
-        if MODE == "terminates":
-            os.kill(os.getppid(), signal.SIGTERM)
-            time.sleep(600)
         sums = [sum(prompt) + (MODE == "differs") for prompt in prompts]
         return [[(begin + at) % 50 for at in range(new_tokens)] for begin in sums]
-
-    def breakdown(self) -> dict[str, float] | None:
-        return {"linear": 3.0, "attention": 1.0} if MODE == "tells" else None
 
 
 if __name__ == "__main__":
     if MODE == "rubbish":
-        # Before anybody could take stdout over: not JSON, JSON of another kind, and answers to nobody.
+        # Before stdout is taken over: not JSON, JSON of another kind, and answers to other requests.
         sys.stdout.write('warning: {\n[1]\nnull\n{"id": 7, "ok": {}}\n{"id": 1, "ok": 3}\n\xff\n')
-    if MODE == "endless":
-        while True:
-            os.write(1, b"x" * 4096)
     serve(FakePeer)

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from bench.admission import command
+from bench import admission
 from tests.tiers import SECONDS, rest
-
-
-def summaries(*ways: str) -> dict[str, dict[str, Any]]:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    options = parser.parse_args([])
-    return {way: command.summarise(command._virtual(options, way)) for way in ways}
 
 
 @rest(SECONDS)
 def test_packing_halves_the_wait_of_short_prompts_behind_long_ones() -> None:
-    found = summaries("fifo alone", "pack alone", "pack mixed")
+    parser = argparse.ArgumentParser()
+    admission.add_arguments(parser)
+    options = parser.parse_args([])
+    found = {way: admission.virtual(options, way) for way in ("fifo alone", "pack alone", "pack mixed")}
     fifo = found["fifo alone"]
     p99 = {way: line["ttft_ms"]["p99"] / fifo["ttft_ms"]["p99"] for way, line in found.items()}
     assert p99["pack alone"] <= 0.51, "49 % less"

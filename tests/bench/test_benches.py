@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import random
 import signal
@@ -16,14 +15,12 @@ from typing import Any
 import pytest
 
 import bench.command
-from bench.client import Record, summarise
 from bench.command import BENCHES, BadOptions, main, parse
-from bench.families import command as families_bench
-from bench.load import length_distribution, make_load
-from bench.report import LiveTable, Report, percentiles
-from bench.serving.command import measure
+from bench.load import Record, length_distribution, make_load, summarise
+from bench.report import Report, percentiles
+from bench.serving import measure
 from tests.server.conftest import Serving, serving
-from tests.tiers import PROGRAM, SECONDS, grid, nightly, rest
+from tests.tiers import PROGRAM, SECONDS, nightly, rest
 
 __all__ = ["serving"]
 
@@ -42,8 +39,6 @@ def test_every_bench_describes_itself(name: str, capsys: pytest.CaptureFixture[s
     assert f"usage: python -m bench {name} " in said
     assert f"``python -m bench {name}``" in said
     assert "--json FILE" in said
-    folder = ROOT / "bench" / name
-    assert (folder / "command.py").is_file()
 
 
 def test_without_a_name_the_benches_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,8 +46,6 @@ def test_without_a_name_the_benches_are_listed(capsys: pytest.CaptureFixture[str
     assert main(["--help"]) == 0
     said = capsys.readouterr().out
     assert all(f"  {name} " in said for name in BENCHES)
-    packages = {path.parent.name for path in (ROOT / "bench").glob("*/command.py")}
-    assert packages == {*BENCHES, "peers"}  # the latter installs engines and measures none
 
 
 class Fake:
@@ -95,7 +88,7 @@ def test_a_bench_that_ends_early_has_its_line(
     status: int | type[BaseException],
     errors: list[str] | None,
 ) -> None:
-    """Whatever ends it, what was measured before is written, without paths; wrong options write nothing."""
+    """Whatever ends it, its rows are written, without paths; wrong options write nothing."""
     monkeypatch.setitem(BENCHES, "fake", "for this test")
     monkeypatch.setattr(bench.command, "load", lambda name: Fake(end))
     before = signal.getsignal(signal.SIGTERM)
@@ -121,9 +114,9 @@ def test_a_bench_that_ends_early_has_its_line(
 
 
 def test_a_table_has_a_head_for_every_kind_of_row(capsys: pytest.CaptureFixture[str]) -> None:
-    table = LiveTable()
+    report = Report()
     for row in ({"case": "a", "us": 1.25}, {"case": "b", "us": 12_345.6}, {"case": "c", "error": None}):
-        table.print(row)
+        report.row(**row)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines] == [
         ["case", "us"], ["a", "1.25"], ["b", "12,346"], ["case", "error"], ["c"],
@@ -131,7 +124,28 @@ def test_a_table_has_a_head_for_every_kind_of_row(capsys: pytest.CaptureFixture[
     assert lines[0].index("us") + 2 == len(lines[1]) == len(lines[2])
 
 
-# -- each bench ----------------------------------------------------------------------------------------
+def test_a_report_is_read_back_from_its_journal(tmp_path: Path) -> None:
+    kept, read = Report(tmp_path / "journal"), Report()
+    kept.keep_environment()
+    kept.fact("a", 1)
+    kept.note("n")
+    kept.row(x=1)
+    with kept.case("a case"):
+        _raise(ValueError("on purpose"))
+    read.replay(tmp_path / "journal")
+    assert read.as_dict() == kept.as_dict()
+    assert read.environment == kept.environment
+    assert "on purpose" in read.errors[0]
+
+
+# -- each bench in its smallest form -------------------------------------------------------------------
+
+
+def run(name: str, options: str, tmp_path: Path) -> dict[str, Any]:
+    file = tmp_path / "line.json"
+    assert main([name, *options.split(), "--json", str(file)]) == 0
+    line: dict[str, Any] = json.loads(file.read_text())
+    return line
 
 
 @rest(SECONDS)
@@ -139,96 +153,55 @@ def test_a_table_has_a_head_for_every_kind_of_row(capsys: pytest.CaptureFixture[
     ("name", "options", "rows"),
     [
         ("scheduler", "--running 1 4 --waiting 0 8 --cached-pages 16 --steps 3 --rounds 1", 8),
-        ("admission", "--requests 8 --rounds 1 --new-tokens 4 --ways", None),
-        ("families", "--families gemma2 gpt_oss lfm2 --batch 2 --output 2 --rounds 1 --layers 2", 3),
+        ("admission", "--requests 8 --rounds 1", 16),
         ("prefix", "--requests 4 --rounds 1 --output 2 --system 16 --loads system none", 6),
+        ("overlap", "--batch 2 --rounds 1 --output 4", 4),
+        ("overlap", "--batch 2 --rounds 1 --output 4 --toy", 3),
+        ("overlap", "--batch 2 --rounds 1 --stall", 6),
+        ("adapters", "--shape tiny --steps 3 --prompt 16 --rounds 1 --loads 1 --threads 1", 12),
+        ("weights", "--shape tiny --updates 1 --streams 2 --threads 1", 2),
+        ("serving", "--requests 8 --concurrency 4 --threads 1 --output-tokens uniform:2:6", 4),
+        ("cpu", "--accuracy --requests 1", 4),
     ],
 )
-def test_a_bench_has_its_rows(
-    tmp_path: Path, name: str, options: str, rows: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "line.json"
-    arguments = options.split()
-    # Weights that are made and packed in no time.
-    for size, value in {"vocab_size": 500, "hidden_size": 128, "intermediate_size": 256}.items():
-        monkeypatch.setitem(families_bench._SHAPE, size, value)
-    if name == "admission":
-        arguments += ["fifo mixed", "pack mixed", "prefill only"]
-        # In virtual time and for real: three ways, and one that is compared with another.
-        rows = 2 * (3 + 1)
-    assert main([name, *arguments, "--json", str(file)]) == 0
-    line = json.loads(file.read_text())
+def test_a_bench_has_its_rows(tmp_path: Path, name: str, options: str, rows: int) -> None:
+    line = run(name, options, tmp_path)
     assert len(line["rows"]) == rows
 
 
-@rest(SECONDS)
-@pytest.mark.parametrize("how", [["--concurrency", "4"], ["--rate", "200", "--burstiness", "0.3"]])
-async def test_the_bench_counts_every_token_over_http(
-    serving: Serving, how: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # The toy has 64 tokens.
-    monkeypatch.setattr("bench.serving.command.VOCAB", (1, 60))
-    async with serving() as served:
-        arguments = f"--url {served.url} --requests 20 --prompt-tokens 5 --output-tokens 7".split()
-        result, error = await measure(parse("serving", [*arguments, *how]))
-    assert error is None
-    assert (result["requests"], result["failed"]) == (20, 0)
-    assert result["output_tokens"] == 20 * 7
-    assert result["prompt_tokens"] == 20 * 5
-    assert result["ttft_ms"]["p50"] <= result["latency_ms"]["p50"]
-
-
 @nightly(PROGRAM)
-def test_the_bench_prints_a_table_and_a_json_line(tmp_path: Path) -> None:
-    file = tmp_path / "lines.jsonl"
-    options = "--requests 8 --concurrency 4 --threads 1 --prompt-tokens uniform:5:20 --output-tokens 6"
-    command = [sys.executable, "-m", "bench", "serving", *options.split(), "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    for name in ("ttft_ms", "tpot_ms", "itl_ms", "latency_ms", "p99", "output_tokens_per_s"):
-        assert name in done.stdout
-    (line,) = file.read_text().splitlines()
-    assert done.stdout.endswith(line + "\n")
-    result = json.loads(line)
-    assert result["facts"]["output_tokens"] == 48
-    assert [row["metric"] for row in result["rows"]] == ["ttft_ms", "tpot_ms", "itl_ms", "latency_ms"]
-    assert result["options"]["prompt_tokens"] == "uniform:5:20"
-    assert result["environment"]["versions"]["torch"]
-
-
-@rest(SECONDS)
-@pytest.mark.parametrize("device", grid([["--toy"]], [[], ["--stall"]], PROGRAM))
-def test_the_overlap_bench_runs_every_way(tmp_path: Path, device: list[str]) -> None:
-    line = tmp_path / "line.json"
-    command = [sys.executable, "-m", "bench", "overlap", "--batch", "2", "--rounds", "1", "--output", "4"]
-    subprocess.run(
-        [*command, *device, "--json", str(line)], cwd=ROOT, check=True, capture_output=True, timeout=240
-    )
-    cases = json.loads(line.read_text())["rows"]
-    assert len(cases) == {(): 7, ("--toy",): 1, ("--stall",): 9}[tuple(device)]
-    for case in cases:
-        for name, value in case.items():
-            # The host's time is a difference of two measured ones: on a busy machine it may be negative.
-            assert not isinstance(value, float) or value >= (-math.inf if name == "host_us" else 0), name
+@pytest.mark.parametrize(
+    ("name", "options", "sections"),
+    [
+        ("embed", "--inputs 2 --tokens 16 --rounds 1 --output 4 --threads 1", {"throughput": 3, "beside": 2}),
+        (
+            "fanout",
+            "--streams 8 --seconds 0.2 --rounds 1",
+            {"saturated": 1, "paced": 1, "inprocess": 2},
+        ),
+        (
+            "parallel",
+            "--workloads bursts --replicas 2 --seeds 1 --streams 8 --seconds 0.2 --rounds 1",
+            {"policies": 6, "cost": 2, "failover": 2},
+        ),
+        ("gpu", "--rehearse", {"model": 2, "offline": 2, "overlap": 2, "endpoint": 2}),
+    ],
+)
+def test_a_bench_has_its_sections(tmp_path: Path, name: str, options: str, sections: dict[str, int]) -> None:
+    found = run(name, options, tmp_path)["sections"]
+    assert {part: len(section["rows"]) for part, section in found.items()} == sections
 
 
 @nightly(PROGRAM)
 def test_the_speculation_bench_compares_with_and_without_drafts(tmp_path: Path) -> None:
-    options = "--only oracle edits free pair lookup --model tiny --output 12 --rounds 1 --items 2 --threads 1"
-    file = tmp_path / "lines.jsonl"
-    command = [sys.executable, "-m", "bench", "speculation", *options.split(), "--json", str(file)]
-    command += ["--place", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    sections = json.loads(file.read_text())["sections"]
-    assert [*sections] == ["oracle", "edits", "free", "pair", "lookup"]
-    for name in ("oracle", "edits", "free", "pair"):
-        for row in sections[name]["rows"]:
+    options = "--only oracle edits free pair --model tiny --output 12 --rounds 1 --items 2 --threads 1"
+    sections = run("speculation", f"{options} --place {tmp_path}", tmp_path)["sections"]
+    for section in sections.values():
+        for row in section["rows"]:
             assert row["tok_s"] > 0 < row["plain_tok_s"]
             assert row["outputs"] > 0 == row["differing"]
     assert all(row["accepted"] == 1 for row in sections["oracle"]["rows"])
-    assert not any(row["accepted_tokens"] for row in sections["free"]["rows"])
-    assert all(row["us"] > 0 for row in sections["lookup"]["rows"])
+    assert not any(row["accepted"] for row in sections["free"]["rows"])
 
 
 @nightly(PROGRAM)
@@ -237,22 +210,53 @@ def test_the_diffusion_bench_compares_all_ways_on_the_same_requests(tmp_path: Pa
         "--shape tiny --variation 0 --concurrency 1 2 --fresh 0 1 --rounds 1 --requests 4 --per-client 1"
         " --max-tokens 20"
     )
-    file = tmp_path / "lines.jsonl"
-    command = [sys.executable, "-m", "bench", "diffusion", *options.split(), "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    (line,) = map(json.loads, file.read_text().splitlines())
     cells: dict[tuple[int, int], dict[str, Any]] = {}
-    for row in line["rows"]:
+    for row in run("diffusion", options, tmp_path)["rows"]:
         cells.setdefault((row["concurrency"], row["fresh"]), {})[row["way"]] = row
     assert list(cells) == [(1, 0), (2, 0), (1, 1), (2, 1)]
     for (concurrency, _), cell in cells.items():
-        assert list(cell) == ["sync", "sync+", "fdfo", "reuse", "mixed", "fused", "overlap"]
+        assert list(cell) == ["sync", "fdfo", "mixed", "fused", "overlap"]
         assert all(way["tokens_per_s"] > 0 and way["ttft_ms"] > 0 for way in cell.values())
-        # The last forward over a block is the first over the next; all blocks take the same rounds. Nothing
-        # follows for requests side by side: which of them share a forward depends on when they come.
+        # The last forward over a block is the first over the next; all blocks take the same rounds. For
+        # requests side by side, which of them share a forward depends on when they come.
         if concurrency == 1:
             assert cell["fused"]["forwards_per_token"] < cell["mixed"]["forwards_per_token"]
+
+
+@rest(SECONDS)
+@pytest.mark.parametrize("how", [["--concurrency", "4"], ["--rate", "200"]])
+async def test_the_bench_counts_every_token_over_http(
+    serving: Serving, how: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The toy has 64 tokens.
+    monkeypatch.setattr("bench.serving.VOCAB", (1, 60))
+    async with serving() as one, serving() as other:
+        arguments = (
+            f"--url {one.url} {other.url} --rounds 2 --requests 20 --prompt-tokens 5 --output-tokens 7"
+        )
+        found = await measure(parse("serving", [*arguments.split(), *how]))
+    assert list(found) == [one.url, other.url]
+    for result, error in found.values():
+        assert error is None
+        assert (result["requests"], result["failed"]) == (40, 0)
+        assert result["output_tokens"] == 40 * 7
+        assert result["prompt_tokens"] == 40 * 5
+        assert result["ttft_ms"]["p50"] <= result["latency_ms"]["p50"]
+
+
+@nightly(PROGRAM)
+def test_the_bench_prints_a_table_and_a_json_line(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    command = [sys.executable, "-m", "bench", "serving", "--requests", "8", "--threads", "1"]
+    done = subprocess.run(
+        [*command, "--json", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    for name in ("ttft_ms", "tpot_ms", "itl_ms", "latency_ms", "p99", "output_tokens_per_s"):
+        assert name in done.stdout
+    (line,) = file.read_text().splitlines()
+    assert done.stdout.endswith(line + "\n")
+    assert json.loads(line)["facts"]["output_tokens"] == 8 * 32
 
 
 # -- definitions ---------------------------------------------------------------------------------------
@@ -269,25 +273,11 @@ def test_figures_follow_their_definitions() -> None:
 
 
 def test_loads_repeat_with_their_seed() -> None:
-    def load(seed: int, distinct: int | None = None) -> list[object]:
-        return make_load(
-            count=10,
-            rate=5,
-            concurrency=None,
-            burstiness=1,
-            prompt_tokens="uniform:1:9",
-            output_tokens="lognormal:2:0.5:20",
-            distinct_prompts=distinct,
-            vocab=(1, 9),
-            seed=seed,
-        ).requests  # type: ignore[return-value]
+    def load(seed: int) -> Any:
+        lengths = {"prompt_tokens": "uniform:1:9", "output_tokens": "lognormal:2:0.5:20"}
+        return make_load(count=10, rate=5, concurrency=None, vocab=(1, 9), seed=seed, **lengths)
 
     assert load(1) == load(1) != load(2)
-    repeated = make_load(
-        count=10, rate=None, concurrency=2, burstiness=1, prompt_tokens="8", output_tokens="1",
-        distinct_prompts=2, vocab=(1, 9), seed=0,
-    ).requests  # fmt: skip
-    assert len({tuple(request.prompt) for request in repeated}) == 2
 
 
 @pytest.mark.parametrize("text", ["", "abc", "uniform:1", "normal:1:2"])

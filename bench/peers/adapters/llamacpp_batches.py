@@ -59,7 +59,7 @@ class LlamaCpp:
         return tokens
 
     def _decode(self, step: Sequence[list[int]], starts: Sequence[int]) -> list[int]:
-        """Ids of every sequence behind what it has; the next token of each."""
+        """Append ids to every sequence; returns the next token of each."""
         import llama_cpp
         import numpy
 
@@ -76,9 +76,6 @@ class LlamaCpp:
             raise RuntimeError(f"llama_decode: {status}")
         rows = (llama_cpp.llama_get_logits_ith(self._context, end) for end in ends)
         return [int(numpy.ctypeslib.as_array(row, (self._vocab,)).argmax()) for row in rows]
-
-    def breakdown(self) -> None:
-        return None
 
 
 def _kv_bytes(model: Any) -> int:

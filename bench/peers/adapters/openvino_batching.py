@@ -54,9 +54,6 @@ class OpenVINO:
         results = self._pipeline.generate(inputs, [config] * len(prompts))
         return [list(map(int, result.m_generation_ids[0])) for result in results]
 
-    def breakdown(self) -> None:
-        return None
-
 
 if __name__ == "__main__":
     serve(OpenVINO)

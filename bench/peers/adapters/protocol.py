@@ -44,13 +44,10 @@ class Adapter(Protocol):
         """Get ready; returns facts for the report (versions, precisions)."""
 
     def run(self, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
-        """Greedy continuations, of exactly so many tokens each whatever they are; this is what is timed.
+        """Greedy continuations of exactly ``new_tokens`` tokens each; this call is timed.
 
-        Nothing of a prompt may be remembered for the next run.
+        No prompt may be cached for the next run.
         """
-
-    def breakdown(self) -> dict[str, float] | None:
-        """Where the time of the last run went, in seconds by name; None if the library does not say."""
 
 
 def serve(make: Callable[[], Adapter]) -> None:
@@ -93,15 +90,11 @@ def _run(adapter: Adapter, prompts: list[list[int]], new_tokens: int) -> dict[st
     counts = [len(ids) for ids in tokens]
     if counts != [new_tokens] * len(prompts):
         raise ArithmeticError(f"{sum(counts)} tokens came, {new_tokens * len(prompts)} were asked for")
-    answer: dict[str, Any] = {"seconds": seconds, "tokens": tokens}
-    breakdown = adapter.breakdown()
-    if breakdown is not None:
-        answer["breakdown"] = breakdown
-    return answer
+    return {"seconds": seconds, "tokens": tokens}
 
 
 def _take_over() -> tuple[BinaryIO, BinaryIO]:
-    """Requests and answers, on descriptors that nobody else knows and no child process inherits."""
+    """Requests and answers, on descriptors that no child process inherits."""
     sys.stdout.flush()
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")

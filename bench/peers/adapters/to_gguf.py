@@ -1,5 +1,4 @@
-"""``python -m bench.peers.adapters.to_gguf DIR FILE [TYPE]``: a Qwen3 checkpoint as GGUF,
-with experts or without.
+"""``python -m bench.peers.adapters.to_gguf DIR FILE [TYPE]``: a dense Qwen3 checkpoint as GGUF.
 
 Matrices are BF16, or of another type that the package gguf can make: Q8_0, or Q4_0, with which the head and
 the embedding are Q8_0.
@@ -37,7 +36,7 @@ _WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_h
 
 
 def name_in_gguf(name: str) -> str:
-    """Of an expert, that of the stack of all. Raises KeyError for a tensor that is not known."""
+    """Name of a tensor in GGUF, of an expert that of the stack of all. Raises KeyError if it is not known."""
     if match := _EXPERT.fullmatch(name):
         return f"blk.{match[1]}.{_LAYER[f'mlp.{match[3]}']}_exps.weight"
     stem, _, kind = name.rpartition(".")
@@ -51,27 +50,17 @@ def convert(folder: Path, target: Path, name_of_type: str = "BF16") -> None:
     import gguf
 
     config = json.loads((folder / "config.json").read_text())
-    if config["model_type"] not in ("qwen3", "qwen3_moe"):
-        raise SystemExit(f"only qwen3 and qwen3_moe are converted, not {config['model_type']}")
-    writer: Any = gguf.GGUFWriter(str(target), config["model_type"].replace("_", ""))
+    if config["model_type"] != "qwen3":
+        raise SystemExit(f"only qwen3 is converted, not {config['model_type']}")
+    writer: Any = gguf.GGUFWriter(str(target), "qwen3")
     add_config(writer, config)
     writer.add_file_type(getattr(gguf.LlamaFileType, f"MOSTLY_{name_of_type}"))
-    kind = gguf.GGMLQuantizationType[name_of_type]
-    wide, eight = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
-    words = kind if name_of_type == "BF16" else eight
-    experts: dict[str, dict[int, Any]] = {}
+    types = gguf.GGMLQuantizationType
+    kind = types[name_of_type]
     for name, rows in tensors(folder):
-        if match := _EXPERT.fullmatch(name):
-            stack = name_in_gguf(name)
-            gathered = experts.setdefault(stack, {})
-            gathered[int(match[2])] = rows
-            if len(gathered) == config["num_experts"]:
-                add(writer, stack, [each for _, each in sorted(experts.pop(stack).items())], kind)
-            continue
         place = name_in_gguf(name)
-        narrow = kind if place.startswith("blk.") else words
-        whole = rows.ndim == 1 or "ffn_gate_inp" in place
-        add(writer, place, [rows], wide if whole else narrow)
+        narrow = kind if place.startswith("blk.") or name_of_type == "BF16" else types.Q8_0
+        add(writer, place, rows, types.F32 if rows.ndim == 1 else narrow)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -91,10 +80,6 @@ def add_config(writer: Any, config: dict[str, Any]) -> None:
     writer.add_rope_freq_base(config.get("rope_theta") or config["rope_parameters"]["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")
-    if "num_experts" in config:
-        writer.add_expert_count(config["num_experts"])
-        writer.add_expert_used_count(config["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
 
 
 def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
@@ -113,21 +98,19 @@ def tensors(folder: Path) -> Iterator[tuple[str, Any]]:
             yield name, raw[begin:end].view("<u2").reshape(entry["shape"])
 
 
-def add(writer: Any, name: str, parts: list[Any], kind: Any) -> None:
-    """One tensor, or several as a stack, in a type of GGUF."""
+def add(writer: Any, name: str, rows: Any, kind: Any) -> None:
+    """Write one tensor in a type of GGUF."""
     import gguf
     import numpy
 
-    made = []
-    for rows in parts:
-        if kind == gguf.GGMLQuantizationType.BF16:
-            made.append(rows.view(numpy.uint8))
-            continue
-        wide = (rows.astype("<u4") << 16).view("<f4")
-        made.append(wide if kind == gguf.GGMLQuantizationType.F32 else gguf.quants.quantize(wide, kind))
-    tensor = made[0] if len(made) == 1 else numpy.stack(made)
-    # Floats say their type themselves; a type beside them would be taken for bytes.
-    writer.add_tensor(name, tensor, raw_dtype=None if tensor.dtype == numpy.float32 else kind)
+    if kind == gguf.GGMLQuantizationType.BF16:
+        writer.add_tensor(name, rows.view(numpy.uint8), raw_dtype=kind)
+        return
+    wide = (rows.astype("<u4") << 16).view("<f4")
+    if kind == gguf.GGMLQuantizationType.F32:
+        writer.add_tensor(name, wide)
+    else:
+        writer.add_tensor(name, gguf.quants.quantize(wide, kind), raw_dtype=kind)
 
 
 if __name__ == "__main__":

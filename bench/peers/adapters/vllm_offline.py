@@ -61,9 +61,6 @@ class VLLM:
         results = self._llm.generate(inputs, params, use_tqdm=False)
         return [list(result.outputs[0].token_ids) for result in results]
 
-    def breakdown(self) -> None:
-        return None
-
 
 if __name__ == "__main__":
     serve(VLLM)

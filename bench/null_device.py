@@ -1,4 +1,4 @@
-"""NullDevice: steps that take exactly their time and no processor, and have the tokens of a real text."""
+"""A device whose steps take a set time and no processor, with the tokens of a real text."""
 
 from __future__ import annotations
 
@@ -12,71 +12,51 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
 from aioinfer.execution.device import DeviceInfo, NoAdapters, StepResult
+from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.step import Step
+from aioinfer.text.tokenizer import HFTokenizer
 
-__all__ = ["NullDevice", "expected_ids", "real_text"]
+__all__ = ["MAX_TOKENS", "NullDevice", "null_engine"]
 
-_ROOT = Path(__file__).parents[2]
-#: how far apart in the text two outputs begin whose prompts begin with neighbouring tokens
+_ROOT = Path(__file__).parents[1]
+#: more tokens than a stream gets while it is measured
+MAX_TOKENS = 100_000
+_PAGE = 4096
+#: distance in the text between outputs whose prompts begin with neighbouring tokens
 _STRIDE = 37
 #: other scripts than those of the documentation
 _SCRIPTS = '„Größe“ 漢字かな交じり文 🙂👩‍👩‍👧 naïve — "quoted"\\ \t Привет, мир! 한국어 ∑x² ≤ ½\n'
 
 
-def real_text() -> str:
-    """What the tokens are of: this project's documentation, and a line in other scripts now and then."""
-    pages = [path.read_text("utf-8") for path in sorted([_ROOT / "README.md", *_ROOT.glob("docs/*.md")])]
-    return _SCRIPTS.join(pages)
-
-
-def expected_ids(text_ids: Sequence[int], first: int, count: int) -> list[int]:
-    """The output behind a prompt that begins with the token ``first``."""
-    return [text_ids[(first * _STRIDE + at) % len(text_ids)] for at in range(count)]
-
-
 class NullDevice(NoAdapters):
-    """As a GPU: asynchronous, one step behind the other, each of ``seconds``.
-
-    ``packing`` and ``launching``: seconds of Python that a step takes of the loop and of the launch thread.
-    """
+    """Asynchronous as a GPU: one step after the other, each of ``seconds``."""
 
     synchronous = False
 
-    def __init__(
-        self,
-        text_ids: Sequence[int],
-        info: DeviceInfo,
-        *,
-        seconds: float,
-        packing: float = 0.0,
-        launching: float = 0.0,
-        num_slots: int,
-    ) -> None:
+    def __init__(self, text_ids: Sequence[int], info: DeviceInfo, *, seconds: float, num_slots: int) -> None:
         self.lane = DeviceLane()
+        self.seconds = seconds
         self._ids = np.asarray(text_ids, np.int64)
         self._info = info
-        self._seconds = seconds
-        self._packing = packing
-        self._launching = launching
         #: by slot: position in the text, less the position in the sequence
         self._base = np.zeros(num_slots, np.int64)
-        #: when the last step ends
+        #: time at which the last step ends
         self._free = 0.0
 
     def open(self, progress: Any = None) -> DeviceInfo:
         return self._info
 
     def prepare(self, step: Step) -> Step:
-        _compute(self._packing)
         return step
 
     def launch(self, step: Step) -> _Flight:
-        _compute(self._launching)
         start = max(now(), self._free)
-        self._free = start + self._seconds
+        self._free = start + self.seconds
         return _Flight(self, step.id, self._tokens(step), start, self._free)
 
     def check(self) -> None:
@@ -103,13 +83,6 @@ def _base_of(prompt_ids: Sequence[int]) -> int:
     return prompt_ids[0] * _STRIDE - (len(prompt_ids) - 1)
 
 
-def _compute(seconds: float) -> None:
-    """Pure Python for so long: time in which this thread waits for the interpreter's lock does not count."""
-    end = time.thread_time() + seconds
-    while seconds and time.thread_time() < end:
-        pass
-
-
 class _Flight:
     __slots__ = ("_device", "_end", "_start", "_step", "_tokens")
 
@@ -127,3 +100,31 @@ class _Flight:
             time.sleep(left)
         self._device.lane.step(self._step, self._start, self._start, self._start, self._end)
         return StepResult(self._tokens)
+
+
+def null_engine(streams: int, step_ms: float, **settings: Any) -> tuple[Engine, NullDevice]:
+    """An engine for so many streams over a null device, with the bundled tokenizer; and the device.
+
+    Its tokens are those of this project's documentation, and of a line in other scripts now and then.
+    """
+    pages = [path.read_text("utf-8") for path in sorted([_ROOT / "README.md", *_ROOT.glob("docs/*.md")])]
+    tokenizer = HFTokenizer.load(EngineConfig().model_path)
+    num_pages = streams * (MAX_TOKENS // _PAGE + 2)
+    given: dict[str, Any] = {
+        "model": "null",
+        "page_size": _PAGE,
+        "num_pages": num_pages,
+        "max_running_requests": streams,
+        "max_step_tokens": 16 * streams,
+        "max_queued_requests": 2 * streams,
+        "prefix_cache": False,
+        "overlap_steps": 1,
+    }
+    config = EngineConfig(**{**given, **settings})
+    device = NullDevice(
+        tokenizer.encode_part(_SCRIPTS.join(pages)),
+        DeviceInfo(tokenizer.vocab_size, 2 * MAX_TOKENS, num_pages, frozenset(), "takes its time"),
+        seconds=step_ms / 1e3,
+        num_slots=config.num_slots + 1,
+    )
+    return Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: tokenizer), device

@@ -1,1 +1,0 @@
-"""``python -m bench adapters``; see :mod:`bench.adapters.command`."""

@@ -1,1 +1,0 @@
-"""``python -m bench admission``; see :mod:`bench.admission.command`."""

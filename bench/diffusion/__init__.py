@@ -1,1 +1,0 @@
-"""``python -m bench diffusion``; see :mod:`bench.diffusion.command`."""

@@ -1,1 +1,0 @@
-"""``python -m bench families``; see :mod:`bench.families.command`."""

@@ -1,1 +1,0 @@
-"""``python -m bench kernels``; see :mod:`bench.kernels.command`."""

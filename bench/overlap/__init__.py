@@ -1,1 +1,0 @@
-"""``python -m bench overlap``; see :mod:`bench.overlap.command`."""

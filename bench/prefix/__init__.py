@@ -1,1 +1,0 @@
-"""``python -m bench prefix``; see :mod:`bench.prefix.command`."""

@@ -1,1 +1,0 @@
-"""``python -m bench scheduler``; see :mod:`bench.scheduler.command`."""

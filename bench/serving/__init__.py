@@ -1,1 +1,0 @@
-"""``python -m bench serving``; see :mod:`bench.serving.command`."""
