@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["ADAPTER_FILES", "AdapterFiles", "Factors", "module_key"]
 
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-#: what is read of a directory
+#: the files of a directory that are read
 ADAPTER_FILES = (_CONFIG, _WEIGHTS)
 #: bytes of a config; those of large models with a rank for every module have some 100 KB
 _LARGEST_CONFIG = 4 << 20
@@ -57,7 +57,7 @@ _OTHERS = (
 
 
 class Factors(NamedTuple):
-    """What is added to a weight [outputs, inputs] is ``scale * b @ a``."""
+    """The factors of the matrix ``scale * b @ a`` that is added to a weight [outputs, inputs]."""
 
     #: of the module, in the model that was trained
     name: str
@@ -75,7 +75,7 @@ class AdapterFiles:
     config: AdapterConfig
     #: by :func:`module_key` of their names
     modules: Mapping[str, Factors]
-    #: what tells the bytes that were read from others: 16 hexadecimal digits
+    #: a hash of the bytes that were read, 16 hexadecimal digits
     fingerprint: str
 
     @classmethod

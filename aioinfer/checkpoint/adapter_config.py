@@ -1,7 +1,7 @@
 """AdapterConfig: what the adapter_config.json of a LoRA adapter says, in the format of PEFT.
 
-What changes the arithmetic and is not supported is refused by the name of its field; what concerned the
-training alone is ignored. Patterns in it are regular expressions, with a bound on their time.
+A field that changes the arithmetic and is not supported is refused by name; a field of the training alone is
+ignored. Patterns in it are regular expressions, with a bound on their time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _REFUSED = {
     "layer_replication": "it repeats layers of the model",
     "trainable_token_indices": "it changes vectors of tokens",
     "target_parameters": "it adapts parameters that are no linear layers",
-    "alora_invocation_tokens": "it is active behind certain tokens only",
+    "alora_invocation_tokens": "it is active after certain tokens only",
     "arrow_config": "it routes tokens to adapters",
     "kasa_config": "it changes the weights of the model",
     "monteclora_config": "its factors are random",
@@ -74,7 +74,7 @@ class AdapterConfig:
     alphas: Mapping[str, float]
     #: whether the weights of the layers are stored as [inputs, outputs]
     transposed: bool
-    #: names, or the ends of names behind a dot; or one regular expression. None: it is not said
+    #: names, or the ends of names after a dot; or one regular expression. None: not stated
     targets: str | frozenset[str] | None
     excluded: str | frozenset[str]
     layers: frozenset[int] | None
@@ -83,7 +83,7 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, stated: Mapping[str, Any]) -> AdapterConfig:
-        """Of the object in the file. Raises ConfigError."""
+        """Read the object in the file. Raises ConfigError."""
         _check_features(stated)
         take = partial(_take, stated)
         layers = stated.get("layers_to_transform")
@@ -308,14 +308,13 @@ def _slow(field: str, pattern: str) -> ConfigError:
 
 
 def _last_part(pattern: str, field: str) -> str | None:
-    """What is behind the last dot of a pattern in which only dots stand for anything else; None: of others.
-    Raises ConfigError."""
+    """The part after the last dot of a plain pattern; None for other patterns. Raises ConfigError."""
     _check_length(pattern, field)
     return pattern.rpartition(".")[2] if _PLAIN_NAME.fullmatch(pattern) else None
 
 
 def _ends_with(module: str, pattern: str) -> bool:
-    """Whether a name is a plain pattern, or ends with it behind a dot."""
+    """Whether a name is a plain pattern, or ends with it after a dot."""
     before = len(module) - len(pattern)
     if before < 0 or (before and module[before - 1] != "."):
         return False

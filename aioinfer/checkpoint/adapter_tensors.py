@@ -55,7 +55,7 @@ _PIECE = 1 << 18
 
 
 class TensorFile(NamedTuple):
-    """What was read of a file."""
+    """The contents of a file."""
 
     #: by name; all numbers are finite
     tensors: dict[str, torch.Tensor]
@@ -107,7 +107,7 @@ def _header(content: memoryview) -> tuple[int, dict[str, Any]]:
 
 
 class _Entry(NamedTuple):
-    """Of a tensor in the header."""
+    """The header's entry for a tensor."""
 
     type: _Type
     shape: list[int]

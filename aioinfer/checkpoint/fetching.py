@@ -30,7 +30,7 @@ _SLICE = 8 << 20
 
 
 class Output:
-    """What is said to the other process."""
+    """Writes messages to the other process."""
 
     def __init__(self, descriptor: int) -> None:
         self._file = os.fdopen(descriptor, "w")
@@ -69,7 +69,7 @@ class _File:
 
 
 def fetch(model: HubModel, output: Output) -> Path:
-    """The directory or GGUF file. Raises ConfigError, and whatever the library raises."""
+    """Download a model; returns its directory or GGUF file. Raises ConfigError, and the library's errors."""
     from huggingface_hub import HfApi, constants
 
     info = HfApi().model_info(
@@ -148,7 +148,7 @@ class _Repository:
         os.replace(file.name, ref)
 
     def _remove_orphans(self, file: _File) -> None:
-        """Remove what processes that were killed have left of a file. Whoever downloads it holds its lock."""
+        """Remove parts of a file that killed processes have left; a downloading process holds its lock."""
         from filelock import FileLock, Timeout
 
         lock = self._locks / f"{file.blob}.lock"
@@ -159,7 +159,7 @@ class _Repository:
                 orphan.unlink(missing_ok=True)
 
     def _check_space(self, size: int) -> None:
-        """Raise ConfigError if the disk of the cache has no room for so many bytes."""
+        """Raise ConfigError if the disk of the cache has no room for ``size`` bytes."""
         existing = next(folder for folder in (self._cache, *self._cache.parents) if folder.is_dir())
         free = shutil.disk_usage(existing).free
         if size > free:
@@ -194,7 +194,7 @@ def _bar(output: Output) -> Any:
 
 
 def _explained(model: HubModel, error: BaseException) -> str:
-    """What went wrong, and what to do about it."""
+    """A message that names the failure and what to do about it."""
     from huggingface_hub import constants, errors
 
     name, hub = model.repository, constants.ENDPOINT

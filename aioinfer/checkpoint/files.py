@@ -1,4 +1,4 @@
-"""Checkpoint: the files of a model, whatever their form: a directory of safetensors, or a GGUF file."""
+"""Checkpoint: the files of a model in either form: a directory of safetensors, or a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["Checkpoint", "Directory", "GGUFCheckpoint", "checkpoint_at", "open_c
 
 
 class Checkpoint(Protocol):
-    """The files of a model. What its methods raise is ConfigError."""
+    """The files of a model. Methods raise ConfigError."""
 
     path: Path
 
     def config(self) -> dict[str, Any]:
-        """What config.json says, or would."""
+        """The contents of config.json, or their equivalent."""
 
     def generation_config(self) -> dict[str, Any]:
-        """What generation_config.json says; empty without one."""
+        """The contents of generation_config.json; empty without one."""
 
     def tokenizer(self) -> Any | None:
         """A tokenizer of transformers; None if there is none."""
@@ -30,7 +30,7 @@ class Checkpoint(Protocol):
         """Its weights."""
 
     def files(self) -> list[Path]:
-        """Those that decide the weights."""
+        """The files that decide the weights."""
 
 
 class Directory:
@@ -120,7 +120,7 @@ class GGUFCheckpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint in a directory or file. Raises ConfigError, with what the path is instead."""
+    """The checkpoint in a directory or file. Raises ConfigError, with the kind of path that it is."""
     found = checkpoint_at(path)
     if isinstance(found, Directory):
         _check_directory(path)
@@ -128,12 +128,12 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def checkpoint_at(path: Path) -> Directory | GGUFCheckpoint:
-    """What a path would be, whether or not it is one."""
+    """The checkpoint that a path would be; the path is not checked."""
     return GGUFCheckpoint(path) if path.suffix == ".gguf" and path.is_file() else Directory(path)
 
 
 def _check_directory(path: Path) -> None:
-    """Raise ConfigError, with what the path is instead, unless it is a directory with a config.json."""
+    """Raise ConfigError, with the kind of path that it is, unless it is a directory with a config.json."""
     try:
         found = path.is_dir()
         names = {entry.name for entry in path.iterdir()} if found else set()

@@ -26,7 +26,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What the configs of all architectures are made of."""
+    """Metadata that the configs of all architectures are made of."""
 
     file: GGUFFile
     prefix: str
@@ -54,7 +54,7 @@ class Common:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What differs between architectures."""
+    """The differences between architectures."""
 
     model_type: str
     name: str
@@ -213,7 +213,7 @@ def _cap(common: Common, name: str, default: float) -> float | None:
 
 
 def _query_scalar(common: Common, *, largest: int) -> int:
-    """What queries are divided by the root of: the size of a head, but hidden / heads in the largest model
+    """The number whose root divides queries: the size of a head, but hidden / heads in the largest model
     of a release, which is known by its number of layers."""
     if not common.has("attention.scale"):
         return common.hidden // common.heads if common.layers == largest else common.head_dim

@@ -119,7 +119,7 @@ def q5_k(data: _Bytes) -> Numbers:
     return Numbers(_flat(_interleaved(values) | fifth).view(np.int8), scales, offsets)
 
 
-#: by the name of a type: what its blocks hold, and how to take them apart
+#: by the name of a type: the rounding of its blocks, and the function that takes them apart
 BLOCKS: dict[str, tuple[Rounding, Callable[[_Bytes], Numbers]]] = {
     "Q8_0": (Rounding(8, _GROUP), q8_0),
     "Q4_0": (Rounding(4, _GROUP), q4_0),

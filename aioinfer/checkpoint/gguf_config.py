@@ -56,7 +56,7 @@ _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 def name_of(name: str, architecture: Architecture) -> str | None:
-    """What transformers calls a tensor; None for one that is not a weight. Unknown ones keep their name."""
+    """The name of a tensor in transformers; None if it is not a weight. Unknown ones keep their name."""
     if name in ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"):
         return None
     match = _BLOCK.fullmatch(name)
@@ -72,7 +72,7 @@ def name_of(name: str, architecture: Architecture) -> str | None:
 
 
 def config_of(file: GGUFFile) -> dict[str, Any]:
-    """What a config.json would say. Raises ConfigError for an architecture or a variant that is not read."""
+    """The config.json of the model. Raises ConfigError for an architecture or a variant that is not read."""
     architecture, prefix = architecture_of(file), file.value("general.architecture", str)
 
     def number(name: str, default: int | None = None) -> int:

@@ -162,7 +162,7 @@ def _located(
 
 
 class _Reader:
-    """Reads values one behind the other, and nothing beyond the end."""
+    """Reads values one after the other, and nothing beyond the end."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -179,7 +179,7 @@ class _Reader:
         return found
 
     def expect(self, count: int, size: int, what: str) -> None:
-        """Raise _Malformed if so many things of at least so many bytes cannot follow."""
+        """Raise _Malformed if ``count`` things of at least ``size`` bytes cannot follow."""
         if count * size > self._size - self.at:
             raise _Malformed(f"it states {count} {what} and has no room for them")
 

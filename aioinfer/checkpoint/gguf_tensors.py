@@ -61,7 +61,7 @@ class GGUFTensors(Tensors):
         tensor = self._read(name)
         if name.endswith(self._transposed):
             return tensor.T
-        # In float32, whatever the type: what is added back is to give the same factor.
+        # In float32 for every type: adding 1 again must give the same factor.
         return tensor.float() - 1 if self._norms_plus_one and name.endswith(_NORM) else tensor
 
     def _read(self, name: str) -> torch.Tensor:

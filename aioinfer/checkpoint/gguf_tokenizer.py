@@ -16,7 +16,7 @@ from aioinfer.errors import ConfigError, shown
 __all__ = ["tokenizer_of"]
 
 _KINDS = "tokenizer.ggml.token_type"
-#: of the control tokens of Phi-3, those behind which white space is text
+#: control tokens of Phi-3 after which white space is text
 _KEEP_SPACE = {"<unk>", "<s>", "<|endoftext|>"}
 #: characters of a piece of SentencePiece; longer ones are whole tokens that nothing is merged into
 _LONGEST_PIECE = 128
@@ -211,7 +211,7 @@ def _add_tokens(tokenizer: Any, file: GGUFFile) -> None:
     tokens = _texts(file, "tokenizer.ggml.tokens")
     marked = list(zip(tokens, file.value(_KINDS, list, []), strict=False))
     scored = file.metadata["tokenizer.ggml.model"] == "llama"
-    # Files do not say that white space behind these tokens is not text.
+    # Files do not say that white space after these tokens is not text.
     strips = scored and file.value("general.architecture", str) == "phi3"
 
     def added(token: str, *, special: bool) -> AddedToken:

@@ -3,20 +3,20 @@
 ``HF_HOME``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE`` and tokens have the meaning that they have there. Of a
 repository only the files that this package reads are downloaded: the config, the tokenizer, and one form of
 the weights. A process of its own downloads (:mod:`aioinfer.checkpoint.fetching`): it can be ended at any
-time, whatever it waits for, and the interpreter of the event loop is not held up.
+time, and the interpreter of the event loop is not held up.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import queue
 import re
+import selectors
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -25,7 +25,7 @@ from aioinfer.errors import ConfigError
 
 __all__ = ["INDEX", "HubModel", "Progress", "cached", "cached_models", "download", "entry_of", "wanted_files"]
 
-#: ``progress(stage, done, total)``, called several times a second; what it raises ends the work
+#: ``progress(stage, done, total)``, called several times a second; an exception of it ends the work
 Progress = Callable[[str, int, int], None]
 
 _NAME = re.compile(
@@ -80,7 +80,7 @@ class HubModel:
 
     @property
     def command(self) -> str:
-        """What downloads it."""
+        """The shell command that downloads it."""
         revision = "" if self.revision is None else f" --revision {self.revision}"
         include = "" if self.variant is None else f" --include '*{self.variant}*.gguf'"
         return f"hf download {self.repository}{revision}{include}"
@@ -90,7 +90,7 @@ class HubModel:
 
 
 def cached(model: HubModel, *, complete: bool = True) -> Path | None:
-    """Where the hub's local cache holds a model; None if it does not.
+    """The path of a model in the hub's local cache; None if it is not there.
 
     ``complete``: with a tokenizer; otherwise the weights suffice.
     """
@@ -139,14 +139,14 @@ def cached_models() -> dict[str, Path]:
 
 
 def entry_of(folder: Path, wanted: Sequence[str]) -> Path:
-    """What is loaded of a snapshot: its GGUF file, the first one of several parts, or all of it."""
+    """The part of a snapshot that is loaded: its GGUF file, the first one of several parts, or all of it."""
     ggufs = [name for name in wanted if name.endswith(".gguf")]
     return folder / ggufs[0] if ggufs else folder
 
 
 def wanted_files(names: Iterable[str], model: HubModel, *, loosely: bool = True) -> list[str]:
-    """Which files of a repository are needed; of sharded weights the index. Raises ConfigError if it holds no
-    model that can be loaded.
+    """Names of the files of a repository that are needed; of sharded weights the index. Raises ConfigError if
+    it holds no model that can be loaded.
 
     ``loosely``: a variant may also be a part of a word of a file's name.
     """
@@ -174,7 +174,7 @@ def wanted_files(names: Iterable[str], model: HubModel, *, loosely: bool = True)
 
 
 def _of_variant(names: list[str], variant: str, loosely: bool) -> list[str]:
-    """Those with the variant as a word of their own in the name, or else as a part of one."""
+    """The names with the variant as a word, or else as a part of one."""
     word = re.compile(rf"(?<![a-z0-9]){re.escape(variant.lower())}(?![a-z0-9_])")
     found = [name for name in names if word.search(name.lower())]
     if found or not loosely:
@@ -193,82 +193,75 @@ def download(model: HubModel, allowed: bool, progress: Progress | None = None) -
 
     Raises:
         ConfigError: it is not allowed, or failed; with what to do about it.
-        What ``progress`` raises: it is called several times a second.
+        Exception: that of ``progress``, which is called several times a second.
     """
     if not allowed:
         raise ConfigError(
             f"model: {model} is neither a directory nor in the hub's local cache. Downloads are not allowed "
             f"here: set download, or run '{model.command}'"
         )
-    with _Fetcher(model) as fetcher:
-        state = 0, 1
-        while (message := fetcher.message(_LOOK)) is None or "entry" not in message:
-            if message is not None:
-                if "error" in message:
-                    raise ConfigError(f"model: {message['error']}")
+    state = 0, 1
+    with _process(model) as process:
+        for message in _messages(process):
+            if "error" in message:
+                raise ConfigError(f"model: {message['error']}")
+            if "entry" in message:
+                if progress is not None:
+                    progress("download", state[1], state[1])
+                return Path(message["entry"])
+            if message:
                 state = min(message["done"], message["total"]), max(1, message["total"])
             if progress is not None:
                 progress("download", *state)
-        if progress is not None:
-            progress("download", state[1], state[1])
-        return Path(message["entry"])
+        raise ConfigError(f"model: the process that downloads {model} has ended with status {process.wait()}")
 
 
-class _Fetcher:
-    """The process that downloads, and what it says; as a context, it is ended."""
-
-    def __init__(self, model: HubModel) -> None:
-        self._model = model
-        quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"}
-        try:
-            self._process = subprocess.Popen(
-                # Whatever lies in the working directory is not imported.
-                [sys.executable, "-P", "-c", _PROGRAM, str(Path(__file__).parents[2])],
-                env={**os.environ, **quiet},
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-                # An interrupt of the terminal is for this process, which ends the other one.
-                start_new_session=True,
-            )  # fmt: skip
-        except OSError as error:
-            raise ConfigError(f"model: {model} cannot be downloaded: {error}") from error
-        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read, daemon=True, name="aioinfer-download")
-
-    def __enter__(self) -> Self:
-        self._reader.start()
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(asdict(self._model)))
-            self._process.stdin.close()
-        except OSError:
-            pass  # it has ended: its last message says so
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        process = self._process
+@contextmanager
+def _process(model: HubModel) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that downloads; it is ended with the context."""
+    quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_VERBOSITY": "error"}
+    try:
+        process = subprocess.Popen(
+            # Modules in the working directory are not imported.
+            [sys.executable, "-P", "-c", _PROGRAM, str(Path(__file__).parents[2])],
+            env={**os.environ, **quiet},
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            # An interrupt of the terminal is for this process, which ends the other one.
+            start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        raise ConfigError(f"model: {model} cannot be downloaded: {error}") from error
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with suppress(OSError):  # it has ended: its last message says so
+            process.stdin.write(json.dumps(asdict(model)).encode())
+            process.stdin.close()
+        yield process
+    finally:
         if process.poll() is None:
-            # It removes what has not arrived completely.
-            process.send_signal(signal.SIGINT if os.name == "posix" else signal.SIGTERM)
+            # It removes files that have not arrived completely.
+            process.send_signal(signal.SIGINT)
             try:
                 process.wait(_LEAVING)
             except subprocess.TimeoutExpired:
                 process.kill()
         process.wait()
-        self._reader.join()
-        assert process.stdout is not None
         process.stdout.close()
 
-    def message(self, seconds: float) -> dict[str, Any] | None:
-        """The next one, waiting for it so long at most."""
-        try:
-            return self._messages.get(timeout=seconds)
-        except queue.Empty:
-            return None
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._messages.put(json.loads(line))
-        status = self._process.wait()
-        text = f"the process that downloads {self._model} has ended with status {status}"
-        self._messages.put({"error": text})
+def _messages(process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+    """The messages of a process until it ends; empty ones while it says nothing."""
+    assert process.stdout is not None
+    pending = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while True:
+            if not selector.select(_LOOK):
+                yield {}
+                continue
+            data = os.read(process.stdout.fileno(), 1 << 16)
+            if not data:
+                return
+            *lines, pending = (pending + data).split(b"\n")
+            yield from map(json.loads, lines)

@@ -71,7 +71,7 @@ def locate(model: str, *, fetch: bool = False, progress: Progress | None = None)
 
 
 def model_name(model: str) -> str:
-    """What clients call a model: its name on a hub, or that of its directory or file."""
+    """The name of a model for clients: its name on a hub, or that of its directory or file."""
     wanted = HubModel.parse(model)
     path = Path(model).expanduser()
     if wanted is not None and not path.exists():

@@ -1,7 +1,7 @@
-"""Regular files: what is read of a directory that others may write to.
+"""Regular files in a directory that others may write to.
 
-A pipe would keep its reader for good, a device has no end, and a link can lead anywhere: files are looked at
-before any of them is opened, and what is opened is looked at again, as it may be another one.
+A pipe would keep its reader for good, a device has no end, and a link can lead anywhere: files are checked
+before any of them is opened, and again when they are open, since they may have been replaced.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ __all__ = ["check_regular", "open_regular"]
 
 
 def check_regular(files: Iterable[Path], root: Path | None = None) -> None:
-    """Raise ConfigError unless all of these are regular files, behind links, too; with ``root``, which has no
-    links in it, files that lie in it. The message has their names only, and says the same of whatever lies
-    outside."""
+    """Raise ConfigError unless all of these are regular files, or links to such; with ``root``, which has no
+    links in it, files inside it. The message has their names only, and does not depend on files outside."""
     for file in files:
         try:
             found = file.resolve()

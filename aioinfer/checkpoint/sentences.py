@@ -1,4 +1,4 @@
-"""Sentences: what a checkpoint says of how it embeds, in the files of sentence-transformers.
+"""Sentences: how a checkpoint embeds, from the files of sentence-transformers.
 
 ``modules.json`` lists what follows the model, the ``config.json`` in the directory of its pooling module
 (usually ``1_Pooling``) says how it pools, and ``config_sentence_transformers.json`` has the texts that are
@@ -25,7 +25,7 @@ Mode: TypeAlias = Literal["last", "cls", "mean"]
 _DIRECTORIES = {"Pooling": "1_Pooling", "LogitScore": "1_LogitScore"}
 _PROMPTS = "config_sentence_transformers.json"
 _LENGTH = "sentence_bert_config.json"
-#: names of modes, in the older form behind ``pooling_mode_``
+#: names of modes, in the older form after ``pooling_mode_``
 _MODES: Mapping[str, Mode] = {
     "cls": "cls",
     "cls_token": "cls",
@@ -47,7 +47,7 @@ class Sentences:
     #: texts in front of an input, by name, and the name of the one that is used where none is named
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
-    #: what it asks for that is not computed here; empty: nothing
+    #: a requirement that is not computed here; empty: none
     unsupported: str = ""
     #: it pools: it was made for embeddings
     embeds: bool = False
@@ -61,7 +61,7 @@ class Sentences:
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Those of a directory; any other path has none. Raises ConfigError."""
+        """Read the recommendations of a directory; any other path has none. Raises ConfigError."""
         modules = path / "modules.json"
         if not modules.is_file():
             return cls(activation=_activation(path))
@@ -100,7 +100,7 @@ class Sentences:
         )
 
     def with_prompt(self, text: str, name: str | None) -> str:
-        """A text behind the prompt of this name; None: behind the default one, if there is one."""
+        """A text after the prompt of this name; None: after the default one, if there is one."""
         name = self.default_prompt if name is None else name
         return text if name is None else self.prompts[name] + text
 
@@ -126,7 +126,7 @@ def _modules(file: Path) -> list[tuple[str, str]]:
 
 
 def _pooling(file: Path) -> tuple[Mode, str]:
-    """How it pools, and what of that is not computed here."""
+    """The mode of pooling, and a reason why it is not computed here."""
     if not file.is_file():
         return "last", f"how it pools is in a file that is missing ({file.parent.name}/{file.name})"
     stated = read_json_object(file)
@@ -163,7 +163,7 @@ def _answers(file: Path) -> tuple[int, ...]:
 
 
 def _max_tokens(file: Path) -> int | None:
-    """How long an input may be. Raises ConfigError."""
+    """The maximum length of an input. Raises ConfigError."""
     found = (read_json_object(file) if file.is_file() else {}).get("max_seq_length")
     if found is not None and (type(found) is not int or found < 1):
         raise ConfigError(f"model: max_seq_length is {shown(found)} in {file.name}")
@@ -171,7 +171,7 @@ def _max_tokens(file: Path) -> int | None:
 
 
 def _activation(path: Path) -> str:
-    """What makes a score of a logit: where CrossEncoder states it, in files of its versions, newest first."""
+    """The function from a logit to a score, as versions of CrossEncoder state it, newest first."""
     files = [path / name for name in (_PROMPTS, "config.json")]
     newest, config = (read_json_object(file) if file.is_file() else {} for file in files)
     inner = config.get("sentence_transformers")

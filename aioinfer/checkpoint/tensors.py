@@ -148,9 +148,9 @@ def stored_bytes(
     Args:
         itemsize: bytes of an element that is not rounded.
         rounding: as if all of them were rounded so.
-        kept: names of those that stay as they are quantised.
-        mapped: names of those that stay in their file.
-        small: names of those that are kept as floats of 8 bits.
+        kept: names of tensors that stay as they are quantised.
+        mapped: names of tensors that stay in their file.
+        small: names of tensors that are kept as floats of 8 bits.
     """
     bits = 0
     for name in tensors.names:

@@ -21,13 +21,13 @@ _MIN_TEMPERATURE = 1e-37
 #: The position that keys the noise is shifted by more than the length of any sequence per round, so that no
 #: two (position, round) of a request have the same key. Round 0 has the key of an autoregressive token.
 _ROUND_SHIFT = 32
-#: Sums in float64 convert so many addends at a time: a copy of all would be twice as large as the logits.
+#: Sums in float64 convert this many addends at a time: a copy of all would be twice as large as the logits.
 _CONVERTED = 1 << 22
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What is asked of the proposal for R blocks of B positions."""
+    """The request for a proposal for R blocks of B positions."""
 
     #: [R, B] int64
     positions: torch.Tensor
@@ -62,8 +62,8 @@ class Proposal:
     valid: torch.Tensor
     #: float32: the sum of the exponentials of the logits relative to the largest of the position
     mass: torch.Tensor
-    #: float32: the entropy of the distribution at temperature 1 and without filters, in nats; None: nobody
-    #: asked for it
+    #: float32: the entropy of the distribution at temperature 1 and without filters, in nats; None: it was
+    #: not asked for
     entropy: torch.Tensor | None
 
 

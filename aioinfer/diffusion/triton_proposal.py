@@ -42,7 +42,7 @@ def _propose_kernel(
     number: tl.tensor, stride: tl.tensor,
     DRAWS: tl.constexpr, PER: tl.constexpr, UNIT: tl.constexpr, TILE: tl.constexpr, WIDEN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Of each line what a proposal says of its token; 0 where there is none. Grid (lines / TILE,)."""
+    """Write confidence, logprob and validity of each line's token; 0 without one. Grid (lines / TILE,)."""
     line = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     peak = tl.load(peaks + line, mask=line < number, other=float("inf"))
     good = tl.abs(peak) < float("inf")

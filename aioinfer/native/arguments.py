@@ -287,7 +287,7 @@ class PerLayerInputsArguments(Arguments):
 
 @structure
 class PerLayerArguments(Arguments):
-    """What a layer does with its inputs."""
+    """The use of a layer's own inputs."""
 
     gate: Address
     out: Address
@@ -442,7 +442,7 @@ class ForwardArguments(Arguments):
 
 @structure
 class LowRankTarget(Arguments):
-    """What is added to some outputs of a layer."""
+    """The product that is added to some outputs of a layer."""
 
     a: Address
     b: Address

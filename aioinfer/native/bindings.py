@@ -194,7 +194,7 @@ class Kernels:
         """Call the entry point of these arguments, for a type of model where there is one for each.
 
         Returns:
-            The handle of what it made; True if it makes nothing.
+            The handle of the new object; True if it makes nothing.
 
         Raises:
             InvalidArguments: a size or an index is not one of the memory it is for.
@@ -253,8 +253,8 @@ def native_unsupported(progress: Callable[[int, int], None] | None = None) -> st
 
     Compiles them if that has not been done yet. The answer is the same for the rest of the process.
 
-    ``progress`` is as in :func:`~aioinfer.native.build.build`: what it raises ends the compilers, is raised
-    here, and leaves the question open.
+    ``progress`` is as in :func:`~aioinfer.native.build.build`: its exceptions end the compilers, are raised
+    here, and leave the question open.
     """
     global _loaded
     if _loaded is None:
@@ -320,7 +320,7 @@ class ThreadPool:
         release(self, self.kernels, "free_thread_pool", self.handle)
 
     def checksum(self, address: int, size: int) -> int:
-        """64 bits that almost surely differ if any of so many bytes does: to recognise damage, not malice."""
+        """A hash of ``size`` bytes, 64 bits: to recognise damage, not malice."""
         found = ctypes.c_uint64()
         self.kernels.function("checksum", self.handle, address, size, ctypes.addressof(found))
         return found.value

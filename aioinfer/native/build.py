@@ -71,7 +71,7 @@ class BuildFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """What one library is made of."""
+    """The sources and flags of one library."""
 
     #: how its files in the cache begin
     name: str
@@ -107,7 +107,7 @@ def cache_directory() -> Path:
 
 
 def build(progress: _Progress = None, tiles: Tiles | None = None) -> Path:
-    """The library for this machine, compiled if that has not been done yet, which takes about half a minute.
+    """Return the library for this machine; compiling it the first time takes about half a minute.
 
     Of several processes one compiles and the others wait; none of them sees half a file. The compiler is
     AIOINFER_CXX, or the first of ``$CXX``, ``c++``, ``g++``, ``clang++`` and that of the package ziglang (the
@@ -116,7 +116,7 @@ def build(progress: _Progress = None, tiles: Tiles | None = None) -> Path:
 
     Args:
         progress: called with the number of files compiled so far and their total, and again every tenth of a
-            second. What it raises ends the compilers and is raised here; nothing is left behind.
+            second. Its exceptions end the compilers and are raised here; no files remain.
         tiles: those that the kernels compute with; None: what :func:`choose_tiles` says.
 
     Raises:
@@ -131,8 +131,8 @@ def build(progress: _Progress = None, tiles: Tiles | None = None) -> Path:
 
 
 def build_sockets() -> Path:
-    """The library that sends frames to sockets, compiled if that has not been done yet, which takes less than
-    a second. It runs on every processor of this kind.
+    """Return the library that sends frames to sockets; compiling it the first time takes less than a second.
+    It runs on every processor of this kind.
 
     Raises BuildFailed: there is no compiler, or it fails.
     """
@@ -171,7 +171,7 @@ def _made(recipe: _Recipe, progress: _Progress = None) -> Path:
 
 
 def _intact(directory: Path, pattern: str) -> Path | None:
-    """A library of this name whose content is what its name says. Removes those that are damaged."""
+    """A library of this name whose content has the hash in its name. Removes damaged ones."""
     for path in sorted(directory.glob(f"{pattern}.so")):
         try:
             with suppress(PermissionError):  # of another user
@@ -328,7 +328,7 @@ class _Compilers:
         self._progress(min(self._finished, self._units), self._units)
 
     def _wait(self, process: subprocess.Popen[str]) -> str:
-        """What it said."""
+        """The text that it wrote to stderr."""
         end = time.monotonic() + _PATIENCE
         while True:
             try:

@@ -69,8 +69,8 @@ class PackedWeights:
         return _memory(self.pool.kernels, "weights", self.number, self.handle)
 
     def repack(self, rows: Address, bias: Address) -> None:
-        """Pack other weights, a bias or both in place of those that are there, None for what stays; as
-        they were given when this was made. Raises InvalidArguments: they are mapped, or were quantised
+        """Pack other weights, a bias or both in place of the present ones, None to keep them; in the
+        form in which they were given at first. Raises InvalidArguments: they are mapped, or were quantised
         already."""
         arguments = RepackArguments(pool=self.pool.handle, weights=self.handle, rows=rows, bias=bias)
         self.pool.kernels.call(arguments, self.number)
@@ -256,7 +256,7 @@ class Stack:
         self._adapters[slot] = adapter
 
     def set_residual_scale(self, layer: int, scale: float) -> None:
-        """Of the residual behind a layer. Raises InvalidArguments."""
+        """Scale the residual after a layer. Raises InvalidArguments."""
         self.pool.kernels.function(f"set_residual_scale_{self.number}", self.handle, layer, scale)
 
     def set_table(self, table: int) -> None:

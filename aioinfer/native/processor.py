@@ -35,12 +35,12 @@ class Tiles:
 #: the processor's, if the compiler knows that it has them
 PERMITTED = Tiles(("-DAIOINFER_TILES",), "the processor has AMX, and the system permits it")
 #: The same in plain C++; its vectors are wider than the processor's, which g++ would remark on. It is slow
-#: whatever the compiler does, which need not take minutes.
+#: at any level of optimisation, so the compiler need not take minutes.
 MODELLED = Tiles(("-DAIOINFER_MODELLED_TILES", "-Wno-psabi", "-O1"), "AIOINFER_TILES is model")
 
 
 def instruction_sets() -> str:
-    """What the system lists of the processor, where it does so."""
+    """The system's list of the processor's features, where there is one."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -28,7 +28,7 @@ _IN_PROMPT = 1 << 30
 
 
 class Penalties:
-    """How often each token was generated and whether it is in the prompt, for slots with penalties.
+    """Counts of generated tokens, and marks for tokens of the prompt, for slots with penalties.
 
     Counting happens on the device, so a step includes tokens that the host has not read yet. Memory is one
     int32 row of the vocabulary per slot with penalties, allocated on first use and reused by later requests.

@@ -147,8 +147,8 @@ class Sampler:
         """The same for a step with rows that verify drafts; arguments as of :meth:`sample`.
 
         Returns:
-            [S] int64: as of :meth:`sample`, and NO_TOKEN behind the first draft of a row that is not what was
-            sampled
+            [S] int64: as of :meth:`sample`, and NO_TOKEN after the first draft of a row that differs from
+            the sampled token
             [S] int64: slots; that of a row at its last token, 0 elsewhere
         """
         if batch.penalty_resets:

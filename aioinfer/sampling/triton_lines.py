@@ -62,12 +62,12 @@ class Lines:
 
     @property
     def noise(self) -> tuple[torch.Tensor, ...]:
-        """What else a draw needs: min-p, and what keys the noise."""
+        """Further arguments of a draw: min-p, and the keys of the noise."""
         return self.min_p, self.seeds, self.positions
 
     @property
     def changes(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-        """What is changed in the logits when they are read."""
+        """Changes of the logits when they are read."""
         return self.lowered, self.by, self.banned
 
     @property

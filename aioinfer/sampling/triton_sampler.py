@@ -73,7 +73,7 @@ class SampleTuning:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the launches have to be able to do. Less saves work; what a line does not need changes nothing."""
+    """Features that the launches need. Fewer save work; features that a line does not need change nothing."""
 
     #: some line has a temperature
     draws: bool = True
@@ -91,7 +91,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What the launches leave behind, [N] each; None or arbitrary where it was not asked for. Lines that are
+    """The results of the launches, [N] each; None or arbitrary where it was not asked for. Lines that are
     not computed have a maximum of +inf, and are arbitrary else."""
 
     #: int64: token ids, BAD_LOGITS for broken lines
@@ -107,7 +107,7 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True)
 class _Scratch:
-    """Memory through which the launches pass on their results. What is not needed is empty."""
+    """Memory through which the launches pass on their results; empty where it is not needed."""
 
     #: [N, chunks] float32 and int32: a chunk's maximum, later its largest sum, and the id of the token
     peaks: torch.Tensor
@@ -227,7 +227,7 @@ def _results(number: int, work: Work, device: torch.device) -> Chosen:
 
 
 def _draw_wide(lines: Lines, work: Work, scratch: _Scratch, found: Chosen, tuning: SampleTuning) -> None:
-    """Those that finish has left."""
+    """Draw the lines that finish has marked."""
     search = WideSearch(
         by_count=work.wide_top_k,
         by_mass=True,

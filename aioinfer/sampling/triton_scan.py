@@ -123,7 +123,7 @@ def bound_kernel(
     if FILTERS:
         tl.store(lengths + line, 0)
     if is_wanted(wanted, line) == 0:
-        # As for a broken line: the launches behind leave it alone.
+        # As for a broken line: later launches skip it.
         tl.store(row_peaks + line, float("inf"))
         return
     at = tl.arange(0, CHUNKS)

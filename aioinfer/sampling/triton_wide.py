@@ -55,7 +55,7 @@ _CLEARED = tl.constexpr(512)
 
 @dataclass(frozen=True, slots=True)
 class WideSearch:
-    """What is to be searched, and where results go."""
+    """The lines to search, and the memory for results."""
 
     #: whether lines are searched for the threshold of top-k, and for that of top-p
     by_count: bool
@@ -83,7 +83,7 @@ def clear_search(cells: tl.tensor, line: tl.tensor) -> None:
 
 @triton.jit
 def _digits(sums: tl.tensor, prefixes: tl.tensor, number: tl.tensor, target: tl.tensor) -> tl.tensor:
-    """The first ``number`` digits of the key, uint32, once so many launches are through. Each launch leaves
+    """The first ``number`` digits of the key, uint32, after as many launches. Each launch leaves
     the digits that it knew in ``prefixes``, and in ``sums`` the weight up to each value of the next."""
     prefix = tl.full([], 0, tl.uint32)
     if number > 0:

@@ -1,7 +1,7 @@
 """Verification: the sampling rows of a step some of whose rows verify drafts.
 
-A row with k drafts has k + 1 sampling rows, one behind the other. Each draws the token of its position as if
-all drafts before it were right; those behind the first wrong one are void::
+A row with k drafts has k + 1 sampling rows, one after the other. Each draws the token of its position as if
+all drafts before it were right; those after the first wrong one are void::
 
     sampling row    first   first+1   first+2   first+3
     expected        d1      d2        d3        none        the token with which the next one counts
@@ -45,7 +45,7 @@ class DraftRows:
 
     @classmethod
     def of(cls, num_before: int, drafts: Sequence[Sequence[int]], num_rows: int) -> DraftRows:
-        """Of ``num_rows`` rows that sample, those behind the first ``num_before`` have ``drafts``."""
+        """Make ``num_rows`` rows that sample; those after the first ``num_before`` have ``drafts``."""
         counts = np.ones(num_rows, np.int64)
         counts[num_before : num_before + len(drafts)] += np.asarray([len(ids) for ids in drafts], np.int64)
         first = np.cumsum(counts) - counts
@@ -58,7 +58,7 @@ class DraftRows:
         return cls(rows, behind, start, expected, first[num_before : num_before + len(drafts)].tolist())
 
     def cut(self, usable: Mapping[int, int]) -> npt.NDArray[np.int64]:
-        """``expected``, where the rows that begin at these sampling rows may use so many of them only."""
+        """``expected``, where the rows that begin at these sampling rows may use only that many of them."""
         expected = self.expected.copy()
         for at, count in usable.items():
             expected[at + count - 1] = _NONE

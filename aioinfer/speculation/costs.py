@@ -8,8 +8,8 @@ __all__ = ["StepCosts"]
 
 #: weight of the newest step
 _NEWEST = 0.2
-#: a step that took more than so many times what its size takes was disturbed, and counts as that much: the
-#: first one of its size, too, in which code may have been loaded
+#: a step that took more than this multiple of the time for its size was disturbed and counts as the multiple;
+#: so does the first one of its size, in which code may have been loaded
 _MOST = 2.0
 #: how much less steps are expected to take each time that they are not worth a try
 _HOPE = 0.01
@@ -39,7 +39,7 @@ class StepCosts:
         return bool(self._known or self._like)
 
     def observe(self, positions: int, seconds: float) -> None:
-        """A step of so many positions took so long."""
+        """Record a step of ``positions`` that took ``seconds``."""
         size = _bucket(positions)
         if self._hope < 1.0:
             if seconds <= self.of(size):

@@ -28,7 +28,7 @@ NO_IDS: npt.NDArray[np.int32] = np.empty(0, np.int32)
 
 class Drafter(Protocol):
     """Proposes tokens. Called on the thread that plans steps, for most steps of a request: it must take
-    microseconds. What it raises ends its proposals for that request, and nothing else."""
+    microseconds. An exception of it ends its proposals for that request, and nothing else."""
 
     def propose(self, request: DraftRequest, most: int) -> Sequence[int]:
         """The tokens that may follow ``request.tokens``, at most ``most`` of them; perhaps none. More tokens,
@@ -36,7 +36,7 @@ class Drafter(Protocol):
 
 
 class DraftRequest:
-    """What a drafter sees of a request."""
+    """A request as a drafter sees it."""
 
     __slots__ = (
         *("_buffer", "_length", "matched", "memory", "name", "predicted", "prediction", "prompt_length"),
@@ -57,7 +57,7 @@ class DraftRequest:
         self.memory: object = None
         #: the latest proposal came from the prediction
         self.predicted = False
-        #: or from text where so many tokens were the same; 0: that is not known
+        #: number of tokens that matched the text of the latest proposal; 0: not known
         self.matched = 0
         self._buffer = prompt_ids
         self._length = len(prompt_ids)

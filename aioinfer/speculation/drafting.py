@@ -21,7 +21,7 @@ _FORGET = 0.02
 
 
 class DraftSource(Enum):
-    """What drafts come from. The value is the chance that one of them is right if those before it are, as
+    """The source of drafts. The value is the chance that one of them is right if those before it are, as
     long as nothing else is known."""
 
     #: the drafter: the request's own text, for example
@@ -37,7 +37,7 @@ class DraftSource(Enum):
 
 
 class UsualRates:
-    """How often drafts were right lately, of all requests of an engine: what a new one expects of its own."""
+    """The share of drafts that were right lately in an engine: a new request begins with it."""
 
     __slots__ = ("_rates",)
 
@@ -49,7 +49,7 @@ class UsualRates:
         return max(self._rates[source], _FLOOR * source.value)
 
     def verified(self, source: DraftSource, accepted: int, rejected: bool) -> None:
-        """So many drafts of a row were right, and one behind them perhaps was not."""
+        """Count ``accepted`` drafts of a row that were right, and perhaps one after them that was not."""
         self._rates[source] = _moved(self._rates[source], accepted, rejected, _NEWEST_OF_ALL)
 
 
@@ -109,7 +109,7 @@ class Drafting:
         self._rates[self.source] += _FORGET * (self._usual.of(self.source) - self._rates[self.source])
 
     def verified(self, source: DraftSource, drafted: int, accepted: int) -> None:
-        """Of ``drafted`` tokens the first ``accepted`` were right."""
+        """Count ``drafted`` tokens, of which the first ``accepted`` were right."""
         self._last = (source, accepted)
         rejected = drafted - accepted
         self.accepted += accepted
@@ -117,14 +117,14 @@ class Drafting:
         if source is DraftSource.PREDICTION:
             self.accepted_prediction += accepted
             self.rejected_prediction += rejected
-        # Those behind the first wrong one say nothing.
+        # Those after the first wrong one say nothing.
         self._rates[source] = _moved(self._rates[source], accepted, rejected > 0, _NEWEST)
         self._usual.verified(source, accepted, rejected > 0)
 
     def cut(self, tokens: int) -> None:
         """The last ``tokens`` of the output were dropped, since a stop came before them."""
         source, accepted = self._last
-        # The token behind the right drafts was sampled without one.
+        # The token after the right drafts was sampled without one.
         dropped = min(accepted, max(0, tokens - 1))
         self._last = (source, accepted - dropped)
         if source is DraftSource.PREDICTION:

@@ -17,8 +17,8 @@ __all__ = ["LookupDrafter"]
 
 #: tokens that have to be the same at least, and from which on more of them make no difference
 _LEAST, _MOST = 2, 8
-#: places that are compared further, the newest of those with the same last token; and the text that is looked
-#: through for so many before the rest is
+#: places that are compared further, the newest of those with the same last token; and the length of text
+#: that is searched for them before the rest
 _PLACES, _RECENT = 64, 4096
 
 _Ids = npt.NDArray[np.int32]
@@ -40,7 +40,7 @@ class LookupDrafter:
         return () if place is None else _repeated(tokens[place + 1 :], most)
 
     def _predicted(self, request: DraftRequest, tokens: _Ids, most: int) -> _Ids:
-        """What follows in the prediction, whose tokens the output has used up to a point."""
+        """The continuation in the prediction, whose tokens the output has used up to a point."""
         prediction = request.prediction
         read, at = request.memory if isinstance(request.memory, tuple) else (request.prompt_length, 0)
         new = tokens[read:]
@@ -85,8 +85,8 @@ def _places(text: _Ids, token: np.int32) -> npt.NDArray[np.int64]:
 
 
 def _longest(tokens: _Ids, text: _Ids, places: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], int]:
-    """Of ``places``, where ``text`` has the last token, those where the most tokens before are the same, too;
-    and how many these are."""
+    """The ``places``, where ``text`` has the last token, with the longest match of the tokens before; and the
+    length of the match."""
     length = min(len(places), 1)
     while length and length < min(_MOST, len(tokens)):
         further = places[places >= length]
@@ -98,6 +98,6 @@ def _longest(tokens: _Ids, text: _Ids, places: npt.NDArray[np.int64]) -> tuple[n
 
 
 def _repeated(ids: _Ids, count: int) -> list[int]:
-    """The first ``count`` of ``ids``; text that goes on behind its end repeats itself."""
+    """The first ``count`` of ``ids``; past its end the text repeats itself."""
     found: list[int] = (ids[:count] if len(ids) >= count else np.resize(ids, count)).tolist()
     return found

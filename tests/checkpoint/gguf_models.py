@@ -14,7 +14,13 @@ from safetensors.torch import load_file
 from bench.peers.adapters.to_gguf import name_in_gguf
 from tests.model.checkpoints import FAMILIES, make_model
 
-__all__ = ["TOKENS", "make_family", "write_gguf", "write_tokenizer"]
+__all__ = ["EVERY", "TOKENS", "make_family", "write_gguf", "write_tokenizer"]
+
+#: a family of every architecture
+EVERY = [
+    "llama-gqa-tied", "qwen2", "qwen3", "qwen3-moe", "gemma", "gemma2", "gemma3", "smollm3-interval", "olmo2",
+    "olmo3-yarn", "glm4", "phi3", "gpt2",
+]  # fmt: skip
 
 _ARCHITECTURES = {
     "llama": "llama",

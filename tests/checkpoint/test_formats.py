@@ -186,6 +186,13 @@ def _groups(
     }  # fmt: skip
 
 
+def requantise(folder: Path, tensors: Parts, config: Any) -> None:
+    """Replace the weights of a model directory, and state how they are quantised."""
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    stated = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**stated, "quantization_config": config}))
+
+
 def shuffled(weight: torch.Tensor) -> Encoded:
     order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(5))
     return gptq(weight, order=order)
@@ -329,9 +336,7 @@ def test_a_model_of_a_format_is_the_dequantised_one(tmp_path: Path, name: str) -
             # As tools write it that have no models without biases.
             tensors[f"{module}.bias"] = torch.zeros(len(tensor))
             oracle.get_parameter(key).copy_(made)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    stated = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**stated, "quantization_config": config}))
+    requantise(tmp_path, tensors, config)
     prompt = [random.Random(3).randrange(200) for _ in range(9)]
     wanted = greedy(oracle, prompt, 10)
     options = {"model": str(tmp_path), "dtype": "float32", "num_pages": 64, "threads": 1}
@@ -394,9 +399,7 @@ def test_experts_are_dequantised(tmp_path: Path) -> None:
             else:
                 first = 0 if names[part] == "gate" else middle
                 experts.gate_up_proj[int(expert), first : first + middle] = made
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    stated = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**stated, "quantization_config": FORMATS["awq"][0]}))
+    requantise(tmp_path, tensors, FORMATS["awq"][0])
     prompt = [3, 1, 4, 1, 5, 9, 2]
     with LLM(EngineConfig(model=str(tmp_path), dtype="float32", num_pages=64, threads=1)) as llm:
         (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=10))
@@ -418,9 +421,7 @@ def test_a_shared_expert_is_dequantised_as_the_others_are(tmp_path: Path, kernel
         tensors |= {f"{key.removesuffix('.weight')}.{part}": value for part, value in parts.items()}
         with torch.no_grad():
             oracle.get_parameter(key).copy_(made)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    stated = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**stated, "quantization_config": config}))
+    requantise(tmp_path, tensors, config)
     assert inspect_model(tmp_path, LoadOptions(dtype="auto", device=torch.device("cpu"))).stored_bits == []
     prompt = [random.Random(3).randrange(200) for _ in range(9)]
     settings = EngineConfig(

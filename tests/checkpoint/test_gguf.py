@@ -22,7 +22,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from aioinfer.text.tokenizer import HFTokenizer
-from tests.checkpoint.gguf_models import TOKENS, make_family, write_gguf, write_tokenizer
+from tests.checkpoint.gguf_models import EVERY, TOKENS, make_family, write_gguf, write_tokenizer
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import require
 from tests.tiers import SECONDS, rest
@@ -84,7 +84,7 @@ def _ropes(found: dict[str, Any], made: dict[str, Any]) -> list[tuple[dict[str, 
     return [(found[kind], made[kind]) for kind in made]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY)
 def test_greedy_ids_are_those_of_transformers(tmp_path: Path, family: str) -> None:
     oracle = make_family(family, tmp_path / "hf")
     write_gguf(tmp_path / "hf", tmp_path / "m.gguf")

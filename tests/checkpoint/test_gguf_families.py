@@ -16,15 +16,11 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
-from tests.checkpoint.gguf_models import make_family, write_gguf
+from tests.checkpoint.gguf_models import EVERY, make_family, write_gguf
 from tests.model.checkpoints import VOCAB, greedy_each
 from tests.model.harness import require
+from tests.tiers import thinned
 
-#: a family of every architecture
-EVERY = [
-    "llama-gqa-tied", "qwen2", "qwen3", "qwen3-moe", "gemma", "gemma2", "gemma3", "smollm3-interval", "olmo2",
-    "olmo3-yarn", "glm4", "phi3", "gpt2",
-]  # fmt: skip
 #: those whose blocks are multiplied as they are stored
 BLOCKS = ["gemma-mqa", "gemma2", "gemma3", "smollm3-interval", "olmo2", "olmo3", "glm4", "phi3"]
 #: those that transformers reads
@@ -95,7 +91,7 @@ def test_weights_are_those_that_transformers_reads(tmp_path: Path, family: str) 
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
-@pytest.mark.parametrize("family", BLOCKS)
+@pytest.mark.parametrize("family", thinned(BLOCKS, 3))
 def test_blocks_of_a_family_are_multiplied_as_they_are(tmp_path: Path, family: str, kind: str) -> None:
     """Native kernels with stored numbers, and with dequantised ones, against transformers with the latter."""
     require("native")

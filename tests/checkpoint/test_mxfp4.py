@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
+from tests.checkpoint.test_formats import requantise
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import require
 
@@ -109,9 +109,7 @@ def test_a_model_of_the_format_is_the_dequantised_one(tmp_path: Path, kernels: A
             parts, made = encode(tensor.mT)
             tensors |= {f"{key}{part}": value for part, value in parts.items()}
             oracle.get_parameter(key).copy_(made.mT)
-    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    stated = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**stated, "quantization_config": CONFIG}))
+    requantise(tmp_path, tensors, CONFIG)
     prompt = [random.Random(3).randrange(200) for _ in range(9)]
     settings = EngineConfig(
         model=str(tmp_path), dtype="float32", num_pages=64, threads=1, attention_backend=kernels

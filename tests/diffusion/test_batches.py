@@ -113,20 +113,6 @@ def test_what_the_host_says_of_the_rows_saves_work_and_changes_nothing(algorithm
 
 
 @ALGORITHMS
-def test_tokens_are_never_the_mask_and_prompts_are_never_touched(algorithm: str) -> None:
-    for seed in range(scaled(20)):
-        case = crowd(algorithm, 200 + seed)
-        denoiser = Denoiser.of(case)
-        while not denoiser.block.done.all():
-            denoiser.step()
-        for number, row in enumerate(case.rows):
-            ids = denoiser.block.ids[number].tolist()
-            assert ids[: len(row.given)] == row.given
-            written = [ids[at] for at in range(case.size) if denoiser.block.written_in[number, at] >= 0]
-            assert MASK not in written
-
-
-@ALGORITHMS
 @pytest.mark.parametrize("rows", [0, 1])
 def test_few_rows(algorithm: str, rows: int) -> None:
     cls = algorithm_class(algorithm)
@@ -184,17 +170,6 @@ def test_a_step_reads_nothing_back_from_the_device(algorithm: str, monkeypatch: 
         denoiser.algorithm.step(logits, denoiser.block, denoiser.state)
     after = [column.data_ptr() for column in (*denoiser.block.columns().values(), *denoiser.state.values())]
     assert after == addresses, "a captured graph writes where it was told to"
-
-
-@ALGORITHMS
-def test_a_step_needs_no_values(algorithm: str) -> None:
-    """Tensors of the meta device have none: to ask for one is an error, and so is to mix devices."""
-    cls = algorithm_class(algorithm)
-    block = Block.begin([[1], []], [0, 8], size=8, mask_id=MASK, device="meta")
-    params = [DiffusionParams(algorithm=algorithm)] * 2
-    state = cls.init_state(params, [SamplingParams(top_p=0.9)] * 2, [1, 2], "meta")
-    logits = torch.randn(2, 8, VOCAB, dtype=torch.bfloat16, device="meta")
-    assert cls(MASK).step(logits, block, state).device.type == "meta"
 
 
 @ALGORITHMS

@@ -90,21 +90,6 @@ def accumulated(c: Floats, a: Floats, b: Floats) -> Floats:
     return add(c, add(even, odd))
 
 
-def test_the_reference_rounds_as_fractions_do() -> None:
-    from fractions import Fraction
-
-    rng = np.random.default_rng(1)
-    a, b, c = (rng.standard_normal(300).astype(np.float32) for _ in range(3))
-    a, b = (widened((x.view(np.uint32) >> 16).astype(np.uint16)) for x in (a, b))
-    c[::2] *= np.float32(2.0**-30)
-    for x, y, z, got in zip(a, b, c, multiply_add(a, b, c), strict=True):
-        exact = Fraction(float(x)) * Fraction(float(y)) + Fraction(float(z))
-        distance = [
-            abs(Fraction(float(near)) - exact) for near in (got, *np.nextafter(got, [got - 1, got + 1]))
-        ]
-        assert distance[0] == min(distance)
-
-
 # -- products of single tiles ------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ def _compressed(config: dict[str, Any]) -> Format:
 
 
 def _by_modules(form: Callable[[dict[str, Any]], Format]) -> Callable[[Tensors, dict[str, Any]], Tensors]:
-    """Of a format that stores the weight of a module in parts."""
+    """Reads a format that stores the weight of a module in parts."""
     return lambda tensors, config: QuantisedTensors(tensors, form(config))
 
 

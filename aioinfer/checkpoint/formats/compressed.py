@@ -32,7 +32,7 @@ __all__ = ["IntQuantized", "PackQuantized"]
 
 
 def _weights(config: dict[str, Any]) -> dict[str, Any]:
-    """What a config says of weights; of all of them the same. Raises ConfigError."""
+    """The description of weights in a config, which must be one for all. Raises ConfigError."""
     stated = [group["weights"] for group in config["config_groups"].values()]
     facts = {(each.get("num_bits"), each.get("type"), each.get("symmetric", True)) for each in stated}
     if len(facts) != 1:

@@ -81,7 +81,7 @@ class MXFP4Tensors(Tensors):
         return found.view(experts, rows, -1).mT
 
     def _shape(self, name: str) -> tuple[int, int, int]:
-        """Of a tensor, from those of its parts. Raises ConfigError."""
+        """The shape of a tensor, from those of its parts. Raises ConfigError."""
         scales = f"{name}{_SCALES}"
         if scales not in self._tensors.names:
             raise ConfigError(f"model: {name} is quantised, and the checkpoint has no {scales}")
