@@ -8,9 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from aioinfer.diffusion.block import Block
+from aioinfer.diffusion.block import Block, Rows
 from aioinfer.diffusion.proposal import Asked, Proposal, Propose, propose
-from aioinfer.diffusion.rows import Rows
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import DiffusionParams, SamplingParams
 
@@ -63,8 +62,8 @@ class Algorithm(ABC):
     ) -> Rows:
         """The state of rows at the start of a block, one row per request; [R] each, by name.
 
-        State and block are all that a row needs to continue. Callers may move them to other rows or devices
-        (:mod:`aioinfer.diffusion.rows`), and need not interpret the state.
+        State and block are all that a row needs to continue. Callers may move them to other rows or devices,
+        and need not interpret the state.
         """
         state: Rows = {}
         for name, default in cls.parameters.items():

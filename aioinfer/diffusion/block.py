@@ -8,9 +8,10 @@ from typing import Self
 
 import torch
 
-from aioinfer.diffusion.rows import Rows
+__all__ = ["Block", "Rows"]
 
-__all__ = ["Block"]
+#: tensors with a first dimension of rows, by name: the state of blocks, or of their algorithm
+Rows = dict[str, torch.Tensor]
 
 
 @dataclass(slots=True)

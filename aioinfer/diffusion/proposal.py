@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 import torch
 
-from aioinfer.diffusion.rows import Rows
+from aioinfer.diffusion.block import Rows
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.noise import gumbel

@@ -15,8 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from aioinfer.diffusion.block import Block
-from aioinfer.diffusion.rows import Rows
+from aioinfer.diffusion.block import Block, Rows
 from aioinfer.diffusion.state import BlockState
 
 __all__ = ["BlockRecords", "WordRows"]

@@ -1,6 +1,6 @@
 """Logits processors: bias, ban or mask single tokens before sampling.
 
-:mod:`aioinfer.sampling.triton_logits` and :mod:`aioinfer.sampling.native_logits` implement the same three
+:mod:`aioinfer.sampling.triton_logits` and :mod:`aioinfer.sampling.native_sampler` implement the same three
 functions as kernels.
 """
 

@@ -89,12 +89,12 @@ class Sampler:
                 self.logprobs = TritonLogprobs
         elif self.backend.name == "native":
             from aioinfer.native.bindings import shared_thread_pool
-            from aioinfer.sampling import native_logits, native_sampler
+            from aioinfer.sampling import native_sampler
 
             thread_pool = shared_thread_pool(torch.get_num_threads())
-            self.logits_processors = native = native_logits.NativeLogits(thread_pool)
+            self.logits_processors = native = native_sampler.NativeLogits(thread_pool)
             self._kernel, penalise = partial(native_sampler.sample_tokens, thread_pool), native.penalise
-            self.logprobs = partial(native_logits.NativeLogprobs, thread_pool)
+            self.logprobs = partial(native_sampler.NativeLogprobs, thread_pool)
         self._device, self._vocab_size = device, vocab_size
         self._penalties = Penalties(num_slots, vocab_size, device, penalise)
         #: torch's operations on a CPU, which may read the parameters of rows without synchronisation

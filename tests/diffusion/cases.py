@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from aioinfer.diffusion.algorithm import Algorithm
-from aioinfer.diffusion.block import Block
+from aioinfer.diffusion.block import Block, Rows
 from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.registry import algorithm_class
-from aioinfer.diffusion.rows import Rows
 from aioinfer.params import DiffusionParams, SamplingParams
 from tests.diffusion.reference import Row
 

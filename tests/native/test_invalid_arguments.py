@@ -37,8 +37,7 @@ from aioinfer.native.bindings import (
     shared_thread_pool,
 )
 from aioinfer.sampling.batch import SamplingBatch
-from aioinfer.sampling.native_logits import NativeLogits, NativeLogprobs
-from aioinfer.sampling.native_sampler import sample_tokens
+from aioinfer.sampling.native_sampler import NativeLogits, NativeLogprobs, sample_tokens
 from tests.model.harness import attention_for, build_batch
 from tests.native.support import Bench, Heads, Row, draw_rows, normal
 from tests.tiers import PROGRAM, rest

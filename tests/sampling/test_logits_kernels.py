@@ -12,7 +12,7 @@ import torch
 
 from aioinfer.sampling import logits_processors as by_torch
 from aioinfer.sampling.batch import PenaltyReset
-from aioinfer.sampling.native_logits import NativeLogits
+from aioinfer.sampling.native_sampler import NativeLogits
 from aioinfer.sampling.penalties import Penalties
 from tests.model.kernels import DEVICES, kernels_or_skip
 from tests.sampling.support import CPU, make_batch, native_thread_pool, random_logits

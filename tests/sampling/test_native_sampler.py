@@ -15,8 +15,7 @@ import torch
 from aioinfer.native.bindings import ThreadPool, shared_thread_pool
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.logprobs import TorchLogprobs
-from aioinfer.sampling.native_logits import NativeLogprobs
-from aioinfer.sampling.native_sampler import sample_tokens
+from aioinfer.sampling.native_sampler import NativeLogprobs, sample_tokens
 from aioinfer.sampling.noise import uniform
 from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.sampling.sampler import Sampler

@@ -7,9 +7,8 @@ from typing import ClassVar
 import torch
 
 from aioinfer.diffusion.algorithm import Algorithm, ranks
-from aioinfer.diffusion.block import Block
+from aioinfer.diffusion.block import Block, Rows
 from aioinfer.diffusion.proposal import Proposal
-from aioinfer.diffusion.rows import Rows
 
 __all__ = ["JointThreshold"]
 

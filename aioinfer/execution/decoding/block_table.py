@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import torch
 
 from aioinfer.diffusion.algorithm import Algorithm
+from aioinfer.diffusion.block import Rows
 from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.record import BlockRecords, WordRows
 from aioinfer.diffusion.registry import algorithm_class
-from aioinfer.diffusion.rows import Rows
 from aioinfer.execution.decoding.base import Transfer
 from aioinfer.params import DiffusionParams
 from aioinfer.scheduling.step import NewRequestData
