@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from aioinfer.checkpoint.files import open_checkpoint
 from aioinfer.checkpoint.gguf_config import config_of
@@ -17,14 +16,12 @@ from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from tests.checkpoint.gguf_models import EVERY, make_family, write_gguf
-from tests.model.checkpoints import VOCAB, greedy_each
+from tests.model.checkpoints import greedy_each
 from tests.model.harness import require
 from tests.tiers import thinned
 
 #: those whose blocks are multiplied as they are stored
 BLOCKS = ["gemma-mqa", "gemma2", "gemma3", "smollm3-interval", "olmo2", "olmo3", "glm4", "phi3"]
-#: those that transformers reads
-READ = ["gemma2", "gemma3", "phi3"]
 
 
 def written(family: str, tmp_path: Path) -> None:
@@ -76,18 +73,6 @@ def test_numbers_that_make_no_sense_are_an_error_or_a_config(tmp_path: Path, fam
                 assert str(error)
         file.metadata[name] = whole[name]
     assert refused > 10
-
-
-@pytest.mark.parametrize("family", READ)
-def test_weights_are_those_that_transformers_reads(tmp_path: Path, family: str) -> None:
-    make_family(family, tmp_path / "hf")
-    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", more={f"{family}.vocab_size": VOCAB})
-    read = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="m.gguf", pad_token_id=None)
-    tensors = open_checkpoint(tmp_path / "m.gguf").tensors()
-    names = dict(read.named_parameters())
-    assert names.keys() == set(tensors.names)
-    for name, parameter in names.items():
-        assert torch.equal(tensors.read(name), parameter), name
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])

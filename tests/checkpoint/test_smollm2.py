@@ -5,25 +5,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import random
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from aiohttp import web
-from openai import AsyncOpenAI
 
 from aioinfer.checkpoint.locate import packaged
-from aioinfer.config import EngineConfig, ServerConfig
-from aioinfer.engine import Engine
+from aioinfer.config import EngineConfig
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
-from aioinfer.server import create_app
 from tests.model.checkpoints import greedy_each
-from tests.model.harness import require
 from tests.tiers import nightly
 
 NAME = "smollm2-135m"
@@ -48,33 +40,6 @@ FORMS = [
     "Write a sentence about {}.", "What is the difference between {} and sand?", "{} is",
     "Once upon a time, {}", "List three facts about {}:",
 ]  # fmt: skip
-
-
-@nightly("a model of 135 million parameters")
-async def test_it_chats_with_the_openai_client() -> None:
-    config = EngineConfig(model=NAME, kv_memory_gib=0.25, threads=2)
-    async with Engine(config) as engine:
-        runner = web.AppRunner(create_app(engine, ServerConfig()))
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            assert site._server is not None
-            port = site._server.sockets[0].getsockname()[1]
-            async with AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none") as client:
-                (model,) = (await client.models.list()).data
-                assert model.id == NAME
-                stream = await client.chat.completions.create(
-                    model=NAME, messages=[{"role": "user", "content": "Write a sentence about rain."}],
-                    stream=True, temperature=0, max_tokens=24,
-                )  # fmt: skip
-                pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
-            text = "".join(pieces)
-            assert "rain" in text
-            assert "<|im_end|>" not in text
-            assert sum(map(bool, pieces)) > 3
-        finally:
-            await runner.cleanup()
 
 
 def oracle(path: Path) -> Any:
@@ -109,28 +74,3 @@ def test_greedy_ids_are_transformers_own() -> None:
             if got != wanted:
                 different.append(prompt)
     assert different == []
-
-
-@nightly("a model of 135 million parameters in float32")
-def test_four_bits_are_close_to_what_they_stand_for() -> None:
-    """Native 4 bits, with activations rounded to 8: the log-probability of a text."""
-    require("native")
-    rng = random.Random(7)
-    text = " ".join(form.format(rng.choice(SUBJECTS)) for form in FORMS * 6)
-    sums = {}
-    for quantization in ("none", "auto"):
-        config = EngineConfig(
-            model=NAME, dtype="float32", quantization=quantization, kv_memory_gib=0.5, threads=2
-        )
-        with LLM(config) as llm:
-            (result,) = llm.generate([text], SamplingParams(max_tokens=1, prompt_logprobs=0))
-        assert result.prompt_logprobs is not None
-        values = [each.logprob for each in result.prompt_logprobs if each is not None]
-        sums[quantization] = sum(values) / len(values)
-    assert sums["auto"] == pytest.approx(sums["none"], abs=0.05)
-
-
-@pytest.fixture(autouse=True)
-async def no_tasks_are_left() -> AsyncIterator[None]:
-    yield
-    assert len(asyncio.all_tasks()) == 1

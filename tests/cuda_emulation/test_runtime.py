@@ -5,10 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import shutil
-import threading
-import time
 from collections.abc import Callable
-from ctypes import byref, c_char_p, c_double, c_float, c_int, c_size_t, c_uint, c_void_p
+from ctypes import byref, c_char_p, c_double, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -99,26 +97,6 @@ def test_memory_is_counted_and_ends(load: Callable[..., Runtime]) -> None:
     runtime("cudaFree", runtime.made("cudaMalloc", 4 << 30))
 
 
-@pytest.mark.parametrize(("late", "seen"), [(0, b"1111"), (1, b"2222")])
-def test_the_hosts_memory_is_read_when_the_stream_comes_to_it(
-    load: Callable[..., Runtime], late: int, seen: bytes
-) -> None:
-    """And results are there when their event is waited for, whatever the order."""
-    runtime = load(late=late, compute=1)
-    stream, device = runtime.stream(), runtime.made("cudaMalloc", 4)
-    source, target = (runtime.made("cudaHostAlloc", 4, 0) for _ in range(2))
-    assert source.value is not None
-    ctypes.memmove(source, b"1111", 4)
-    runtime("cudaMemcpyAsync", device, source, 4, 4, stream)
-    ctypes.memmove(source, b"2222", 4)
-    runtime("cudaMemcpyAsync", target, device, 4, 4, stream)
-    event = runtime.made("cudaEventCreate")
-    runtime("cudaEventRecord", event, stream)
-    assert ctypes.string_at(target, 4) == bytes(4)
-    runtime("cudaEventSynchronize", event)
-    assert ctypes.string_at(target, 4) == seen
-
-
 def test_late_work_is_done_for_whoever_waits_and_for_nobody_else(load: Callable[..., Runtime]) -> None:
     runtime, done = load(late=1), []
     first, second, third = (runtime.stream() for _ in range(3))
@@ -135,34 +113,6 @@ def test_late_work_is_done_for_whoever_waits_and_for_nobody_else(load: Callable[
     assert done == ["third", "first", "second"]
     runtime("cudaDeviceSynchronize")
     assert done == ["third", "first", "second", "behind the event"]
-
-
-def test_what_was_asked_for_in_vain_ended_later_than_that(load: Callable[..., Runtime]) -> None:
-    """Late work that is over by the clock, too: a clock that says otherwise contradicts itself."""
-    runtime = load(late=1)
-    stream, milliseconds = runtime.stream(), c_float()
-    begin, end = (runtime.made("cudaEventCreate") for _ in range(2))
-    runtime("cudaEventRecord", begin, stream)
-    recorded = time.monotonic()
-    runtime.work(stream, lambda: None)
-    runtime("cudaEventRecord", end, stream)
-    while time.monotonic() < recorded + 1e-3:
-        pass
-    asked = time.monotonic()
-    assert runtime.error("cudaEventQuery", end) == NOT_READY
-    runtime("cudaEventSynchronize", end)
-    runtime("cudaEventElapsedTime", byref(milliseconds), begin, end)
-    assert 1e-3 * milliseconds.value >= asked - recorded
-
-
-def test_the_legacy_stream_and_blocking_ones_wait_for_each_other(load: Callable[..., Runtime]) -> None:
-    runtime, done = load(late=1), []
-    blocking = runtime.made("cudaStreamCreate")
-    runtime.work(blocking, lambda: done.append(1))
-    runtime.work(None, lambda: done.append(2))
-    runtime.work(blocking, lambda: done.append(3))
-    runtime("cudaStreamSynchronize", blocking)
-    assert done == [1, 2, 3]
 
 
 def test_a_graph_does_nothing_when_captured_and_all_of_it_when_replayed(load: Callable[..., Runtime]) -> None:
@@ -197,48 +147,3 @@ def test_what_may_wait_is_refused_in_a_capture(
     assert runtime.error(call, *arguments.get(call, (stream,))) == IN_CAPTURE
     assert runtime.error("cudaStreamEndCapture", stream, byref(c_void_p())) == INVALIDATED
     assert "captur" in capfd.readouterr().err
-
-
-def test_another_thread_may_allocate_while_this_one_captures(load: Callable[..., Runtime]) -> None:
-    runtime = load()
-    stream = runtime.stream()
-
-    def elsewhere() -> None:
-        thread = threading.Thread(
-            target=lambda: codes.append(runtime.error("cudaMalloc", byref(c_void_p()), 4))
-        )
-        thread.start()
-        thread.join()
-
-    codes: list[int] = []
-    capture(runtime, stream, elsewhere)
-    assert codes == [0]
-
-
-def test_a_capture_stays_by_itself(load: Callable[..., Runtime]) -> None:
-    runtime = load()
-    stream, event = runtime.stream(), runtime.made("cudaEventCreate")
-    runtime("cudaEventRecord", event, runtime.stream())
-    runtime("cudaStreamBeginCapture", stream, THREAD_LOCAL)
-    assert runtime.error("cudaStreamWaitEvent", stream, event, 0) == ISOLATED
-    blocking = runtime.made("cudaStreamCreate")
-    runtime("cudaStreamBeginCapture", blocking, THREAD_LOCAL)
-    assert runtime.error("emulated_launch", None, b"kernel", 1.0) == IMPLICIT
-
-
-def test_time_passes_on_the_device_and_not_on_the_host(load: Callable[..., Runtime]) -> None:
-    runtime = load()
-    stream, begin, end, long_after = runtime.stream(), *(runtime.made("cudaEventCreate") for _ in range(3))
-    milliseconds = c_float()
-    runtime("cudaEventRecord", begin, stream)
-    for _ in range(4):
-        runtime("emulated_launch", stream, b"kernel", 0.005)
-    runtime("cudaEventRecord", end, stream)
-    runtime("cudaEventSynchronize", end)
-    runtime("cudaEventElapsedTime", byref(milliseconds), begin, end)
-    assert milliseconds.value >= 19.99
-    # Were the host to wait for this kernel, it would do so for an hour.
-    runtime("emulated_launch", stream, b"kernel", 3600.0)
-    runtime("cudaEventRecord", long_after, stream)
-    assert runtime.error("cudaEventQuery", long_after) == NOT_READY
-    assert runtime.error("cudaEventElapsedTime", byref(milliseconds), begin, long_after) == NOT_READY

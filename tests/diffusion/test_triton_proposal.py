@@ -15,10 +15,9 @@ import torch
 
 from aioinfer.diffusion.proposal import Asked, Proposal, propose
 from aioinfer.diffusion.registry import algorithm_names
-from tests.diffusion.cases import Denoiser, assert_agrees, make_case, seen
-from tests.diffusion.test_algorithms import EDGES, exact_case
-from tests.model.kernels import DEVICES, interpreted_on, interpreted_only, kernels_or_skip
-from tests.tiers import INTERPRETER, grid, nightly, points
+from tests.diffusion.cases import assert_agrees, make_case
+from tests.model.kernels import DEVICES, interpreted_on, kernels_or_skip
+from tests.tiers import INTERPRETER, nightly, points
 
 pytest.importorskip("triton", reason="triton is not installed")
 
@@ -175,20 +174,3 @@ def on_cuda(logits: torch.Tensor, asked: Asked) -> Proposal:
     found = triton_proposal.propose(logits.cuda(), there)
     columns = (found.tokens, found.confidence, found.logprobs, found.valid, found.mass)
     return Proposal(*(each.cpu() for each in columns), None if found.entropy is None else found.entropy.cpu())
-
-
-@nightly(INTERPRETER)
-@interpreted_only
-@pytest.mark.parametrize("edge", grid([*EDGES][:1], [*EDGES][1:], INTERPRETER))
-def test_edges_of_thresholds(device: str, edge: str) -> None:
-    """Shares that are exact are so here, too."""
-    case, written = exact_case(*EDGES[edge][0]), EDGES[edge][1]
-    denoiser = Denoiser.of(case, propose=triton_proposal.propose)
-    while not denoiser.block.done.all():
-        denoiser.step()
-    assert seen(denoiser.block, 0)["written_in"] == written
-
-
-@nightly(INTERPRETER)
-def test_every_kind_of_kernel_is_run_when_an_engine_starts(device: str) -> None:
-    triton_proposal.warm_up(2, 40, torch.bfloat16, torch.device(device))

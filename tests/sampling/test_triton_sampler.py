@@ -191,17 +191,6 @@ def test_a_row_depends_on_itself_alone(device: str) -> None:
         assert got == [together[index] for index in order]
 
 
-def test_a_batch_known_to_be_greedy_has_the_same_tokens(device: str) -> None:
-    rng = np.random.default_rng(4)
-    logits = torch.from_numpy(np.stack([random_logits(rng, 90) for _ in range(12)]).round()).to(device)
-    logits[3, 60] = math.inf
-    batch = make_batch([{"temperature": 0.0}] * 12, torch.device(device))
-    assert batch.all_greedy
-    found = [sample_tokens(logits, replace(batch, all_greedy=flag)).tolist() for flag in (True, False)]
-    assert found[0] == found[1] == [reference(line.numpy(), {"temperature": 0}) for line in logits.cpu()]
-    assert BAD_LOGITS in found[0]
-
-
 GUESSES: dict[str, Callable[[torch.Tensor], Any]] = {
     "nothing is above": lambda peak: peak * 0 + 1.0,
     "only the likeliest": lambda peak: peak * 0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -103,17 +102,6 @@ def test_drafts_that_are_wrong_are_none() -> None:
     observed(speculation, {2: 1.05, 16: 1.6}, drafts=True)
     rate(batch[0], 0.01)
     assert chosen(speculation, batch) == [0]
-
-
-def test_the_cost_of_waiting_for_a_step_counts() -> None:
-    """A step with drafts takes half as long again, however few they are."""
-    speculation, batch = Speculation(Always(), 64, 15), requests(1)
-    observed(speculation, {1: 1.0}, drafts=False)
-    observed(speculation, {2: 1.5, 16: 1.6}, drafts=True)
-    rate(batch[0], 0.3)
-    assert chosen(speculation, batch) == [0]
-    rate(batch[0], 0.9)
-    assert chosen(speculation, batch)[0] > 4
 
 
 def test_a_full_batch_verifies_for_requests_that_are_often_right_only() -> None:
@@ -314,19 +302,3 @@ def test_a_step_that_was_disturbed_changes_little() -> None:
         costs.observe(4, 1.0)
     costs.observe(4, 500.0)
     assert costs.of(4) < 1.3
-
-
-def test_costs_follow_steps_that_become_longer() -> None:
-    costs = StepCosts()
-    for _ in range(60):
-        costs.observe(4, 1.0)
-    for _ in range(60):
-        costs.observe(4, 5.0)
-    assert costs.of(4) == pytest.approx(5.0, rel=0.05)
-
-
-def test_few_sizes_are_kept() -> None:
-    rng, costs = random.Random(0), StepCosts()
-    for _ in range(10_000):
-        costs.observe(rng.randrange(1, 5000), 1.0)
-    assert len(costs._sizes) < 120
