@@ -37,7 +37,6 @@ from aioinfer.model.updates.new_weights import is_missing
 from aioinfer.model.weights import StoredMatrix
 from aioinfer.model.weights_cache import MappedMemory
 from aioinfer.native.arguments import (
-    Address,
     DecoderArguments,
     DualArguments,
     ForwardArguments,
@@ -47,6 +46,7 @@ from aioinfer.native.arguments import (
 )
 from aioinfer.native.bindings import GATES, PARTS, ThreadPool
 from aioinfer.native.packed import PackedExperts, PackedRouter, Stack
+from aioinfer.native.structures import Address
 from aioinfer.native.tensors import NUMBERS, address
 
 __all__ = ["NativeDecoder", "NativeMLP", "NativeTargets", "parts_of"]

@@ -17,13 +17,8 @@ from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.rope import Rope
 from aioinfer.model.spec import ModelSpec
 from aioinfer.model.updates.new_weights import is_missing, merged
-from aioinfer.native.arguments import (
-    Address,
-    Arguments,
-    DeltaRuleArguments,
-    SelfAttentionArguments,
-    ShortConvArguments,
-)
+from aioinfer.native.arguments import DeltaRuleArguments, SelfAttentionArguments, ShortConvArguments
+from aioinfer.native.structures import Address, Arguments
 from aioinfer.native.tensors import address
 
 __all__ = ["Kept", "Rekept", "mixer_arguments", "projections"]

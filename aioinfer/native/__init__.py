@@ -2,6 +2,6 @@
 
 ``source/`` holds them: plain functions over memory, without headers of Python or torch.
 :mod:`~aioinfer.native.build` compiles them on first use, :mod:`~aioinfer.native.bindings` calls them with the
-structures of :mod:`~aioinfer.native.arguments`, and :mod:`~aioinfer.native.tensors` checks tensors before
+arguments of :mod:`~aioinfer.native.arguments`, and :mod:`~aioinfer.native.tensors` checks tensors before
 their addresses are taken. Models that use them are in :mod:`aioinfer.model`.
 """

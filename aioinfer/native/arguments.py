@@ -1,73 +1,25 @@
-"""Arguments: the structures that the kernels' entry points take; those of models.
+"""Arguments: the structures that the kernels' entry points take, and the tables of all of them.
 
-Names, fields and layout are those of ``source/interface.hpp``, which gives the meaning of every field;
-:class:`~aioinfer.native.bindings.Kernels` compares the two when it loads the library. A structure is filled
-by name: the type checker rejects a field that is missing or does not exist.
+``source/interface.hpp`` gives the meaning of every field.
 """
 
 from __future__ import annotations
 
-import ctypes
-from typing import Any, Self, TypeAlias, TypeVar, cast, dataclass_transform
+from aioinfer.native.structures import ENTRIES, STRUCTURES, Address, Arguments, structure
 
 __all__ = [
-    "STRUCTURES", "AdaptArguments", "AdaptedLayer", "Address", "Arguments", "AttendArguments",
-    "DecoderArguments", "DeltaRuleArguments", "DequantiseArguments", "DualArguments",
-    "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments", "LayerArguments", "LinearArguments",
-    "LowRankTarget", "MappedExpertsArguments", "MappedWeightsArguments", "MixArguments",
-    "PerLayerArguments", "PerLayerInputsArguments", "QuantisedWeightsArguments", "RepackArguments",
-    "RouteArguments", "RouterArguments", "SelfAttentionArguments", "SetExpertArguments",
-    "ShortConvArguments", "WeightsArguments", "describe", "structure",
+    "ENTRIES", "STRUCTURES",
+    "AdaptArguments", "AdaptedLayer", "AttendArguments", "DecoderArguments", "DeltaRuleArguments",
+    "DequantiseArguments", "DualArguments", "ExpertBiasesArguments", "ExpertsArguments", "ForwardArguments",
+    "LayerArguments", "LinearArguments", "LogprobsArguments", "LowRankTarget", "MappedExpertsArguments",
+    "MappedWeightsArguments", "MasksArguments", "MixArguments", "PenaliseArguments", "PerLayerArguments",
+    "PerLayerInputsArguments", "QuantisedWeightsArguments", "RepackArguments", "RouteArguments",
+    "RouterArguments", "SampleArguments", "SelfAttentionArguments", "SetExpertArguments",
+    "ShortConvArguments", "WeightsArguments",
 ]  # fmt: skip
 
-#: of memory, or of an object that the library made; None is null
-Address: TypeAlias = int | None
 
-_KINDS: dict[str, type[Any]] = {
-    "Address": ctypes.c_void_p,
-    "int": ctypes.c_int64,
-    "float": ctypes.c_float,
-    "bool": ctypes.c_bool,
-}
-#: every structure, in the order of ``layout.hpp``
-STRUCTURES: list[type[Arguments]] = []
-
-
-class Arguments(ctypes.Structure):
-    """The arguments of one call. They hold addresses only: the caller keeps the memory alive until the call
-    returns."""
-
-    __slots__ = ()
-
-    @classmethod
-    def zeros(cls) -> Self:
-        """A structure to be filled field by field and used again, which is quicker than to make new ones."""
-        return cls.__new__(cls)
-
-
-_Structure = TypeVar("_Structure", bound=type[Arguments])
-
-
-@dataclass_transform(kw_only_default=True)
-def structure(cls: _Structure) -> _Structure:
-    """The same class with its annotations as fields, and no others: it has no ``__dict__``."""
-    fields = [(name, _KINDS[kind]) for name, kind in cls.__annotations__.items()]
-    namespace = {"__doc__": cls.__doc__, "__module__": cls.__module__, "__slots__": (), "_fields_": fields}
-    made: Any = type(cls.__name__, cls.__bases__, namespace)
-    STRUCTURES.append(made)
-    return cast(_Structure, made)
-
-
-def describe(structure: type[Arguments]) -> str:
-    """A structure as ``layout.hpp`` writes it: name, name:kind@offset of every field, and size."""
-    kinds = {kind: name.lower() for name, kind in _KINDS.items()}
-    fields = [
-        f"{name}:{kinds[kind]}@{getattr(structure, name).offset}" for name, kind, *_ in structure._fields_
-    ]
-    return " ".join([structure.__name__, *fields, f"size:{ctypes.sizeof(structure)}"])
-
-
-@structure
+@structure("weights", makes=True)
 class WeightsArguments(Arguments):
     """Make a layer: round its weights or not, and pack them."""
 
@@ -81,7 +33,7 @@ class WeightsArguments(Arguments):
     gated: bool
 
 
-@structure
+@structure("mapped_weights", makes=True)
 class MappedWeightsArguments(Arguments):
     """Make a layer of weights that are packed already."""
 
@@ -95,7 +47,7 @@ class MappedWeightsArguments(Arguments):
     gated: bool
 
 
-@structure
+@structure("quantised_weights", makes=True)
 class QuantisedWeightsArguments(Arguments):
     """Make a layer of weights that are quantised already."""
 
@@ -111,7 +63,7 @@ class QuantisedWeightsArguments(Arguments):
     gated: bool
 
 
-@structure
+@structure("repack")
 class RepackArguments(Arguments):
     """Pack other weights into a layer that is there."""
 
@@ -121,7 +73,7 @@ class RepackArguments(Arguments):
     bias: Address
 
 
-@structure
+@structure("dequantise")
 class DequantiseArguments(Arguments):
     """The weights of a layer as they were rounded, or given."""
 
@@ -130,7 +82,7 @@ class DequantiseArguments(Arguments):
     out: Address
 
 
-@structure
+@structure("linear")
 class LinearArguments(Arguments):
     """``out`` = ``values`` times the weights; gated: gate(gates) * up, else gate(outputs)."""
 
@@ -143,7 +95,7 @@ class LinearArguments(Arguments):
     out: Address
 
 
-@structure
+@structure("router", makes=True)
 class RouterArguments(Arguments):
     """Make a router."""
 
@@ -158,7 +110,7 @@ class RouterArguments(Arguments):
     normalize: bool
 
 
-@structure
+@structure("route")
 class RouteArguments(Arguments):
     """Choose the experts of tokens."""
 
@@ -171,7 +123,7 @@ class RouteArguments(Arguments):
     experts: Address
 
 
-@structure
+@structure("experts", makes=True)
 class ExpertsArguments(Arguments):
     """Allocate the experts of a layer."""
 
@@ -183,7 +135,7 @@ class ExpertsArguments(Arguments):
     middle_group: int
 
 
-@structure
+@structure("mapped_experts", makes=True)
 class MappedExpertsArguments(Arguments):
     """Make the experts of a layer that are packed already."""
 
@@ -197,7 +149,7 @@ class MappedExpertsArguments(Arguments):
     middle_group: int
 
 
-@structure
+@structure("set_expert")
 class SetExpertArguments(Arguments):
     """Pack one expert."""
 
@@ -208,7 +160,7 @@ class SetExpertArguments(Arguments):
     down: Address
 
 
-@structure
+@structure("set_expert_biases")
 class ExpertBiasesArguments(Arguments):
     """Give one expert biases."""
 
@@ -218,7 +170,7 @@ class ExpertBiasesArguments(Arguments):
     down: Address
 
 
-@structure
+@structure("mix")
 class MixArguments(Arguments):
     """``out``: the weighted sum of each token's experts."""
 
@@ -233,7 +185,7 @@ class MixArguments(Arguments):
     out: Address
 
 
-@structure
+@structure("attend")
 class AttendArguments(Arguments):
     """Attention of one layer."""
 
@@ -271,7 +223,7 @@ class AttendArguments(Arguments):
     out: Address
 
 
-@structure
+@structure()
 class PerLayerInputsArguments(Arguments):
     """The inputs of layers that every token has of its own."""
 
@@ -285,7 +237,7 @@ class PerLayerInputsArguments(Arguments):
     sum_scale: float
 
 
-@structure
+@structure()
 class PerLayerArguments(Arguments):
     """The use of a layer's own inputs."""
 
@@ -295,7 +247,7 @@ class PerLayerArguments(Arguments):
     post_norm: Address
 
 
-@structure
+@structure()
 class DualArguments(Arguments):
     """Experts beside a dense part."""
 
@@ -305,7 +257,7 @@ class DualArguments(Arguments):
     experts_post_norm: Address
 
 
-@structure
+@structure("decoder", makes=True)
 class DecoderArguments(Arguments):
     """Make a decoder without layers."""
 
@@ -323,7 +275,7 @@ class DecoderArguments(Arguments):
     per_layer: Address
 
 
-@structure
+@structure()
 class SelfAttentionArguments(Arguments):
     """Attention, the first half of a layer."""
 
@@ -349,7 +301,7 @@ class SelfAttentionArguments(Arguments):
     sinks: Address
 
 
-@structure
+@structure()
 class ShortConvArguments(Arguments):
     """A gated convolution of each channel by itself, the first half of a layer."""
 
@@ -361,7 +313,7 @@ class ShortConvArguments(Arguments):
     state: int
 
 
-@structure
+@structure()
 class DeltaRuleArguments(Arguments):
     """The gated delta rule, the first half of a layer."""
 
@@ -381,7 +333,7 @@ class DeltaRuleArguments(Arguments):
     state: int
 
 
-@structure
+@structure("add_layer")
 class LayerArguments(Arguments):
     """Append a layer."""
 
@@ -406,7 +358,7 @@ class LayerArguments(Arguments):
     residual_scale: float
 
 
-@structure
+@structure("forward")
 class ForwardArguments(Arguments):
     """Compute one step."""
 
@@ -440,7 +392,7 @@ class ForwardArguments(Arguments):
     seconds: Address
 
 
-@structure
+@structure()
 class LowRankTarget(Arguments):
     """The product that is added to some outputs of a layer."""
 
@@ -454,7 +406,7 @@ class LowRankTarget(Arguments):
     scale: float
 
 
-@structure
+@structure()
 class AdaptedLayer(Arguments):
     """The summands of one linear layer."""
 
@@ -464,7 +416,7 @@ class AdaptedLayer(Arguments):
     count: int
 
 
-@structure
+@structure("adapt")
 class AdaptArguments(Arguments):
     """Make the summands of layers an adapter's."""
 
@@ -472,3 +424,76 @@ class AdaptArguments(Arguments):
     adapter: Address
     layers: Address
     count: int
+
+
+@structure("sample", by_number=False)
+class SampleArguments(Arguments):
+    """Sample one token per row."""
+
+    pool: Address
+    logits: Address
+    rows: int
+    vocab: int
+    stride: int
+    temperature: Address
+    top_p: Address
+    min_p: Address
+    top_k: Address
+    seeds: Address
+    positions: Address
+    bans: int
+    banned_rows: Address
+    banned_ids: Address
+    bad: int
+    tokens: Address
+
+
+@structure("penalise", by_number=False)
+class PenaliseArguments(Arguments):
+    """``out``: logits with penalties."""
+
+    pool: Address
+    logits: Address
+    rows: int
+    vocab: int
+    stride: int
+    counts: Address
+    lines: int
+    row_of: Address
+    num_slots: int
+    slots: Address
+    repetition: Address
+    presence: Address
+    frequency: Address
+    in_prompt: int
+    out: Address
+
+
+@structure("apply_masks", by_number=False)
+class MasksArguments(Arguments):
+    """Set logits to -inf where the masks have no bit."""
+
+    pool: Address
+    logits: Address
+    num_rows: int
+    vocab: int
+    stride: int
+    count: int
+    rows: Address
+    masks: Address
+    words: int
+
+
+@structure("logprobs", by_number=False)
+class LogprobsArguments(Arguments):
+    """Logprobs of rows."""
+
+    pool: Address
+    logits: Address
+    vocab: int
+    stride: int
+    count: int
+    top: int
+    totals: Address
+    top_values: Address
+    top_ids: Address

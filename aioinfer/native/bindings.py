@@ -14,39 +14,12 @@ import threading
 import weakref
 from collections.abc import Callable
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from aioinfer.native.arguments import (
-    STRUCTURES,
-    AdaptArguments,
-    Arguments,
-    AttendArguments,
-    DecoderArguments,
-    DequantiseArguments,
-    ExpertBiasesArguments,
-    ExpertsArguments,
-    ForwardArguments,
-    LayerArguments,
-    LinearArguments,
-    MappedExpertsArguments,
-    MappedWeightsArguments,
-    MixArguments,
-    QuantisedWeightsArguments,
-    RepackArguments,
-    RouteArguments,
-    RouterArguments,
-    SetExpertArguments,
-    WeightsArguments,
-    describe,
-)
+from aioinfer.native.arguments import ENTRIES, STRUCTURES
 from aioinfer.native.build import UNITS, BuildFailed, build
 from aioinfer.native.processor import PERMITTED, Tiles, choose_tiles
-from aioinfer.native.sampling_arguments import (
-    LogprobsArguments,
-    MasksArguments,
-    PenaliseArguments,
-    SampleArguments,
-)
+from aioinfer.native.structures import Arguments, describe
 
 __all__ = [
     "GATES", "PARTS", "InvalidArguments", "KernelError", "Kernels", "LayoutMismatch", "Number",
@@ -64,7 +37,7 @@ GATES = {"none": 0, "silu": 1, "gelu_tanh": 2, "clamped_silu": 3}
 
 _log = logging.getLogger("aioinfer")
 _handle, _done, _text, _int = ctypes.c_void_p, ctypes.c_bool, ctypes.c_char_p, ctypes.c_int
-#: Results and arguments of entry points. A handle that is null and a ``_done`` that is false are failures.
+#: Results and arguments of entry points without structures. A null handle and a false ``_done`` are failures.
 _COMMON: dict[str, tuple[Any, list[Any]]] = {
     "error": (_text, []),
     "error_kind": (_int, []),
@@ -75,45 +48,23 @@ _COMMON: dict[str, tuple[Any, list[Any]]] = {
     "thread_pool": (_handle, [_int]),
     "free_thread_pool": (None, [_handle]),
     "checksum": (_done, [_handle, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]),
-    "sample": (_done, [SampleArguments]),
-    "penalise": (_done, [PenaliseArguments]),
-    "apply_masks": (_done, [MasksArguments]),
-    "logprobs": (_done, [LogprobsArguments]),
 }
 #: Those that exist for every type of model, which follows in their names.
 _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
-    "weights": (_handle, [WeightsArguments]),
-    "quantised_weights": (_handle, [QuantisedWeightsArguments]),
-    "mapped_weights": (_handle, [MappedWeightsArguments]),
-    "repack": (_done, [RepackArguments]),
     "exchange_weights": (_done, [_handle, _handle]),
     "free_weights": (None, [_handle]),
     "weights_data": (_handle, [_handle]),
     "weights_bytes": (ctypes.c_int64, [_handle]),
-    "dequantise": (_done, [DequantiseArguments]),
-    "linear": (_done, [LinearArguments]),
-    "router": (_handle, [RouterArguments]),
     "exchange_routers": (_done, [_handle, _handle]),
     "free_router": (None, [_handle]),
-    "route": (_done, [RouteArguments]),
-    "experts": (_handle, [ExpertsArguments]),
-    "mapped_experts": (_handle, [MappedExpertsArguments]),
     "free_experts": (None, [_handle]),
     "experts_data": (_handle, [_handle]),
     "experts_bytes": (ctypes.c_int64, [_handle]),
-    "set_expert": (_done, [SetExpertArguments]),
-    "set_expert_biases": (_done, [ExpertBiasesArguments]),
-    "mix": (_done, [MixArguments]),
-    "attend": (_done, [AttendArguments]),
-    "decoder": (_handle, [DecoderArguments]),
     "free_decoder": (None, [_handle]),
-    "add_layer": (_done, [LayerArguments]),
     "set_residual_scale": (_done, [_handle, ctypes.c_int64, ctypes.c_float]),
     "set_table": (_done, [_handle, ctypes.c_void_p]),
-    "forward": (_done, [ForwardArguments]),
     "adapter": (_handle, [_handle]),
     "free_adapter": (None, [_handle]),
-    "adapt": (_done, [AdaptArguments]),
     "set_adapter": (_done, [_handle, ctypes.c_int64, _handle]),
 }
 
@@ -159,25 +110,23 @@ class Kernels:
         #: by structure and type of model
         self._entries: dict[tuple[type[Arguments], Number | None], Callable[..., Any]] = {}
         for name, signature in _COMMON.items():
-            self._declare(name, None, *signature)
+            self._declare(name, *signature)
         self._check_layout()
         for number in _NUMBERS:
             for name, signature in _BY_NUMBER.items():
-                self._declare(name, number, *signature)
+                self._declare(f"{name}_{number}", *signature)
+        for kind, (name, makes, by_number) in ENTRIES.items():
+            for each in _NUMBERS if by_number else (None,):
+                full, result = f"{name}_{each}" if each else name, _handle if makes else _done
+                self._entries[kind, each] = self._declare(full, result, [ctypes.POINTER(kind)])
 
-    def _declare(self, name: str, number: Number | None, result: Any, arguments: list[Any]) -> None:
-        name = name if number is None else f"{name}_{number}"
+    def _declare(self, name: str, result: Any, arguments: list[Any]) -> Callable[..., Any]:
         function = getattr(self._library, f"aioinfer_{name}")
-        function.restype = result
-        function.argtypes = [
-            ctypes.POINTER(kind) if issubclass(kind, Arguments) else kind for kind in arguments
-        ]
+        function.restype, function.argtypes = result, arguments
         if result in (_handle, _done):
             function.errcheck = self._check
         self._functions[name] = function
-        for kind in arguments:
-            if issubclass(kind, Arguments):
-                self._entries[kind, number] = function
+        return cast(Callable[..., Any], function)
 
     def _check_layout(self) -> None:
         theirs = {line.split()[0]: line for line in (self.function("layout") or b"").decode().splitlines()}

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from aioinfer.native.arguments import (
     AdaptArguments,
     AdaptedLayer,
-    Address,
     DecoderArguments,
     DequantiseArguments,
     ExpertBiasesArguments,
@@ -30,6 +29,7 @@ from aioinfer.native.arguments import (
     WeightsArguments,
 )
 from aioinfer.native.bindings import GATES, Kernels, Number, ThreadPool, release
+from aioinfer.native.structures import Address
 
 __all__ = ["PackedAdapter", "PackedExperts", "PackedRouter", "PackedWeights", "Stack"]
 

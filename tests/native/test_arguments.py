@@ -13,9 +13,10 @@ from aioinfer.config import EngineConfig
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.native import bindings
-from aioinfer.native.arguments import STRUCTURES, Arguments, ExpertsArguments, describe
+from aioinfer.native.arguments import ExpertsArguments
 from aioinfer.native.bindings import Kernels, LayoutMismatch, ThreadPool, kernels, shared_thread_pool
 from aioinfer.native.processor import choose_tiles
+from aioinfer.native.structures import STRUCTURES, Arguments, describe
 from aioinfer.native.tensors import address, rows_address
 from tests.native.support import normal
 

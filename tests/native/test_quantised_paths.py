@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer.native.arguments import Arguments, LinearArguments, WeightsArguments
+from aioinfer.native.arguments import LinearArguments, WeightsArguments
 from aioinfer.native.bindings import kernels
 from aioinfer.native.build import _FLAGS, _SOURCE, find_compiler
+from aioinfer.native.structures import Arguments
 from tests.native.support import normal
 from tests.tiers import COMPILES, nightly
 
