@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterable
+from io import FileIO
 from pathlib import Path
-from typing import BinaryIO
 
 from aioinfer.errors import ConfigError, shown
 
@@ -33,7 +33,7 @@ def check_regular(files: Iterable[Path], root: Path | None = None) -> None:
             raise ConfigError(f"{shown(file.name)} is no regular file")
 
 
-def open_regular(file: Path, most_bytes: int) -> tuple[BinaryIO, int]:
+def open_regular(file: Path, most_bytes: int) -> tuple[FileIO, int]:
     """A file to be read, and its size. Never waits for another process, as opening a pipe does. Raises
     OSError, and ValueError: it is no regular file, or larger than ``most_bytes``."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -168,7 +168,7 @@ def _put(name: str, tensor: torch.Tensor) -> Any:
         (_put(f"{Q}.lora_B.weight", torch.ones(12, 5)), "(12, 5), the config says rank 4"),
         (_put(f"{Q}.lora_A.weight", torch.ones(0, 8)), "(0, 8), the config says rank 4"),
         (_put(f"{Q}.lora_A.weight", torch.ones(4)), "is shaped (4,), not a matrix"),
-        (_put(f"{Q}.lora_A.weight", torch.ones(4, 8, dtype=torch.int8)), "holds 'I8'"),
+        (_put(f"{Q}.lora_A.weight", torch.ones(4, 8, dtype=torch.int8)), "holds int8"),
         (_put(f"{Q}.lora_A.weight", torch.full((4, 8), math.inf)), "numbers that are not finite"),
         (_put(f"{Q}.lora_B.weight", torch.full((12, 4), math.nan)), "numbers that are not finite"),
         (_put(f"{Q}.lora_B.bias", torch.ones(12)), "q_proj.lora_B.bias is a bias"),
@@ -229,7 +229,7 @@ def test_damaged_weights_are_an_error_and_nothing_else(tmp_path: Path) -> None:
     header = int.from_bytes(whole[:8], "little") + 8
     for size in (0, 7, 8, header - 1, header, len(whole) - 1):
         file.write_bytes(whole[:size])
-        with pytest.raises(ConfigError, match=r"adapter: .*(cannot be read: it is cut off|not in its file)"):
+        with pytest.raises(ConfigError, match=r"^adapter: adapter_model\.safetensors cannot be read: "):
             AdapterFiles.read(path)
     for _ in range(400):
         damaged = bytearray(whole)
@@ -241,33 +241,26 @@ def test_damaged_weights_are_an_error_and_nothing_else(tmp_path: Path) -> None:
             assert str(error).startswith("adapter: ")
 
 
-@pytest.mark.parametrize(
-    ("entry", "said"),
-    [
-        ({"dtype": "F32", "shape": [4, 8], "data_offsets": [0, 120]}, "is not in its file as a whole"),
-        ({"dtype": "F32", "shape": [4, 8], "data_offsets": [2**30, 2**30 + 128]}, "is not in its file"),
-        ({"dtype": "F32", "shape": [4, -8], "data_offsets": [0, 128]}, "no valid shape and place"),
-        ({"dtype": "F32", "shape": [4, 8], "data_offsets": [128, 0]}, "is not in its file"),
-        ({"dtype": "F32", "shape": [4, 8], "data_offsets": 0}, "no valid shape and place"),
-        ({"dtype": "F32", "shape": [2**39, 2**39], "data_offsets": [0, 128]}, "is not in its file"),
-        ({"dtype": "F64", "shape": [4, 8], "data_offsets": [0, 256]}, "holds 'F64'"),
-        (
-            {"dtype": ["F32"], "shape": [4, 8], "data_offsets": [0, 128]},
-            "float32, bfloat16, float16 are supported",
-        ),
-        ([], "holds None"),
-    ],
-)
-def test_a_header_that_describes_no_file_is_refused(tmp_path: Path, entry: Any, said: str) -> None:
+def test_a_header_that_describes_no_file_is_refused(tmp_path: Path) -> None:
     path = write_adapter(tmp_path, matrices())
     name = f"{PREFIX}{Q}.lora_A.weight"
-    header = json.dumps({name: entry}).encode()
-    whole = len(header).to_bytes(8, "little") + header + bytes(256)
-    (path / "adapter_model.safetensors").write_bytes(whole)
-    with pytest.raises(ConfigError) as caught:
+    good = {"dtype": "F32", "shape": [4, 8], "data_offsets": [0, 128]}
+    for wrong in (
+        *({"data_offsets": places} for places in ([0, 120], [2**30, 2**30 + 128], [128, 0], 0, None)),
+        *({"shape": shape} for shape in ([4, -8], [2**39, 2**39], [2**63, 2], "48")),
+        *({"dtype": dtype} for dtype in ("F64", "I8", ["F32"], None)),
+    ):
+        header = json.dumps({name: {**good, **wrong}}).encode()
+        whole = len(header).to_bytes(8, "little") + header + bytes(128)
+        (path / "adapter_model.safetensors").write_bytes(whole)
+        with pytest.raises(
+            ConfigError, match=r"^adapter: (adapter_model.safetensors cannot be read|.* holds)"
+        ):
+            AdapterFiles.read(path)
+    long = (17 << 20).to_bytes(8, "little") + b"{" + b" " * (17 << 20)
+    (path / "adapter_model.safetensors").write_bytes(long)
+    with pytest.raises(ConfigError, match="its header has 17825792 bytes"):
         AdapterFiles.read(path)
-    assert str(caught.value).startswith(f"adapter: {name} ")
-    assert said in str(caught.value)
 
 
 def test_headers_of_any_length_are_read(tmp_path: Path) -> None:
