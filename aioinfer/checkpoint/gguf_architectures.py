@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from aioinfer.checkpoint.gguf_file import GGUFFile
-from aioinfer.checkpoint.gguf_rope import DEFAULT_BASE
 from aioinfer.errors import ConfigError, shown
 
-__all__ = ["Architecture", "Common", "architecture_of"]
+__all__ = ["DEFAULT_BASE", "Architecture", "Common", "architecture_of"]
 
+#: of rotations in files that state none
+DEFAULT_BASE = 10_000.0
 _NUMBER = (int, float)
 #: more are damage, of which no list is made
 _MOST_LAYERS = 10_000
@@ -36,7 +37,7 @@ class Common:
     head_dim: int
     #: positions of the longest sequence
     context: int
-    #: see :func:`~aioinfer.checkpoint.gguf_rope.rope_of`
+    #: see :func:`~aioinfer.checkpoint.gguf_config.rope_of`
     rope: dict[str, Any]
 
     def value(self, name: str, kind: type[Any] | tuple[type[Any], ...], default: Any = None) -> Any:
