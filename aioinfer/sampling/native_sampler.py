@@ -23,6 +23,7 @@ from aioinfer.native.tensors import address, rows_address
 from aioinfer.sampling import logits_processors
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.outcomes import BAD_LOGITS
+from aioinfer.sampling.penalties import IN_PROMPT
 
 __all__ = ["NativeLogits", "NativeLogprobs", "sample_tokens"]
 
@@ -74,8 +75,7 @@ def sample_tokens(pool: ThreadPool, logits: torch.Tensor, batch: SamplingBatch) 
 
 
 class NativeLogits:
-    """See :class:`~aioinfer.sampling.logits_processors.LogitsProcessors`, and for penalties
-    :func:`~aioinfer.sampling.triton_logits.penalise`."""
+    """See :class:`~aioinfer.sampling.logits_processors.LogitsProcessors`."""
 
     __slots__ = ("_pool",)
 
@@ -104,21 +104,15 @@ class NativeLogits:
         self._pool.kernels.call(arguments)
 
     def penalise(
-        self,
-        logits: torch.Tensor,
-        counts: torch.Tensor,
-        row_of: torch.Tensor,
-        slots: torch.Tensor,
-        penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        in_prompt: int,
+        self, logits: torch.Tensor, counts: torch.Tensor, row_of: torch.Tensor, batch: SamplingBatch
     ) -> torch.Tensor:
-        """See :func:`aioinfer.sampling.triton_logits.penalise`."""
+        """See :data:`~aioinfer.sampling.penalties.Penalise`."""
         rows, vocab = logits.shape
         if logits.stride(1) != 1:
             logits = logits.contiguous()
         out = torch.empty((rows, vocab), dtype=torch.float32)
-        slots = slots.contiguous()
-        repetition, presence, frequency = (column.contiguous() for column in penalties)
+        slots, repetition = batch.slots.contiguous(), batch.repetition_penalty.contiguous()
+        presence, frequency = batch.presence_penalty.contiguous(), batch.frequency_penalty.contiguous()
         arguments = PenaliseArguments(
             pool=self._pool.handle,
             logits=rows_address(logits, torch.float32),
@@ -133,7 +127,7 @@ class NativeLogits:
             repetition=address(repetition, torch.float32, rows),
             presence=address(presence, torch.float32, rows),
             frequency=address(frequency, torch.float32, rows),
-            in_prompt=in_prompt,
+            in_prompt=IN_PROMPT,
             out=out.data_ptr(),
         )
         self._pool.kernels.call(arguments)

@@ -8,23 +8,14 @@ import torch
 
 from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 
-__all__ = ["Penalise", "Penalties", "penalised"]
+__all__ = ["IN_PROMPT", "Penalise", "Penalties", "penalised"]
 
-#: the signature of :func:`aioinfer.sampling.triton_logits.penalise`
-Penalise = Callable[
-    [
-        torch.Tensor,
-        torch.Tensor,
-        torch.Tensor,
-        torch.Tensor,
-        tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        int,
-    ],
-    torch.Tensor,
-]
+#: A kernel that applies penalties: from logits [S, V] float32, the tokens of a row contiguous, the counts and
+#: the rows of slots of :class:`Penalties`, and a batch, to penalised logits, a new float32 [S, V].
+Penalise = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, SamplingBatch], torch.Tensor]
 
 #: the bit of a count that marks a token of the prompt
-_IN_PROMPT = 1 << 30
+IN_PROMPT = 1 << 30
 
 
 class Penalties:
@@ -49,7 +40,7 @@ class Penalties:
         self._row_of = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._used: dict[int, int] = {}
         self._free: list[int] = []
-        #: [rows, V] int32: how often the token was sampled, plus _IN_PROMPT for a token of the prompt
+        #: [rows, V] int32: how often the token was sampled, plus IN_PROMPT for a token of the prompt
         self._counts = torch.zeros(1, vocab_size, dtype=torch.int32, device=device)
 
     def reset(self, resets: Sequence[PenaltyReset]) -> None:
@@ -59,7 +50,7 @@ class Penalties:
                 self._release(reset.slot)
                 continue
             counts = self._counts_of(reset.slot).zero_()
-            counts.index_fill_(0, self._to_device(reset.prompt_ids), _IN_PROMPT)
+            counts.index_fill_(0, self._to_device(reset.prompt_ids), IN_PROMPT)
             output_ids = self._to_device(reset.output_ids)
             counts.scatter_add_(0, output_ids, torch.ones_like(output_ids, dtype=torch.int32))
 
@@ -71,10 +62,13 @@ class Penalties:
 
     def apply(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
         """Penalised logits, a new float32 [S, V]."""
-        penalties = batch.repetition_penalty, batch.presence_penalty, batch.frequency_penalty
         if self._penalise is not None:
-            return self._penalise(logits, self._counts, self._row_of, batch.slots, penalties, _IN_PROMPT)
-        repetition, presence, frequency = penalties
+            return self._penalise(logits, self._counts, self._row_of, batch)
+        repetition, presence, frequency = (
+            batch.repetition_penalty,
+            batch.presence_penalty,
+            batch.frequency_penalty,
+        )
         counts = self._counts.index_select(0, self._row_of[batch.slots])
         if logits.device.type != "cpu":
             return _penalise(
@@ -140,5 +134,5 @@ def _penalise(
     presence penalties on the output. Elementwise, all arguments broadcast."""
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
     logits = torch.where(counts > 0, repeated, logits)
-    generated = counts & (_IN_PROMPT - 1)
+    generated = counts & (IN_PROMPT - 1)
     return logits - frequency * generated - presence * (generated > 0)

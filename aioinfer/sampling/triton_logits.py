@@ -11,6 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from aioinfer.sampling.batch import SamplingBatch
+from aioinfer.sampling.penalties import IN_PROMPT
+
 __all__ = ["add_biases_", "apply_masks_", "ban_", "penalise"]
 
 _CHUNK = 2048
@@ -72,30 +75,17 @@ def _mask_kernel(
 
 
 def penalise(
-    logits: torch.Tensor,
-    counts: torch.Tensor,
-    row_of: torch.Tensor,
-    slots: torch.Tensor,
-    penalties: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    in_prompt: int,
+    logits: torch.Tensor, counts: torch.Tensor, row_of: torch.Tensor, batch: SamplingBatch
 ) -> torch.Tensor:
-    """Penalised logits, a new float32 [S, V].
-
-    Args:
-        logits: [S, V] float32, the tokens of a row contiguous.
-        counts: [rows, V] int32: how often a token was generated, plus ``in_prompt`` if the prompt has it.
-        row_of: [slots] int64, row of ``counts`` of each slot.
-        slots: [S] int64, slot of each row.
-        penalties: repetition, presence and frequency, [S] float32 each.
-        in_prompt: a power of two above any count.
-    """
+    """See :data:`~aioinfer.sampling.penalties.Penalise`."""
     rows, vocab = logits.shape
     out = torch.empty((rows, vocab), dtype=logits.dtype, device=logits.device)
+    penalties = batch.repetition_penalty, batch.presence_penalty, batch.frequency_penalty
     columns = (column.contiguous() for column in penalties)
     if out.numel():
         _penalise_kernel[(triton.cdiv(vocab, _CHUNK), rows)](
-            logits, out, counts, row_of, slots, *columns, vocab, logits.stride(0),
-            IN_PROMPT=in_prompt, CHUNK=_CHUNK, num_warps=8, enable_fp_fusion=False,
+            logits, out, counts, row_of, batch.slots, *columns, vocab, logits.stride(0),
+            IN_PROMPT=IN_PROMPT, CHUNK=_CHUNK, num_warps=8, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

@@ -312,12 +312,11 @@ def test_sampling_refuses_bans_and_masks_of_rows_and_tokens_that_do_not_exist(ba
     processors = NativeLogits(pool)
     with pytest.raises(InvalidArguments, match="rows"):
         processors.apply_masks_(logits, int64(0, bad), torch.zeros(2, 2, dtype=torch.int32))
-    ones = (torch.ones(3), torch.ones(3), torch.ones(3))
     counts, row_of = torch.zeros(2, VOCAB, dtype=torch.int32), int64(0, 1, 0, 1)
     with pytest.raises(InvalidArguments, match="slots"):
-        processors.penalise(logits, counts, row_of, int64(0, 1, bad), ones, 1 << 30)
+        processors.penalise(logits, counts, row_of, sampling(3, slots=int64(0, 1, bad)))
     with pytest.raises(InvalidArguments, match="row_of"):
-        processors.penalise(logits, counts, int64(0, 1, 0, bad), int64(0, 1, 2), ones, 1 << 30)
+        processors.penalise(logits, counts, int64(0, 1, 0, bad), sampling(3, slots=int64(0, 1, 2)))
     assert torch.equal(logits, before)
 
 

@@ -62,9 +62,8 @@ def compile_sampling(name: str, vocab: int) -> None:
         flagged: list[dict[str, Any]] = [{"all_greedy": True}, {"wide_nucleus": True}, {"wide_top_k": True}]
         for flags in flagged:
             sample_tokens(logits, replace(some, **flags))
-        penalties = some.repetition_penalty, some.presence_penalty, some.frequency_penalty
         counts, row_of = torch.empty(rows, vocab, dtype=torch.int32), torch.empty(300, dtype=torch.int64)
-        triton_logits.penalise(logits, counts, row_of, some.slots, penalties, 1 << 30)
+        triton_logits.penalise(logits, counts, row_of, some)
         triton_logits.ban_(logits, some.slots, some.slots)
         triton_logits.add_biases_(logits, some.slots, some.slots, some.slots)
         words = torch.empty(rows, rng.randrange(1, vocab // 32), dtype=torch.int32)
