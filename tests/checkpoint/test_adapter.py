@@ -374,7 +374,7 @@ def test_the_fingerprint_is_of_what_was_read(tmp_path: Path) -> None:
         (["self_attn"], False),
     ],
 )
-def test_names_are_whole_names_or_their_ends_behind_a_dot(
+def test_names_are_whole_names_or_their_ends_after_a_dot(
     tmp_path: Path, names: list[str], *, selects: bool
 ) -> None:
     path = write_adapter(tmp_path, matrices(), target_modules=names)

@@ -108,7 +108,7 @@ def test_blocks_of_a_family_are_multiplied_as_they_are(tmp_path: Path, family: s
         assert sum(errors) / len(errors) < (0.2 if quantization == "auto" else 1e-3), quantization
 
 
-def test_a_weight_that_nobody_takes_is_an_error(tmp_path: Path) -> None:
+def test_a_weight_that_the_model_does_not_have_is_an_error(tmp_path: Path) -> None:
     """A norm of heads, which Gemma 2 does not have, though Gemma 3 has it under this name."""
     make_family("gemma2", tmp_path / "hf")
     write_gguf(tmp_path / "hf", tmp_path / "m.gguf", further={"blk.1.attn_q_norm.weight": torch.ones(16)})

@@ -123,7 +123,7 @@ def phi3(tokens: list[str], scores: list[float], controls: list[str]) -> Tokeniz
 
 
 @pytest.mark.parametrize("architecture", ["phi3", "llama"])
-def test_white_space_behind_control_tokens_of_phi_3_is_no_text(tmp_path: Path, architecture: str) -> None:
+def test_white_space_after_control_tokens_of_phi_3_is_no_text(tmp_path: Path, architecture: str) -> None:
     learned = [(token, score) for token, score, kind in pieces(3) if kind in (NORMAL, BYTE)]
     controls = ["<unk>", "<s>", "</s>", "<|endoftext|>", "<|user|>", "<|end|>", "<|assistant|>"]
     tokens = [*controls, *(token for token, _ in learned)]

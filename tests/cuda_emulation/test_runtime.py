@@ -97,7 +97,7 @@ def test_memory_is_counted_and_ends(load: Callable[..., Runtime]) -> None:
     runtime("cudaFree", runtime.made("cudaMalloc", 4 << 30))
 
 
-def test_late_work_is_done_for_whoever_waits_and_for_nobody_else(load: Callable[..., Runtime]) -> None:
+def test_late_work_is_done_for_waiters_only(load: Callable[..., Runtime]) -> None:
     runtime, done = load(late=1), []
     first, second, third = (runtime.stream() for _ in range(3))
     event = runtime.made("cudaEventCreate")

@@ -1,4 +1,4 @@
-"""Scripts that stand in for compilers, and what they leave behind."""
+"""Scripts that stand in for compilers, and the files that they leave."""
 
 from __future__ import annotations
 

@@ -112,8 +112,8 @@ def test_attention_refuses_rows_beyond_its_pool(name: str) -> None:
     assert bench.attention(0, q, k, v, batch, heads.scoring).isfinite().all()
 
 
-def test_pages_behind_the_end_of_a_sequence_are_not_looked_at(decoder: NativeDecoder) -> None:
-    """Tables are as wide as the longest row needs; what is behind a shorter one's pages is padding."""
+def test_pages_after_the_end_of_a_sequence_are_not_looked_at(decoder: NativeDecoder) -> None:
+    """Tables are as wide as the longest row needs; entries after a shorter one's pages are padding."""
     attention = attention_for(decoder.spec, PAGES, PAGE_SIZE, "native")
     batch = build_batch([([5], 0, [3]), ([1] * 10, 0, [19, 20])], PAGE_SIZE, num_decodes=0)
     assert torch.equal(

@@ -62,7 +62,7 @@ def rate(request: Request, right: float) -> None:
     request.drafting._rates[DraftSource.TEXT] = right
 
 
-def test_the_wait_behind_a_step_with_drafts_is_a_cost_of_the_drafts() -> None:
+def test_the_wait_after_a_step_with_drafts_is_a_cost_of_the_drafts() -> None:
     """What follows is planned when they have been read; plain steps overlap."""
     speculation, batch = Speculation(Always(), 64, 15), requests(1)
     observed(speculation, {1: 1.0}, drafts=False)
@@ -77,7 +77,7 @@ def test_the_wait_behind_a_step_with_drafts_is_a_cost_of_the_drafts() -> None:
 
 @pytest.mark.parametrize("prompt", [False, True])
 def test_steps_with_drafts_or_a_prompt_take_their_time_for_themselves(prompt: bool) -> None:
-    """Only a plain one waited to be planned behind drafts, and only plain ones say what plain ones take."""
+    """Only a plain one waited to be planned after drafts, and only plain ones say what plain ones take."""
     speculation, nobody = Speculation(Always(), 64, 15), cast(Any, None)
     observed(speculation, {1: 1.0, 3: 1.0}, drafts=False)
     for _ in range(50):
@@ -182,7 +182,7 @@ def test_where_drafts_of_many_short_rows_do_not_pay_few_steps_ask() -> None:
 
 
 def test_a_row_that_overlap_takes_out_of_the_next_step_must_bring_more_than_that() -> None:
-    """A tenth of the rows misses the step behind; all of them are waited for."""
+    """A tenth of the rows misses the next step; all of them are waited for."""
     for overlap, right, drafted in ((True, 0.4, 0), (False, 0.4, 2), (True, 0.9, 2)):
         speculation, batch = Speculation(Always(), 64, 3, overlap=overlap), requests(20)
         observed(speculation, {20: 1.0}, drafts=False)

@@ -1,4 +1,4 @@
-"""Lookup: the tokens behind the last place where the newest ones were."""
+"""Lookup: the tokens after the last place where the newest ones were."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_prediction_goes_on_where_the_output_is() -> None:
     assert asked.predicted
 
 
-def test_behind_another_token_the_output_comes_back_by_two_equal_ones() -> None:
+def test_after_another_token_the_output_comes_back_by_two_equal_ones() -> None:
     drafter, asked = LookupDrafter(), request([1, 2], [], [5, 6, 7, 8, 9])
     asked.extend([5, 6, 40])
     assert list(drafter.propose(asked, 2)) == []
