@@ -9,7 +9,6 @@ from typing import TypeAlias
 import torch
 
 from aioinfer.diffusion.block import Rows
-from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.filters import floors
 from aioinfer.sampling.noise import gumbel
 
@@ -136,39 +135,14 @@ def _draw(
     scaled = (relative / temperature).view(rows * size, vocab_size)
     seeds = sampling["seed"].unsqueeze(1).expand(rows, size).reshape(-1)
     if filtered:
-        floor = floors(scaled, _as_sampling_rows(keys, seeds, sampling))
+        filters = (sampling[name].repeat_interleave(size) for name in ("top_k", "top_p", "min_p"))
+        floor = floors(scaled, *filters)
         scaled = scaled.masked_fill_(scaled < floor, _NEVER)
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=relative.device)
     tokens = gumbel(seeds, keys.reshape(-1), token_ids).add_(scaled).argmax(dim=1)
     mass = _total(scaled.exp())
     weights = scaled.gather(1, tokens.unsqueeze(1)).squeeze(1).exp()
     return tokens.view(rows, size), (weights / mass).view(rows, size)
-
-
-def _as_sampling_rows(positions: torch.Tensor, seeds: torch.Tensor, sampling: Rows) -> SamplingBatch:
-    """Every position as a row of a sampling batch, for the sampler's filters."""
-    size = positions.shape[1]
-    temperature, top_p, min_p, top_k = (
-        sampling[name].repeat_interleave(size) for name in ("temperature", "top_p", "min_p", "top_k")
-    )
-    ones, zeros = torch.ones_like(top_p), torch.zeros_like(top_p)
-    return SamplingBatch(
-        slots=torch.zeros_like(seeds),
-        positions=positions.reshape(-1),
-        seeds=seeds,
-        temperature=temperature,
-        top_p=top_p,
-        min_p=min_p,
-        top_k=top_k,
-        repetition_penalty=ones,
-        presence_penalty=zeros,
-        frequency_penalty=zeros,
-        all_greedy=False,
-        any_top_k=True,
-        any_top_p=True,
-        any_min_p=True,
-        any_penalty=False,
-    )
 
 
 def _total(weights: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ from typing import Protocol
 import torch
 
 from aioinfer import plugins
-from aioinfer.sampling.batch import FilterRows, SamplingBatch
+from aioinfer.sampling.batch import FilterRows
 
 __all__ = ["FurtherFilter", "apply_further", "floors", "mass_unit"]
 
@@ -61,26 +61,36 @@ def apply_further(logits: torch.Tensor, filters: Sequence[FilterRows]) -> torch.
     return logits
 
 
-def floors(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+def floors(
+    scaled: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    *,
+    any_top_k: bool = True,
+    any_top_p: bool = True,
+    any_min_p: bool = True,
+) -> torch.Tensor:
     """The smallest scaled logit that each row keeps, float32 [S, 1]; -inf where nothing is filtered.
 
     top-p is a share of the mass left by temperature and top-k; min-p is relative to the likeliest token.
 
     Args:
         scaled: [S, V] float32, maximum 0. Rows with NaN give an arbitrary floor and no error.
-        batch: the rows' parameters; only filters whose ``any_`` flag is set are applied.
+        top_k, top_p, min_p: [S] int64, float32 and float32, as in
+            :class:`~aioinfer.sampling.batch.SamplingBatch`.
+        any_top_k, any_top_p, any_min_p: whether some row has the filter; False saves the work.
     """
     floor = scaled.new_full((len(scaled), 1), _NEVER)
-    if batch.any_top_k or batch.any_top_p:
+    if any_top_k or any_top_p:
         # A top-k of the whole vocabulary is off.
-        top_k = (batch.top_k * (batch.top_k < scaled.shape[1])).unsqueeze_(1)
-        top_p = batch.top_p.unsqueeze(1)
+        top_k, top_p = (top_k * (top_k < scaled.shape[1])).unsqueeze_(1), top_p.unsqueeze(1)
         if scaled.device.type == "cpu":
             floor = _floors_by_window(scaled, top_k, top_p)
         else:
-            floor = _floors_by_search(scaled, top_k, top_p, batch.any_top_k, batch.any_top_p)
-    if batch.any_min_p:
-        floor = torch.maximum(floor, batch.min_p.unsqueeze(1).log())
+            floor = _floors_by_search(scaled, top_k, top_p, any_top_k, any_top_p)
+    if any_min_p:
+        floor = torch.maximum(floor, min_p.unsqueeze(1).log())
     return floor
 
 

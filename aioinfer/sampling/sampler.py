@@ -227,7 +227,8 @@ class Sampler:
         keys = row_keys(batch.seeds, batch.positions)
         if not (batch.any_top_k or batch.any_top_p or batch.any_min_p):
             return gumbel_of_keys(keys, self._token_ids).add_(scaled).argmax(dim=1)
-        floor = floors(scaled, batch)
+        flags = {name: getattr(batch, name) for name in ("any_top_k", "any_top_p", "any_min_p")}
+        floor = floors(scaled, batch.top_k, batch.top_p, batch.min_p, **flags)
         if len(logits) == 1 and self._on_host:
             survivors = (scaled[0] >= floor[0]).nonzero().flatten()
             if len(survivors) == 0:

@@ -7,8 +7,21 @@ import pytest
 import torch
 
 from aioinfer.sampling import filters
-from aioinfer.sampling.filters import _floors_by_search, floors
+from aioinfer.sampling.batch import SamplingBatch
+from aioinfer.sampling.filters import _floors_by_search
 from tests.sampling.support import make_batch, random_logits, random_row, reference_floor
+
+
+def floors(scaled: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    return filters.floors(
+        scaled,
+        batch.top_k,
+        batch.top_p,
+        batch.min_p,
+        any_top_k=batch.any_top_k,
+        any_top_p=batch.any_top_p,
+        any_min_p=batch.any_min_p,
+    )
 
 
 def scaled_rows(rng: np.random.Generator, rows: int, vocab: int) -> np.ndarray:
