@@ -19,7 +19,8 @@ import pytest
 from huggingface_hub import constants
 
 from aioinfer.checkpoint import fetching
-from aioinfer.checkpoint.hub import HubModel, cached_models, wanted_files
+from aioinfer.checkpoint.hub import HubModel, Progress, cached_models, wanted_files
+from aioinfer.checkpoint.hub import download as download_by_process
 from aioinfer.checkpoint.locate import bundled_models, locate, model_name
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine, EngineState
@@ -51,6 +52,23 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         other = {**files, "generation_config.json": b'{"top_k": 7}'}
         found.repositories[NAME] = Repository({"main": files, "v2": other})
         yield found
+
+
+@pytest.fixture
+def here(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> FakeHub:
+    """The same hub, from which this process downloads: another one takes seconds to start."""
+
+    def download(model: HubModel, allowed: bool, progress: Progress | None = None) -> Path:
+        if not allowed:
+            return download_by_process(model, allowed, progress)
+        with fetching.Output(os.open(os.devnull, os.O_WRONLY)) as output:
+            try:
+                return fetching.fetch(model, output)
+            except Exception as error:
+                raise ConfigError(" ".join(fetching._explained(model, error).split())) from error
+
+    monkeypatch.setattr("aioinfer.checkpoint.locate.download", download)
+    return hub
 
 
 def test_names_of_models() -> None:
@@ -154,7 +172,7 @@ async def test_an_engine_downloads_its_model(hub: FakeHub) -> None:
 
 
 @rest(SECONDS)
-def test_a_revision_is_another_model(hub: FakeHub) -> None:
+def test_a_revision_is_another_model(here: FakeHub) -> None:
     assert json.loads((locate(f"{NAME}@v2", fetch=True) / "generation_config.json").read_text()) == {
         "top_k": 7
     }
@@ -164,76 +182,76 @@ def test_a_revision_is_another_model(hub: FakeHub) -> None:
 
 
 @rest(SECONDS)
-def test_a_connection_that_breaks_is_taken_up_where_it_broke(hub: FakeHub) -> None:
+def test_a_connection_that_breaks_is_taken_up_where_it_broke(here: FakeHub) -> None:
     # The library takes up multiples of 10 MB.
     weights = random.Random(1).randbytes(24 << 20)
-    hub.repositories[NAME].revisions["main"][WEIGHTS] = weights
-    hub.cuts = [22 << 20]
+    here.repositories[NAME].revisions["main"][WEIGHTS] = weights
+    here.cuts = [22 << 20]
     path = locate(NAME, fetch=True)
     assert (path / WEIGHTS).read_bytes() == weights
-    ranges = [wanted for _, _, wanted in hub.asked(WEIGHTS) if wanted]
+    ranges = [wanted for _, _, wanted in here.asked(WEIGHTS) if wanted]
     assert any(int(wanted.removeprefix("bytes=").rstrip("-")) >= 20_000_000 for wanted in ranges)
 
 
 @rest(SECONDS)
-def test_what_has_arrived_is_not_downloaded_again(hub: FakeHub) -> None:
+def test_what_has_arrived_is_not_downloaded_again(here: FakeHub) -> None:
     """The weights come last."""
-    hub.repositories[NAME].lost = {WEIGHTS}
+    here.repositories[NAME].lost = {WEIGHTS}
     with pytest.raises(ConfigError, match="missing"):
         locate(NAME, fetch=True)
     with pytest.raises(ConfigError, match="neither a directory nor in the hub's local cache"):
         locate(NAME)
-    hub.repositories[NAME].lost = set()
-    hub.requests.clear()
+    here.repositories[NAME].lost = set()
+    here.requests.clear()
     locate(NAME, fetch=True)
-    gets = {path.rpartition("/")[2] for method, path, _ in hub.asked("/resolve/") if method == "GET"}
+    gets = {path.rpartition("/")[2] for method, path, _ in here.asked("/resolve/") if method == "GET"}
     assert gets - {"chat_template.jinja"} == {WEIGHTS}
 
 
 @rest(SECONDS)
-def test_an_index_whose_shard_is_missing_is_no_model(hub: FakeHub) -> None:
-    files = dict(hub.repositories[NAME].revisions["main"])
+def test_an_index_whose_shard_is_missing_is_no_model(here: FakeHub) -> None:
+    files = dict(here.repositories[NAME].revisions["main"])
     weights = files.pop(WEIGHTS)
     parts = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
     files["model.safetensors.index.json"] = json.dumps(
         {"weight_map": {"a": parts[0], "b": parts[1]}}
     ).encode()
     files[parts[0]] = weights
-    hub.repositories["org/half"] = Repository({"main": files})
+    here.repositories["org/half"] = Repository({"main": files})
     path = locate("org/half", fetch=True)
     with pytest.raises(ConfigError, match=r"names model-00002-of-00002\.safetensors, which is missing"):
         LLM(EngineConfig(model=str(path)))
 
 
 @rest(SECONDS)
-def test_shards_are_those_that_the_index_names(hub: FakeHub) -> None:
-    files = dict(hub.repositories[NAME].revisions["main"])
+def test_shards_are_those_that_the_index_names(here: FakeHub) -> None:
+    files = dict(here.repositories[NAME].revisions["main"])
     files["first.safetensors"] = files.pop(WEIGHTS)
     files["other-00001-of-00001.safetensors"] = b"x"
     files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": "first.safetensors"}}).encode()
-    hub.repositories["org/sharded"] = Repository({"main": files})
+    here.repositories["org/sharded"] = Repository({"main": files})
     path = locate("org/sharded", fetch=True)
     assert {file.name for file in path.glob("*.safetensors")} == {"first.safetensors"}
 
 
 @rest(SECONDS)
-def test_a_snapshot_without_a_tokenizer_is_completed(hub: FakeHub) -> None:
+def test_a_snapshot_without_a_tokenizer_is_completed(here: FakeHub) -> None:
     """As far as that is possible: other programs download weights alone."""
     path = locate(NAME, fetch=True)
     (path / "tokenizer.json").unlink()
     (path / "tokenizer_config.json").unlink()
     assert locate(NAME) == path
-    repository = hub.repositories.pop(NAME)
+    repository = here.repositories.pop(NAME)
     assert locate(NAME, fetch=True) == path
-    hub.repositories[NAME] = repository
+    here.repositories[NAME] = repository
     assert (locate(NAME, fetch=True) / "tokenizer.json").is_file()
 
 
 @rest(SECONDS)
-def test_a_gguf_file_that_another_program_downloaded_is_found(hub: FakeHub) -> None:
+def test_a_gguf_file_that_another_program_downloaded_is_found(here: FakeHub) -> None:
     """Beside files that it left out, which its listing of the repository names."""
     files = {"config.json": b"{}", "m-Q4_0.gguf": b"GGUF", "m-Q8_0.gguf": b"GGUF."}
-    hub.repositories["org/some-gguf"] = Repository({"main": files})
+    here.repositories["org/some-gguf"] = Repository({"main": files})
     path = locate("org/some-gguf:Q4_0", fetch=True)
     assert path.name == "m-Q4_0.gguf"
     entry = {"size": 4, "blob_id": "0", "lfs_sha256": None, "lfs_size": None, "xet_hash": None}
@@ -246,7 +264,7 @@ def test_a_gguf_file_that_another_program_downloaded_is_found(hub: FakeHub) -> N
 
 
 @rest(SECONDS)
-def test_what_a_killed_process_left_is_removed(hub: FakeHub) -> None:
+def test_what_a_killed_process_left_is_removed(here: FakeHub) -> None:
     path = locate(NAME, fetch=True)
     blob = (path / WEIGHTS).resolve()
     (path / WEIGHTS).unlink()
@@ -256,11 +274,11 @@ def test_what_a_killed_process_left_is_removed(hub: FakeHub) -> None:
 
 
 @rest(SECONDS)
-def test_a_wrong_checksum_removes_the_file(hub: FakeHub) -> None:
-    hub.repositories[NAME].checksums[WEIGHTS] = "0" * 64
+def test_a_wrong_checksum_removes_the_file(here: FakeHub) -> None:
+    here.repositories[NAME].checksums[WEIGHTS] = "0" * 64
     with pytest.raises(ConfigError, match=r"model\.safetensors of org/tiny arrived damaged"):
         locate(NAME, fetch=True)
-    hub.repositories[NAME].checksums.clear()
+    here.repositories[NAME].checksums.clear()
     assert (locate(NAME, fetch=True) / WEIGHTS).is_file()
 
 
