@@ -59,7 +59,7 @@ def _package(name: str) -> str:
 def _cpu() -> str:
     import torch
 
-    from aioinfer.execution.cores import cpu_quota, default_threads
+    from aioinfer.execution.limits import cpu_quota, default_threads
 
     threads = default_threads(torch.get_num_threads(), cpu_quota())
     text = f"{os.cpu_count()} cores, one thread each on {threads} of them, {_capability()}"

@@ -14,7 +14,7 @@ from aioinfer.execution.decoding.base import Kind
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.graph_shapes import GraphShapes
 from aioinfer.execution.graphs import Capture, StepGraphs, graphs_unsupported
-from aioinfer.execution.memory import give_back, memory_available
+from aioinfer.execution.limits import give_back, memory_available
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.runner import Runner

@@ -18,7 +18,7 @@ from aioinfer.execution.cuda_device import callers_device, current, pick_device
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
 from aioinfer.execution.draft_checks import check_draft
 from aioinfer.execution.grammar_worker import GrammarWorker
-from aioinfer.execution.memory import memory_available
+from aioinfer.execution.limits import check_threads, cpu_quota, default_threads, memory_available
 from aioinfer.execution.opening import preload_torch
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
@@ -118,8 +118,6 @@ class TorchDevice:
     def _take_threads(self, config: EngineConfig) -> None:
         """Raises ConfigError."""
         import torch
-
-        from aioinfer.execution.cores import check_threads, cpu_quota, default_threads
 
         before = torch.get_num_threads()
         threads = config.threads or default_threads(before, cpu_quota())

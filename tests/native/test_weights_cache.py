@@ -20,7 +20,7 @@ import torch
 from aioinfer import Engine, EngineConfig, SamplingParams
 from aioinfer.cli.doctor import examine
 from aioinfer.errors import ConfigError
-from aioinfer.execution.memory import Available
+from aioinfer.execution.limits import Available
 from aioinfer.execution.sizing import check_pool
 from aioinfer.model import weights_cache
 from aioinfer.model.loader import LoadOptions, load_model

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import aioinfer.execution.cores
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
-from aioinfer.execution.cores import check_threads, cpu_quota, default_threads
+from aioinfer.execution import torch_device
+from aioinfer.execution.limits import check_threads, cpu_quota, default_threads
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.native import bindings
 from aioinfer.native.bindings import ThreadsUnavailable
@@ -59,7 +59,7 @@ def test_threads_have_a_core_each_and_the_time_of_it(usable: int, quota: float |
 def test_a_device_takes_what_is_granted_unless_told_otherwise(
     monkeypatch: pytest.MonkeyPatch, asked: int | None, used: int
 ) -> None:
-    monkeypatch.setattr(aioinfer.execution.cores, "cpu_quota", lambda: 0.7)
+    monkeypatch.setattr(torch_device, "cpu_quota", lambda: 0.7)
     before = torch.get_num_threads()
     device = TorchDevice(EngineConfig(device="cpu", threads=asked))
     device.open()
