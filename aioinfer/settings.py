@@ -169,7 +169,7 @@ def read_settings_file(path: str | Path, known: Collection[str]) -> dict[str, An
 
 
 def read_yaml(path: str | Path) -> Any:
-    """What a YAML file of at most 1 MiB holds. Raises ConfigError: one line that begins with the path."""
+    """Content of a YAML file of at most 1 MiB. Raises ConfigError: one line that begins with the path."""
     import yaml
 
     try:

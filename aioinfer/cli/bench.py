@@ -1,7 +1,7 @@
 """``aioinfer bench``: how fast this machine serves a model, measured in this process without HTTP.
 
-Requests of random token ids, so many at a time. It shows what an installed package can do; the benchmarks of
-the repository compare.
+Requests of random token ids, ``--concurrency`` at a time. It shows what an installed package can do; the
+benchmarks of the repository compare.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ Messages = list[dict[str, str]]
 
 
 class Backend(Protocol):
-    """What answers."""
+    """The source of answers."""
 
     def check(self, values: dict[str, Any]) -> None:
         """Raises RequestError or TypeError for parameters that it can tell are wrong."""
@@ -220,7 +220,7 @@ class Conversation:
         parts = [] if first is None else [f"first token {first - started:.3f} s"]
         if (counts := self._backend.counts) is not None:
             prompt, output = counts
-            # The first token is the prefill's: the others took the time behind it.
+            # The first token is the prefill's: the others took the time after it.
             if first is not None and output > 1 and ended > first:
                 parts.append(f"{(output - 1) / (ended - first):.1f} tokens/s")
             parts.append(f"{output} tokens, prompt {prompt}")

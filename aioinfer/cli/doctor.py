@@ -1,4 +1,4 @@
-"""Doctor: this machine, and what a configuration would run on it and why. Loads no weights."""
+"""Doctor: reports on this machine, and on what a configuration would run on it and why. Loads no weights."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _gpus() -> list[Finding]:
 
 
 def _plan(config: EngineConfig) -> list[Finding]:
-    """What an engine would run. Raises ConfigError."""
+    """Findings on what an engine would run. Raises ConfigError."""
     from aioinfer.execution.cuda_device import pick_device
     from aioinfer.model.kernels import check_kv_dtype, choose_attention, choose_experts, choose_layers
     from aioinfer.model.loader import LoadOptions, inspect_model
@@ -167,7 +167,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
 def _weights(
     config: EngineConfig, model: ModelInfo, layers: Backend, experts: Backend | None
 ) -> list[Finding]:
-    """What becomes of weights that are quantised in the checkpoint."""
+    """Findings on weights that are quantised in the checkpoint."""
     found: list[tuple[str, bool]] = []
     if model.stored_bits:
         bits = " and ".join(map(str, model.stored_bits))
@@ -187,7 +187,7 @@ def _weights(
 def _captured(
     config: EngineConfig, model: ModelInfo, device: torch.device, attention: str, experts: Backend | None
 ) -> str:
-    """Which decodes are captured, or why none are."""
+    """The decodes that are captured, or the reason why none are."""
     import torch
 
     from aioinfer.execution.graphs import graphs_unsupported

@@ -42,7 +42,7 @@ _ALL = "all"
 
 
 class Formatter(argparse.HelpFormatter):
-    """Help texts begin in one column behind the longest flags and use the whole width of a terminal."""
+    """Help texts in one column after the longest flags, as wide as the terminal."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(

@@ -1,4 +1,4 @@
-"""What commands show on a terminal besides their output."""
+"""Progress, signals and event loop of commands."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAID = {"kernels": "compiling native kernels, once for this processor: takes ab
 
 
 class Progress:
-    """Bars on a terminal, one for each stage; elsewhere, a line about the one that nobody expects."""
+    """Bars on a terminal, one for each stage; elsewhere, a line about compiling only."""
 
     def __init__(self) -> None:
         self._stage = ""

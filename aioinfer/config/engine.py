@@ -36,7 +36,7 @@ SPECULATION = ("off", "lookup")
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """How an :class:`~aioinfer.Engine` runs. ``None`` is resolved when the model is known.
+    """Settings of an :class:`~aioinfer.Engine`. ``None`` is resolved when the model is known.
 
     Raises:
         ConfigError: a field has the wrong type or is out of bounds; the message begins with its name.
@@ -221,7 +221,7 @@ class EngineConfig:
     max_overlapped_prefill: int = option(
         256,
         "overlap",
-        "more prefill is launched ahead only behind steps of at most this many prefill tokens",
+        "more prefill is launched ahead only after steps of at most this many prefill tokens",
         NOT_NEGATIVE,
     )
     launch_mode: Literal["thread", "inline"] = option("thread", "overlap", "where steps are launched")
@@ -385,12 +385,12 @@ class EngineConfig:
 
     @property
     def model_name(self) -> str:
-        """What clients call the model unless told otherwise."""
+        """Name of the model for clients, unless another is served."""
         return model_name(self.model)
 
     @property
     def adapter_paths(self) -> dict[str, str]:
-        """By name, the adapters to load at the start."""
+        """Paths of the adapters to load at the start, by name."""
         given = [each.strip() for each in (self.adapters or "").split(",")]
         pairs = (each.partition("=") for each in given if each)
         return {name.strip(): path.strip() for name, _, path in pairs}

@@ -17,7 +17,7 @@ __all__ = ["ReplicaConfig"]
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicaConfig:
-    """How ``aioinfer replica`` listens for its dispatcher.
+    """Settings of ``aioinfer replica``: where it listens for its dispatcher.
 
     Raises:
         ConfigError: a field has the wrong type or is out of bounds; the message begins with its name.
@@ -54,7 +54,7 @@ class ReplicaConfig:
     def load(
         cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None, **settings: Any
     ) -> ReplicaConfig:
-        """As :meth:`EngineConfig.load`, also from the same file."""
+        """See :meth:`EngineConfig.load`; the same file can configure both."""
         return load(cls, path, environ, settings)
 
 

@@ -28,7 +28,7 @@ __all__ = ["ServerConfig", "is_loopback"]
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerConfig:
-    """How ``aioinfer serve`` listens.
+    """Settings of ``aioinfer serve``.
 
     Raises:
         ConfigError: a field has the wrong type or is out of bounds; the message begins with its name.
@@ -166,12 +166,12 @@ class ServerConfig:
     def load(
         cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None, **settings: Any
     ) -> ServerConfig:
-        """As :meth:`EngineConfig.load`, also from the same file."""
+        """See :meth:`EngineConfig.load`; the same file can configure both."""
         return load(cls, path, environ, settings)
 
 
 def is_loopback(host: str) -> bool:
-    """A name or address that leads to this machine only."""
+    """True for a name or address that leads to this machine only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

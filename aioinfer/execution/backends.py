@@ -1,4 +1,4 @@
-"""How a packed step gets onto a device and its tokens back: synchronous on the CPU, streams on CUDA.
+"""Backends: carry packed steps to a device and tokens back, synchronously on the CPU, by streams on CUDA.
 
 CUDA, per step::
 
@@ -60,7 +60,7 @@ class Backend(Protocol):
 
 
 def lacks_memory(error: Exception) -> bool:
-    """Whether an error says that memory did not suffice.
+    """True if an error says that memory did not suffice.
 
     torch's allocator on CUDA and Python have classes for that; torch on the CPU, the driver, which pinned
     memory and replays ask, Triton, and the libraries of CUDA, which allocate for themselves, say it in words.
@@ -107,7 +107,7 @@ class CpuBackend:
         """A CPU is never lost."""
 
     def close(self) -> None:
-        """Nothing is kept back."""
+        """There is nothing to release."""
 
 
 class _Place:
@@ -140,7 +140,7 @@ class _Place:
         self._used = 0
 
     def reuse(self, last: _CudaFlight | None) -> None:
-        """For the step behind ``last``; whatever was launched from here has been read."""
+        """Prepare for the step after ``last``; all results of steps launched from here have been read."""
         self._last = last
         self._used = 0
         self._outgrown.clear()
@@ -163,7 +163,7 @@ class _Place:
         return _send(pinned if array.ndim == 1 else pinned.view(array.shape), self.device)
 
     def await_last_result(self) -> None:
-        """Until the host has read what the step before sampled, on whichever thread."""
+        """Wait until the host has read the samples of the step before, on any thread."""
         if self._last is not None:
             self._last.settle()
 
@@ -228,7 +228,7 @@ class CudaBackend:
         torch.cuda.synchronize(self._device)
 
     def forget_graphs(self) -> None:
-        """What was captured is gone; its memory may serve others."""
+        """Drop the captured graphs; their memory may be used again."""
         self._graph_pool = None
 
     def launch(self, packed: PackedStep) -> Flight:
@@ -254,7 +254,7 @@ class CudaBackend:
         return self._newest
 
     def _await(self, place: _Place) -> None:
-        """Until what was launched from there has been read, and the step behind it, whose time is counted
+        """Wait until the step launched from there has been read, and the one after it, whose time is counted
         from an event of that place. The next place is that one's: ``_next`` has moved on."""
         for each in (place, self._ring[self._next]):
             if each.flight is not None:
@@ -306,8 +306,8 @@ class _Clock:
 
     How long a step took is what events say; from one to the next and not from one origin, for CUDA counts in
     floats of milliseconds. When that was lies between its launch, or the end of the step before, and the
-    host's look at its end. An error there, of a clock or of a host that is late, makes one pause longer by
-    what it takes from another.
+    host's look at its end. An error there, of a clock or of a host that is late, moves time from one pause
+    to another.
     """
 
     def __init__(self, lane: DeviceLane) -> None:
@@ -351,7 +351,7 @@ class _CudaFlight:
         return self._read is None
 
     def settle(self) -> None:
-        """Have it read. If that fails, :meth:`wait` says so, and steps behind are none the worse."""
+        """Read the result. If that fails, :meth:`wait` raises, and later steps are not affected."""
         with self._lock:
             if self._read is None:
                 return

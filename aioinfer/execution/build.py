@@ -38,7 +38,7 @@ _NO_GRAPHS = GraphShapes()
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a backend is built from."""
+    """Parts that a backend is built from."""
 
     config: EngineConfig
     kind: Kind
@@ -52,7 +52,7 @@ class Parts:
 
     @property
     def page_bytes(self) -> int:
-        """Of both models: they have the same pages."""
+        """Bytes of a page, summed over both models: they have the same pages."""
         models = [self.model] if self.draft is None else [self.model, self.draft]
         page_size = self.config.positions_per_page
         float8 = self.config.kv_dtype == "fp8"
@@ -62,7 +62,7 @@ class Parts:
         )
 
     def packer(self, max_len: int, graphs: GraphShapes = _NO_GRAPHS) -> Packer:
-        """For sequences of up to ``max_len`` positions."""
+        """A packer for sequences of up to ``max_len`` positions."""
         config, page_size = self.config, self.config.positions_per_page
         rows, states = self.kind.rows(config), bool(self.model.spec.states)
         return Packer(rows, config.num_slots, -(-max_len // page_size), page_size, graphs, states=states)
@@ -100,7 +100,7 @@ class Parts:
         )
 
     def graphs(self, runner: Runner, max_len: int, shapes: GraphShapes) -> StepGraphs:
-        """Of these shapes, not captured yet."""
+        """Graphs of these shapes, not captured yet."""
         page_size = self.config.positions_per_page
         captured = runner.decoding.captured(
             *(runner.model, runner.attention),
@@ -116,7 +116,7 @@ class Parts:
         return map(self.packer(max_len).pack, self.kind.largest_steps(self.config, max_len))
 
     def graph_shapes(self) -> GraphShapes:
-        """Of the graphs to capture; none where they cannot be."""
+        """Shapes of the graphs to capture; none where that is not possible."""
         kernels, experts = self.attention.name, self.model.spec.expert_kernels
         if graphs_unsupported(self.device, kernels, self.model.capturable, experts) is not None:
             return _NO_GRAPHS

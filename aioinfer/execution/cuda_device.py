@@ -1,9 +1,9 @@
-"""Which CUDA device an engine computes on, and how its threads come to it.
+"""The CUDA device of an engine: its choice, and its use on several threads.
 
-The current device is a thread's own: a thread that an engine starts begins with the first one, whatever its
-caller has chosen. So the caller's is asked for where the engine is made, and what an engine does on a device
-it does with that one as the current one, which is the former again afterwards: a loop's thread, on which
-steps are launched with ``launch_mode="inline"``, belongs to the application.
+The current device is a thread's own, and a thread that an engine starts begins with the first one. So the
+caller's is read where the engine is made. An engine makes its device the current one while it works on it,
+and restores the former one: a loop's thread, on which steps are launched with ``launch_mode="inline"``,
+belongs to the application.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ __all__ = ["callers_device", "current", "pick_device"]
 
 def callers_device() -> int:
     """Index of the calling thread's current CUDA device. Imports no torch: where that was not imported or has
-    not come to CUDA, nobody has chosen one, and it is the first."""
+    not used CUDA, none was chosen, and it is the first."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     return int(cuda.current_device()) if cuda is not None and cuda.is_initialized() else 0
 
 
 def pick_device(wanted: str, index: int | None = None) -> torch.device:
-    """What ``auto``, ``cpu``, ``cuda`` or ``cuda:1`` stands for on this machine. Raises ConfigError.
+    """The device that ``auto``, ``cpu``, ``cuda`` or ``cuda:1`` means on this machine. Raises ConfigError.
 
     Args:
         index: of the device that ``cuda`` without a number is; None: the calling thread's.

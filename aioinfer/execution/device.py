@@ -1,4 +1,4 @@
-"""Device: the small protocol between the launch thread and whatever computes steps.
+"""Device: the protocol between the launch thread and a device that computes steps.
 
 Implemented by :mod:`aioinfer.execution.torch_device` on ``cpu`` and on ``cuda``, by the scripted device of
 :mod:`aioinfer.testing`, which needs no torch, and by the toy devices of the tests.
@@ -51,7 +51,7 @@ class StepOutOfMemory(Exception):
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:
-    """What a device that is ready offers. Its limits are final: the scheduler works with these."""
+    """Limits and properties of a device that is ready. They are final: the scheduler works with these."""
 
     vocab_size: int
     max_model_len: int
@@ -90,7 +90,7 @@ class DeviceInfo:
     num_snapshots: int | None = None
     #: bytes of all recurrent states
     state_bytes: int = 0
-    #: what a draft model drafts at a time: 1, or the positions of a block; None: there is none
+    #: tokens that a draft model drafts at a time: 1, or the positions of a block; None: there is none
     draft_unit: int | None = None
     #: positions that the draft model knows
     draft_length: int = 0
@@ -131,7 +131,7 @@ class DeviceInfo:
 
     @property
     def decisions(self) -> str:
-        """What was decided at the start, in one line for the log."""
+        """Decisions of the start, in one line for the log."""
         parts = [self.description]
         if self.implementation:
             why = f" ({self.fallback_reason})" if self.fallback_reason else ""
@@ -162,7 +162,7 @@ class DeviceInfo:
 
 @dataclass(slots=True)
 class StepResult(Outcome):
-    """What a step brought: what the scheduler reads of it, and what goes with the tokens."""
+    """Result of a step: the scheduler's Outcome, and logprobs and times."""
 
     #: by row, of its sampled tokens, where they were asked for
     logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
@@ -213,7 +213,7 @@ class Device(Protocol):
         """
 
     def prepare(self, step: Step) -> Any:
-        """Host-side packing of a step into whatever ``launch`` takes."""
+        """Pack a step on the host into the argument of :meth:`launch`."""
 
     def launch(self, prepared: Any) -> Flight:
         """Enqueue a step after all earlier ones. Raises as :meth:`Flight.wait` does."""
@@ -230,7 +230,7 @@ class Device(Protocol):
         """Empty a slot that no step in flight reads. On the launch thread. One that is empty stays so."""
 
     def check(self) -> None:
-        """After a step failed, for whatever reason: return if later steps can succeed, else raise
+        """After any failure of a step: return if later steps can succeed, else raise
         DeviceLost."""
 
     def close(self) -> None:

@@ -39,7 +39,7 @@ def _vocab_size(config: Mapping[str, Any]) -> Any:
 
 
 def _tokenizer(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What it is made of; nothing if there is none."""
+    """The parts of a tokenizer; empty if there is none."""
     tokenizer = checkpoint.tokenizer()
     if tokenizer is None:
         return {}

@@ -1,4 +1,4 @@
-"""GrammarWorker: what grammars allow next, worked out while the device computes the next forward.
+"""GrammarWorker: computes the masks of grammars while the device computes the next forward.
 
 ::
 
@@ -8,7 +8,7 @@
 Sampling waits for the mask of exactly that request and position, and only steps with such rows wait. It
 does not wait for ever: a row whose mask is late is left out (``DEFERRED``), and comes again as soon as the
 scheduler has heard of it. A grammar that leaves no choice for several tokens has them taken at once
-(``FORCED``). Either way the rows launched behind have nothing to go on from and are void.
+(``FORCED``). Either way the rows launched after it have no input and are void.
 
 A row that verifies drafts needs a mask for each of its positions. They are worked out on a copy of the
 matcher while the forward runs; where they are not there in time, or the grammar does not allow a draft, the
@@ -35,7 +35,7 @@ __all__ = ["Constraints", "GrammarRow", "GrammarWorker"]
 
 #: a grammar's state and the tokens it goes on with: nearly always one
 _Tokens = tuple[GrammarState, Sequence[int]]
-#: threads at most; so many grammars may hang before others notice
+#: threads at most, and grammars that may hang before others are delayed
 _MOST_THREADS = 4
 
 
@@ -49,15 +49,15 @@ class GrammarRow(NamedTuple):
     position: int
     #: the row's own tokens come from the host and not from a row before it
     known: bool
-    #: tokens that the row verifies, from ``position`` on: it samples behind each of them, too
+    #: tokens that the row verifies, from ``position`` on: it samples after each of them, too
     drafts: Sequence[int] = ()
 
 
 @dataclass(slots=True)
 class Constraints:
-    """What the grammars of a step say."""
+    """Masks and outcomes of the grammars of a step."""
 
-    #: int32 [M, words]: of each row those of its positions, one behind the other; those of rows that do not
+    #: int32 [M, words]: the masks of each row's positions in order; those of rows that do not
     #: sample allow everything
     masks: npt.NDArray[np.int32]
     #: [M], among the rows that sample
@@ -90,14 +90,14 @@ class GrammarWorker:
         """These rows sampled these ``tokens`` (of all sampling rows): prepare the masks that follow."""
         work: list[_Tokens] = []
         for row in rows:
-            # Behind the first draft that was wrong there are outcomes.
+            # After the first draft that was wrong there are outcomes.
             found = [token for token in tokens[row.at : row.at + 1 + len(row.drafts)] if token >= 0]
             if found:
                 work.append((row.state, found))
         self._put(work)
 
     def look_ahead(self, rows: Sequence[GrammarRow]) -> None:
-        """Work out the masks behind the drafts of these rows, as soon as their states are that far."""
+        """Compute the masks after the drafts of these rows, as soon as their states are that far."""
         states: list[GrammarState] = []
         with self._changed:
             for row in rows:
@@ -159,7 +159,7 @@ class GrammarWorker:
         self._put(work)
 
     def _wait(self, rows: list[GrammarRow], *, alone: bool) -> None:
-        """Until the masks of ``rows`` are there, or one has waited long enough for them."""
+        """Wait until the masks of ``rows`` are there, but not longer than the patience allows."""
         late = [row.state for row in rows if row.state.at_work]
         prompt = [state for state in late if not state.slow]
         if prompt and not self._changed.wait_for(
@@ -208,7 +208,7 @@ class GrammarWorker:
             found.masks[index] = state.mask
 
     def _decide_drafts(self, row: GrammarRow, first: int, found: Constraints) -> None:
-        """The masks behind the first one of a row."""
+        """Set the masks after the first one of a row."""
         ahead, row.state.ahead = row.state.ahead, None
         masks: Sequence[npt.NDArray[np.int32]] = ()
         if row.at not in found.outcomes and ahead is not None and ahead.position == row.position:

@@ -5,7 +5,7 @@ A captured step has fixed numbers of rows and positions; what a step has fewer o
     positions   decode decode decode  ·  ·    chunk chunk chunk chunk | chunk chunk  ·  ·  ·  ·
                 ├──────── rows ─────────┤    ├──────────────────── tokens ───────────────────┤
 
-``rows`` are those that generate, of a position each (of a block each for a diffusion model); behind them are
+``rows`` are those that generate, of a position each (of a block each for a diffusion model); after them are
 the positions of at most ``chunks`` rows of any length: chunks of prompts, and rows that verify drafts. So a
 step of decodes, a mixed step and a prefill are shapes of one kind. Which there are is decided when an engine
 starts; it imports no torch, for the loop's thread asks which one a step takes.
@@ -22,22 +22,22 @@ __all__ = ["MAX_CHUNKS", "GraphShape", "GraphShapes", "mixed_shapes"]
 #: rows besides decodes, and logits besides theirs, of a captured step: more is rare, and would make every
 #: step's attention and head do more of nothing
 MAX_CHUNKS = 64
-#: fewest positions behind the decodes
+#: fewest positions after the decodes
 _FEWEST_TOKENS = 16
 #: from here on there are four numbers of positions per doubling: padding is a fifth at most
 _FINE = 256
 #: decodes that also a step without any computes
 _FEWEST_ROWS = 4
-#: with so many positions to a row it matters little if the row is padding
+#: positions of a row with which it matters little if the row is padding
 _TOKENS_PER_ROW = 8
 
 
 class GraphShape(NamedTuple):
-    """Of a captured step, or what a step needs of one."""
+    """Shape of a captured step, or the least shape that a step needs."""
 
     #: that generate, of a position or a block each
     rows: int
-    #: positions behind them
+    #: positions after them
     tokens: int = 0
     #: rows that these belong to; as many logits are computed besides those of ``rows``
     chunks: int = 0
@@ -74,7 +74,7 @@ class GraphShapes:
         return sum(map(len, self._rows.values()))
 
     def fit(self, need: GraphShape) -> GraphShape | None:
-        """A shape that has room for this, with as few positions as may be behind its rows; None: none has."""
+        """The shape with room for this and the fewest positions after its rows; None: there is none."""
         for tokens in self._tokens[bisect_left(self._tokens, need.tokens) :]:
             sizes, chunks = self._rows[tokens], self._chunks[tokens]
             at = bisect_left(sizes, need.rows)

@@ -43,7 +43,7 @@ Capture = Callable[[Callable[[], None]], Graph]
 def graphs_unsupported(
     device: torch.device, attention: str, capturable: bool, experts: str | None = None
 ) -> str | None:
-    """What keeps steps from being captured there, if anything does.
+    """Reason why steps cannot be captured; None if they can.
 
     Args:
         attention, experts: the kernels that were chosen.
@@ -115,7 +115,7 @@ class StepGraphs:
         captured.moved_on()
 
     def logits(self, packed: PackedStep) -> torch.Tensor:
-        """Of the last forward's step, valid until the next forward."""
+        """Logits of the last forward, valid until the next forward."""
         return self._captured.logits(packed)
 
     def finish(self, packed: PackedStep) -> Output | None:

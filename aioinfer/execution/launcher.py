@@ -77,7 +77,7 @@ class Launcher(Protocol):
 
     @property
     def device(self) -> Device:
-        """For what any thread may call of it."""
+        """The device, for its methods that any thread may call."""
 
     @property
     def blocking(self) -> bool:
@@ -91,7 +91,7 @@ class Launcher(Protocol):
         """Open the device. Raises what opening raised."""
 
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
-        """Put a step in flight behind all earlier ones. When it has ended, ``landed`` is called on the loop,
+        """Put a step in flight after all earlier ones. When it has ended, ``landed`` is called on the loop,
         perhaps before this returns; by then the handle holds the step's result, or the device's exception:
         ``DeviceLost`` if no later step can succeed. Raises what packing the step raised; the step is not in
         flight then."""
@@ -101,7 +101,7 @@ class Launcher(Protocol):
         if that has happened. Holds no reference to its object."""
 
     async def call(self, work: Callable[[Device], _T]) -> _T:
-        """What ``work(device)`` returns, called on the launch thread between two steps, behind all that are
+        """Result of ``work(device)``, called on the launch thread between two steps, after all that are
         launched by now; on an asynchronous device these may still compute. Later steps wait for it: it must
         be short. Cancelled, it happens or not. Raises what it raises, and DeviceLost if the thread ends."""
 

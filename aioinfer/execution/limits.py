@@ -97,8 +97,8 @@ class Available:
 def memory_available(
     root: Path = _GROUPS, membership: Path = _MEMBERSHIP, meminfo: Path = _MEMINFO
 ) -> Available | None:
-    """What can be used before the system ends a process for it: the least that the machine and the control
-    groups of this process leave. None where the system does not say."""
+    """Memory that can be used before the system ends a process for it: the least that the machine and the
+    control groups of this process leave. None where the system does not say."""
     left = [_group_left(group) for group in _groups("memory", root, membership)]
     found = [Available(size, "control group") for size in left if size is not None]
     machine = _counters(meminfo).get("MemAvailable:")

@@ -16,7 +16,7 @@ from aioinfer.execution.device import Progress
 
 __all__ = ["Opening", "OpeningCancelled", "preload_torch"]
 
-#: as torch loads them, in this order: what the first one needs is visible to all libraries behind it
+#: as torch loads them, in this order: the first one makes its symbols visible to the second
 _LIBRARIES = (("libtorch_global_deps.so", "RTLD_GLOBAL"), ("libtorch_python.so", "RTLD_LOCAL"))
 
 

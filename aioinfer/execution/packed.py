@@ -1,4 +1,4 @@
-"""What packing makes of a step: named sections of one buffer, and what stays on the host."""
+"""PackedStep: a step as named sections of one buffer, and the parts that stay on the host."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Sections:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the R rows of a step are, generating ones first."""
+    """Places of the R rows of a step, generating ones first."""
 
     #: int64 [R]
     slots: npt.NDArray[np.int64]
@@ -70,10 +70,10 @@ class PackedStep:
     """A step as arrays. Sizes: T tokens, R rows, P pages of the longest row.
 
     ``sections`` holds input_ids[T], positions[T], slot_mapping[T], cu_q[R + 1], kv_len[R], slots[R] and
-    block_table[R * P], as in :class:`~aioinfer.model.batch.Batch`, and behind them the sections of the
+    block_table[R * P], as in :class:`~aioinfer.model.batch.Batch`, and after them the sections of the
     decoding; and for a model with recurrent state, where a row may have another cell than its slot's,
     state_read[R] and state_write[R]; and adapters[R] if a row has an adapter. Where a captured step computes
-    it, the block table is that of the rows behind the decodes only.
+    it, the block table is that of the rows after the decodes only.
     """
 
     sections: Sections
@@ -84,14 +84,14 @@ class PackedStep:
     num_pages: int
     q_lens: list[int]
     kv_lens: list[int]
-    #: what the decoding packed besides its sections
+    #: parts of the decoding that are no sections
     work: Any
     #: of the captured step that computes it; None: it is not captured
     shape: GraphShape | None = None
     multi_step: MultiStepBudget | None = None
     #: the section ``adapters`` on the host; None where no row has an adapter, and the section is not there
     adapter_slots: list[int] | None = None
-    #: what rows pool; its sections are hidden_rows [H], pooled_logits [L] and pooled_ids [L]
+    #: the pooling of rows; its sections are hidden_rows [H], pooled_logits [L] and pooled_ids [L]
     pooling: PoolingWork | None = None
 
     @property

@@ -1,4 +1,4 @@
-"""Packing: a Step becomes one flat int64 buffer, and whatever its decoding needs besides.
+"""Packing: a Step becomes one flat int64 buffer, and the further inputs of its decoding.
 
 It runs on the loop's thread right after planning, so that it overlaps with the step on the device; the
 launch thread then makes one tensor of the buffer (one host-to-device copy on CUDA) and splits it.

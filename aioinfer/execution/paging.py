@@ -25,7 +25,7 @@ class Tables:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where the T tokens of R rows are; names as in :class:`~aioinfer.model.batch.Batch`, int64 each."""
+    """Places of the T tokens of R rows; names as in :class:`~aioinfer.model.batch.Batch`, int64 each."""
 
     #: [T]
     positions: npt.NDArray[np.int64]
@@ -69,7 +69,7 @@ class PageTables:
         self._copies[slot] = None
 
     def of(self, slots: npt.NDArray[np.int64]) -> Tables:
-        """As they are now. Copies those that have changed since they were last asked for."""
+        """Present tables of slots. Copies those that have changed since they were last asked for."""
         rows = []
         for slot in slots.tolist():
             row = self._copies[slot]
@@ -86,7 +86,7 @@ class PageTables:
         *,
         first: int = 0,
     ) -> Placement:
-        """Of rows, at least one; ``q_len`` is None where all have length 1. ``first``: of the rows whose
+        """Places of one or more rows; ``q_len`` is None where all have length 1. ``first``: of the rows whose
         tables are wanted."""
         size = self._page_size
         kv_len = starts + (1 if q_len is None else q_len)

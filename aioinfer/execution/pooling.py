@@ -1,4 +1,4 @@
-"""PoolingWork: what the rows of a step pool of its hidden states, packed, computed and read.
+"""PoolingWork: hidden states that the rows of a step pool, packed, computed and read.
 
 ::
 
@@ -37,7 +37,7 @@ _OF_HIDDEN: tuple[PoolingKind, ...] = ("last", "cls", "classes", "mean", "tokens
 
 @dataclass(slots=True)
 class PoolingWork:
-    """Of one step. The tensors that it makes are, for each kind that there is, in this order: the hidden
+    """The pooling of one step. Its tensors are, for each kind that occurs, in this order: the hidden
     states [N, hidden] of "last" and of "cls", the logits [N, classes] of "classes", the sums float64
     [N, hidden] of "mean", the hidden states of "tokens", and the logits of "choices"."""
 
@@ -50,7 +50,7 @@ class PoolingWork:
     def pack(
         cls, step: Step, cu_q: npt.NDArray[np.int64], sections: dict[str, npt.NDArray[np.int64]]
     ) -> PoolingWork:
-        """Adds its own to the sections of a step, and rows behind those whose logits are wanted."""
+        """Add sections to a step, and rows after those whose logits are wanted."""
         rows: dict[PoolingKind, list[tuple[int, int]]] = {kind: [] for kind in _OF_HIDDEN}
         wanted: dict[PoolingKind, list[npt.NDArray[np.int64]]] = {kind: [] for kind in _OF_HIDDEN}
         choices: list[tuple[int, int]] = []
@@ -81,7 +81,7 @@ class PoolingWork:
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors it makes."""
+        """Number of tensors that :meth:`pool` makes."""
         return len(self.rows) + bool(self.choices)
 
     def pool(
@@ -113,7 +113,7 @@ class PoolingWork:
         return logits, made
 
     def read(self, copies: Sequence[torch.Tensor]) -> dict[int, npt.NDArray[Any]]:
-        """By row, what was pooled, from copies of the tensors on the host."""
+        """Pooled values by row, from copies of the tensors on the host."""
         found: dict[int, npt.NDArray[Any]] = {}
         tensors = iter(copies)
         for kind, rows in self.rows.items():
@@ -133,7 +133,7 @@ class PoolingWork:
 
 
 def _sums(states: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """Over so many states each, in float64: then a mean hardly depends on how a prompt was cut."""
+    """Sums of consecutive states, in float64: then a mean hardly depends on how a prompt was cut."""
     import torch
 
     if states.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Runner: a packed step through the model and its decoding, on whatever device the tensors are."""
+"""Runner: computes packed steps with a model and its decoding, on the device of the tensors."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sizing: how many KV pages and recurrent states there are, and what else wants memory on a CUDA device.
 
     total ┌──────────────┬─────────┬────────────┬────────┬───────────────────────┬──────────────────┐
-          │ other people │ weights │ activations│ graphs │       KV pages        │ left alone       │
+          │    others    │ weights │ activations│ graphs │       KV pages        │ left alone       │
           └──────────────┴─────────┴────────────┴────────┴───────────────────────┴──────────────────┘
                                                                                   1 - gpu_memory_utilization
 
@@ -30,11 +30,11 @@ _MIB = 1 << 20
 
 #: at most so much of what the slots' states leave of the memory budget goes to snapshots of states
 _SNAPSHOT_SHARE = 4
-#: and at most so many per running request
+#: and at most this many per running request
 _SNAPSHOTS_EACH = 4
 
 
-#: bytes of a device from which on it has so many running requests, tokens per step and tokens per chunk
+#: least memory of a device in bytes: running requests, tokens per step, tokens per chunk
 _BY_MEMORY = ((60 * _GIB, 256, 8192, 2048), (36 * _GIB, 128, 4096, 1024))
 
 
@@ -202,7 +202,7 @@ def fewer_requests(wanted: EngineConfig, fitted: EngineConfig) -> int | None:
 
 
 def _snapshots(config: EngineConfig, spec: ModelSpec, budget: int) -> int:
-    """How many recurrent states are kept for cached prefixes. Raises OutOfMemory, if the config leaves the
+    """Number of recurrent states kept for cached prefixes. Raises OutOfMemory, if the config leaves the
     number of pages open, where they and those of the slots are more than the budget."""
     wanted, bounded = config.state_snapshots, config.num_pages is None
     if not config.prefix_cache:

@@ -1,4 +1,4 @@
-"""TorchDevice: a model on the CPU or on CUDA, behind the Device protocol.
+"""TorchDevice: a model on the CPU or on CUDA, as a Device.
 
 Torch is imported when the device is opened, on the launch thread, and not before.
 """
@@ -51,7 +51,7 @@ class TorchDevice:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
-        #: what "cuda" is: the launch thread knows nothing of what its caller has chosen
+        #: number of the device that "cuda" means: the caller's choice is unknown on the launch thread
         self._index = callers_device()
         self._device: torch.device | None = None
         self._packer: Packer | None = None
@@ -323,7 +323,7 @@ def _adapters(model: CausalLM, config: EngineConfig) -> tuple[AdapterSlots | Non
 
 
 def _kernels(spec: ModelSpec, attention: Choice, sampling: Choice, device: torch.device) -> dict[str, str]:
-    """By part of the model, its backend and the reason for it, and what they are compiled for."""
+    """Backend and reason for each part of the model, and the target that kernels are compiled for."""
     chosen = {"attention": (attention.name, attention.reason)}
     if spec.layer_kernels:
         chosen["layers"] = (spec.layer_kernels, spec.layer_reason)

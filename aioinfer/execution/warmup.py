@@ -37,11 +37,11 @@ def filled_slots(
     rows: int, length: int, params: SamplingParams, *, samples: bool, scored: bool = False
 ) -> tuple[Row, ...]:
     """Prefill rows of new requests in slots 1 to ``rows``, on the null page; ``scored``: all positions."""
-    nobody: Any = SimpleNamespace(prompt_ids=[0] * (length + 1), params=params)
+    request: Any = SimpleNamespace(prompt_ids=[0] * (length + 1), params=params)
     new = NewRequestData(params, 0, frozenset(), [0] * length, [])
     scores = (0, length) if scored else None
     return tuple(
-        Row(nobody, slot, 0, length, [0] * length, samples, (), 0, new, scores, state_write=slot)
+        Row(request, slot, 0, length, [0] * length, samples, (), 0, new, scores, state_write=slot)
         for slot in range(1, rows + 1)
     )
 

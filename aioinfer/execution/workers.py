@@ -1,7 +1,7 @@
 """Workers: daemon threads that are replaced when one ends unasked, and an executor of such threads.
 
 A thread cannot be trusted to live: ``MemoryError`` and exceptions that other code sends to threads strike
-between two calls, too. What a dead thread had at hand fails at once, and its work goes on in another thread.
+between two calls, too. The work of a dead thread fails at once, and the rest goes on in another thread.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Workers(Generic[_Work]):
         return [thread for thread in self._closing if thread.is_alive()]
 
     def abandon(self) -> None:
-        """As :meth:`close`, without the lock, for a finalizer."""
+        """Close without the lock, for a finalizer."""
         for _ in self._threads:
             self._inbox.put(None)
 
@@ -166,7 +166,7 @@ _Call = tuple["Future[Any]", Callable[[], Any]]
 
 
 class WorkerExecutor(Executor):
-    """As ``ThreadPoolExecutor``, but for two things: a thread that dies fails its own call and is replaced,
+    """A ``ThreadPoolExecutor`` with two differences: a thread that dies fails its own call and is replaced,
     and a call that never returns (a chat template is a program, and may loop) keeps the process from exiting
     for two seconds only."""
 

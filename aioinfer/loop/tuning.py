@@ -9,7 +9,7 @@ the process. Two mechanisms of the interpreter can then delay a step by more tha
   time traverses all objects: hundreds of milliseconds with torch and transformers loaded. So a started engine
   collects once and freezes what is left (``gc.freeze``: it is not traversed again). While steps are in
   flight, it collects only right after a launch, when the device has work, every few hundred steps, and what
-  is new whenever so many streams have arrived, so that there is never much of it.
+  is new after every 32 new streams, so that there is never much of it.
 
 By default this applies only to an asynchronous device (CUDA); ``switch_interval=0`` together with
 ``gc="python"`` leaves the process unchanged. Importing changes nothing. Several engines share the settings
@@ -118,7 +118,7 @@ class Garbage:
     """Collects garbage between steps: automatic collection is off while steps are in flight.
 
     A collection of the young generations takes about a microsecond for each object that is new since the one
-    before, and a full one for each that is not frozen. So the young are also collected when so many streams
+    before, and a full one for each that is not frozen. So the young are also collected when 32 streams
     have arrived, and a full collection waits until it is a small part of the time since the last one.
     """
 

@@ -1,4 +1,4 @@
-"""Observers: what follows an engine's requests and steps without a part in them."""
+"""Observers: follow an engine's requests and steps without a part in them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Observer:
         """A step was computed; the loop reads it ``lag`` seconds after its end."""
 
     def changed(self) -> None:
-        """The engine was given other weights or adapters, or somebody has tried."""
+        """The engine was given other weights or adapters, or an attempt has failed."""
 
     def failed(self, cause: BaseException) -> None:
         """The engine is lost, and its streams have ended."""

@@ -18,7 +18,7 @@ STATS = logging.getLogger("aioinfer.stats")
 
 
 def line(before: EngineStats, after: EngineStats, seconds: float) -> str:
-    """What an engine did in ``seconds``, and how full it is now."""
+    """The log line: throughput over ``seconds``, and the present load."""
     queried = after.queried_tokens - before.queried_tokens
     hits = after.cached_tokens - before.cached_tokens
     parts = [

@@ -80,7 +80,7 @@ class EngineStats:
     deferred_rows: int
     #: output tokens that a grammar forced, appended without sampling
     forced_tokens: int
-    #: speculation: rows that verified drafts, these drafts, and those of them that were right
+    #: speculation: rows that verified drafts, their drafts, and the right ones
     verified_rows: int
     drafted_tokens: int
     accepted_tokens: int
@@ -127,12 +127,12 @@ class EngineStats:
 
     @property
     def rejected_tokens(self) -> int:
-        """Drafts that were verified and not right, those behind a wrong one included."""
+        """Drafts that were verified and not right, those after a wrong one included."""
         return self.drafted_tokens - self.accepted_tokens
 
     @property
     def parts(self) -> Sequence[EngineStats]:
-        """Of each engine that takes requests: of this one, or of those of a dispatcher."""
+        """Statistics per engine: of this one, or of those of a dispatcher."""
         return (self,)
 
     @property

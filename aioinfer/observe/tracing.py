@@ -37,8 +37,8 @@ def require_api() -> None:
 
 @contextmanager
 def within(headers: Mapping[str, str], request_id: str) -> Iterator[None]:
-    """Requests made in the block belong to the trace that the headers of a call name (``traceparent``), or to
-    the span that is current already, if there is one. Their spans have the id of the call."""
+    """Have requests made in the block belong to the trace that the headers of a call name (``traceparent``),
+    or to the span that is current already, if there is one. Their spans have the id of the call."""
     from opentelemetry import context, propagate, trace
 
     inside = trace.get_current_span().get_span_context().is_valid
@@ -109,7 +109,7 @@ class Tracer(Observer):
         self._opened.clear()
 
     def _asked(self, request: Request) -> dict[str, _ATTRIBUTE]:
-        """What is known before the first token: samplers may look at it."""
+        """Attributes known before the first token: samplers may look at them."""
         params = request.params
         found: dict[str, _ATTRIBUTE] = {
             "gen_ai.provider.name": "aioinfer",

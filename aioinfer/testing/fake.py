@@ -39,12 +39,12 @@ class Answer:
     """One scripted answer. A text alone, or an exception alone, can be given in its place.
 
     Attributes:
-        content: what the model writes.
-        reasoning: what it thinks before that.
-        tool_calls: (name, arguments) of the functions that it calls behind that.
+        content: the text that the model writes.
+        reasoning: its reasoning before that.
+        tool_calls: (name, arguments) of the functions that it calls after that.
         delay: seconds from the request to the first token; None: the engine's ``delay``.
         pace: seconds from token to token, of one byte each; None: the engine's ``pace``.
-        error: what the request fails with behind the content.
+        error: the error of the request after the content.
     """
 
     content: str = ""
@@ -137,7 +137,7 @@ class FakeEngine(Engine):
         self._next = None if single else iter(given)  # type: ignore[arg-type]
 
     def lose_device(self, cause: Exception | None = None) -> None:
-        """As if the device were gone: every stream ends with EngineFailed, and the engine with it."""
+        """Lose the device: every stream ends with EngineFailed, and the engine with it."""
         if self._runtime is None:
             raise EngineClosed(f"the engine is {self.state.value}")
         self._runtime.lost(cause or DeviceLost("the device was lost"))

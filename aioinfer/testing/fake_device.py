@@ -125,7 +125,7 @@ class FakeDevice:
         return step
 
     def seconds(self, step: Step) -> float:
-        """How long a step takes: until the first of its requests may have a token."""
+        """Duration of a step: until the first of its requests may have a token."""
         time = self._clock()
         waits = [self._wait(row, time) for row in step.rows if row.samples]
         return min(min(waits, default=0.0), _LONGEST_STEP)
@@ -182,7 +182,7 @@ class FakeDevice:
         return token
 
     def _due(self, row: Row) -> bool:
-        """Whether a row may have its token by now."""
+        """True if a row may have its token by now."""
         script = self._script(row)
         content = script.content or b""
         if script.fail is not None and row.output_index >= len(content):
@@ -244,7 +244,7 @@ def hashes(ids: Sequence[int], state: int = 0) -> list[int]:
 
 
 def pool(pooling: Pooling, states: Sequence[int]) -> npt.NDArray[Any]:
-    """What a device pools of positions up to which the sequence has these hashes."""
+    """Pooled values of positions up to which the sequence has these hashes."""
     if pooling.kind == "choices":
         return np.asarray([mix(states[-1], token) & 0xFFFF for token in pooling.token_ids], np.float32)
     hidden = np.stack([_hidden(state) for state in states])
@@ -299,7 +299,7 @@ class FakeTokenizer:
 
 
 class _Bytes:
-    """What ``llguidance.TokenizerWrapper`` wraps."""
+    """Bytes as a tokenizer for ``llguidance.TokenizerWrapper``."""
 
     eos_token_id = _END
     bos_token_id = None

@@ -12,7 +12,7 @@ __all__ = ["Deadlock", "VirtualLoop"]
 
 
 class Deadlock(RuntimeError):
-    """Nothing is ready to run and no timer is set: the program would wait for ever."""
+    """Raised where nothing is ready to run and no timer is set: the program would wait for ever."""
 
 
 class _JumpingSelector(selectors.DefaultSelector):

@@ -1,4 +1,4 @@
-"""What differs between sampling tokens and denoising blocks, behind one protocol."""
+"""Decoding: the two ways of generating, sampling tokens and denoising blocks, with one interface."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["kind"]
 
 
 def kind(spec: ModelSpec) -> Kind:
-    """How a model generates. Asked once, when the model is loaded."""
+    """Kind of a model's decoding. Called once, when the model is loaded."""
     if spec.block_size is None:
         from aioinfer.execution.decoding.tokens import TokenKind
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Captured", "Decoding", "Kind", "Output", "RowPacker", "Send", "Transfer"]
 
-#: an array of the host on the device, enqueued behind everything before
+#: sends an array of the host to the device, enqueued after everything before
 Send: TypeAlias = "Callable[[npt.NDArray[Any]], torch.Tensor]"
 
 
@@ -41,7 +41,7 @@ class Transfer(Protocol):
     """Between host and device, for one step."""
 
     def send(self, array: npt.NDArray[Any], /) -> torch.Tensor:
-        """An array of the host on the device, enqueued behind everything before."""
+        """Send an array of the host to the device, enqueued after everything before."""
 
     def await_last_result(self) -> None:
         """Wait until the host has read the result of the step before."""
@@ -49,7 +49,7 @@ class Transfer(Protocol):
 
 @dataclass(slots=True)
 class Output:
-    """What a step leaves on the device for the host to read."""
+    """Results of a step on the device, for the host to read."""
 
     #: everything that has to be copied; ``Decoding.read`` gets the copies in this order
     tensors: list[torch.Tensor]
@@ -73,10 +73,10 @@ class RowPacker(Protocol):
         """Requests, perhaps none, take these slots in the step that is packed next."""
 
     def graph_need(self, step: Step) -> GraphShape | None:
-        """What a captured step must have room for to compute this one; None if none could."""
+        """The least shape of a captured step that can compute this one; None if none can."""
 
     def pack(self, step: Step, layout: Layout) -> tuple[dict[str, npt.NDArray[np.int64]], Any]:
-        """The sections of a step that only this decoding has, and whatever stays on the host."""
+        """The sections of a step that only this decoding has, and the parts that stay on the host."""
 
 
 class Decoding(Protocol):
@@ -87,7 +87,7 @@ class Decoding(Protocol):
         """Whatever must not wait for the first step. Reads back from the device."""
 
     def begin(self, packed: PackedStep, transfer: Transfer) -> None:
-        """For a replayed step, in place of :meth:`gather`: what requests that take slots bring along, and
+        """Prepare a replayed step, in place of :meth:`gather`: what requests that take slots bring along, and
         what must go on while the forward runs."""
 
     def gather(
@@ -107,7 +107,7 @@ class Decoding(Protocol):
         """Sample or denoise; the slots then hold the result."""
 
     def again(self, packed: PackedStep, parts: dict[str, torch.Tensor], state: Any, rounds: int) -> bool:
-        """Whether another forward over the same rows follows in this step; fills in its input ids."""
+        """True if another forward over the same rows follows in this step; fills in its input ids."""
 
     def read(self, packed: PackedStep, output: Output, copies: Sequence[torch.Tensor]) -> StepResult:
         """The result of a step from host copies of ``output.tensors``."""
@@ -122,7 +122,7 @@ class Decoding(Protocol):
         page_size: int,
         states: StatePool | None = None,
     ) -> Captured:
-        """What graphs of these shapes replay. ``states``: of a model with recurrent state."""
+        """The steps that graphs of these shapes replay. ``states``: of a model with recurrent state."""
 
 
 class Captured(Protocol):
@@ -136,7 +136,7 @@ class Captured(Protocol):
         """Before the first step: have ``forward(shape)`` find nothing but padding."""
 
     def variants(self, size: int) -> Iterable[object]:
-        """What ``step`` is captured for with ``size`` rows."""
+        """Variants of ``step`` that are captured with ``size`` rows."""
 
     def forward(self, shape: GraphShape) -> None:
         """Compute the logits of a step of this shape."""
@@ -145,7 +145,7 @@ class Captured(Protocol):
         """Sample or denoise ``size`` rows from the last forward's logits."""
 
     def update(self, packed: PackedStep, shape: GraphShape, send: Send) -> bool:
-        """Make the rows those of the step, and padding behind, as ``forward(shape)`` reads them. False if
+        """Make the rows those of the step, followed by padding, as ``forward(shape)`` reads them. False if
         they were so already."""
 
     def moved_on(self) -> None:
@@ -155,16 +155,16 @@ class Captured(Protocol):
         """A step failed: the state of the rows is unknown."""
 
     def logits(self, packed: PackedStep) -> torch.Tensor:
-        """Of the last forward's step, valid until the next forward."""
+        """Logits of the last forward, valid until the next forward."""
 
     def finish(self, packed: PackedStep, replay: Callable[[int, object], bool]) -> Output | None:
         """Sample or denoise the last forward's step with ``replay(rows, variant)``; that is False, and does
-        nothing, where the variant was not captured for so many rows. None if it must be done without. The
+        nothing, where the variant was not captured for as many rows. None if it must be done without. The
         output is valid for ``KEPT`` calls."""
 
 
 class Kind(Protocol):
-    """How a model generates, as far as computing goes: makes everything above."""
+    """Factory of the classes above for one way of generating."""
 
     def fit(self, config: EngineConfig) -> EngineConfig:
         """The config as this model needs it. Raises ConfigError where it cannot work."""
@@ -174,7 +174,7 @@ class Kind(Protocol):
     def decoding(self, config: EngineConfig, device: torch.device, grammars: GrammarWorker) -> Decoding: ...
 
     def graph_shapes(self, config: EngineConfig) -> GraphShapes:
-        """What to capture."""
+        """Shapes to capture."""
 
     def largest_steps(self, config: EngineConfig, max_len: int) -> Iterable[Step]:
         """A prefill and a generating step, as large as may be, on the null page alone, to warm up with.

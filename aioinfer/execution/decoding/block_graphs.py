@@ -1,7 +1,7 @@
 """CapturedBlocks: rounds of blocks on memory that lies still.
 
-A captured round has rows of one block each, B positions, so that everything has the same shape whatever the
-step is. A step's row with one block is a row of it; one with two blocks, which commits the first and begins
+A captured round has rows of one block each, B positions, so that everything has the same shape for any
+step. A step's row with one block is a row of it; one with two blocks, which commits the first and begins
 with the second, is two: all rows of a layer write their KV before any of them attends, so the second sees
 the first::
 
@@ -50,7 +50,7 @@ _DRAWN_ROWS = 8
 
 
 class BlockRows:
-    """What captured rounds read of their rows."""
+    """Inputs of captured rounds, by row."""
 
     __slots__ = ("_block", "_mirror", "_num_rows", "ends", "slots", "table", "to_second")
 
@@ -69,7 +69,7 @@ class BlockRows:
         self._mirror.forget()
 
     def update(self, packed: PackedStep, send: Send) -> bool:
-        """Make the rows those of a step of rounds, and padding behind. False if they were so already."""
+        """Make the rows those of a step of rounds, followed by padding. False if they were so already."""
         slots, targets, pairs = (packed.sections[name] for name in ("block_slots", "targets", "pairs"))
         count, paired = len(slots), np.flatnonzero(pairs)
         end = count + len(paired)
@@ -185,7 +185,7 @@ class CapturedBlocks:
         self._records[:size].copy_(round.records)
 
     def _each(self, first: torch.Tensor) -> torch.Tensor:
-        """Of every token of the rows, from what it is for their first, [rows]."""
+        """Values for every token of the rows, from those of their first, [rows]."""
         return (first.unsqueeze(1) + self._offsets).view(-1)
 
     def step(self, size: int, variant: tuple[str, str]) -> None:

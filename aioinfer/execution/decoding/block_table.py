@@ -86,12 +86,12 @@ class BlockTable:
 
     @property
     def words(self) -> int:
-        """Of a record."""
+        """Size of a record."""
         return self._records.words
 
     @property
     def kernels(self) -> bool:
-        """Whether tokens are proposed by kernels, without memory as large as the logits."""
+        """True if kernels propose tokens, without memory as large as the logits."""
         return self._propose is not None
 
     def prepare(self, algorithms: Sequence[str]) -> None:
@@ -171,7 +171,7 @@ class Round:
     records: torch.Tensor
     #: [K, B] int64: what the forward reads in the place of the slot's block
     ids: torch.Tensor
-    #: [K] bool: the logits that are wanted are those of the block behind; None: of no row
+    #: [K] bool: the logits that are wanted are those of the next block; None: of no row
     behind: torch.Tensor | None
 
 
@@ -200,7 +200,7 @@ class _Algorithm:
         self._known.clear()
 
     def admit(self, tenants: Sequence[Tenant], transfer: Transfer) -> None:
-        """What they ask for goes to their slots."""
+        """Write the parameters of new requests to their slots."""
         state = self.algorithm.init_state(
             [tenant.params for tenant in tenants],
             [tenant.data.params for tenant in tenants],
@@ -214,8 +214,8 @@ class _Algorithm:
         self._table.index_copy_(0, sent[:, self._layout.first_word("slot")], sent)
 
     def state(self, slots: torch.Tensor, key: bytes | None, counters: torch.Tensor) -> Rows:
-        """Of rows with these slots, [R]; ``key`` tells the host which they are. ``counters``: [R, C], to be
-        written to."""
+        """Parameters of rows with these slots, [R]; ``key`` tells the host which they are. ``counters``
+        [R, C] are written to."""
         known = None if key is None else self._known.get(key)
         if known is None:
             known = self._layout.views(self._table.index_select(0, slots))

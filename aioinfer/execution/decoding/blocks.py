@@ -38,7 +38,7 @@ __all__ = ["BlockDecoding", "BlockKind", "BlockPacker", "BlockWork", "block_reco
 
 @dataclass(slots=True)
 class BlockWork:
-    """What denoising needs of a step besides its sections, which are, for K rows with blocks of B positions
+    """Inputs of denoising besides the sections of a step, which are, for K rows with blocks of B positions
     by algorithm: block_slots[K]; targets[K], where the row's last block begins; pairs[K], whether there are
     two, 0 or 1; and block_tokens[K * B], the tokens of the slot's block. Then, for A requests that take a
     slot, begun_slots[A] and begun_records[A * W], see :class:`~aioinfer.diffusion.record.BlockRecords`."""
@@ -148,7 +148,7 @@ class BlockPacker:
         )
 
     def _groups(self, slots: npt.NDArray[np.int64]) -> list[AlgorithmRows]:
-        """Of block rows that are in the order of their algorithms."""
+        """Packed block rows, in the order of their algorithms."""
         numbers = self._algorithm[slots]
         edges = [0, *(np.flatnonzero(numbers[1:] != numbers[:-1]) + 1).tolist(), len(slots)]
         drawn, filtered = self._drawn[slots], self._filtered[slots]
@@ -338,6 +338,6 @@ class BlockKind:
         length = min(config.step_tokens // rows, max_len) // size * size
         yield Step(-2, NO_ROWS, filled_slots(rows, length, COSTLY, samples=False), rows * length)
         start = min(length, max_len // size * size - size)
-        nobody: Any = None
+        absent: Any = None
         slots, starts = np.arange(1, rows + 1), np.full(rows, start)
-        yield Step(-1, Generating([nobody] * rows, slots, starts, np.full(rows, size), size), (), rows * size)
+        yield Step(-1, Generating([absent] * rows, slots, starts, np.full(rows, size), size), (), rows * size)

@@ -1,6 +1,6 @@
 """ChunkRows: what captured steps read of positions that are no decodes: chunks of prompts, verified drafts.
 
-They are others in every step, so all of them are sent, in one copy behind which they are put in their place::
+They are others in every step, so all of them are sent in one copy, and then put in their place::
 
     cells   decodes │ ids │ positions │ KV cells │ cu_q │ kv_len │ logits_rows      as a shape has them
     table   pages of each row                                                       as far as the step's go
@@ -32,7 +32,7 @@ _Array = TypeVar("_Array", torch.Tensor, "npt.NDArray[np.int64]")
 
 @dataclass(slots=True)
 class Chunks(Generic[_Array]):
-    """Of one shape, with N decodes, T positions behind them and C rows of these; int64."""
+    """Buffers of one shape, with N decodes, and T positions after them in C rows; int64."""
 
     #: [1]: how many of the N rows decode
     decodes: _Array
@@ -85,7 +85,7 @@ class ChunkRows:
         self._table = torch.zeros(rows + 1, max_pages, dtype=torch.int64, device=device)
 
     def of(self, shape: GraphShape) -> tuple[Chunks[torch.Tensor], torch.Tensor]:
-        """What a step of this shape reads, and the pages [C + 1, max_pages]."""
+        """Inputs of a step of this shape, and the pages [C + 1, max_pages]."""
         return Chunks.of(self._cells, shape), self._table[: shape.chunks + 1]
 
     def clear(self, shape: GraphShape) -> None:

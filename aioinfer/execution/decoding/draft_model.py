@@ -73,7 +73,7 @@ class DraftForward:
 
 
 def draft_forwards(step: Step, layout: Layout, first: Sequence[int]) -> list[DraftForward]:
-    """What a draft model computes before a step. ``first``: first sampling row of each row with drafts."""
+    """Work of a draft model before a step. ``first``: first sampling row of each row with drafts."""
     rows, unit = _Rows(step, layout, first), step.generating.draft_unit
     if not rows.inputs:
         return []
@@ -84,7 +84,7 @@ def draft_forwards(step: Step, layout: Layout, first: Sequence[int]) -> list[Dra
 
 
 class _Rows:
-    """The rows of a step that a draft model draws for, most drafts first, and behind them those that it only
+    """The rows of a step that a draft model draws for, most drafts first, followed by those that it only
     catches up with."""
 
     def __init__(self, step: Step, layout: Layout, first: Sequence[int]) -> None:
@@ -113,14 +113,14 @@ class _Rows:
 
 
 def _first_forward(rows: _Rows, layout: Layout) -> DraftForward:
-    """The tokens that are missing, and the rows' own, behind each of which the first draft is drawn."""
+    """The tokens that are missing, and the rows' own, after each of which the first draft is drawn."""
     placed = rows.placed(layout, [[*each.ids, *[0] * (each.row >= 0)] for each in rows.inputs])
     last = placed[1].cu_q[1 : 1 + len(rows.counts)] - 1
     return DraftForward(*placed, last, rows.own, last, rows.starts + 1, rows.sampling, rows.own + 1)
 
 
 def _next_forward(rows: _Rows, layout: Layout, number: int) -> DraftForward:
-    """Draft ``number``, behind which the next is drawn."""
+    """Draft ``number``, after which the next is drawn."""
     count = sum(each > number for each in rows.counts)
     at, own, each = rows.starts[:count] + number, rows.own[:count] + number, np.arange(count)
     placement = layout.tables.place(rows.slots[:count], at, None)

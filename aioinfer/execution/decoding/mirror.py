@@ -13,12 +13,12 @@ __all__ = ["KEPT", "Mirror"]
 #: steps whose results the device keeps: those of the next are computed while the host's copies are under way
 KEPT = 4
 
-#: what no page table ever holds
+#: a value that no page table holds
 _UNKNOWN = -1
 
 
 class Mirror:
-    """Columns, and a page table for each row, in one buffer: whatever changed goes there in one copy."""
+    """Columns and page tables of rows in one buffer: all changes go to the device in one copy."""
 
     __slots__ = (
         "_cells",

@@ -37,7 +37,7 @@ class Relay:
         verified: torch.Tensor | None = None,
     ) -> None:
         """Fill in the tokens of the decode rows, which are the first of ``input_ids``; and those with which
-        the rows behind them begin that verify drafts, at the indices ``verified``."""
+        the rows after them begin that verify drafts, at the indices ``verified``."""
         if num_decodes:
             input_ids[:num_decodes] = self.of(slots[:num_decodes])
         if verified is not None:

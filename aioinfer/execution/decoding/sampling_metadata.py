@@ -135,7 +135,7 @@ class SamplingTable:
             self._allowed[slot] = _mask(params.allowed_token_ids)
 
     def metadata(self, slots: npt.NDArray[np.int64]) -> SamplingMetadata:
-        """Of rows with these slots, int64 [S]."""
+        """Metadata of rows with these slots, int64 [S]."""
         key = slots.tobytes()
         metadata = self._known.get(key)
         if metadata is None:

@@ -9,7 +9,7 @@
 
 So a step of decodes with the rows and pages of the one before needs nothing from the host but its replay.
 
-The rows are those that sample: decodes, and behind them the chunks that end their prompts, which decode in
+The rows are those that sample: decodes, and after them the chunks that end their prompts, which decode in
 the next step. Of a step with chunks the forward is told how many are decodes; what it computes of the others
 is in the chunks (:mod:`~aioinfer.execution.decoding.chunk_rows`), and so are rows that verify drafts.
 """
@@ -46,7 +46,7 @@ _FLOAT_ROWS = [FLOAT_FIELDS.index(name) for name in _FLOAT_COLUMNS]
 
 
 class DecodeRows:
-    """What captured steps read of rows that sample: columns of integers, those of float32, two to a cell, and
+    """Inputs of captured steps, for rows that sample: columns of integers, of float32, two to a cell, and
     pages."""
 
     def __init__(self, num_rows: int, max_pages: int, device: torch.device) -> None:
@@ -73,7 +73,7 @@ class DecodeRows:
         self._versions[:] = _NO_VERSION
 
     def update(self, packed: PackedStep, send: Send) -> bool:
-        """Make the rows those of the step, and padding behind. False if they were so already."""
+        """Make the rows those of the step, followed by padding. False if they were so already."""
         return self._mirror.update(self._columns_of(packed), *self._pages_of(packed), send)
 
     def _pages_of(self, packed: PackedStep) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -92,7 +92,7 @@ class DecodeRows:
         self._known_starts += self._known_slots > 0
 
     def _columns_of(self, packed: PackedStep) -> npt.NDArray[np.int64]:
-        """What the columns of a step are; the rest is padding."""
+        """Columns of a step; the rest is padding."""
         columns, rows = np.zeros_like(self._mirror.known_columns), len(packed.work.tables.rows)
         ints = columns[: self._ints].reshape(-1, self._width)
         for at, name in enumerate(("sample_slots", "sample_positions", "seeds", "top_k")):
@@ -152,8 +152,8 @@ class CapturedTokens:
             self._chunks.clear(shape)
 
     def variants(self, size: int) -> tuple[str, ...]:
-        """What rows need: no more than their maxima; a draw with any filters; or, in ten launches more, that
-        none of them may stall the others if its nucleus is wide."""
+        """The ways of sampling: maxima only; draws with any filters; or, in ten launches more, draws in which
+        no row stalls the others if its nucleus is wide."""
         return ("greedy", "drawn", "wide") if self._searches else ("greedy", "drawn")
 
     def update(self, packed: PackedStep, shape: GraphShape, send: Send) -> bool:
@@ -203,7 +203,7 @@ class CapturedTokens:
         rows.starts[: shape.logits] += sampling
 
     def _decodes(self, size: int, live: torch.Tensor) -> Batch:
-        """Of the first rows those that are ``live``, 0 or 1; the others are padding."""
+        """Mask of the first rows that are ``live``, 0 or 1; the others are padding."""
         rows = self._rows
         slots, starts, table = rows.slots[:size], rows.starts[:size], rows.table[:size]
         page = table.gather(1, (starts // self._page_size).unsqueeze(1)).squeeze(1)

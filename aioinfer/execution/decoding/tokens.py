@@ -43,14 +43,14 @@ _NO_SCORES = np.empty(0, np.int64)
 
 @dataclass(slots=True)
 class TokenWork:
-    """What sampling needs of a step besides its sections, which are, for S sampling rows and E scored
+    """Inputs of sampling besides the sections of a step, which are, for S sampling rows and E scored
     positions: logits_rows[S + E], sample_slots[S], sample_positions[S], seeds[S], top_k[S], banned_rows and
     banned_ids, score_ids[E], and bias_rows, bias_ids and bias_bits, the bits of a float32.
 
     A row that verifies k drafts has 1 + k sampling rows, and the section ``verified`` has the indices of the
     tokens with which such rows begin."""
 
-    #: index of the row behind each sampling row
+    #: index in the step of each sampling row
     sample_rows: list[int]
     sampling: SamplingMetadata
     penalty_resets: list[PenaltyReset]
@@ -179,7 +179,7 @@ def _grammar_rows(
     sample_positions: npt.NDArray[np.int64],
     rows: DraftRows | None,
 ) -> list[GrammarRow]:
-    """Of the rows with grammars, one each."""
+    """Grammar rows of a step, one for each row with a grammar."""
     found: list[GrammarRow] = []
     for at, state in sampling.grammars:
         row = sample_rows[at]
@@ -305,7 +305,7 @@ class TokenDecoding:
         return Output([tokens, *scores], forced, masked=masked)
 
     def _scores(self, logits: torch.Tensor, ids: torch.Tensor, top: int) -> list[torch.Tensor]:
-        """Of the scored positions, in the order of :func:`_read_logprobs`; nothing if there are none."""
+        """Tensors of the scored positions, in the order of :func:`_read_logprobs`; none without scores."""
         return [*score(self.sampler.logprobs, logits, ids, top)] if len(ids) else []
 
     def _constrain(self, logits: torch.Tensor, work: TokenWork, transfer: Transfer) -> Constraints:
@@ -318,7 +318,7 @@ class TokenDecoding:
         return found
 
     def read(self, packed: PackedStep, output: Output, copies: Sequence[torch.Tensor]) -> StepResult:
-        """What the grammars allow next is being worked out from here on."""
+        """Read the result; from here on the grammars compute what they allow next."""
         work: TokenWork = packed.work
         values = [copy.tolist() for copy in copies]
         tokens: list[int] = values.pop(0) if work.sample_rows else []
@@ -394,7 +394,7 @@ def _read_logprobs(
         return TokenLogprob(token, logprob, likeliest)
 
     for sampled, count in work.sampling.logprobs:
-        # Of an outcome and a void token, too, though nobody asks for those.
+        # Outcomes and void tokens have logprobs, too, which are never read.
         found = entry(tokens[sampled], count)
         if tokens[sampled] >= 0:
             result.logprobs.setdefault(work.sample_rows[sampled], []).append(found)
@@ -452,7 +452,7 @@ class TokenKind:
         return TokenDecoding(sampler, Relay(config.num_slots, device), grammars)
 
     def graph_shapes(self, config: EngineConfig) -> GraphShapes:
-        """Of decodes steps of 8, and finer where a row counts; and of chunks beside them."""
+        """Shapes of decodes, in steps of 8 rows and finer for small batches, and of chunks beside them."""
         most = config.graph_rows
         # A model that gives no tokens never decodes, and what it pools is no part of a captured step.
         if not (most and self._spec.generates):
@@ -469,6 +469,6 @@ class TokenKind:
             scored = filled_slots(rows, length, SCORED, samples=True, scored=True)
             yield Step(-3, NO_ROWS, scored, rows * length)
         yield Step(-2, NO_ROWS, filled_slots(rows, length, COSTLY, samples=True), rows * length)
-        nobody: Any = None
-        generating = Generating([nobody] * rows, np.arange(1, rows + 1), np.full(rows, length))
+        absent: Any = None
+        generating = Generating([absent] * rows, np.arange(1, rows + 1), np.full(rows, length))
         yield Step(-1, generating, (), rows)

@@ -178,7 +178,7 @@ _COUNTERS = (
     _counter("admission_forced_rounds", "Rounds of admission that had to be fifo.", "forced_rounds"),
     _counter("held_back_requests", "Holdings for a prefix that another request computed.", "held_back"),
     _counter("failed_checks", "Idle self-checks that found a page or slot still held."),
-    _counter("device_busy_seconds", "Device time, of steps behind steps.", "device_busy", unit="seconds"),
+    _counter("device_busy_seconds", "Device time of steps that follow steps.", "device_busy", unit="seconds"),
     _counter("device_gap_seconds", "Device time lost between steps.", "device_gap", unit="seconds"),
     _counter("forward_seconds", "Time by part of the forward.", unit="seconds", label="part"),
 )
@@ -202,7 +202,7 @@ def _dispatched(name: str, help: str, field: str, unit: str = "") -> Value:
     )
 
 
-#: what only a dispatcher of several engines has
+#: metrics of dispatchers only
 _DISPATCHED = (
     Value("aioinfer_replicas", "gauge", "Engines of a dispatcher by state.", _replicas, label="state"),
     _dispatched("resumed", "Streams of a dispatcher that went on in another engine.", "resumed"),
@@ -230,7 +230,7 @@ _DISTRIBUTIONS = (
     ),
     Distribution(
         "aioinfer_time_per_output_token_seconds",
-        "Mean time per token behind the first one, one observation per request.",
+        "Mean time per token after the first one, one observation per request.",
         "per_token",
         _SECONDS,
     ),
@@ -267,7 +267,7 @@ def _tokens(name: str, help: str, histogram: str) -> Distribution:
     return Distribution(f"vllm:{name}", help, histogram)
 
 
-#: what boards for vLLM query, with its labels and bounds
+#: metrics that boards for vLLM query, with its labels and bounds
 VLLM: tuple[Value | Distribution, ...] = (
     _vllm("gauge", "num_requests_running", "Running requests.", lambda s: s.stats.running),
     _vllm("gauge", "num_requests_waiting", "Waiting requests.", lambda s: s.stats.waiting + s.stats.arriving),

@@ -25,7 +25,7 @@ _encode_openmetrics: Callable[[CollectorRegistry, str], bytes] = openmetrics.gen
 
 
 class Labels(NamedTuple):
-    """What tells the metrics of an engine from those of others in the same registry; named as in vLLM."""
+    """Labels that tell the engines of one registry apart; named as in vLLM."""
 
     model_name: str
     engine: str
@@ -40,7 +40,7 @@ class Reading(NamedTuple):
 
 
 class Measured(Protocol):
-    """What a collector asks of an engine."""
+    """An engine, as a collector reads it."""
 
     def reading(self, labels: Labels) -> Reading | None:
         """None while it is not started."""

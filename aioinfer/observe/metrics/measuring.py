@@ -63,7 +63,7 @@ class Measuring(Observer):
         return None if snapshot is None else Reading(labels, snapshot, self.facts)
 
     def register(self, registry: CollectorRegistry, labels: Labels, *, vllm: bool) -> None:
-        """As :meth:`aioinfer.Engine.register`."""
+        """See :meth:`aioinfer.Engine.register`."""
         from aioinfer.observe.metrics.collector import attach
 
         for name, value in labels._asdict().items():
@@ -75,7 +75,7 @@ class Measuring(Observer):
         self._registries.append(registry)
 
     def unregister(self, registry: CollectorRegistry) -> None:
-        """As :meth:`aioinfer.Engine.unregister`."""
+        """See :meth:`aioinfer.Engine.unregister`."""
         from aioinfer.observe.metrics.collector import detach
 
         self._registries = [each for each in self._registries if each is not registry]
