@@ -2,7 +2,7 @@
 
 A test or a parameter belongs to the rest or to nightly by a marker that gives the reason; all others are
 quick. Quick and rest run a share of the random lifetimes and of Hypothesis's examples, and ``--nightly`` runs
-those tests once more, in full. ``--share 2/6`` runs a sixth of nightly, and with ``--touched REVISION`` also
+those tests once more, in full. ``--share 2/12`` runs a twelfth of nightly, and with ``--touched REVISION`` also
 all of nightly that belongs to what has changed since then.
 """
 
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 TIERS = ("quick", "rest", "nightly")
-#: ``@rest(reason)``: what else a change needs; ``@nightly(reason)``: six runs of ``.ci/run`` have it once
+#: ``@rest(reason)``: what else a change needs; ``@nightly(reason)``: twelve runs of ``.ci/run`` have it once
 rest = pytest.mark.rest
 nightly = pytest.mark.nightly
 
@@ -206,7 +206,7 @@ def in_share(nodeid: str, share: str) -> bool:
     """Whether a test is in the share "K/N" of all tests: one of N disjoint parts. Raises ValueError."""
     part, _, parts = share.partition("/")
     if not 1 <= int(part) <= int(parts):
-        raise ValueError(f"{share!r} is no share: 2/6 is the second of six")
+        raise ValueError(f"{share!r} is no share: 2/12 is the second of twelve")
     return zlib.crc32(nodeid.encode()) % int(parts) == int(part) - 1
 
 
