@@ -14,12 +14,13 @@ import numpy.typing as npt
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.execution.device import DeviceInfo, NoAdapters, StepResult
+from aioinfer.execution.device import DeviceInfo, StepResult
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.step import Step
 from aioinfer.text.tokenizer import HFTokenizer
+from tests.toys.adapters import NoAdapters
 
 __all__ = ["MAX_TOKENS", "NullDevice", "null_engine"]
 

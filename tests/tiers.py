@@ -2,8 +2,8 @@
 
 A test or a parameter belongs to the rest or to nightly by a marker that gives the reason; all others are
 quick. Quick and rest run a share of the random lifetimes and of Hypothesis's examples, and ``--nightly`` runs
-those tests once more, in full. ``--share 2/12`` runs a twelfth of nightly, and with ``--touched REVISION`` also
-all of nightly that belongs to what has changed since then.
+those tests once more, in full. ``--share 2/12`` runs a twelfth of nightly, and with ``--touched REVISION``
+also all of nightly that belongs to what has changed since then.
 """
 
 from __future__ import annotations

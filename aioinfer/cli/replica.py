@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioinfer._version import __version__
 from aioinfer.cli.flags import read_settings
-from aioinfer.cli.terminal import Progress, interrupted
+from aioinfer.cli.terminal import Progress, interrupted, started
 from aioinfer.config import EngineConfig, ReplicaConfig
 
 if TYPE_CHECKING:
@@ -79,17 +79,12 @@ class _Serving:
             loop.add_signal_handler(number, self._signalled, number)
         if with_parent:
             await loop.connect_read_pipe(lambda: _Parent(self._orphaned), sys.stdin)
-        started = time.monotonic()
-        starting = asyncio.ensure_future(self._engine.start(Progress()))
+        began = time.monotonic()
         stopped = asyncio.ensure_future(self._stop.wait())
         try:
-            await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
-                starting.cancel()
-                await asyncio.wait([starting])
+            if not await started(self._engine.start(Progress()), stopped):
                 return interrupted(self._received[0]) if self._received else 0
-            starting.result()
-            return await self._serve(time.monotonic() - started, stopped)
+            return await self._serve(time.monotonic() - began, stopped)
         finally:
             stopped.cancel()
             await self._engine.aclose()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioinfer._version import __version__
 from aioinfer.cli.flags import read_settings
-from aioinfer.cli.terminal import Progress, interrupted
+from aioinfer.cli.terminal import Progress, interrupted, started
 from aioinfer.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -78,24 +78,19 @@ async def _serve_on(bound: Bound, engine_config: EngineConfig, config: ServerCon
     starting_up = True
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, signalled, number)
-    started = time.monotonic()
-    starting = asyncio.ensure_future(engine.start(Progress()))
+    began = time.monotonic()
     stopped = asyncio.ensure_future(stop.wait())
     frozen: object | None = None
     try:
-        await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if not starting.done():
-            starting.cancel()
-            await asyncio.wait([starting])
+        if not await started(engine.start(Progress()), stopped):
             return interrupted(received[0])
-        starting.result()
         starting_up = False
         # Full collections would look at all that was imported and hold up the loop for 100 ms and more.
         frozen = FROZEN.hold(True)
 
         def ready(url: str) -> None:
             several = f"{config.replicas} replicas: " if config.replicas > 1 else ""
-            _banner(several + engine.info.description, time.monotonic() - started, url, config, engine.config)
+            _banner(several + engine.info.description, time.monotonic() - began, url, config, engine.config)
             for admin in bound.admin:
                 print(f"Admin routes on {_shown(admin.getsockname())}", flush=True)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-__all__ = ["Progress", "interrupted", "loop_factory"]
+__all__ = ["Progress", "interrupted", "loop_factory", "started"]
 
 
 #: said before the stage of that name, on a terminal and elsewhere: a first start would be silent for long
@@ -53,3 +53,15 @@ def interrupted(number: int) -> int:
     """Say that a signal ended the command; returns the exit status of a shell for it."""
     print(f"aioinfer: interrupted by {signal.Signals(number).name}", file=sys.stderr)
     return 128 + number
+
+
+async def started(start: Coroutine[Any, Any, None], stopped: asyncio.Future[Any]) -> bool:
+    """Start an engine; False if ``stopped`` is done first, which ends the start."""
+    starting = asyncio.ensure_future(start)
+    await asyncio.wait([starting, stopped], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait([starting])
+        return False
+    starting.result()
+    return True

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from aioinfer import plugins
 from aioinfer.checkpoint.locate import locate, model_name
@@ -16,8 +15,8 @@ from aioinfer.config.options import (
     POSITIVE,
     UNIT_INTERVAL,
     Bounds,
+    Settings,
     check_fields,
-    load,
     option,
     register,
 )
@@ -35,7 +34,7 @@ SPECULATION = ("off", "lookup")
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
+class EngineConfig(Settings):
     """Settings of an :class:`~aioinfer.Engine`. ``None`` is resolved when the model is known.
 
     Raises:
@@ -359,24 +358,6 @@ class EngineConfig:
                 f"max_step_tokens ({self.step_tokens}) must be at least max_running_requests "
                 f"({self.running_requests}): every running request may need a token in one step"
             )
-
-    @classmethod
-    def load(
-        cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None, **settings: Any
-    ) -> EngineConfig:
-        """A config from the sources of the command line.
-
-        Args:
-            path: a YAML file; None: no file. It may hold the fields of :class:`ServerConfig`, too.
-            environ: variables, ``AIOINFER_CHUNK_SIZE`` for ``chunk_size``; None: those of the process.
-            settings: fields; they take precedence over the variables, these over the file, and the file over
-                the defaults.
-
-        Raises:
-            ConfigError: a value is invalid, or the file cannot be read or has an unknown key.
-            TypeError: one of ``settings`` is no field.
-        """
-        return load(cls, path, environ, settings)
 
     @property
     def model_path(self) -> Path:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 from aioinfer.errors import ConfigError
 from aioinfer.inputs import keep_plain
@@ -29,8 +29,8 @@ __all__ = [
     "POSITIVE",
     "UNIT_INTERVAL",
     "Bounds",
+    "Settings",
     "check_fields",
-    "load",
     "option",
     "register",
 ]
@@ -96,27 +96,41 @@ def option(default: Any, group: str, help: str, bounds: Bounds | None = None) ->
     return field(default=default, metadata={"group": group, "help": help, "bounds": bounds})
 
 
+class Settings:
+    """Base class of configs."""
+
+    __slots__ = ()
+
+    @classmethod
+    def load(
+        cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None, **settings: Any
+    ) -> Self:
+        """A config from the sources of the command line.
+
+        Args:
+            path: a YAML file; None: no file. It may hold the fields of the other configs, too.
+            environ: variables, ``AIOINFER_CHUNK_SIZE`` for ``chunk_size``; None: those of the process.
+            settings: fields; they take precedence over the variables, these over the file, and the file over
+                the defaults.
+
+        Raises:
+            ConfigError: a value is invalid, or the file cannot be read or has an unknown key.
+            TypeError: one of ``settings`` is no field.
+        """
+        known = {item.name for kind in _KINDS for item in dataclasses.fields(kind)}
+        if unknown := sorted(settings.keys() - {item.name for item in dataclasses.fields(cast(Any, cls))}):
+            raise TypeError(f"{cls.__name__} has no field {unknown[0]}")
+        environ = os.environ if environ is None else environ
+        warn_of_variables(environ, known)
+        file = {} if path is None else read_settings_file(path, known)
+        found: Self = load_settings(cls, settings, environ, file)
+        return found
+
+
 def register(cls: type[_Config]) -> type[_Config]:
     """Let files and variables have the names of a config's fields."""
     _KINDS.append(cls)
     return cls
-
-
-def load(
-    cls: type[_Config],
-    path: str | Path | None,
-    environ: Mapping[str, str] | None,
-    settings: Mapping[str, Any],
-) -> _Config:
-    """A config from a file, variables and keywords. Raises ConfigError, and TypeError for another keyword."""
-    known = {item.name for kind in _KINDS for item in dataclasses.fields(kind)}
-    if unknown := sorted(settings.keys() - {item.name for item in dataclasses.fields(cast(Any, cls))}):
-        raise TypeError(f"{cls.__name__} has no field {unknown[0]}")
-    environ = os.environ if environ is None else environ
-    warn_of_variables(environ, known)
-    file = {} if path is None else read_settings_file(path, known)
-    found: _Config = load_settings(cls, settings, environ, file)
-    return found
 
 
 def check_fields(config: Any) -> None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from aioinfer.config.options import check_fields, load, option, register
+from aioinfer.config.options import Settings, check_fields, option, register
 from aioinfer.errors import ConfigError
 from aioinfer.settings import shown
 
@@ -16,7 +13,7 @@ __all__ = ["ReplicaConfig"]
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplicaConfig:
+class ReplicaConfig(Settings):
     """Settings of ``aioinfer replica``: where it listens for its dispatcher.
 
     Raises:
@@ -49,13 +46,6 @@ class ReplicaConfig:
         if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
             raise ConfigError(f"address must be PORT or HOST:PORT, got {shown(self.address)}")
         return host.strip("[]") or "127.0.0.1", int(port)
-
-    @classmethod
-    def load(
-        cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None, **settings: Any
-    ) -> ReplicaConfig:
-        """See :meth:`EngineConfig.load`; the same file can configure both."""
-        return load(cls, path, environ, settings)
 
 
 _SHORTEST = 16

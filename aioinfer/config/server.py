@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from aioinfer.config.options import (
     AT_LEAST_ONE,
     NOT_NEGATIVE,
     POSITIVE,
     Bounds,
+    Settings,
     check_fields,
-    load,
     option,
     register,
 )
@@ -27,7 +25,7 @@ __all__ = ["ServerConfig", "is_loopback"]
 
 @register
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ServerConfig:
+class ServerConfig(Settings):
     """Settings of ``aioinfer serve``.
 
     Raises:
@@ -161,13 +159,6 @@ class ServerConfig:
     def socket_mode(self) -> int:
         """``uds_mode`` as a number."""
         return int(self.uds_mode, 8)
-
-    @classmethod
-    def load(
-        cls, path: str | Path | None = None, environ: Mapping[str, str] | None = None, **settings: Any
-    ) -> ServerConfig:
-        """See :meth:`EngineConfig.load`; the same file can configure both."""
-        return load(cls, path, environ, settings)
 
 
 def is_loopback(host: str) -> bool:

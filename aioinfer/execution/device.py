@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
-from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.model.spec import Progress
 from aioinfer.observe.timeline import DeviceLane, now
@@ -28,7 +27,6 @@ __all__ = [
     "DeviceInfo",
     "DeviceLost",
     "Flight",
-    "NoAdapters",
     "Progress",
     "StepOutOfMemory",
     "StepResult",
@@ -235,19 +233,6 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
-
-
-class NoAdapters:
-    """The part of a device whose model computes no adapters."""
-
-    def prepare_adapter(self, path: Path) -> PreparedAdapter:
-        raise ConfigError("adapters: this device computes none")
-
-    def install_adapter(self, slot: int, adapter: PreparedAdapter) -> None:
-        raise ConfigError("adapters: this device computes none")
-
-    def remove_adapter(self, slot: int) -> None:
-        """There is nothing to remove."""
 
 
 @runtime_checkable

@@ -74,10 +74,8 @@ class Launcher(Protocol):
 
     #: of launch thread and device; the driver adds the loop's lane
     timeline: Timeline
-
-    @property
-    def device(self) -> Device:
-        """The device, for its methods that any thread may call."""
+    #: for its methods that any thread may call
+    device: Device
 
     @property
     def blocking(self) -> bool:
@@ -207,7 +205,7 @@ class ThreadLauncher:
 
     def __init__(self, device: Device) -> None:
         self.timeline = Timeline()
-        self._device = device
+        self.device = device
         self._inbox: _Inbox = SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._rested: asyncio.Future[None] | None = None
@@ -218,22 +216,17 @@ class ThreadLauncher:
         self._calls: set[asyncio.Future[Any]] = set()
 
     @property
-    def device(self) -> Device:
-        """As in Launcher."""
-        return self._device
-
-    @property
     def asynchronous(self) -> bool:
         """As in Launcher."""
-        return not self._device.synchronous
+        return not self.device.synchronous
 
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         self._loop = loop = asyncio.get_running_loop()
         self._opening = Opening(progress)
-        self._device.lane = self.timeline.device
+        self.device.lane = self.timeline.device
         opened: asyncio.Future[DeviceInfo] = loop.create_future()
         rested: asyncio.Future[None] = loop.create_future()
-        self._poster = _Poster(self._device, loop)
+        self._poster = _Poster(self.device, loop)
         # A daemon: a device that hangs must not keep the interpreter from exiting. aclose() joins it.
         thread = threading.Thread(
             target=_launch_thread,
@@ -248,7 +241,7 @@ class ThreadLauncher:
 
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
         handle = StepHandle(step, landed)
-        self._inbox.put((self._device.prepare(step), handle))
+        self._inbox.put((self.device.prepare(step), handle))
         return handle
 
     def watch(self, lost: Callable[[BaseException], None]) -> None:
@@ -377,16 +370,11 @@ class InlineLauncher:
 
     def __init__(self, device: Device) -> None:
         self.timeline = Timeline()
-        self._device = device
+        self.device = device
         self._completion: _CompletionThread | None = None
         self._poster: _Poster | None = None
         #: set when the completion thread has ended and the device is closed
         self._rested: asyncio.Future[None] | None = None
-
-    @property
-    def device(self) -> Device:
-        """As in Launcher."""
-        return self._device
 
     @property
     def blocking(self) -> bool:
@@ -396,30 +384,30 @@ class InlineLauncher:
     @property
     def asynchronous(self) -> bool:
         """As in Launcher."""
-        return not self._device.synchronous
+        return not self.device.synchronous
 
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
-        self._device.lane = self.timeline.device
+        self.device.lane = self.timeline.device
         try:
-            info = self._device.open(Opening(progress))
+            info = self.device.open(Opening(progress))
         except BaseException as error:
             _empty_frames(error)
             raise
-        if not self._device.synchronous:
+        if not self.device.synchronous:
             loop = asyncio.get_running_loop()
             self._rested = rested = loop.create_future()
             # Without a reference to the launcher, as above.
-            close = partial(_close_at_rest, self._device, rested)
-            self._poster = _Poster(self._device, loop)
+            close = partial(_close_at_rest, self.device, rested)
+            self._poster = _Poster(self.device, loop)
             self._completion = _CompletionThread(self._poster, close)
         return info
 
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
         handle = StepHandle(step, landed)
-        prepared = self._device.prepare(step)
+        prepared = self.device.prepare(step)
         start = now()
         try:
-            flight = self._device.launch(prepared)
+            flight = self.device.launch(prepared)
             self.timeline.launch.add("launch", step.id, start, now())
             if self._completion is not None:
                 self._completion.submit(flight, handle)
@@ -428,7 +416,7 @@ class InlineLauncher:
         except (KeyboardInterrupt, SystemExit):
             raise  # meant for the loop, on whose thread this is
         except BaseException as error:
-            handle.settle(None, _diagnose(self._device, error))
+            handle.settle(None, _diagnose(self.device, error))
         else:
             handle.settle(result)
         return handle
@@ -438,11 +426,11 @@ class InlineLauncher:
             self._poster.watch.tell(lost)
 
     async def call(self, work: Callable[[Device], _T]) -> _T:
-        return work(self._device)
+        return work(self.device)
 
     async def aclose(self, timeout: float = 10.0) -> bool:
         if self._completion is None or self._rested is None:
-            _close(self._device)
+            _close(self.device)
             return True
         self._completion.end()
         if not await _in_time(self._rested, timeout):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,21 +16,15 @@ from aioinfer.scheduling.step import NewRequestData, Row
 
 if TYPE_CHECKING:
     from aioinfer.execution.backends import CudaBackend
-    from aioinfer.execution.graphs import Capture
+    from aioinfer.execution.graphs import StepGraphs
     from aioinfer.execution.packed import PackedStep
 
-__all__ = ["COSTLY", "SCORED", "Graphs", "filled_slots", "measure"]
+__all__ = ["COSTLY", "SCORED", "filled_slots", "measure"]
 
 #: everything that costs memory to sample
 COSTLY = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
 #: logits of every position, not of the last alone
 SCORED = SamplingParams(temperature=0.0, logprobs=20, prompt_logprobs=20)
-
-
-class Graphs(Protocol):
-    """Steps to be captured."""
-
-    def capture(self, capture: Capture, /) -> None: ...
 
 
 def filled_slots(
@@ -49,7 +43,7 @@ def filled_slots(
 def measure(
     backend: CudaBackend,
     steps: Iterable[PackedStep],
-    graphs: Callable[[GraphShapes], Graphs],
+    graphs: Callable[[GraphShapes], StepGraphs],
     shapes: GraphShapes,
 ) -> int:
     """Bytes that the largest steps and the graphs of all ``shapes`` take, at least about.

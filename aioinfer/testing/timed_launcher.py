@@ -27,8 +27,8 @@ class TimedLauncher:
 
     def __init__(self, device: Device, step_time: Callable[[Step], float]) -> None:
         self.timeline = Timeline()
-        self._device = device
-        self._device.lane = self.timeline.device
+        self.device = device
+        self.device.lane = self.timeline.device
         self._step_time = step_time
         self._free_at = 0.0
         #: launched and not computed, in their order, and calls between them
@@ -37,19 +37,14 @@ class TimedLauncher:
         #: a device that hangs: steps are accepted and never end
         self.hung = False
 
-    @property
-    def device(self) -> Device:
-        """As in Launcher."""
-        return self._device
-
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
         self._free_at = asyncio.get_running_loop().time()
-        return self._device.open(progress)
+        return self.device.open(progress)
 
     def launch(self, step: Step, landed: Callable[[], None]) -> StepHandle:
         loop = asyncio.get_running_loop()
         handle = StepHandle(step, landed)
-        self._launched.append((self._device.prepare(step), handle))
+        self._launched.append((self.device.prepare(step), handle))
         self._free_at = max(self._free_at, loop.time()) + self._step_time(step)
         loop.call_at(self._free_at, self._compute)
         return handle
@@ -63,10 +58,10 @@ class TimedLauncher:
             self._make(prepared, self._calls.popleft())
             return
         try:
-            result = self._device.launch(prepared).wait()
+            result = self.device.launch(prepared).wait()
         except Exception as error:
             try:
-                self._device.check()
+                self.device.check()
             except DeviceLost as lost:
                 lost.__cause__ = error
                 handle.settle(None, lost)
@@ -86,7 +81,7 @@ class TimedLauncher:
 
     def _make(self, work: Callable[[Device], Any], done: asyncio.Future[Any]) -> None:
         try:
-            result, error = work(self._device), None
+            result, error = work(self.device), None
         except Exception as raised:
             result, error = None, raised
         if done.done():
@@ -102,7 +97,7 @@ class TimedLauncher:
     async def aclose(self, timeout: float = 10.0) -> bool:
         while self._calls:
             self._make(_closed, self._calls.popleft())
-        self._device.close()
+        self.device.close()
         return not self.hung
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Self
 
 from aioinfer.errors import ConfigError
+from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.scheduling.step import Row
 from tests.toys.states import TaintError
 
-__all__ = ["ToyAdapter", "ToyAdapters", "write_toy_adapter"]
+__all__ = ["NoAdapters", "ToyAdapter", "ToyAdapters", "write_toy_adapter"]
 
 _FILE = "adapter_config.json"
 
@@ -82,3 +83,16 @@ class ToyAdapters:
         """Of the adapter that the tenant of a slot came with; 0: it has none."""
         adapter = self._tenants.get(slot, (0, None))[1]
         return 0 if adapter is None else adapter.key
+
+
+class NoAdapters:
+    """The part of a device whose model computes no adapters."""
+
+    def prepare_adapter(self, path: Path) -> PreparedAdapter:
+        raise ConfigError("adapters: this device computes none")
+
+    def install_adapter(self, slot: int, adapter: PreparedAdapter) -> None:
+        raise ConfigError("adapters: this device computes none")
+
+    def remove_adapter(self, slot: int) -> None:
+        """There is nothing to remove."""

@@ -27,7 +27,6 @@ from aioinfer.execution.device import (
     DeviceInfo,
     DeviceLost,
     Flight,
-    NoAdapters,
     Progress,
     StepResult,
 )
@@ -39,8 +38,9 @@ from aioinfer.model.spec import ModelSpec
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.step import Row, Step
-from tests.toys.device import TaintError
+from tests.toys.adapters import NoAdapters
 from tests.toys.scripted import ScriptedLogits
+from tests.toys.states import TaintError
 
 __all__ = ["ScriptedDevice", "ScriptedLM", "scripted_generate", "scripted_rounds"]
 
