@@ -105,22 +105,6 @@ async def test_replayed_steps_give_the_tokens_of_transformers(
 
 
 @nightly(SLOW_MODEL)
-async def test_sampled_rows_have_the_tokens_they_have_without_graphs(model: tuple[Path, Any]) -> None:
-    """With an odd number of them, so that a row is padding for longer than the model has positions."""
-    path, _ = model
-    settings = config(path, overlap_steps=2, max_running_requests=4)
-    kinds: list[dict[str, Any]] = [{"top_k": 20, "top_p": 0.9}, {"temperature": 2.0, "min_p": 0.01}, {}]
-    requests = [
-        (prompt, SamplingParams(**{"seed": at, "max_tokens": TOKENS, "ignore_eos": True, **kind}))
-        for at, (prompt, kind) in enumerate(zip(prompts(5, 3), kinds, strict=True))
-    ]
-    plain = await ids(settings, requests, TorchDevice(settings))
-    device = GraphedDevice(settings)
-    assert await ids(settings, requests, device) == plain
-    assert sum(graph.replays for graph in device.graphs) >= TOKENS - 1
-
-
-@nightly(SLOW_MODEL)
 async def test_every_kind_of_row_has_the_tokens_it_has_without_graphs(model: tuple[Path, Any]) -> None:
     path, _ = model
     kinds: list[dict[str, Any]] = [
