@@ -215,41 +215,35 @@ _DISPATCHED = (
     _dispatched("diverged", "Attempts that brought other tokens than those delivered.", "diverged"),
 )
 
-_SECONDS = "seconds"
-_TOKENS = "tokens"
 
+def _seconds(name: str, help: str, histogram: str) -> Distribution:
+    return Distribution(f"aioinfer_{name}_seconds", help, histogram, "seconds")
+
+
+def _sizes(name: str, help: str, histogram: str) -> Distribution:
+    return Distribution(f"aioinfer_{name}_tokens", help, histogram, "tokens")
+
+
+_READ = "From the end of a step to its read by the event loop, one observation per step."
 _DISTRIBUTIONS = (
-    Distribution(
-        "aioinfer_time_to_first_token_seconds", "From arrival to the first token.", "ttft", _SECONDS
-    ),
-    Distribution(
-        "aioinfer_inter_token_latency_seconds",
-        "Between tokens of a request that were read at different times.",
-        "gap",
-        _SECONDS,
-    ),
-    Distribution(
-        "aioinfer_time_per_output_token_seconds",
+    _seconds("time_to_first_token", "From arrival to the first token.", "ttft"),
+    _seconds("inter_token_latency", "Between tokens of a request that were read at different times.", "gap"),
+    _seconds(
+        "time_per_output_token",
         "Mean time per token after the first one, one observation per request.",
         "per_token",
-        _SECONDS,
     ),
-    Distribution("aioinfer_request_queue_seconds", "From arrival to the first step.", "queued", _SECONDS),
-    Distribution("aioinfer_request_prefill_seconds", "First step to first token.", "prefill", _SECONDS),
-    Distribution("aioinfer_request_decode_seconds", "First to last token.", "decode", _SECONDS),
-    Distribution("aioinfer_request_inference_seconds", "First step to the end.", "inference", _SECONDS),
-    Distribution("aioinfer_request_seconds", "From arrival to the end.", "whole", _SECONDS),
-    Distribution("aioinfer_request_prompt_tokens", "Tokens of a prompt.", "prompt_tokens", _TOKENS),
-    Distribution("aioinfer_request_output_tokens", "Tokens of an output.", "output_tokens", _TOKENS),
-    Distribution("aioinfer_request_max_tokens", "Parameter max_tokens, where given.", "max_tokens", _TOKENS),
+    _seconds("request_queue", "From arrival to the first step.", "queued"),
+    _seconds("request_prefill", "First step to first token.", "prefill"),
+    _seconds("request_decode", "First to last token.", "decode"),
+    _seconds("request_inference", "First step to the end.", "inference"),
+    _seconds("request", "From arrival to the end.", "whole"),
+    _sizes("request_prompt", "Tokens of a prompt.", "prompt_tokens"),
+    _sizes("request_output", "Tokens of an output.", "output_tokens"),
+    _sizes("request_max", "Parameter max_tokens, where given.", "max_tokens"),
     Distribution("aioinfer_request_choices", "Parameter n of calls of the HTTP API.", "n"),
-    Distribution("aioinfer_step_tokens", "Tokens computed in a step.", "step_tokens", _TOKENS),
-    Distribution(
-        "aioinfer_event_loop_lag_seconds",
-        "From the end of a step to its read by the event loop, one observation per step.",
-        "lag",
-        _SECONDS,
-    ),
+    _sizes("step", "Tokens computed in a step.", "step_tokens"),
+    _seconds("event_loop_lag", _READ, "lag"),
 )
 
 OWN: tuple[Value | Distribution, ...] = (*_GAUGES, *_COUNTERS, *_DISPATCHED, *_DISTRIBUTIONS)
@@ -263,7 +257,11 @@ def _latency(name: str, help: str, histogram: str) -> Distribution:
     return Distribution(f"vllm:{name}", help, histogram, bounds=histograms.VLLM_LATENCY)
 
 
-def _tokens(name: str, help: str, histogram: str) -> Distribution:
+def _gaps(name: str, help: str, histogram: str) -> Distribution:
+    return Distribution(f"vllm:{name}", help, histogram, bounds=histograms.VLLM_GAP)
+
+
+def _full(name: str, help: str, histogram: str) -> Distribution:
     return Distribution(f"vllm:{name}", help, histogram)
 
 
@@ -281,28 +279,19 @@ VLLM: tuple[Value | Distribution, ...] = (
     _vllm("counter", "spec_decode_num_drafts", "Rows with drafts.", lambda s: s.stats.verified_rows),
     _vllm("counter", "spec_decode_num_draft_tokens", "Drafts.", lambda s: s.stats.drafted_tokens),
     _vllm("counter", "spec_decode_num_accepted_tokens", "Right drafts.", lambda s: s.stats.accepted_tokens),
-    Distribution("vllm:time_to_first_token_seconds", "From arrival to the first token.", "ttft"),
-    Distribution(
-        "vllm:inter_token_latency_seconds", "Between reads of tokens.", "gap", bounds=histograms.VLLM_GAP
-    ),
+    _full("time_to_first_token_seconds", "From arrival to the first token.", "ttft"),
+    _gaps("inter_token_latency_seconds", "Between reads of tokens.", "gap"),
     # Before 0.13, and on older boards, the same under this name.
-    Distribution(
-        "vllm:time_per_output_token_seconds", "Between reads of tokens.", "gap", bounds=histograms.VLLM_GAP
-    ),
-    Distribution(
-        "vllm:request_time_per_output_token_seconds",
-        "Mean time per token of a request.",
-        "per_token",
-        bounds=histograms.VLLM_GAP,
-    ),
+    _gaps("time_per_output_token_seconds", "Between reads of tokens.", "gap"),
+    _gaps("request_time_per_output_token_seconds", "Mean time per token of a request.", "per_token"),
     _latency("e2e_request_latency_seconds", "From arrival to the end.", "whole"),
     _latency("request_queue_time_seconds", "From arrival to the first step.", "queued"),
     _latency("request_prefill_time_seconds", "First step to first token.", "prefill"),
     _latency("request_decode_time_seconds", "First to last token.", "decode"),
     _latency("request_inference_time_seconds", "First step to the end.", "inference"),
-    _tokens("request_prompt_tokens", "Tokens of a prompt.", "prompt_tokens"),
-    _tokens("request_generation_tokens", "Tokens of an output.", "output_tokens"),
-    _tokens("request_params_max_tokens", "Parameter max_tokens, where given.", "max_tokens"),
-    _tokens("request_params_n", "Parameter n.", "n"),
-    _tokens("iteration_tokens_total", "Tokens computed in a step.", "step_tokens"),
+    _full("request_prompt_tokens", "Tokens of a prompt.", "prompt_tokens"),
+    _full("request_generation_tokens", "Tokens of an output.", "output_tokens"),
+    _full("request_params_max_tokens", "Parameter max_tokens, where given.", "max_tokens"),
+    _full("request_params_n", "Parameter n.", "n"),
+    _full("iteration_tokens_total", "Tokens computed in a step.", "step_tokens"),
 )
