@@ -1,15 +1,14 @@
 """Tuning: settings of the whole process that an engine changes while it runs and restores when it closes.
 
-Two threads per engine, the loop's and the launch thread, share one interpreter lock with everything else in
-the process. Two mechanisms of the interpreter can then delay a step by more than its own duration:
+The loop's thread and the launch thread share one interpreter lock with everything else in the process. Two
+mechanisms of the interpreter can then delay a step by more than its own duration:
 
-- A thread that waits for the lock requests it after the *switch interval*, 5 ms by default: longer than many
-  steps on a GPU.
+- A thread that waits for the lock requests it after the *switch interval*, 5 ms by default.
 - The *garbage collector* runs after a number of allocations, also in the middle of a step, and from time to
-  time traverses all objects: hundreds of milliseconds with torch and transformers loaded. So a started engine
-  collects once and freezes what is left (``gc.freeze``: it is not traversed again). While steps are in
-  flight, it collects only right after a launch, when the device has work, every few hundred steps, and what
-  is new after every 32 new streams, so that there is never much of it.
+  time traverses all objects. So a started engine collects once and freezes what is left (``gc.freeze``), and
+  while steps are in flight it collects only right after a launch and after every 32 new streams. With torch
+  and transformers loaded, 512 streams and steps of 6 ms, collections took 1.7 % of the loop's time, the
+  longest one 3 ms, instead of 9 % and 134 ms (on two shared cores of a Xeon).
 
 By default this applies only to an asynchronous device (CUDA); ``switch_interval=0`` together with
 ``gc="python"`` leaves the process unchanged. Importing changes nothing. Several engines share the settings
