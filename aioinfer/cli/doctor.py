@@ -123,12 +123,6 @@ def _plan(config: EngineConfig) -> list[Finding]:
         operations = f"{'torch' if layers.name == 'sdpa' else layers.name}: {layers.reason}"
     choose = choose_sampling if model.blocks is None else choose_proposing
     sampling = choose(device, config.sampling_backend)
-    part = f" ({model.part})" if model.part else ""
-    code = "this package's own code"
-    if not model.own:
-        code = f"transformers' code over paged attention ({model.fallback_reason})"
-    code += ", with random weights" if config.load_format == "random" else ""
-    dtype = str(model.dtype).removeprefix("torch.")
     experts: list[Finding] = []
     backend: Backend | None = None
     if model.experts is not None:
@@ -141,18 +135,14 @@ def _plan(config: EngineConfig) -> list[Finding]:
         from aioinfer.native import bindings
 
         instructions = [Finding("instructions", bindings.instructions())]
-    blocks: list[Finding] = []
-    if model.blocks is not None:
-        text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
-        blocks = [Finding("diffusion", f"{text}, {config.diffusion_mode}")]
     from aioinfer.loop import factory
 
     size = None if model.blocks is None else model.blocks.size
     window = factory.decide(config, size, asynchronous=device.type != "cpu").overlap_steps
     return [
-        Finding("model", f"{config.model_name}: {model.architecture}{part}, {dtype}, by {code}"),
+        _model(config, model),
         *_weights(config, model, layers, backend),
-        *blocks,
+        *_diffusion(config, model),
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{attention.name}: {attention.reason}"),
         Finding("operations", operations),
@@ -162,6 +152,23 @@ def _plan(config: EngineConfig) -> list[Finding]:
         Finding("decode graphs", _captured(config, model, device, attention.name, backend)),
         Finding("launching", f"{config.launch_mode}, overlap_steps {window}"),
     ]
+
+
+def _model(config: EngineConfig, model: ModelInfo) -> Finding:
+    part = f" ({model.part})" if model.part else ""
+    code = "this package's own code"
+    if not model.own:
+        code = f"transformers' code over paged attention ({model.fallback_reason})"
+    code += ", with random weights" if config.load_format == "random" else ""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Finding("model", f"{config.model_name}: {model.architecture}{part}, {dtype}, by {code}")
+
+
+def _diffusion(config: EngineConfig, model: ModelInfo) -> list[Finding]:
+    if model.blocks is None:
+        return []
+    text = f"block size {model.blocks.size}, mask token {model.blocks.mask_token_id}"
+    return [Finding("diffusion", f"{text}, {config.diffusion_mode}")]
 
 
 def _weights(

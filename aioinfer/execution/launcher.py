@@ -109,8 +109,7 @@ class Launcher(Protocol):
 
 
 class _Watch:
-    """Reports a thread that ended unasked, once. It is called by the thread itself, on its way out: nothing
-    polls, and an idle engine learns of it as fast as a busy one."""
+    """Reports a thread that ended unasked, once. The thread itself calls it on its way out: nothing polls."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -200,7 +199,6 @@ class _CompletionThread:
 class ThreadLauncher:
     """Launches on one dedicated thread, so that the loop never waits for a forward."""
 
-    #: as in Launcher
     blocking = False
 
     def __init__(self, device: Device) -> None:
@@ -217,7 +215,6 @@ class ThreadLauncher:
 
     @property
     def asynchronous(self) -> bool:
-        """As in Launcher."""
         return not self.device.synchronous
 
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
@@ -378,12 +375,10 @@ class InlineLauncher:
 
     @property
     def blocking(self) -> bool:
-        """As in Launcher."""
         return self._completion is None
 
     @property
     def asynchronous(self) -> bool:
-        """As in Launcher."""
         return not self.device.synchronous
 
     async def start(self, progress: Progress | None = None) -> DeviceInfo:
@@ -485,10 +480,7 @@ def _diagnose(device: Device, error: BaseException) -> BaseException:
 
 
 def _empty_frames(error: BaseException | None) -> None:
-    """Free what an error keeps alive through its traceback: tensors of a step, or a whole model.
-
-    Handlers may need that memory, and may keep the error for any time.
-    """
+    """Free tensors, or a whole model, that an error keeps alive through its traceback."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__

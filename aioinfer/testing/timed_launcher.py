@@ -21,7 +21,6 @@ class TimedLauncher:
     """Computes a step at the virtual moment at which it ends, not when it was launched, so that anything
     the host did meanwhile to memory that the step uses shows up as a wrong result."""
 
-    #: as in Launcher
     blocking = False
     asynchronous = False
 
