@@ -92,12 +92,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Before workers start: each of them would compile the native kernels."""
     if getattr(session.config.option, "numprocesses", None):
-        from aioinfer.native.build import BuildFailed, build, build_sockets
+        from aioinfer.native.build import BuildFailed, build
         from aioinfer.native.processor import MODELLED
 
         with suppress(BuildFailed):  # the tests that need them say why
             build()
-            build_sockets()
             if _chosen(session.config) != ("quick",):
                 build(tiles=MODELLED)
 

@@ -40,7 +40,6 @@ def examine(config: EngineConfig) -> list[Finding]:
         Finding("packages", ", ".join(map(_package, _PACKAGES))),
         Finding("cpu", _cpu()),
         *_gpus(),
-        Finding("sockets", _sockets()),
     ]
     try:
         findings += _plan(config)
@@ -71,16 +70,6 @@ def _capability() -> str:
     import torch
 
     return str(torch.backends.cpu.get_cpu_capability())
-
-
-def _sockets() -> str:
-    try:
-        from aioinfer.native.sending import load_sender  # not on every system
-    except ImportError:
-        return "every frame by its transport: the system has no native calls"
-    if load_sender() is None:
-        return "every frame by its transport: nothing could be compiled"
-    return "the frames of a step in one native call"
 
 
 def _gpus() -> list[Finding]:

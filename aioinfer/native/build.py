@@ -32,13 +32,12 @@ from typing import TypeAlias
 from aioinfer.native.processor import Tiles, choose_tiles, instruction_sets
 from aioinfer.native.turns import turn
 
-__all__ = ["UNITS", "BuildFailed", "build", "build_sockets", "cache_directory", "find_compiler"]
+__all__ = ["UNITS", "BuildFailed", "build", "cache_directory", "find_compiler"]
 
 #: ``progress(done, total)``, in files
 _Progress: TypeAlias = Callable[[int, int], None] | None
 
 _SOURCE = Path(__file__).parent / "source"
-_SOCKETS = Path(__file__).parent / "sockets"
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno")
 #: (source, further flags) of every object
 _UNITS = (
@@ -128,15 +127,6 @@ def build(progress: _Progress = None, tiles: Tiles | None = None) -> Path:
         raise BuildFailed(str(error)) from error
     flags = [*_FLAGS, *os.environ.get("AIOINFER_CXXFLAGS", "-march=native").split(), *tiles.flags]
     return _made(_Recipe("kernels", _SOURCE, _UNITS, flags, instruction_sets()), progress)
-
-
-def build_sockets() -> Path:
-    """Return the library that sends frames to sockets; compiling it the first time takes less than a second.
-    It runs on every processor of this kind.
-
-    Raises BuildFailed: there is no compiler, or it fails.
-    """
-    return _made(_Recipe("sockets", _SOCKETS, (("frames.cpp", ()),), _FLAGS, ""))
 
 
 def _made(recipe: _Recipe, progress: _Progress = None) -> Path:

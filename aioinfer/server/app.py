@@ -49,8 +49,8 @@ def setup(
     """Add the routes of an engine under ``prefix``, and a health route, to an application.
 
     ``health`` is an absolute path or relative to the prefix; None: no such route, no trace and no feed of
-    steps. ``playground`` is the absolute path of a page to try the model with; None: no page, whatever the
-    config says. An application can have several engines under different prefixes.
+    steps. ``playground`` is the absolute path of a page to try the model with; None: no page, also if
+    the config has one. An application can have several engines under different prefixes.
 
     An engine that is not started is started and closed together with the application. When the application
     shuts down, open requests have ``config.drain_timeout`` seconds to finish, and new ones get 503.
@@ -135,7 +135,7 @@ async def _serve(
     _mount_whole(app, engine, config)
     runner = _runner(app, config)
     admin = _runner(admin_application(engine, config), config)
-    async with AsyncExitStack() as closing:  # the last one goes first, whatever the others raise
+    async with AsyncExitStack() as closing:  # the last one goes first, also if others raise
         closing.callback(connections.stop)
         closing.push_async_callback(admin.cleanup)
         closing.push_async_callback(runner.cleanup)
@@ -186,9 +186,8 @@ def _url(bound: Bound, config: ServerConfig) -> str:
 class _Mount:
     """The life of an engine in an application: started and closed with it if it was not started before."""
 
-    def __init__(self, engine: EngineLike, routes: Routes, drain_timeout: float) -> None:
+    def __init__(self, engine: EngineLike, drain_timeout: float) -> None:
         self._engine = engine
-        self._routes = routes
         self._drain_timeout = drain_timeout
         self._ours = False
 
@@ -196,7 +195,6 @@ class _Mount:
         self._ours = self._engine.state in (EngineState.NEW, EngineState.CLOSED)
         if self._ours:
             await self._engine.start()
-        await self._routes.start()
         yield
         if self._ours:
             await self._engine.aclose()
@@ -245,7 +243,7 @@ def _mount(
     routes.add_to(app, prefix, health, whole=whole, playground=playground)
     if add_headers not in app.on_response_prepare:
         app.on_response_prepare.append(add_headers)
-    mount = _Mount(engine, routes, config.drain_timeout)
+    mount = _Mount(engine, config.drain_timeout)
     app.cleanup_ctx.append(mount.context)
     return mount
 

@@ -26,8 +26,8 @@ class Confined:
         self._field = field
 
     def find(self, path: str) -> Path:
-        """What is at a path in the directory, without links. Blocks. Raises InvalidRequest, which says the
-        same of whatever lies outside, whether it is there or not."""
+        """Resolve a path in the directory. Blocks. Raises InvalidRequest, which does not tell whether a path
+        outside exists."""
         if "\0" in path:
             raise self._bad("has a NUL character")
         if len(path) > LONGEST_PATH:
@@ -46,8 +46,7 @@ class Confined:
         return found
 
     def directory(self, path: str, names: tuple[str, ...]) -> Path:
-        """As :meth:`find`, a directory of which the files with these names, as far as they are there, are
-        regular files in the root."""
+        """Resolve a directory, where files with these names are regular files in the root, if they exist."""
         found = self.find(path)
         if not found.is_dir():
             raise self._bad(f"there is no directory {shown(path)} in {self._setting}")
@@ -55,8 +54,8 @@ class Confined:
         return found
 
     def whole(self, path: str) -> Path:
-        """As :meth:`find`, of which every file is a regular one in the root, those below it, too; of a file,
-        those beside it with the same ending."""
+        """Resolve a path where every file below is a regular one in the root; of a file, also those beside it
+        with the same ending."""
         found = self.find(path)
         try:
             if found.is_dir():
@@ -72,7 +71,7 @@ class Confined:
     def _below(self, directory: Path) -> Iterator[Path]:
         count = 0
         for where, directories, files in os.walk(directory):
-            # What links to a directory is none that is walked: it has to be in the root all the same.
+            # Links to directories are not walked, but have to stay in the root, too.
             links = [each for each in directories if (Path(where) / each).is_symlink()]
             for name in links:
                 if not (Path(where) / name).resolve().is_relative_to(self._top()):
@@ -92,7 +91,7 @@ class Confined:
             ) from None
 
     def said(self, error: Exception) -> str:
-        """What an error says, without where the root is."""
+        """The message of an error without the path of the root."""
         try:
             top = self._top()
         except InvalidRequest:

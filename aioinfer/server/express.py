@@ -3,10 +3,9 @@
 A stream is plain if its event differs from chunk to chunk by nothing but the text: see
 :meth:`aioinfer.server.wire.AnswerWriter.plain`. Its handler sleeps to the end of the request. Meanwhile the
 engine tells the lane after each step which streams have moved, and the lane writes one frame for each, in a
-callback of its own behind the planning of the next step::
+callback of its own after the planning of the next step::
 
-    step resolved --moved--> Lane --call_soon--> frames: chunk size, prefix, "text", suffix
-                                                   `--- one native call per batch ---> sockets
+    step resolved --moved--> Lane --call_soon--> frames: chunk size, prefix, "text", suffix --> transports
 
 A frame takes pieces of text from the stream's cell by the cursors that ``async for`` uses, at the moment in
 which it is written. So what the lane has not written by the end, the handler finds there and writes with the
@@ -23,7 +22,6 @@ from collections.abc import Sequence
 from json.encoder import encode_basestring_ascii as _quoted
 
 from aioinfer.server.http.disconnects import ClientGone
-from aioinfer.server.http.frames import FrameWriter, descriptor, load_writer
 from aioinfer.server.http.sse import EventStream
 from aioinfer.server.wire import PlainEvent
 from aioinfer.stream import Outlet, Stream
@@ -33,8 +31,8 @@ __all__ = ["ExpressLane", "ExpressOutlet"]
 _log = logging.getLogger("aioinfer.server")
 
 #: seconds of writing between two turns of the loop, at least and at most; frames that are written in any
-#: case; frames between two looks at the clock; frames that are sent at once, a multiple of that
-_SLICE, _LONGEST, _LEAST, _FRAMES, _BATCH = 0.002, 0.003, 128, 16, 64
+#: case; frames between two looks at the clock
+_SLICE, _LONGEST, _LEAST, _FRAMES = 0.002, 0.003, 128, 16
 #: of streams that could not be written in one slice: seconds of writing for each second of other callbacks.
 #: Steps that land all the time must not keep their own tokens from being written
 _SHARE = 2.0
@@ -47,7 +45,7 @@ _RETRY = 0.1
 
 
 class ExpressOutlet:
-    """One stream on the lane: where its frames go, and what is around the text in each of them."""
+    """One stream on the lane: its transport, and the bytes around the text of each event."""
 
     __slots__ = (
         "after",
@@ -57,7 +55,6 @@ class ExpressOutlet:
         "lane",
         "pending",
         "size",
-        "socket",
         "stream",
         "transport",
     )
@@ -74,7 +71,6 @@ class ExpressOutlet:
         self.stream = stream
         self.cell = stream.cell
         self.transport = transport
-        self.socket = descriptor(transport)
         self.events = events
         name = "" if event.name is None else f"event: {event.name}\n"
         before, after = f"{name}data: {event.before}", f"{event.after}\n\n"
@@ -85,18 +81,11 @@ class ExpressOutlet:
         #: it is in the lane's list
         self.pending = False
 
-    def fail(self, error: Exception) -> None:
-        """Writing has raised ``error``: the client cannot be served, and its request ends."""
-        _log.error("a stream could not be written", exc_info=error)
-        self.transport.abort()
-        self.events.give_up(ClientGone(f"the client could not be written to: {error!r}"))
-
 
 class ExpressLane:
     """All plain streams of one engine's routes. As :class:`aioinfer.stream.Lane`; on the event loop only."""
 
     def __init__(self) -> None:
-        self._writer = FrameWriter()
         #: those that have moved since they were last written, each once
         self._moved: list[ExpressOutlet] = []
         self._due = False
@@ -105,10 +94,6 @@ class ExpressLane:
         #: those whose clients have not read what was written
         self._blocked: set[ExpressOutlet] = set()
         self._retrying: asyncio.TimerHandle | None = None
-
-    async def load(self) -> None:
-        """Load what sends many frames at once. Without it, each is written by its transport."""
-        self._writer = await load_writer()
 
     def outlet(self, stream: Stream, event: PlainEvent | None, events: EventStream) -> ExpressOutlet | None:
         """For a stream whose prompt was accepted; None if it has to be written chunk by chunk."""
@@ -139,19 +124,17 @@ class ExpressLane:
         others = 0.0 if self._left is None else start - self._left
         end, self._left = start + min(max(_SLICE, _SHARE * others), _LONGEST), None
         for at, outlet in enumerate(moved):
-            if at % _FRAMES == 0 and at:
-                if at % _BATCH == 0:
-                    self._writer.send()
-                if at >= _LEAST and time.perf_counter() >= end:
-                    self._moved = moved[at:] + self._moved
-                    self._left = time.perf_counter()
-                    break
+            if at % _FRAMES == 0 and at >= _LEAST and time.perf_counter() >= end:
+                self._moved = moved[at:] + self._moved
+                self._left = time.perf_counter()
+                break
             outlet.pending = False
             try:
                 self._write(outlet, now)
             except Exception as error:
-                outlet.fail(error)
-        self._writer.send()
+                _log.error("a stream could not be written", exc_info=error)
+                outlet.transport.abort()
+                outlet.events.give_up(ClientGone(f"the client could not be written to: {error!r}"))
         self._schedule()
 
     def _write(self, outlet: ExpressOutlet, now: float) -> None:
@@ -164,8 +147,7 @@ class ExpressLane:
         transport = outlet.transport
         if transport.is_closing():
             return  # the handler learns of it from the watcher
-        unsent = transport.get_write_buffer_size()
-        if unsent > _UNSENT:
+        if transport.get_write_buffer_size() > _UNSENT:
             self._block(outlet)
             return
         if count - taken == 1:
@@ -174,7 +156,7 @@ class ExpressLane:
             count = min(count, taken + _PIECES)
             text = _quoted("".join(pieces[taken:count]))
         frame = f"{outlet.size + len(text):x}{outlet.before}{text}{outlet.after}".encode()
-        self._writer.add(frame, outlet, unsent)
+        transport.write(frame)
         cell.taken_pieces, cell.blocked = count, False
         if count == len(pieces):
             cell.taken_ids = len(request.token_times)

@@ -60,10 +60,6 @@ class Generation:
         #: requests that only want tokens or their text
         self._tokenizing = 0
 
-    async def start(self) -> None:
-        """Load what answers are written with. Without it they are written more slowly."""
-        await self._lane.load()
-
     async def respond(self, request: web.Request, wire: Wire) -> web.StreamResponse:
         """The answer to a request in the protocol of ``wire``."""
         record = record_of(request)

@@ -57,10 +57,6 @@ class Routes:
         self._pages = Pages(keyed=keys.given)
         self._watching = Watching(engine, config, keys)
 
-    async def start(self) -> None:
-        """Before the first request."""
-        await self._generation.start()
-
     def _routes(self) -> list[Route]:
         """Every endpoint but health and trace, whose path an application chooses."""
         return [

@@ -15,7 +15,6 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution import graphs
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.native import sending
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.harness import require
 from tests.native.compilers import unsettled
@@ -30,7 +29,6 @@ def test_without_a_compiler_the_report_says_what_to_install(
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(sending, "_load", lambda *arguments: None)  # what it answers stays for good
     find = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "ziglang" else find(name, *more)
@@ -54,15 +52,8 @@ def test_the_report_of_the_bundled_model_is_what_runs(capsys: pytest.CaptureFixt
     assert architecture in description
     assert "own code" in found["model"]
     assert "torch" in found["packages"]
-    assert found["sockets"] == "the frames of a step in one native call"
     assert main(["doctor", "--device", "cpu"]) == 0
     assert found["model"] in capsys.readouterr().out
-
-
-def test_a_machine_without_a_compiler_sends_by_transports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "load_sender", lambda: None)
-    found = {finding.subject: finding.text for finding in examine(EngineConfig(device="cpu"))}
-    assert found["sockets"] == "every frame by its transport: nothing could be compiled"
 
 
 @pytest.mark.parametrize(

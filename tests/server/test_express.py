@@ -395,9 +395,6 @@ class FakeTransport:
     def write(self, data: bytes) -> None:
         self.written.append((self, data))
 
-    def get_extra_info(self, name: str) -> None:
-        """It has no socket."""
-
     def is_closing(self) -> bool:
         return False
 

@@ -1,4 +1,4 @@
-"""Which web pages may use a server: only those that the config says.
+"""Access of web pages: only those that the config lists may use a server.
 
 A browser lets any page send requests to servers of its machine and network. Two checks keep out pages that
 are not this server's own. ``Host`` must be a name of this server: a page whose name was pointed to this
@@ -56,7 +56,7 @@ class WebAccess:
                 raise _forbidden(f"the origin {origin[:200]!r} is not in cors_origins", "origin_not_allowed")
 
     def check_local(self, request: web.Request) -> None:
-        """The same, whatever the server listens on: ``Host`` is an address, a loopback name or listed. The
+        """Raise Refused (403) unless ``Host`` is an address, a loopback name or listed, on any socket: the
         config of a mounted engine does not know where its application listens."""
         if "*" not in self._listed:
             self._check_hosts(request, addresses=True)

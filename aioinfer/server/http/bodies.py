@@ -20,7 +20,7 @@ _CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii"})
 
 
 async def read_body(request: web.Request, timeout: float, limit: int) -> bytes:
-    """The body as it was sent, or decompressed where the application does that.
+    """Read the body as it was sent, or decompressed where the application does that.
 
     Raises Refused: it is not declared as JSON in UTF-8, cannot be decompressed, or is incomplete after
     ``timeout`` seconds, or has more than ``limit`` bytes. Raises ClientGone.
@@ -40,7 +40,7 @@ async def read_body(request: web.Request, timeout: float, limit: int) -> bytes:
 
 
 async def expected(request: web.Request) -> web.StreamResponse | None:
-    """The handler of requests with ``Expect``, before all others: aiohttp's own answers in plain text."""
+    """Answer ``Expect`` before all other handlers: aiohttp's own one answers in plain text."""
     if request.version < HttpVersion11:
         return None
     if request.headers["Expect"].lower() != "100-continue":
@@ -64,7 +64,7 @@ async def _read(request: web.Request, limit: int) -> bytes:
 
 
 def encoding_of(request: web.Request) -> str:
-    """What the body is encoded with. Several headers mean the same as one with a list."""
+    """The encodings of the body as a list. Several headers mean the same as one with a list."""
     return ", ".join(request.headers.getall("Content-Encoding", ())).strip().lower()
 
 

@@ -34,7 +34,7 @@ class Failure:
     headers: dict[str, str] = field(default_factory=dict)
     #: of the request, for protocols whose errors name it
     request_id: str = ""
-    #: the connection is closed behind the response
+    #: the connection is closed after the response
     close: bool = False
 
     def body(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class Refused(Exception):
 
 
 def as_failure(error: BaseException) -> Failure:
-    """The failure of an exception. An unknown exception is logged; the client receives no details of it."""
+    """Translate an exception. An unknown exception is logged; the client receives no details of it."""
     match error:
         case Refused():
             return error.failure

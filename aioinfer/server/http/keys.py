@@ -44,7 +44,7 @@ def digest_of(key: str) -> str:
 class Key:
     """One key: its name and its limits, where None is no limit.
 
-    ``tokens_per_minute`` is a bucket of so many tokens that fills evenly within a minute. Prompt and output
+    ``tokens_per_minute`` is a bucket of that size, which fills evenly within a minute. Prompt and output
     of a call are taken out when it ends, and may take the bucket below zero: calls are refused until it is
     above again. All in O(1), without timers.
     """

@@ -16,7 +16,7 @@ _MIB = 1 << 20
 MOST_BODY_MIB = 16.0
 #: bytes of a body per token of the context: escaped text has up to 12 per character
 _BYTES_PER_TOKEN = 64
-#: json.loads holds the interpreter's lock: it reads so many values in 25 to 50 ms on a Xeon
+#: json.loads holds the interpreter's lock: it reads this many values in 25 to 50 ms on a Xeon
 _VALUES = 1 << 18
 #: entries of logprobs that take about 100 MB
 _ENTRIES = 1 << 18
@@ -65,7 +65,7 @@ class Limits:
 
     @property
     def echo(self) -> int:
-        """Characters of prompts in an answer: choices x prompt. Far fewer bytes than so many logprobs."""
+        """Characters of prompts in an answer: choices x prompt. Far fewer bytes than as many logprobs."""
         return CHARACTERS_PER_ENTRY * self.logprobs
 
 

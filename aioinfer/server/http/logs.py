@@ -1,5 +1,5 @@
-"""What the server logs of its clients: events that clients can cause at will are limited in rate, and lines
-of the access log in length."""
+"""Logs about clients: events that clients can cause at will are limited in rate, and lines of the access log
+in length."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Throttle:
         self._left_out = 0
 
     def admits(self) -> bool:
-        """The event is logged now."""
+        """Whether the event is logged now."""
         now = self._clock()
         if now < self._next:
             self._left_out += 1
@@ -55,7 +55,7 @@ class Throttle:
         return True
 
     def note(self) -> str:
-        """How many events were left out since the last one that was logged."""
+        """The number of events that were left out since the last one that was logged."""
         count, self._left_out = self._left_out, 0
         return f" ({count} more since the last message)" if count else ""
 

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 _SLICE = 1 << 18
 #: bytes of a body that is parsed on the loop
 _SMALL = 1 << 14
-#: what takes long whatever its size: patterns are compiled, and an escape may spell their field
+#: what takes long at any size: patterns are compiled, and an escape may spell their field
 _COSTLY = (b"stop_regex", b"\\u")
 #: zlib reads the header of gzip
 _GZIP = 16 + zlib.MAX_WBITS
@@ -93,7 +93,7 @@ class BodyParser:
         self._turn = asyncio.Lock()
 
     async def parse(self, parse: Callable[[bytes], _T], raw: bytes, limits: Limits) -> _T:
-        """``parse(raw)``, wherever. Raises InvalidRequest for too many values, and what ``parse`` raises."""
+        """Return ``parse(raw)``. Raises InvalidRequest for too many values, and what ``parse`` raises."""
         if len(raw) <= _SMALL and not any(mark in raw for mark in _COSTLY):
             limits.check_values(raw)
             return parse(raw)

@@ -1,4 +1,4 @@
-"""Records: what a server knows of one request, from its first byte to its line in the access log.
+"""Records of requests, from the first byte to the line in the access log.
 
 The id comes from the client's ``x-request-id`` if that is short and plain, and is minted otherwise. It is a
 header of every response, the end of the answer's own id unless the body names one, and a name in the trace.
@@ -31,7 +31,7 @@ _LOOKED_AT = 8
 
 
 class Output(Protocol):
-    """What a record reads of a stream of the engine."""
+    """The attributes of an engine's stream that a record reads."""
 
     @property
     def usage(self) -> Usage: ...
@@ -75,7 +75,7 @@ class Record:
 
     @contextlib.contextmanager
     def counting(self, streams: Sequence[Output], choices: int) -> Iterator[None]:
-        """Counts what ``streams`` have when the block is left, whatever ended it; ``choices`` per prompt."""
+        """Count the tokens of ``streams`` when the block is left, in any way; ``choices`` per prompt."""
         how = "error"
         try:
             yield

@@ -78,7 +78,7 @@ class EventStream(Watched):
         await self._write(_event(data, name))
 
     async def end(self, data: str | None = None) -> None:
-        """End the response, behind one more event if there is ``data``."""
+        """End the response, after one more event if there is ``data``."""
         self._open = False
         if self._request.writer is not None:
             # The access log has all bytes.
@@ -92,7 +92,7 @@ class EventStream(Watched):
         return self._request.transport if plain and self._open else None
 
     def wrote(self, size: int, now: float) -> None:
-        """So many bytes were written to the transport directly, at ``now`` by the loop's clock."""
+        """Count bytes that were written to the transport directly, at ``now`` by the loop's clock."""
         self._written += size
         self._direct += size
         self._spoke = now
