@@ -254,6 +254,10 @@ def gzipped(body: bytes) -> bytes:
     [
         ("gzip", gzipped(GOOD), 200),
         ("deflate", zlib.compress(GOOD), 200),
+        ("gzip", gzipped(GOOD) + b"more", 400),
+        ("deflate", zlib.compress(GOOD) + b"more", 400),
+        ("gzip", gzipped(b" " * (8 << 20)), 413),
+        ("deflate", zlib.compress(b" " * (8 << 20)), 413),
         ("identity", GOOD, 200),
         ("gzip", GOOD, 400),
         ("gzip", b"", 400),

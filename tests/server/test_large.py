@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import json
 import threading
 import zlib
@@ -113,24 +112,6 @@ async def test_a_body_without_a_length_is_refused_while_it_is_read(
         assert await raw.status() == 413
 
 
-@pytest.mark.parametrize("encoding", ["gzip", "deflate"])
-async def test_compressed_bodies_are_read(serving: Serving, encoding: str) -> None:
-    raw = json.dumps({"prompt": [1, 2], "max_tokens": 2, "temperature": 0}).encode()
-    pack = gzip.compress if encoding == "gzip" else zlib.compress
-    packed = pack(raw)
-    async with serving() as served:
-        url = f"{served.url}/v1/completions"
-        status, plain = await post(url, raw)
-        assert (status, plain["usage"]["completion_tokens"]) == (200, 2)
-        status, answer = await post(url, packed, Content_Encoding=encoding)
-        assert (status, answer["choices"]) == (200, plain["choices"])
-        for bad in (raw[1:], packed[:-1], packed + b"more", b"\x1f\x8b"):
-            status, answer = await post(url, bad, Content_Encoding=encoding)
-            assert (status, answer["error"]["param"]) == (400, "body")
-        status, answer = await post(url, pack(b" " * (8 << 20)), Content_Encoding=encoding)
-        assert status == 413
-
-
 @rest(SECONDS)
 async def test_decompression_is_in_slices_and_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gigabyte of zeros in a megabyte."""
@@ -212,21 +193,6 @@ async def test_large_bodies_and_patterns_are_parsed_on_a_worker_thread_one_at_a_
     assert await asyncio.gather(*(parser.parse(parse, raw, LIMITS) for raw in large))
     assert here not in threads[1:]
     assert most == 1
-
-
-async def test_a_body_that_finds_no_thread_leaves_the_turn_to_the_next(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def no_thread(*_: Any) -> Any:
-        raise RuntimeError("can't start new thread")
-
-    parser, large = BodyParser(), b'{"prompt":"%s"}' % (b"x" * 100_000)
-    with monkeypatch.context() as patched:
-        patched.setattr(asyncio.get_running_loop(), "run_in_executor", no_thread)
-        with pytest.raises(RuntimeError, match="new thread"):
-            await parser.parse(len, large, LIMITS)
-    async with asyncio.timeout(60):
-        assert await parser.parse(len, large, LIMITS) == len(large)
 
 
 async def test_the_loop_has_turns_while_a_large_body_is_parsed() -> None:

@@ -195,17 +195,3 @@ async def parts(body: bytes) -> AsyncIterator[bytes]:
     """A body without a length."""
     for at in range(0, len(body), 100):
         yield body[at : at + 100]
-
-
-async def test_a_mounted_trace_cannot_be_read_by_rebinding() -> None:
-    app = web.Application()
-    setup(app, make_engine())
-    async with running(app) as url, aiohttp.ClientSession() as session:
-        for host, status in (("evil.example", 403), ("localhost", 200)):
-            async with session.get(f"{url}/debug/trace", headers={"Host": host}) as response:
-                assert response.status == status
-            # The application itself decides about its other routes.
-            async with session.get(f"{url}/v1/models", headers={"Host": host}) as response:
-                assert response.status == 200
-        async with session.post(f"{url}/v1/completions", data=json.dumps(BODY)) as response:
-            assert response.status == 415

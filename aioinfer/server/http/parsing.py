@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Callable
-from typing import Any, TypeVar
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from aiohttp import web
 
@@ -90,27 +91,13 @@ class BodyParser:
     """
 
     def __init__(self) -> None:
-        self._turn = asyncio.Lock()
+        self._worker = ThreadPoolExecutor(1, "aioinfer-bodies")
 
     async def parse(self, parse: Callable[[bytes], _T], raw: bytes, limits: Limits) -> _T:
         """Return ``parse(raw)``. Raises InvalidRequest for too many values, and what ``parse`` raises."""
         if len(raw) <= _SMALL and not any(mark in raw for mark in _COSTLY):
-            limits.check_values(raw)
-            return parse(raw)
-        await self._turn.acquire()
-        try:
-            future = asyncio.get_running_loop().run_in_executor(None, _parse, parse, raw, limits)
-        except BaseException:  # the system has no thread left, for example
-            self._turn.release()
-            raise
-        # The turn is that of the thread: it goes on when the client has left.
-        future.add_done_callback(self._ended)
-        return await asyncio.shield(future)
-
-    def _ended(self, future: asyncio.Future[Any]) -> None:
-        self._turn.release()
-        if not future.cancelled():
-            future.exception()  # retrieved, also if the client has left
+            return _parse(parse, raw, limits)
+        return await asyncio.get_running_loop().run_in_executor(self._worker, _parse, parse, raw, limits)
 
 
 def _parse(parse: Callable[[bytes], _T], raw: bytes, limits: Limits) -> _T:
