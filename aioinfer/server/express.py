@@ -30,12 +30,9 @@ __all__ = ["ExpressLane", "ExpressOutlet"]
 
 _log = logging.getLogger("aioinfer.server")
 
-#: seconds of writing between two turns of the loop, at least and at most; frames that are written in any
-#: case; frames between two looks at the clock
-_SLICE, _LONGEST, _LEAST, _FRAMES = 0.002, 0.003, 128, 16
-#: of streams that could not be written in one slice: seconds of writing for each second of other callbacks.
-#: Steps that land all the time must not keep their own tokens from being written
-_SHARE = 2.0
+#: seconds of writing between two turns of the loop; frames that are written in any case, so that steps that
+#: land all the time do not keep their own tokens from being written; frames between two looks at the clock
+_SLICE, _LEAST, _FRAMES = 0.003, 128, 16
 #: bytes that wait for a client at most when a frame is added
 _UNSENT = 1 << 16
 #: pieces of text in a frame: some milliseconds of formatting at most
@@ -89,8 +86,6 @@ class ExpressLane:
         #: those that have moved since they were last written, each once
         self._moved: list[ExpressOutlet] = []
         self._due = False
-        #: when a slice ended that left some of them
-        self._left: float | None = None
         #: those whose clients have not read what was written
         self._blocked: set[ExpressOutlet] = set()
         self._retrying: asyncio.TimerHandle | None = None
@@ -120,13 +115,10 @@ class ExpressLane:
         """Write what there is, for some milliseconds; other callbacks run before the rest is written."""
         self._due = False
         moved, self._moved = self._moved, []
-        now, start = asyncio.get_running_loop().time(), time.perf_counter()
-        others = 0.0 if self._left is None else start - self._left
-        end, self._left = start + min(max(_SLICE, _SHARE * others), _LONGEST), None
+        now, end = asyncio.get_running_loop().time(), time.perf_counter() + _SLICE
         for at, outlet in enumerate(moved):
             if at % _FRAMES == 0 and at >= _LEAST and time.perf_counter() >= end:
                 self._moved = moved[at:] + self._moved
-                self._left = time.perf_counter()
                 break
             outlet.pending = False
             try:

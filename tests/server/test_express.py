@@ -448,7 +448,6 @@ async def test_a_frame_is_a_chunk_with_one_event() -> None:
 
 async def test_many_frames_are_written_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(express, "_SLICE", 0.0)
-    monkeypatch.setattr(express, "_LONGEST", 0.0)
     lane, written = ExpressLane(), []  # type: ignore[var-annotated]
     outlets = [fake_outlet(lane, written) for _ in range(1000)]
     for outlet in outlets:
@@ -464,39 +463,6 @@ async def test_many_frames_are_written_in_slices(monkeypatch: pytest.MonkeyPatch
     assert len(counts) == 1 + -(-(1000 - express._LEAST) // express._LEAST)
     order = [transport for transport, _ in written[:1000]]
     assert order == [outlet.transport for outlet in outlets]
-
-
-@pytest.mark.parametrize(("others", "frames"), [(0.0, 20), (0.0005, 20), (0.00125, 25), (0.1, 30)])
-async def test_slices_grow_with_what_other_callbacks_take(
-    monkeypatch: pytest.MonkeyPatch, others: float, frames: int
-) -> None:
-    """Frames of 0.1 ms; a first slice of 2 ms, and further ones of twice the time between, up to 3 ms."""
-    clock = 0.0
-    monkeypatch.setattr(express, "_LEAST", 1)
-    monkeypatch.setattr(express, "_FRAMES", 1)
-    monkeypatch.setattr(express, "time", SimpleNamespace(perf_counter=lambda: clock))
-    lane = ExpressLane()
-    written: list[Any] = []
-    write = lane._write
-
-    def timed(outlet: ExpressOutlet, now: float) -> None:
-        nonlocal clock
-        clock += 0.0001
-        write(outlet, now)
-
-    monkeypatch.setattr(lane, "_write", timed)
-    outlets = [fake_outlet(lane, written) for _ in range(200)]
-    for outlet in outlets:
-        push(outlet, "a")
-    lane.moved(outlets)
-    counts = []
-    for _ in range(3):
-        before = len(written)
-        await asyncio.sleep(0)
-        counts.append(len(written) - before)
-        clock += others
-    assert counts[0] in (20, 21)
-    assert all(abs(count - frames) <= 1 for count in counts[1:])
 
 
 async def test_text_of_any_length_is_cut_into_frames(monkeypatch: pytest.MonkeyPatch) -> None:
