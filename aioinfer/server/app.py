@@ -264,7 +264,7 @@ def _mount_whole(app: web.Application, engine: EngineLike, config: ServerConfig)
 def _application(config: ServerConfig, *outer: Middleware) -> web.Application:
     access = WebAccess(config)
     app = web.Application(
-        middlewares=[recorded, *outer, _json_errors, _but_health(access.middleware)],
+        middlewares=[recorded, *outer, _json_errors, access.middleware(OPEN_PATHS)],
         client_max_size=int((config.max_body_mib or MOST_BODY_MIB) * _MIB),
     )
     app.on_response_prepare.append(_recorded_early)
@@ -276,18 +276,6 @@ def _application(config: ServerConfig, *outer: Middleware) -> web.Application:
 async def _recorded_early(request: web.Request, response: web.StreamResponse) -> None:
     """Responses to ``Expect`` come before all middlewares."""
     record_of(request)
-
-
-def _but_health(middleware: Middleware) -> Middleware:
-    """A middleware for every path but those that monitors ask by any name and without a key."""
-
-    @web.middleware
-    async def selective(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if request.path in OPEN_PATHS:
-            return await handler(request)
-        return await middleware(request, handler)
-
-    return selective
 
 
 @web.middleware

@@ -8,6 +8,7 @@ address (DNS rebinding) sends its own name. ``Origin`` must be this server or li
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Container
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
@@ -77,12 +78,13 @@ class WebAccess:
 
     # -- CORS -----------------------------------------------------------------------------------
 
-    @property
-    def middleware(self) -> Middleware:
-        """Checks every request, and responds to preflight requests."""
+    def middleware(self, exempt: Container[str]) -> Middleware:
+        """Checks every request but those of the paths ``exempt``, and responds to preflight requests."""
 
         @web.middleware
         async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
+            if request.path in exempt:
+                return await handler(request)
             self.check(request)
             if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
                 return self._preflight(request)
