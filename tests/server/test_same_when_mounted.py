@@ -73,6 +73,7 @@ BODIES = {
 
 
 @nightly("many calls, each of them to two servers")
+@pytest.mark.parametrize("either", ["mounted", "asgi"], indirect=True)  # of serve: test_access
 @pytest.mark.parametrize("case", BODIES)
 async def test_encodings(either: Either, case: str, caplog: pytest.LogCaptureFixture) -> None:
     encodings, body, status = BODIES[case]
