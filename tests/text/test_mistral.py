@@ -7,7 +7,7 @@ import re
 import pytest
 
 from aioinfer.text.tool_calls import PARSERS
-from aioinfer.text.tool_calls.states import LONGEST_EARLY, CallStates
+from aioinfer.text.tool_calls.base import LONGEST_EARLY, ToolCallParser
 from tests.text.call_formats import Calls, parse
 from tests.tiers import SECONDS, rest
 
@@ -64,13 +64,13 @@ def test_arguments_without_a_name_are_parsed_again_a_few_times_only(
     name: str, piece: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again: list[int] = []
-    plain = CallStates._no_call
+    plain = ToolCallParser._no_call
 
-    def watch(parser: CallStates) -> bool:
+    def watch(parser: ToolCallParser) -> bool:
         again.append(len(parser._tentative))
         return plain(parser)
 
-    monkeypatch.setattr(CallStates, "_no_call", watch)
+    monkeypatch.setattr(ToolCallParser, "_no_call", watch)
     text = piece * 4000
     assert parse(name, [text]) == (text, [])
     assert sum(again) < 8 * LONGEST_EARLY + 100 * 4000

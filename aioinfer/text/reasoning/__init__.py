@@ -1,7 +1,7 @@
 """Parsers that split the reasoning between tags off a streamed answer.
 
-Each format has a file with one class; :data:`REASONING_PARSERS` maps names to classes. To add a format, add
-its class to the tuple below.
+Each format is a class; :data:`REASONING_PARSERS` maps names to classes. To add a format, add its class to the
+tuple below.
 """
 
 from __future__ import annotations
@@ -9,12 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from aioinfer.text import AUTO
-from aioinfer.text.reasoning.base import ReasoningParser
-from aioinfer.text.reasoning.deepseek_r1 import DeepSeekR1
-from aioinfer.text.reasoning.gemma4 import Gemma4
 from aioinfer.text.reasoning.harmony import Harmony
-from aioinfer.text.reasoning.mistral import Mistral
-from aioinfer.text.reasoning.qwen3 import Qwen3
+from aioinfer.text.reasoning.tagged import DeepSeekR1, Gemma4, Mistral, Qwen3, ReasoningParser
 
 __all__ = [
     "REASONING_PARSERS",

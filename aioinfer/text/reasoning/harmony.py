@@ -9,7 +9,7 @@ import regex
 
 from aioinfer.text import harmony
 from aioinfer.text.harmony import CHANNEL, END, MESSAGE, TAGS, held_length
-from aioinfer.text.reasoning.base import ReasoningParser
+from aioinfer.text.reasoning.tagged import ReasoningParser
 
 __all__ = ["Harmony"]
 

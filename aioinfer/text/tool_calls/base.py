@@ -1,16 +1,33 @@
-"""The interface of the parsers of tool calls."""
+"""The base of the parsers of tool calls: the states between which a text moves them."""
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import regex
+
+from aioinfer.text.tags import partial_length, without_breaks
 
 if TYPE_CHECKING:
     from aioinfer.text.rules import Rules
 
-__all__ = ["Functions", "Parsed", "ToolCallDelta", "ToolCallParser", "new_id"]
+__all__ = [
+    "LONGEST_EARLY",
+    "LONGEST_HEAD",
+    "Functions",
+    "JsonObject",
+    "Parsed",
+    "ToolCallDelta",
+    "ToolCallParser",
+    "new_id",
+]
+
+#: A text that turns out not to be a call is parsed again. Limits in characters: before and after the
+#: arguments, and of what must be complete before it can be passed on.
+LONGEST_HEAD, LONGEST_EARLY = 1024, 16_384
 
 #: name -> JSON schema of the arguments, which describes an object
 Functions = Mapping[str, Mapping[str, Any]]
@@ -39,45 +56,53 @@ def new_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-class ToolCallParser(Protocol):
+class ToolCallParser:
     """Text in, content and calls out; the concatenation does not depend on how the text is split.
 
-    Never raises, and every character of the text is either content or part of a call. Arguments are passed on
-    as they arrive, so a call remains one even if its arguments are not valid JSON: as with OpenAI's API, the
-    receiver validates them.
+    Never raises, and every character of the text is either content or part of a call; line breaks around a
+    call belong to it. Arguments are passed on as they arrive, so a call remains one even if its arguments are
+    not valid JSON: as with OpenAI's API, the receiver validates them.
+
+    A parser is in one state at a time, a method that parses a part of the held text and returns False if it
+    needs more. A format defines ``in_template``, ``write``, ``_head`` and ``end``; some have further states.
 
     Attributes:
         name: the setting's value.
-        opening: the tag in front of calls; empty if the beginning of an answer tells whether it is a call.
+        opening: the tag before calls; empty if the beginning of an answer tells whether it is a call.
         beginning: without an opening tag, a regular expression for how an answer with calls begins.
         separator: the text between calls that have an opening tag each; None if the calls of an answer have
             one together.
-        tags: what has to be in the text for calls to be found, even if a vocabulary has special tokens for
-            it.
+        tags: parts of the text that calls are found by, even if a vocabulary has special tokens for them.
+        end: the text between arguments and the end of their call.
     """
 
     name: ClassVar[str]
-    opening: ClassVar[str]
-    beginning: ClassVar[str]
-    separator: ClassVar[str | None]
+    opening: ClassVar[str] = ""
+    beginning: ClassVar[str] = ""
+    separator: ClassVar[str | None] = None
     tags: ClassVar[tuple[str, ...]]
+    end: ClassVar[regex.Pattern[str]]
 
     def __init__(self, functions: Functions | None = None) -> None:
-        """``functions``: those that the model knows. The names of calls are not checked."""
+        """``functions``: the functions that the model knows. The names of calls are not checked."""
+        self._functions: Functions = functions or {}
+        self._count = 0
+        self._out = Parsed()
+        #: not parsed yet
+        self._held = ""
+        #: the parsed part of a possible call; content if it is not one
+        self._tentative = ""
+        #: the characters of it that are not parsed again then: the tag
+        self._tag = 0
+        self._value = JsonObject()
+        #: the arguments of a call ended before their brackets were closed
+        self._broken = False
+        self._state: Callable[[], bool] = self._text
 
     @staticmethod
     def in_template(template: str) -> bool:
         """Whether a chat template writes calls in this format."""
-
-    def push(self, text: str) -> Parsed:
-        """Parse the next piece of output."""
-
-    def finish(self) -> Parsed:
-        """End of the output: the held text."""
-
-    @property
-    def unfinished(self) -> bool:
-        """The arguments of a call are incomplete: those of the newest one still, or of one that broke off."""
+        raise NotImplementedError
 
     @staticmethod
     def write(function: str, schema: Mapping[str, Any], rules: Rules) -> str:
@@ -85,7 +110,160 @@ class ToolCallParser(Protocol):
 
         Raises ValueError for a schema that cannot be written.
         """
+        raise NotImplementedError
 
     @staticmethod
     def group(call: str, most: int) -> str:
-        """The form of the calls behind one opening tag: up to ``most`` if it can have several."""
+        """The form of the calls after one opening tag: up to ``most`` if it can have several."""
+        return call
+
+    def push(self, text: str) -> Parsed:
+        """Parse the next piece of output."""
+        self._held += text
+        while self._state():
+            pass
+        out, self._out = self._out, Parsed()
+        return out
+
+    def finish(self) -> Parsed:
+        """End the output: the held text."""
+        while self._undecided:
+            # Not a call, but the text after its tag can contain one.
+            self._no_call()
+            while self._state():
+                pass
+        self._end()
+        self._held = ""
+        return self.push("")
+
+    @property
+    def unfinished(self) -> bool:
+        """The arguments of the newest call are incomplete, or those of an earlier one broke off."""
+        return self._broken or self._state == self._arguments
+
+    @property
+    def _undecided(self) -> bool:
+        """The text after an opening tag may or may not be a call."""
+        return self._state == self._head
+
+    def _end(self) -> None:
+        """Pass on what is held at the end of the output."""
+        if self._state == self._text:
+            self._out.content += self._held
+
+    def _text(self) -> bool:
+        """Parse text outside calls."""
+        at = self._held.find(self.opening)
+        end = at if at >= 0 else len(self._held) - partial_length(self._held, self.opening)
+        content = without_breaks(self._held[:end])
+        self._out.content += content
+        if at < 0:
+            self._held = self._held[len(content) :]
+            return False
+        self._tentative = self._held[len(content) : at + len(self.opening)]
+        self._tag = len(self._tentative)
+        return self._go(at + len(self.opening), self._head)
+
+    def _head(self) -> bool:
+        """Parse what follows the opening tag."""
+        raise NotImplementedError
+
+    def _arguments(self) -> bool:
+        """Parse arguments that are written as JSON."""
+        end = self._value.end(self._held)
+        upto = len(self._held) if end is None else end
+        self._pass_on(self._held[:upto])
+        self._broken |= end is not None and not self._value.complete
+        return self._go(upto, self._arguments if end is None else self._tail) and end is not None
+
+    def _tail(self) -> bool:
+        """Parse what follows arguments. Text that is not the end of the call is content."""
+        return self._take(self.end, self._after, otherwise=lambda: self._go(0, self._text))
+
+    def _after(self) -> bool:
+        """Parse what follows a call."""
+        return self._go(0, self._gap)
+
+    def _gap(self) -> bool:
+        """Drop line breaks after a call."""
+        self._held = self._held.lstrip("\n")
+        return bool(self._held) and self._go(0, self._text)
+
+    def _begin(self, name: str) -> None:
+        self._out.calls.append(ToolCallDelta(self._count, self._new_id(), name))
+        self._count += 1
+        self._tentative, self._tag = "", 0
+        self._value = JsonObject()
+
+    def _new_id(self) -> str:
+        return new_id()
+
+    def _pass_on(self, arguments: str) -> None:
+        if arguments:
+            self._out.calls.append(ToolCallDelta(self._count - 1, arguments=arguments))
+
+    def _no_call(self) -> bool:
+        """Make the tag content, and parse the text after it again."""
+        self._out.content += self._tentative[: self._tag]
+        self._held = self._tentative[self._tag :] + self._held
+        self._tentative, self._tag = "", 0
+        return self._go(0, self._text)
+
+    def _matched(self, pattern: regex.Pattern[str], text: str | None = None) -> regex.Match[str] | None:
+        """A match at the beginning of the held text, perhaps partial; None without one of bounded length."""
+        match = pattern.match(self._held if text is None else text, partial=True)
+        return None if match is None or match.end() > LONGEST_HEAD else match
+
+    def _take(
+        self, pattern: regex.Pattern[str], state: Callable[[], bool], otherwise: Callable[[], bool]
+    ) -> bool:
+        """Go to a state after a match, wait for the rest of a partial one, or do otherwise without one."""
+        match = self._matched(pattern)
+        if match is None:
+            return otherwise()
+        return not match.partial and self._go(match.end(), state)
+
+    def _go(self, upto: int, state: Callable[[], bool]) -> bool:
+        self._held = self._held[upto:]
+        self._state = state
+        return True
+
+
+class JsonObject:
+    """Finds the end of a JSON object or array that arrives in pieces, without validating it."""
+
+    _IN_STRING = regex.compile(r'["\\]')
+    _OUTSIDE = regex.compile(r'["{}\[\]<]')
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    @property
+    def complete(self) -> bool:
+        """Every bracket that was opened is closed."""
+        return not self._depth
+
+    def end(self, text: str) -> int | None:
+        """Where the object ends in the next piece, or None if it continues. A ``<`` outside strings, which is
+        not JSON, also ends it: it can be a closing tag."""
+        at = 1 if self._escaped and text else 0
+        self._escaped = self._escaped and not text
+        while found := (self._IN_STRING if self._in_string else self._OUTSIDE).search(text, at):
+            at = int(found.end())
+            match found[0]:
+                case '"':
+                    self._in_string = not self._in_string
+                case "\\":
+                    self._escaped = at == len(text)
+                    at += 1
+                case "{" | "[":
+                    self._depth += 1
+                case "<":
+                    return at - 1
+                case _:
+                    self._depth -= 1
+                    if not self._depth:
+                        return at
+        return None

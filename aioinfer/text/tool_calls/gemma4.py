@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import regex
 
 from aioinfer.text.tags import partial_length
-from aioinfer.text.tool_calls.base import Functions
-from aioinfer.text.tool_calls.gemma4_grammar import CLOSING, OPENING, QUOTE, arguments_form
-from aioinfer.text.tool_calls.raw_values import as_json, quoted
-from aioinfer.text.tool_calls.states import LONGEST_HEAD, CallStates
+from aioinfer.text.tool_calls.base import LONGEST_HEAD, Functions, ToolCallParser
+from aioinfer.text.tool_calls.raw_values import (
+    References,
+    as_json,
+    count_of,
+    parameters_of,
+    quoted,
+    raw_text,
+)
 
 if TYPE_CHECKING:
     from aioinfer.text.rules import Rules
 
 __all__ = ["Gemma4"]
 
+OPENING, CLOSING, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _QUOTE = regex.escape(QUOTE)
 _FUNCTION = regex.compile(r"\s*+call:(?P<name>[^\s{}<>]++)\s*+\{")
 _BARE_KEY = r"(?P<bare>[^\s:,{}\[\]<][^:,{}\[\]<]*+)"
@@ -31,23 +38,35 @@ _TAG_REST = f"(?:{'|'.join(regex.escape(tag[1:]) for tag in (OPENING, CLOSING, Q
 _BARE = regex.compile(
     rf"\s*+(?P<value>(?:[^\s,{{}}\[\]<]|<(?!{_TAG_REST}))(?:[^,{{}}\[\]<]|<(?!{_TAG_REST}))*+)(?=[,{{}}\[\]<])"
 )
-_CALL_END = regex.compile(rf"\s*+{regex.escape(CLOSING)}")
 #: the types of what is not between quotation marks
 _OTHER_TYPES = frozenset({"number", "boolean", "null"})
 _BRACKETS = {"{": "}", "[": "]"}
 
 
-class Gemma4(CallStates):
+_BARE_NAME = regex.compile(r"[^\s:,{}\[\]<](?:[^:,{}\[\]<]*[^\s:,{}\[\]<])?")
+_TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+#: keywords whose meaning this form does not have
+_REFUSED = frozenset(
+    {
+        *("not", "if", "patternProperties", "propertyNames", "minProperties", "maxProperties", "prefixItems"),
+        *("dependentRequired", "dependentSchemas", "contains", "uniqueItems"),
+    }
+)
+
+
+class Gemma4(ToolCallParser):
     """``<|tool_call>call:NAME{key:<|"|>text<|"|>,other:[1,true]}<tool_call|>``.
 
     Strings are between the tags ``<|"|>``, without escapes, and keys are bare; the rest is as in JSON. What
-    is neither is a string. ``None``, ``True`` and ``False`` count as JSON.
+    is neither, is a string. ``None``, ``True`` and ``False`` count as JSON.
     """
 
     name: ClassVar[str] = "gemma4"
     opening = OPENING
     separator: ClassVar[str | None] = ""
     tags: ClassVar[tuple[str, ...]] = (OPENING, CLOSING, QUOTE)
+    end = regex.compile(rf"\s*+{regex.escape(CLOSING)}")
 
     def __init__(self, functions: Functions | None = None) -> None:
         super().__init__(functions)
@@ -61,7 +80,7 @@ class Gemma4(CallStates):
 
     @staticmethod
     def write(function: str, schema: Mapping[str, Any], rules: Rules) -> str:
-        return f"{rules.text(f'call:{function}')} {arguments_form(schema, rules)} {rules.tag(CLOSING)}"
+        return f"{rules.text(f'call:{function}')} {_arguments_form(schema, rules)} {rules.tag(CLOSING)}"
 
     @property
     def unfinished(self) -> bool:
@@ -77,8 +96,8 @@ class Gemma4(CallStates):
         super()._end()
 
     def _head(self) -> bool:
-        match = _FUNCTION.match(self._held, partial=True)
-        if match is None or match.end() > LONGEST_HEAD:
+        match = self._matched(_FUNCTION)
+        if match is None:
             return self._no_call()
         if match.partial:
             return False
@@ -87,11 +106,11 @@ class Gemma4(CallStates):
         return self._enter("{", match.end())
 
     def _key(self) -> bool:
-        """Within an object, in front of a key."""
+        """Parse a key of an object, or its end."""
         if match := self._bracket(_CLOSE):
             return self._leave(match["bracket"], match.end())
-        match = _KEY.match(self._held, partial=True)
-        if match is None or match.end() > LONGEST_HEAD:
+        match = self._matched(_KEY)
+        if match is None:
             return self._break_off()
         if match.partial:
             return False
@@ -102,7 +121,7 @@ class Gemma4(CallStates):
         return self._go(match.end(), self._item)
 
     def _item(self) -> bool:
-        """In front of a value."""
+        """Parse a value, or the end of a list."""
         if self._open[-1] == "[" and (match := self._bracket(_CLOSE)):
             return self._leave(match["bracket"], match.end())
         if match := self._bracket(_OPEN):
@@ -131,23 +150,14 @@ class Gemma4(CallStates):
         return self._go(at + len(QUOTE), self._next)
 
     def _next(self) -> bool:
-        """Behind a value."""
+        """Parse what follows a value."""
         if match := self._bracket(_CLOSE):
             return self._leave(match["bracket"], match.end())
-        match = _COMMA.match(self._held, partial=True)
-        if match is None or match.end() > LONGEST_HEAD:
-            return self._break_off()
-        return not match.partial and self._go(match.end(), self._key if self._open[-1] == "{" else self._item)
-
-    def _tail(self) -> bool:
-        """Behind the arguments, or what cannot be one. Text that is not the end of the call is content."""
-        match = _CALL_END.match(self._held, partial=True)
-        if match is None or match.end() > LONGEST_HEAD:
-            return self._go(0, self._text)
-        return not match.partial and self._go(match.end(), self._gap)
+        following = self._key if self._open[-1] == "{" else self._item
+        return self._take(_COMMA, following, otherwise=self._break_off)
 
     def _break_off(self) -> bool:
-        """What comes cannot be part of the arguments."""
+        """End arguments that the text cannot continue."""
         self._broken = True
         return self._go(0, self._tail)
 
@@ -170,7 +180,159 @@ class Gemma4(CallStates):
         return self._go(upto, self._next if self._open else self._tail)
 
     def _comma(self) -> str:
-        """In front of a key or of a value of a list."""
+        """The comma before a key or a value of a list, if one is needed."""
         before = ", " if self._filled[-1] else ""
         self._filled[-1] = True
         return before
+
+
+# -- the grammar of arguments ---------------------------------------------------------------------------
+
+
+def _arguments_form(schema: Mapping[str, Any], rules: Rules) -> str:
+    """The arguments of a function; an object's properties come in the order of its schema, or are any if that
+    lists none. Raises ValueError for a schema that cannot be written."""
+    try:
+        return _Values(schema, rules).arguments()
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+class _Values:
+    """Writes the forms of values."""
+
+    def __init__(self, root: Mapping[str, Any], rules: Rules) -> None:
+        self._root = root
+        self._references = References(root)
+        self._rules = rules
+        #: rules of referred schemas, which may refer to themselves
+        self._named: dict[int, str] = {}
+        self._any_value: str | None = None
+
+    def arguments(self) -> str:
+        return self.form({**self._references.resolved(self._root), "type": "object"})
+
+    def form(self, schema: Any) -> str:
+        """A value."""
+        if schema is True or schema == {}:
+            return self._any()
+        if schema is False:
+            raise ValueError("has a value that allows nothing")
+        if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
+            return self._referred(self._references.resolved(schema))
+        if not isinstance(schema, Mapping):
+            raise ValueError("has a value that is not a schema")
+        if found := sorted(_REFUSED & schema.keys()):
+            raise ValueError(f"has {found[0]}, which calls of this format cannot express")
+        if "const" in schema:
+            return self._literal(schema["const"])
+        if isinstance(values := schema.get("enum"), list) and values:
+            return self._choice([self._literal(value) for value in values])
+        for key in ("anyOf", "oneOf", "allOf"):
+            if isinstance(branches := schema.get(key), list) and branches:
+                if key == "allOf" and len(branches) != 1:
+                    raise ValueError("has an allOf, which calls of this format cannot express")
+                return self._choice([self.form(branch) for branch in branches])
+        types = schema.get("type", _TYPES)
+        types = [types] if isinstance(types, str) else types
+        if not isinstance(types, (list, tuple)):
+            raise ValueError("has a type that is not a name")
+        return self._choice([self._typed(type_, schema) for type_ in types])
+
+    def _typed(self, type_: str, schema: Mapping[str, Any]) -> str:
+        match type_:
+            case "string":
+                return self._string(schema)
+            case "integer" | "number":
+                bounds = {key: schema[key] for key in _NUMBERS if key in schema}
+                return self._rules.json({"type": type_, **bounds})
+            case "boolean":
+                return '"true" | "false"'
+            case "null":
+                return '"null"'
+            case "array":
+                return self._array(schema)
+            case "object":
+                return self._object(schema)
+        raise ValueError(f"has the unknown type {type_!r}")
+
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        quote = self._rules.tag(QUOTE)
+        if self._rules.is_token(QUOTE):
+            return f"{quote} {raw_text(schema, QUOTE, '', self._rules)} {quote}"
+        return f"{quote} {raw_text(schema, QUOTE, QUOTE, self._rules)}"
+
+    def _array(self, schema: Mapping[str, Any]) -> str:
+        item = self._choice([self.form(schema.get("items", True))])
+        least, most = count_of(schema, "minItems") or 0, count_of(schema, "maxItems")
+        if most == 0:
+            return '"[" "]"'
+        more = f'("," {item}){{{max(0, least - 1)},{"" if most is None else most - 1}}}'
+        return f'"[" {item} {more} "]"' if least else f'"[" ({item} {more})? "]"'
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        names, needed = parameters_of(schema)
+        if not names:
+            more = schema.get("additionalProperties", True)
+            if more is False:
+                return '"{" "}"'
+            pair = self._rules.shared("pair", f'{self._key_form()} ":" {self._choice([self.form(more)])}')
+            return f'"{{" ({pair} ("," {pair})*)? "}}"'
+        # From the last property to the first: what may follow with and without a value in front.
+        first, further = '""', '""'
+        for name, value in reversed(names.items()):
+            pair = f"{self._rules.text(f'{_checked(name)}:')} {self._choice([self.form(value)])}"
+            with_it = f"{pair} {further}"
+            skipped = name not in needed
+            first = self._rules.shared("rest", f"{with_it} | {first}" if skipped else with_it)
+            with_it = f'"," {with_it}'
+            further = self._rules.shared("rest", f"{with_it} | {further}" if skipped else with_it)
+        return f'"{{" {first} "}}"'
+
+    def _any(self) -> str:
+        """A value of any type."""
+        if self._any_value is None:
+            self._any_value = self._rules.unused("any")
+            self._rules.add(self._any_value, " | ".join(self._typed(type_, {}) for type_ in _TYPES))
+        return self._any_value
+
+    def _referred(self, schema: Mapping[str, Any]) -> str:
+        if id(schema) not in self._named:
+            name = self._named[id(schema)] = self._rules.unused("referred")
+            self._rules.add(name, self.form(schema))
+        return self._named[id(schema)]
+
+    def _literal(self, value: Any) -> str:
+        match value:
+            case str():
+                if QUOTE in value:
+                    raise ValueError(f"allows a text with {QUOTE}, which calls of this format cannot express")
+                quote = self._rules.tag(QUOTE)
+                return f"{quote} {self._rules.text(value)} {quote}" if value else f"{quote} {quote}"
+            case list():
+                return " ".join(['"["', *_joined([self._literal(each) for each in value]), '"]"'])
+            case dict():
+                pairs = [
+                    f"{self._rules.text(f'{_checked(key)}:')} {self._literal(each)}"
+                    for key, each in value.items()
+                ]
+                return " ".join(['"{"', *_joined(pairs), '"}"'])
+        return self._rules.text(json.dumps(value))
+
+    def _choice(self, forms: list[str]) -> str:
+        """One of several forms, as a rule."""
+        return self._rules.shared("value", " | ".join(forms))
+
+    def _key_form(self) -> str:
+        return self._rules.shared("KEY", "/[^ \\t\\r\\n:,{}\\[\\]<]{1,64}/")
+
+
+def _joined(forms: list[str]) -> list[str]:
+    return [part for at, form in enumerate(forms) for part in ('","', form)[not at :]]
+
+
+def _checked(name: Any) -> str:
+    """A key that needs no quotation marks."""
+    if not isinstance(name, str) or not _BARE_NAME.fullmatch(name):
+        raise ValueError(f"has the property {name!r}, which calls of this format cannot express")
+    return name

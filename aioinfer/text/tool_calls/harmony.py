@@ -10,8 +10,7 @@ import regex
 from aioinfer.text import harmony
 from aioinfer.text.harmony import CALL, CHANNEL, CONSTRAIN, MESSAGE, START, TAGS, held_length
 from aioinfer.text.tags import without_breaks
-from aioinfer.text.tool_calls.base import Functions
-from aioinfer.text.tool_calls.states import LONGEST_HEAD, CallStates
+from aioinfer.text.tool_calls.base import Functions, ToolCallParser
 
 if TYPE_CHECKING:
     from aioinfer.text.rules import Rules
@@ -19,10 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["Harmony"]
 
 _HEAD = regex.compile(rf"{harmony.HEADER}\s*+(?=\{{)")
-_END = regex.compile(rf"\s*+(?:{harmony.ENDS.pattern})")
 
 
-class Harmony(CallStates):
+class Harmony(ToolCallParser):
     """``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>``.
 
     ``<|call|>`` ends an output, so an answer has one call. Messages without a recipient are content here,
@@ -33,6 +31,7 @@ class Harmony(CallStates):
     opening = CHANNEL
     separator: ClassVar[str | None] = f"{CALL}{START}assistant"
     tags: ClassVar[tuple[str, ...]] = TAGS
+    end = regex.compile(rf"\s*+(?:{harmony.ENDS.pattern})")
 
     def __init__(self, functions: Functions | None = None) -> None:
         super().__init__(functions)
@@ -49,7 +48,7 @@ class Harmony(CallStates):
         return f"{before} {rules.text('json')} {rules.tag(MESSAGE)} {rules.json(schema)}"
 
     def _text(self) -> bool:
-        """Outside calls."""
+        """Parse text outside calls."""
         tag = harmony.BEGINS.search(self._held)
         end = tag.start() if tag else len(self._held) - held_length(self._held, START, CHANNEL)
         content = without_breaks(self._held[:end])
@@ -62,10 +61,10 @@ class Harmony(CallStates):
         return self._go(tag.end(), self._head)
 
     def _head(self) -> bool:
-        """From a tag on, or from the beginning of the output."""
+        """Parse the head of a message, from a tag or from the beginning of the output."""
         tag = self._tentative.lstrip("\n")
-        match = _HEAD.match(tag + self._held, partial=True)
-        if match is None or match.end() > LONGEST_HEAD:
+        match = self._matched(_HEAD, tag + self._held)
+        if match is None:
             return self._no_call()
         if match.partial:
             return False
@@ -73,10 +72,3 @@ class Harmony(CallStates):
             return self._no_call()
         self._begin(match["recipient"])
         return self._go(match.end() - len(tag), self._arguments)
-
-    def _tail(self) -> bool:
-        """Behind the arguments. Text that is not the end of the message is content."""
-        match = _END.match(self._held, partial=True)
-        if match is None or match.end() > LONGEST_HEAD:
-            return self._go(0, self._text)
-        return not match.partial and self._go(match.end(), self._gap)

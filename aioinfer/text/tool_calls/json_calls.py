@@ -7,8 +7,7 @@ from typing import ClassVar, NamedTuple, Self
 
 import regex
 
-from aioinfer.text.tool_calls.base import Functions
-from aioinfer.text.tool_calls.states import LONGEST_EARLY, LONGEST_HEAD, CallStates, JsonObject
+from aioinfer.text.tool_calls.base import LONGEST_EARLY, LONGEST_HEAD, Functions, JsonObject, ToolCallParser
 
 __all__ = ["Heads", "JsonCalls", "pattern"]
 
@@ -23,11 +22,11 @@ def pattern(text: str) -> regex.Pattern[str]:
 
 
 class Heads(NamedTuple):
-    """What comes before the arguments."""
+    """The text before arguments."""
 
     #: the usual order: arguments are passed on as they arrive
     name_first: regex.Pattern[str]
-    #: the other order: the function is known behind its arguments
+    #: the other order: the name follows the arguments
     arguments_first: regex.Pattern[str]
 
     @classmethod
@@ -39,18 +38,16 @@ class Heads(NamedTuple):
         return cls(pattern(rf"{begin}NAME,\s*+{arguments}"), pattern(rf"{begin}{arguments}"))
 
 
-class JsonCalls(CallStates):
+class JsonCalls(ToolCallParser):
     """Finds the name and the arguments of each object.
 
     Attributes:
-        heads: of the first object behind an opening tag.
-        name_last: behind arguments that came first, to the end of the object and its tag.
-        end: the same behind arguments that came last.
+        heads: the heads of the first object after an opening tag.
+        name_last: the text after arguments that came first, to the end of the object and its tag.
     """
 
     heads: ClassVar[Heads]
     name_last: ClassVar[regex.Pattern[str]]
-    end: ClassVar[regex.Pattern[str]]
 
     def __init__(self, functions: Functions | None = None) -> None:
         super().__init__(functions)
@@ -65,7 +62,7 @@ class JsonCalls(CallStates):
         return self._object(self.heads)
 
     def _object(self, heads: Heads) -> bool:
-        """The name, or the arguments before it."""
+        """Parse the name, or the arguments before it."""
         usual = heads.name_first.match(self._held, partial=True)
         match = usual
         if usual is None and self._nameless < _MOST_NAMELESS:
@@ -83,19 +80,8 @@ class JsonCalls(CallStates):
         self._from = len(self._tentative)
         return self._go(match.end(), self._early_arguments)
 
-    def _tail(self) -> bool:
-        """Behind the arguments. Text that is not the end of the call is content."""
-        match = self.end.match(self._held, partial=True)
-        if match is None or match.end() > LONGEST_HEAD:
-            return self._go(0, self._text)
-        return not match.partial and self._go(match.end(), self._behind)
-
-    def _behind(self) -> bool:
-        """Behind an object."""
-        return self._go(0, self._gap)
-
     def _early_arguments(self) -> bool:
-        """Arguments of a call whose name is not known yet."""
+        """Parse arguments of a call whose name is not known yet."""
         end = self._value.end(self._held)
         upto = len(self._held) if end is None else end
         self._tentative += self._held[:upto]
@@ -109,12 +95,12 @@ class JsonCalls(CallStates):
         return super()._no_call()
 
     def _late_name(self) -> bool:
-        match = self.name_last.match(self._held, partial=True)
-        if match is None or match.end() > LONGEST_HEAD:
+        match = self._matched(self.name_last)
+        if match is None:
             return self._no_call()
         if match.partial:
             return False
         arguments = self._tentative[self._from :]
         self._begin(json.loads(match["name"]))
         self._pass_on(arguments)
-        return self._go(match.end(), self._behind)
+        return self._go(match.end(), self._after)

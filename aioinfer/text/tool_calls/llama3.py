@@ -69,9 +69,9 @@ class Llama3(JsonCalls):
         self._held = ""
         return False
 
-    def _behind(self) -> bool:
+    def _after(self) -> bool:
         return self._go(0, self._further)
 
     def _further(self) -> bool:
-        """Behind a call."""
+        """Parse what follows a call."""
         return self._object(self.further_heads)

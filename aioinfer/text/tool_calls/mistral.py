@@ -1,4 +1,4 @@
-"""Calls behind a tag that is a special token: the two formats of Mistral's models."""
+"""Calls after a tag that is a special token: the two formats of Mistral's models."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import regex
 
-from aioinfer.text.tool_calls.base import Functions
+from aioinfer.text.tool_calls.base import LONGEST_HEAD, Functions
 from aioinfer.text.tool_calls.json_calls import Heads, JsonCalls, pattern
-from aioinfer.text.tool_calls.states import LONGEST_HEAD
 
 if TYPE_CHECKING:
     from aioinfer.text.rules import Rules
@@ -80,11 +79,11 @@ class Mistral(JsonCalls):
     def _tail(self) -> bool:
         return self._go(0, self._gap) if self._bare else super()._tail()
 
-    def _behind(self) -> bool:
+    def _after(self) -> bool:
         return self._go(0, self._further)
 
     def _further(self) -> bool:
-        """Behind an object of the list."""
+        """Parse what follows an object of the list."""
         match = _LIST_END.match(self._held)
         if match is None or match.end() > LONGEST_HEAD:
             return self._object(self.further_heads)

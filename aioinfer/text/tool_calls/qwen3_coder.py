@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import regex
 
 from aioinfer.text.tags import partial_length
-from aioinfer.text.tool_calls.base import Functions
-from aioinfer.text.tool_calls.qwen3_coder_grammar import parameters_form
-from aioinfer.text.tool_calls.raw_values import Signatures, as_json, quoted
-from aioinfer.text.tool_calls.states import LONGEST_EARLY, LONGEST_HEAD, CallStates, JsonObject
+from aioinfer.text.tool_calls.base import LONGEST_EARLY, LONGEST_HEAD, Functions, JsonObject, ToolCallParser
+from aioinfer.text.tool_calls.raw_values import (
+    ANY,
+    References,
+    Signatures,
+    as_json,
+    parameters_of,
+    quoted,
+    raw_text,
+)
 
 if TYPE_CHECKING:
     from aioinfer.text.rules import Rules
@@ -23,14 +29,20 @@ _CLOSING, _VALUE_CLOSING = "</tool_call>", "</parameter>"
 _FUNCTION = regex.compile(r'\s*+<function=(?P<name>[^<>\s"]++)>')
 _PARAMETER = regex.compile(r"\s*+<parameter=(?P<key>[^<>\n]++)>")
 _FUNCTION_END = regex.compile(r"\s*+</function>")
-_CALL_END = regex.compile(rf"\s*+{_CLOSING}")
 _VALUE_END = regex.compile(rf"\s*+{_VALUE_CLOSING}")
 #: a key that the end of the output cuts off
 _KEY_BEGIN = regex.compile(r"\s*+<parameter=(?P<key>[^<>\n]++)")
 _STRING = frozenset({"string"})
+_VALUE_LINE = f"\n{_VALUE_CLOSING}\n"
+#: keywords of an object whose parameters follow from more than its properties
+_NOT_LISTED = (
+    *("anyOf", "oneOf", "allOf", "not", "if", "patternProperties", "propertyNames"),
+    *("minProperties", "maxProperties", "dependentRequired", "dependentSchemas"),
+)
+_DEFINITIONS = ("$defs", "definitions", "$schema", "$id")
 
 
-class Qwen3Coder(CallStates):
+class Qwen3Coder(ToolCallParser):
     r"""``<tool_call>\n<function=NAME>\n<parameter=KEY>\nVALUE\n</parameter>\n...</function>\n</tool_call>``.
 
     A value is raw text without the line breaks next to its tags. As in vLLM and SGLang, it is a string unless
@@ -47,6 +59,7 @@ class Qwen3Coder(CallStates):
     opening = "<tool_call>"
     separator: ClassVar[str | None] = "\n"
     tags: ClassVar[tuple[str, ...]] = (opening, _CLOSING)
+    end = regex.compile(rf"\s*+{_CLOSING}")
 
     def __init__(self, functions: Functions | None = None) -> None:
         super().__init__(functions)
@@ -62,7 +75,7 @@ class Qwen3Coder(CallStates):
 
     @staticmethod
     def write(function: str, schema: Mapping[str, Any], rules: Rules) -> str:
-        parameters = parameters_form(schema, rules)
+        parameters = _parameters_form(schema, rules)
         before, after = rules.text(f"\n<function={function}>\n"), rules.text("</function>\n")
         return f"{before} {parameters} {after} {rules.tag(_CLOSING)}"
 
@@ -83,8 +96,8 @@ class Qwen3Coder(CallStates):
         super()._end()
 
     def _head(self) -> bool:
-        match = _FUNCTION.match(self._held, partial=True)
-        if match is None or match.end() > LONGEST_HEAD:
+        match = self._matched(_FUNCTION)
+        if match is None:
             return self._no_call()
         if match.partial:
             return False
@@ -154,14 +167,104 @@ class Qwen3Coder(CallStates):
         return self._go(upto, self._json if end is None else self._value_end) and end is not None
 
     def _value_end(self) -> bool:
-        match = _VALUE_END.match(self._held, partial=True)
-        if match is None or match.end() > LONGEST_HEAD:
-            return self._go(0, self._parameters)
-        return not match.partial and self._go(match.end(), self._parameters)
+        return self._take(_VALUE_END, self._parameters, otherwise=lambda: self._go(0, self._parameters))
 
-    def _tail(self) -> bool:
-        """Behind the function. Text that is not the end of the call is content."""
-        match = _CALL_END.match(self._held, partial=True)
-        if match is None or match.end() > LONGEST_HEAD:
-            return self._go(0, self._text)
-        return not match.partial and self._go(match.end(), self._gap)
+
+# -- the grammar of parameters --------------------------------------------------------------------------
+
+
+def _parameters_form(schema: Mapping[str, Any], rules: Rules) -> str:
+    """The parameters of a function: those that its schema lists in their order, or any if it lists none.
+
+    Strings are raw text; their lengths, patterns and lists of values are obeyed. Other values are JSON. A
+    text may be read as JSON of another type if the schema allows that, too. Raises ValueError.
+    """
+    try:
+        return _Parameters(schema, rules).form()
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+class _Parameters:
+    """Writes the forms of parameters."""
+
+    def __init__(self, schema: Mapping[str, Any], rules: Rules) -> None:
+        self._rules = rules
+        self._root = schema
+        self._references = References(schema)
+        #: forms of values, by the schema
+        self._known: dict[int, str] = {}
+
+    def form(self) -> str:
+        schema = self._references.resolved(self._root)
+        if found := [key for key in _NOT_LISTED if key in schema]:
+            raise ValueError(f"has {found[0]} at its top, which calls of this format cannot express")
+        names, needed = parameters_of(schema)
+        if not names:
+            more = schema.get("additionalProperties", True)
+            return self._any(more) if more is not False else '""'
+        parts = []
+        for name, value in names.items():
+            if not isinstance(name, str) or not regex.fullmatch(r"[^<>\n]+", name):
+                raise ValueError(f"has the property {name!r}, which calls of this format cannot express")
+            part = f"{self._rules.text(f'<parameter={name}>' + chr(10))} {self._value(value)}"
+            parts.append(part if name in needed else f"({part})?")
+        return " ".join(parts)
+
+    def _any(self, schema: Any) -> str:
+        key = self._rules.shared("KEY", "/[^<>\\n]{1,64}/")
+        before, after = self._rules.text("<parameter="), self._rules.text(">\n")
+        return f"({before} {key} {after} {self._value(schema)})*"
+
+    def _value(self, schema: Any) -> str:
+        """A value up to the end of its tag."""
+        if schema is False:
+            raise ValueError("has a property that allows nothing")
+        schema = ANY if schema is True else self._references.resolved(schema)
+        if id(schema) not in self._known:
+            choices = dict.fromkeys(self._choices(schema, set()))
+            self._known[id(schema)] = self._rules.shared("value", " | ".join(choices))
+        return self._known[id(schema)]
+
+    def _choices(self, schema: Any, seen: set[int]) -> list[str]:
+        """The forms of a value. ``seen``: schemas whose forms are among them already."""
+        end = self._rules.text(_VALUE_LINE)
+        schema = self._references.resolved(schema)
+        if id(schema) in seen:
+            return []
+        seen.add(id(schema))
+        if "string" not in (types := self._references.types_of(schema)):
+            return [f"{self._rules.json(self._with_definitions(schema))} {end}"]
+        if (values := _listed(schema)) is not None:
+            return [f"{self._rules.text(_as_text(value))} {end}" for value in values]
+        for key in ("anyOf", "oneOf", "allOf"):
+            if isinstance(branches := schema.get(key), list) and "type" not in schema:
+                if key == "allOf" and len(branches) != 1:
+                    raise ValueError("has an allOf of strings, which calls of this format cannot express")
+                return [choice for branch in branches for choice in self._choices(branch, seen)]
+        others = sorted(types - {"string"})
+        json_ = {**schema, "type": others}
+        json_form = [f"{self._rules.json(self._with_definitions(json_))} {end}"] if others else []
+        return [self._string(schema), *json_form]
+
+    def _string(self, schema: Mapping[str, Any]) -> str:
+        return raw_text(schema, _VALUE_CLOSING, _VALUE_LINE, self._rules)
+
+    def _with_definitions(self, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The schema, with what its references may refer to."""
+        if '"$ref"' not in json.dumps(schema):
+            return schema
+        return {**{key: self._root[key] for key in _DEFINITIONS if key in self._root}, **schema}
+
+
+def _listed(schema: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    return schema["enum"] if isinstance(schema.get("enum"), list) else None
+
+
+def _as_text(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    if _VALUE_CLOSING in text:
+        raise ValueError(f"allows a text with {_VALUE_CLOSING}, which calls of this format cannot express")
+    return text

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from aioinfer.text.schema_references import Pointers
 
-__all__ = ["ANY", "References", "Signatures", "as_json", "count_of", "parameters_of", "quoted"]
+if TYPE_CHECKING:
+    from aioinfer.text.rules import Rules
+
+__all__ = ["ANY", "References", "Signatures", "as_json", "count_of", "parameters_of", "quoted", "raw_text"]
 
 #: a schema that allows anything: one object, so that its id is its own
 ANY: Mapping[str, Any] = {}
@@ -23,6 +27,9 @@ _IMPLIED = {"properties": "object", "items": "array", "prefixItems": "array"}
 _UNIONS = ("anyOf", "oneOf", "allOf")
 #: A union of more schemas is taken to allow any type: they are read on the event loop.
 _MOST_UNITED = 1024
+_ANYTHING = "(.|\\n)"
+_SLASH = re.compile(r"(\\.)|/|\n", re.DOTALL)
+_SPECIAL = re.compile(r"[^\w<>\"\s]")
 
 
 class References:
@@ -184,3 +191,26 @@ def _small(digits: str) -> int:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
+
+
+def raw_text(schema: Mapping[str, Any], closing: str, end: str, rules: Rules) -> str:
+    """A terminal for strings with the lengths and the pattern of a schema, followed by the text ``end``.
+
+    ``closing``: the tag that ends them, which they do not contain.
+    """
+    least, most = count_of(schema, "minLength") or 0, count_of(schema, "maxLength")
+    limited = least or most is not None
+    text = f"/{_ANYTHING}{{{least},{'' if most is None else most}}}/" if limited else "TEXT"
+    if isinstance(pattern := schema.get("pattern"), str):
+        text += f" & {_regex(pattern)}"
+    closed = _SPECIAL.sub(lambda found: f"\\{found[0]}", closing)
+    without = f"~/{_ANYTHING}*{closed}{_ANYTHING}*/"
+    return rules.shared("RAW", f"({text} & {without}) {rules.text(end) if end else ''}")
+
+
+def _regex(pattern: str) -> str:
+    """Texts in which a pattern is found, as a terminal. Its anchors are those of the text."""
+    begin, end = pattern.startswith("^"), pattern.endswith("$") and not pattern.endswith("\\$")
+    inner = pattern[begin : len(pattern) - end]
+    inner = _SLASH.sub(lambda found: found[1] or {"/": "\\/", "\n": "\\n"}[found[0]], inner)
+    return f"/{'' if begin else f'{_ANYTHING}*'}({inner}){'' if end else f'{_ANYTHING}*'}/"

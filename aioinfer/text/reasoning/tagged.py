@@ -1,4 +1,4 @@
-"""Splits an answer into the reasoning before and the content behind the closing tag."""
+"""Parsers of reasoning between tags: they split an answer into the reasoning and the content after it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from aioinfer.text.tags import partial_length, without_breaks
 
-__all__ = ["ReasoningParser"]
+__all__ = ["DeepSeekR1", "Gemma4", "Mistral", "Qwen3", "ReasoningParser"]
 
 #: maximum white space before the opening tag
 _MOST_SPACE = 64
@@ -24,7 +24,7 @@ class ReasoningParser:
     Attributes:
         name: the setting's value.
         opening, closing: the tags around the reasoning.
-        header: text behind the opening tag that belongs to it.
+        header: text after the opening tag that belongs to it.
         opened: where the output begins if the prompt does not show it: within reasoning (True), or with an
             opening tag if there is reasoning (None).
         tags: what has to be in the text, even if a vocabulary has special tokens for it.
@@ -38,7 +38,7 @@ class ReasoningParser:
     tags: ClassVar[tuple[str, ...]] = (opening, closing)
 
     def __init__(self, prompt_end: str = "") -> None:
-        """For an output behind a prompt that ends so."""
+        """``prompt_end``: the last characters of the prompt."""
         self._opened = self.opened_by(prompt_end)
         self._held = ""
         self._state: Callable[[], _Split] = self._answer if self._opened is False else self._begin
@@ -50,8 +50,8 @@ class ReasoningParser:
 
     @classmethod
     def opened_by(cls, prompt_end: str) -> bool | None:
-        """Where an output begins behind a prompt that ends so: within reasoning (True), with content, since
-        the prompt has closed the reasoning (False), or with an opening tag if there is reasoning (None)."""
+        """The beginning of an output after this end of a prompt: within reasoning (True), with content
+        because the prompt has closed the reasoning (False), or with an opening tag if there is reasoning (None)."""
         end = prompt_end.rstrip()
         if end.endswith(cls.opening) or (cls.header and end.endswith(cls.opening + cls.header)):
             return True
@@ -64,7 +64,7 @@ class ReasoningParser:
         return self._state()
 
     def finish(self) -> _Split:
-        """End of the output: the held text."""
+        """End the output: the held text."""
         held, self._held = self._held, ""
         within = self._state in (self._think, self._skip_header)
         thinking = within or (self._opened and self._state == self._begin)
@@ -112,3 +112,43 @@ class ReasoningParser:
     def _to(self, state: Callable[[], _Split]) -> _Split:
         self._state = state
         return state()
+
+
+class Qwen3(ReasoningParser):
+    """The output contains both tags, or neither if it has no reasoning, unless the prompt has opened it."""
+
+    name = "qwen3"
+    opened = None
+
+
+class DeepSeekR1(ReasoningParser):
+    """The output begins with reasoning unless the prompt has closed it.
+
+    A repeated opening tag at the start of the output is omitted.
+    """
+
+    name = "deepseek-r1"
+    opened = True
+
+
+class Mistral(ReasoningParser):
+    """``[THINK]...[/THINK]``: the output contains both tags, or neither if it has no reasoning."""
+
+    name = "mistral"
+    opening = "[THINK]"
+    closing = "[/THINK]"
+    opened = None
+    tags = (opening, closing)
+
+
+class Gemma4(ReasoningParser):
+    """``<|channel>thought`` and a line break, the reasoning, ``<channel|>``: the output contains both tags,
+    or neither if it has no reasoning. Where thinking is switched off, templates may close it in the prompt.
+    """
+
+    name = "gemma4"
+    opening = "<|channel>"
+    header = "thought"
+    closing = "<channel|>"
+    opened = None
+    tags = (opening, closing)
