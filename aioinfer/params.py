@@ -87,7 +87,7 @@ class _OpenFloat(float):
 
 
 class _OpenInt(int):
-    """The same for an integer."""
+    """The default of an integer field for which a model may recommend another value."""
 
     __slots__ = ()
 
@@ -121,11 +121,9 @@ class SamplingParams:
     """Sampling, length and stopping of one request; names as in OpenAI's API and vLLM.
 
     Every field is checked on construction; :class:`~aioinfer.errors.InvalidRequest` names an invalid one.
-    Lists and mappings are copied; an instance never changes.
-
-    Temperature, top_p, top_k, min_p and repetition_penalty, where they are not set, become those that the
-    model's ``generation_config.json`` recommends when a request is made. A value that is set is used, also if
-    it is the default named here; two instances that differ in nothing but this compare equal.
+    Lists and mappings are copied; an instance never changes. Temperature, top_p, top_k, min_p and
+    repetition_penalty, where they are not set, become those that the model's ``generation_config.json``
+    recommends when a request is made; instances that differ only in having a default set compare equal.
 
     Attributes:
         temperature: 0 is greedy; otherwise logits are divided by it.
@@ -229,8 +227,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
 
     def inherit(self, defaults: SamplingParams) -> SamplingParams:
-        """These parameters with the values of ``defaults`` for the fields that are not set here and set
-        there."""
+        """These parameters, with the values that ``defaults`` sets for fields that are not set here."""
         values = {
             name: getattr(defaults, name)
             for name in _INHERITED
@@ -241,15 +238,15 @@ class SamplingParams:
         return self.changed(**values) if values else self
 
     def changed(self, **values: Any) -> SamplingParams:
-        """A copy with other values, which must be valid: large parameters are not checked again."""
+        """A copy with other values, which must be valid: they are not checked."""
         other = copy.copy(self)
         for name, value in values.items():
             object.__setattr__(other, name, value)
         return other
 
     def for_choice(self, number: int) -> SamplingParams:
-        """The parameters of choice ``number`` of several for one prompt: its seed differs, if there is one,
-        so that the choices differ. The first is that of a request for one."""
+        """The parameters of choice ``number`` of several for one prompt: with a seed of its own, if there is
+        one. Choice 0 is that of a request for one."""
         if number == 0 or self.seed is None:
             return self
         return self.changed(seed=(self.seed + number) % _SEED_LIMIT)
@@ -276,12 +273,12 @@ class SamplingParams:
 
     @property
     def worked_out(self) -> bool:
-        """Something of them takes long to work out, and is needed before the first token."""
+        """A grammar, or a prediction in text, has to be worked out on a thread before the first token."""
         return self.masked or (self.speculate and type(self.prediction) is str)
 
     @property
     def structure(self) -> Grammar | None:
-        """``grammar``, which is stored as a Grammar in whatever form it was given."""
+        """``grammar``, which is stored as a Grammar."""
         assert self.grammar is None or isinstance(self.grammar, Grammar)
         return self.grammar
 
@@ -383,26 +380,13 @@ class DiffusionParams:
 
 def _in_bounds(name: str, value: Any, field: str = "") -> None:
     low, high, whole, low_open = BOUNDS[name]
-    if whole:
-        _integer(field or name, value, int(low), int(high))
-    else:
-        _number(field or name, value, low, high, low_open=low_open)
-
-
-def _number(field: str, value: Any, low: float, high: float, *, low_open: bool = False) -> None:
-    if type(value) not in (int, float, *_OPEN):
-        raise InvalidRequest(field, f"must be a number, got {shown(value)}")
+    if type(value) not in ((int, _OpenInt) if whole else (int, float, *_OPEN)):
+        kind = "an integer" if whole else "a number"
+        raise InvalidRequest(field or name, f"must be {kind}, got {shown(value)}")
     # This form also refuses NaN, and accepts integers that no float can hold.
     if not low <= value <= high or (low_open and value == low):
-        bracket = "(" if low_open else "["
-        raise InvalidRequest(field, f"must be in {bracket}{low:g}, {high:g}], got {shown(value)}")
-
-
-def _integer(field: str, value: Any, low: int, high: int) -> None:
-    if type(value) not in (int, _OpenInt):
-        raise InvalidRequest(field, f"must be an integer, got {shown(value)}")
-    if not low <= value <= high:
-        raise InvalidRequest(field, f"must be in [{low}, {high}], got {shown(value)}")
+        span = f"[{low}, {high}]" if whole else f"{'(' if low_open else '['}{low:g}, {high:g}]"
+        raise InvalidRequest(field or name, f"must be in {span}, got {shown(value)}")
 
 
 def _truth(field: str, value: Any) -> None:
@@ -411,7 +395,7 @@ def _truth(field: str, value: Any) -> None:
 
 
 def _entries(field: str, given: Any, most: int, what: str) -> tuple[Any, ...]:
-    """The entries of a list, of an array or of any other collection, as plain values; None has none."""
+    """The entries of a list, an array or another collection, as plain values; none for None."""
     if given is None:
         return ()
     if isinstance(given, (str, bytes, bytearray, memoryview, Mapping)):
@@ -461,14 +445,15 @@ def _check_patterns(patterns: Sequence[str]) -> None:
 
 def _token_ids(field: str, ids: Any, most: int | None = None) -> tuple[int, ...]:
     tokens = _entries(field, ids, MOST[field][0] if most is None else most, "token ids")
-    low, high = int(BOUNDS["token_id"].low), int(BOUNDS["token_id"].high)
-    for token in tokens:
-        _integer(field, token, low, high)
+    low, high, *_ = BOUNDS["token_id"]
+    if set(map(type, tokens)) - {int} or (tokens and not low <= min(tokens) <= max(tokens) <= high):
+        for token in tokens:
+            _in_bounds("token_id", token, field)
     return tokens
 
 
 def _prediction(given: Any) -> str | tuple[int, ...] | None:
-    """As much of it as any context holds; None for an empty one."""
+    """The part of a prediction that a context can hold; None for an empty one."""
     if type(given) is str:
         text: str = given[:_LONGEST_PREDICTION]
         if not text.isascii() and _SURROGATE.search(text):

@@ -50,8 +50,8 @@ class ReasoningParser:
 
     @classmethod
     def opened_by(cls, prompt_end: str) -> bool | None:
-        """The beginning of an output after this end of a prompt: within reasoning (True), with content
-        because the prompt has closed the reasoning (False), or with an opening tag if there is reasoning (None)."""
+        """The beginning of an output after this end of a prompt: within reasoning (True), with content, since
+        the prompt has closed it (False), or with an opening tag if there is reasoning (None)."""
         end = prompt_end.rstrip()
         if end.endswith(cls.opening) or (cls.header and end.endswith(cls.opening + cls.header)):
             return True
