@@ -1,7 +1,7 @@
 """until_disconnected: work for a client that ends when the client leaves, in the handlers of web frameworks.
 
 A streamed answer is cancelled by the frameworks themselves. A handler that awaits its answer is not: FastAPI
-and Starlette notice a disconnect only where somebody listens, and aiohttp where it is told to
+and Starlette notice a disconnect only where the request is read, and aiohttp where it is told to
 (``handler_cancellation``).
 """
 
@@ -32,12 +32,12 @@ async def until_disconnected(request: Any, work: Awaitable[_T]) -> _T:
             return (await until_disconnected(request, engine.generate(text))).text
 
     Args:
-        request: of FastAPI, of Starlette or of aiohttp. Of the first two, its body must have been read: what
-            comes behind it is read here.
+        request: a request of FastAPI, Starlette or aiohttp. With the first two, its body must have been read:
+            later messages are read here.
         work: a stream, a chat, or any other awaitable.
 
     Raises:
-        The framework's ``HTTPException`` of status 499 when the client has left; nobody receives it.
+        The framework's ``HTTPException`` of status 499 when the client has left; it reaches no client.
         TypeError: the request is of another framework.
         RuntimeError: the body of the request has not been read.
     """
@@ -65,7 +65,7 @@ async def until_disconnected(request: Any, work: Awaitable[_T]) -> _T:
 
 
 async def _ended(*futures: asyncio.Future[Any]) -> None:
-    """Cancel what has not ended, and wait for its end. Exceptions count as retrieved."""
+    """Cancel the futures that have not ended, and wait. Exceptions count as retrieved."""
     running = [each for each in futures if not each.done()]
     for each in running:
         each.cancel()
@@ -86,7 +86,7 @@ async def _starlette_gone(request: Any) -> None:
 
 
 def _leave_starlette() -> NoReturn:
-    # FastAPI's is Starlette's, too, and what its applications catch.
+    # FastAPI's class derives from Starlette's; its applications catch it.
     home = sys.modules.get("fastapi.exceptions") or importlib.import_module("starlette.exceptions")
     raise home.HTTPException(_CLIENT_GONE, "the client has closed its connection")
 

@@ -93,7 +93,7 @@ class _OpenInt(int):
 
 
 class _OpenText(str):
-    """The same for a text."""
+    """Check one text."""
 
     __slots__ = ()
 
@@ -311,7 +311,7 @@ def inherited(params: SamplingParams | None, defaults: SamplingParams) -> Sampli
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiffusionParams:
-    """How the blocks of one request are denoised, for diffusion language models.
+    """Denoising of the blocks of one request, for diffusion language models.
 
     ``None`` is the algorithm's default; its class in :mod:`aioinfer.diffusion.algorithms` documents its
     parameters and their defaults. Temperature, filters and seed are those of SamplingParams. Every field is

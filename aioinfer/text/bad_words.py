@@ -23,7 +23,7 @@ __all__ = ["BadWordsBackend", "BadWordsMatcher", "spell"]
 
 
 def spell(words: Iterable[str | Sequence[int]], tokenizer: Tokenizer | None) -> list[Sequence[int]]:
-    """The token sequences of ``words``; a text has one at the start of an output and one behind a space.
+    """The token sequences of ``words``; a text has one at the start of an output and one after a space.
 
     Raises InvalidRequest.
     """
@@ -39,7 +39,7 @@ def spell(words: Iterable[str | Sequence[int]], tokenizer: Tokenizer | None) -> 
 
 
 class BadWordsMatcher:
-    """Excludes the tokens that would complete a bad word behind the newest tokens of one output."""
+    """Excludes the tokens that would complete a bad word after the newest tokens of one output."""
 
     __slots__ = ("_backend", "_banned", "_inner", "_newest")
 

@@ -1,6 +1,6 @@
 """Detokenizing by look-up: the text of every token of a byte-level vocabulary, made once per tokenizer.
 
-The decoder ``ByteLevel`` (GPT-2, Llama 3, Qwen, SmolLM) writes the bytes of the tokens one behind the other,
+The decoder ``ByteLevel`` (GPT-2, Llama 3, Qwen, SmolLM) writes the bytes of the tokens one after the other,
 so the text of a token depends on its neighbours only where a character is cut. A table is exact or not used:
 :func:`token_texts` compares every entry with what the tokenizer decodes.
 """
@@ -28,7 +28,7 @@ _LONGEST_CHARACTER = 4
 _TOGETHER = 256
 #: random sequences that are compared, and their length
 _SEQUENCES = 64
-#: of any incomplete character, one of these is the rest
+#: possible rests of an incomplete character: one of these completes it
 _ENDINGS = [bytes([first, *[0x80] * more]) for first in (0x80, 0x90, 0xA0) for more in range(3)]
 
 
@@ -179,8 +179,8 @@ def _tables(tokenizer: Any) -> Mapping[bool, TokenTexts] | None:
 
 
 def _speller() -> Callable[[str], bytes]:
-    """What the decoder makes of a token: of one that is written in the 256 characters that stand for bytes,
-    these bytes, and of any other its own UTF-8."""
+    """A function from a token to the bytes that the decoder writes: those that its characters stand for, if
+    all of them do, else its own UTF-8."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [value for value in range(0x100) if value not in printable]
     # To the character of the byte's number; to one beyond bytes, if it stands for none.

@@ -1,7 +1,7 @@
 """Incremental detokenization: token ids in, one at a time; text out, in whole characters.
 
 **Invariant.** The concatenated texts of all pushes and of ``finish`` are the part of
-``decode(prompt + output)`` behind ``decode(prompt)``, so a completion keeps its leading space. A released
+``decode(prompt + output)`` after ``decode(prompt)``, so a completion keeps its leading space. A released
 piece is final. A character with missing bytes is held back and not released as U+FFFD.
 
 *A prompt that ends inside a character.* The two texts differ from the incomplete character on, and the
@@ -10,7 +10,7 @@ another U+FFFD for it if they do not. No other text of the prompt is repeated.
 
 *Exception.* Decoders with byte fallback (Llama 2) turn a whole run of byte tokens into U+FFFD as soon as one
 byte of it is invalid, characters that were released before included. The released text remains, and the
-tokens behind it are decoded separately. In a run like this the number of U+FFFD may differ; a U+FFFD that
+tokens after it are decoded separately. In a run like this the number of U+FFFD may differ; a U+FFFD that
 the model generated counts as invalid bytes.
 
 The held text is bounded: of a run of invalid bytes, all but the last few are released as they arrive.
@@ -124,7 +124,7 @@ class OffsetDetokenizer:
 
 
 class DecodeStreamDetokenizer:
-    """The same with the ``DecodeStream`` of the tokenizers library, in less than a microsecond per token.
+    """Decodes with the ``DecodeStream`` of the tokenizers library, in less than a microsecond per token.
 
     DecodeStream has no flush, repeats a prompt that ends inside a character, raises "Invalid prefix" where
     earlier text changes, and holds back U+FFFD and tokens without text at a cost that grows with their
@@ -138,7 +138,7 @@ class DecodeStreamDetokenizer:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._decode = lambda ids: tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        #: the tokens of the last release, and the tokens behind them
+        #: the tokens of the last release, and the tokens after them
         self._last: list[int] = []
         self._held: list[int] = []
         self._slow: OffsetDetokenizer | None = OffsetDetokenizer(self._decode, prompt_ids)

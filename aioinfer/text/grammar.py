@@ -100,12 +100,12 @@ class TokenBounds:
 
 @dataclass(slots=True)
 class LookAhead:
-    """Drafts of an output and the masks behind them."""
+    """Drafts of an output, and the masks after them."""
 
-    #: in the sequence, of the first draft
+    #: position of the first draft in the sequence
     position: int
     drafts: Sequence[int]
-    #: the masks behind the first drafts; None: they are not known yet
+    #: the masks after the first drafts; None: not known yet
     masks: list[npt.NDArray[np.int32]] | None = None
 
 
@@ -151,7 +151,7 @@ class GrammarState:
     ) -> None:
         self.backend = backend
         self.matcher = matcher
-        #: what else limits the tokens; None: nothing
+        #: further limits of the tokens; None: none
         self.bounds = bounds
         #: the matcher and the position of the first output token
         self.origin, self.begin = matcher.copy(), position
@@ -168,17 +168,17 @@ class GrammarState:
         self.forced: list[int] = []
         #: a shorter run of forced tokens is sampled like other tokens; 0: every run is
         self.least_forced = least_forced
-        #: such a run is wanted as a draft
+        #: a shorter run is wanted as a draft
         self.suggests = suggests
         #: the position where a run that was too long to be forced is short enough
         self.force_from = 0
-        #: a token was sampled and the mask behind it is not computed yet
+        #: a token was sampled, and the mask after it is not computed yet
         self.at_work = False
         #: its masks take long: steps do not wait for them
         self.slow = False
-        #: its newest row sampled nothing, so rows launched behind it have no input token
+        #: its newest row sampled nothing, so rows launched after it have no input token
         self.unsampled = False
-        #: of the row that is to sample next, if that verifies drafts
+        #: the drafts that the next row to sample verifies, if there are any
         self.ahead: LookAhead | None = None
         #: a position and the tokens that will be there: forced, but fewer than ``least_forced``. Replaced as
         #: a whole, so that any thread may read it
@@ -202,7 +202,7 @@ class GrammarState:
 
         Runs of ``least_forced`` or more forced tokens are appended without sampling; 0: none are. Shorter
         ones are drafts if it ``suggests`` any. Raises InvalidRequest if no first token is allowed; a dead end
-        behind forced tokens fails the output later.
+        after forced tokens fails the output later.
         """
         state = cls(backend, matcher, position, vocab_size, least_forced, bounds, suggests=suggests)
         state.follow()
@@ -236,7 +236,7 @@ class GrammarState:
             self.bounds.restrict(mask, self.position)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by ``tokens``, then by the tokens that the grammar forces behind them."""
+        """Advance by ``tokens``, then by the tokens that the grammar forces after them."""
         try:
             with self._using:
                 for token in tokens:
@@ -249,8 +249,8 @@ class GrammarState:
             self.fail(f"its grammar failed: {error}")
 
     def look_ahead(self, ahead: LookAhead) -> list[npt.NDArray[np.int32]]:
-        """The masks behind each of the drafts, up to the first that is not allowed. The matcher stays where
-        it is; there are none if it is elsewhere."""
+        """The masks after each of the drafts, up to the first that is not allowed; none if the matcher is at
+        another position. It does not move."""
         masks: list[npt.NDArray[np.int32]] = []
         try:
             with self._using:
@@ -266,14 +266,14 @@ class GrammarState:
                 if self.bounds is not None:
                     self.bounds.restrict(mask, at + 1)
                 if matcher.error is not None or not mask.any():
-                    break  # the row behind finds out
+                    break  # the following row finds out
                 masks.append(mask)
         except BaseException:  # panics of Rust libraries are not Exceptions
             pass  # it shows where the tokens are accepted
         return masks
 
     def fail(self, reason: str) -> None:
-        """The backend or the engine made an error."""
+        """End the output for an error of the backend or the engine."""
         self.failed, self.broken = reason, True
 
     def _refused(self, token: int) -> None:
@@ -296,11 +296,11 @@ class GrammarState:
             return
         forced: list[int] = []
         left = _MOST_TOKENIZED - len(ahead)
-        # One at a time: behind a token, the forced text can have another tokenization than before it.
+        # One at a time: after a token, the forced text can have another tokenization than before it.
         while ahead and len(forced) < _MOST_FORCED:
             token = ahead[0]
             if self.bounds is not None and not self.bounds.allow(token, self.position + len(forced)):
-                break  # a dead end, which the empty mask behind the other tokens reports
+                break  # a dead end, which the empty mask after the other tokens reports
             if not self.matcher.accept(token):
                 self._refused(token)
                 return

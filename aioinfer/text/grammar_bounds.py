@@ -181,7 +181,7 @@ class GrammarBounds:
         return max((self._merge(*pair) for pair in pairs), key=lambda shape: shape.size)
 
     def _normal(self, shape: _Shape) -> _Shape:
-        """The same without alternatives that change nothing. Those of one keyword are merged as they are."""
+        """Drop alternatives that change nothing, and flatten those of one keyword."""
         if shape.kind not in _CHOICES:
             return shape
         found: list[_Shape] = []
@@ -275,7 +275,7 @@ def _check_size(parts: int) -> None:
 
 
 def _parts_for(shape: _Shape, key: Any) -> list[_Shape]:
-    """What an array or object says of an item or property: one of these."""
+    """The schemas of an array or object for an item or property, of which one holds."""
     if key in shape.parts:
         return [shape.parts[key]]
     patterns = [each for name, each in shape.parts.items() if isinstance(name, tuple)]

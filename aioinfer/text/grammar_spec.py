@@ -68,8 +68,7 @@ class Grammar:
         object.__setattr__(self, "source", source)
 
     def behind(self, prompt_end: str) -> Grammar:
-        """The grammar of an output behind a prompt that ends so: the prompt may have opened or closed the
-        reasoning."""
+        """The grammar of an output after this end of a prompt, which can open or close the reasoning."""
         if self.reasoning is None:
             return self
         opened = REASONING_PARSERS[self.reasoning].opened_by(prompt_end)

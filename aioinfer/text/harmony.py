@@ -6,7 +6,7 @@ The prompt ends with ``<|start|>assistant``, and an output goes on like this::
     <|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>
 
 ``analysis`` is reasoning; ``final``, and ``commentary`` that is addressed to no one, are for the user. The
-recipient can also stand in front of the channel. The package ``openai-harmony`` is not used: it parses tokens
+recipient can also stand before the channel. The package ``openai-harmony`` is not used: it parses tokens
 of its own vocabulary, which it downloads when it is first used.
 """
 
@@ -33,14 +33,14 @@ __all__ = [
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 CONSTRAIN, END, CALL = "<|constrain|>", "<|end|>", "<|call|>"
-#: what has to be in the text of an answer
+#: tags that the text of an answer keeps
 TAGS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, "<|return|>")
 
 _TO = r"\s*+to=(?:functions\.)?+(?P<recipient>[^\s<]++)"
 _CHANNEL = r"\s*+<\|channel\|>\s*+(?P<channel>\w++)"
-#: models repeat the channel behind a recipient
+#: models repeat the channel after a recipient
 _ADDRESSED = rf"{_CHANNEL}(?:{_TO}(?:\s*+<\|channel\|>\s*+\w++)?+)?+"
-#: What is in front of a message. Its beginning can be in the prompt, so that the channel or the recipient is
+#: The header of a message. Its beginning can be in the prompt, so that the channel or the recipient is
 #: the first thing of an output.
 HEADER = (
     rf"\s*+(?:<\|start\|>\s*+assistant(?:{_TO})?+(?:{_ADDRESSED})?+|(?:{_TO})?+{_ADDRESSED})"
@@ -53,7 +53,7 @@ ENDS = regex.compile(r"<\|(?:end|return|call)\|>")
 
 
 def in_template(template: str) -> bool:
-    """Whether a chat template writes messages so."""
+    """A chat template writes messages in this format."""
     return CHANNEL in template and MESSAGE in template
 
 

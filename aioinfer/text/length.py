@@ -1,4 +1,4 @@
-"""How few tokens a text can have, which is known before it is tokenized."""
+"""Bounds on the number of tokens of a text, before it is tokenized."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BYTES = frozenset(f"<0x{value:02X}>" for value in range(256))
 
 
 def longest_token(tokenizer: Any) -> int | None:
-    """Of a ``tokenizers.Tokenizer``: the most bytes of a text that one token can stand for; None if no bound
+    """The most bytes of a text that one token of a ``tokenizers.Tokenizer`` can stand for; None if no bound
     is known, because it can omit text or merge any number of unknown characters into one token."""
     try:
         return _longest(tokenizer)

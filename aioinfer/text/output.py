@@ -87,7 +87,7 @@ class OutputText:
         return stop
 
     def ahead(self, token_ids: Sequence[int | None]) -> str:
-        """The text behind the released text if these tokens came next: the held text and the tokens' text.
+        """The text after the released text if these tokens came next: the held text and the tokens' text.
 
         U+2591 stands for each token that is None and for an incomplete character. Stop strings are not
         searched. Does not change the state.

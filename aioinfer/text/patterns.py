@@ -4,16 +4,18 @@ from __future__ import annotations
 
 __all__ = ["without_lookahead"]
 
-#: of pydantic's decimals, and the same without lookahead: digits and a dot at most, and one digit at least
+#: the pattern of pydantic's decimals -> the same without lookahead
 _KNOWN = {
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
 }
+#: maximum lookaheads of a pattern: the time to find them grows with the square of their number
+_MOST_HEADS = 16
 
 
 def without_lookahead(pattern: str) -> list[str]:
     """Patterns without lookahead; a text matches all of them if it matches ``pattern``, and only then.
 
-    Lookaheads directly behind a leading ``^`` are such patterns: ``^(?=.*a)b`` is ``^(.*a)`` and ``^b``.
+    Lookaheads directly after a leading ``^`` are such patterns: ``^(?=.*a)b`` is ``^(.*a)`` and ``^b``.
     Raises ValueError for other lookaheads and for lookbehinds.
     """
     if "(?" not in pattern:
@@ -23,13 +25,15 @@ def without_lookahead(pattern: str) -> list[str]:
     heads: list[str] = []
     rest = pattern
     while rest.startswith("^(?="):
+        if len(heads) == _MOST_HEADS:
+            raise ValueError(f"with more than {_MOST_HEADS} lookaheads")
         end = _closing(rest, 1)
-        inside, behind = rest[len("^(?=") : end], rest[end + 1 :]
-        # Behind a lookahead that is repeated or one of several alternatives, it would mean something else.
-        if _alternatives(behind) or behind[:1] in ("*", "+", "?", "{"):
+        inside, after = rest[len("^(?=") : end], rest[end + 1 :]
+        # After a lookahead that is repeated or one of several alternatives, it would mean something else.
+        if _alternatives(after) or after[:1] in ("*", "+", "?", "{"):
             raise ValueError("with this lookahead")
         heads.append(f"^({inside})")
-        rest = f"^{behind}"
+        rest = f"^{after}"
     for each in (rest, *heads):
         if _looks(each):
             raise ValueError("with lookahead or lookbehind but at the beginning, or negative")
@@ -37,14 +41,14 @@ def without_lookahead(pattern: str) -> list[str]:
 
 
 def _looks(pattern: str) -> bool:
-    """It has a lookahead or lookbehind."""
+    """The pattern has a lookahead or lookbehind."""
     return any(
         pattern.startswith(mark, at) for at in _plain(pattern) for mark in ("(?=", "(?!", "(?<=", "(?<!")
     )
 
 
 def _plain(pattern: str) -> list[int]:
-    """Where the characters are that are neither escaped nor in a class."""
+    """The places of characters that are neither escaped nor in a class."""
     found: list[int] = []
     at, inside = 0, False
     while at < len(pattern):
@@ -67,7 +71,7 @@ def _plain(pattern: str) -> list[int]:
 
 
 def _closing(pattern: str, start: int) -> int:
-    """Where the group ends that begins at ``start``. Raises ValueError."""
+    """The end of the group that begins at ``start``. Raises ValueError."""
     depth = 0
     for at in _plain(pattern):
         if at < start:
@@ -79,7 +83,7 @@ def _closing(pattern: str, start: int) -> int:
 
 
 def _alternatives(pattern: str) -> bool:
-    """It has alternatives outside all groups."""
+    """The pattern has alternatives outside all groups."""
     depth = 0
     for at in _plain(pattern):
         depth += {"(": 1, ")": -1}.get(pattern[at], 0)

@@ -1,8 +1,8 @@
 """Keywords of JSON schemas that llguidance does not know, in terms of those that it knows.
 
-:func:`rewritten` gives a schema that allows the same instances: where a keyword says what others can say, it
-becomes a further part of ``allOf``, so that what references point to stays where it is. A keyword that cannot
-be said otherwise is an error that names it and its place.
+:func:`rewritten` gives a schema that allows the same instances. A keyword that others can express becomes a
+further part of ``allOf``, so that the targets of references keep their places; any other keyword is an error
+that names it and its place.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ _UNKNOWN = (
 
 
 class UnsupportedKeyword(ValueError):
-    """A keyword that cannot be said otherwise."""
+    """A keyword that no other keywords can express."""
 
 
 def rewritten(schema: Any) -> Any:
     """A schema that allows the same and has no keyword that llguidance does not know; the same object if
     nothing has to be changed. What is malformed is left as it is.
 
-    Raises UnsupportedKeyword for a keyword that cannot be said otherwise; the message names it and its place.
+    Raises UnsupportedKeyword for a keyword that others cannot express; the message names it and its place.
     """
     return _Rewriting(schema).schema(schema, "")
 
 
 class _Rewriting:
-    """Of one schema."""
+    """Rewrites one schema."""
 
     def __init__(self, root: Any) -> None:
         self._pointers = Pointers(root)
@@ -110,7 +110,7 @@ class _Rewriting:
         return {**given, **changed}
 
     def _with_text(self, found: dict[str, Any], place: str) -> dict[str, Any]:
-        """What formats and patterns say of texts."""
+        """The schema with its formats and patterns of texts rewritten."""
         form = found.get("format")
         if isinstance(form, str) and form not in _FORMATS and _has_text(found):
             found = {key: value for key, value in found.items() if key != "format"}
@@ -136,13 +136,13 @@ class _Rewriting:
             raise UnsupportedKeyword(f"needs more than {_MOST_ADDED} parts to write its keywords as others")
 
     def _resolved(self, given: Any) -> Any:
-        """What a schema that is nothing but a reference refers to."""
+        """The target of a schema that is only a reference."""
         if not isinstance(given, dict) or not isinstance(given.get("$ref"), str):
             return given
         target = self._pointers.target(given["$ref"])
         return given if target is None else target
 
-    # -- one keyword each: what it says as a further schema, None for nothing --------------------
+    # -- one keyword each, as a further schema; None if it changes nothing ----------------------
 
     def unique_items(self, given: dict[str, Any], place: str) -> dict[str, Any] | None:
         if given["uniqueItems"] is not True:
@@ -302,13 +302,13 @@ def _canonical(value: Any) -> str:
 
 
 def _has_text(schema: Mapping[str, Any]) -> bool:
-    """It may allow texts, so that a format says something."""
+    """The schema may allow texts, for which a format has a meaning."""
     types = schema.get("type", "string")
     return types == "string" or (isinstance(types, list) and "string" in types)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Nothing was changed: the parts are the same objects."""
+    """The parts are the same objects."""
     if isinstance(one, list):
         return all(new is old for new, old in zip(one, other, strict=True))
     if isinstance(one, dict) and one is not other:

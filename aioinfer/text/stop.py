@@ -34,7 +34,7 @@ class StopStrings:
         self._branches: dict[int, dict[str, int]] = {0: {}}
         #: nodes at which a stop string ends -> the longest such string, as far as they are linked
         self._ends: dict[int, str] = {}
-        #: of each string: its first node of its own, and the number of characters that it shares
+        #: by string: its first own node, and the number of characters that it shares
         self._firsts: list[int] = []
         self._shared: list[int] = []
         #: the character that leads from a node to the next number
@@ -43,7 +43,7 @@ class StopStrings:
         for stop in sorted(set(stops)):
             if not stop:
                 raise ValueError("a stop string is empty")
-            # A string behind the end of another is never completed.
+            # A string that continues another is never completed.
             if not (previous and stop.startswith(previous)):
                 self._add(stop, _common(previous, stop))
                 previous = stop

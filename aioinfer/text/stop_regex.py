@@ -161,6 +161,6 @@ def _nodes(source: str) -> int:
         if before.isalnum() or (before and before in "]."):
             size += count
         else:
-            # One more for the copy behind the counted ones.
+            # One more for the copy after the counted ones.
             factor = min(factor * (count + 1), _MAX_NODES + 1)
     return size * factor * (_FOLDING_COST if _FOLDING.search(source) else 1)

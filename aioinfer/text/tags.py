@@ -4,7 +4,7 @@ from __future__ import annotations
 
 __all__ = ["partial_length", "without_breaks"]
 
-#: Maximum line breaks that belong to the tag behind them. Without a limit, an output of line breaks only
+#: Maximum line breaks that belong to the tag after them. Without a limit, an output of line breaks only
 #: would be held back for ever.
 _MOST_BREAKS = 64
 
@@ -16,5 +16,5 @@ def partial_length(text: str, tag: str) -> int:
 
 
 def without_breaks(text: str) -> str:
-    """The text without the trailing line breaks, which belong to a tag if one follows."""
+    """The text without its trailing line breaks, which belong to a tag if one follows."""
     return text[: max(len(text.rstrip("\n")), len(text) - _MOST_BREAKS)]

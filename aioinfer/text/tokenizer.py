@@ -36,7 +36,7 @@ _RESERVED = frozenset(
 )
 
 
-#: tokens of a prompt's end: more than a tag of reasoning and the line breaks around it can have
+#: last tokens of a prompt: more than a tag of reasoning and the line breaks around it can have
 _PROMPT_END = 32
 
 
@@ -87,8 +87,7 @@ class Tokenizer(Protocol):
 
 
 def end_of(prompt_ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    """The last characters of a prompt, special tokens included: what its chat template puts in front of an
-    answer."""
+    """The last characters of a prompt, special tokens included, as its chat template ends it."""
     return tokenizer.decode(prompt_ids[-_PROMPT_END:], skip_special_tokens=False)
 
 
@@ -212,7 +211,7 @@ class HFTokenizer:
         return found
 
     def described(self) -> dict[str, Any]:
-        """What ``tokenizer_config.json`` says: class, chat template, and the tokens with a role."""
+        """Fields of ``tokenizer_config.json``: class, chat template, and the tokens with a role."""
         templates = self.chat_templates
         roles = ("bos_token", "eos_token", "unk_token", "pad_token")
         return {

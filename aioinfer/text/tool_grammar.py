@@ -64,7 +64,7 @@ class AnswerGrammar:
         return Grammar("answer", rules.lark(), None if self.reasoning is None else self.reasoning.name)
 
     def _calls(self, parser: type[ToolCallParser], rules: Rules) -> str:
-        """Calls, with or without text."""
+        """The form of calls, with or without text."""
         rules.add("call", self._call(parser, rules))
         rules.add("calls", parser.group("call", _MOST_CALLS if self.parallel else 1))
         if not parser.opening:
@@ -82,13 +82,13 @@ class AnswerGrammar:
         return f"tagged ({between} tagged){{0,{_MOST_CALLS - 1}}}"
 
     def _call(self, parser: type[ToolCallParser], rules: Rules) -> str:
-        """A call of any of the functions."""
+        """The form of a call of any of the functions."""
         for at, (name, schema) in enumerate(self.functions.items()):
             rules.add(f"call_{at}", parser.write(name, schema, rules))
         return " | ".join(f"call_{at}" for at in range(len(self.functions)))
 
     def _messages(self, rules: Rules) -> None:
-        """The rules of an answer in the messages of gpt-oss: the last one is a call or in the channel
+        """Add the rules of an answer in the messages of gpt-oss: the last one is a call or in the channel
         ``final``. Before it there may be reasoning, and what is told the user if that is not to be JSON."""
         channel, message = rules.tag(CHANNEL), rules.tag(MESSAGE)
         again = f'{rules.tag(START)} "assistant"'
@@ -114,7 +114,7 @@ class AnswerGrammar:
             rules.add("unopened", "rest")
 
     def _begin(self, reasoning: type[ReasoningParser], rest: str, rules: Rules) -> None:
-        """The rules for an answer from within, from behind and from in front of the reasoning on."""
+        """Add the rules for an answer that begins within, after and before the reasoning."""
         rules.until("thought", reasoning.closing)
         rules.add("BREAKS", "/\\n{1,4}/")
         rules.add("opened", f"thought BREAKS? {rest}")

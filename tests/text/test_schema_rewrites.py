@@ -217,3 +217,9 @@ def test_the_decimals_of_pydantic_lose_their_lookahead_and_nothing_else() -> Non
     (other,) = without_lookahead(pattern)
     for text in map("".join, (each for count in range(7) for each in product("+0.5", repeat=count))):
         assert bool(re.search(pattern, text)) == bool(re.search(other, text)), text
+
+
+def test_the_number_of_lookaheads_has_a_bound() -> None:
+    assert len(without_lookahead("^" + "(?=a)" * 16)) == 17
+    with pytest.raises(ValueError, match="more than 16 lookaheads"):
+        without_lookahead("^" + "(?=a)" * 9000)

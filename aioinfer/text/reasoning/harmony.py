@@ -34,11 +34,11 @@ class Harmony(ReasoningParser):
 
     def __init__(self, prompt_end: str = "") -> None:
         super().__init__(prompt_end)
-        #: of the text behind the newest tag
+        #: the kind of the text after the newest tag
         self._kind = _REASONING if self._opened else _OUTSIDE
         self._step: Callable[[], bool] = self._text if self._opened else self._header
         self._out: tuple[list[str], list[str]] = ([], [])
-        #: the kinds of which something was passed on, and those that need a line break in front of more
+        #: the kinds with text that was passed on, and those that need a line break before more
         self._written: set[int] = set()
         self._apart: set[int] = set()
 
@@ -68,7 +68,7 @@ class Harmony(ReasoningParser):
         return self.push("")
 
     def _header(self) -> bool:
-        """Where a message may begin."""
+        """Parse the beginning of a message."""
         match = _HEADER.match(self._held, partial=True)
         if match is None or match.end() > _LONGEST_HEADER:
             return self._no_header()
@@ -83,7 +83,7 @@ class Harmony(ReasoningParser):
         return self._go(match.end(), self._text)
 
     def _no_header(self) -> bool:
-        """The tag belongs to the text around it."""
+        """Make the tag a part of the text around it."""
         tag = harmony.BEGINS.match(self._held)
         upto = tag.end() if tag else 0
         self._pass_on(self._held[:upto])

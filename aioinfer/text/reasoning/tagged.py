@@ -45,7 +45,7 @@ class ReasoningParser:
 
     @classmethod
     def in_template(cls, template: str) -> bool:
-        """Whether a chat template knows this format."""
+        """A chat template knows this format."""
         return cls.closing in template
 
     @classmethod

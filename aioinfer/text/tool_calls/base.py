@@ -101,7 +101,7 @@ class ToolCallParser:
 
     @staticmethod
     def in_template(template: str) -> bool:
-        """Whether a chat template writes calls in this format."""
+        """A chat template writes calls in this format."""
         raise NotImplementedError
 
     @staticmethod

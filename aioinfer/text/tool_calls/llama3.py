@@ -22,7 +22,7 @@ _BEGIN = r"\s*+(?:<\|python_tag\|>\s*+)?+"
 _KEY, _TYPE = "parameters|arguments", r'(?:"type"\s*+:\s*+"function"\s*+,\s*+)?+'
 #: As the templates tell the model, and write calls themselves; tools have a description between the keys.
 _WRITTEN = regex.compile(r'\{"name": (?:(?!"description").){0,120}?"parameters": ', regex.DOTALL)
-#: the tags of formats whose templates have such a text, too
+#: the tags of other formats whose templates can have this text
 _OTHERS = ("<tool_call>", "[TOOL_CALLS]")
 
 
@@ -30,7 +30,7 @@ class Llama3(JsonCalls):
     """``{"name": ..., "parameters": {...}}`` as the whole answer: Llama 3.1, 3.2 and 3.3.
 
     The beginning of the answer decides: what does not begin with a call is content to its end. A call may
-    have ``<|python_tag|>`` in front, and further ones behind it, separated by semicolons or white space.
+    have ``<|python_tag|>`` before it, and further calls after it, separated by semicolons or white space.
     """
 
     name: ClassVar[str] = "llama3"
@@ -60,7 +60,7 @@ class Llama3(JsonCalls):
 
     @property
     def _undecided(self) -> bool:
-        # What separates calls belongs to the call in front of it if there is no other.
+        # The text between calls belongs to the earlier one if no other follows.
         further = self._state == self._further and self._held.replace(";", "").strip() != ""
         return super()._undecided or further
 

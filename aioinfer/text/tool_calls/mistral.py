@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Mistral", "MistralV11"]
 
 _CALLS, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
-#: in front of arguments that are not within an object; some templates of v11 have no tag there
+#: the head of arguments that are not within an object; some templates of v11 have no tag there
 _BARE = regex.compile(r"\s*+(?P<name>[\w.-]++)(?:\[CALL_ID\][A-Za-z0-9]*+)?+(?:\[ARGS\])?+\s*+(?=\{)")
 _GIVEN_ID = r'(?:,\s*+"id"\s*+:\s*+"[A-Za-z0-9_-]*+"\s*+)?+'
 _ID_FIRST = r'(?:"id"\s*+:\s*+"[A-Za-z0-9_-]*+"\s*+,\s*+)?+'
@@ -56,13 +56,13 @@ class Mistral(JsonCalls):
 
     @staticmethod
     def group(call: str, most: int) -> str:
-        # The tokenizers with SentencePiece write a space behind the tag.
+        # The tokenizers with SentencePiece write a space after the tag.
         others = f' ("," " "? {call}){{0,{most - 1}}}' if most > 1 else ""
         return f'" "? "[" {call}{others} "]"'
 
     @property
     def _undecided(self) -> bool:
-        # The comma behind a call belongs to it if there is no other.
+        # The comma after a call belongs to it if there is no other.
         further = self._state == self._further and self._held.strip() not in ("", ",")
         return super()._undecided or further
 
@@ -96,7 +96,7 @@ class Mistral(JsonCalls):
 class MistralV11(Mistral):
     """``[TOOL_CALLS]name[ARGS]{...}`` for each call: Mistral's tokenizers from v11 on.
 
-    Those of v11 write ``[CALL_ID]`` and an id behind the name. Reads the lists of earlier tokenizers as well.
+    Those of v11 write ``[CALL_ID]`` and an id after the name. Reads the lists of earlier tokenizers as well.
     """
 
     name: ClassVar[str] = "mistral-v11"

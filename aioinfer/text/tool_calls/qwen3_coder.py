@@ -66,7 +66,7 @@ class Qwen3Coder(ToolCallParser):
         self._signatures = functions if isinstance(functions, Signatures) else Signatures(functions or {})
         self._function = ""
         self._types = _STRING
-        #: what comes before the next parameter in the JSON of the arguments
+        #: the JSON before the next parameter
         self._before = ""
 
     @staticmethod
@@ -133,7 +133,7 @@ class Qwen3Coder(ToolCallParser):
     def _string(self) -> bool:
         at = self._held.find(_VALUE_CLOSING)
         end = at if at >= 0 else len(self._held) - partial_length(self._held, _VALUE_CLOSING)
-        # One line break belongs to the tag behind it.
+        # One line break belongs to the tag after it.
         upto = end - int(self._held[:end].endswith("\n"))
         self._pass_on(quoted(self._held[:upto]))
         if at < 0:

@@ -18,7 +18,7 @@ __all__ = ["ANY", "References", "Signatures", "as_json", "count_of", "parameters
 ANY: Mapping[str, Any] = {}
 _STRING = frozenset({"string"})
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
-#: What Python calls them: the templates write values of earlier calls so. "null" of JSON is read without it.
+#: Python's names for them: the templates write values of earlier calls so. "null" of JSON is read without it.
 _LITERALS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 #: references that lead to each other
 _MOST_REFERENCES = 16
@@ -33,7 +33,7 @@ _SPECIAL = re.compile(r"[^\w<>\"\s]")
 
 
 class References:
-    """What the references within a schema lead to."""
+    """The targets and types of the references within a schema."""
 
     def __init__(self, root: Any) -> None:
         self._pointers = Pointers(root)
@@ -46,7 +46,7 @@ class References:
         _ = self._pointers.rebased
 
     def resolved(self, schema: Any) -> Mapping[str, Any]:
-        """What a schema that is a reference refers to; an empty schema if it leads nowhere."""
+        """The target of a schema that is a reference; an empty schema if it leads nowhere."""
         for _ in range(_MOST_REFERENCES):
             if not isinstance(schema, Mapping) or not isinstance(schema.get("$ref"), str):
                 break
@@ -95,7 +95,7 @@ class Signatures(dict[str, Mapping[str, Any]]):
         self._references = {name: References(schema) for name, schema in functions.items()}
 
     def prepare(self) -> None:
-        """Do what takes long."""
+        """Do the slow part of the work."""
         for references in self._references.values():
             references.prepare()
 
