@@ -125,61 +125,6 @@ def test_the_pieces_of_any_tokens_are_the_decoded_text(tokenizer: Tokenizer, ski
     run()
 
 
-@every_tokenizer
-def test_a_text_cut_anywhere_is_whole_again(tokenizer: Tokenizer) -> None:
-    table = tables(tokenizer)[True]
-
-    @settings(max_examples=scaled(100), deadline=None, derandomize=True)
-    @given(st.text("aé日😀𝄞\ufffd\n '", max_size=30), st.integers(0, 90))
-    def run(text: str, cut: int) -> None:
-        ids = tokenizer.encode(text, add_special_tokens=False).ids
-        detokenizer = ByteLevelDetokenizer(table, ids[:cut])
-        got = "".join(map(detokenizer.push, ids[cut:])) + detokenizer.finish()
-        assert got == behind(tokenizer, ids[:cut], ids[cut:], True)
-
-    run()
-
-
-@every_tokenizer
-@pytest.mark.parametrize("skip", [True, False])
-def test_peek_is_what_comes_and_changes_nothing(tokenizer: Tokenizer, skip: bool) -> None:
-    table = tables(tokenizer)[skip]
-    token = st.one_of(st.integers(0, len(table.texts) - 1), st.sampled_from(sorted(table.parts)))
-    tokens = st.lists(token, max_size=10)
-
-    @settings(max_examples=scaled(150), deadline=None, derandomize=True)
-    @given(tokens, tokens, tokens)
-    def run(prompt: list[int], output: list[int], ahead: list[int]) -> None:
-        detokenizer = ByteLevelDetokenizer(table, prompt)
-        said = "".join(map(detokenizer.push, output))
-        texts = detokenizer.texts
-        assert said + detokenizer.peek(ahead) == behind(tokenizer, prompt, output + ahead, skip)
-        assert detokenizer.peek(ahead, apart=True) == tokenizer.decode(ahead, skip_special_tokens=skip)
-        assert detokenizer.texts is texts
-        said += detokenizer.finish()
-        assert said == behind(tokenizer, prompt, output, skip)
-        assert detokenizer.finish() == ""
-
-    run()
-
-
-def test_a_special_token_inside_a_character_is_left_out_or_breaks_it() -> None:
-    tokenizer = made([], added=[AddedToken("<|end|>", special=True, normalized=False)])
-    first, *rest = "日".encode()
-    ids = [first, tokenizer.token_to_id("<|end|>"), *rest]
-    for skip, text in ((True, "日"), (False, f"{REPLACEMENT}<|end|>{REPLACEMENT * 2}")):
-        detokenizer = ByteLevelDetokenizer(tables(tokenizer)[skip], [])
-        assert "".join(map(detokenizer.push, ids)) + detokenizer.finish() == text
-        assert tokenizer.decode(ids, skip_special_tokens=skip) == text
-
-
-def test_broken_bytes_are_shown_with_the_token_that_breaks_them() -> None:
-    detokenizer = ByteLevelDetokenizer(tables(made([b" fox"]))[True], [])
-    assert [detokenizer.push(token) for token in (0xFF, 0xE6, 0x97, 256, 0x80)] == [
-        REPLACEMENT, "", "", f"{REPLACEMENT} fox", REPLACEMENT,
-    ]  # fmt: skip
-
-
 def test_the_half_of_a_surrogate_in_a_prompt_is_not_completed() -> None:
     tokenizer = made([])
     for prompt, output in (
@@ -252,17 +197,6 @@ def test_other_decoders_have_no_table(metaspace: Tokenizer, unigram: Tokenizer) 
     alone = made([])
     alone.decoder = decoders.Sequence([decoders.ByteLevel()])
     assert token_texts(alone) is not None
-
-
-def test_a_decoder_written_in_python_has_no_table() -> None:
-    class Loud:
-        def decode_chain(self, tokens: list[str]) -> list[str]:
-            return [token.upper() for token in tokens]
-
-    tokenizer = made([])
-    tokenizer.decoder = decoders.Decoder.custom(Loud())
-    assert tokenizer.decode([ord("a")]) == "A"
-    assert token_texts(tokenizer) is None
 
 
 class Lying:

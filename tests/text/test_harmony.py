@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 
 import pytest
@@ -155,13 +154,3 @@ def test_long_answers_are_not_kept_so_that_no_piece_reads_them_again() -> None:
 def test_calls_and_text_similar_to_calls(text: str, content: str | None, calls: Calls) -> None:
     wanted = text if content is None else content, calls
     assert parse("harmony", [text]) == parse("harmony", list(text)) == wanted
-
-
-@rest(SECONDS)
-def test_an_answer_may_be_cut_anywhere() -> None:
-    text = f"{THOUGHT}<|channel|>commentary<|message|>I ask.{NEXT}{CALL}<|call|>"
-    wanted = split([text])
-    assert wanted == ("Hm.\n", f"I ask.<|start|>assistant{CALL}<|call|>")
-    assert parse("harmony", [wanted[1]]) == ("I ask.", FOUND)
-    for first, second in itertools.combinations_with_replacement(range(len(text) + 1), 2):
-        assert split([text[:first], text[first:second], text[second:]]) == wanted

@@ -71,19 +71,6 @@ def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
     return Vocabulary(request.param)
 
 
-def test_required_calls(vocabulary: Vocabulary) -> None:
-    for text in (ROME, NOW, f"{ROME}\n{NOW}\n{ROME}"):
-        assert vocabulary.allows(text), text
-    for text in ("", "Rome", BERN, f"x{ROME}", f"{ROME}x", ROME[:-1], ROME.replace("weather", "whether")):
-        assert not vocabulary.allows(text), text
-
-
-def test_a_single_call(vocabulary: Vocabulary) -> None:
-    assert vocabulary.allows(ROME, parallel=False)
-    assert not vocabulary.allows(f"{ROME}\n{NOW}", parallel=False)
-    assert not vocabulary.allows("", parallel=False)
-
-
 @pytest.mark.parametrize("parallel", [False, True])
 def test_text_with_or_without_calls(vocabulary: Vocabulary, parallel: bool) -> None:
     options = {"text": True, "parallel": parallel}
@@ -92,16 +79,6 @@ def test_text_with_or_without_calls(vocabulary: Vocabulary, parallel: bool) -> N
     for text in (BERN, f"hm {BERN}", "<tool_call>", "<tool_call>\n{}"):
         assert not vocabulary.allows(text, **options), text
     assert vocabulary.allows(f"Let me see.\n{ROME} and {NOW}.", **options) == parallel
-
-
-def test_an_instance_of_a_schema_or_calls(vocabulary: Vocabulary) -> None:
-    options: Any = {"answer": {"type": "integer"}}
-    for text in ("42", ROME, f"{ROME}\n{NOW}"):
-        assert vocabulary.allows(text, **options), text
-    for text in ("", "x", f"4{ROME}", BERN):
-        assert not vocabulary.allows(text, **options), text
-    assert vocabulary.allows("4", functions={}, **options)
-    assert not vocabulary.allows(ROME, functions={}, **options)
 
 
 #: formats whose calls stand next to text and reasoning in any format
