@@ -146,11 +146,6 @@ def test_all_arguments_of_the_library_are_variables_or_reserved(tokenizer: HFTok
         assert caught.value.field == "chat_template_kwargs"
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "return_dict", "conversation", "padding"])
-def test_reserved_template_arguments_are_refused(tokenizer: HFTokenizer, name: str) -> None:
-    assert refused(tokenizer, [USER], **{name: "{{ 'mine' }}"}).field == "chat_template_kwargs"
-
-
 def test_without_a_template_messages_are_refused(directory: Path) -> None:
     without_template(directory)
     tokenizer = HFTokenizer.load(directory)
