@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from aioinfer.model.backend import Backend
-    from aioinfer.model.loader import ModelInfo
+    from aioinfer.model.inspection import ModelInfo
 
 __all__ = ["Finding", "examine"]
 
@@ -89,8 +89,8 @@ def _gpus() -> list[Finding]:
 def _plan(config: EngineConfig) -> list[Finding]:
     """Findings on what an engine would run. Raises ConfigError."""
     from aioinfer.execution.cuda_device import pick_device
+    from aioinfer.model.inspection import LoadOptions, inspect_model
     from aioinfer.model.kernels import check_kv_dtype, choose_attention, choose_experts, choose_layers
-    from aioinfer.model.loader import LoadOptions, inspect_model
     from aioinfer.sampling.backend import choose_proposing, choose_sampling
 
     device = pick_device(config.device)

@@ -201,7 +201,8 @@ class TorchDevice:
 
     def _load(self, device: torch.device, progress: Progress | None, path: Path | None = None) -> CausalLM:
         """The model at ``path``, by default the config's."""
-        from aioinfer.model.loader import LoadOptions, load_model
+        from aioinfer.model.inspection import LoadOptions
+        from aioinfer.model.loader import load_model
 
         config = self._config
         on_cpu = device.type == "cpu"

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from aioinfer.model.attention.pool import KVPool
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
 from aioinfer.text.tokenizer import HFTokenizer
 from bench.command import main
 from bench.gpu.command import run_part

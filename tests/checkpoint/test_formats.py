@@ -20,7 +20,8 @@ from aioinfer.checkpoint.tensors import SafetensorsTensors
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
-from aioinfer.model.loader import LoadOptions, inspect_model, load_model
+from aioinfer.model.inspection import LoadOptions, inspect_model
+from aioinfer.model.loader import load_model
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import require

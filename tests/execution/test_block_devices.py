@@ -17,8 +17,9 @@ from aioinfer.execution.decoding import kind as kind_of
 from aioinfer.execution.device import DeviceInfo, StepResult
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.kernels import choose_attention
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.loader import load_model
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.params import DiffusionParams, SamplingParams
 from tests.execution.block_driver import Driven, Driver, check

@@ -19,7 +19,8 @@ from aioinfer.execution.cuda_device import callers_device, pick_device
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model import kernels
 from aioinfer.model.backend import Backend
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
 from tests.model.kernels import kernels_or_skip
 
 

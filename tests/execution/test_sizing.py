@@ -15,8 +15,9 @@ from aioinfer.execution.device import DeviceInfo
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.sizing import PoolSize, by_memory, cuda_budget, size_pool
 from aioinfer.model.attention.pool import KVShape
+from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.kernels import choose_attention
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.loader import load_model
 from aioinfer.model.spec import ModelSpec
 from aioinfer.observe.timeline import DeviceLane
 from tests.tiers import SECONDS, rest

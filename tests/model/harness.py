@@ -19,8 +19,9 @@ from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.batch import Batch
+from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.kernels import AttentionBackend, choose_attention, make_attention
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.loader import load_model
 from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.model.state import RowStates, StatePool
 from tests.compiled import require_native

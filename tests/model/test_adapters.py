@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.slots import TorchAdapters
 from aioinfer.model.adapters.targets import AdapterTargets
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
 from tests.model.adapters import factors, write_adapter
 from tests.model.checkpoints import FAMILIES, RECURRENT, make_checkpoint
 from tests.model.harness import Driver, attention_for, build_batch, row_states, state_pool

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from aioinfer.model.attention.sdpa import SDPAAttention
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
 from tests.model.block_models import (
     MASK,
     VOCAB,

@@ -15,7 +15,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.blocks import Blocks
-from aioinfer.model.loader import LoadOptions, inspect_model
+from aioinfer.model.inspection import LoadOptions, inspect_model
 from aioinfer.model.moe.sparse import SparseMLP
 from tests.model.block_models import VOCAB, Plain, Rows, block_config, write_checkpoint, write_config
 from tests.model.checkpoints import make_checkpoint

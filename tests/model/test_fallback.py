@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.decoder import Decoder
-from aioinfer.model.loader import LoadOptions, inspect_model, load_model
+from aioinfer.model.inspection import LoadOptions, inspect_model
+from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.selfcheck import record
 from aioinfer.model.transformers_model import TransformersLM

@@ -15,7 +15,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.model import kernels as choices
 from aioinfer.model.float8 import rounded_matrix
 from aioinfer.model.float8_linear import Float8Layers, Float8Linear, ScaledLinear, scaled_unsupported
-from aioinfer.model.loader import LoadOptions, inspect_model
+from aioinfer.model.inspection import LoadOptions, inspect_model
 from aioinfer.model.quantization import rounding_of
 from aioinfer.model.updates.recipe import prepare_update
 from aioinfer.model.weights import StoredMatrix, Weights

@@ -19,8 +19,8 @@ from aioinfer.model import kernels as choices
 from aioinfer.model.backend import Backend
 from aioinfer.model.float8 import rounded_matrix
 from aioinfer.model.float8_linear import Float8Linear, ScaledLinear
+from aioinfer.model.inspection import LoadOptions, inspect_model
 from aioinfer.model.kernels import check_quantization
-from aioinfer.model.loader import LoadOptions, inspect_model
 from aioinfer.model.moe.experts import ExpertWeights, Float8ExpertWeights
 from aioinfer.model.moe.float8_experts import Float8Experts
 from aioinfer.model.updates.recipe import prepare_update

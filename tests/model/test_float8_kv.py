@@ -17,8 +17,9 @@ from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVPool, KVScales, KVShape
 from aioinfer.model.backend import Backend
 from aioinfer.model.heads import HeadNorm
+from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.kernels import check_kv_dtype, choose_attention, make_attention
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.loader import load_model
 from aioinfer.model.rope import Rotary
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import make_checkpoint

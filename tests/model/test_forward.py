@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.kernels import AttentionBackend
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.loader import load_model
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import TorchOperations
 from tests.model.checkpoints import IN_ENGINES, RECURRENT, VOCAB

@@ -14,7 +14,8 @@ from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.decoder import Decoder
-from aioinfer.model.loader import LoadOptions, inspect_model, load_model
+from aioinfer.model.inspection import LoadOptions, inspect_model
+from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.params import SamplingParams
 from tests.model import harness

@@ -13,8 +13,9 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.llm import LLM
+from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.kernels import AttentionBackend
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.loader import load_model
 from tests.model.checkpoints import IN_ENGINES
 from tests.model.harness import attention_for, build_batch, require
 from tests.model.test_oracle import prompts

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
 from aioinfer.model.quantization import Quantization
 from tests.compiled import require_native
 from tests.model.adapters import factors, write_adapter

@@ -18,8 +18,9 @@ from aioinfer.model.attention.native_attention import NativeAttention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.backend import Backend
 from aioinfer.model.decoder import Decoder
+from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.kernels import choose_experts
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.loader import load_model
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule, SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP, StoredExperts

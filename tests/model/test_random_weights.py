@@ -16,7 +16,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.llm import LLM
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
 from aioinfer.model.weights import RandomWeights
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import RECURRENT

@@ -17,7 +17,8 @@ from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.decoder import Decoder
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
 from aioinfer.model.updates.recipe import prepare_update
 from aioinfer.params import SamplingParams
 from tests.engine.test_deterministic import bits

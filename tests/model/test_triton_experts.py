@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
 from aioinfer.model.moe.routing import SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP
 from tests.model.checkpoints import greedy

@@ -17,8 +17,9 @@ from aioinfer.errors import ConfigError
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
 from aioinfer.model.decoder import Decoder
+from aioinfer.model.inspection import LoadOptions, inspect_model
 from aioinfer.model.kernels import AttentionBackend
-from aioinfer.model.loader import LoadOptions, inspect_model, load_model
+from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.transformers_model import TransformersLM
 from aioinfer.params import SamplingParams

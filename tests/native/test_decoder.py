@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from aioinfer.model.decoder import Decoder
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder
 from tests.model.block_models import Plain, Rows, block_config, write_checkpoint
 from tests.model.checkpoints import NATIVE, RECURRENT, VOCAB

@@ -17,8 +17,9 @@ from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
+from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.layer import Embedding, Layer, Trunk
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.loader import load_model
 from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.moe.dual import DualMLP
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from aioinfer.model.attention.base import AttentionParams
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.quantization import Quantization

@@ -15,7 +15,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
 from aioinfer.model.moe.native_experts import NativeExperts
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.native_linear import NativeLinear

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from aioinfer.model.decoder import Decoder
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.state import RowStates, StatePool
 from aioinfer.native.bindings import InvalidArguments

@@ -23,7 +23,8 @@ from aioinfer.errors import ConfigError
 from aioinfer.execution.limits import Available
 from aioinfer.execution.sizing import check_pool
 from aioinfer.model import weights_cache
-from aioinfer.model.loader import LoadOptions, load_model
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.quantization import Quantization, Rounding
 from aioinfer.model.weights import Weights

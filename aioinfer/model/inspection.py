@@ -1,0 +1,302 @@
+"""Inspection: a checkpoint's config, and the implementation that computes it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, ParamSpec, TypeVar
+
+import torch
+
+from aioinfer.checkpoint.files import Checkpoint, Directory, open_checkpoint
+from aioinfer.checkpoint.tensors import Tensors
+from aioinfer.errors import ConfigError
+from aioinfer.model.blocks import Blocks, choose_blocks
+from aioinfer.model.config_check import check_numbers
+from aioinfer.model.embedding_checkpoint import Headless, with_head, with_prefix
+from aioinfer.model.families.base import Family, expert_shape, head_dim, inner_sizes
+from aioinfer.model.kernels import AttentionBackend, MoEBackend, check_cache_weights, check_quantization
+from aioinfer.model.multimodal import TextPart, text_part
+from aioinfer.model.quantization import Quantization
+from aioinfer.model.registry import LANGUAGE_MODELS, own_implementation, why_not_own
+from aioinfer.model.spec import Progress
+from aioinfer.model.weights import RandomWeights, Weights
+
+__all__ = [
+    *("LoadOptions", "ModelInfo", "Opened", "blaming_the_config", "choose_dtype", "head_dims"),
+    *("inspect_model", "kept", "open_model"),
+]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Fields that transformers keeps in the config of a model type, whose code does not read them.
+_NOT_READ = {"gpt2": ("head_dim", "num_key_value_heads")}
+
+_Arguments = ParamSpec("_Arguments")
+_Loaded = TypeVar("_Loaded")
+
+
+def blaming_the_config(load: Callable[_Arguments, _Loaded]) -> Callable[_Arguments, _Loaded]:
+    """Turn the exceptions of a config that makes no sense into a ConfigError."""
+
+    @functools.wraps(load)
+    def wrapped(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Loaded:
+        try:
+            return load(*args, **kwargs)
+        except ConfigError:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"model: the config describes no model: {type(error).__name__}: {error}"
+            ) from error
+
+    return wrapped
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadOptions:
+    """Options of loading a checkpoint."""
+
+    #: "float32", "bfloat16", "float16", or "auto" for the checkpoint's
+    dtype: str = "auto"
+    #: of the weights
+    device: torch.device
+    #: "random" makes :class:`~aioinfer.model.weights.RandomWeights` from config.json alone
+    load_format: Literal["auto", "random"] = "auto"
+    #: load by transformers even where a built-in implementation exists
+    force_transformers: bool = False
+    #: the backends of attention and of experts (:mod:`aioinfer.model.kernels`)
+    kernels: AttentionBackend = "auto"
+    experts: MoEBackend = "auto"
+    #: positions of a block of a diffusion model; None for the model's own
+    block_size: int | None = None
+    #: how the weights of linear layers are stored
+    quantization: Quantization = "auto"
+    #: map packed weights from the user's cache, and write them there if they are missing
+    cache_weights: bool = False
+    #: the largest rank of adapters; 0: the model computes none
+    max_lora_rank: int = 64
+    #: prefer kernels that give a token the same bits in any batch; whether all of the model has them is its
+    #: ``invariant``
+    deterministic: bool = False
+
+    @property
+    def stored(self) -> bool:
+        """Whether weights are read."""
+        return self.load_format != "random"
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A checkpoint whose config has been read."""
+
+    checkpoint: Checkpoint
+    config: Any
+    dtype: torch.dtype
+    #: its built-in implementation; None: transformers computes it
+    family: Family | None
+    #: why transformers does
+    fallback_reason: str
+    blocks: Blocks | None
+
+    @classmethod
+    def of(cls, path: Path, options: LoadOptions) -> Opened:
+        """Raises ConfigError."""
+        checkpoint, config = open_model(path, options.stored)
+        dtype, family = choose_dtype(config, options.dtype, options.device), _family(config, options)
+        reason = "" if family else "asked for" if options.force_transformers else why_not_own(config)
+        blocks = _blocks(config, family, options.block_size)
+        return cls(checkpoint, config, dtype, family, reason, blocks)
+
+    @property
+    def architecture(self) -> str:
+        name: str = self.config.architectures[0]
+        return name
+
+    @property
+    def part(self) -> str:
+        """The part of the checkpoint that is loaded; empty if it is all of it."""
+        return self.checkpoint.description if isinstance(self.checkpoint, TextPart) else ""
+
+    @property
+    def texts(self) -> Callable[[Tensors], Tensors] | None:
+        """Takes the tensors of the text model from those of a multimodal one; None for other models."""
+        return self.checkpoint.texts() if isinstance(self.checkpoint, TextPart) else None
+
+    @property
+    def headless(self) -> Headless | None:
+        return self.checkpoint if isinstance(self.checkpoint, Headless) else None
+
+    def weights(
+        self, options: LoadOptions, progress: Progress | None, check_size: Callable[[int], None] | None
+    ) -> Weights:
+        """Its weights, or random ones."""
+        if not options.stored:
+            return RandomWeights(dtype=self.dtype, device=options.device, check_size=check_size)
+        tensors = with_prefix(self.checkpoint.tensors())
+        return Weights(tensors, dtype=self.dtype, device=options.device, progress=progress)
+
+    def check_fallback(self, options: LoadOptions) -> None:
+        """Raise ConfigError for a checkpoint that transformers' code cannot load, or an option that it does
+        not have."""
+        architecture, reason = self.architecture, self.fallback_reason
+        check_quantization(options.quantization, None, architecture)
+        if options.cache_weights:
+            check_cache_weights(None, "auto", architecture)
+        if not isinstance(self.checkpoint, Directory):
+            raise ConfigError(f"model: of {architecture}, GGUF files cannot be loaded ({reason})")
+        if options.stored and getattr(self.config, "quantization_config", None) is not None:
+            raise ConfigError(f"model: of {architecture}, quantised checkpoints cannot be loaded ({reason})")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Facts about a checkpoint that its config determines."""
+
+    architecture: str
+    #: which part of the checkpoint it is; empty if it is all of it
+    part: str
+    #: whether a built-in implementation computes it, not transformers'; and why not
+    own: bool
+    fallback_reason: str
+    #: of the weights that native layers would keep as they are quantised in the checkpoint
+    stored_bits: list[int]
+    #: there are weights of floats of 8 bits that layers by Triton would keep
+    stored_float8: bool
+    #: and such that experts by Triton would
+    expert_float8: bool
+    #: of all layers
+    head_dims: frozenset[int]
+    dtype: torch.dtype
+    #: inner dimensions of the layers' matrix products
+    inner_sizes: list[int]
+    #: (hidden size, inner size) of the experts; None without experts, and for a model of transformers
+    experts: tuple[int, int] | None
+    #: the blocks of a block diffusion model; None for other models
+    blocks: Blocks | None
+
+
+@blaming_the_config
+def inspect_model(path: Path, options: LoadOptions) -> ModelInfo:
+    """Examine a checkpoint as :func:`load_model` would, without reading weights. Raises ConfigError."""
+    opened = Opened.of(path, options)
+    config, family = opened.config, opened.family
+    if family is None:
+        opened.check_fallback(replace(options, quantization="auto", cache_weights=False))
+    tensors = opened.checkpoint.tensors() if options.stored else None
+    roundings = () if tensors is None else map(tensors.rounding, kept(tensors))
+    return ModelInfo(
+        architecture=opened.architecture,
+        part=opened.part,
+        own=family is not None,
+        fallback_reason=opened.fallback_reason,
+        stored_bits=sorted({rounding.bits for rounding in roundings if rounding is not None}),
+        stored_float8=tensors is not None and _stores_float8(tensors, experts=False),
+        expert_float8=tensors is not None and _stores_float8(tensors, experts=True),
+        head_dims=head_dims(config, family),
+        dtype=opened.dtype,
+        inner_sizes=family.inner_sizes(config) if family else inner_sizes(config),
+        experts=expert_shape(family, config) if family else None,
+        blocks=opened.blocks,
+    )
+
+
+def kept(tensors: Tensors) -> frozenset[str]:
+    """Names of the weights that native layers keep as they are quantised; experts are dequantised."""
+    experts = ".experts", ".shared_expert"
+    return frozenset(
+        name
+        for name in tensors.names
+        if not any(part in name for part in experts) and tensors.rounding(name) is not None
+    )
+
+
+def _stores_float8(tensors: Tensors, *, experts: bool) -> bool:
+    """Whether an expert, or a layer that is none, is stored in floats of 8 bits."""
+    names = (name for name in tensors.names if (".experts." in name) == experts)
+    return any(tensors.float8(name) is not None for name in names)
+
+
+def _family(config: Any, options: LoadOptions) -> Family | None:
+    """The built-in implementation of a model; None for transformers. Raises ConfigError."""
+    family = own_implementation(config)
+    if not options.force_transformers:
+        return family
+    if family is not None and family.blocks is not None:
+        raise ConfigError(f"model: transformers has no implementation of {config.architectures[0]}")
+    if family is not None and family.recurrent(config):
+        raise ConfigError(
+            f"model: transformers' code of {config.architectures[0]} keeps its recurrent state to itself, "
+            "and cannot run here; the built-in code can, without transformers_fallback"
+        )
+    return None
+
+
+def _blocks(config: Any, family: Family | None, size: int | None) -> Blocks | None:
+    if family is not None and family.blocks is not None:
+        return choose_blocks(config, family.blocks, size)
+    if size is not None:
+        raise ConfigError(f"block_size: {config.architectures[0]} writes token after token, not in blocks")
+    return None
+
+
+def open_model(path: Path, stored: bool) -> tuple[Checkpoint, Any]:
+    """A checkpoint and its config; of a wrapper, those of its text model. Raises ConfigError."""
+    checkpoint = open_checkpoint(path)
+    inner, config = text_part(checkpoint, _read_config(checkpoint), stored=stored)
+    return with_head(inner, config, LANGUAGE_MODELS)
+
+
+def _read_config(checkpoint: Checkpoint) -> Any:
+    from transformers import AutoConfig
+
+    from aioinfer.model.configs import OWN_CONFIGS
+
+    stated, name = checkpoint.config(), checkpoint.path.name
+    check_numbers(stated)
+    try:
+        own = OWN_CONFIGS.get(str(stated.get("model_type")))
+        if own is not None:
+            config: Any = own.from_dict(stated)
+        elif isinstance(checkpoint, Directory):
+            # Without an explicit value transformers asks on the terminal whether to run the directory's code.
+            config = AutoConfig.from_pretrained(
+                checkpoint.path, local_files_only=True, trust_remote_code=False
+            )
+        else:
+            config = AutoConfig.for_model(**stated)
+    except Exception as error:
+        # Each of the many config classes raises its own types of errors.
+        raise ConfigError(f"model: the config of {name} cannot be used: {error}") from error
+    for field in _NOT_READ.get(config.model_type, ()):
+        setattr(config, field, None)
+    named = config.architectures
+    if not isinstance(named, list) or not named or not isinstance(named[0], str):
+        raise ConfigError(f"model: the config of {name} names no architecture")
+    return config
+
+
+def head_dims(config: Any, family: Family | None) -> frozenset[int]:
+    """Sizes of the heads of all layers."""
+    if family is not None:
+        return frozenset(kv.head_dim for kv in family.kv_layers(config))
+    text = config.get_text_config()
+    if not getattr(text, "is_heterogeneous", False):
+        return frozenset([head_dim(text)])
+    return frozenset(head_dim(text.per_layer_config[index]) for index in range(text.num_hidden_layers))
+
+
+def choose_dtype(config: Any, wanted: str, device: torch.device) -> torch.dtype:
+    if wanted != "auto":
+        if wanted not in _DTYPES:
+            raise ConfigError(f"dtype must be auto or one of {', '.join(_DTYPES)}, got {wanted!r}")
+        return _DTYPES[wanted]
+    stated = config.get_text_config().dtype or config.dtype
+    if isinstance(stated, str):
+        stated = _DTYPES.get(stated)
+    quantised = getattr(config, "quantization_config", None) is not None
+    if quantised and stated is torch.float16 and device.type == "cpu":
+        # What is quantised says float16 as a rule; native kernels, which keep it so, have none of it.
+        return torch.bfloat16
+    return stated if stated in _DTYPES.values() else torch.float32
