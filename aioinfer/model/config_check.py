@@ -18,30 +18,12 @@ _LARGEST = 2**31 - 1
 #: integers from 1 on
 _SIZES = frozenset(
     {
-        "block_ff_dim",
-        "block_multiple_of",
-        "conv_L_cache",
-        "global_head_dim",
-        "head_dim",
-        "hidden_size",
-        "intermediate_size",
-        "linear_conv_kernel_dim",
-        "linear_key_head_dim",
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_value_head_dim",
-        "moe_intermediate_size",
-        "n_embd",
-        "n_head",
-        "n_inner",
-        "no_rope_layer_interval",
-        "num_attention_heads",
-        "num_experts_per_tok",
-        "num_global_key_value_heads",
-        "num_key_value_heads",
-        "shared_expert_intermediate_size",
-        "top_k_experts",
-        "vocab_size",
+        *("block_ff_dim", "block_multiple_of", "conv_L_cache", "global_head_dim", "head_dim"),
+        *("hidden_size", "intermediate_size", "linear_conv_kernel_dim", "linear_key_head_dim"),
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"),
+        *("moe_intermediate_size", "n_embd", "n_head", "n_inner", "no_rope_layer_interval"),
+        *("num_attention_heads", "num_experts_per_tok", "num_global_key_value_heads"),
+        *("num_key_value_heads", "shared_expert_intermediate_size", "top_k_experts", "vocab_size"),
         "vocab_size_per_layer_input",
     }
 )
@@ -54,37 +36,18 @@ _LONGEST = 2**26
 #: integers from 0 on
 _COUNTS = frozenset(
     {
-        "first_k_dense_replace",
-        "hidden_size_per_layer_input",
-        "max_window_layers",
-        "num_dense_layers",
-        "num_experts",
-        "num_kv_shared_layers",
-        "num_local_experts",
-        "num_shared_experts",
+        *("first_k_dense_replace", "hidden_size_per_layer_input", "max_window_layers", "num_dense_layers"),
+        *("num_experts", "num_kv_shared_layers", "num_local_experts", "num_shared_experts"),
         "sliding_window",
     }
 )
 #: finite numbers above 0
 _NUMBERS = frozenset(
     {
-        "attn_logit_softcapping",
-        "beta_fast",
-        "beta_slow",
-        "block_ffn_dim_multiplier",
-        "factor",
-        "final_logit_softcapping",
-        "high_freq_factor",
-        "layer_norm_eps",
-        "layer_norm_epsilon",
-        "low_freq_factor",
-        "norm_eps",
-        "partial_rotary_factor",
-        "query_pre_attn_scalar",
-        "rms_norm_eps",
-        "rope_local_base_freq",
-        "rope_theta",
-        "rotary_emb_base",
+        *("attn_logit_softcapping", "beta_fast", "beta_slow", "block_ffn_dim_multiplier", "factor"),
+        *("final_logit_softcapping", "high_freq_factor", "layer_norm_eps", "layer_norm_epsilon"),
+        *("low_freq_factor", "norm_eps", "partial_rotary_factor", "query_pre_attn_scalar", "rms_norm_eps"),
+        *("rope_local_base_freq", "rope_theta", "rotary_emb_base"),
     }
 )
 #: objects whose numbers are checked, too, and those of the objects in them: rotations by type of layers

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.checkpoint.files import Checkpoint, Directory
-from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, Tensors
+from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
+from aioinfer.model.renamed_tensors import RenamedTensors
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +110,7 @@ def with_prefix(tensors: Tensors, known: Collection[str] = ()) -> Tensors:
     bare = _WORDS in names and f"{_PREFIX}{_WORDS}" not in names
     if not bare and not (known and _all_bare(names, known)):
         return tensors
-    return _Renamed(
+    return RenamedTensors(
         tensors, {name if name.startswith(_OUTSIDE) else f"{_PREFIX}{name}": name for name in names}
     )
 
@@ -121,32 +122,4 @@ def _all_bare(names: Collection[str], known: Collection[str]) -> bool:
 
 def without_score(tensors: Tensors) -> Tensors:
     """The tensors of a classifier but for its head."""
-    return _Renamed(tensors, {name: name for name in tensors.names if name != SCORE})
-
-
-class _Renamed:
-    """Tensors under other names."""
-
-    def __init__(self, tensors: Tensors, stored: dict[str, str]) -> None:
-        """``stored``: by name, that which it has in ``tensors``."""
-        self._tensors = tensors
-        self._stored = stored
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._stored.keys()
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._tensors.shape(self._stored[name])
-
-    def read(self, name: str) -> torch.Tensor:
-        return self._tensors.read(self._stored[name])
-
-    def rounding(self, name: str) -> Rounding | None:
-        return self._tensors.rounding(self._stored[name])
-
-    def quantised(self, name: str) -> QuantisedMatrix:
-        return self._tensors.quantised(self._stored[name])
-
-    def float8(self, name: str) -> Float8Matrix | None:
-        return self._tensors.float8(self._stored[name])
+    return RenamedTensors(tensors, {name: name for name in tensors.names if name != SCORE})

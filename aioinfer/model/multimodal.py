@@ -10,15 +10,16 @@ In a text all three sections of M-RoPE (Qwen-VL) have the same positions, so it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioinfer.checkpoint.files import Checkpoint, Directory
-from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, SafetensorsTensors, Tensors
+from aioinfer.checkpoint.tensors import SafetensorsTensors, Tensors
 from aioinfer.errors import ConfigError, shown
+from aioinfer.model.renamed_tensors import RenamedTensors
 
 if TYPE_CHECKING:
     import torch
@@ -177,47 +178,33 @@ class TextPart(Directory):
         return quantised_tensors(self._text, self._quantisation)
 
 
-class _TextTensors:
+class _TextTensors(RenamedTensors):
     """The tensors of the text model in a multimodal checkpoint, under the names that they have without it."""
 
     def __init__(self, tensors: Tensors, unread: tuple[str, ...], config: Any) -> None:
         """``config``: of the text model. Raises ConfigError if a tensor is there twice."""
-        self._tensors = tensors
-        self._stored: dict[str, str] = {}
         self._config = config
         #: number of the tensors of other parts
         self.unread = 0
+        stored: dict[str, str] = {}
         for name in tensors.names:
             if name.removeprefix("model.").startswith(unread):
                 self.unread += 1
                 continue
             inner = _without_wrapper(name)
-            if inner in self._stored:
-                raise ConfigError(f"model: {name} is in the checkpoint as {self._stored[inner]}, too")
-            self._stored[inner] = name
-
-    @property
-    def names(self) -> Collection[str]:
-        return self._stored.keys()
+            if inner in stored:
+                raise ConfigError(f"model: {name} is in the checkpoint as {stored[inner]}, too")
+            stored[inner] = name
+        super().__init__(tensors, stored)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        shape = self._tensors.shape(self._stored[name])
+        shape = super().shape(name)
         return (shape[0], shape[2], shape[1]) if self._transposed(name, shape) else shape
 
     def read(self, name: str) -> torch.Tensor:
-        tensor = self._tensors.read(self._stored[name])
-        if self._transposed(name, tuple(tensor.shape)):
-            return tensor.transpose(1, 2).contiguous()
-        return tensor
-
-    def rounding(self, name: str) -> Rounding | None:
-        return self._tensors.rounding(self._stored[name])
-
-    def quantised(self, name: str) -> QuantisedMatrix:
-        return self._tensors.quantised(self._stored[name])
-
-    def float8(self, name: str) -> Float8Matrix | None:
-        return self._tensors.float8(self._stored[name])
+        tensor = super().read(name)
+        turned = self._transposed(name, tuple(tensor.shape))
+        return tensor.transpose(1, 2).contiguous() if turned else tensor
 
     def _transposed(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether stacked experts, or their scales, are stored as [experts, inputs, outputs]: releases of

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from aioinfer.errors import ConfigError
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.batch import Batch
 from aioinfer.model.selfcheck import check_whole
 from aioinfer.model.spec import ModelSpec, Progress
-from aioinfer.model.transformers_model import PAGED, Attend, attending, paged, quiet, register
+from aioinfer.model.transformers_model import PAGED, Attend, attending, loaded, paged, random_model, register
 from aioinfer.model.weights import RandomWeights
-from aioinfer.settings import first_line
 
 if TYPE_CHECKING:
     from aioinfer.model.adapters.base import AdapterSlots
@@ -117,34 +115,9 @@ def _load(path: Path, config: Any, dtype: torch.dtype, random_weights: RandomWei
     """The model without the pooling layer, which checkpoints may lack. Raises ConfigError."""
     from transformers import AutoModel
 
-    options: dict[str, Any] = {"attn_implementation": "eager"}
-    try:
-        with quiet():
-            if random_weights is not None:
-                made = AutoModel.from_config(config, dtype=dtype, trust_remote_code=False, **options)
-                report: Any = {"missing_keys": (), "mismatched_keys": ()}
-            else:
-                made, report = AutoModel.from_pretrained(
-                    path,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    dtype=dtype,
-                    use_safetensors=True,
-                    output_loading_info=True,
-                    ignore_mismatched_sizes=True,
-                    **options,
-                )
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise ConfigError(f"model: transformers cannot load {path.name}: {first_line(error)}") from error
-    made.pooler = None
-    wrong = sorted([*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])])
-    wrong = [name for name in wrong if not name.startswith("pooler.")]
-    if wrong:
-        raise ConfigError(f"model: the checkpoint lacks {len(wrong)} tensors, first {wrong[0]}")
     if random_weights is not None:
-        with torch.no_grad():
-            for name, parameter in made.named_parameters():
-                random_weights.fill(name, parameter)
+        made = random_model(config, dtype, torch.device("cpu"), random_weights, AutoModel)
+    else:
+        made = loaded(path, dtype, config, None, AutoModel, optional="pooler.")
+    made.pooler = None
     return made

@@ -231,10 +231,24 @@ def _refuse_unknown(architecture: str) -> None:
         raise ConfigError(f"model: {architecture} is no causal language model of transformers{more}")
 
 
-def loaded(path: Path, dtype: torch.dtype, config: Any, tensors: Tensors | None) -> Any:
-    """The model of a directory; of ``tensors``, if given, one of the config instead."""
+def loaded(
+    path: Path,
+    dtype: torch.dtype,
+    config: Any,
+    tensors: Tensors | None,
+    kind: Any = None,
+    *,
+    optional: str = "\0",
+) -> Any:
+    """The model of a directory; of ``tensors``, if given, one of the config instead. Raises ConfigError.
+
+    Args:
+        kind: a class of transformers; None for AutoModelForCausalLM.
+        optional: prefix of the tensors that may be missing.
+    """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
+    kind = kind or AutoModelForCausalLM
     options: dict[str, Any] = {
         "dtype": dtype,
         "use_safetensors": True,
@@ -246,7 +260,7 @@ def loaded(path: Path, dtype: torch.dtype, config: Any, tensors: Tensors | None)
     try:
         with quiet():
             if tensors is None:
-                model, report = AutoModelForCausalLM.from_pretrained(
+                model, report = kind.from_pretrained(
                     path, local_files_only=True, trust_remote_code=False, **options
                 )
             else:
@@ -259,7 +273,7 @@ def loaded(path: Path, dtype: torch.dtype, config: Any, tensors: Tensors | None)
     except Exception as error:
         raise ConfigError(f"model: transformers cannot load {path.name}: {first_line(error)}") from error
     # transformers initializes missing tensors at random, and only logs it.
-    missing = sorted(report["missing_keys"])
+    missing = sorted(name for name in report["missing_keys"] if not name.startswith(optional))
     if missing:
         raise ConfigError(f"model: the checkpoint lacks {len(missing)} tensors, first {missing[0]}")
     unexpected = sorted(report["unexpected_keys"])
@@ -274,13 +288,15 @@ def loaded(path: Path, dtype: torch.dtype, config: Any, tensors: Tensors | None)
     return model
 
 
-def random_model(config: Any, dtype: torch.dtype, device: torch.device, weights: RandomWeights) -> Any:
+def random_model(
+    config: Any, dtype: torch.dtype, device: torch.device, weights: RandomWeights, kind: Any = None
+) -> Any:
     """transformers' model of a config, with random weights, made on the device. Raises ConfigError."""
     from transformers import AutoModelForCausalLM
 
     try:
         with device:
-            model = AutoModelForCausalLM.from_config(
+            model = (kind or AutoModelForCausalLM).from_config(
                 config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
             )
     except (MemoryError, torch.OutOfMemoryError):

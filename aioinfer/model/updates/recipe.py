@@ -28,21 +28,10 @@ Build = Callable[[NewWeights, LayerKernels], CausalLM]
 #: and tokens, which stay those of the checkpoint that was loaded.
 _OF_NO_MATTER = frozenset(
     {
-        *(
-            "_name_or_path",
-            "transformers_version",
-            "dtype",
-            "torch_dtype",
-            "use_cache",
-            "quantization_config",
-        ),
-        *("bos_token_id", "eos_token_id", "pad_token_id", "tie_word_embeddings", "tokenizer_class"),
-        *(
-            "_attn_implementation",
-            "_attn_implementation_autoset",
-            "attn_implementation",
-            "task_specific_params",
-        ),
+        *("_attn_implementation", "_attn_implementation_autoset", "_name_or_path", "attn_implementation"),
+        *("bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config"),
+        *("task_specific_params", "tie_word_embeddings", "tokenizer_class", "torch_dtype"),
+        *("transformers_version", "use_cache"),
     }
 )
 
