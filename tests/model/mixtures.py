@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from aioinfer.model.moe.experts import ExpertWeights
+from aioinfer.checkpoint.tensors import Float8Matrix
+from aioinfer.model.float8 import rounded_matrix
+from aioinfer.model.moe.experts import ExpertWeights, Float8ExpertWeights
+from aioinfer.model.moe.float8_experts import Float8Experts
 
 
 @dataclass(slots=True)
@@ -92,3 +96,36 @@ class Mixture:
         """The same with these tokens alone, in this order."""
         rows = list(tokens)
         return Mixture(self.hidden[rows], self.weights[rows], self.experts[rows], self.stack)
+
+
+def by_native(task: Mixture, threads: int = 2) -> Any:
+    """The experts of a task on native kernels."""
+    from aioinfer.model.moe.native_experts import NativeExperts
+    from aioinfer.native.bindings import ThreadPool
+
+    count, hidden, middle = task.stack.down.shape
+    pairs = zip(task.stack.gate_up, task.stack.down, strict=True)
+    more: dict[str, Any] = {"gate": task.stack.gate, "biases": task.stack.biases}
+    return NativeExperts(ThreadPool(threads), task.hidden.dtype, (count, hidden, middle), pairs, **more)
+
+
+def rounded_stack(weights: torch.Tensor, block: tuple[int, int]) -> Float8Matrix:
+    """A stack of matrices in floats of 8 bits."""
+    parts = [rounded_matrix(each.float(), block) for each in weights]
+    values = torch.stack([part.values.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
+    return Float8Matrix(values, torch.stack([part.scales for part in parts]), block)
+
+
+def widened_stack(stack: Float8Matrix) -> torch.Tensor:
+    """A stack of floats of 8 bits in float64."""
+    (_, rows, inner), (height, width) = stack.values.shape, stack.block
+    wide = stack.scales.double().repeat_interleave(height, 1)[:, :rows]
+    return stack.values.double() * wide.repeat_interleave(width, 2)[:, :, :inner]
+
+
+def float8_experts(task: Mixture, blocks: tuple[tuple[int, int], tuple[int, int]]) -> Float8Experts:
+    """The experts of a task in floats of 8 bits, which become those of the task, too."""
+    given = task.stack
+    gate_up, down = rounded_stack(given.gate_up, blocks[0]), rounded_stack(given.down, blocks[1])
+    task.stack = ExpertWeights(widened_stack(gate_up), widened_stack(down), given.gate, given.biases)
+    return Float8Experts(Float8ExpertWeights(gate_up, down, given.gate, given.biases))

@@ -22,66 +22,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KINDS = pytest.mark.parametrize("kind", [GroupedExperts, LoopExperts])
 
 
-def compute(kind: type[GroupedExperts] | type[LoopExperts], task: Mixture) -> torch.Tensor:
-    return kind(task.stack)(task.hidden, task.weights, task.experts)
-
-
-@KINDS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "top_k", "num_experts"), [(1, 1, 1), (1, 4, 9), (40, 3, 4), (7, 5, 5)])
-def test_what_the_formula_says(
-    kind: type[GroupedExperts] | type[LoopExperts],
-    tokens: int,
-    top_k: int,
-    num_experts: int,
-    dtype: torch.dtype,
-) -> None:
-    task = Mixture.make(tokens, top_k=top_k, num_experts=num_experts, dtype=dtype)
-    got = compute(kind, task)
-    assert got.dtype == dtype
-    assert_close(got, task.expected(), dtype)
-
-
-@KINDS
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_clamped_gates_and_biases(kind: type[GroupedExperts] | type[LoopExperts], dtype: torch.dtype) -> None:
-    task = Mixture.make(20, top_k=3, num_experts=4, dtype=dtype, clamped=True)
-    task.check(compute(kind, task))
-
-
-@KINDS
-def test_experts_without_tokens_are_not_touched(kind: type[GroupedExperts] | type[LoopExperts]) -> None:
-    task = Mixture.make(9, num_experts=6, used=3)
-    assert task.stack.gate_up.isnan().any()
-    assert_close(compute(kind, task), task.expected(), torch.float32)
-
-
-@KINDS
-def test_junk_in_a_token_stays_in_it(kind: type[GroupedExperts] | type[LoopExperts]) -> None:
-    task = Mixture.make(6, num_experts=3)
-    clean = compute(kind, task)
-    task.hidden[2] = float("nan")
-    task.weights[4] = float("nan")
-    got = compute(kind, task)
-    assert got[[2, 4]].isnan().all()
-    assert torch.equal(got[[0, 1, 3, 5]], clean[[0, 1, 3, 5]])
-
-
-@KINDS
-def test_no_tokens(kind: type[GroupedExperts] | type[LoopExperts]) -> None:
-    assert compute(kind, Mixture.make(0)).shape == (0, 32)
-
-
-@KINDS
-def test_strided_tokens(kind: type[GroupedExperts] | type[LoopExperts]) -> None:
-    task = Mixture.make(6)
-    expected = task.expected()
-    task.hidden = torch.cat((task.hidden, task.hidden), 1)[:, :32]
-    task.experts = task.experts.T.contiguous().T
-    task.weights = task.weights.T.contiguous().T
-    assert_close(compute(kind, task), expected, torch.float32)
-
-
 def randomize(block: torch.nn.Module, dtype: torch.dtype) -> torch.Tensor:
     """Fill a block of transformers, and return tokens for it, [50, 64]."""
     generator = torch.Generator().manual_seed(0)
@@ -136,19 +76,6 @@ def test_a_block_of_deepseek(kind: type[GroupedExperts] | type[LoopExperts], dty
     )
     ours = SparseMLP(router, kind(stack), shared_mlp)
     assert_near(ours(hidden), block(hidden[None])[0])
-
-
-def test_shared_experts_come_on_top() -> None:
-    task = Mixture.make(5, num_experts=4)
-    router = SoftmaxRouter(torch.randn(4, 32, generator=torch.Generator().manual_seed(3)), 2, True)
-    shared = GatedMLP(
-        TorchLinear(torch.ones(8, 32)), TorchLinear(torch.ones(32, 4)), "silu", TorchOperations()
-    )
-    without = SparseMLP(router, LoopExperts(task.stack))(task.hidden)
-    task.weights, task.experts = router(task.hidden)
-    assert_close(without, task.expected(), torch.float32)
-    got = SparseMLP(router, LoopExperts(task.stack), shared)(task.hidden)
-    torch.testing.assert_close(got, without + shared(task.hidden))
 
 
 def test_sizes_that_torch_does_not_take_are_looped_over() -> None:

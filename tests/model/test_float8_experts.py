@@ -21,15 +21,15 @@ from aioinfer.model.float8 import rounded_matrix
 from aioinfer.model.float8_linear import Float8Linear, ScaledLinear
 from aioinfer.model.inspection import LoadOptions, inspect_model
 from aioinfer.model.kernels import check_quantization
-from aioinfer.model.moe.experts import ExpertWeights, Float8ExpertWeights
+from aioinfer.model.moe.experts import Float8ExpertWeights
 from aioinfer.model.moe.float8_experts import Float8Experts
 from aioinfer.model.updates.recipe import prepare_update
 from tests.checkpoint.test_formats import FORMATS
 from tests.model import harness
 from tests.model.checkpoints import make_model
 from tests.model.harness import Driver
-from tests.model.kernels import interpreted_only, kernels_or_skip, normal
-from tests.model.mixtures import Mixture
+from tests.model.kernels import interpreted_only, kernels_or_skip
+from tests.model.mixtures import Mixture, float8_experts
 from tests.tiers import INTERPRETER, grid, nightly, points
 
 CPU = torch.device("cpu")
@@ -39,28 +39,6 @@ ROWS = ((1, 192), (1, 96))
 BLOCKS = ((32, 64), (32, 32))
 #: matrices; halves and a block that is no divisor of the rows; blocks with rows of gate and of up
 OTHER_BLOCKS = [((192, 192), (192, 96)), ((96, 192), (40, 96)), ((64, 96), (100, 32))]
-
-
-def rounded(weights: torch.Tensor, block: tuple[int, int]) -> Float8Matrix:
-    """A stack in floats of 8 bits."""
-    parts = [rounded_matrix(each.float(), block) for each in weights]
-    values = torch.stack([part.values.view(torch.uint8) for part in parts]).view(E4M3)
-    return Float8Matrix(values, torch.stack([part.scales for part in parts]), block)
-
-
-def widened(stack: Float8Matrix) -> torch.Tensor:
-    """In float64."""
-    (_, rows, inner), (height, width) = stack.values.shape, stack.block
-    wide = stack.scales.double().repeat_interleave(height, 1)[:, :rows]
-    return stack.values.double() * wide.repeat_interleave(width, 2)[:, :, :inner]
-
-
-def small(task: Mixture, blocks: tuple[tuple[int, int], tuple[int, int]] = BLOCKS) -> Float8Experts:
-    """The experts of a task in floats of 8 bits, which become those of the task, too."""
-    given = task.stack
-    gate_up, down = rounded(given.gate_up, blocks[0]), rounded(given.down, blocks[1])
-    task.stack = ExpertWeights(widened(gate_up), widened(down), given.gate, given.biases)
-    return Float8Experts(Float8ExpertWeights(gate_up, down, given.gate, given.biases))
 
 
 # -- products ------------------------------------------------------------------------------------------
@@ -78,37 +56,16 @@ def test_experts_are_those_of_the_widened_weights(
     task = Mixture.make(tokens, num_experts=num_experts, hidden=192, middle=96, dtype=dtype, device=device)
     large = ExpertTuning.of(dtype, tokens * 2, num_experts) != ExpertTuning.of(dtype, 1, num_experts)
     assert large == (tokens == 40 and dtype.itemsize == 2)
-    got = small(task, blocks)(task.hidden, task.weights, task.experts)
+    got = float8_experts(task, blocks)(task.hidden, task.weights, task.experts)
     assert got.dtype == dtype
     task.check(got)
-
-
-@pytest.mark.parametrize(
-    ("hidden", "middle", "blocks"),
-    points([(50, 17, ((8, 50), (1, 17)))], [(33, 40, ((80, 32), (7, 32))), (5, 3, ((1, 5), (1, 3)))],
-           INTERPRETER),
-)  # fmt: skip
-def test_sizes(device: str, hidden: int, middle: int, blocks: Any) -> None:
-    """Less than a tile, more than one, and no multiple of one."""
-    task = Mixture.make(5, hidden=hidden, middle=middle, device=device)
-    experts = small(task, blocks)
-    task.check(experts(task.hidden, task.weights, task.experts))
-
-
-@pytest.mark.parametrize("gate", ["clamped_silu", "gelu_tanh"])
-def test_gates_and_biases(device: str, gate: str) -> None:
-    task = Mixture.make(9, num_experts=4, device=device, clamped=gate == "clamped_silu")
-    if gate == "gelu_tanh":
-        task.stack = ExpertWeights(task.stack.gate_up, task.stack.down, "gelu_tanh")
-    experts = small(task, ((8, 32), (1, 16)))
-    task.check(experts(task.hidden, task.weights, task.experts))
 
 
 @nightly(INTERPRETER)
 @pytest.mark.parametrize("blocks", [ROWS, BLOCKS], ids=["rows", "blocks"])
 def test_neither_junk_nor_company_changes_a_token(device: str, blocks: Any) -> None:
     task = Mixture.make(20, num_experts=3, hidden=192, middle=96, device=device)
-    experts = small(task, blocks)
+    experts = float8_experts(task, blocks)
     clean = experts(task.hidden, task.weights, task.experts)
     junk = [0, 7, 18, 19]
     task.hidden[0] = float("nan")
@@ -122,16 +79,9 @@ def test_neither_junk_nor_company_changes_a_token(device: str, blocks: Any) -> N
     assert experts(task.hidden[:0], task.weights[:0], task.experts[:0]).shape == (0, 192)
 
 
-def test_experts_without_tokens_are_not_read(device: str) -> None:
-    task = Mixture.make(9, num_experts=6, used=3, device=device)
-    experts = small(task, ((8, 32), (1, 16)))
-    assert experts.stack.down.scales.isnan().any()
-    task.check(experts(task.hidden, task.weights, task.experts))
-
-
 def test_what_does_not_fit_is_refused(device: str) -> None:
     task = Mixture.make(3, hidden=64, device=device)
-    experts = small(task, ((8, 32), (8, 16)))
+    experts = float8_experts(task, ((8, 32), (8, 16)))
     right = experts.stack
     for block, scales in (((8, 64), right.gate_up.scales), ((8, 16), right.gate_up.scales.repeat(1, 1, 2))):
         gate_up = Float8Matrix(right.gate_up.values, scales, block)
@@ -150,7 +100,7 @@ def test_a_captured_layer_follows_what_is_written_over_its_weights(tokens: int) 
     kernels_or_skip("cuda")
     tasks = [Mixture.make(tokens, hidden=192, middle=96, device="cuda", dtype=torch.bfloat16, seed=seed)
              for seed in (1, 2)]  # fmt: skip
-    layer, other = small(tasks[0]), small(tasks[1])
+    layer, other = (float8_experts(task, BLOCKS) for task in tasks)
     hidden, weights, experts = tasks[0].hidden, tasks[0].weights, tasks[0].experts
     layer(hidden, weights, experts)  # compiled before it is captured
     graph = torch.cuda.CUDAGraph()
@@ -271,16 +221,6 @@ def test_what_is_said_of_experts_of_8_bits_and_of_their_memory(
     assert said(moe_backend="loop") == [f"{layers}, kept", f"{experts}, dequantised"]
     for changes in ({"quantization": "none"}, {"deterministic": True}):
         assert said(**changes) == [f"{layers}, dequantised", f"{experts}, dequantised"]
-
-
-@interpreted_only
-def test_experts_are_dequantised_where_they_cannot_or_shall_not_stay(device: str, tmp_path: Path) -> None:
-    path = write(tmp_path, "blocks")
-    options: list[dict[str, Any]] = [{"quantization": "none"}, {"deterministic": True}, {"experts": "loop"}]
-    for each in options:
-        assert not any(isinstance(made, Float8Experts) for made in experts_of(load(path, **each)))
-    # Layers stay as they are where experts alone are computed in another way.
-    assert "8 bits as they are stored" in load(path, experts="loop").spec.layer_reason
 
 
 @interpreted_only
@@ -418,17 +358,3 @@ def test_experts_that_triton_does_not_compute_are_not_rounded(device: str, tmp_p
             ConfigError, match=f"^quantization: {way} needs experts by Triton, these are loop"
         ):
             check_quantization(way, triton, "X", loop)  # type: ignore[arg-type]
-
-
-@interpreted_only
-def test_random_experts_are_rounded(device: str, tmp_path: Path) -> None:
-    path = write(tmp_path, None)
-    options: dict[str, Any] = {"quantization": "fp8", "load_format": "random"}
-    first, second = (experts_of(load(path, **options))[0].stack.gate_up for _ in range(2))
-    assert torch.equal(first.values.view(torch.uint8), second.values.view(torch.uint8))
-    assert float(widened(first).std()) == pytest.approx(64**-0.5, rel=0.05)
-
-
-def test_the_largest_of_an_output_of_each_expert_is_the_largest_there_is() -> None:
-    stack = rounded(normal(3, 8, 64, seed=1), (1, 64))
-    assert torch.equal(stack.values.float().abs().amax(2), torch.full((3, 8), 448.0))

@@ -21,8 +21,8 @@ from aioinfer.params import SamplingParams
 from tests.model import harness
 from tests.model.checkpoints import FAMILIES, greedy, make_checkpoint, make_model
 from tests.model.harness import Driver, require
+from tests.model.multimodal_models import edit_config, edit_tensors
 from tests.model.test_forward import oracle_logits
-from tests.model.wrapper_models import edit_config, edit_tensors
 from tests.tiers import SECONDS, rest
 
 CPU = torch.device("cpu")
@@ -153,52 +153,6 @@ def test_rounded_weights_stay_close(tmp_path: Path, family: str, quantization: A
     got, wanted = (torch.stack(list(logits.values())) for logits in (first, second))
     distance = float((got - wanted).norm() / wanted.norm())
     assert 0 < distance < (0.15 if quantization == "int8" else 0.9)
-
-
-@pytest.mark.parametrize(
-    ("family", "change", "message"),
-    [
-        ("gemma4-keys", {"use_bidirectional_attention": "all"}, "bidirectional attention is not supported"),
-        ("gemma4-shared", {"num_kv_shared_layers": 6}, "6 of 6 layers share keys and values"),
-        ("gemma4-shared", {"num_kv_shared_layers": 5}, "no layer of full_attention has the keys"),
-        ("gemma4-shared", {"num_kv_shared_layers": -1}, "num_kv_shared_layers in config.json must be"),
-        ("gemma4-shared", {"vocab_size_per_layer_input": 90}, "inputs by layer of 90 tokens for 211"),
-        ("gemma4-shared", {"hidden_size_per_layer_input": 32}, "is shaped"),
-        ("gemma4-experts", {"top_k_experts": 9}, "9 of 8 experts"),
-        ("gemma4-experts", {"num_experts": None}, "3 of 0 experts"),
-        ("gemma4-experts", {"moe_intermediate_size": 48}, "is shaped"),
-        ("gemma4-keys", {"attention_k_eq_v": False}, "no tensor model.layers.1.self_attn.v_proj.weight"),
-        ("gemma4-keys", {"attention_bias": True}, "no tensor model.layers.0.self_attn.q_proj.bias"),
-    ],
-)
-def test_a_config_that_makes_no_sense_is_refused_in_words(
-    tmp_path: Path, family: str, change: dict[str, Any], message: str
-) -> None:
-    make_checkpoint(family, tmp_path)
-    edit_config(tmp_path, lambda stated: stated.update(change))
-    with pytest.raises(ConfigError) as raised:
-        load(tmp_path)
-    assert message in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("family", "name"),
-    [
-        ("gemma4-shared", TABLE),
-        ("gemma4-shared", "model.per_layer_model_projection.weight"),
-        ("gemma4-shared", "model.layers.4.per_layer_input_gate.weight"),
-        ("gemma4-shared", "model.layers.3.layer_scalar"),
-        ("gemma4-keys", "model.layers.0.self_attn.k_norm.weight"),
-        ("gemma4-experts", "model.layers.1.router.per_expert_scale"),
-        ("gemma4-experts", "model.layers.2.experts.down_proj"),
-        ("gemma4-experts", "model.layers.2.post_feedforward_layernorm_1.weight"),
-    ],
-)
-def test_a_tensor_that_is_missing_is_named(tmp_path: Path, family: str, name: str) -> None:
-    make_checkpoint(family, tmp_path)
-    edit_tensors(tmp_path, lambda tensors: {key: each for key, each in tensors.items() if key != name})
-    with pytest.raises(ConfigError, match="no tensor " + name):
-        load(tmp_path)
 
 
 def test_images_may_attend_both_ways_where_there_are_none(tmp_path: Path) -> None:

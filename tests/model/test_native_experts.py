@@ -21,7 +21,7 @@ from aioinfer.model.decoder import Decoder
 from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.kernels import choose_experts
 from aioinfer.model.loader import load_model
-from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
+from aioinfer.model.moe.native_experts import NativeRouter
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule, SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 from aioinfer.model.native import NativeDecoder
@@ -29,8 +29,7 @@ from aioinfer.model.weights import Weights
 from aioinfer.native.bindings import InvalidArguments, ThreadPool
 from tests.model.block_models import Plain, Rows, block_config, write_checkpoint, write_config
 from tests.model.harness import build_batch, make_pool
-from tests.model.kernels import assert_close
-from tests.model.mixtures import Mixture
+from tests.model.mixtures import Mixture, by_native
 from tests.model.test_block_diffusion import SHAPES, run, tokens
 from tests.model.test_routing import plain_grouped, plain_softmax
 
@@ -45,68 +44,14 @@ def noise(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def native(task: Mixture, threads: int = 2) -> NativeExperts:
-    count, hidden, middle = task.stack.down.shape
-    pairs = zip(task.stack.gate_up, task.stack.down, strict=True)
-    more: dict[str, Any] = {"gate": task.stack.gate, "biases": task.stack.biases}
-    return NativeExperts(ThreadPool(threads), task.hidden.dtype, (count, hidden, middle), pairs, **more)
-
-
-def compute(task: Mixture, threads: int = 2) -> torch.Tensor:
-    return native(task, threads)(task.hidden, task.weights, task.experts)
-
-
-@DTYPES
-@pytest.mark.parametrize(
-    ("tokens", "top_k", "num_experts", "hidden", "middle"),
-    [(1, 1, 1, 16, 16), (1, 4, 9, 48, 16), (7, 5, 5, 32, 48), (40, 3, 4, 80, 32), (100, 2, 16, 64, 64)],
-)
-def test_what_the_formula_says(
-    tokens: int, top_k: int, num_experts: int, hidden: int, middle: int, dtype: torch.dtype
-) -> None:
-    sizes = {"top_k": top_k, "num_experts": num_experts, "hidden": hidden, "middle": middle}
-    task = Mixture.make(tokens, dtype=dtype, **sizes)
-    got = compute(task)
-    assert got.dtype == dtype
-    assert_close(got, task.expected(), dtype)
-
-
-@DTYPES
-@pytest.mark.parametrize("tokens", [1, 40])
-def test_clamped_gates_and_biases(tokens: int, dtype: torch.dtype) -> None:
-    task = Mixture.make(tokens, top_k=3, num_experts=4, dtype=dtype, clamped=True)
-    task.check(compute(task))
-
-
 def test_biases_that_do_not_fit_are_refused() -> None:
     task = Mixture.make(1, clamped=True)
     assert task.stack.biases is not None
     task.stack = replace(task.stack, biases=(task.stack.biases[0][:, :-1], task.stack.biases[1]))
     with pytest.raises(ValueError, match="needs 32 contiguous elements"):
-        native(task)
+        by_native(task)
     with pytest.raises(InvalidArguments, match="expert"):
-        native(Mixture.make(1)).packed.set_biases(5, 0, 0)
-
-
-def test_experts_without_tokens_are_not_touched() -> None:
-    task = Mixture.make(9, num_experts=6, used=3)
-    assert task.stack.gate_up.isnan().any()
-    assert_close(compute(task), task.expected(), torch.float32)
-
-
-def test_junk_in_a_token_stays_in_it() -> None:
-    task = Mixture.make(33, num_experts=3)
-    clean = compute(task)
-    task.hidden[2] = float("nan")
-    task.weights[4] = float("nan")
-    got = compute(task)
-    assert got[[2, 4]].isnan().all()
-    others = [0, 1, 3, *range(5, 33)]
-    assert torch.equal(got[others], clean[others])
-
-
-def test_no_tokens() -> None:
-    assert compute(Mixture.make(0)).shape == (0, 32)
+        by_native(Mixture.make(1)).packed.set_biases(5, 0, 0)
 
 
 def softmax(num_experts: int, top_k: int, hidden: int = 32, *, normalize: bool = True) -> SoftmaxRouter:
@@ -180,15 +125,6 @@ def test_a_token_that_is_no_number_goes_somewhere(rule: Rule, junk: float) -> No
     assert torch.equal(experts[others], clean[1][others])
 
 
-def test_scores_that_are_no_numbers_show() -> None:
-    """An expert with a broken row is chosen, as torch would, and spoils what it touches."""
-    rule = sigmoid(8, 2, 1, 1, True, 1.0)
-    rule.weight[5] = float("nan")
-    weights, experts = NativeRouter(ThreadPool(1), rule, torch.float32)(noise(4, 32))
-    assert experts[:, 0].tolist() == [5] * 4
-    assert weights.isnan().all()
-
-
 @DTYPES
 def test_half_precision_rounds_as_torch_does(dtype: torch.dtype) -> None:
     rule = SoftmaxRouter(noise(8, 32).to(dtype), 8, True)
@@ -209,7 +145,7 @@ def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     rule = sigmoid(7, 3, 7, 5, True, 2.5, hidden=48)
     results = []
     for threads in (1, 2, 3):
-        part = SparseMLP(NativeRouter(ThreadPool(threads), rule, dtype), native(task, threads))
+        part = SparseMLP(NativeRouter(ThreadPool(threads), rule, dtype), by_native(task, threads))
         together = part(task.hidden)
         results.append(together)
         for some in ([60], [5, 4], list(range(0, 61, 2)), list(range(30))):
@@ -332,8 +268,3 @@ def test_the_doctor_says_what_computes(tmp_path: Path, middle: int, experts: str
     found = {finding.subject: finding.text for finding in examine(config)}
     assert found["experts"].startswith(experts)
     assert found["operations"].startswith("native:" if middle == 32 else "torch: inner dimensions")
-
-
-def test_the_bundled_diffusion_model_is_native_throughout() -> None:
-    model = load_model(EngineConfig(model="tiny-diffusion").model_path, LoadOptions(dtype="auto", device=CPU))
-    assert isinstance(model, NativeDecoder)

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -69,25 +67,6 @@ def test_numbers_of_tokens_and_experts(device: str, tokens: int, top_k: int, num
     assert_close(compute(task), task.expected(), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_clamped_gates_and_biases(device: str, dtype: torch.dtype) -> None:
-    task = Mixture.make(9, top_k=3, num_experts=4, dtype=dtype, device=device, clamped=True)
-    task.check(compute(task))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gates_of_gelu(device: str, dtype: torch.dtype) -> None:
-    task = Mixture.make(9, top_k=3, num_experts=4, dtype=dtype, device=device)
-    task.stack = replace(task.stack, gate="gelu_tanh")
-    task.check(compute(task))
-
-
-def test_experts_without_tokens_are_not_touched(device: str) -> None:
-    task = Mixture.make(9, num_experts=6, used=3, device=device)
-    assert task.stack.down.isnan().any()
-    assert_close(compute(task), task.expected(), torch.float32)
-
-
 @nightly(INTERPRETER)
 @pytest.mark.parametrize("dtype", grid([torch.bfloat16], [torch.float32], INTERPRETER))
 def test_a_token_has_the_same_bits_in_any_company(device: str, dtype: torch.dtype) -> None:
@@ -108,33 +87,6 @@ def test_a_token_has_the_same_bits_in_any_company(device: str, dtype: torch.dtyp
             assert torch.equal(got, together[tokens])
         else:
             assert_close(got, together[tokens].double().cpu(), dtype)
-
-
-def test_junk_in_a_token_stays_in_it(device: str) -> None:
-    """As padding has it, the first and the last token of blocks among them. A tile ends beyond its row."""
-    task = Mixture.make(20, num_experts=3, hidden=33, middle=17, device=device)
-    clean = compute(task)
-    junk = [0, 7, 18, 19]
-    task.hidden[0] = float("nan")
-    task.hidden[7, 0] = float("inf")
-    task.weights[18:] = float("nan")
-    with np.errstate(invalid="ignore"):
-        got = compute(task)
-    rest = [token for token in range(20) if token not in junk]
-    assert not got[junk].isfinite().all(1).any()
-    assert torch.equal(got[rest], clean[rest])
-
-
-def test_strided_tokens_and_no_tokens(device: str) -> None:
-    task = Mixture.make(6, device=device)
-    expected = task.expected()
-    task.hidden = torch.cat((task.hidden, task.hidden), 1)[:, 32:]
-    task.experts = task.experts.T.contiguous().T
-    task.weights = task.weights.T.contiguous().T
-    assert_close(compute(task), expected, torch.float32)
-    task.hidden = task.hidden.T.contiguous().T
-    assert_close(compute(task), expected, torch.float32)
-    assert compute(Mixture.make(0, device=device)).shape == (0, 32)
 
 
 def test_large_gates(device: str) -> None:
@@ -176,15 +128,6 @@ def test_blocks_hold_every_pair_once_and_in_order(device: str, block_m: int) -> 
         assert found == {
             expert: [pair for pair in range(pairs) if ids[pair] == expert] for expert in range(num_experts)
         }
-
-
-def test_blocks_suffice_for_the_worst_spread(device: str) -> None:
-    """One pair in each expert's last block, with full blocks before: none is left over."""
-    from aioinfer.model.moe.triton_experts import align
-
-    ids = [expert for expert in range(4) for _ in range(17)]
-    block_expert, _ = align(torch.tensor(ids, device=device), 4, 16)
-    assert block_expert.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
 @nightly(INTERPRETER)
