@@ -74,15 +74,6 @@ def test_a_fused_layer_has_a_target_for_each_of_its_tensors(
     assert torch.equal(added(found[0], 14), plain if order is None else plain[order])
 
 
-def test_layers_are_found_by_the_names_of_their_modules(tmp_path: Path) -> None:
-    targets = AdapterTargets()
-    indices = [targets.add(qkv(layer)) for layer in range(3)]
-    assert indices == [0, 1, 2]
-    found = targets.match(adapter(tmp_path, of_qkv("q_proj", layer=1), layers_to_transform=[1]), 64)
-    assert list(found) == [1]
-    assert found[1][1:] == [None, None]
-
-
 @pytest.mark.parametrize("outer", ["", "transformer."])
 @pytest.mark.parametrize("inner", ["", "transformer."])
 def test_a_prefix_of_the_whole_model_makes_no_difference(tmp_path: Path, outer: str, inner: str) -> None:
@@ -164,14 +155,6 @@ def test_modules_that_the_config_chooses_must_be_there(tmp_path: Path, chosen: A
     files = adapter(tmp_path, of_qkv("q_proj"), target_modules=chosen)
     with pytest.raises(ConfigError, match=r"chooses model\.layers\.0\.self_attn\.[kv]_proj"):
         targets.match(files, 64)
-
-
-def test_a_whole_layer_that_is_missing_is_named(tmp_path: Path) -> None:
-    targets = AdapterTargets()
-    for layer in range(2):
-        targets.add(qkv(layer))
-    with pytest.raises(ConfigError, match=r"chooses model\.layers\.1\.self_attn\.q_proj"):
-        targets.match(adapter(tmp_path, of_qkv("q_proj")), 64)
 
 
 def test_names_of_modules_that_the_model_does_not_have_are_no_error(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.loader import load_model
 from tests.model.adapters import factors, write_adapter
 from tests.model.checkpoints import FAMILIES, RECURRENT, make_checkpoint
-from tests.model.harness import Driver, attention_for, build_batch, row_states, state_pool
+from tests.model.harness import Driver, attention_for, build_batch, load, row_states, state_pool
 from tests.model.kernels import kernels_or_skip
 from tests.tiers import SECONDS, SLOW_MODEL, nightly, rest
 
@@ -96,12 +96,8 @@ class Models:
         return self._load(self.path(name), kernels, **options)
 
     def _load(self, path: Path, kernels: str, **options: Any) -> Any:
-        if kernels == "transformers":
-            return load_model(
-                path, LoadOptions(dtype="float32", device=CPU, force_transformers=True, **options)
-            )
-        chosen: Any = kernels
-        return load_model(path, LoadOptions(dtype="float32", device=CPU, kernels=chosen, **options))
+        own = {"force_transformers": True} if kernels == "transformers" else {"kernels": kernels}
+        return load(path, **own, **options)
 
     def _train(self, name: str, seed: int, rank: int = 4) -> Trained:
         foreign = name in FOREIGN
@@ -163,12 +159,14 @@ def check_mixed(models: Models, name: str, kernels: str) -> None:
     """Rows with adapters a, b and none, in one batch and alone."""
     model = models.load(name, kernels)
     remove = installed(model, models.trained(name, 1).path, models.trained(name, 2).path)
-    slots = [1, 0, 2, 1, 2]
+    slots, native = [1, 0, 2, 1, 2], kernels == "native"
+    # A native row has the same bits in any company.
+    near = {"rtol": 0.0, "atol": 0.0} if native else {"rtol": 1e-3, "atol": 1e-3}
     mixed = logits(model, ROWS, slots, kernels)
     for at, (row, slot) in enumerate(zip(ROWS, slots, strict=True)):
         alone = logits(model, [row], [slot] if slot else None, kernels)[0]
         oracle = models.merged(name, slot, kernels) if slot else model
-        torch.testing.assert_close(mixed[at], alone, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(mixed[at], alone, **near)
         torch.testing.assert_close(mixed[at], logits(oracle, [row], None, kernels)[0], rtol=1e-3, atol=1e-3)
     base = logits(model, ROWS, None, kernels)
     assert all(not torch.allclose(mixed[at], base[at], atol=0.1) for at in (0, 2, 3, 4))
@@ -187,6 +185,31 @@ def test_a_row_is_as_with_merged_weights_in_any_company(models: Models, name: st
 @pytest.mark.parametrize("name", ["qwen3", "gpt2", "phi3", *FOREIGN])
 def test_transformers_modules_have_adapters_too(models: Models, name: str) -> None:
     check_mixed(models, name, "transformers")
+
+
+@rest(SECONDS)
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "name", ["qwen3", "llama-biases", "phi3", "gpt2-wide", "gemma4-experts", "glm4", "qwen3.5", "lfm2"]
+)
+def test_native_layers_have_adapters_too(models: Models, name: str) -> None:
+    check_mixed(models, name, "native")
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_rounded_weights_take_adapters_too(models: Models, quantization: Any) -> None:
+    rounded, exact = (models.load("qwen3", "native", quantization=each) for each in (quantization, "auto"))
+    base = logits(rounded, ROWS, None, "native")
+    for model in (rounded, exact):
+        installed(model, models.trained("qwen3", 1).path)
+    slots = [1, 0, 1, 1, 0]
+    mixed, wanted = logits(rounded, ROWS, slots, "native"), logits(exact, ROWS, slots, "native")
+    for at, (row, slot) in enumerate(zip(ROWS, slots, strict=True)):
+        assert torch.equal(mixed[at], logits(rounded, [row], [slot] if slot else None, "native")[0])
+        assert torch.equal(mixed[at], base[at]) == (slot == 0)
+    # Nearer to unrounded weights with the adapter than to themselves without it.
+    assert (mixed - wanted)[2].norm() < 0.5 * (base - wanted)[2].norm()
 
 
 @rest(SECONDS)
@@ -263,16 +286,32 @@ def test_ranks_and_scales_by_module_are_those_of_the_patterns(models: Models, tm
     torch.testing.assert_close(got, logits(oracle, ROWS, None, "sdpa"), rtol=1e-3, atol=1e-3)
 
 
-def test_a_slot_can_be_filled_anew(models: Models) -> None:
-    model = models.load("qwen3")
-    found = []
-    for seed in (1, 2):
-        remove = installed(model, models.trained("qwen3", seed).path)
-        found.append(logits(model, ROWS, [1] * 5, "sdpa"))
-        remove()
-    for seed, got in enumerate(found, 1):
-        oracle = models.merged("qwen3", seed, "sdpa")
-        torch.testing.assert_close(got, logits(oracle, ROWS, None, "sdpa"), rtol=1e-3, atol=1e-3)
+@pytest.mark.native
+def test_a_native_row_whose_slot_is_empty_is_refused(models: Models) -> None:
+    model = models.load("qwen3", "native")
+    for slot in (9, -1):
+        with pytest.raises(ValueError, match="a row's adapter is not there"):
+            logits(model, ROWS, [0, slot, 0, 0, 0], "native")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "dtype", "message"),
+    [
+        ("sdpa", "float16", "not finite in float16"),
+        pytest.param("native", "bfloat16", "that the model's type does not have", marks=pytest.mark.native),
+    ],
+)
+def test_numbers_that_the_models_type_cannot_hold_are_refused(
+    models: Models, tmp_path: Path, kernels: Any, dtype: str, message: str
+) -> None:
+    shapes = {
+        name: shape for name, shape in shapes_of(models.load("qwen3")).items() if name.endswith("q_proj")
+    }
+    matrices = factors(shapes, dict.fromkeys(shapes, 4), seed=5, dtype=torch.float32)
+    next(iter(matrices.values()))[0][0, 0] = torch.finfo(torch.float32).max
+    model = load(models.path("qwen3"), dtype=dtype, kernels=kernels)
+    with pytest.raises(ConfigError, match=message):
+        model.adapters.prepare(write_adapter(tmp_path, matrices))
 
 
 @pytest.mark.parametrize("kernels", ["sdpa", "transformers"])
@@ -311,21 +350,6 @@ def test_without_adapters_layers_are_bare(models: Models, kernels: str) -> None:
     assert torch.equal(
         logits(model, ROWS, None, kernels), logits(models.load("qwen3", kernels), ROWS, None, kernels)
     )
-
-
-def test_a_rank_above_the_models_limit_is_refused(models: Models) -> None:
-    model = models.load("qwen3", max_lora_rank=3)
-    with pytest.raises(ConfigError, match="has rank 4; max_lora_rank is 3"):
-        model.adapters.prepare(models.trained("qwen3", 1).path)
-
-
-def test_numbers_that_the_models_type_cannot_hold_are_refused(models: Models, tmp_path: Path) -> None:
-    model = load_model(models.path("qwen3"), LoadOptions(dtype="float16", device=CPU, kernels="sdpa"))
-    shapes = {name: shape for name, shape in shapes_of(model).items() if name.endswith("q_proj")}
-    matrices = factors(shapes, dict.fromkeys(shapes, 4), seed=5, dtype=torch.float32)
-    next(iter(matrices.values()))[0][0, 0] = 1e6
-    with pytest.raises(ConfigError, match="not finite in float16"):
-        model.adapters.prepare(write_adapter(tmp_path, matrices))
 
 
 @pytest.mark.parametrize("name", ["gemma4-shared", "qwen3-next", "lfm2-moe", "gpt2", "qwen3-moe"])

@@ -18,7 +18,7 @@ from aioinfer.model.native import NativeDecoder
 from aioinfer.model.selfcheck import record
 from aioinfer.model.transformers_model import TransformersLM
 from aioinfer.native.bindings import native_unsupported
-from tests.model.checkpoints import FAMILIES, NATIVE, OWN, RECURRENT, make_checkpoint, make_model
+from tests.model.checkpoints import FAMILIES, NATIVE, OWN, RECURRENT, make_model
 from tests.model.harness import load
 from tests.tiers import grid, thinned
 
@@ -162,10 +162,3 @@ def test_a_model_that_switches_frequencies_stops_where_it_would_switch(
     config = transformers.Phi3Config(**SMALL, rope_parameters=rope, original_max_position_embeddings=32)
     transformers.Phi3ForCausalLM(config).save_pretrained(tmp_path)
     assert load(tmp_path, force_transformers=fallback).spec.max_model_len == 32
-
-
-def test_progress_is_told(tmp_path: Path) -> None:
-    make_checkpoint("opt", tmp_path)
-    seen: list[tuple[str, int, int]] = []
-    load(tmp_path, lambda *args: seen.append(args))
-    assert seen == [("weights", 0, 1), ("weights", 1, 1)]

@@ -284,14 +284,6 @@ def test_matrices_with_scales_are_joined_without_loss(
     assert torch.equal(spread(matrix).float(), expected)
 
 
-def test_rows_of_a_joined_matrix_can_be_in_another_order() -> None:
-    order = torch.randperm(40, generator=torch.Generator().manual_seed(1))
-    matrix, expected = joined([(24, (8, 32)), (16, (8, 32))], order)
-    assert matrix is not None
-    assert matrix.block == (1, 32)
-    assert torch.equal(spread(matrix).float(), expected)
-
-
 def test_what_is_not_all_of_one_kind_is_not_joined() -> None:
     assert joined([(24, (8, 32)), (16, (8, 64))])[0] is None
     mixed = {"a": rounded_matrix(torch.ones(4, 64), (1, 64)), "b": torch.ones(4, 64)}
@@ -414,18 +406,6 @@ def test_an_updated_model_has_the_bits_of_one_that_was_loaded_anew(
     assert not torch.equal(logits(model), expected)
     prepare_update(model, two, lambda: None).install()
     assert torch.equal(logits(model), expected)
-
-
-@nightly(INTERPRETER)
-@interpreted_only
-def test_weights_in_memory_are_rounded_in_the_blocks_of_those_that_were_loaded(
-    device: str, tmp_path: Path
-) -> None:
-    model = load(write(tmp_path / "one", "fp8-blocks-32", 1))
-    plain = write(tmp_path / "two", None, 2)
-    prepare_update(model, [*load_file(plain / "model.safetensors").items()], lambda: None).install()
-    expected = logits(load(write(tmp_path / "three", "fp8-blocks-32", 2), "sdpa"), "sdpa")
-    torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
 
 
 @interpreted_only

@@ -17,14 +17,11 @@ from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVPool, KVScales, KVShape
 from aioinfer.model.backend import Backend
 from aioinfer.model.heads import HeadNorm
-from aioinfer.model.inspection import LoadOptions
-from aioinfer.model.kernels import check_kv_dtype, choose_attention, make_attention
-from aioinfer.model.loader import load_model
+from aioinfer.model.kernels import check_kv_dtype
 from aioinfer.model.rope import Rotary
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import make_checkpoint
 from tests.model.float8 import rounded_heads, widened
-from tests.model.harness import Driver
 from tests.model.kernels import Problem, assert_close, interpreted_only, normal
 from tests.model.test_triton_attention import Setup
 from tests.tiers import INTERPRETER, grid, nightly, points
@@ -87,37 +84,6 @@ def test_what_is_written_is_what_the_plain_kernel_writes_rounded(
         expected, powers = rounded_heads(store.cpu())
         assert torch.equal(exponents.cpu(), powers)
         assert torch.equal(values.cpu().view(torch.uint8), expected.view(torch.uint8))
-
-
-def test_heads_that_a_model_has_rotated_itself_are_rounded_alike(device: str) -> None:
-    from aioinfer.model.attention.triton_attention import store_kv
-
-    k, v = (normal(3, 2, 80, seed=seed).to(device, torch.bfloat16) for seed in (1, 2))
-    pool = KVPool([KVShape(2, 80)], num_pages=1, page_size=4, dtype=k.dtype, device=k.device, float8=True)
-    slots = torch.tensor([5, 2, 7], device=device)
-    store_kv(k, v, pool.keys[0], pool.values[0], slots, pool.scales(0))
-    for given, cells, scales in (
-        (k, pool.keys[0], pool.key_scales[0]),
-        (v, pool.values[0], pool.value_scales[0]),
-    ):
-        values, exponents = rounded_heads(given.cpu())
-        assert torch.equal(scales.flatten(0, 1)[slots].cpu(), exponents)
-        assert torch.equal(cells.flatten(0, 1)[slots].cpu().view(torch.uint8), values.view(torch.uint8))
-    left = [0, 1, 3, 4, 6]
-    assert not pool.keys[0].flatten(0, 1)[left].view(torch.uint8).any()
-    assert not pool.key_scales[0].flatten(0, 1)[left].any()
-
-
-def test_the_smallest_and_largest_numbers_are_rounded() -> None:
-    """Of the helper here and of what a power of two can be."""
-    x = torch.tensor([[0.0, 0.0], [448.0, -1.0], [449.0, 0.0], [1e-30, 1e-31], [float("nan"), 1.0]])
-    values, exponents = rounded_heads(x)
-    assert exponents.tolist()[:3] == [0, 127, 128]
-    assert exponents[4] == 255
-    wide = widened(values, exponents)
-    assert (wide[0] == 0).all()
-    assert wide[1].tolist() == [448, -1]
-    assert wide[3, 0] == pytest.approx(1e-30, rel=0.07)
 
 
 # -- attention -----------------------------------------------------------------------------------------
@@ -252,55 +218,7 @@ def test_what_is_not_finite_stays_the_trouble_of_its_own_row(device: str) -> Non
         assert got[3:].isfinite().all()
 
 
-def test_a_token_has_the_same_bits_under_any_chunking(device: str) -> None:
-    from aioinfer.model.attention.triton_prefill import paged_prefill
-
-    task = Problem.make(
-        [(90, 90)], heads=4, kv_heads=2, head_dim=32, page_size=16, dtype=torch.bfloat16, device=device
-    )
-    pool, found = float8_pool(task), []
-    for chunk in (90, 25):
-        parts = []
-        for start in range(0, 90, chunk):
-            stop = min(start + chunk, 90)
-            ends = torch.tensor([0, stop - start], device=device)
-            parts.append(
-                paged_prefill(
-                    task.q[start:stop],
-                    pool.keys[0],
-                    pool.values[0],
-                    task.block_table,
-                    ends,
-                    torch.tensor([stop], device=device),
-                    num_tokens=stop - start,
-                    scale=0.2,
-                    scales=pool.scales(0),
-                )
-            )
-        found.append(torch.cat(parts))
-    assert torch.equal(*found)
-
-
 # -- engines -------------------------------------------------------------------------------------------
-
-
-@nightly(INTERPRETER)
-@interpreted_only
-def test_logits_are_near_those_of_a_pool_of_the_models_type(device: str, tmp_path: Path) -> None:
-    make_checkpoint("qwen3-blocks", tmp_path)
-    model = load_model(tmp_path, LoadOptions(dtype="float32", device=CPU, kernels="triton"))
-    found = []
-    for kv_dtype in ("auto", "fp8"):
-        driver = Driver(model, chunk=5, kernels="triton")
-        driver.attention = make_attention(
-            choose_attention(CPU, model.spec.head_dims, model.spec.dtype, "triton"), model.spec.kv_layers,
-            num_pages=96, page_size=8, dtype=model.spec.dtype, device=CPU, kv_dtype=kv_dtype,
-        )  # fmt: skip
-        (sequence,) = driver.run([[(7 * i + 3) % 100 for i in range(12)]], 1, all_logits=True)
-        found.append(torch.stack([sequence.logits[at] for at in range(12)]))
-    plain, rounded = found
-    assert not torch.equal(plain, rounded)
-    assert float((plain - rounded).norm() / plain.norm()) < 0.2
 
 
 @nightly(INTERPRETER)

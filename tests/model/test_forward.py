@@ -18,7 +18,7 @@ from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import TorchOperations
 from tests.model.checkpoints import IN_ENGINES, RECURRENT, VOCAB
 from tests.model.harness import Driver, require
-from tests.tiers import grid, points
+from tests.tiers import points
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
@@ -56,16 +56,15 @@ def oracle_logits(oracle: Any, ids: list[int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("family", "kernels"), points(IN_ENGINES[::2], IN_ENGINES[1::2]))
-@pytest.mark.parametrize("chunk", grid([3], [1, 8, 100]))
 def test_ids_equal_generate_and_every_logit_is_close(
-    checkpoint: Checkpoint, family: str, kernels: AttentionBackend, chunk: int
+    checkpoint: Checkpoint, family: str, kernels: AttentionBackend
 ) -> None:
     """Four sequences arrive one after the other, so that chunks and decodes share steps."""
     require(kernels)
     path, oracle = checkpoint(family)
     model = load_model(path, LoadOptions(dtype="float32", device=CPU, kernels=kernels))
     batch = prompts(7)
-    driver = Driver(model, chunk=chunk, seed=chunk, kernels=kernels)
+    driver = Driver(model, chunk=3, seed=3, kernels=kernels)
     sequences = driver.run(batch, NEW, gap=2, all_logits=True)
     for prompt, sequence in zip(batch, sequences, strict=True):
         assert sequence.ids == generate(oracle, tuple(prompt), NEW)
@@ -77,7 +76,7 @@ def test_ids_equal_generate_and_every_logit_is_close(
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("page_size", [1, 5, 16, 32])
+@pytest.mark.parametrize("page_size", [1, 16])
 def test_page_size_changes_no_token(
     checkpoint: Checkpoint, page_size: int, kernels: AttentionBackend
 ) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
@@ -17,7 +16,7 @@ from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import IN_ENGINES, OWN, RECURRENT, VOCAB, greedy, greedy_each
 from tests.model.harness import require
-from tests.tiers import SECONDS, grid, nightly, points, rest, thinned
+from tests.tiers import SECONDS, points, rest, thinned
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 TOKENS = 14
@@ -31,36 +30,8 @@ def prompts(seed: int, count: int) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 5, 17, 40]))] for _ in range(count)]
 
 
-@rest(SECONDS)
-@pytest.mark.parametrize("family", ["gpt-oss", "phi3-longrope", "qwen3-next"])
-def test_the_oracle_does_not_depend_on_the_ids_that_are_guessed(checkpoint: Checkpoint, family: str) -> None:
-    _, oracle = checkpoint(family)
-    prompt = [3, 1, 4]
-    wanted = greedy(oracle, prompt, 6)
-    wrong = [[*wanted[:at], (wanted[at] + 1) % VOCAB, *wanted[at + 1 :]] for at in range(6)]
-    guesses = [wanted, wanted[:3], [*wanted, 5], *wrong]
-    for guess in guesses:
-        assert greedy(oracle, prompt, 6, guess) == wanted
-    batch = [prompt, [7] * 9, *[prompt] * 7]
-    assert greedy_each(oracle, batch, 6, guesses) == [wanted, greedy(oracle, [7] * 9, 6), *[wanted] * 7]
-
-
 def config(path: Path, **changes: Any) -> EngineConfig:
     return EngineConfig(model=str(path), dtype="float32", num_pages=64, page_size=8, threads=1, **changes)
-
-
-@nightly("a cross product: mixed requests run on the same families and kernels")
-@pytest.mark.parametrize(("family", "kernels"), IN_ENGINES)
-def test_alone_with_any_chunk_size(checkpoint: Checkpoint, family: str, kernels: str) -> None:
-    require(kernels)
-    path, oracle = checkpoint(family)
-    prompt = prompts(1, 1)[0] + [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
-    wanted: list[int] = []
-    for chunk in (1, 3, 8, 100):
-        with LLM(config(path, attention_backend=kernels, chunk_size=chunk)) as llm:
-            (result,) = llm.generate([prompt], GREEDY)
-        wanted = wanted or greedy(oracle, prompt, TOKENS, result.token_ids)
-        assert result.token_ids == wanted, (family, chunk)
 
 
 @rest(SECONDS)
@@ -127,29 +98,7 @@ def test_any_kernels_for_experts(checkpoint: Checkpoint, experts: str) -> None:
     assert found == greedy_each(oracle, batch, TOKENS, found)
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        "llama-gqa-tied",
-        "mistral-window",
-        "qwen2",
-        "qwen3",
-        "qwen3-moe",
-        "gpt2",
-        "gpt2-wide",
-        "opt",
-        "gemma2",
-        "gemma3",
-        "gemma4-shared",
-        "gemma4-experts",
-        "smollm3",
-        "olmo2",
-        "olmo3",
-        "glm4",
-        "gpt-oss",
-        *RECURRENT,
-    ],
-)
+@pytest.mark.parametrize("family", ["mistral-window", "gpt-oss", "gemma4-shared", "opt", "lfm2", "qwen3.5"])
 def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str) -> None:
     """Two requests outgrow the pool together; one is retracted and computed again."""
     path, oracle = checkpoint(family)
@@ -162,33 +111,3 @@ def test_forced_retraction_changes_no_token(checkpoint: Checkpoint, family: str)
         assert llm._core.scheduler.queues.counters.retractions > 0
     found = [result.token_ids for result in results]
     assert found == greedy_each(oracle, batch, 40, found)
-
-
-@rest(SECONDS)
-@pytest.mark.parametrize(
-    "family",
-    grid(
-        ["qwen3", "opt", "gemma3", "gemma4-shared"],
-        [
-            "llama-gqa-tied",
-            "mistral",
-            "qwen2",
-            "qwen3-moe",
-            "gemma2",
-            "olmo2",
-            "glm4",
-            "smollm3",
-            "gpt2-wide",
-        ],
-    ),
-)
-def test_bfloat16_stays_close(checkpoint: Checkpoint, family: str) -> None:
-    """The first token's logits, as far as greedy shows them: over many prompts nearly all agree."""
-    path, oracle = checkpoint(family)
-    oracle_bf16 = type(oracle).from_pretrained(path, dtype=torch.bfloat16).eval()
-    batch = prompts(5, 40)
-    one = SamplingParams(temperature=0, max_tokens=1)
-    with LLM(EngineConfig(model=str(path), dtype="bfloat16", page_size=8, num_pages=400, threads=1)) as llm:
-        got = [result.token_ids for result in llm.generate(batch, one)]
-    wanted = [greedy(oracle_bf16, prompt, 1) for prompt in batch]
-    assert sum(a == b for a, b in zip(got, wanted, strict=True)) >= 36

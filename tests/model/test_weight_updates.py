@@ -18,7 +18,7 @@ from tests.model import harness
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.checkpoints import FAMILIES, IN_ENGINES, RECURRENT, make_model
 from tests.model.harness import attention_for, build_batch, require, row_states, state_pool
-from tests.tiers import SECONDS, grid, rest
+from tests.tiers import SECONDS, rest
 
 CPU = torch.device("cpu")
 #: one of each way in which tensors become parts of a model
@@ -35,7 +35,6 @@ KINDS = [
     *("gpt-oss", "gemma2", "gemma4-shared", "gemma4-keys", "gemma4-experts"),
     *("lfm2-biases", "lfm2-moe", "qwen3.5", "qwen3.5-moe"),
 ]
-OTHERS = [kind for kind in {**FAMILIES, **RECURRENT} if kind not in KINDS]
 
 
 FILE = "model.safetensors"
@@ -91,7 +90,7 @@ def kernels_of(kind: str) -> Iterator[str]:
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("kind", grid(KINDS, OTHERS))
+@pytest.mark.parametrize("kind", KINDS)
 def test_an_updated_model_has_the_bits_of_one_that_was_loaded_anew(
     pair: Callable[[str], tuple[Path, Path]], kind: str
 ) -> None:
@@ -112,38 +111,30 @@ def test_an_updated_model_has_the_bits_of_one_that_was_loaded_anew(
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("given", ["directory", "file", "memory", "parts"])
 def test_tensors_whose_names_lack_the_prefix_are_those_of_the_model(
-    pair: Callable[[str], tuple[Path, Path]], given: str
+    pair: Callable[[str], tuple[Path, Path]],
 ) -> None:
     one, two = pair("llama-gqa-tied")
     expected = logits(load(two, "sdpa"), "sdpa")
     for path in (one, two):
         named = {name.removeprefix("model."): tensor for name, tensor in load_file(path / FILE).items()}
         save_file(named, path / FILE, {"format": "pt"})
-    model = load(one, "sdpa")
-    if given == "directory":
-        update(model, two)
-    elif given == "file":
-        update(model, two / FILE)
-    elif given == "memory":
-        update(model, items(two))
-    else:
-        layers = [item for item in items(two) if str(item[0]).startswith("layers.")]
-        update(model, layers)
-        update(model, [item for item in items(two) if not str(item[0]).startswith("layers.")])
-    assert torch.equal(logits(model, "sdpa"), expected)
+    layers = [item for item in items(two) if str(item[0]).startswith("layers.")]
+    others = [item for item in items(two) if item[0] not in dict(layers)]
+    for given in ([two], [two / FILE], [layers, others]):
+        model = load(one, "sdpa")
+        for part in given:
+            update(model, part)  # type: ignore[arg-type]
+        assert torch.equal(logits(model, "sdpa"), expected)
 
 
-@pytest.mark.parametrize("kind", grid(["qwen3-wide-untied", "qwen3.5-moe"], ["llama-head-dim", "gpt2-wide"]))
-@pytest.mark.parametrize("quantization", grid(["int8", "int4"], []))
-@pytest.mark.parametrize("dtype", grid(["bfloat16"], ["float32"]))
+@pytest.mark.parametrize(("kind", "quantization"), [("qwen3-wide-untied", "int8"), ("qwen3.5-moe", "int4")])
 def test_rounded_weights_are_rounded_again(
-    pair: Callable[[str], tuple[Path, Path]], kind: str, quantization: str, dtype: str
+    pair: Callable[[str], tuple[Path, Path]], kind: str, quantization: str
 ) -> None:
     require("native")
     one, two = pair(kind)
-    options = {"quantization": quantization, "dtype": dtype}
+    options = {"quantization": quantization, "dtype": "bfloat16"}
     expected, model = logits(load(two, **options)), load(one, **options)
     update(model, two)
     assert torch.equal(logits(model), expected)
@@ -324,7 +315,7 @@ def quantise(path: Path, name: str) -> Path:
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("name", grid(["awq", "packed-8", "fp8-blocks"], ["gptq", "gptq-shuffled", "int8"]))
+@pytest.mark.parametrize("name", ["awq", "packed-8", "fp8-blocks"])
 def test_quantised_checkpoints_replace_quantised_ones(tmp_path: Path, name: str) -> None:
     require("native")
     one, two = (quantise(write("qwen3-blocks", tmp_path / f"{seed}", seed), name) for seed in (1, 2))
