@@ -51,6 +51,7 @@ _GEMMA4 = {
 }
 
 #: name -> (model class prefix, config)
+# fmt: off
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa-tied": ("Llama", {"tie_word_embeddings": True}),
     "llama-mha-untied": ("Llama", {"num_key_value_heads": 4, "tie_word_embeddings": False}),
@@ -60,276 +61,104 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-rope-linear": ("Llama", _rope("linear", factor=2.0)),
     "llama-rope-yarn": ("Llama", {**_rope("yarn", **_YARN), "head_dim": 16}),
     "llama-head-dim": ("Llama", {"head_dim": 32}),
-    "llama-gelu-tanh": ("Llama", {"head_dim": 16, "hidden_act": "gelu_pytorch_tanh"}),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 9, "head_dim": 16}),
     "qwen2": ("Qwen2", {}),
-    "qwen2-window": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "hidden_size": 64},
-    ),
+    "qwen2-window": ("Qwen2",
+        {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1, "hidden_size": 64}),
     "qwen3": ("Qwen3", {"head_dim": 16}),
-    "qwen3-wide-untied": (
-        "Qwen3",
-        {
-            "head_dim": 32,
-            "hidden_size": 64,
-            "num_attention_heads": 8,
-            "tie_word_embeddings": False,
-            "rms_norm_eps": 0.05,
-        },
-    ),
+    "qwen3-wide-untied": ("Qwen3",
+        {"head_dim": 32, "hidden_size": 64, "num_attention_heads": 8, "tie_word_embeddings": False,
+        "rms_norm_eps": 0.05}),
     # Inner dimensions that blocks of 32 divide.
-    "qwen3-blocks": (
-        "Qwen3",
-        {
-            "head_dim": 32,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_attention_heads": 4,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "qwen3-blocks": ("Qwen3",
+        {"head_dim": 32, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+        "tie_word_embeddings": False}),
     "qwen3-moe": ("Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True}),
     # A dense layer, then experts whose weights do not sum up to 1, then a layer that could have had some.
-    "qwen3-moe-mixed": (
-        "Qwen3Moe",
-        {
-            **_EXPERTS,
-            "num_hidden_layers": 4,
-            "decoder_sparse_step": 2,
-            "mlp_only_layers": [3],
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 32,
-            "tie_word_embeddings": True,
-        },
-    ),
-    "qwen3-moe-window": (
-        "Qwen3Moe",
-        {**_EXPERTS, "attention_bias": True, "use_sliding_window": True, "sliding_window": 7},
-    ),
-    "mixtral": (
-        "Mixtral",
-        {
-            "head_dim": 16,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-        },
-    ),
-    "mixtral-window": (
-        "Mixtral",
-        {
-            "head_dim": 16,
-            "num_local_experts": 3,
-            "sliding_window": 9,
-            "num_attention_heads": 3,
-            "num_key_value_heads": 1,
-        },
-    ),
+    "qwen3-moe-mixed": ("Qwen3Moe",
+        {**_EXPERTS, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3],
+        "num_experts_per_tok": 3, "moe_intermediate_size": 32, "tie_word_embeddings": True}),
+    "qwen3-moe-window": ("Qwen3Moe",
+        {**_EXPERTS, "attention_bias": True, "use_sliding_window": True, "sliding_window": 7}),
+    "mixtral": ("Mixtral",
+        {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4,
+        "num_experts_per_tok": 2}),
     "phi3": ("Phi3", {"hidden_size": 64}),
     # Factors for sequences of up to 128 positions, others for longer ones.
-    "phi3-longrope": (
-        "Phi3",
-        {
-            "hidden_size": 64,
-            "original_max_position_embeddings": 128,
-            **_rope(
-                "longrope",
-                partial_rotary_factor=0.75,
-                short_factor=[1.0, 1.1, 1.3, 1.7, 2.0, 2.5],
-                long_factor=[5.0, 6.0, 7.0, 8.0, 9.0, 10.0],
-                original_max_position_embeddings=128,
-            ),
-        },
-    ),
-    "phi3-partial-rotary": (
-        "Phi3",
-        {
-            "hidden_size": 64,
-            "sliding_window": 9,
-            "tie_word_embeddings": True,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            **_rope("default", partial_rotary_factor=0.75),
-        },
-    ),
-    "gpt2": (
-        "GPT2",
-        {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256, "bos_token_id": None},
-    ),
-    "gpt2-wide": (
-        "GPT2",
-        {
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_inner": 96,
-            "n_positions": 256,
-            "bos_token_id": None,
-            "tie_word_embeddings": False,
-            "scale_attn_by_inverse_layer_idx": True,
-        },
-    ),
+    "phi3-longrope": ("Phi3",
+        {"hidden_size": 64, "original_max_position_embeddings": 128, **_rope("longrope",
+        partial_rotary_factor=0.75, short_factor=[1.0, 1.1, 1.3, 1.7, 2.0, 2.5], long_factor=[5.0, 6.0, 7.0,
+        8.0, 9.0, 10.0], original_max_position_embeddings=128)}),
+    "phi3-partial-rotary": ("Phi3",
+        {"hidden_size": 64, "sliding_window": 9, "tie_word_embeddings": True, "num_attention_heads": 2,
+        "num_key_value_heads": 1, **_rope("default", partial_rotary_factor=0.75)}),
+    "gpt2": ("GPT2", {"n_embd": 48, "n_layer": 3, "n_head": 4, "n_positions": 256, "bos_token_id": None}),
+    "gpt2-wide": ("GPT2",
+        {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": 256, "bos_token_id": None,
+        "tie_word_embeddings": False, "scale_attn_by_inverse_layer_idx": True}),
     "gpt-neox": ("GPTNeoX", {"num_key_value_heads": None}),
     "phi": ("Phi", {}),
     "opt": ("OPT", {"ffn_dim": 80, "word_embed_proj_dim": 48, "pad_token_id": 1}),
     "gemma": ("Gemma", {"head_dim": 12}),
     "gemma-mqa": ("Gemma", {"head_dim": 16, "hidden_size": 64, "num_key_value_heads": 1}),
     # Caps that matter: scores and logits of these models are of their size.
-    "gemma2": (
-        "Gemma2",
-        {
-            "head_dim": 16,
-            "hidden_size": 64,
-            "sliding_window": 9,
-            "query_pre_attn_scalar": 24,
-            "attn_logit_softcapping": 4.0,
-            "final_logit_softcapping": 6.0,
-        },
-    ),
-    "gemma2-uncapped": (
-        "Gemma2",
-        {
-            "head_dim": 32,
-            "attn_logit_softcapping": None,
-            "final_logit_softcapping": None,
-            "attention_bias": True,
-        },
-    ),
+    "gemma2": ("Gemma2",
+        {"head_dim": 16, "hidden_size": 64, "sliding_window": 9, "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 4.0, "final_logit_softcapping": 6.0}),
+    "gemma2-uncapped": ("Gemma2",
+        {"head_dim": 32, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias":
+        True}),
     # Two tables of frequencies and a window in every other layer.
-    "gemma3-window": (
-        "Gemma3",
-        {
-            "head_dim": 12,
-            "sliding_window": 9,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-        },
-    ),
-    "gemma3": (
-        "Gemma3",
-        {
-            "head_dim": 32,
-            "hidden_size": 64,
-            "sliding_window": 7,
-            "query_pre_attn_scalar": 20,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-                "full_attention": {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 8.0},
-            },
-        },
-    ),
+    "gemma3-window": ("Gemma3",
+        {"head_dim": 12, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention",
+        "sliding_attention"]}),
+    "gemma3": ("Gemma3",
+        {"head_dim": 32, "hidden_size": 64, "sliding_window": 7, "query_pre_attn_scalar": 20, "layer_types":
+        ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters":
+        {"sliding_attention": {"rope_type": "default", "rope_theta": 100.0}, "full_attention": {"rope_type":
+        "linear", "rope_theta": 10_000.0, "factor": 8.0}}}),
     # As E2B: shared keys and values, inputs by layer, double-wide parts, a cap of logits.
-    "gemma4-shared": (
-        "Gemma4",
-        {
-            **_GEMMA4,
-            "num_hidden_layers": 6,
-            "num_key_value_heads": 1,
-            "layer_types": ["sliding_attention", "full_attention"] * 3,
-            "num_kv_shared_layers": 3,
-            "use_double_wide_mlp": True,
-            "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": VOCAB,
-            "final_logit_softcapping": 6.0,
-        },
-    ),
+    "gemma4-shared": ("Gemma4",
+        {**_GEMMA4, "num_hidden_layers": 6, "num_key_value_heads": 1, "layer_types": ["sliding_attention",
+        "full_attention"] * 3, "num_kv_shared_layers": 3, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB, "final_logit_softcapping":
+        6.0}),
     # As 31B: keys that are values, too.
     "gemma4-keys": ("Gemma4", {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True}),
     # As 26B: experts beside the dense part.
-    "gemma4-experts": (
-        "Gemma4",
-        {
-            **_GEMMA4,
-            "num_global_key_value_heads": 1,
-            "attention_k_eq_v": True,
-            "enable_moe_block": True,
-            "num_experts": 8,
-            "top_k_experts": 3,
-            "moe_intermediate_size": 32,
-        },
-    ),
+    "gemma4-experts": ("Gemma4",
+        {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True, "enable_moe_block": True,
+        "num_experts": 8, "top_k_experts": 3, "moe_intermediate_size": 32}),
     # Sizes that native kernels do not compute, biases, and a part of each of the above.
-    "gemma4-odd": (
-        "Gemma4",
-        {
-            **_GEMMA4,
-            "head_dim": 12,
-            "global_head_dim": 20,
-            "hidden_size": 48,
-            "num_hidden_layers": 5,
-            "layer_types": ["full_attention", *["sliding_attention", "full_attention"] * 2],
-            "num_kv_shared_layers": 2,
-            "attention_bias": True,
-            "attention_k_eq_v": True,
-            "hidden_size_per_layer_input": 10,
-            "vocab_size_per_layer_input": VOCAB + 5,
-            "tie_word_embeddings": False,
-        },
-    ),
+    "gemma4-odd": ("Gemma4",
+        {**_GEMMA4, "head_dim": 12, "global_head_dim": 20, "hidden_size": 48, "num_hidden_layers": 5,
+        "layer_types": ["full_attention", *["sliding_attention", "full_attention"] * 2],
+        "num_kv_shared_layers": 2, "attention_bias": True, "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 10, "vocab_size_per_layer_input": VOCAB + 5, "tie_word_embeddings":
+        False}),
     "smollm3": ("SmolLM3", {"head_dim": 16, "no_rope_layers": [1, 0, 1], "tie_word_embeddings": True}),
-    "smollm3-window": (
-        "SmolLM3",
-        {
-            "head_dim": 16,
-            "num_hidden_layers": 4,
-            "no_rope_layer_interval": 2,
-            "use_sliding_window": True,
-            "sliding_window": 9,
-            "attention_bias": True,
-            "mlp_bias": True,
-        },
-    ),
     "olmo2": ("Olmo2", {"hidden_size": 64, "rms_norm_eps": 0.05}),
-    "olmo2-biases": (
-        "Olmo2",
-        {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True},
-    ),
-    "olmo3": (
-        "Olmo3",
-        {
-            "hidden_size": 64,
-            "num_key_value_heads": 1,
-            "sliding_window": 9,
-            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-                "full_attention": {"rope_type": "yarn", "rope_theta": 10_000.0, **_YARN},
-            },
-        },
-    ),
+    "olmo2-biases": ("Olmo2",
+        {"num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True}),
+    "olmo3": ("Olmo3",
+        {"hidden_size": 64, "num_key_value_heads": 1, "sliding_window": 9, "layer_types":
+        ["sliding_attention", "full_attention", "sliding_attention"], "rope_parameters":
+        {"sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}, "full_attention":
+        {"rope_type": "yarn", "rope_theta": 10_000.0, **_YARN}}}),
     "glm4": ("Glm4", {"head_dim": 16, **_rope("default", partial_rotary_factor=0.5)}),
-    "glm4-whole-rotary": (
-        "Glm4",
-        {
-            "head_dim": 32,
-            "hidden_size": 64,
-            "num_key_value_heads": 1,
-            "attention_bias": False,
-            **_rope("default", partial_rotary_factor=1.0),
-        },
-    ),
+    "glm4-whole-rotary": ("Glm4",
+        {"head_dim": 32, "hidden_size": 64, "num_key_value_heads": 1, "attention_bias": False,
+        **_rope("default", partial_rotary_factor=1.0)}),
     # Sinks, and windows in every other layer.
-    "gpt-oss": (
-        "GptOss",
-        {
-            "head_dim": 16,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "sliding_window": 9,
-            **_rope("yarn", **_YARN, truncate=False),
-        },
-    ),
+    "gpt-oss": ("GptOss",
+        {"head_dim": 16, "hidden_size": 64, "intermediate_size": 96, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "sliding_window": 9, **_rope("yarn", **_YARN, truncate=False)}),
     # Variants of own families that only transformers computes.
     "llama-rope-dynamic": ("Llama", _rope("dynamic", factor=2.0)),
     "llama-gelu": ("Llama", {"hidden_act": "gelu"}),
-    "qwen3-moe-gelu": ("Qwen3Moe", {**_EXPERTS, "hidden_act": "gelu_pytorch_tanh"}),
-    "mixtral-gelu": ("Mixtral", {"head_dim": 16, "num_local_experts": 4, "hidden_act": "gelu_new"}),
 }
+# fmt: on
 _DELTA = {
     "hidden_size": 64,
     "head_dim": 32,
@@ -405,7 +234,7 @@ _OWN = {
 OWN = [
     name
     for name, (prefix, _) in FAMILIES.items()
-    if prefix in _OWN and name not in ("llama-rope-dynamic", "llama-gelu", "qwen3-moe-gelu", "mixtral-gelu")
+    if prefix in _OWN and name not in ("llama-rope-dynamic", "llama-gelu")
 ]
 #: of these, those of sizes that native kernels compute
 NATIVE = [
@@ -414,12 +243,17 @@ NATIVE = [
     if FAMILIES[name][1].get("head_dim", 12) % 16 == 0
     or 64 in (FAMILIES[name][1].get("hidden_size"), FAMILIES[name][1].get("n_embd"))
 ]
-#: (family, kernels): all of them on torch's kernels, and on native ones where these can
-BY_KERNELS = [(name, "sdpa") for name in FAMILIES] + [(name, "native") for name in NATIVE]
-#: the same of those with recurrent state
-STATEFUL = [(name, kernels) for kernels in ("sdpa", "native") for name in RECURRENT]
-#: those that engines run
-IN_ENGINES = [*BY_KERNELS, *STATEFUL]
+#: families that torch's kernels compute, too: one for each kind of layers
+BY_TORCH = [
+    *("llama-gqa-tied", "mistral-window", "gpt2-wide", "gemma2", "gemma3", "gemma4-shared", "gemma4-experts"),
+    *("olmo2", "glm4", "gpt-oss", "qwen3-moe-mixed", "lfm2", "qwen3.5"),
+]
+#: (family, kernels) in engines: every family by native kernels where these can compute it
+IN_ENGINES = [
+    *((name, "native" if name in NATIVE else "sdpa") for name in FAMILIES),
+    *((name, "native") for name in RECURRENT),
+    *((name, "sdpa") for name in BY_TORCH),
+]
 
 
 def make_checkpoint(name: str, path: Path, dtype: torch.dtype = torch.float32, **save: Any) -> Any:
