@@ -25,7 +25,7 @@ class Backend:
 
     #: a value of the option that the user may set: "triton", "native", ...
     name: str
-    #: why it was chosen, in words for the user
+    #: the reason for the choice, in words for the user
     reason: str
 
 

@@ -27,7 +27,7 @@ _SIZES = frozenset(
         "vocab_size_per_layer_input",
     }
 )
-#: of which the classes of transformers make lists
+#: numbers of layers, of which the classes of transformers make lists
 _LAYERS = frozenset({"n_layer", "num_hidden_layers"})
 _MOST_LAYERS = 10_000
 #: lengths of sequences, for each position of which there are rotary factors in memory

@@ -76,7 +76,7 @@ class LLaDA2Config(PretrainedConfig):  # type: ignore[misc]
         super().__post_init__(**kwargs)
 
 
-#: by model type; dFactory checkpoints with merged experts have the type "llada2_moe_veomni"
+#: config classes by model type; dFactory checkpoints with merged experts have the type "llada2_moe_veomni"
 OWN_CONFIGS: dict[str, type[PretrainedConfig]] = {
     "sdar": SDARConfig,
     "sdar_moe": SDARMoeConfig,

@@ -28,7 +28,7 @@ __all__ = ["SCORE", "Classifier", "Headless", "with_head", "with_prefix", "witho
 #: the head of a classifier
 SCORE = "score.weight"
 _WORDS, _PREFIX = "embed_tokens.weight", "model."
-#: of the language model alone, not of its base
+#: prefixes in the language model alone, not in its base
 _OUTSIDE = ("lm_head.", "score.")
 
 
@@ -55,7 +55,7 @@ class Headless(Directory):
     def __init__(self, checkpoint: Directory, architecture: str, *, classifies: bool) -> None:
         super().__init__(checkpoint.path)
         self._checkpoint = checkpoint
-        #: what the config says
+        #: the config's architecture
         self.architecture = architecture
         self._classifies = classifies
 

@@ -13,7 +13,7 @@ __all__ = ["CONFIG_GATES", "LIMIT", "STEEPNESS", "Gate", "activated", "gated"]
 #: 1606.08415), or the one of gpt-oss, see :func:`gated`
 Gate = Literal["silu", "gelu_tanh", "clamped_silu"]
 
-#: by the names that configs have for them
+#: gates by their names in configs
 CONFIG_GATES: dict[str, Gate] = {
     "silu": "silu",
     "swish": "silu",
@@ -21,7 +21,7 @@ CONFIG_GATES: dict[str, Gate] = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 
-#: of the clamped gate, as in all of gpt-oss's configs
+#: constants of the clamped gate, as in all of gpt-oss's configs
 STEEPNESS, LIMIT = 1.702, 7.0
 
 

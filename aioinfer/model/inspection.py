@@ -60,7 +60,7 @@ class LoadOptions:
 
     #: "float32", "bfloat16", "float16", or "auto" for the checkpoint's
     dtype: str = "auto"
-    #: of the weights
+    #: device of the weights
     device: torch.device
     #: "random" makes :class:`~aioinfer.model.weights.RandomWeights` from config.json alone
     load_format: Literal["auto", "random"] = "auto"
@@ -96,7 +96,7 @@ class Opened:
     dtype: torch.dtype
     #: its built-in implementation; None: transformers computes it
     family: Family | None
-    #: why transformers does
+    #: reason why transformers computes it
     fallback_reason: str
     blocks: Blocks | None
 
@@ -160,13 +160,13 @@ class ModelInfo:
     #: whether a built-in implementation computes it, not transformers'; and why not
     own: bool
     fallback_reason: str
-    #: of the weights that native layers would keep as they are quantised in the checkpoint
+    #: bit widths of the weights that native layers would keep as they are quantised
     stored_bits: list[int]
     #: there are weights of floats of 8 bits that layers by Triton would keep
     stored_float8: bool
     #: and such that experts by Triton would
     expert_float8: bool
-    #: of all layers
+    #: sizes of the heads of all layers
     head_dims: frozenset[int]
     dtype: torch.dtype
     #: inner dimensions of the layers' matrix products

@@ -44,7 +44,7 @@ from aioinfer.model.weights_cache import Blobs, WeightsCache
 
 __all__ = ["load_model"]
 
-#: why weights that are mapped cannot be replaced
+#: reasons why weights cannot be replaced
 _HEADLESS = "weights: those of a model without the head of a language model are not replaced"
 _CACHED = "cache_weights: packed weights are mapped from a file, and other engines have it mapped, too"
 

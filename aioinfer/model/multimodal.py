@@ -43,7 +43,7 @@ _VISUAL = ("visual.",)
 _VISUAL_AND_FURTHER = ("visual.", "mtp.")
 _TOWER = ("vision_tower.", "multi_modal_projector.")
 _EMBED = ("embed_vision.", "embed_audio.")
-#: by architecture
+#: facts by architecture
 WRAPPERS = {
     "Gemma3ForConditionalGeneration": Wrapper(_TOWER),
     "Gemma4ForConditionalGeneration": Wrapper(("vision_tower.", "audio_tower.", *_EMBED)),
@@ -67,7 +67,7 @@ _PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
 )
 _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
-#: of rotary positions, what only positions of images make a difference to; "type" is the old "rope_type"
+#: fields of rotary positions that matter to images only; "type" is the old "rope_type"
 _MROPE = frozenset({"mrope_section", "mrope_interleaved", "type"})
 
 

@@ -121,9 +121,9 @@ class NativeDecoder:
             logit_cap=trunk.logit_cap or 0.0,
         )
         self._stack = Stack(pool, NUMBERS[spec.dtype], constants, self._keep)
-        #: in what form the vectors of tokens are there, and the head
+        #: the vectors of tokens in their stored form, and the head
         self._words, self._head = words if isinstance(words, NativeLinear) else kept, head
-        #: of the constants and of each layer, the small tensors that were copied
+        #: copies of small tensors, for the constants and for each layer
         self._copies = [self._keep.copies]
         places: dict[int, tuple[int, int]] = {}
         for index, layer in enumerate(trunk.layers):
@@ -139,7 +139,7 @@ class NativeDecoder:
         self.adapter_reason = "" if targets is not None else "max_lora_rank is 0"
         self.updates: Recipe | None = None
         self._seconds = (ctypes.c_double * len(PARTS))()
-        #: of every forward: a decoder computes one step at a time
+        #: arguments of every forward: a decoder computes one step at a time
         self._arguments = arguments = ForwardArguments.zeros()
         arguments.decoder, arguments.pool = self._stack.handle, pool.handle
         arguments.seconds = ctypes.addressof(self._seconds)
@@ -368,7 +368,7 @@ def _adaptable(layer: Layer) -> list[int | None]:
 class _Parts(NamedTuple):
     """The native parts of a feed-forward part."""
 
-    #: what every token passes
+    #: the part that every token passes
     dense: NativeMLP | None
     experts: tuple[PackedRouter, PackedExperts] | None
     gate: Gate

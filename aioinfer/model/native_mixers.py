@@ -29,7 +29,7 @@ class Kept(list[object]):
 
     def __init__(self, owners: Iterable[object] = ()) -> None:
         super().__init__(owners)
-        #: those that :meth:`copy_of` has made, in order
+        #: copies that :meth:`copy_of` has made, in order
         self.copies: list[torch.Tensor] = []
 
     def copy_of(self, tensor: torch.Tensor, dtype: torch.dtype, count: int) -> int:
@@ -63,7 +63,7 @@ class Rekept(Kept):
     def __init__(self, copies: Sequence[torch.Tensor]) -> None:
         super().__init__()
         self._old = iter(copies)
-        #: what is there, and what takes its place, NaN where that is missing
+        #: present tensors and their replacements, NaN where these are missing
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def copy_of(self, tensor: torch.Tensor, dtype: torch.dtype, count: int) -> int:

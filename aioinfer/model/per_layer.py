@@ -28,7 +28,7 @@ class PerLayerInputs:
     table: torch.Tensor
     #: hidden to [T, layers * size], of the vectors of tokens
     projection: Linear
-    #: of each layer's part of the projection, [size]
+    #: norm of each layer's part of the projection, [size]
     norm: Norm
     #: factors of the table's rows, of the projection, and of the sum of both
     table_scale: float

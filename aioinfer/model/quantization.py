@@ -20,7 +20,7 @@ __all__ = ["FLOAT8", "Quantization", "Rounding", "rounding_of"]
 #: how the weights of linear layers are stored: auto as in the checkpoint, none without quantisation;
 #: fp8-dynamic rounds activations, too
 Quantization = Literal["auto", "none", "int8", "int4", "fp8", "fp8-dynamic"]
-#: those that round to floats of 8 bits
+#: values that round to floats of 8 bits
 FLOAT8 = ("fp8", "fp8-dynamic")
 
 

@@ -57,19 +57,19 @@ class ModelSpec:
     #: name of the backend of the layers between attention, and why it; empty if they are transformers' own
     layer_kernels: str = ""
     layer_reason: str = ""
-    #: why transformers computes the model; empty if this package's own code does
+    #: reason why transformers computes the model; empty if this package's own code does
     fallback_reason: str = ""
     #: which part of the checkpoint the model is; empty if it is all of it
     part: str = ""
     #: the forward gives hidden states
     hidden_states: bool = True
-    #: of a classifier, how many classes it knows; 0: it is none
+    #: number of classes of a classifier; 0: it is none
     num_labels: int = 0
     #: the checkpoint has a head that gives logits of tokens
     generates: bool = True
     #: every position sees all of its prompt, which is one row and never cut
     whole_prompts: bool = False
-    #: of the weights, in a file that is mapped: the system counts their memory as available
+    #: bytes of weights in a mapped file: the system counts their memory as available
     mapped_bytes: int = 0
     #: the recurrent state of a sequence, see :mod:`aioinfer.model.state`; empty if the model has none
     states: tuple[StateShape, ...] = ()

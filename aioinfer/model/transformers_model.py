@@ -36,17 +36,8 @@ if TYPE_CHECKING:
     from aioinfer.model.spec import Recipe
 
 __all__ = [
-    *(
-        "PAGED",
-        "Attend",
-        "TransformersLM",
-        "attending",
-        "loaded",
-        "paged",
-        "quiet",
-        "random_model",
-        "register",
-    ),
+    *("PAGED", "Attend", "TransformersLM", "attending", "loaded", "paged", "quiet", "random_model"),
+    "register",
 ]
 
 #: name of the attention over pages

@@ -62,7 +62,7 @@ class MappedMemory:
     """Packed weights in a mapped file, which lives as long as its owner."""
 
     address: int
-    #: in bytes
+    #: bytes
     size: int
     owner: object
 
@@ -121,7 +121,7 @@ class WeightsWriter:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._index: dict[str, tuple[int, int]] = {}
-        #: why there will be no file
+        #: reason why there will be no file
         self.failed: OSError | None = None
         self._file: IO[bytes] | None = None
         self._name = ""

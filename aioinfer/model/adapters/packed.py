@@ -23,7 +23,7 @@ class PackedPart(NamedTuple):
 
     #: index of the layer's target
     target: int
-    #: of the products with A
+    #: columns of the products with A
     first: int
     stop: int
     #: [count, stop - first]
@@ -45,7 +45,7 @@ class PackedAdapter:
     """An adapter in the form that torch's and Triton's kernels read."""
 
     rank: int
-    #: by their indices
+    #: layers by their indices
     layers: Mapping[int, PackedLayer]
     #: all of its memory
     memory: torch.Tensor

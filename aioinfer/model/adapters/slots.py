@@ -73,7 +73,7 @@ class TorchAdapters:
 
     def __init__(self, dtype: torch.dtype, device: torch.device, max_rank: int) -> None:
         self.targets = AdapterTargets()
-        #: of the forward that is running; None if no row of it has an adapter
+        #: step of the running forward; None if no row of it has an adapter
         self.step: AdapterStep | None = None
         self._dtype = dtype
         self._device = device

@@ -14,7 +14,7 @@ from aioinfer.model.weights import StoredMatrix
 
 __all__ = ["AdaptedLayer", "AdapterTargets", "LowRank", "Target", "stored_bytes"]
 
-#: why modules are not adapted, by a part of their names between dots; the first that fits counts
+#: reasons why modules are not adapted, by a part of their names between dots; the first that fits counts
 _FIXED = {
     "lm_head": "the head is not adapted",
     "embed_tokens": "embeddings are not adapted",
@@ -89,9 +89,9 @@ class AdapterTargets:
     """Filled by :class:`~aioinfer.model.layer_kernels.LayerKernels` while a model is built."""
 
     def __init__(self) -> None:
-        #: by their indices
+        #: layers by their indices
         self.layers: list[AdaptedLayer] = []
-        #: by :func:`~aioinfer.checkpoint.adapter.module_key`, the layers and their targets
+        #: layers and their targets, by :func:`~aioinfer.checkpoint.adapter.module_key`
         self._places: dict[str, list[tuple[int, int]]] = {}
 
     def add(self, stored: StoredMatrix) -> int | None:

@@ -58,7 +58,7 @@ class FlashInferAttention(TritonAttention):
         super().__init__(pool)
         device = pool.keys[0].device
         self._workspace = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=device)
-        #: by constants, and how many plans were made for them
+        #: wrappers by constants, and the number of plans made for them
         self._wrappers: dict[_Constants, list[Any]] = {}
         self._turns: dict[_Constants, int] = {}
 

@@ -60,7 +60,7 @@ class TritonAttention:
         capability = capability or compute_capability(pool.keys[0].device)
         self._pool = pool
         self._invariant = invariant
-        #: of each layer
+        #: head sizes of the layers
         dims = [keys.shape[-1] for keys in pool.keys]
         if pool.key_scales:
             self._decode_tuning = [decode or DecodeTuning.of_float8(dtype)] * len(dims)
@@ -68,7 +68,7 @@ class TritonAttention:
         else:
             self._decode_tuning = [decode or DecodeTuning.of(dim, dtype) for dim in dims]
             self._prefill_tuning = [prefill or PrefillTuning.of(dim, dtype, capability) for dim in dims]
-        #: by layer, whether the kernel that combines splits is compiled
+        #: whether, by layer, the kernel that combines splits is compiled
         self._warm = [invariant] * len(dims)
 
     def __call__(

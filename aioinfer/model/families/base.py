@@ -55,7 +55,7 @@ class Source:
     device: torch.device
     #: positions of the longest sequence
     max_model_len: int
-    #: of the layers made so far, see :attr:`~aioinfer.model.spec.ModelSpec.states`
+    #: states of the layers made so far, see :attr:`~aioinfer.model.spec.ModelSpec.states`
     states: list[StateShape] = field(default_factory=list)
     _ropes: dict[str | None, Rope] = field(default_factory=dict)
 

@@ -19,7 +19,7 @@ from aioinfer.model.layer import Embedding
 
 __all__ = ["FOUR_NORMS", "Gemma"]
 
-#: of Gemma 2 and 3
+#: names in Gemma 2 and 3
 FOUR_NORMS = LayerNorms(
     "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
 )

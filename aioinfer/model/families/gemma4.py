@@ -33,10 +33,10 @@ from aioinfer.model.per_layer import PerLayerInputs, PerLayerPart
 
 __all__ = ["Gemma4"]
 
-#: of inputs by layer
+#: name of the table of inputs by layer
 _TABLE = "model.embed_tokens_per_layer.weight"
 _WINDOW, _GLOBAL = "sliding_attention", "full_attention"
-#: of keys and values: what checkpoints may have for layers that share them
+#: tensors of keys and values that checkpoints may have for layers that share them
 _KV_TENSORS = (
     "k_proj.weight",
     "k_proj.bias",

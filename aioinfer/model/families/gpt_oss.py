@@ -37,10 +37,6 @@ class AlternatingExperts(StoredExperts):
             gate_up[expert], down[expert] = first, second
         return ExpertWeights(gate_up, down, self.gate, self.biases())
 
-    def declare(self) -> None:
-        for name, shape in self._shapes.items():
-            self.weights.declare(f"{self.prefix}.{name}", shape)
-
     def each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         gate_up, down = self._take("gate_up_proj"), self._take("down_proj")
         for expert in range(self.num_experts):
@@ -55,10 +51,9 @@ class AlternatingExperts(StoredExperts):
         return torch.cat((both[:, ::2], both[:, 1::2]), dim=1), self._take("down_proj_bias")
 
     def _take(self, name: str) -> torch.Tensor:
-        return self.weights.take(f"{self.prefix}.{name}", self._shapes[name])
+        return self.weights.take(f"{self.prefix}.{name}", self.shapes()[name])
 
-    @property
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
+    def shapes(self) -> dict[str, tuple[int, ...]]:
         count, hidden, middle = self.num_experts, self.hidden, self.middle
         return {
             "gate_up_proj": (count, hidden, 2 * middle),

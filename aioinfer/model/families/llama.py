@@ -43,11 +43,11 @@ class LayerNorms(NamedTuple):
     mlp_post: str | None = None
 
 
-#: of Llama
+#: names in Llama
 PRE_NORMS = LayerNorms()
-#: of OLMo 2
+#: names in OLMo 2
 POST_NORMS = LayerNorms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-#: of GLM-4
+#: names in GLM-4
 SANDWICH_NORMS = LayerNorms(
     "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
 )

@@ -22,7 +22,7 @@ class MixerStep:
     def __init__(self, batch: Batch, attention: Attention, rotaries: Mapping[int, Rotary]) -> None:
         self.batch = batch
         self.attention = attention
-        #: by the identity of a :class:`~aioinfer.model.rope.Rope`, its factors at the tokens' positions
+        #: factors at the tokens' positions, by the identity of a :class:`~aioinfer.model.rope.Rope`
         self.rotaries = rotaries
 
 

@@ -72,7 +72,7 @@ class DeltaRule:
     into: Linear
     #: hidden to strengths and decays before their functions: [T, 2 * value_heads]
     gates: Linear
-    #: of queries, keys and values, followed by SiLU
+    #: convolution of queries, keys and values, followed by SiLU
     conv: CausalConv
     #: [value_heads] float32: the logarithm of a decay is ``-rate * softplus(gate + bias)``
     rate: torch.Tensor

@@ -21,7 +21,7 @@ class DualMLP:
     dense_norm: Norm
     dense: FeedForward
     dense_post_norm: Norm
-    #: of what the router reads
+    #: norm of the router's input
     router_norm: Norm
     experts_norm: Norm
     #: without shared experts

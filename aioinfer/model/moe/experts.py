@@ -39,7 +39,7 @@ class Float8ExpertWeights:
     #: [E, hidden, middle]
     down: Float8Matrix
     gate: Gate = "silu"
-    #: as of :class:`ExpertWeights`, not of 8 bits
+    #: biases as those of :class:`ExpertWeights`, not of 8 bits
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
 
 

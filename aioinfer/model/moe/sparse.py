@@ -19,7 +19,7 @@ __all__ = ["GATE_UP_DOWN", "ExpertBlocks", "GatedExpert", "SparseMLP", "StoredEx
 
 #: heights and widths of the blocks of gate_up and of down
 ExpertBlocks = tuple[tuple[int, int], tuple[int, int]]
-#: what most checkpoints call the tensors of an expert
+#: the usual names of the tensors of an expert
 GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -64,7 +64,7 @@ class StoredExperts:
     num_experts: int
     hidden: int
     middle: int
-    #: of the tensors of an expert
+    #: names of the tensors of an expert
     names: tuple[str, str, str] = GATE_UP_DOWN
     gate: Gate = "silu"
 
@@ -82,9 +82,10 @@ class StoredExperts:
         gate_up = weights.empty(self.num_experts, 2 * middle, self.hidden)
         down = weights.empty(self.num_experts, self.hidden, middle)
         if self._apart:
-            weights.take_into(gate_up[:, :middle], f"{prefix}.gate_proj")
-            weights.take_into(gate_up[:, middle:], f"{prefix}.up_proj")
-            weights.take_into(down, f"{prefix}.down_proj")
+            for part, name in zip(
+                (gate_up[:, :middle], gate_up[:, middle:], down), GATE_UP_DOWN, strict=True
+            ):
+                weights.take_into(part, f"{prefix}.{name}")
             return ExpertWeights(gate_up, down, self.gate)
         for expert in range(self.num_experts):
             self._take_one(expert, gate_up[expert], down[expert])
@@ -92,19 +93,18 @@ class StoredExperts:
 
     def declare(self) -> None:
         """Count their tensors as taken, without reading them. Raises ConfigError as :meth:`stacked`."""
+        for name, shape in self.shapes().items():
+            self.weights.declare(f"{self.prefix}.{name}", shape)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of their tensors, by name under the prefix."""
         count, hidden, middle = self.num_experts, self.hidden, self.middle
-        prefix, declare = self.prefix, self.weights.declare
         if self._together:
-            declare(f"{prefix}.gate_up_proj", (count, 2 * middle, hidden))
-            declare(f"{prefix}.down_proj", (count, hidden, middle))
-            return
-        one = (middle, hidden), (middle, hidden), (hidden, middle)
-        for name, shape in zip(self.names, one, strict=True):
-            if self._apart:
-                declare(f"{prefix}.{name}", (count, *shape))
-                continue
-            for expert in range(count):
-                declare(f"{prefix}.{expert}.{name}.weight", shape)
+            return {"gate_up_proj": (count, 2 * middle, hidden), "down_proj": (count, hidden, middle)}
+        one = dict(zip(self.names, ((middle, hidden), (middle, hidden), (hidden, middle)), strict=True))
+        if self._apart:
+            return {name: (count, *shape) for name, shape in one.items()}
+        return {f"{at}.{name}.weight": shape for name, shape in one.items() for at in range(count)}
 
     def each(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield the weights of each expert, [2 * middle, hidden] and [hidden, middle]. The next pair may
@@ -114,9 +114,9 @@ class StoredExperts:
             return
         gate_up = self.weights.empty(2 * self.middle, self.hidden)
         if self._apart:
-            shape = self.num_experts, self.middle, self.hidden
-            gate, up = (self.weights.take(f"{self.prefix}.{name}_proj", shape) for name in ("gate", "up"))
-            down = self.weights.take(f"{self.prefix}.down_proj", (shape[0], shape[2], shape[1]))
+            gate, up, down = (
+                self.weights.take(f"{self.prefix}.{name}", shape) for name, shape in self.shapes().items()
+            )
             for expert in range(self.num_experts):
                 torch.cat((gate[expert], up[expert]), out=gate_up)
                 yield gate_up, down[expert]

@@ -358,7 +358,7 @@ class _Matrices(NamedTuple):
 
     #: [E, rows, inner]; of floats of 8 bits their bytes
     values: torch.Tensor
-    #: of blocks; of plain weights the weights
+    #: scales of blocks; of plain weights the weights
     scales: torch.Tensor
     #: None: plain weights
     block: tuple[int, int] | None

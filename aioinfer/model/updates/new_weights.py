@@ -49,7 +49,7 @@ class NewWeights(Weights):
         self._known = known
         self.partial = partial
         self.mapped = mapped
-        #: in the order in which they were asked for
+        #: names in the order in which they were asked for
         self._asked: list[str] = []
         #: types of those that were not taken in that of the model
         self._kinds: dict[str, torch.dtype] = {}

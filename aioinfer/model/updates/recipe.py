@@ -72,16 +72,16 @@ class DecoderRecipe:
 
     config: Any
     known: Known
-    #: those that made the model
+    #: the kernels that made the model
     kernels: LayerKernels
     build: Build
     #: a checkpoint and its config
     open: Callable[[Path], tuple[Checkpoint, Any]]
-    #: those of the text model among the tensors of a wrapper
+    #: takes the tensors of the text model from a multimodal one
     part: Callable[[Tensors], Tensors] | None
     dtype: torch.dtype
     device: torch.device
-    #: why it cannot be done; empty if it can
+    #: reason why it cannot be done; empty if it can
     refusal: str = ""
 
     def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:

@@ -31,7 +31,7 @@ class TransformersRecipe:
     dtype: torch.dtype
     #: a checkpoint and its config
     open: Callable[[Path], tuple[Checkpoint, Any]]
-    #: those of the text model among the tensors of a wrapper
+    #: takes the tensors of the text model from a multimodal one
     part: Callable[[Tensors], Tensors] | None
 
     def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:
