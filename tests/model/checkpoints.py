@@ -252,7 +252,7 @@ BY_TORCH = [
 IN_ENGINES = [
     *((name, "native" if name in NATIVE else "sdpa") for name in FAMILIES),
     *((name, "native") for name in RECURRENT),
-    *((name, "sdpa") for name in BY_TORCH),
+    *((name, "sdpa") for name in BY_TORCH if name in NATIVE or name in RECURRENT),
 ]
 
 

@@ -14,14 +14,14 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
-from tests.model.checkpoints import IN_ENGINES, OWN, RECURRENT, VOCAB, greedy, greedy_each
+from tests.model.checkpoints import BY_TORCH, IN_ENGINES, OWN, VOCAB, greedy, greedy_each
 from tests.model.harness import require
-from tests.tiers import SECONDS, points, rest, thinned
+from tests.tiers import SECONDS, rest, thinned
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 TOKENS = 14
-#: forwards of all have tests of their own
-QUICK = IN_ENGINES[::3]
+#: one of each kind of layers; the forwards of all families have tests of their own
+KINDS = [(name, kernels) for name, kernels in IN_ENGINES if name in BY_TORCH]
 GREEDY = SamplingParams(temperature=0, max_tokens=TOKENS)
 
 
@@ -35,9 +35,7 @@ def config(path: Path, **changes: Any) -> EngineConfig:
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize(
-    ("family", "kernels"), points(QUICK, [pair for pair in IN_ENGINES if pair not in QUICK])
-)
+@pytest.mark.parametrize(("family", "kernels"), KINDS)
 async def test_mixed_with_staggered_arrivals(checkpoint: Checkpoint, family: str, kernels: str) -> None:
     """Requests arrive while others are in prefill and decode, in a pool too small for all of them."""
     require(kernels)
@@ -62,7 +60,7 @@ async def test_mixed_with_staggered_arrivals(checkpoint: Checkpoint, family: str
 
 @rest(SECONDS)
 @pytest.mark.parametrize("kernels", ["sdpa", "native"])
-@pytest.mark.parametrize("family", RECURRENT)
+@pytest.mark.parametrize("family", ["lfm2", "qwen3.5-moe"])
 def test_a_cached_prefix_is_used_up_to_a_state_that_was_kept(
     checkpoint: Checkpoint, family: str, kernels: Any
 ) -> None:
