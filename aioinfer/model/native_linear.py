@@ -9,7 +9,7 @@ any processor.
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import torch
 
@@ -54,16 +54,11 @@ class NativeLinear:
             raise ValueError(f"gated weights have an even number of rows, not {len(weight)}")
         weight, bias = weight.contiguous(), None if bias is None else bias.contiguous()
         rows, inner = weight.shape
-        bits, group = rounding or (0, 0)
         arguments = WeightsArguments(
             pool=pool.handle,
             rows=address(weight, weight.dtype, rows * inner),
             bias=None if bias is None else address(bias, weight.dtype, rows),
-            outputs=rows // 2 if gated else rows,
-            inner=inner,
-            bits=bits,
-            group=group,
-            gated=gated,
+            **_shape(rows, inner, rounding, gated=gated),
         )
         self._take(PackedWeights(pool, NUMBERS[weight.dtype], arguments), rows, weight.dtype)
 
@@ -96,16 +91,11 @@ class NativeLinear:
         """
         bias = None if bias is None else bias.contiguous()
         rows, inner = shape
-        bits, group = rounding or (0, 0)
         arguments = MappedWeightsArguments(
             packed=memory.address,
             size=memory.size,
             bias=None if bias is None else address(bias, dtype, rows),
-            outputs=rows // 2 if gated else rows,
-            inner=inner,
-            bits=bits,
-            group=group,
-            gated=gated,
+            **_shape(rows, inner, rounding, gated=gated),
         )
         made = cls.__new__(cls)
         made._take(PackedWeights(pool, NUMBERS[dtype], arguments, memory.owner), rows, dtype)
@@ -147,11 +137,7 @@ class NativeLinear:
             scales=address(scales, torch.float32, rows * groups),
             offsets=None if offsets is None else address(offsets, torch.float32, rows * groups),
             bias=None if bias is None else address(bias, torch.float32, rows),
-            outputs=rows // 2 if gated else rows,
-            inner=inner,
-            bits=bits,
-            group=group,
-            gated=gated,
+            **_shape(rows, inner, rounding, gated=gated),
         )
         made = cls.__new__(cls)
         made._take(PackedWeights(pool, NUMBERS[dtype], arguments), rows, dtype)
@@ -191,3 +177,9 @@ class NativeLinear:
         out = torch.empty(self.rows, self.packed.inner)
         self.packed.dequantise(out.data_ptr())
         return out
+
+
+def _shape(rows: int, inner: int, rounding: Rounding | None, *, gated: bool) -> dict[str, Any]:
+    bits, group = rounding or (0, 0)
+    outputs = rows // 2 if gated else rows
+    return {"outputs": outputs, "inner": inner, "bits": bits, "group": group, "gated": gated}
