@@ -32,7 +32,7 @@ async def run_replica(options: argparse.Namespace) -> int:
 
 @contextlib.asynccontextmanager
 async def _bound(config: ReplicaConfig) -> AsyncIterator[list[socket.socket]]:
-    """Before the model loads. Raises ConfigError."""
+    """Listening sockets, bound before the model loads. Raises ConfigError."""
     from aioinfer.server.http.listening import bind
     from aioinfer.server.http.unix import UnixSocket
 
@@ -49,7 +49,7 @@ async def _bound(config: ReplicaConfig) -> AsyncIterator[list[socket.socket]]:
 
 
 class _Serving:
-    """From the start of the engine to its end: by signals, by the end of its parent, or when it is lost."""
+    """A served engine, from its start to its end by signals, by the end of its parent, or when it is lost."""
 
     def __init__(
         self, engine_config: EngineConfig, config: ReplicaConfig, sockets: list[socket.socket]

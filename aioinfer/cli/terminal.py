@@ -40,7 +40,7 @@ class Progress:
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """That of uvloop where it is installed, else None."""
+    """The loop factory of uvloop where it is installed, else None."""
     try:
         import uvloop
     except ImportError:

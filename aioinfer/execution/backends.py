@@ -222,7 +222,7 @@ class CudaBackend:
         return graph
 
     def rehearse(self, replay: Callable[[], None]) -> None:
-        """Have graphs be replayed where steps will replay them. Waits for it."""
+        """Replay graphs on the stream of steps, and wait for the end."""
         with torch.cuda.stream(self.forward):
             replay()
         torch.cuda.synchronize(self._device)
@@ -347,7 +347,7 @@ class _CudaFlight:
 
     @property
     def landed(self) -> bool:
-        """It has been read, or that failed."""
+        """True if the result has been read, or that failed."""
         return self._read is None
 
     def settle(self) -> None:

@@ -87,7 +87,7 @@ class Parts:
         return Runner(self.model, attention, decoding, self.lane, states)
 
     def _attention(self, model: CausalLM, backend: ModelBackend, num_pages: int) -> Attention:
-        """Over a new pool."""
+        """Attention over a new pool."""
         return make_attention(
             backend,
             model.spec.kv_layers,
@@ -112,7 +112,7 @@ class Parts:
         return StepGraphs(captured, shapes)
 
     def largest_steps(self, max_len: int) -> Iterator[PackedStep]:
-        """To warm up with; see :mod:`aioinfer.execution.warmup`."""
+        """Steps to warm up with; see :mod:`aioinfer.execution.warmup`."""
         return map(self.packer(max_len).pack, self.kind.largest_steps(self.config, max_len))
 
     def graph_shapes(self) -> GraphShapes:

@@ -54,7 +54,7 @@ def pick_device(wanted: str, index: int | None = None) -> torch.device:
 
 
 def current(device: torch.device) -> AbstractContextManager[object]:
-    """Have a CUDA device be the thread's current one meanwhile; nothing for other devices."""
+    """Make a CUDA device the thread's current one meanwhile; do nothing for other devices."""
     import torch
 
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -228,7 +228,7 @@ class Device(Protocol):
         """Empty a slot that no step in flight reads. On the launch thread. One that is empty stays so."""
 
     def check(self) -> None:
-        """After any failure of a step: return if later steps can succeed, else raise
+        """Return, after any failure of a step, if later steps can succeed, else raise
         DeviceLost."""
 
     def close(self) -> None:

@@ -344,7 +344,7 @@ class _Call:
         self._done = done
 
     def make(self, poster: _Poster) -> None:
-        """On the launch thread."""
+        """Make the call, on the launch thread."""
         try:
             result = self._work(poster.device)
         except BaseException as error:
@@ -441,7 +441,7 @@ class InlineLauncher:
 
 
 async def _in_time(rested: asyncio.Future[None], timeout: float) -> bool:
-    """Whether the device came to rest within ``timeout`` seconds."""
+    """True if the device came to rest within ``timeout`` seconds."""
     try:
         async with asyncio.timeout(timeout):
             await asyncio.shield(rested)

@@ -197,7 +197,7 @@ class WorkerExecutor(Executor):
             thread.join()
 
     def join_calls(self, until: float) -> None:
-        """After :meth:`shutdown`: wait for the running calls, up to a time of time.monotonic()."""
+        """Wait after :meth:`shutdown` for the running calls, up to a time of time.monotonic()."""
         for thread in self._workers.close():
             thread.join(max(0.0, until - time.monotonic()))
 

@@ -177,8 +177,8 @@ class Tuning:
 
     @classmethod
     def of(cls, switch_interval: float | None, garbage: str, *, asynchronous: bool, thread: bool) -> Tuning:
-        """From the options ``switch_interval`` and ``gc`` of a config. ``asynchronous``: the device computes
-        while Python does something else; ``thread``: there is a launch thread."""
+        """Settings from the options ``switch_interval`` and ``gc`` of a config. ``asynchronous``: the device
+        computes while Python does something else; ``thread``: there is a launch thread."""
         if switch_interval is None and asynchronous and thread:
             switch_interval = _SHORT
         return cls(switch_interval or None, garbage == "idle" or (garbage == "auto" and asynchronous))

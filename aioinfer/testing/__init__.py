@@ -1,4 +1,4 @@
-"""For the tests of applications: an engine with scripted answers, and an event loop in virtual time.
+"""Tools for the tests of applications: an engine with scripted answers, an event loop in virtual time.
 
 :mod:`aioinfer.testing.fixtures` is a plugin for pytest.
 """

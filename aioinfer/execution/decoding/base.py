@@ -133,7 +133,7 @@ class Captured(Protocol):
         """Called before the first capture: make what must not be made during one."""
 
     def clear(self, shape: GraphShape) -> None:
-        """Before the first step: have ``forward(shape)`` find nothing but padding."""
+        """Fill the inputs of ``forward(shape)`` with padding, before the first step."""
 
     def variants(self, size: int) -> Iterable[object]:
         """Variants of ``step`` that are captured with ``size`` rows."""

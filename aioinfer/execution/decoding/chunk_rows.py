@@ -73,7 +73,7 @@ def _num_cells(shape: GraphShape) -> int:
 
 
 class ChunkRows:
-    """On the device, for steps of all shapes."""
+    """Chunk rows on the device, for steps of all shapes."""
 
     __slots__ = ("_cells", "_table")
 

@@ -226,7 +226,7 @@ class CapturedTokens:
         )
 
     def _with_chunks(self, shape: GraphShape) -> Batch:
-        """Behind the decodes, of which the chunks say how many there are, the chunks."""
+        """Decodes, as many as the chunks say, followed by the chunks."""
         chunks, table = self._chunks.of(shape)
         decodes = self._decodes(shape.rows, (self._numbers[: shape.rows] < chunks.decodes).to(torch.int64))
         first, ids = decodes.cu_q[:-1], self._relay.named(chunks.ids)

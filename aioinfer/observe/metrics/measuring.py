@@ -23,8 +23,8 @@ _MAX_LABEL = 256
 
 
 class Measuring(Observer):
-    """Has a :class:`Recorder` while its engine runs. Registered with a registry of the application, its
-    metrics are there until the engine is closed."""
+    """The metrics of an engine, by a :class:`Recorder` while it runs. Registered with a registry of the
+    application, they are there until the engine is closed."""
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
