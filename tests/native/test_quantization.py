@@ -138,7 +138,7 @@ def test_rounding_experts_that_are_not_native_is_refused(checkpoint: Callable[[s
     path = str(checkpoint("qwen3-moe-mixed")[0])
     config = EngineConfig(model=path, device="cpu", quantization="int4", moe_backend="loop")
     assert examine(config)[-1].text.startswith("quantization: int4 needs native experts")
-    with pytest.raises(ConfigError, match=r"^quantization: experts are computed by loop: asked for"):
+    with pytest.raises(ConfigError, match=r"^quantization: int4 needs native experts, these are loop"):
         TorchDevice(config).open()
 
 
