@@ -163,8 +163,7 @@ def test_a_row_with_infinity_or_nan_has_only_nan_and_others_do_not_notice(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("bits", "group"), [(4, 64), (8, 0), (8, 128)])
+@pytest.mark.parametrize(("bits", "group", "gated"), [(4, 64, True), (8, 0, False), (8, 128, True)])
 def test_a_row_has_the_same_bits_everywhere(bits: Bits, group: int, gated: bool, dtype: torch.dtype) -> None:
     weight, bias = normal(160, 208, seed=0, dtype=dtype), normal(160, seed=1, dtype=dtype)
     values = normal(90, 208, seed=2, dtype=dtype)
