@@ -16,48 +16,54 @@ _log = logging.getLogger("aioinfer")
 
 #: seconds between two attempts to take a lock
 _POLL = 0.05
+#: no file descriptor: another process holds the lock
+_HELD = -1
 
 
 @contextmanager
 def turn(lock: Path, pulse: Callable[[], None] | None = None) -> Iterator[None]:
     """Hold the lock of a file, which is removed at the end. When the turn begins, another process may have
-    made what is needed; two that come just as it is removed may both have the turn, and do the work twice.
+    made what is needed.
 
     Where nothing can be written, or there are no locks, no process waits. A process that is killed holds
     nothing. Raises what ``pulse`` raises, which is called while this waits.
     """
+    opened = _take(lock)
+    if opened == _HELD:
+        _log.info("another process holds %s: waiting", lock)
+    while opened == _HELD:
+        if pulse is not None:
+            pulse()
+        time.sleep(_POLL)
+        opened = _take(lock)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            lock.unlink()
+        if opened is not None:
+            # A child that another thread has forked meanwhile would hold the lock by its copy.
+            with suppress(OSError):
+                fcntl.flock(opened, fcntl.LOCK_UN)
+            os.close(opened)
+
+
+def _take(lock: Path) -> int | None:
+    """The file, open and locked; _HELD: another process has it; None: there are no files or no locks here."""
     try:
         # Closed to other users, who could put files there.
         lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         opened = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError:
-        yield
-        return
-    try:
-        if not _taken(opened):
-            _log.info("another process holds %s: waiting", lock)
-            while not _taken(opened):
-                if pulse is not None:
-                    pulse()
-                time.sleep(_POLL)
-        try:
-            yield
-        finally:
-            with suppress(OSError):
-                lock.unlink()
-    finally:
-        # A child that another thread has forked meanwhile would hold the lock by its copy.
-        with suppress(OSError):
-            fcntl.flock(opened, fcntl.LOCK_UN)
-        os.close(opened)
-
-
-def _taken(opened: int) -> bool:
-    """Whether this process has the lock now, or there are no locks."""
+        return None
+    found: int | None = _HELD
     try:
         fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
+        if os.stat(lock).st_ino == os.fstat(opened).st_ino:
+            return opened
+    except (BlockingIOError, FileNotFoundError):
+        pass  # held, or removed by the process that has held it
     except OSError:
-        pass
-    return True
+        found = None
+    os.close(opened)
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import threading
@@ -55,6 +56,26 @@ def test_a_child_that_was_forked_meanwhile_holds_nothing(tmp_path: Path) -> None
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_file_that_was_removed_is_no_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its holder has removed it between opening and locking, and another one may hold a new file."""
+    lock, flock, locked = tmp_path / "lock", fcntl.flock, list[int]()
+
+    def replaced(opened: int, operation: int) -> None:
+        if not locked:
+            (tmp_path / "new").touch()
+            os.replace(tmp_path / "new", lock)
+        flock(opened, operation)
+        locked.append(os.fstat(opened).st_ino)
+
+    monkeypatch.setattr("fcntl.flock", replaced)
+    pulses: list[None] = []
+    with turn(lock, lambda: pulses.append(None)):
+        first, second = locked
+        assert first != second == os.stat(lock).st_ino
+        assert len(pulses) == 1
+    assert not lock.exists()
 
 
 def test_where_nothing_can_be_written_no_process_waits(tmp_path: Path) -> None:
