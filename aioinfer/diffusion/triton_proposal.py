@@ -23,9 +23,9 @@ import triton.language as tl
 from aioinfer.diffusion.proposal import Asked, Proposal, noise_positions
 from aioinfer.sampling.filters import mass_unit
 from aioinfer.sampling.triton_filters import scale
-from aioinfer.sampling.triton_lines import Lines
+from aioinfer.sampling.triton_lines import Chosen, Lines, SampleTuning, Work
 from aioinfer.sampling.triton_noise import INTERPRETED, exponential, logarithm
-from aioinfer.sampling.triton_sampler import Chosen, SampleTuning, Work, choose_tokens
+from aioinfer.sampling.triton_sampler import choose_tokens
 
 __all__ = ["propose", "warm_up"]
 

@@ -1,4 +1,4 @@
-"""Lines: the rows of logits that the sampling kernels work on, and what is asked for each.
+"""Lines: the rows of logits that the sampling kernels work on, their parameters, memory and results.
 
 A row of a step's tokens is a line of its own. The rows of diffusion models have a line per position of their
 block, which share the row's parameters, and need not all be computed.
@@ -14,7 +14,11 @@ import triton.language as tl
 
 from aioinfer.sampling.batch import SamplingBatch
 
-__all__ = ["Lines", "is_wanted", "lowering"]
+__all__ = ["SEARCH_CELLS", "Chosen", "Lines", "SampleTuning", "Scratch", "Work", "is_wanted", "lowering"]
+
+#: of the searches of a wide line, by count and by mass: sums for each of 16 pivots of 8 launches,
+#: and as many prefixes as launches
+SEARCH_CELLS = 2 * 8 * 16 + 2 * 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,109 @@ class Lines:
     @property
     def adjusted(self) -> bool:
         return self.banned >= 0 or self.lowered is not None
+
+
+@dataclass(frozen=True, slots=True)
+class SampleTuning:
+    """Sizes of the launches, all powers of two. They change no token."""
+
+    #: tokens per program
+    chunk: int = 2048
+    #: the most groups of tokens in a line; the bound is computed from their maxima
+    groups: int = 4096
+    #: capacity of a line's list of tokens
+    listed: int = 4096
+    #: entries that one program loads at a time from a list, from a whole line, and while it searches a part
+    #: of one
+    list_tile: int = 1024
+    row_tile: int = 4096
+    wide_tile: int = 256
+    num_warps: int = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Features that the launches need. Fewer save work; features that a line does not need change nothing."""
+
+    #: some line has a temperature
+    draws: bool = True
+    #: some such line has top-k or top-p
+    filters: bool = True
+    #: several programs search the wide lines of top-p without top-k, or, with both, all wide lines
+    wide_nucleus: bool = False
+    wide_top_k: bool = False
+    #: the mass of the tokens that a token was drawn from
+    weighs: bool = False
+    #: of the distribution at temperature 1: the sum of the exponentials, and the entropy
+    sums: bool = False
+    entropy: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The results of the launches, [N] each; None or arbitrary where it was not asked for. Lines that are
+    not computed have a maximum of +inf, and are arbitrary else."""
+
+    #: int64: token ids, BAD_LOGITS for broken lines
+    tokens: torch.Tensor
+    #: float32: the largest logit; +inf or -inf for broken lines
+    peaks: torch.Tensor
+    #: int64, in units of :func:`~aioinfer.sampling.filters.mass_unit`: see ``Work.weighs``
+    kept: torch.Tensor | None
+    #: float32: see ``Work.sums`` and ``Work.entropy``, the latter in nats
+    sums: torch.Tensor | None
+    entropy: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Scratch:
+    """Memory through which the launches pass on their results; empty where it is not needed."""
+
+    #: [N, chunks] float32 and int32: a chunk's maximum, later its largest sum, and the id of the token
+    peaks: torch.Tensor
+    firsts: torch.Tensor
+    #: [N, chunks] float32: sum of exp relative to the chunk's maximum; int64: exact mass
+    shares: torch.Tensor
+    masses: torch.Tensor
+    #: [N, chunks] float64 each: sum of exp relative to the chunk's maximum at temperature 1, and the same
+    #: with each addend multiplied by its logit
+    weights: torch.Tensor
+    moments: torch.Tensor
+    #: [N, chunks, groups] float32
+    maxima: torch.Tensor
+    #: [N] float32 and int32: bound, and length of the list of a line
+    bounds: torch.Tensor
+    lengths: torch.Tensor
+    #: [N, listed] float32 and int32: logits above the bound, and their token ids
+    entries: torch.Tensor
+    entry_ids: torch.Tensor
+    #: [N, SEARCH_CELLS] int64
+    cells: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, lines: int, chunks: int, groups: int, listed: int, work: Work, device: torch.device
+    ) -> Scratch:
+        """Uninitialised memory."""
+
+        def empty(size: int, dtype: torch.dtype, needed: bool) -> torch.Tensor:
+            return torch.empty(lines * size if needed else 0, dtype=dtype, device=device)
+
+        draws, filters = work.draws, work.draws and work.filters
+        return cls(
+            peaks=empty(chunks, torch.float32, True),
+            firsts=empty(chunks, torch.int32, True),
+            shares=empty(chunks, torch.float32, filters),
+            masses=empty(chunks, torch.int64, draws),
+            weights=empty(chunks, torch.float64, work.sums),
+            moments=empty(chunks, torch.float64, work.entropy),
+            maxima=empty(chunks * groups, torch.float32, filters),
+            bounds=empty(1, torch.float32, filters),
+            lengths=empty(1, torch.int32, filters),
+            entries=empty(listed, torch.float32, filters),
+            entry_ids=empty(listed, torch.int32, filters),
+            cells=empty(SEARCH_CELLS, torch.int64, filters and (work.wide_nucleus or work.wide_top_k)),
+        )
 
 
 @triton.jit

@@ -36,7 +36,6 @@ less if a sum of probabilities is that close to it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,115 +44,12 @@ import triton
 from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.filters import mass_unit
 from aioinfer.sampling.triton_draw import collect_kernel, finish_kernel
-from aioinfer.sampling.triton_lines import Lines
+from aioinfer.sampling.triton_lines import Chosen, Lines, SampleTuning, Scratch, Work
 from aioinfer.sampling.triton_noise import INTERPRETED
 from aioinfer.sampling.triton_scan import bound_kernel, scan_kernel
-from aioinfer.sampling.triton_wide import SEARCH_CELLS, WideSearch, draw_wide
+from aioinfer.sampling.triton_wide import draw_wide
 
-__all__ = ["Chosen", "SampleTuning", "Work", "choose_tokens", "sample_tokens"]
-
-
-@dataclass(frozen=True, slots=True)
-class SampleTuning:
-    """Sizes of the launches, all powers of two. They change no token."""
-
-    #: tokens per program
-    chunk: int = 2048
-    #: the most groups of tokens in a line; the bound is computed from their maxima
-    groups: int = 4096
-    #: capacity of a line's list of tokens
-    listed: int = 4096
-    #: entries that one program loads at a time from a list, from a whole line, and while it searches a part
-    #: of one
-    list_tile: int = 1024
-    row_tile: int = 4096
-    wide_tile: int = 256
-    num_warps: int = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Features that the launches need. Fewer save work; features that a line does not need change nothing."""
-
-    #: some line has a temperature
-    draws: bool = True
-    #: some such line has top-k or top-p
-    filters: bool = True
-    #: several programs search the wide lines of top-p without top-k, or, with both, all wide lines
-    wide_nucleus: bool = False
-    wide_top_k: bool = False
-    #: the mass of the tokens that a token was drawn from
-    weighs: bool = False
-    #: of the distribution at temperature 1: the sum of the exponentials, and the entropy
-    sums: bool = False
-    entropy: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Chosen:
-    """The results of the launches, [N] each; None or arbitrary where it was not asked for. Lines that are
-    not computed have a maximum of +inf, and are arbitrary else."""
-
-    #: int64: token ids, BAD_LOGITS for broken lines
-    tokens: torch.Tensor
-    #: float32: the largest logit; +inf or -inf for broken lines
-    peaks: torch.Tensor
-    #: int64, in units of :func:`~aioinfer.sampling.filters.mass_unit`: see ``Work.weighs``
-    kept: torch.Tensor | None
-    #: float32: see ``Work.sums`` and ``Work.entropy``, the latter in nats
-    sums: torch.Tensor | None
-    entropy: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Scratch:
-    """Memory through which the launches pass on their results; empty where it is not needed."""
-
-    #: [N, chunks] float32 and int32: a chunk's maximum, later its largest sum, and the id of the token
-    peaks: torch.Tensor
-    firsts: torch.Tensor
-    #: [N, chunks] float32: sum of exp relative to the chunk's maximum; int64: exact mass
-    shares: torch.Tensor
-    masses: torch.Tensor
-    #: [N, chunks] float64 each: sum of exp relative to the chunk's maximum at temperature 1, and the same
-    #: with each addend multiplied by its logit
-    weights: torch.Tensor
-    moments: torch.Tensor
-    #: [N, chunks, groups] float32
-    maxima: torch.Tensor
-    #: [N] float32 and int32: bound, and length of the list of a line
-    bounds: torch.Tensor
-    lengths: torch.Tensor
-    #: [N, listed] float32 and int32: logits above the bound, and their token ids
-    entries: torch.Tensor
-    entry_ids: torch.Tensor
-    #: [N, SEARCH_CELLS] int64
-    cells: torch.Tensor
-
-    @classmethod
-    def make(
-        cls, lines: int, chunks: int, groups: int, listed: int, work: Work, device: torch.device
-    ) -> _Scratch:
-        """Uninitialised memory."""
-
-        def empty(size: int, dtype: torch.dtype, needed: bool) -> torch.Tensor:
-            return torch.empty(lines * size if needed else 0, dtype=dtype, device=device)
-
-        draws, filters = work.draws, work.draws and work.filters
-        return cls(
-            peaks=empty(chunks, torch.float32, True),
-            firsts=empty(chunks, torch.int32, True),
-            shares=empty(chunks, torch.float32, filters),
-            masses=empty(chunks, torch.int64, draws),
-            weights=empty(chunks, torch.float64, work.sums),
-            moments=empty(chunks, torch.float64, work.entropy),
-            maxima=empty(chunks * groups, torch.float32, filters),
-            bounds=empty(1, torch.float32, filters),
-            lengths=empty(1, torch.int32, filters),
-            entries=empty(listed, torch.float32, filters),
-            entry_ids=empty(listed, torch.int32, filters),
-            cells=empty(SEARCH_CELLS, torch.int64, filters and (work.wide_nucleus or work.wide_top_k)),
-        )
+__all__ = ["choose_tokens", "sample_tokens"]
 
 
 def choose_tokens(lines: Lines, work: Work, tuning: SampleTuning | None = None) -> Chosen:
@@ -170,7 +66,7 @@ def choose_tokens(lines: Lines, work: Work, tuning: SampleTuning | None = None) 
     chunks = -(-vocab // tuning.chunk)
     padded = triton.next_power_of_2(chunks)
     groups = max(1, min(tuning.chunk, tuning.groups // padded))
-    scratch = _Scratch.make(number, chunks, groups, tuning.listed, work, device)
+    scratch = Scratch.make(number, chunks, groups, tuning.listed, work, device)
     found = _results(number, work, device)
     if number == 0:
         return found
@@ -209,7 +105,7 @@ def choose_tokens(lines: Lines, work: Work, tuning: SampleTuning | None = None) 
         NUCLEUS=work.wide_nucleus, TOP_K=work.wide_top_k, **shape,
     )  # fmt: skip
     if filters and (work.wide_nucleus or work.wide_top_k):
-        _draw_wide(lines, work, scratch, found, tuning)
+        draw_wide(lines, work, scratch, found, tuning)
     return found
 
 
@@ -224,27 +120,6 @@ def _results(number: int, work: Work, device: torch.device) -> Chosen:
         sums=empty(torch.float32, work.sums),
         entropy=empty(torch.float32, work.entropy),
     )
-
-
-def _draw_wide(lines: Lines, work: Work, scratch: _Scratch, found: Chosen, tuning: SampleTuning) -> None:
-    """Draw the lines that finish has marked."""
-    search = WideSearch(
-        by_count=work.wide_top_k,
-        by_mass=True,
-        row_peaks=found.peaks,
-        lengths=scratch.lengths,
-        cells=scratch.cells,
-        peaks=scratch.peaks,
-        firsts=scratch.firsts,
-        masses=scratch.masses,
-        tokens=found.tokens,
-        kept=found.kept,
-    )
-    launch = {"num_warps": tuning.num_warps, "enable_fp_fusion": False}
-    draw_wide(
-        lines, search, tile=tuning.wide_tile, draw_tile=tuning.chunk,
-        unit=mass_unit(lines.logits.shape[1]), widen=INTERPRETED, launch=launch,
-    )  # fmt: skip
 
 
 def sample_tokens(

@@ -15,13 +15,12 @@ lines end at once. Sums are of integers: their order does not matter.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
+from aioinfer.sampling.filters import mass_unit
 from aioinfer.sampling.triton_filters import (
     NO_ID,
     draw,
@@ -34,10 +33,18 @@ from aioinfer.sampling.triton_filters import (
     searched,
     unit_weights,
 )
-from aioinfer.sampling.triton_lines import Lines, lowering
-from aioinfer.sampling.triton_noise import row_key
+from aioinfer.sampling.triton_lines import (
+    SEARCH_CELLS,
+    Chosen,
+    Lines,
+    SampleTuning,
+    Scratch,
+    Work,
+    lowering,
+)
+from aioinfer.sampling.triton_noise import INTERPRETED, row_key
 
-__all__ = ["SEARCH_CELLS", "WIDE", "WideSearch", "clear_search", "draw_wide"]
+__all__ = ["WIDE", "clear_search", "draw_wide"]
 
 #: in the place of a list's length: the line is for this module
 WIDE = tl.constexpr(-1)
@@ -47,31 +54,8 @@ _DIGITS = tl.constexpr(8)
 _PIVOTS = tl.constexpr(16)
 #: of one search: sums by launch and pivot
 _SUMS = tl.constexpr(8 * 16)
-#: of a line: sums of two searches, by count and by mass, and as many prefixes as launches
-SEARCH_CELLS = 2 * 8 * 16 + 2 * 8
 _CELLS = tl.constexpr(SEARCH_CELLS)
 _CLEARED = tl.constexpr(512)
-
-
-@dataclass(frozen=True, slots=True)
-class WideSearch:
-    """The lines to search, and the memory for results."""
-
-    #: whether lines are searched for the threshold of top-k, and for that of top-p
-    by_count: bool
-    by_mass: bool
-    #: [N] float32 and int32: maximum, and length of the list of a line, or WIDE
-    row_peaks: torch.Tensor
-    lengths: torch.Tensor
-    #: [N, SEARCH_CELLS] int64
-    cells: torch.Tensor
-    #: [N, chunks] each: written by parts
-    peaks: torch.Tensor
-    firsts: torch.Tensor
-    masses: torch.Tensor
-    #: [N] int64 each: the token, and the mass of the tokens it was drawn from, where that is wanted
-    tokens: torch.Tensor
-    kept: torch.Tensor | None
 
 
 @triton.jit
@@ -230,42 +214,29 @@ def _settle_kernel(
         tl.store(kept + line, tl.sum(tl.load(masses + cell, mask=at < parts, other=0), 0))
 
 
-def draw_wide(
-    lines: Lines,
-    search: WideSearch,
-    *,
-    tile: int,
-    draw_tile: int,
-    unit: float,
-    widen: bool,
-    launch: dict[str, Any],
-) -> None:
-    """Draw the tokens of the lines whose list has the length WIDE; the cells of these are cleared.
-
-    Args:
-        tile, draw_tile: tokens that a program loads at a time, while it searches and while it draws.
-        unit: what the likeliest token weighs.
-        widen: whether this is the interpreter.
-        launch: Triton's options of all launches.
-    """
+def draw_wide(lines: Lines, work: Work, scratch: Scratch, found: Chosen, tuning: SampleTuning) -> None:
+    """Draw the tokens of the lines whose list has the length WIDE; the cells of these are cleared."""
     number, vocab = lines.logits.shape
-    stride, chunks = lines.logits.stride(0), search.peaks.numel() // number
+    stride, chunks = lines.logits.stride(0), scratch.peaks.numel() // number
     parts = min(_PARTS, chunks)
-    weighs = search.kept is not None
-    kind = {"PER": lines.per, "ADJUSTED": lines.adjusted, "UNIT": unit, "WIDEN": widen, **launch}
-    where = search.row_peaks, search.lengths, search.cells
-    parted = search.peaks, search.firsts, search.masses
-    for count in [True] * search.by_count + [False] * search.by_mass:
+    launch: dict[str, Any] = {"num_warps": tuning.num_warps, "enable_fp_fusion": False}
+    kind = {
+        "PER": lines.per, "ADJUSTED": lines.adjusted, "UNIT": mass_unit(vocab), "WIDEN": INTERPRETED,
+        **launch,
+    }  # fmt: skip
+    where = found.peaks, scratch.lengths, scratch.cells
+    parted = scratch.peaks, scratch.firsts, scratch.masses
+    for count in [True] * work.wide_top_k + [False]:
         for known in range(_DIGITS.value):
             _narrow_kernel[(parts, number)](
                 lines.logits, *lines.filters, *lines.changes, *where, vocab, stride, known,
-                COUNT=count, TILE=tile, **kind,
+                COUNT=count, TILE=tuning.wide_tile, **kind,
             )  # fmt: skip
     _draw_kernel[(parts, number)](
         lines.logits, *lines.filters, *lines.noise, *lines.changes, *where, *parted, vocab, stride, chunks,
-        WEIGHS=weighs, TILE=draw_tile, **kind,
+        WEIGHS=found.kept is not None, TILE=tuning.chunk, **kind,
     )  # fmt: skip
     _settle_kernel[(number,)](
-        search.lengths, *parted, search.tokens, search.kept, parts, chunks,
-        PARTS=_PARTS, WEIGHS=weighs, **launch,
+        scratch.lengths, *parted, found.tokens, found.kept, parts, chunks,
+        PARTS=_PARTS, WEIGHS=found.kept is not None, **launch,
     )  # fmt: skip

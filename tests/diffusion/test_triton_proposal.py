@@ -22,7 +22,7 @@ from tests.tiers import INTERPRETER, nightly, points
 pytest.importorskip("triton", reason="triton is not installed")
 
 from aioinfer.diffusion import triton_proposal
-from aioinfer.sampling.triton_sampler import SampleTuning
+from aioinfer.sampling.triton_lines import SampleTuning
 
 #: lists that hold less than most filters keep, and chunks of less than a small vocabulary
 SMALL = SampleTuning(chunk=16, groups=32, listed=4, list_tile=4, wide_tile=16, num_warps=1)

@@ -121,7 +121,7 @@ def test_replayed_kernels_propose_as_the_reference_does(
     """With every algorithm, alone in its rounds and beside the others; padding and second blocks included."""
     kernels_or_skip("cpu")
     from aioinfer.diffusion import triton_proposal
-    from aioinfer.sampling.triton_sampler import SampleTuning
+    from aioinfer.sampling.triton_lines import SampleTuning
 
     small = SampleTuning(chunk=16, groups=32, listed=4, list_tile=4, wide_tile=16, num_warps=1)
     monkeypatch.setattr(triton_proposal, "_TUNING", small)

@@ -33,8 +33,9 @@ from tests.sampling.support import (
 pytest.importorskip("triton", reason="triton is not installed")
 
 
-from aioinfer.sampling import triton_sampler, triton_scan
-from aioinfer.sampling.triton_sampler import SampleTuning, sample_tokens
+from aioinfer.sampling import triton_scan
+from aioinfer.sampling.triton_lines import SampleTuning, Scratch
+from aioinfer.sampling.triton_sampler import sample_tokens
 from tests.tiers import INTERPRETER, grid, nightly, points
 
 #: One chunk and several, the last of them partly empty; groups of a token and of many; lists that most rows
@@ -58,16 +59,16 @@ def share(device: str, some: int, many: int) -> int:
 @pytest.fixture(autouse=True)
 def _used_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the launches hand on lies in memory that holds something: very likely tokens with odd ids."""
-    make = triton_sampler._Scratch.make
+    make = Scratch.make
 
-    def used(*arguments: Any) -> triton_sampler._Scratch:
+    def used(*arguments: Any) -> Scratch:
         scratch = make(*arguments)
         for field in fields(scratch):
             tensor = getattr(scratch, field.name)
             tensor.fill_(1e9 if tensor.is_floating_point() else -77)
         return scratch
 
-    monkeypatch.setattr(triton_sampler._Scratch, "make", used)
+    monkeypatch.setattr(Scratch, "make", used)
 
 
 #: who searches rows whose lists are too short: one program; or several, those without top-k or all of them
