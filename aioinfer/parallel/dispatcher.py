@@ -26,7 +26,6 @@ from aioinfer.observe.observers import Observer, Observers
 from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer
 from aioinfer.outputs import AdapterInfo
-from aioinfer.parallel import adapting, updating
 from aioinfer.parallel.dispatching import Dispatching, OnLoss
 from aioinfer.parallel.elsewhere import replicas_elsewhere
 from aioinfer.parallel.front import Front, bring_up, check_same_model
@@ -151,7 +150,7 @@ class Dispatcher(EngineLike):
         self._past.clear()
         try:
             running = await self._begin(loop, progress)
-            await adapting.reconcile(running)
+            await running.adapters.reconcile()
             for replica in self._replicas:
                 await replica.start(running)
             self._running = running
@@ -319,7 +318,7 @@ class Dispatcher(EngineLike):
             raise
 
     async def _join(self, running: Dispatching, replica: Replica) -> None:
-        await adapting.catch_up(running, replica)
+        await running.adapters.catch_up(replica)
         await self._unless_closed(running, replica)
         await replica.start(running)  # at once: nothing is loaded or unloaded in between
         if replica not in running.placing.replicas:
@@ -388,17 +387,17 @@ class Dispatcher(EngineLike):
         later load it, too. A request that still waits for a replica gets what its name stands for when it is
         sent.
         """
-        return await adapting.load(self._serving(), name, path)
+        return await self._serving().adapters.load(name, path)
 
     async def unload_adapter(self, name: str) -> None:
         """As :meth:`aioinfer.Engine.unload_adapter`, on every replica. Requests that still wait for one end
         with InvalidRequest."""
-        await adapting.unload(self._serving(), name)
+        await self._serving().adapters.unload(name)
 
     def adapters(self) -> list[AdapterInfo]:
         """As :meth:`aioinfer.Engine.adapters`: those that at least one replica has, or will have when it has
         started."""
-        return adapting.adapters(self._started())
+        return self._started().adapters.all()
 
     # -- weights --------------------------------------------------------------------------------
 
@@ -416,12 +415,12 @@ class Dispatcher(EngineLike):
 
         Raises ConfigError, before anything is changed, if an engine is in another process.
         """
-        return await updating.update(self._serving(), source, mode, version)
+        return await self._serving().weights.update(source, mode, version)
 
     @property
     def weight_version(self) -> int:
         """Of the replica with the newest weights."""
-        return updating.newest_version(self._serving())
+        return self._serving().weights.newest
 
     # -- observing ------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakValueDictionary
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import (
@@ -35,13 +34,14 @@ from aioinfer.loop.intake import Intake
 from aioinfer.loop.loop_bound import EngineState
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.resumption import check
-from aioinfer.parallel import adapting
+from aioinfer.parallel.adapters import ReplicaAdapters
 from aioinfer.parallel.losses import lost_for_good, none_left
 from aioinfer.parallel.placing import Placement, Placing, Wanted, has_adapter, makes_the_same
 from aioinfer.parallel.queue import RecordQueue
 from aioinfer.parallel.record import Attempt, Diverged, Ending, Record, Unwanted
 from aioinfer.parallel.replica import Replica, ReplicaState, Rows, close_all
 from aioinfer.parallel.streams import OpenStreams, cell_of, record_of
+from aioinfer.parallel.weights import ReplicaWeights
 from aioinfer.params import SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.scheduling.request import ParkedFor, Request, RequestState
@@ -49,7 +49,6 @@ from aioinfer.stream import Stream, StreamCell, tell_lanes
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
-    from aioinfer.outputs import AdapterInfo
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Dispatching", "OnLoss"]
@@ -95,13 +94,8 @@ class Dispatching(OpenStreams):
         self._intake = intake
         self.queue = RecordQueue(config, info, tokenizer, self._checks, intake, self)
         self._attempts = 0
-        #: by name, for replicas that join; and whose turn it is to change what a name stands for
-        self.adapters: dict[str, AdapterInfo] = {}
-        self.adapter_turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        #: one update of the weights at a time
-        self.updating = asyncio.Lock()
-        #: what all replicas had before the newest version; None: not the same
-        self.updated_from: int | None = None
+        self.adapters = ReplicaAdapters(self, placing, self.adapted)
+        self.weights = ReplicaWeights(self, placing, self.adapted)
         #: a pump is scheduled
         self._due = False
         #: told of each replica that is lost
@@ -131,7 +125,7 @@ class Dispatching(OpenStreams):
         self._checks.check(params, options.pooling, prompt.least_tokens)
         if checkpoint is not None:
             check(checkpoint, self.info, self._checks.stop_ids(params))
-        adapting.check(self, options.adapter, checkpoint)
+        self.adapters.check(options.adapter, checkpoint)
         record = Record.arriving(params, options, self.clock())
         cell = StreamCell(record, options.running_timeout, options.max_lag)
         try:
@@ -232,7 +226,7 @@ class Dispatching(OpenStreams):
         assert adapter is not None
         if record.output_ids:
             return self._for_good(record, f"no replica left has its adapter {adapter!r}")
-        return adapting.gone(self, adapter)
+        return self.adapters.missing(adapter)
 
     def _send(self, record: Record, placement: Placement, wanted: Wanted | None) -> None:
         self._attempts += 1

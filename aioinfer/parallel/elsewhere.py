@@ -52,4 +52,4 @@ def _on_ray(config: EngineConfig, replicas: int, address: str) -> list[SocketRep
     from aioinfer.parallel.on_ray.replica import RayReplica
 
     cluster = RayCluster(address, replicas)
-    return [RayReplica(cluster, config, f"ray-{number}", number=number) for number in range(replicas)]
+    return [RayReplica(cluster, config, f"ray-{number}") for number in range(replicas)]

@@ -1,25 +1,83 @@
-"""LaunchedReplica: an engine in another process that is started and ended here."""
+"""Replicas in processes that are started and ended here, and a child process of this one."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
+import tempfile
 from abc import abstractmethod
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
 
 from aioinfer.errors import EngineError
 from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import ReplicaState
+from aioinfer.waiting import finish
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import Progress
 
-__all__ = ["HostUnavailable", "LaunchedReplica", "leave"]
+__all__ = ["Child", "HostUnavailable", "LaunchedReplica"]
 
 
 class HostUnavailable(EngineError):
     """There is no place where a replica could be started, at the moment."""
+
+
+class Child:
+    """A child process that ends with its standard input, so also when this process is killed, and a directory
+    that only this user can enter."""
+
+    def __init__(self, process: asyncio.subprocess.Process, directory: Path) -> None:
+        self.process = process
+        self.directory = directory
+
+    @classmethod
+    async def start(cls, command: Callable[[Path], Sequence[str]], **options: Any) -> Self:
+        """``command``: of the directory. Raises OSError."""
+        # Not on a thread: a caller that is cancelled meanwhile would leave it behind.
+        directory = Path(tempfile.mkdtemp(prefix="aioinfer-"))
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command(directory),
+                stdin=asyncio.subprocess.PIPE,
+                start_new_session=True,  # signals of a terminal are for this process
+                **options,
+            )
+        except BaseException:
+            shutil.rmtree(directory, ignore_errors=True)
+            raise
+        return cls(process, directory)
+
+    async def end(self, seconds: float) -> bool:
+        """Close its input, and kill it after some seconds. Whether it has ended by itself."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            async with asyncio.timeout(seconds):
+                await self.process.wait()
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            self.kill()
+            shutil.rmtree(self.directory, ignore_errors=True)
+            await self.process.wait()
+
+    def kill(self) -> None:
+        """End it at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self.process.kill()
+
+    def leave(self) -> None:
+        """End it after its loop was closed."""
+        assert self.process.stdin is not None
+        pipe = self.process.stdin.transport.get_extra_info("pipe")
+        if pipe is not None:  # uvloop has closed it with the loop
+            pipe.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class LaunchedReplica(SocketReplica):
@@ -38,10 +96,7 @@ class LaunchedReplica(SocketReplica):
             await self._spawn()
             await super().launch(progress)
         except BaseException:
-            ending = asyncio.ensure_future(self._end(kill=True))
-            while not ending.done():  # whoever cancels again waits, too
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait([ending])
+            await finish(self._end(kill=True))
             raise
 
     async def aclose(self) -> None:
@@ -61,12 +116,4 @@ class LaunchedReplica(SocketReplica):
 
     @abstractmethod
     async def _end(self, *, kill: bool) -> None:
-        """End it and forget it, at once or as it likes to; nothing where there is none. Idempotent."""
-
-
-def leave(process: asyncio.subprocess.Process | None) -> None:
-    """End a child of a loop that is closed, which ends with its standard input."""
-    if process is not None and process.stdin is not None:
-        pipe = process.stdin.transport.get_extra_info("pipe")
-        if pipe is not None:  # uvloop has closed it with the loop
-            pipe.close()
+        """End it and forget it, at once or in its own time; nothing where there is none. Idempotent."""

@@ -1,7 +1,6 @@
 """Processes: replicas in child processes of this one, which are started, restarted and ended with it.
 
-A child is ``aioinfer replica`` on a Unix socket in a directory that only this user can enter. It ends when
-the pipe does that it has for standard input, so also when this process is killed.
+A child is ``aioinfer replica`` on a Unix socket in a directory that only this user can enter.
 """
 
 from __future__ import annotations
@@ -11,10 +10,8 @@ import contextlib
 import dataclasses
 import logging
 import os
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +19,13 @@ import yaml
 
 from aioinfer.config import EngineConfig, ReplicaConfig, ServerConfig
 from aioinfer.errors import ConfigError, EngineError, shown
-from aioinfer.parallel.launched import LaunchedReplica, leave
+from aioinfer.parallel.launched import Child, LaunchedReplica
 
 __all__ = ["ProcessReplica", "child_config"]
 
 _log = logging.getLogger("aioinfer")
 
-#: what is logged and traced of all children together, by their dispatcher
+#: what the dispatcher logs and traces for all children together
 _DISPATCHERS = ("stats_interval", "tracing")
 #: seconds between attempts to connect to a child that loads its model
 _POLL = 0.05
@@ -79,62 +76,51 @@ def _environment(config: EngineConfig, number: int) -> dict[str, str]:
 
 
 class ProcessReplica(LaunchedReplica):
-    """An engine in a child process, which :meth:`launch` starts and :meth:`aclose` ends."""
+    """An engine in a child process."""
 
     def __init__(self, config: EngineConfig, name: str, *, number: int = 0, children: int = 1) -> None:
-        """``number``: of so many ``children``, from 0 on, which share the cores. Raises ConfigError."""
+        """``number``: among the ``children``, from 0 on, which share the cores. Raises ConfigError."""
         super().__init__(name)
         self._settings = child_config(config)
         if config.threads is None and not config.device.startswith("cuda"):
             self._settings["threads"] = max(1, _cores() // children)
         self._environ = _environment(config, number)
-        self._process: asyncio.subprocess.Process | None = None
-        self._directory: Path | None = None
+        self._child: Child | None = None
         #: the command before its options; tests have another one
         self.command = [sys.executable, "-m", "aioinfer"]
 
     @property
     def pid(self) -> int | None:
-        """Of the child, while there is one."""
-        return None if self._process is None else self._process.pid
+        """Process id of the child, while there is one."""
+        return None if self._child is None else self._child.process.pid
 
     def give_up(self) -> None:
-        if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.kill()
+        if self._child is not None:
+            self._child.kill()
 
     def outlive_loop(self) -> None:
         super().outlive_loop()
-        leave(self._process)
-        self._process = None
-        self._remove_directory()
+        child, self._child = self._child, None
+        if child is not None:
+            child.leave()
 
     async def _spawn(self) -> None:
         try:
-            # Not on a thread: whoever is cancelled meanwhile would leave it behind.
-            directory = self._directory = Path(tempfile.mkdtemp(prefix="aioinfer-"))
-            settings = self._settings | {"socket": str(directory / _SOCKET)}
-            (directory / _CONFIG).write_text(yaml.safe_dump(settings), "utf-8")
-            self._process = await asyncio.create_subprocess_exec(
-                *self.command,
-                "replica",
-                "--with-parent",
-                "--config",
-                str(directory / _CONFIG),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.DEVNULL,
-                env=self._environ,
-                start_new_session=True,  # signals of a terminal are for this process
+            self._child = await Child.start(
+                self._command, stdout=asyncio.subprocess.DEVNULL, env=self._environ
             )
         except OSError as error:
             raise EngineError(f"the replica {self.name} cannot be started: {error}") from error
 
+    def _command(self, directory: Path) -> Sequence[str]:
+        settings = self._settings | {"socket": str(directory / _SOCKET)}
+        (directory / _CONFIG).write_text(yaml.safe_dump(settings), "utf-8")
+        return [*self.command, "replica", "--with-parent", "--config", str(directory / _CONFIG)]
+
     async def _connect_to_it(self, protocol: Callable[[], asyncio.Protocol]) -> Any:
-        """Raises EngineError: the child has ended."""
-        assert self._process is not None
-        assert self._directory is not None
-        loop, path = asyncio.get_running_loop(), str(self._directory / _SOCKET)
-        ended = asyncio.ensure_future(self._process.wait())
+        assert self._child is not None
+        process, path = self._child.process, str(self._child.directory / _SOCKET)
+        loop, ended = asyncio.get_running_loop(), asyncio.ensure_future(process.wait())
         try:
             while not ended.done():
                 with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
@@ -142,31 +128,13 @@ class ProcessReplica(LaunchedReplica):
                 await asyncio.wait([ended], timeout=_POLL)
         finally:
             ended.cancel()
-        raise EngineError(f"the replica {self.name} has ended with status {self._process.returncode}")
+        raise EngineError(f"the replica {self.name} has ended with status {process.returncode}")
 
     async def _end(self, *, kill: bool) -> None:
-        process, self._process = self._process, None
-        try:
-            if process is not None:
-                assert process.stdin is not None
-                process.stdin.close()
-                await self._wait_for(process, kill=kill)
-        finally:
-            self._remove_directory()
-
-    def _remove_directory(self) -> None:
-        directory, self._directory = self._directory, None
-        if directory is not None:
-            shutil.rmtree(directory, ignore_errors=True)  # of two files
-
-    async def _wait_for(self, process: asyncio.subprocess.Process, *, kill: bool) -> None:
-        try:
-            if not kill:
-                async with asyncio.timeout(_FAREWELL):
-                    await process.wait()
-        except TimeoutError:
+        child, self._child = self._child, None
+        if child is None:
+            return
+        if kill:
+            child.kill()
+        if not (await child.end(_FAREWELL) or kill):
             _log.warning("the replica %s does not end, and is killed", self.name)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()

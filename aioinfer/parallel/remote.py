@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import logging
 import os
@@ -45,6 +44,7 @@ from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
 from aioinfer.parallel.rows import unpacked
 from aioinfer.scheduling.request import ParkedFor
 from aioinfer.stream import StreamCell
+from aioinfer.waiting import finish
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
@@ -249,11 +249,6 @@ class SocketReplica(Replica):
         if self._events is not None:
             self._events.lost(self, cause)
 
-    def disconnect(self, cause: BaseException) -> None:
-        """It is known to be lost, whatever its socket says."""
-        if self._link is not None:
-            self._link.connection.abort(cause)
-
     no_updates = "engines in other processes are given weights there"
 
     @property
@@ -363,22 +358,13 @@ class _Link:
     async def adapt(self, name: str, path: str | None) -> Adapted:
         """Have an adapter loaded or unloaded; cancelled, it is left, and what came of it is known then."""
         self._adapts += 1
-        number, waiting = self._adapts, self._loop.create_future()
+        number = self._adapts
+        waiting: asyncio.Future[Adapted] = self._loop.create_future()
         self._adapting[number] = waiting
         try:
             at = None if path is None else os.fsencode(path)
             self.connection.send(Adapt(number, name, at))
-            await asyncio.wait((waiting,))
-            answer: Adapted = waiting.result()
-            return answer
-        except asyncio.CancelledError:
-            if not self.connection.closed:
-                self.connection.send(Adapt(number))
-            while not waiting.done():  # its answer comes soon, or the connection ends
-                with contextlib.suppress(asyncio.CancelledError):
-                    await asyncio.wait((waiting,))
-            waiting.exception()
-            raise
+            return await finish(waiting, lambda: self.connection.send(Adapt(number)))
         finally:
             del self._adapting[number]
 

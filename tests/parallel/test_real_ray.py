@@ -18,7 +18,7 @@ from aioinfer import EngineConfig, SamplingParams
 from aioinfer.errors import EngineFailed
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.launched import HostUnavailable
-from aioinfer.parallel.on_ray import keeper_process
+from aioinfer.parallel.on_ray import cluster
 from tests.joining import arguments
 from tests.model.harness import require
 from tests.parallel.kills import run
@@ -44,13 +44,13 @@ def nothing_left() -> Iterator[None]:
     """Keepers are gone afterwards; their actors end with them."""
     yield
     children = psutil.Process().children(recursive=True)
-    assert not [each for each in children if "aioinfer.parallel.on_ray.keeper" in arguments(each)]
+    assert not [each for each in children if "aioinfer.parallel.on_ray" in arguments(each)]
 
 
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch, patient: None) -> None:
     """Where a machine is busy, its cluster may answer late."""
-    monkeypatch.setattr(keeper_process, "_CONNECTING", 60.0)
+    monkeypatch.setattr(cluster, "_CONNECTING", 60.0)
 
 
 @asynccontextmanager
