@@ -1,20 +1,44 @@
-"""Connection: frames over a stream socket, for both of its ends. A protocol, so that there is no task."""
+"""Connection: messages over a stream socket, for both of its ends. A protocol, so that there is no task."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import socket
-from typing import Any, Protocol, cast
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeAlias, cast
 
+from aioinfer.errors import ConfigError, shown
 from aioinfer.parallel.frames import HANDSHAKE_LIMIT, LIMIT, FrameError, FrameReader, frame
 from aioinfer.parallel.messages import Decoder, Message, encoded
 
-__all__ = ["BEAT", "MISSES", "Connection", "End"]
+__all__ = ["BEAT", "MISSES", "PATIENCE", "Connect", "Connection", "End", "connector"]
 
 #: seconds between two frames of a replica, at most; one without a frame for this many beats is lost
 BEAT = 0.25
 MISSES = 3
+#: seconds in which a replica must have answered
+PATIENCE = 10.0
+
+#: opens a connection with the protocol that it is given
+Connect: TypeAlias = Callable[[Callable[[], asyncio.Protocol]], Awaitable[Any]]
+
+
+def connector(address: str) -> Connect:
+    """How to connect to ``HOST:PORT``, or to the path of a Unix socket. Raises ConfigError."""
+    host, _, port = address.rpartition(":")
+    is_path = "/" in address
+    if not is_path and not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ConfigError(f"a replica's address must be HOST:PORT or a path, got {shown(address)}")
+
+    async def connect(protocol: Callable[[], asyncio.Protocol]) -> Any:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(PATIENCE):
+            if is_path:
+                return await loop.create_unix_connection(protocol, address)
+            return await loop.create_connection(protocol, host.strip("[]"), int(port))
+
+    return connect
 
 
 class End(Protocol):

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, get_args
 
-from aioinfer._version import __version__
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
@@ -22,18 +21,16 @@ from aioinfer.loop.intake import Intake
 from aioinfer.loop.loop_bound import asyncio_loop, require_loop
 from aioinfer.loop.options import check_timeout
 from aioinfer.loop.updating import UpdateMode, WeightSource
-from aioinfer.observe.observers import Observer, Observers
-from aioinfer.observe.reporter import Reporter
-from aioinfer.observe.tracing import Tracer
 from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.dispatching import Dispatching, OnLoss
-from aioinfer.parallel.elsewhere import replicas_elsewhere
-from aioinfer.parallel.front import Front, bring_up, check_same_model
 from aioinfer.parallel.local import LocalReplica
+from aioinfer.parallel.observing import follow, measure, observe
 from aioinfer.parallel.placing import Placing
 from aioinfer.parallel.policies import RoutingPolicy, routing_policy
+from aioinfer.parallel.remote_replicas import remote_replicas
 from aioinfer.parallel.replica import Replica, ReplicaState, close_all
-from aioinfer.parallel.stats import DispatcherStats, ReplicaStats, add_counts, summed, with_counts
+from aioinfer.parallel.served_model import ServedModel, bring_up, check_same_model
+from aioinfer.parallel.stats import DispatcherStats, add_counts, with_counts
 from aioinfer.parallel.supervisor import Supervisor
 from aioinfer.params import SamplingParams
 from aioinfer.threadsafe import ThreadsafeEngine
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
     from aioinfer.observe.metrics.measuring import Measuring
     from aioinfer.observe.timeline import Timeline
-    from aioinfer.scheduling.step import Step
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Dispatcher"]
@@ -86,25 +82,25 @@ class Dispatcher(EngineLike):
         (``Result.identical`` tells); "identical": it goes on where they are, or fails; "fail": it fails.
         A request that two engines in turn were lost with, before its next token, fails.
 
-        ``processes``: instead of engines on this loop, so many engines with ``config`` in child processes,
-        which are started again when they are lost; after three losses in a minute without a finished request
-        one stays down. On a CPU they share its cores, and of several GPUs each has one.
+        ``processes``: the number of engines with ``config`` in child processes, instead of ``engines`` on
+        this loop. They are started again when they are lost; after three losses in a minute without a
+        finished request one stays down. On a CPU they share its cores, and of several GPUs each has one.
 
         ``ray``: a Ray cluster, "auto" or HOST:PORT, that places these engines on its nodes instead, each with
         a GPU or a share of the CPUs. This process does not import Ray.
 
-        ``addresses``: instead of these, replicas that somebody else has started (``aioinfer replica``), by
-        HOST:PORT or the path of a Unix socket, with their ``token``. ``config`` says which model it is, for
-        prompts and chats here. One that is lost is connected to again, for as long as it takes.
+        ``addresses``: instead of these, replicas that run already (``aioinfer replica``), by HOST:PORT or the
+        path of a Unix socket, with their ``token``. ``config`` says which model it is, for prompts and chats
+        here. One that is lost is connected to again, for as long as it takes.
 
         Limits, deadlines, ``policy`` "priority" and ``seed`` are those of the first engine's config, and
         count for all together; other queue policies order what waits in an engine.
 
         Raises ConfigError.
         """
-        remote = replicas_elsewhere(engines, config, processes, ray, addresses, token)
-        given = isinstance(engines, Sequence) and len(engines) > 0 and all(map(_is_engine, engines))
-        if not (given or remote):
+        remote = remote_replicas(engines, config, processes, ray, addresses, token)
+        given = isinstance(engines, Sequence) and len(engines) > 0
+        if not (remote or (given and all(isinstance(each, Engine) for each in engines))):
             raise ConfigError(f"engines must be one or more Engines, got {shown(engines)}")
         if len({id(each) for each in engines}) < len(engines):
             raise ConfigError("engines: one is there twice")
@@ -127,11 +123,11 @@ class Dispatcher(EngineLike):
         self._measuring: Measuring | None = None
         #: replicas that are being restarted or removed
         self._changed: set[Replica] = set()
-        #: what engines have counted that are gone
+        #: counters of engines that are gone
         self._past: Counter[str] = Counter()
         #: by request: engines that join are, too
         self._paused = False
-        self._front: Front
+        self._model: ServedModel
 
     # -- life -----------------------------------------------------------------------------------
 
@@ -163,7 +159,9 @@ class Dispatcher(EngineLike):
             raise
         self._supervisor = Supervisor(self.restart)
         self._running.when_lost = self._supervisor.lost
-        self._observe(self._running)
+        if self._measuring is not None:
+            measure(self._measuring, running, self.config, self._counted)
+        observe(running, self.config, self._counted)
 
     async def _begin(self, loop: asyncio.AbstractEventLoop, progress: Progress | None) -> Dispatching:
         from aioinfer.loop.factory import import_parts
@@ -171,26 +169,23 @@ class Dispatcher(EngineLike):
         intake = Intake(loop)
         try:
             await intake.run(import_parts, self.config.policy)
-            front = self._front = await bring_up(self.config, self._replicas, intake, progress)
-            self._check_alike()
+            model = self._model = await bring_up(self.config, self._replicas, intake, progress)
+            for replica in self._replicas[1:]:
+                check_same_model(replica, self._replicas[0].info)
         except BaseException:
             await intake.aclose()
             raise
-        self.default_params, self.sentences = front.default_params, front.sentences
-        self._chat_format = front.chat_format
+        self.default_params, self.sentences = model.default_params, model.sentences
+        self._chat_format = model.chat_format
         return Dispatching(
             self.config,
             Placing(self._replicas, self._policy),
             intake,
-            front.info,
-            front.tokenizer,
+            model.info,
+            model.tokenizer,
             clock_of(loop),
             on_loss=self._on_loss,
         )
-
-    def _check_alike(self) -> None:
-        for replica in self._replicas[1:]:
-            check_same_model(replica, self._replicas[0].info)
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Stop serving, and close the engines. As :meth:`aioinfer.Engine.aclose`."""
@@ -243,7 +238,7 @@ class Dispatcher(EngineLike):
         """
         running = self._started()
         running.check_loop()
-        if not _is_engine(engine):
+        if not isinstance(engine, Engine):
             raise ConfigError(f"engine must be an Engine, got {shown(engine)}")
         if any(isinstance(each, LocalReplica) and each.engine is engine for each in self._replicas):
             raise ConfigError("the engine belongs to the dispatcher already")
@@ -323,14 +318,15 @@ class Dispatcher(EngineLike):
         await replica.start(running)  # at once: nothing is loaded or unloaded in between
         if replica not in running.placing.replicas:
             running.placing.replicas.append(replica)
-        self._follow(running, replica)
+        if self._measuring is not None:
+            follow(running, replica)
         if self._paused:
             await replica.pause()
         running.joined()
 
     @contextmanager
     def _changing(self, name: str, *, restarting: bool = False) -> Iterator[Replica]:
-        """One at a time may take a replica away. Raises ConfigError."""
+        """Reserve a replica for a restart or a removal. Raises ConfigError."""
         running = self._started()
         running.check_loop()
         running.check_open()
@@ -346,7 +342,7 @@ class Dispatcher(EngineLike):
             replica.restarting = False
 
     def _replica_of(self, engine: Engine, name: str) -> LocalReplica:
-        """How an engine is used; tests put a wire between."""
+        """Make the replica of an engine; tests put a wire between."""
         return LocalReplica(engine, name)
 
     def _replica(self, name: str) -> Replica:
@@ -419,7 +415,7 @@ class Dispatcher(EngineLike):
 
     @property
     def weight_version(self) -> int:
-        """Of the replica with the newest weights."""
+        """Newest weight version among the replicas."""
         return self._serving().weights.newest
 
     # -- observing ------------------------------------------------------------------------------
@@ -442,7 +438,7 @@ class Dispatcher(EngineLike):
 
     @property
     def info(self) -> DeviceInfo:
-        """Of the first engine."""
+        """Device of the first replica."""
         return self._started().info
 
     @property
@@ -458,16 +454,14 @@ class Dispatcher(EngineLike):
     def stats(self) -> DispatcherStats:
         """The sum over the replicas, and each of them. Raises EngineClosed before the start."""
         running = self._started()
-        each = tuple(ReplicaStats.of(replica) for replica in self._replicas)
-        counted = [found.stats for found in each if found.stats is not None and found.state != "lost"]
-        total = summed(counted, self._front.stats)
-        total["state"] = running.state.value
-        total["arriving"] += running.queue.arriving
-        total["waiting"] += len(running.queue)
-        total["waiting_tokens"] += running.queue.tokens
-        return DispatcherStats(
-            **total,
-            replicas=each,
+        queue = running.queue
+        return DispatcherStats.sum_of(
+            self._replicas,
+            self._model.stats,
+            state=running.state.value,
+            arriving=queue.arriving,
+            waiting=len(queue),
+            waiting_tokens=queue.tokens,
             resumed=running.resumed,
             diverged=running.diverged,
             resume_seconds=running.resume_seconds,
@@ -475,11 +469,11 @@ class Dispatcher(EngineLike):
 
     @property
     def timeline(self) -> Timeline:
-        """Of the first engine; each engine has its own, and those in other processes keep theirs. Raises
+        """Timeline of the first engine; each has its own, and those in other processes keep theirs. Raises
         EngineClosed before the start."""
         self._started()
         first = self._replicas[0]
-        return first.engine.timeline if isinstance(first, LocalReplica) else self._front.timeline
+        return first.engine.timeline if isinstance(first, LocalReplica) else self._model.timeline
 
     @property
     def measuring(self) -> Measuring:
@@ -489,46 +483,11 @@ class Dispatcher(EngineLike):
 
             self._measuring = Measuring()
             if self._running is not None and not self._running.closed:
-                self._measure(self._measuring)
+                measure(self._measuring, self._running, self.config, self._counted)
         return self._measuring
-
-    def _observe(self, running: Dispatching) -> None:
-        """What an engine does, too, when it starts."""
-        if self._measuring is not None:
-            self._measure(self._measuring)
-        if self.config.tracing:
-            running.observers.add(Tracer(self.config.model_name, __version__, running.clock))
-        if self.config.stats_interval:
-            seconds = self.config.stats_interval
-            running.observers.add(Reporter(running.loop, seconds, self._counted, running.clock))
 
     def _counted(self) -> DispatcherStats:
         return with_counts(self.stats(), self._past)
-
-    def _measure(self, measuring: Measuring) -> None:
-        running, info = self._started(), self._started().info
-        facts = {
-            "version": __version__,
-            "device": info.device or info.description,
-            "dtype": info.dtype,
-            "page_size": str(info.page_size or self.config.positions_per_page),
-            "prefix_cache": str(self.config.prefix_cache).lower(),
-            "policy": str(self.config.policy),
-        }
-        measuring.begin(
-            running.observers,
-            running.loop,
-            info.max_model_len,
-            facts,
-            lambda: (self._counted(), running.unread),
-        )
-        for replica in running.placing.ready:
-            self._follow(running, replica)
-
-    def _follow(self, running: Dispatching, replica: Replica) -> None:
-        """Steps of a replica are steps of the dispatcher, for what observes that."""
-        if self._measuring is not None and isinstance(replica, LocalReplica):
-            replica.engine.observe(_Steps(running.observers))
 
     def _started(self) -> Dispatching:
         if self._running is None:
@@ -539,17 +498,3 @@ class Dispatcher(EngineLike):
         running = self._started()
         running.check_serving()
         return running
-
-
-class _Steps(Observer):
-    """Passes on the steps of an engine."""
-
-    def __init__(self, observers: Observers) -> None:
-        self._observers = observers
-
-    def stepped(self, step: Step, lag: float) -> None:
-        self._observers.stepped(step, lag)
-
-
-def _is_engine(given: object) -> bool:
-    return isinstance(given, Engine)

@@ -35,7 +35,6 @@ from aioinfer.loop.loop_bound import EngineState
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource, RequestOptions
 from aioinfer.loop.resumption import check
 from aioinfer.parallel.adapters import ReplicaAdapters
-from aioinfer.parallel.losses import lost_for_good, none_left
 from aioinfer.parallel.placing import Placement, Placing, Wanted, has_adapter, makes_the_same
 from aioinfer.parallel.queue import RecordQueue
 from aioinfer.parallel.record import Attempt, Diverged, Ending, Record, Unwanted
@@ -59,9 +58,9 @@ OnLoss = Literal["identical", "continue", "fail"]
 
 #: requests that are sent in one turn of the loop
 _MOST_SENT = 32
-#: replicas that may be lost with a request at one and the same token: perhaps it is the reason
+#: losses at one and the same token after which the request itself is blamed
 _MOST_LOSSES = 2
-#: and before it had a row: it is hardly the reason
+#: losses before it had a row, after which it is given up
 _MOST_UNBEGUN = 4
 _READER = frozenset({ParkedFor.READER})
 
@@ -86,13 +85,13 @@ class Dispatching(OpenStreams):
         self.tokenizer = tokenizer
         self.placing = placing
         self.on_loss = on_loss
-        #: of streams that went on elsewhere; of attempts that brought something else; of rows that came late
+        #: counts: streams that went on elsewhere, attempts with another output, tokens that came late
         self.resumed, self.diverged, self.late_tokens = 0, 0, 0
         #: seconds from a loss to the next token, of streams that have that, in all
         self.resume_seconds = 0.0
         self._checks = Checks(config, info, tokenizer)
         self._intake = intake
-        self.queue = RecordQueue(config, info, tokenizer, self._checks, intake, self)
+        self.queue = RecordQueue(config, info, tokenizer, self._checks, intake, self._accepted, self.end)
         self._attempts = 0
         self.adapters = ReplicaAdapters(self, placing, self.adapted)
         self.weights = ReplicaWeights(self, placing, self.adapted)
@@ -151,16 +150,9 @@ class Dispatching(OpenStreams):
             self.tokenizer, ids, self.info.vocab_size, skip_special_tokens=skip_special_tokens
         )
 
-    # -- as QueueEvents -------------------------------------------------------------------------
-
-    def accepted(self, record: Record) -> None:
-        """As in QueueEvents."""
+    def _accepted(self, record: Record) -> None:
         cell_of(record).notify()
         self._pump_soon()
-
-    def refused(self, record: Record, error: RequestError | EngineError) -> None:
-        """As in QueueEvents."""
-        self.end(record, error)
 
     # -- the pump -------------------------------------------------------------------------------
 
@@ -181,7 +173,7 @@ class Dispatching(OpenStreams):
         self._pump_soon()
 
     def _send_or_refuse(self, record: Record) -> bool:
-        """Whether the next one may try."""
+        """Send a request or end it. Whether the next one may try."""
         wanted, picky = self._wanted(record), record.options.adapter is not None
         if (picky or wanted is not None) and not self.placing.computes(record, wanted):
             if self.placing.computes(record, wanted, soon=True):
@@ -213,13 +205,13 @@ class Dispatching(OpenStreams):
         return True
 
     def _wanted(self, record: Record) -> Wanted | None:
-        """What an output must go on with. None: anything."""
+        """Arithmetic and weights that an output must go on with. None: any."""
         if self.on_loss != "identical" or not record.output_ids or not record.identical:
             return None
         return Wanted(record.numerics, record.newest_version)
 
     def _nowhere(self, record: Record, wanted: Wanted | None) -> RequestError | EngineError:
-        """Why no replica computes a record, now or soon."""
+        """The error of a request that no replica computes, now or soon."""
         adapter = record.options.adapter
         if wanted is not None and not any(map(wanted.is_of, self.placing.ready)):
             return self._for_good(record, f"no replica left has {wanted}")
@@ -440,10 +432,10 @@ class Dispatching(OpenStreams):
         self._end_all(self._failed_error)
 
     def _failed_error(self) -> EngineFailed:
-        return none_left(self.placing.replicas)
+        return self.placing.lost("no replica is left")
 
     def _for_good(self, record: Record, reason: str, cause: BaseException | None = None) -> EngineFailed:
-        return lost_for_good(self.placing.replicas, record, reason, cause)
+        return self.placing.lost(reason, record.losses if cause is None else [cause])
 
     # -- endings --------------------------------------------------------------------------------
 

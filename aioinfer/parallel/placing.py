@@ -1,4 +1,4 @@
-"""Placing: the replicas of a dispatcher, what each has to do, and which of them gets a request."""
+"""Placing: chooses the replica that gets a request, by the load of each."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from aioinfer.errors import EngineFailed
+from aioinfer.parallel.load import PAGE, take_away
 from aioinfer.parallel.policies import Candidate, RoutingPolicy
 from aioinfer.parallel.record import Attempt, Record
-from aioinfer.parallel.remembering import PAGE
-from aioinfer.parallel.replica import Replica, ReplicaState, take_away
+from aioinfer.parallel.replica import Replica, ReplicaState
 
 __all__ = ["Placement", "Placing", "Wanted", "has_adapter", "makes_the_same"]
 
@@ -21,7 +22,7 @@ _READY = ReplicaState.READY
 
 
 class Wanted(NamedTuple):
-    """What an output must go on with."""
+    """Arithmetic and weights that an output must go on with."""
 
     #: by which arithmetic, and by which version of the weights its last token was computed
     numerics: str
@@ -36,7 +37,7 @@ class Wanted(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Where a request goes."""
+    """The replica that a request goes to."""
 
     replica: Replica
     #: tokens to compute before the first one, and hashes of its prefixes
@@ -51,14 +52,14 @@ class Placing:
     def __init__(self, replicas: Sequence[Replica], policy: RoutingPolicy) -> None:
         self.replicas = list(replicas)
         self.policy = policy
-        #: that refused a request, until one of theirs ends
+        #: replicas that refused a request, until one of theirs ends
         self._full: set[Replica] = set()
         #: how many attempts have a prefix, on all replicas, by the hashes of its pages
         self._sharing: Counter[int] = Counter()
 
     @property
     def ready(self) -> list[Replica]:
-        """Those that take requests."""
+        """Replicas that take requests."""
         return [each for each in self.replicas if each.state is _READY]
 
     @property
@@ -78,8 +79,8 @@ class Placing:
         )
 
     def choose(self, record: Record, wanted: Wanted | None = None) -> Placement | None:
-        """Who computes a record, rather one that is not given weights; None: none has room. ``wanted``: what
-        that one must have."""
+        """The replica that computes a record, rather one that is not given weights; None: none has room.
+        ``wanted``: what it must have."""
         free = [each for each in self.ready if has_adapter(each, record) and self._has_room(each, record)]
         if record.output_ids:
             preferred = wanted or Wanted(record.numerics, record.newest_version)
@@ -105,7 +106,7 @@ class Placing:
         return Placement(chosen, next(each.uncached for each in candidates if each.replica is chosen), pages)
 
     def place(self, attempt: Attempt, placement: Placement) -> None:
-        """An attempt goes to its replica: from now on it counts there."""
+        """Count an attempt on its replica."""
         record = attempt.record
         most, rest = record.params.max_tokens, record.max_length - len(record.prompt_ids)
         attempt.uncached, attempt.pages = placement.uncached, placement.pages
@@ -114,16 +115,16 @@ class Placing:
         self._sharing.update(attempt.pages)
 
     def admitted(self, attempt: Attempt, cached_tokens: int) -> None:
-        """What it has found in the cache is known: so is what it has to compute."""
+        """Count what an attempt has to compute, now that its hits in the prefix cache are known."""
         if attempt.uncached:
             attempt.replica.load.admitted(attempt, max(1, attempt.record.known - cached_tokens))
 
     def begun(self, attempt: Attempt) -> None:
-        """Its first token is there."""
+        """Count an attempt's first token."""
         attempt.replica.load.begun(attempt)
 
     def ended(self, attempt: Attempt) -> None:
-        """It counts no longer."""
+        """Count an attempt no longer."""
         replica, begun = attempt.replica, not attempt.uncached
         replica.load.remove(attempt)
         if begun and self.policy.looks_at_prefixes:
@@ -140,10 +141,21 @@ class Placing:
         return shares[::-1]
 
     def full(self, replica: Replica) -> bool:
-        """It refused a request: the next one waits until one of its own has ended; whether it has any."""
+        """Note that it refused a request: the next one waits until one of its own has ended. Whether it has
+        any."""
         if replica.load.requests:
             self._full.add(replica)
         return replica.load.requests > 0
+
+    def lost(self, reason: str, causes: Sequence[BaseException | None] = ()) -> EngineFailed:
+        """The error of a stream that goes on nowhere; without ``causes``, those of the replicas' losses."""
+        named = [str(each) for each in causes]
+        if not causes:
+            causes = [each.cause for each in self.replicas if each.cause is not None]
+            named = [f"{each.name}: {each.cause}" for each in self.replicas if each.cause is not None]
+        error = EngineFailed(f"{reason}: {'; '.join(named)}")
+        error.__cause__ = causes[-1] if causes else None
+        return error
 
     def _has_room(self, replica: Replica, record: Record) -> bool:
         load = replica.load

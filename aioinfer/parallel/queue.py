@@ -1,11 +1,11 @@
-"""RecordQueue: the requests of a dispatcher that no replica has yet, from their arrival on."""
+"""RecordQueue: requests of a dispatcher, from their arrival until a replica has them."""
 
 from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from sortedcontainers import SortedDict
 
@@ -23,17 +23,7 @@ if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["QueueEvents", "RecordQueue"]
-
-
-class QueueEvents(Protocol):
-    """What a queue reports, never amid a call of its methods."""
-
-    def accepted(self, record: Record) -> None:
-        """It waits for a replica now: its prompt is tokenized."""
-
-    def refused(self, record: Record, error: RequestError | EngineError) -> None:
-        """Its prompt could not be tokenized, or is too much for the queue."""
+__all__ = ["RecordQueue"]
 
 
 class _Examined:
@@ -53,12 +43,28 @@ class _Examined:
 
 
 class RecordQueue:
-    """In the order of arrival, or of priorities; outputs that have begun go first. Its limits are those of
-    the config."""
+    """Ordered by arrival, or by priority; outputs that have begun go first. Its limits are those of the
+    config."""
 
-    __slots__ = ("_arrivals", "_arrived", "_arriving_tokens", "_aside", "_checks", "_config", "_events",
-                 "_examined", "_info", "_intake", "_keys", "_ranked", "_records", "_seeds", "_text",
-                 "tokens")  # fmt: skip
+    __slots__ = (
+        "_accepted",
+        "_arrivals",
+        "_arrived",
+        "_arriving_tokens",
+        "_aside",
+        "_checks",
+        "_config",
+        "_examined",
+        "_info",
+        "_intake",
+        "_keys",
+        "_ranked",
+        "_records",
+        "_refused",
+        "_seeds",
+        "_text",
+        "tokens",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -67,12 +73,15 @@ class RecordQueue:
         tokenizer: Tokenizer | None,
         checks: Checks,
         intake: Intake,
-        events: QueueEvents,
+        accepted: Callable[[Record], None],
+        refused: Callable[[Record, RequestError | EngineError], None],
     ) -> None:
+        """``accepted`` and ``refused`` are told of a request whose prompt had to be tokenized first, never
+        amid a call of a method."""
         self._config = config
         self._info = info
         self._intake = intake
-        self._events = events
+        self._accepted, self._refused = accepted, refused
         self._text = tokenizer is not None
         self._checks = checks
         self._examined = _Examined(checks, Preparing(config, info, tokenizer, drafts=False))
@@ -80,7 +89,7 @@ class RecordQueue:
         self._seeds = random.Random(config.seed)
         self._keys, self._arrived = 0, 0
         self._arrivals: dict[Record, Preparation] = {}
-        #: at least so many tokens have their prompts
+        #: least number of tokens in their prompts
         self._arriving_tokens = 0
         self._records: SortedDict = SortedDict()
         #: those that no replica may compute at present
@@ -99,12 +108,12 @@ class RecordQueue:
 
     @property
     def first(self) -> Record | None:
-        """The one that goes next."""
+        """The request that goes next."""
         record: Record | None = self._records.peekitem(0)[1] if self._records else None
         return record
 
     def check(self, tokens: int) -> None:
-        """Raise Rejected if a request with so many tokens is too much."""
+        """Raise Rejected if a request with this many tokens is too much."""
         waiting = len(self) + len(self._arrivals)
         if waiting >= self._config.max_queued_requests:
             raise Rejected(f"{waiting} requests are waiting already (max_queued_requests)")
@@ -137,13 +146,13 @@ class RecordQueue:
                 raise error
             self._accept(record, prepared.prompt_ids, checkpoint)
         except (RequestError, EngineError) as refused:
-            self._events.refused(record, refused)
+            self._refused(record, refused)
         except BaseException as cause:  # anything that a worker thread can raise, panics of Rust included
             wrong = InvalidRequest("prompt", f"could not be tokenized: {cause!r}")
             wrong.__cause__ = cause
-            self._events.refused(record, wrong)
+            self._refused(record, wrong)
         else:
-            self._events.accepted(record)
+            self._accepted(record)
 
     def _accept(self, record: Record, ids: Sequence[int], checkpoint: StreamCheckpoint | None) -> None:
         self._checks.check_length(record.params, len(ids), record.options.pooling)

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from aioinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest
 from aioinfer.loop.clock import clock_of
 from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
-from aioinfer.parallel.addresses import PATIENCE, Connect, connector
-from aioinfer.parallel.connection import BEAT, MISSES, Connection
+from aioinfer.parallel.connection import BEAT, MISSES, PATIENCE, Connect, Connection, connector
 from aioinfer.parallel.frames import FrameError
+from aioinfer.parallel.load import PAGE, RememberedPages
 from aioinfer.parallel.messages import (
     Abort,
     Adapt,
@@ -39,7 +39,6 @@ from aioinfer.parallel.messages import (
 )
 from aioinfer.parallel.reading import options_of
 from aioinfer.parallel.record import Attempt, Record
-from aioinfer.parallel.remembering import PAGE, RememberedPages
 from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
 from aioinfer.parallel.rows import unpacked
 from aioinfer.scheduling.request import ParkedFor

@@ -1,19 +1,19 @@
 """Replica: one engine of a dispatcher, wherever it runs.
 
 It reports what its steps bring to :class:`ReplicaEvents`, once per step, and asks nothing. The dispatcher
-numbers its attempts and knows from these alone how much each replica has to do: see :class:`Load`.
+numbers its attempts and knows from these alone how much each replica has to do.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from aioinfer.errors import ConfigError
+from aioinfer.parallel.load import Load
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from aioinfer.parallel.record import Attempt, Ending, Record
     from aioinfer.resuming.record import StreamCheckpoint
 
-__all__ = ["Load", "Replica", "ReplicaEvents", "ReplicaState", "Rows", "close_all", "take_away"]
+__all__ = ["Replica", "ReplicaEvents", "ReplicaState", "Rows", "close_all"]
 
 
 class ReplicaState(Enum):
@@ -102,64 +102,6 @@ class ReplicaEvents(Protocol):
 
     def lost(self, replica: Replica, cause: BaseException) -> None:
         """Nothing more comes from it. Idempotent."""
-
-
-class Load:
-    """What a replica has to do, by the attempts that were sent to it and have not ended."""
-
-    __slots__ = ("attempts", "backlog", "pages", "resuming", "tokens")
-
-    def __init__(self) -> None:
-        self.attempts: dict[int, Attempt] = {}
-        #: prompt tokens that it has to compute, of attempts without a first token
-        self.backlog = 0
-        #: and those of them that belong to outputs which have begun
-        self.resuming = 0
-        #: prompt and possible output of all attempts
-        self.tokens = 0
-        #: how many attempts have a prefix, by the hashes of its pages
-        self.pages: Counter[int] = Counter()
-
-    @property
-    def requests(self) -> int:
-        return len(self.attempts)
-
-    def add(self, attempt: Attempt) -> None:
-        self.attempts[attempt.number] = attempt
-        self.tokens += attempt.tokens
-        self.backlog += attempt.uncached
-        if attempt.resumes:
-            self.resuming += attempt.uncached
-        self.pages.update(attempt.pages)
-
-    def begun(self, attempt: Attempt) -> None:
-        """Its first token is there: its prompt is computed."""
-        self.backlog -= attempt.uncached
-        if attempt.resumes:
-            self.resuming -= attempt.uncached
-        attempt.uncached = 0
-
-    def admitted(self, attempt: Attempt, uncached: int) -> None:
-        """It has to compute so much, and not what was thought."""
-        more = uncached - attempt.uncached
-        self.backlog += more
-        if attempt.resumes:
-            self.resuming += more
-        attempt.uncached = uncached
-
-    def remove(self, attempt: Attempt) -> None:
-        self.begun(attempt)
-        del self.attempts[attempt.number]
-        self.tokens -= attempt.tokens
-        take_away(self.pages, attempt.pages)
-
-
-def take_away(counts: Counter[int], pages: Sequence[int]) -> None:
-    """Undo ``counts.update(pages)``."""
-    for page in pages:
-        counts[page] -= 1
-        if not counts[page]:
-            del counts[page]
 
 
 class Replica(ABC):

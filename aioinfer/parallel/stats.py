@@ -1,4 +1,4 @@
-"""DispatcherStats: what the replicas of a dispatcher do together, and one by one."""
+"""DispatcherStats: statistics of the replicas of a dispatcher, together and one by one."""
 
 from __future__ import annotations
 
@@ -69,9 +69,31 @@ class DispatcherStats(EngineStats):
     #: seconds from losses to the next tokens, in all
     resume_seconds: float
 
+    @classmethod
+    def sum_of(
+        cls,
+        replicas: Sequence[Replica],
+        empty: EngineStats,
+        *,
+        state: str,
+        arriving: int,
+        waiting: int,
+        waiting_tokens: int,
+        **own: Any,
+    ) -> Self:
+        """The sum over replicas, with what waits in front of them. ``empty``: a sum of none; ``own``: the
+        fields that only a dispatcher has."""
+        each = tuple(map(ReplicaStats.of, replicas))
+        total = _summed([one.stats for one in each if one.stats is not None and one.state != "lost"], empty)
+        total["state"] = state
+        total["arriving"] += arriving
+        total["waiting"] += waiting
+        total["waiting_tokens"] += waiting_tokens
+        return cls(**total, **own, replicas=each)
+
     @property
     def parts(self) -> Sequence[EngineStats]:
-        """Those of the replicas that take requests."""
+        """Statistics of the replicas that take requests."""
         return [each.stats for each in self.replicas if each.state == "ready" and each.stats is not None]
 
     @property
@@ -81,7 +103,7 @@ class DispatcherStats(EngineStats):
 
 
 def add_counts(past: Counter[str], stats: EngineStats | None) -> None:
-    """Keep what an engine has counted that is about to count from 0 again."""
+    """Keep the counters of an engine that is about to count from 0 again."""
     if stats is not None:
         past.update({name: getattr(stats, name) for name in _COUNTERS})
 
@@ -95,7 +117,7 @@ def with_counts(stats: DispatcherStats, past: Counter[str]) -> DispatcherStats:
     return replace(stats, **{name: getattr(stats, name) + total[name] for name in _COUNTERS})
 
 
-def summed(each: Sequence[EngineStats], empty: EngineStats) -> dict[str, Any]:
+def _summed(each: Sequence[EngineStats], empty: EngineStats) -> dict[str, Any]:
     """The fields of the sum; those of ``empty`` if there is nothing to sum."""
     found: dict[str, Any] = {}
     for item in fields(EngineStats):

@@ -216,31 +216,6 @@ def test_requests_that_wait_for_a_replica_get_the_newest_or_an_error(kind: Kind,
     run(work)
 
 
-@both
-def test_a_load_that_is_cancelled_leaves_nothing(kind: Kind, make: Make) -> None:
-    async def work() -> None:
-        engines = toys(2, max_adapters=1)
-        async with kind(engines) as dispatcher:
-            streams: list[Any] = []
-            for name in ("1", "2"):
-                await dispatcher.load_adapter("a", make(name))
-                streams += [dispatcher.generate(prompt(n), ENDLESS, adapter="a") for n in range(4)]
-                await asyncio.sleep(3 * STEP)
-            load = asyncio.ensure_future(dispatcher.load_adapter("a", make("3")))
-            await asyncio.sleep(3 * STEP)
-            assert not load.done(), "versions that drain have all slots"
-            load.cancel()
-            await asyncio.wait([load])
-            await end(streams)
-            for engine in engines:
-                await loaded(engine, 1)
-            assert {each.fingerprint for engine in engines for each in engine.adapters()} == {
-                each.fingerprint for each in dispatcher.adapters()
-            }
-
-    run(work)
-
-
 def test_a_replica_that_is_lost_while_it_loads_does_not_count(make: Make) -> None:
     async def work() -> None:
         engines = toys(2)
@@ -322,26 +297,6 @@ def test_a_load_that_the_last_replicas_are_lost_in_fails_and_so_do_requests(kind
             assert dispatcher.state is EngineState.FAILED
             with pytest.raises(EngineFailed, match="no replica is left"):
                 dispatcher.generate(prompt(1), PARAMS)
-
-    run(work)
-
-
-@both
-def test_a_replacement_that_one_replica_refuses_is_undone_in_the_others(kind: Kind, make: Make) -> None:
-    async def work() -> None:
-        engines = toys(3)
-        async with kind(engines) as dispatcher:
-            await dispatcher.load_adapter("a", make("1"))
-
-            def prepare(path: Path) -> Any:
-                raise ConfigError("no room here")
-
-            engines[1].device.prepare_adapter = prepare  # type: ignore[method-assign]
-            with pytest.raises(ConfigError, match="no room here"):
-                await dispatcher.load_adapter("a", make("2"))
-            assert held_by(engines) == [str(make("1"))] * 3
-            for number in range(6):
-                assert await ask(dispatcher, number) == wanted(number, make("1"))
 
     run(work)
 

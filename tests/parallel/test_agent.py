@@ -13,7 +13,7 @@ import pytest
 from aioinfer import SamplingParams
 from aioinfer.errors import ConfigError, EngineError
 from aioinfer.loop.options import RequestOptions
-from aioinfer.parallel.addresses import connector
+from aioinfer.parallel.connection import connector
 from aioinfer.parallel.frames import HANDSHAKE_LIMIT, frame
 from aioinfer.parallel.messages import (
     PROTOCOL,

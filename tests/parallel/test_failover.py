@@ -13,7 +13,7 @@ import pytest
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.errors import AioInferError, ConfigError, EngineFailed
+from aioinfer.errors import ConfigError, EngineFailed
 from aioinfer.execution.device import DeviceLost
 from aioinfer.outputs import Result
 from aioinfer.parallel import Dispatcher
@@ -21,13 +21,12 @@ from aioinfer.parallel.local import LocalReplica
 from aioinfer.parallel.record import Attempt, Diverged, Record
 from aioinfer.parallel.replica import Rows
 from aioinfer.params import SamplingParams
-from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.stream import Stream
 from aioinfer.testing import TimedLauncher, VirtualLoop
 from examples.training.tasks import TASKS, held_out
 from tests.engine.test_restoring import DIFFUSION, KINDS, same
 from tests.model.harness import require
-from tests.tiers import PLANTED_BUG, SECONDS, grid, nightly, rest
+from tests.tiers import SECONDS, grid, rest
 from tests.toys import ToyDevice, ToyTokenizer
 
 LONGEST = 96
@@ -156,112 +155,6 @@ def test_a_replica_may_be_lost_at_any_token(every: int) -> None:
         assert await lose_everywhere(every) > 200 / every
 
     in_virtual_time(work)
-
-
-# -- bugs ----------------------------------------------------------------------------------------------
-
-
-def unpinned(patch: pytest.MonkeyPatch) -> None:
-    """Every replica draws a seed of its own."""
-    patch.setattr(Attempt, "params", property(lambda self: self.record.params))
-
-
-def with_checkpoint(**values: Callable[[StreamCheckpoint], Any]) -> Callable[[pytest.MonkeyPatch], None]:
-    make = Record.checkpoint
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        def other(self: Record, info: Any) -> StreamCheckpoint:
-            found = make(self, info)
-            return dataclasses.replace(found, **{name: value(found) for name, value in values.items()})
-
-        patch.setattr(Record, "checkpoint", other)
-
-    return plant
-
-
-def one_further(patch: pytest.MonkeyPatch) -> None:
-    """The index of the first token is off by one."""
-    bring = Attempt.bring
-
-    def wrong(self: Attempt, rows: Rows) -> bool:
-        if self.resumes:
-            rows.first += 1
-        return bring(self, rows)
-
-    patch.setattr(Attempt, "bring", wrong)
-
-
-def one_back(patch: pytest.MonkeyPatch) -> None:
-    bring = Attempt.bring
-
-    def wrong(self: Attempt, rows: Rows) -> bool:
-        if self.resumes:
-            rows.first = max(0, rows.first - 1)
-        return bring(self, rows)
-
-    patch.setattr(Attempt, "bring", wrong)
-
-
-def text_by_tokens(patch: pytest.MonkeyPatch) -> None:
-    """Text is skipped by what the tokens say, and not by what the record has."""
-    bring = Attempt.bring
-
-    def wrong(self: Attempt, rows: Rows) -> bool:
-        if self.resumes and rows.at == 0:
-            known = len(self.record.output_ids)
-            text = ToyTokenizer().decode(self.record.output_ids[:known], skip_special_tokens=True)
-            rows.at, rows.text = self.record.characters, rows.text[len(text) :]
-        return bring(self, rows)
-
-    patch.setattr(Attempt, "bring", wrong)
-
-
-def folded(patch: pytest.MonkeyPatch) -> None:
-    """The output becomes a part of the prompt."""
-    queue = Engine.queue
-
-    def wrong(self: Engine, ids: Any, params: Any, options: Any, checkpoint: Any = None) -> Stream:
-        known = () if checkpoint is None else checkpoint.token_ids
-        return queue(self, [*ids, *known], params, options)
-
-    patch.setattr(Engine, "queue", wrong)
-
-
-def endless(patch: pytest.MonkeyPatch) -> None:
-    """What goes on may have as many tokens again."""
-    params = Attempt.params.fget  # type: ignore[attr-defined]
-
-    def wrong(self: Attempt) -> SamplingParams:
-        found: SamplingParams = params(self)
-        return found.changed(max_tokens=None) if self.resumes else found
-
-    patch.setattr(Attempt, "params", property(wrong))
-
-
-BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "seed not pinned": unpinned,
-    "another seed": with_checkpoint(
-        seed=lambda it: it.seed + 1, params=lambda it: it.params.changed(seed=it.seed + 1)
-    ),
-    "output folded into the prompt": folded,
-    "first index one further": one_further,
-    "first index one back": one_back,
-    "text skipped by its tokens": text_by_tokens,
-    "no end": endless,
-}
-
-
-@nightly(PLANTED_BUG)
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bugs_are_found(monkeypatch: pytest.MonkeyPatch, bug: str) -> None:
-    BUGS[bug](monkeypatch)
-
-    async def work() -> None:
-        async with asyncio.timeout(10_000):
-            await lose_everywhere(2)
-
-    with pytest.raises((AssertionError, AioInferError, TimeoutError, IndexError, KeyError)):
-        in_virtual_time(work)
 
 
 # -- poison, and what a caller may choose --------------------------------------------------------------
@@ -528,31 +421,3 @@ async def test_every_kind_of_request_to_the_bundled_model_goes_on(rounds: int) -
 async def test_blocks_go_on_too(rounds: int) -> None:
     require("native")
     assert await lose_some(diffusion_engines(), diffusion_requests(), rounds) > rounds
-
-
-@nightly(PLANTED_BUG)
-async def test_a_grammar_at_its_root_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    require("native")
-    monkeypatch.setattr("aioinfer.loop.core.replay", lambda grammar, checkpoint: grammar)
-    with pytest.raises((AssertionError, AioInferError, TimeoutError)):
-        async with asyncio.timeout(5):  # one that never ends is found, too
-            await lose_some(chat_engines(), chat_requests(), 8)
-
-
-@nightly(PLANTED_BUG)
-async def test_a_block_boundary_that_is_rounded_up_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    require("native")
-    checkpoint = Record.checkpoint
-
-    def wrong(self: Record, info: Any) -> StreamCheckpoint:
-        return dataclasses.replace(
-            checkpoint(self, info),
-            token_ids=tuple(self.output_ids),
-            logprobs=tuple(self.logprobs),
-            delivered_tokens=len(self.output_ids),
-            step_map=tuple(self.cursor.step_map or ()),
-        )
-
-    monkeypatch.setattr(Record, "checkpoint", wrong)
-    with pytest.raises((AssertionError, AioInferError)):
-        await lose_some(diffusion_engines(), diffusion_requests(), 8)

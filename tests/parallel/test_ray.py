@@ -338,19 +338,6 @@ async def test_the_last_end_and_a_new_placement_do_not_disturb_each_other(
     assert found._starting is None
 
 
-@rest(SECONDS)
-def test_a_cluster_can_be_used_on_another_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = cluster(KEEPING, monkeypatch)
-
-    async def use() -> None:
-        actors = [found.actor() for _ in range(3)]
-        await asyncio.gather(*(found.place(each, {}, "secret") for each in actors))
-        await asyncio.gather(*(found.end(each, kill=True) for each in actors))
-
-    asyncio.run(use())
-    asyncio.run(use())
-
-
 # -- its dispatcher ------------------------------------------------------------------------------------
 
 

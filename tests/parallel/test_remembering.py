@@ -6,20 +6,11 @@ from pathlib import Path
 from unittest.mock import Mock
 
 from aioinfer import SamplingParams
-from aioinfer.parallel.remembering import PAGE, RememberedPages
+from aioinfer.parallel.load import PAGE, RememberedPages
 from aioinfer.parallel.replica import Load
 from tests.parallel.served import dispatching, toy
 
 PROMPT = [number % 30 + 1 for number in range(4 * PAGE)]
-
-
-def test_the_first_pages_of_a_prompt_are_found() -> None:
-    pages = RememberedPages()
-    pages.add([1, 2, 3], 10)
-    assert pages.leading([1, 2, 3, 4]) == 3
-    assert pages.leading([1, 9, 3]) == 1
-    assert pages.leading([2, 3]) == 2
-    assert pages.leading([9]) == pages.leading([]) == 0
 
 
 def test_what_was_used_last_is_kept_and_of_a_prefix_its_beginning() -> None:
@@ -34,15 +25,6 @@ def test_what_was_used_last_is_kept_and_of_a_prefix_its_beginning() -> None:
     assert [pages.leading(each) for each in ([1], [20, 21, 22])] == [0, 2]
     pages.clear()
     assert len(pages) == 0
-
-
-def test_what_a_request_does_not_find_is_forgotten() -> None:
-    pages = RememberedPages()
-    pages.add([1, 2, 3, 4], 10)
-    pages.found([1, 2, 3, 4, 5], 2)
-    assert pages.leading([1, 2, 3, 4]) == 2
-    pages.found([1, 2], 2)
-    assert pages.leading([1, 2]) == 2
 
 
 async def test_a_prompt_goes_where_its_beginning_was(tmp_path: Path) -> None:

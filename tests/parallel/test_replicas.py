@@ -178,25 +178,6 @@ async def test_restart_brings_a_lost_one_back() -> None:
 
 
 @virtual
-async def test_all_lost_and_one_comes_back() -> None:
-    engines = toys(2)
-    async with Dispatcher(engines) as dispatcher:
-        streams = [dispatcher.generate(prompt(number), ENDLESS) for number in range(4)]
-        arriving = dispatcher.generate("its text is being tokenized", ENDLESS)
-        for engine in engines:
-            engine.lose()
-        for stream in [*streams, arriving]:
-            with pytest.raises(EngineFailed, match="no replica is left"):
-                await stream
-        assert (dispatcher.state, dispatcher.ready, dispatcher.degraded) == (EngineState.FAILED, False, True)
-        with pytest.raises(EngineFailed):
-            dispatcher.generate([1])
-        await dispatcher.restart("local-1")
-        assert (dispatcher.state, dispatcher.ready, dispatcher.degraded) == (EngineState.RUNNING, True, True)
-        assert (await dispatcher.generate([1, 2], PARAMS)).token_ids == expected([1, 2])
-
-
-@virtual
 async def test_requests_wait_while_the_only_replica_restarts() -> None:
     async with Dispatcher(toys(1)) as dispatcher:
         restarting = asyncio.ensure_future(dispatcher.restart())
@@ -336,38 +317,6 @@ async def test_what_is_wrong_is_refused_before_anything_changes() -> None:
 
 
 # -- losses --------------------------------------------------------------------------------------------
-
-
-@virtual
-async def test_on_loss_fail_ends_the_streams_of_a_lost_replica_and_no_others() -> None:
-    engines = toys(2)
-    async with Dispatcher(engines, policy="round_robin", on_loss="fail") as dispatcher:
-        streams = [dispatcher.generate(prompt(number), PARAMS) for number in range(6)]
-        await asyncio.sleep(3 * STEP)
-        there = [record(each).attempt.replica.name for each in streams]  # type: ignore[union-attr]
-        engines[0].lose()
-        results = await asyncio.gather(*streams, return_exceptions=True)
-        for name, number, result in zip(there, range(6), results, strict=True):
-            if name == "local-0":
-                assert isinstance(result, EngineFailed)
-                assert "its replica is lost: the device is lost" in str(result)
-            else:
-                assert result.token_ids == expected(prompt(number))  # type: ignore[union-attr]
-
-
-@virtual
-async def test_a_request_that_two_replicas_were_lost_with_fails_and_the_third_is_safe() -> None:
-    async with Dispatcher(toys(3)) as dispatcher:
-        poison = dispatcher.generate(prompt(1), ENDLESS)
-        for steps in (4.5, 0.5):  # of the second one before its first token is there
-            await asyncio.sleep(steps * STEP)
-            attempt = record(poison).attempt
-            assert attempt is not None
-            attempt.replica.engine.lose(ValueError(f"lost {attempt.replica.name}"))  # type: ignore[attr-defined]
-        with pytest.raises(EngineFailed, match=r"2 replicas were lost with it: lost local-\d; lost local-\d"):
-            await poison
-        assert dispatcher.stats().ready_replicas == 1
-        assert dispatcher.ready
 
 
 @virtual

@@ -59,34 +59,6 @@ async def test_what_a_request_leaves_open_is_not_taken_from_the_replicas_model(t
         assert await dispatcher.generate([1, 2], params) == expected
 
 
-@rest(SECONDS)
-async def test_a_lost_stream_goes_on_behind_another_socket(tmp_path: Path) -> None:
-    async with toy() as alone:
-        expected = await alone.generate([1, 2, 3], PARAMS)
-    async with dispatching(tmp_path, toy(0.001), toy(0.001), policy="round_robin") as dispatcher:
-        stream = dispatcher.generate([1, 2, 3], PARAMS)
-        ids: list[int] = []
-        lost = False
-        async for chunk in stream:
-            ids += chunk.token_ids
-            if len(ids) > 10 and not lost:
-                lost = True
-                (replica,) = [each for each in dispatcher.replicas if each.load.requests]
-                await replica.agent.aclose()
-        result = stream.result()
-        stats = dispatcher.stats()
-        assert (stats.resumed, stats.diverged, stats.ready_replicas) == (1, 0, 1)
-        assert "its connection was closed" in str(next(each.cause for each in stats.replicas if each.cause))
-        name = next(each.name for each in stats.replicas if each.state == "lost")
-        await dispatcher.restart(name)
-        assert dispatcher.stats().ready_replicas == 2
-        assert await dispatcher.generate([1, 2, 3], PARAMS) == expected
-    assert ids == result.token_ids == expected.token_ids
-    assert (result.text, result.logprobs, result.prompt_logprobs) == (
-        *(expected.text, expected.logprobs, expected.prompt_logprobs),
-    )
-
-
 async def test_an_engine_that_is_lost_says_so(tmp_path: Path) -> None:
     async with dispatching(tmp_path, toy(0.001)) as dispatcher:
         stream = dispatcher.generate([1, 2, 3], PARAMS)
@@ -156,14 +128,6 @@ async def test_a_reader_that_lags_parks_its_request_in_the_replica(tmp_path: Pat
             ids += (await anext(stream)).token_ids
         assert ids == expected.token_ids
         assert engine.stats().parkings > 5
-
-
-@rest(SECONDS)
-async def test_a_reader_that_waits_does_not_lag(tmp_path: Path) -> None:
-    params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
-    async with dispatching(tmp_path, toy(0.001)) as dispatcher:
-        assert len((await dispatcher.generate([1, 2, 3], params, max_lag=20)).token_ids) == 200
-        assert dispatcher.replicas[0].engine.stats().parkings < 10
 
 
 @rest(SECONDS)

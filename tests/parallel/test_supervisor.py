@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
 
@@ -56,15 +57,34 @@ async def test_a_replica_is_started_later_each_time_and_not_for_ever(
     await restarts.supervisor.aclose()
 
 
-@virtual
-async def test_a_replica_that_works_is_always_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioinfer.parallel.supervisor._BACKOFF", 0.001)
-    restarts = Restarts()
+def works(restarts: Restarts) -> None:
     restarts.replica.completed = 1
+
+
+def is_of_another_program(restarts: Restarts) -> None:
+    restarts.replica = SocketReplica("/nowhere", "it")
+
+
+def waits_for_its_host(restarts: Restarts) -> None:
+    restarts.replica.cause = HostUnavailable("there is no cluster")
+
+
+@pytest.mark.parametrize("prepare", [works, is_of_another_program, waits_for_its_host])
+@virtual
+async def test_some_replicas_are_started_for_as_long_as_it_takes(
+    prepare: Callable[[Restarts], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("aioinfer.parallel.supervisor._BACKOFF", 0.001)
+    monkeypatch.setattr("aioinfer.parallel.supervisor._LONGEST", 0.004)
+    restarts = Restarts()
+    prepare(restarts)
     restarts.lose()
-    await until(lambda: restarts.count > 5)
-    assert max(restarts.delays) <= 0.0011
+    await until(lambda: restarts.count > 8)
+    assert max(restarts.delays) <= (0.0011 if prepare is works else 0.005)
     await restarts.supervisor.aclose()
+    count = restarts.count
+    await asyncio.sleep(0.02)
+    assert restarts.count == count
 
 
 @virtual
@@ -93,19 +113,6 @@ async def test_a_replica_that_somebody_has_restarted_is_left_alone(monkeypatch: 
 
 
 @virtual
-async def test_a_replica_of_somebody_else_is_tried_for_as_long_as_it_takes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("aioinfer.parallel.supervisor._BACKOFF", 0.001)
-    monkeypatch.setattr("aioinfer.parallel.supervisor._LONGEST", 0.004)
-    restarts = Restarts(SocketReplica("/nowhere", "it"))
-    restarts.lose()
-    await until(lambda: restarts.count > 8)
-    assert max(restarts.delays) <= 0.005
-    await restarts.supervisor.aclose()
-
-
-@virtual
 async def test_failures_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("aioinfer.parallel.supervisor._BACKOFF", 0.001)
     monkeypatch.setattr("aioinfer.parallel.supervisor._WINDOW", 0.0)
@@ -116,14 +123,3 @@ async def test_failures_of_long_ago_do_not_count(monkeypatch: pytest.MonkeyPatch
     count = restarts.count
     await asyncio.sleep(0.02)
     assert restarts.count == count
-
-
-@virtual
-async def test_a_replica_waits_for_its_host_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioinfer.parallel.supervisor._BACKOFF", 0.001)
-    monkeypatch.setattr("aioinfer.parallel.supervisor._LONGEST", 0.004)
-    restarts = Restarts()
-    restarts.replica.cause = HostUnavailable("there is no cluster")
-    restarts.lose()
-    await until(lambda: restarts.count > 8)
-    await restarts.supervisor.aclose()

@@ -56,20 +56,6 @@ async def test_a_stream_that_two_versions_wrote_says_that_it_is_not_identical(ki
 
 @both
 @virtual
-async def test_a_stream_of_one_version_stays_identical_when_its_replica_is_lost(kind: Kind) -> None:
-    engines = toys(2, deterministic=True)
-    async with kind(engines) as dispatcher:
-        for engine in engines:
-            await engine.update_weights({"weights": 1})
-        stream = dispatcher.generate(prompt(0), LONG)
-        await asyncio.sleep(6.5 * STEP)
-        engines[0].lose()
-        result = await stream
-        assert (result.weight_version, result.identical) == (1, True)
-
-
-@both
-@virtual
 async def test_an_output_that_must_be_identical_goes_on_with_the_same_weights_only(kind: Kind) -> None:
     engines = toys(3, deterministic=True)
     async with kind(engines, on_loss="identical") as dispatcher:

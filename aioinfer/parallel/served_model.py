@@ -1,4 +1,4 @@
-"""Front: what a dispatcher itself knows of the model that its replicas compute."""
+"""ServedModel: what a dispatcher itself knows of the model that its replicas compute."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from aioinfer.params import SamplingParams
 if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Front", "bring_up", "check_same_model"]
+__all__ = ["ServedModel", "bring_up", "check_same_model"]
 
 
-class Front(NamedTuple):
-    """Of its first replica when it started, or of the model's files."""
+class ServedModel(NamedTuple):
+    """Facts of the first replica when it started, or of the model's files."""
 
     info: DeviceInfo
     #: has the fields of a sum of none
@@ -40,7 +40,7 @@ class Front(NamedTuple):
 
     @classmethod
     def of(cls, engine: Engine) -> Self:
-        """That of an engine that has started."""
+        """Facts of an engine that has started."""
         return cls(
             engine.info,
             engine.stats(),
@@ -65,20 +65,20 @@ class Front(NamedTuple):
 
 async def bring_up(
     config: EngineConfig, replicas: Sequence[Replica], intake: Intake, progress: Progress | None
-) -> Front:
+) -> ServedModel:
     """Launch the replicas, those elsewhere side by side. Raises as they do."""
     first = replicas[0]
     engine: Engine | None = getattr(first, "engine", None)
     if engine is not None:
         for replica in replicas:
             await replica.launch(progress)
-        return Front.of(engine)
+        return ServedModel.of(engine)
     config = await _located(config, intake, progress)
     await _all(replica.launch() for replica in replicas)
     stats = first.stats()
     if stats is None:
         raise EngineError(f"the replica {first.name} was lost while others started")
-    return await Front.load(config, intake, first.info, stats)
+    return await ServedModel.load(config, intake, first.info, stats)
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -1,4 +1,4 @@
-"""Which replicas a dispatcher has in other processes."""
+"""The replicas of a dispatcher that run in other processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from aioinfer.errors import ConfigError, shown
 from aioinfer.parallel.processes import ProcessReplica
 from aioinfer.parallel.remote import SocketReplica
 
-__all__ = ["replicas_elsewhere"]
+__all__ = ["remote_replicas"]
 
-#: children of one dispatcher
+#: child processes of one dispatcher
 _MOST = 256
 
 
-def replicas_elsewhere(
+def remote_replicas(
     engines: Sequence[object],
     config: EngineConfig | None,
     processes: int,
@@ -23,8 +23,8 @@ def replicas_elsewhere(
     addresses: Sequence[str],
     token: str,
 ) -> list[SocketReplica]:
-    """So many child processes, or as many on a Ray cluster, or a replica at each address; none where there
-    are ``engines``. Raises ConfigError."""
+    """Child processes, or replicas that a Ray cluster places, or one at each address; none where there are
+    ``engines``. Raises ConfigError."""
     if type(processes) is not int or not 0 <= processes <= _MOST:
         raise ConfigError(f"processes must be in [0, {_MOST}], got {shown(processes)}")
     if isinstance(addresses, str) or not all(isinstance(each, str) for each in addresses):
