@@ -1,4 +1,4 @@
-"""Adapters of a dispatcher: its replicas have them, all of them the same."""
+"""Adapters of a dispatcher: all replicas have the same ones."""
 
 from __future__ import annotations
 
@@ -106,8 +106,7 @@ class ReplicaAdapters:
     # -- asking ---------------------------------------------------------------------------------
 
     def all(self) -> list[AdapterInfo]:
-        """Adapters of all replicas, with the requests of all; and those that replicas will have which
-        start."""
+        """Adapters of all replicas, with the requests of all, and of replicas that are starting."""
         found: dict[str, AdapterInfo] = {}
         for replica in self._placing.ready:
             for each in replica.adapters():

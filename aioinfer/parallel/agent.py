@@ -1,4 +1,4 @@
-"""Agent: what makes an engine a replica of a dispatcher in another process.
+"""Agent: serves an engine to a dispatcher in another process.
 
 It listens, and one dispatcher at a time has it: the first one that shows the token and wants this model. What
 steps bring is not copied for the wire: an agent notes which streams have moved, and when the socket takes
@@ -20,30 +20,9 @@ from typing import TYPE_CHECKING, cast
 from aioinfer.errors import EngineClosed, EngineError, EngineFailed, RequestError
 from aioinfer.loop.clock import clock_of
 from aioinfer.observe.observers import Observer
+from aioinfer.parallel import messages
 from aioinfer.parallel.connection import BEAT, Connection
 from aioinfer.parallel.frames import FrameError
-from aioinfer.parallel.messages import (
-    PROTOCOL,
-    Abort,
-    Adapt,
-    Adapted,
-    Decoder,
-    Flush,
-    Hello,
-    Leaving,
-    Lost,
-    Orders,
-    Pause,
-    Paused,
-    Ping,
-    Read,
-    Refused,
-    Resume,
-    Stats,
-    StepRows,
-    Submit,
-    Welcome,
-)
 from aioinfer.parallel.reading import Reading
 from aioinfer.parallel.record import Ending
 from aioinfer.parallel.replica import Rows
@@ -67,7 +46,7 @@ _FAREWELL = 1.0
 #: tokens, and characters of their text, from which on rows go into another frame
 _MOST = 1 << 18
 
-_HELLO, _ORDERS = Decoder(Hello), Decoder(Orders)
+_HELLO, _ORDERS = messages.Decoder(messages.Hello), messages.Decoder(messages.Orders)
 
 
 class Agent:
@@ -98,12 +77,12 @@ class Agent:
         can go on nowhere else is finished here."""
         self.leaving = True
         if self.session is not None:
-            self.session.connection.send(Leaving())
+            self.session.connection.send(messages.Leaving())
         self.emptied()
         await self._drained.wait()
 
     def emptied(self) -> None:
-        """A stream has ended, or all have."""
+        """Note that a stream has ended, or all have."""
         if self.leaving and (self.session is None or not self.session.open):
             self._drained.set()
 
@@ -118,7 +97,7 @@ class Agent:
             session.connection.abort()
 
     def failed(self, cause: BaseException) -> None:
-        """The engine is lost."""
+        """Report that the engine is lost."""
         if not self.lost.done():
             self.lost.set_result(cause)
         if self.session is not None:
@@ -131,22 +110,19 @@ class Agent:
         log("a connection to this replica is refused: %s", what)
 
     def gone(self, session: _Session) -> None:
-        """Its connection is closed."""
+        """Forget a session whose connection is closed."""
         self._sessions.discard(session)
         if self.session is session:
             self.session = None
             self.emptied()
 
-    def why_not(self, hello: Hello) -> tuple[str, str] | None:
+    def why_not(self, hello: messages.Hello) -> tuple[str, str] | None:
         """The reason to refuse a dispatcher, in a word and in a sentence."""
         shown, token = (each.encode(errors="surrogatepass") for each in (hello.token, self.token))
         if not hmac.compare_digest(shown, token):
             return "token", "the token is not that of this replica"
-        if hello.protocol != PROTOCOL:
-            return "protocol", f"it speaks protocol {hello.protocol}, and this replica {PROTOCOL}"
-        known = self.engine.info.fingerprint
-        if hello.fingerprint and hello.fingerprint != known:
-            return "fingerprint", f"it wants the model {hello.fingerprint}, and this replica has {known}"
+        if hello.protocol != messages.PROTOCOL:
+            return "protocol", f"it speaks protocol {hello.protocol}, and this replica {messages.PROTOCOL}"
         if not self.engine.ready or self.leaving:
             return "closing", f"the engine of this replica is {self.engine.state.value}"
         if self.session is not None:
@@ -167,7 +143,7 @@ class _Watch(Observer):
 
 
 class _Reading(Reading):
-    """The stream of an attempt that a dispatcher knows by its number."""
+    """Reads the stream of an attempt, which the dispatcher knows by its number."""
 
     __slots__ = ("_admitted", "_scored", "_version", "ended", "number")
 
@@ -202,7 +178,7 @@ class _Reading(Reading):
 
 
 class _Session:
-    """A connection from a dispatcher, perhaps. Readings know it as their lane."""
+    """One connection, of a dispatcher once it has shown the token. It is the lane of its readings."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -230,28 +206,28 @@ class _Session:
         """As in End."""
         self._timer = self._loop.call_later(_PATIENCE, self._no_hello)
 
-    def received(self, message: Hello | Orders) -> None:
+    def received(self, message: messages.Hello | messages.Orders) -> None:
         """As in End."""
         match message:
-            case Hello():
+            case messages.Hello():
                 if not self._refused:
                     self._hello(message)
-            case Submit():
+            case messages.Submit():
                 self._submit(message)
-            case Abort():
+            case messages.Abort():
                 self._abort(message.number)
-            case Read():
+            case messages.Read():
                 self._read(message.number, message.tokens)
-            case Pause():
+            case messages.Pause():
                 self._pause()
-            case Resume():
+            case messages.Resume():
                 self._agent.engine.resume()
-            case Flush():
+            case messages.Flush():
                 if self._agent.engine.ready:
                     self._agent.engine.flush_cache()
-            case Adapt():
+            case messages.Adapt():
                 self._adapt(message)
-            case Ping():
+            case messages.Ping():
                 pass
 
     def fill(self) -> bool:
@@ -274,7 +250,7 @@ class _Session:
             self._agent.emptied()
         if self._cause is not None and not (self._moved or self._told):
             self._told = True
-            self.connection.send(Lost.of(self._cause))
+            self.connection.send(messages.Lost.of(self._cause))
             self._loop.call_soon(self.connection.finish)
         return bool(self._moved)
 
@@ -299,18 +275,18 @@ class _Session:
 
     # -- handshake --------------------------------------------------------------------------------
 
-    def _hello(self, hello: Hello) -> None:
+    def _hello(self, hello: messages.Hello) -> None:
         agent = self._agent
         why = agent.why_not(hello)
         if why is not None:
             agent.refuse(*why)
             self._refused = True
-            self.connection.send(Refused(sendable(why[1])))
+            self.connection.send(messages.Refused(sendable(why[1])))
             self._loop.call_soon(self.connection.finish)
             return
         engine = agent.engine
         settled = engine.info.settle(engine.config)
-        welcome = Welcome(
+        welcome = messages.Welcome(
             engine.info,
             settled.running_requests,
             settled.step_tokens,
@@ -330,7 +306,7 @@ class _Session:
         self.connection.abort()
 
     def _beat(self) -> None:
-        """Say that the replica is alive, and how it is."""
+        """Send statistics, which also say that the replica is alive."""
         self._timer = self._loop.call_later(BEAT, self._beat)
         connection = self.connection
         self._silent = 0 if connection.heard else self._silent + 1
@@ -338,11 +314,11 @@ class _Session:
         if self._silent * BEAT > _SILENCE:
             connection.abort(FrameError(f"no frame for {_SILENCE:g} s"))
         elif not connection.full:
-            connection.send(Stats(self._agent.engine.stats()))
+            connection.send(messages.Stats(self._agent.engine.stats()))
 
     # -- attempts ---------------------------------------------------------------------------------
 
-    def _submit(self, order: Submit) -> None:
+    def _submit(self, order: messages.Submit) -> None:
         if order.number in self.open:
             raise FrameError(f"attempt {order.number} is there already")
         try:
@@ -379,9 +355,9 @@ class _Session:
             reading.stream.caught_up()
 
     def _send_rows(self, rows: Sequence[tuple[int, Rows]]) -> None:
-        """One frame, or several if that is too large."""
+        """Send rows in one frame, or in several if that is too large."""
         try:
-            self.connection.send(StepRows(packed(rows, self._clock())))
+            self.connection.send(messages.StepRows(packed(rows, self._clock())))
         except FrameError as error:
             if len(rows) == 1:
                 self._drop(rows[0][0], error)
@@ -394,7 +370,7 @@ class _Session:
         """End a request whose rows cannot be sent."""
         self._abort(number)
         ending = Ending("abort", error=EngineError(f"what a step brought cannot be sent: {error}"))
-        self.connection.send(StepRows(packed([(number, Rows(0, 0, ending=ending))], self._clock())))
+        self.connection.send(messages.StepRows(packed([(number, Rows(0, 0, ending=ending))], self._clock())))
 
     # -- as ReadingLane ---------------------------------------------------------------------------
 
@@ -416,7 +392,7 @@ class _Session:
             self.moved((reading,))
 
     def lost(self, cause: BaseException) -> None:
-        """The engine is lost: what it computes has not ended, and may go on elsewhere."""
+        """Report that the engine is lost: its streams have not ended, and may go on elsewhere."""
         if self._cause is None:
             self._cause = cause
             self.connection.write_soon()
@@ -424,13 +400,13 @@ class _Session:
     # -- the engine -------------------------------------------------------------------------------
 
     def changed(self) -> None:
-        """Its weights or adapters are others: the dispatcher learns it before anything that follows."""
+        """Report other weights or adapters, before any output of these."""
         engine, connection = self._agent.engine, self.connection
         if engine.ready and not connection.closed:
-            connection.send(Stats(engine.stats()))
-            connection.send(Adapted(0, tuple(engine.adapters())))
+            connection.send(messages.Stats(engine.stats()))
+            connection.send(messages.Adapted(0, tuple(engine.adapters())))
 
-    def _adapt(self, order: Adapt) -> None:
+    def _adapt(self, order: messages.Adapt) -> None:
         if not order.name:
             if (leaving := self._adapting.get(order.number)) is not None:
                 leaving.cancel()
@@ -451,7 +427,7 @@ class _Session:
         if not self.connection.closed:
             adapters = tuple(self._agent.engine.adapters())
             sent = None if error is None else SentError.of(error)
-            self.connection.send(Adapted(number, adapters, sent))
+            self.connection.send(messages.Adapted(number, adapters, sent))
 
     def _pause(self) -> None:
         task = self._loop.create_task(self._agent.engine.pause(), name="aioinfer-pausing")
@@ -460,4 +436,4 @@ class _Session:
     def _paused(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             return  # the engine is lost or closed, which is told otherwise
-        self.connection.send(Paused())
+        self.connection.send(messages.Paused())

@@ -42,24 +42,24 @@ def connector(address: str) -> Connect:
 
 
 class End(Protocol):
-    """What a connection tells, on its loop."""
+    """Hears from a connection, on its loop."""
 
     def connected(self) -> None:
-        """Frames can be sent."""
+        """The socket is open: messages can be sent."""
 
     def received(self, message: Any) -> None:
         """A message. Raises FrameError, which ends the connection."""
 
     def fill(self) -> bool:
-        """The socket takes more: this may send what has waited for it. Once per turn of the loop in which
-        something is sent, before it is. Whether there is more."""
+        """Send what has waited for the socket to take more. Called once per turn of the loop in which
+        something is sent, before it is written. Whether there is more."""
 
     def ended(self, cause: BaseException | None) -> None:
-        """Nothing follows. Once. ``cause``: what was wrong; None: the peer closed it, or this end did."""
+        """Called once, last. ``cause``: the error; None: the peer closed it, or this end did."""
 
 
 class Connection(asyncio.Protocol):
-    """What is sent in a turn of the loop is written in the next one, in one call."""
+    """Writes all messages that were sent in one turn of the loop in the next one, in one call."""
 
     def __init__(self, end: End, decode: Decoder) -> None:
         """``decode``: reads the first message."""
@@ -112,7 +112,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def full(self) -> bool:
-        """The socket takes nothing at the moment: what is sent would wait in memory."""
+        """The socket takes nothing at the moment: messages would wait in memory."""
         return self._full
 
     def trust(self, decode: Decoder) -> None:
@@ -151,7 +151,7 @@ class Connection(asyncio.Protocol):
                 self._transport.close()
 
     def abort(self, cause: BaseException | None = None) -> None:
-        """Close the socket at once, whatever was sent. Idempotent."""
+        """Close the socket at once, without waiting for unwritten messages. Idempotent."""
         if not self.closed:
             self._cause = cause
         self.closed = True

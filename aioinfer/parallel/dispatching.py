@@ -1,4 +1,4 @@
-"""Dispatching: a started dispatcher. It keeps the record of every stream and decides who computes it.
+"""Dispatching: a started dispatcher. It keeps the record of every stream and sends it to a replica.
 
 ::
 
@@ -345,7 +345,7 @@ class Dispatching(OpenStreams):
         self._lose(attempt, error, begun=True)
 
     def _lose(self, attempt: Attempt, cause: BaseException, *, begun: bool = False) -> None:
-        """Nothing more comes of this attempt: its stream goes on elsewhere, or fails."""
+        """Give up a lost attempt: its stream goes on elsewhere, or fails."""
         record = attempt.record
         begun = begun or attempt.replica.begun(attempt)
         self._leave(attempt, abort=True)
@@ -367,7 +367,7 @@ class Dispatching(OpenStreams):
             self._again(record)
 
     def _again(self, record: Record) -> None:
-        """Another attempt, when a replica has room."""
+        """Queue a stream for another attempt."""
         if record.lost_at is None and record.admitted_at is not None:
             record.lost_at = self.clock()
         self.resumed += record.admitted_at is not None
@@ -389,7 +389,8 @@ class Dispatching(OpenStreams):
     # -- replicas -------------------------------------------------------------------------------
 
     def drain(self, replica: Replica) -> None:
-        """Send its streams elsewhere. It gets no new ones. What can go on nowhere else is finished here."""
+        """Move the streams of a replica to others, and send it no new ones. It finishes those that can go on
+        nowhere else."""
         if replica.state is not ReplicaState.READY:
             return
         replica.state = ReplicaState.DRAINING
@@ -407,13 +408,13 @@ class Dispatching(OpenStreams):
             await asyncio.shield(self._emptied)
 
     def left(self) -> None:
-        """A replica is gone."""
+        """Note that a replica was removed."""
         self.queue.take_back()
         self._check_left()
         self._pump_soon()
 
     def joined(self) -> None:
-        """A replica is ready."""
+        """Note that a replica is ready."""
         if self.state is EngineState.FAILED:
             self.state = EngineState.RUNNING
         self.adapted()
@@ -424,7 +425,7 @@ class Dispatching(OpenStreams):
         self._pump_soon()
 
     def _check_left(self) -> None:
-        """With the last replica, all streams end."""
+        """End all streams if the last replica is lost."""
         if self.placing.alive or self.state not in (EngineState.RUNNING, EngineState.DRAINING):
             return
         if self.state is EngineState.RUNNING:
@@ -440,7 +441,7 @@ class Dispatching(OpenStreams):
     # -- endings --------------------------------------------------------------------------------
 
     def end(self, record: Record, error: RequestError | EngineError | None) -> None:
-        """End a stream, whatever its state."""
+        """End a stream in any state."""
         attempt = record.attempt
         if attempt is not None:
             self._leave(attempt, abort=True)

@@ -21,31 +21,9 @@ from aioinfer.params import SamplingParams
 from aioinfer.resuming.params_record import params_of, record_of
 from aioinfer.resuming.record import StreamCheckpoint
 
-__all__ = [
-    "PROTOCOL",
-    "Abort",
-    "Adapt",
-    "Adapted",
-    "Answers",
-    "Decoder",
-    "Flush",
-    "Hello",
-    "Leaving",
-    "Lost",
-    "Message",
-    "Orders",
-    "Pause",
-    "Paused",
-    "Ping",
-    "Read",
-    "Refused",
-    "Resume",
-    "Stats",
-    "StepRows",
-    "Submit",
-    "Welcome",
-    "encoded",
-]
+__all__ = ["PROTOCOL", "Abort", "Adapt", "Adapted", "Answers", "Decoder", "Flush", "Hello", "Leaving", "Lost",
+           "Message", "Orders", "Pause", "Paused", "Ping", "Read", "Refused", "Resume", "Stats", "StepRows",
+           "Submit", "Welcome", "encoded"]  # fmt: skip
 
 _MOST_REASON = 2000
 _Positive = Annotated[int, Meta(ge=1)]
@@ -75,8 +53,6 @@ class Hello(Message, tag=1):
     """The first message to a replica."""
 
     token: str = ""
-    #: of the model that it must have; empty: any
-    fingerprint: str = ""
     protocol: str = PROTOCOL
 
 

@@ -1,4 +1,4 @@
-"""What observes a dispatcher: metrics, traces and a line of statistics."""
+"""Observing a dispatcher: metrics, traces and a line of statistics."""
 
 from __future__ import annotations
 

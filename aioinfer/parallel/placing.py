@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from aioinfer.errors import EngineFailed
-from aioinfer.parallel.load import PAGE, take_away
 from aioinfer.parallel.policies import Candidate, RoutingPolicy
+from aioinfer.parallel.prefixes import PAGE, take_away
 from aioinfer.parallel.record import Attempt, Record
 from aioinfer.parallel.replica import Replica, ReplicaState
 
@@ -198,7 +198,7 @@ def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequenc
 
 
 def _pages(record: Record, known: Sequence[int] = ()) -> list[int]:
-    """A hash for each prefix of whole pages; those that are known already are not made again."""
+    """Hashes of all prefixes of whole pages, of which the first are ``known``."""
     size, found = 4 * PAGE, list(known)
     last = found[-1] if found else hash(record.namespace)
     first, pages = len(found), min(record.known // PAGE, _MOST_PAGES)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple
 
@@ -75,38 +76,21 @@ class RoutingPolicy(ABC):
         return chosen.replica
 
 
-class RoundRobin(RoutingPolicy):
-    """In turn."""
+class Least(RoutingPolicy):
+    """The replica with the least load of some kind."""
+
+    def __init__(self, seed: int | None, load: Callable[[Candidate], Any], *, prefixes: bool = False) -> None:
+        """``prefixes``: the load depends on what is cached."""
+        super().__init__(seed)
+        self._load = load
+        self.looks_at_prefixes = prefixes
 
     def choose(self, record: Record, candidates: Sequence[Candidate]) -> Replica:
-        return self.least(candidates, lambda candidate: 0)
-
-
-class TotalRequests(RoutingPolicy):
-    """The fewest requests."""
-
-    def choose(self, record: Record, candidates: Sequence[Candidate]) -> Replica:
-        return self.least(candidates, lambda candidate: candidate.replica.load.requests)
-
-
-class TotalTokens(RoutingPolicy):
-    """The fewest tokens, then the fewest requests."""
-
-    def choose(self, record: Record, candidates: Sequence[Candidate]) -> Replica:
-        return self.least(candidates, _tokens)
-
-
-class Prefix(RoutingPolicy):
-    """The least to compute before the first token."""
-
-    looks_at_prefixes = True
-
-    def choose(self, record: Record, candidates: Sequence[Candidate]) -> Replica:
-        return self.least(candidates, _cost)
+        return self.least(candidates, self._load)
 
 
 class PowerOfTwo(RoutingPolicy):
-    """The better one of two."""
+    """The one with fewer tokens, of two random ones."""
 
     def choose(self, record: Record, candidates: Sequence[Candidate]) -> Replica:
         two = self._random.sample(candidates, 2) if len(candidates) > 2 else candidates
@@ -114,7 +98,7 @@ class PowerOfTwo(RoutingPolicy):
 
 
 class Hash(RoutingPolicy):
-    """The same for the same key."""
+    """The same replica for the same key, in bounds."""
 
     def choose(self, record: Record, candidates: Sequence[Candidate]) -> Replica:
         key = record.routing_key
@@ -141,11 +125,11 @@ def _cost(candidate: Candidate) -> float:
 
 
 #: by the names that a caller gives
-POLICIES: Mapping[str, type[RoutingPolicy]] = {
-    "round_robin": RoundRobin,
-    "total_requests": TotalRequests,
-    "total_tokens": TotalTokens,
-    "prefix": Prefix,
+POLICIES: Mapping[str, Callable[[int | None], RoutingPolicy]] = {
+    "round_robin": partial(Least, load=lambda candidate: 0),
+    "total_requests": partial(Least, load=lambda candidate: candidate.replica.load.requests),
+    "total_tokens": partial(Least, load=_tokens),
+    "prefix": partial(Least, load=_cost, prefixes=True),
     "p2c": PowerOfTwo,
     "hash": Hash,
 }

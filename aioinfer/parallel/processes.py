@@ -66,7 +66,7 @@ def _environment(config: EngineConfig, number: int) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if name not in settings}
     given = found.get("CUDA_VISIBLE_DEVICES")
     if given is None:
-        # Numbered from 0 on, whatever the files of those that a container has are called.
+        # Numbered from 0 on, also where a container has devices with other names.
         devices = [str(index) for index, _ in enumerate(Path("/dev").glob("nvidia[0-9]*"))]
     else:
         devices = [each.strip() for each in given.split(",") if each.strip()]

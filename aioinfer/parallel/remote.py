@@ -1,4 +1,4 @@
-"""SocketReplica: an engine in another process, or on another machine, behind a socket."""
+"""SocketReplica: an engine in another process, or on another machine, reached by a socket."""
 
 from __future__ import annotations
 
@@ -13,30 +13,10 @@ from typing import TYPE_CHECKING
 from aioinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest
 from aioinfer.loop.clock import clock_of
 from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
+from aioinfer.parallel import messages
 from aioinfer.parallel.connection import BEAT, MISSES, PATIENCE, Connect, Connection, connector
 from aioinfer.parallel.frames import FrameError
-from aioinfer.parallel.load import PAGE, RememberedPages
-from aioinfer.parallel.messages import (
-    Abort,
-    Adapt,
-    Adapted,
-    Answers,
-    Decoder,
-    Flush,
-    Hello,
-    Leaving,
-    Lost,
-    Pause,
-    Paused,
-    Ping,
-    Read,
-    Refused,
-    Resume,
-    Stats,
-    StepRows,
-    Submit,
-    Welcome,
-)
+from aioinfer.parallel.prefixes import PAGE, RememberedPages
 from aioinfer.parallel.reading import options_of
 from aioinfer.parallel.record import Attempt, Record
 from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
@@ -57,11 +37,11 @@ _log = logging.getLogger("aioinfer")
 
 _READER = frozenset({ParkedFor.READER})
 #: the answer to Hello, and what follows it
-_FIRST, _ANSWERS = Decoder(Welcome | Refused), Decoder(Answers)
+_FIRST, _ANSWERS = messages.Decoder(messages.Welcome | messages.Refused), messages.Decoder(messages.Answers)
 
 
 class _Sent:
-    """An attempt that the replica has."""
+    """An attempt that was sent to the replica."""
 
     __slots__ = ("admitted_at", "attempt", "prompt_logprobs", "read")
 
@@ -74,27 +54,23 @@ class _Sent:
 
 
 class SocketReplica(Replica):
-    """What it computes comes in one frame per step; a socket that is closed, or silent for three quarters of
-    a second, is the end of it. It can be launched again then."""
+    """Receives one frame per step. It is lost when its socket is closed, or silent for three quarters of a
+    second, and can be launched again then."""
 
-    def __init__(self, address: str | Connect, name: str, *, token: str = "", fingerprint: str = "") -> None:
-        """``address``: as in :func:`connector`, or what connects. ``fingerprint``: of the model that it must
-        have; empty: any. Raises ConfigError."""
+    def __init__(self, address: str | Connect, name: str, *, token: str = "") -> None:
+        """``address``: as in :func:`connector`, or what connects. Raises ConfigError."""
         super().__init__(name)
         self._connect = connector(address) if isinstance(address, str) else address
         self._token = token
-        self._fingerprint = fingerprint
         #: launches that were refused, by either side, by reason
         self.refused: Counter[str] = Counter()
         #: attempts that it has brought to an end since it was launched
         self.completed = 0
-        #: rows of attempts that are not wanted any more
-        self.late_rows = 0
         #: as far as the dispatcher knows from what it has sent
         self.remembered = RememberedPages()
         self._events: ReplicaEvents | None = None
         self._link: _Link | None = None
-        self._welcome: Welcome | None = None
+        self._welcome: messages.Welcome | None = None
         self._stats: EngineStats | None = None
         #: as far as it has told
         self._adapters: list[AdapterInfo] = []
@@ -112,7 +88,7 @@ class SocketReplica(Replica):
         return self._known.step_tokens
 
     @property
-    def _known(self) -> Welcome:
+    def _known(self) -> messages.Welcome:
         if self._welcome is None:
             raise EngineError(f"the replica {self.name} has not started")
         return self._welcome
@@ -127,30 +103,21 @@ class SocketReplica(Replica):
         try:
             await self._connect(lambda: link.connection)
             async with asyncio.timeout(PATIENCE):
-                link.connection.send(Hello(self._token, self._fingerprint))
+                link.connection.send(messages.Hello(self._token))
                 welcome = await link.welcome
-        except (OSError, TimeoutError, FrameError) as error:
+        except BaseException as error:
             link.connection.abort()
-            raise EngineError(f"the replica {self.name} does not answer: {error!r}") from error
-        except ConfigError as error:
-            link.connection.abort()
-            self._refuse(str(error))
+            if isinstance(error, (OSError, FrameError)):
+                raise EngineError(f"the replica {self.name} does not answer: {error!r}") from error
+            if isinstance(error, ConfigError):
+                self._refuse(str(error))
             raise
-        except BaseException:
-            link.connection.abort()
-            raise
-        if self._fingerprint and welcome.info.fingerprint != self._fingerprint:
-            link.connection.abort()
-            found = welcome.info.fingerprint
-            why = f"the replica {self.name} has the model {found}, and not {self._fingerprint}"
-            self._refuse(why)
-            raise ConfigError(why)
         self._link, self._welcome, self._stats = link, welcome, welcome.stats
         self._adapters = list(welcome.adapters)
         link.begin()
 
     def begin_launch(self) -> None:
-        """It is about to be there, and nothing is known of it."""
+        """Forget what is known of an earlier process."""
         self.state, self.completed, self._stats = ReplicaState.STARTING, 0, None
         self.remembered.clear()
 
@@ -195,7 +162,7 @@ class SocketReplica(Replica):
         if link is None or link.connection.closed:
             raise EngineFailed(f"the replica {self.name} is not connected")
         sent = _Sent(attempt, _read(record))
-        order = Submit.of(
+        order = messages.Submit.of(
             attempt.number,
             record.prompt_ids,
             attempt.params,
@@ -214,7 +181,7 @@ class SocketReplica(Replica):
         attempt.handle = None
         link = self._link
         if link is not None and link.sent.pop(attempt.number, None) is not None:
-            link.connection.send(Abort(attempt.number))
+            link.connection.send(messages.Abort(attempt.number))
 
     def begun(self, attempt: Attempt) -> bool:
         return attempt.handle is not None and attempt.handle.admitted_at is not None
@@ -252,7 +219,7 @@ class SocketReplica(Replica):
 
     @property
     def weight_version(self) -> int:
-        """As far as it has told."""
+        """Newest version that it has reported."""
         return 0 if self._stats is None else self._stats.weight_version
 
     def note_version(self, version: int) -> None:
@@ -264,14 +231,14 @@ class SocketReplica(Replica):
     # -- the engine -------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats | None:
-        """As of a quarter of a second ago, or as of when it was lost."""
+        """Statistics of the last quarter of a second, or of the moment of the loss."""
         return self._stats
 
     def adapters(self) -> list[AdapterInfo]:
         return self._adapters
 
     async def load_adapter(self, name: str, path: str) -> AdapterInfo:
-        """The path is one there."""
+        """Load an adapter from a path on the replica's machine."""
         adapters = await self._adapt(name, path)
         for each in adapters:
             if each.name == name:
@@ -291,7 +258,7 @@ class SocketReplica(Replica):
         return answer.adapters
 
     def adapted(self, adapters: Sequence[AdapterInfo]) -> None:
-        """These are there now."""
+        """Note the adapters that are there now."""
         self._adapters = list(adapters)
         if self._events is not None:
             self._events.adapted()
@@ -299,26 +266,26 @@ class SocketReplica(Replica):
     async def pause(self) -> None:
         link = self._link
         if link is not None and not link.connection.closed:
-            link.connection.send(Pause())
+            link.connection.send(messages.Pause())
             paused = link.connection.gone.get_loop().create_future()
             link.pausing.append(paused)
             await paused
 
     def resume(self) -> None:
         if self._link is not None:
-            self._link.connection.send(Resume())
+            self._link.connection.send(messages.Resume())
 
     def flush_cache(self) -> int:
-        """The pages that can be freed, as of its last statistics."""
+        """Empty the prefix cache. Pages that can be freed, by its last statistics."""
         if self._link is None or self._stats is None:
             return 0
-        self._link.connection.send(Flush())
+        self._link.connection.send(messages.Flush())
         self.remembered.clear()
         return self._stats.pages_evictable
 
 
 class _Link:
-    """One connection to a replica: its end here."""
+    """The dispatcher's end of one connection to a replica."""
 
     def __init__(self, replica: SocketReplica) -> None:
         self._replica = replica
@@ -326,13 +293,13 @@ class _Link:
         self._clock = clock_of(self._loop)
         self.connection = Connection(self, _FIRST)
         #: what the replica is
-        self.welcome: asyncio.Future[Welcome] = self._loop.create_future()
+        self.welcome: asyncio.Future[messages.Welcome] = self._loop.create_future()
         #: attempts by number
         self.sent: dict[int, _Sent] = {}
         #: what waits until no step is in flight
         self.pausing: list[asyncio.Future[None]] = []
         #: what waits for adapters, by number
-        self._adapting: dict[int, asyncio.Future[Adapted]] = {}
+        self._adapting: dict[int, asyncio.Future[messages.Adapted]] = {}
         self._adapts = 0
         #: this end closes it
         self.closing = False
@@ -340,7 +307,7 @@ class _Link:
         self._misses = 0
 
     def begin(self) -> None:
-        """From now on, the replica has to be heard."""
+        """Begin to send and to expect heartbeats."""
         self._timer = self._loop.call_later(BEAT, self._beat)
 
     def _beat(self) -> None:
@@ -352,18 +319,18 @@ class _Link:
         if self._misses >= MISSES:
             connection.abort(EngineFailed(f"no frame for {MISSES * BEAT:g} s"))
         else:
-            connection.send(Ping())
+            connection.send(messages.Ping())
 
-    async def adapt(self, name: str, path: str | None) -> Adapted:
-        """Have an adapter loaded or unloaded; cancelled, it is left, and what came of it is known then."""
+    async def adapt(self, name: str, path: str | None) -> messages.Adapted:
+        """Have an adapter loaded or unloaded. A cancelled call cancels it there and waits for the answer."""
         self._adapts += 1
         number = self._adapts
-        waiting: asyncio.Future[Adapted] = self._loop.create_future()
+        waiting: asyncio.Future[messages.Adapted] = self._loop.create_future()
         self._adapting[number] = waiting
         try:
             at = None if path is None else os.fsencode(path)
-            self.connection.send(Adapt(number, name, at))
-            return await finish(waiting, lambda: self.connection.send(Adapt(number)))
+            self.connection.send(messages.Adapt(number, name, at))
+            return await finish(waiting, lambda: self.connection.send(messages.Adapt(number)))
         finally:
             del self._adapting[number]
 
@@ -373,30 +340,30 @@ class _Link:
         """As in End."""
         self.connection.trust(_FIRST)
 
-    def received(self, message: Welcome | Refused | Answers) -> None:
+    def received(self, message: messages.Welcome | messages.Refused | messages.Answers) -> None:
         """As in End."""
         match message:
-            case StepRows():
+            case messages.StepRows():
                 self._rows(unpacked(message.rows, self._clock(), self._replica.info.vocab_size))
-            case Stats():
+            case messages.Stats():
                 self._replica.measured(message.stats)
-            case Paused():
+            case messages.Paused():
                 if self.pausing:
                     _set(self.pausing.pop(0))
-            case Adapted():
+            case messages.Adapted():
                 self._replica.adapted(message.adapters)
                 waiting = self._adapting.get(message.number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
-            case Leaving():
+            case messages.Leaving():
                 self._replica.leaving()
-            case Lost():
+            case messages.Lost():
                 self.connection.abort(EngineFailed(message.reason))
-            case Welcome():
+            case messages.Welcome():
                 self.connection.trust(_ANSWERS)
                 if not self.welcome.done():
                     self.welcome.set_result(message)
-            case Refused():
+            case messages.Refused():
                 if not self.welcome.done():
                     self.welcome.set_exception(ConfigError(f"it refuses: {message.reason}"))
 
@@ -415,7 +382,7 @@ class _Link:
                 waiting.set_exception(EngineFailed("the connection of the replica was closed"))
         if not self.welcome.done():
             self.welcome.set_exception(cause or EngineError("it has closed the connection"))
-            self.welcome.exception()  # whoever waited may have left
+            self.welcome.exception()  # the caller that waited may have left
         elif not self.closing:
             self._replica.lost(cause or EngineFailed("its connection was closed"))
 
@@ -427,8 +394,7 @@ class _Link:
         for number, row in rows:
             sent = self.sent.get(number)
             if sent is None:
-                self._replica.late_rows += 1
-                continue
+                continue  # it is not wanted any more
             attempt = sent.attempt
             if (
                 row.admitted_at is not None
@@ -450,7 +416,7 @@ class _Link:
             self.tell_read(sent)
 
     def _complete(self, sent: _Sent, row: Rows) -> None:
-        """What is not in columns. Logprobs of the prompt come in parts."""
+        """Complete a row with what was sent before: logprobs of the prompt come in parts."""
         if row.admitted_at is not None:
             sent.admitted_at = row.admitted_at
             if sent.attempt.params.prompt_logprobs is None:  # else nothing was looked for
@@ -474,7 +440,7 @@ class _Link:
         read = _read(record)
         if read - sent.read > most // 2:
             sent.read = read
-            self.connection.send(Read(attempt.number, read))
+            self.connection.send(messages.Read(attempt.number, read))
         elif len(record.output_ids) - sent.read > most // 2:
             record.parked_for = _READER  # with what it reads next
 
@@ -487,7 +453,7 @@ def _read(record: Record) -> int:
 
 
 def _newest(draft: Draft | None, record: Request) -> Callable[[], Draft | None]:
-    """A draft is behind the output, until that goes on."""
+    """Makes a draft that follows the output, until that grows."""
     return lambda: draft if draft is not None and draft.start == len(record.output_ids) else None
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
 from aioinfer.errors import ConfigError
-from aioinfer.parallel.load import Load
+from aioinfer.parallel.prefixes import take_away
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from aioinfer.parallel.record import Attempt, Ending, Record
     from aioinfer.resuming.record import StreamCheckpoint
 
-__all__ = ["Replica", "ReplicaEvents", "ReplicaState", "Rows", "close_all"]
+__all__ = ["Load", "Replica", "ReplicaEvents", "ReplicaState", "Rows", "close_all"]
 
 
 class ReplicaState(Enum):
@@ -102,6 +103,56 @@ class ReplicaEvents(Protocol):
 
     def lost(self, replica: Replica, cause: BaseException) -> None:
         """Nothing more comes from it. Idempotent."""
+
+
+class Load:
+    """The attempts that were sent to a replica and have not ended, and their sums."""
+
+    __slots__ = ("attempts", "backlog", "pages", "resuming", "tokens")
+
+    def __init__(self) -> None:
+        self.attempts: dict[int, Attempt] = {}
+        #: prompt tokens that it has to compute, of attempts without a first token
+        self.backlog = 0
+        #: and those of them that belong to outputs which have begun
+        self.resuming = 0
+        #: prompt and possible output of all attempts
+        self.tokens = 0
+        #: how many attempts have a prefix, by the hashes of its pages
+        self.pages: Counter[int] = Counter()
+
+    @property
+    def requests(self) -> int:
+        """Number of attempts."""
+        return len(self.attempts)
+
+    def add(self, attempt: Attempt) -> None:
+        """Count an attempt."""
+        self.attempts[attempt.number] = attempt
+        self.tokens += attempt.tokens
+        self._compute(attempt, attempt.uncached)
+        self.pages.update(attempt.pages)
+
+    def begun(self, attempt: Attempt) -> None:
+        """Its first token is there: its prompt is computed."""
+        self.admitted(attempt, 0)
+
+    def admitted(self, attempt: Attempt, uncached: int) -> None:
+        """It has to compute this many tokens, and not the number that was assumed."""
+        self._compute(attempt, uncached - attempt.uncached)
+        attempt.uncached = uncached
+
+    def _compute(self, attempt: Attempt, more: int) -> None:
+        self.backlog += more
+        if attempt.resumes:
+            self.resuming += more
+
+    def remove(self, attempt: Attempt) -> None:
+        """Do not count an attempt any more."""
+        self.begun(attempt)
+        del self.attempts[attempt.number]
+        self.tokens -= attempt.tokens
+        take_away(self.pages, attempt.pages)
 
 
 class Replica(ABC):

@@ -51,7 +51,7 @@ class _End(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 
 
 class _Rare(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """What few rows have."""
+    """Fields that few rows have."""
 
     #: seconds since the first step
     admitted: float | None = None
@@ -66,7 +66,7 @@ class _Rare(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """What a step brought one attempt."""
+    """Output of one step for one attempt."""
 
     number: int
     first: _Count

@@ -82,16 +82,13 @@ async def bring_up(
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """All of these at once. If one raises, the others are cancelled, and it is raised."""
-    tasks = [asyncio.ensure_future(each) for each in works]
+    """Do all of these at once. If one raises, the others are cancelled, and its error is raised."""
     try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0]  # noqa: B904 - its cause is its own
 
 
 async def _located(config: EngineConfig, intake: Intake, progress: Progress | None) -> EngineConfig:

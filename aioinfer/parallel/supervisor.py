@@ -1,4 +1,4 @@
-"""Supervisor: starts replicas in other processes again that were lost."""
+"""Supervisor: restarts lost replicas of other processes."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["Supervisor"]
 
 _log = logging.getLogger("aioinfer")
 
-#: seconds before the first restart; each further one waits twice as long, up to so many
+#: seconds before the first restart; each further one waits twice as long, up to the second number
 _BACKOFF, _LONGEST = 0.25, 8.0
-#: after so many failures in so many seconds, with no request brought to an end, a replica stays down
+#: failures within a number of seconds, without a finished request, after which a replica stays down
 _MOST_FAILURES, _WINDOW = 3, 60.0
 
 
@@ -36,7 +36,7 @@ class Supervisor:
         self._closed = False
 
     def lost(self, replica: Replica) -> None:
-        """A replica is lost, and not since it was closed."""
+        """Restart a lost replica later; not one that was closed."""
         if self._closed or not isinstance(replica, SocketReplica):
             return
         now, failures = self._loop.time(), self._failures[replica.name]
@@ -50,7 +50,7 @@ class Supervisor:
             self._run(replica.aclose())
             return
         delay = min(_LONGEST, _BACKOFF * 2 ** (len(failures) - 1))
-        self._forget(replica.name)  # of a loss before somebody has tried to restart it
+        self._forget(replica.name)  # of an earlier loss: it was restarted meanwhile
         self._timers[replica.name] = self._loop.call_later(delay, self._again, replica)
 
     def _forget(self, name: str) -> None:
@@ -60,7 +60,7 @@ class Supervisor:
 
     def _again(self, replica: Replica) -> None:
         del self._timers[replica.name]
-        if replica.state is ReplicaState.LOST:  # nobody else has restarted it
+        if replica.state is ReplicaState.LOST:  # it was not restarted meanwhile
             self._run(self._restarted(replica.name))
 
     async def _restarted(self, name: str) -> None:
@@ -88,5 +88,5 @@ class Supervisor:
 
 
 def _is_at_fault(replica: SocketReplica) -> bool:
-    """It is started here, and there was a place for it: another start would end as this one has."""
+    """Whether another start would end as this one has: it is started here, and there was a place for it."""
     return isinstance(replica, LaunchedReplica) and not isinstance(replica.cause, HostUnavailable)

@@ -362,6 +362,24 @@ def refused(text: str) -> InvalidRequest:
     return caught.value
 
 
+def test_a_record_that_was_stored_by_an_earlier_release_is_read() -> None:
+    stored = (
+        '{"version":1,"fingerprint":"files-0","model":"m","numerics":"n","identical":true,"prompt_token_ids":[1,2],'
+        '"params":{"seed":3,"stop":["x"],"logit_bias":[[3,-1.5]],"grammar":{"kind":"regex","source":"[a-z]+"}},'
+        '"seed":3,"token_ids":[4],"delivered_tokens":1,"delivered_characters":2,'
+        '"logprobs":[[4,-Infinity,[[4,-0.5],[5,-1]]]],"prompt_logprobs":[],"step_map":[0],"block":{"start":0,'
+        '"ids":[1],"known":[true],"written_in":[-1],"logprobs":[0.0],"rounds":0,"done":false,"changed":false,'
+        '"failed":false,"private":[1]},"request_id":"r","priority":0,"cache_salt":"","routing_key":null}'
+    )
+    found = StreamCheckpoint.from_json(stored)
+    assert found.params == SamplingParams(
+        seed=3, logit_bias={3: -1.5}, grammar=Grammar("regex", "[a-z]+"), stop="x"
+    )
+    assert found.block is not None
+    assert (found.block.private, found.logprobs[0].logprob, found.adapter) == ((1,), -math.inf, None)
+    assert found.to_json() == stored.replace("-1]]]", "-1.0]]]")
+
+
 async def test_a_truncated_record_is_refused_wherever_it_ends(make_engine: MakeEngine) -> None:
     async with make_engine() as engine:
         text = (await some(engine)).to_json()

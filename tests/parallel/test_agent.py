@@ -65,7 +65,6 @@ async def test_a_replica_says_what_it_is(served: Served) -> None:
             "protocol",
             f"it speaks protocol 4, and this replica {PROTOCOL}",
         ),
-        (Hello(TOKEN, "other"), "fingerprint", "it wants the model other, and this replica has"),
     ],
 )
 async def test_others_are_refused_logged_once_and_counted(

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,10 +22,11 @@ from aioinfer.parallel.record import Attempt, Diverged, Record
 from aioinfer.parallel.replica import Rows
 from aioinfer.params import SamplingParams
 from aioinfer.stream import Stream
-from aioinfer.testing import TimedLauncher, VirtualLoop
+from aioinfer.testing import TimedLauncher
 from examples.training.tasks import TASKS, held_out
 from tests.engine.test_restoring import DIFFUSION, KINDS, same
 from tests.model.harness import require
+from tests.parallel.toys import virtual
 from tests.tiers import SECONDS, grid, rest
 from tests.toys import ToyDevice, ToyTokenizer
 
@@ -99,11 +100,6 @@ async def interrupted(
     return stream.result(), text, ids, lost
 
 
-def in_virtual_time(work: Callable[[], Any]) -> None:
-    with asyncio.Runner(loop_factory=lambda: VirtualLoop(1)) as runner:
-        runner.run(work())
-
-
 def toy_requests() -> list[tuple[list[int], SamplingParams]]:
     """With every parameter that the toy has."""
     rng = random.Random(7)
@@ -150,37 +146,33 @@ async def lose_everywhere(every: int = 1) -> int:
 
 @rest(SECONDS)
 @pytest.mark.parametrize("every", grid([5], [1]))
-def test_a_replica_may_be_lost_at_any_token(every: int) -> None:
-    async def work() -> None:
-        assert await lose_everywhere(every) > 200 / every
-
-    in_virtual_time(work)
+@virtual
+async def test_a_replica_may_be_lost_at_any_token(every: int) -> None:
+    assert await lose_everywhere(every) > 200 / every
 
 
 # -- poison, and what a caller may choose --------------------------------------------------------------
 
 
-def test_a_request_ends_with_the_second_replica_that_is_lost_at_the_same_token() -> None:
-    async def work() -> None:
-        async with Dispatcher([toy(1), toy(2), toy(3)]) as dispatcher:
-            other = dispatcher.generate([7, 7], SamplingParams(max_tokens=60, ignore_eos=True))
-            stream = dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
-            for _ in range(5):
-                await anext(stream)
-            lose(attempt_of(stream).replica, "first")
-            while stream._cell.request.attempt is None or not _begun(stream):  # type: ignore[attr-defined]
-                await asyncio.sleep(0.0001)
-            lose(attempt_of(stream).replica, "second")
-            with pytest.raises(EngineFailed, match="first; second") as failed:
-                async for _ in stream:
-                    pass
-            assert str(failed.value.__cause__) == "second"
-            assert dispatcher.ready
-            assert dispatcher.degraded
-            # The third one has never seen it.
-            assert (await other).finish_reason == "length"
-
-    in_virtual_time(work)
+@virtual
+async def test_a_request_ends_with_the_second_replica_that_is_lost_at_the_same_token() -> None:
+    async with Dispatcher([toy(1), toy(2), toy(3)]) as dispatcher:
+        other = dispatcher.generate([7, 7], SamplingParams(max_tokens=60, ignore_eos=True))
+        stream = dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
+        for _ in range(5):
+            await anext(stream)
+        lose(attempt_of(stream).replica, "first")
+        while stream._cell.request.attempt is None or not _begun(stream):  # type: ignore[attr-defined]
+            await asyncio.sleep(0.0001)
+        lose(attempt_of(stream).replica, "second")
+        with pytest.raises(EngineFailed, match="first; second") as failed:
+            async for _ in stream:
+                pass
+        assert str(failed.value.__cause__) == "second"
+        assert dispatcher.ready
+        assert dispatcher.degraded
+        # The third one has never seen it.
+        assert (await other).finish_reason == "length"
 
 
 def _begun(stream: Stream) -> bool:
@@ -188,96 +180,89 @@ def _begun(stream: Stream) -> bool:
     return attempt.replica.begun(attempt)
 
 
-def test_a_stream_outlives_as_many_replicas_as_it_has_tokens_between() -> None:
-    async def work() -> None:
-        async with Dispatcher([toy(1), toy(2)]) as dispatcher:
-            params = SamplingParams(max_tokens=60, ignore_eos=True, seed=3)
-            wanted = await dispatcher.generate([1, 2, 3], params)
-            stream = dispatcher.generate([1, 2, 3], params)
-            losses, ids = 0, list[int]()
-            async for chunk in stream:
-                ids += chunk.token_ids
-                if len(ids) > 8 * (losses + 1) and stream._cell.request.attempt is not None:  # type: ignore[attr-defined]
-                    lost = attempt_of(stream).replica
-                    lose(lost)
-                    await dispatcher.restart(lost.name)
-                    losses += 1
-            assert losses >= 4
-            same(stream.result(), wanted)
-            assert ids == wanted.token_ids
-
-    in_virtual_time(work)
+@virtual
+async def test_a_stream_outlives_as_many_replicas_as_it_has_tokens_between() -> None:
+    async with Dispatcher([toy(1), toy(2)]) as dispatcher:
+        params = SamplingParams(max_tokens=60, ignore_eos=True, seed=3)
+        wanted = await dispatcher.generate([1, 2, 3], params)
+        stream = dispatcher.generate([1, 2, 3], params)
+        losses, ids = 0, list[int]()
+        async for chunk in stream:
+            ids += chunk.token_ids
+            if len(ids) > 8 * (losses + 1) and stream._cell.request.attempt is not None:  # type: ignore[attr-defined]
+                lost = attempt_of(stream).replica
+                lose(lost)
+                await dispatcher.restart(lost.name)
+                losses += 1
+        assert losses >= 4
+        same(stream.result(), wanted)
+        assert ids == wanted.token_ids
 
 
 @pytest.mark.parametrize(("on_loss", "other"), [("continue", True), ("identical", True), ("fail", False)])
-def test_a_caller_chooses_what_becomes_of_a_stream(on_loss: Any, other: bool) -> None:
+@virtual
+async def test_a_caller_chooses_what_becomes_of_a_stream(on_loss: Any, other: bool) -> None:
     """``other``: the replica that is left has another arithmetic."""
-
-    async def work() -> None:
-        engines = [toy(1), toy(2, **({"quantization": "int8"} if other else {}))]
-        async with Dispatcher(engines, on_loss=on_loss, policy="round_robin") as dispatcher:
-            stream = dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
-            await anext(stream)
-            lose(attempt_of(stream).replica)
-            if on_loss == "continue":
-                result = await stream
-                assert len(result.token_ids) == 40
-                assert not result.identical
-            else:
-                with pytest.raises(EngineFailed):
-                    await stream
-            # What has not begun goes anywhere.
-            assert len((await dispatcher.generate([1], SamplingParams(max_tokens=3))).token_ids) <= 3
-
-    in_virtual_time(work)
+    engines = [toy(1), toy(2, **({"quantization": "int8"} if other else {}))]
+    async with Dispatcher(engines, on_loss=on_loss, policy="round_robin") as dispatcher:
+        stream = dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=40, ignore_eos=True))
+        await anext(stream)
+        lose(attempt_of(stream).replica)
+        if on_loss == "continue":
+            result = await stream
+            assert len(result.token_ids) == 40
+            assert not result.identical
+        else:
+            with pytest.raises(EngineFailed):
+                await stream
+        # What has not begun goes anywhere.
+        assert len((await dispatcher.generate([1], SamplingParams(max_tokens=3))).token_ids) <= 3
 
 
-def test_with_the_last_replica_all_streams_end_and_work_goes_on_when_one_joins() -> None:
-    async def work() -> None:
-        async with Dispatcher([toy(1), toy(2)]) as dispatcher:
-            params = SamplingParams(max_tokens=50, ignore_eos=True)
-            streams = [dispatcher.generate([number, 5], params) for number in range(1, 30)]
-            await anext(streams[0])
-            for replica in list(dispatcher._replicas):
-                lose(replica, f"end of {replica.name}")
-            for stream in streams:
-                with pytest.raises(EngineFailed, match="end of local"):
-                    await stream
-            assert not dispatcher.ready
-            with pytest.raises(EngineFailed, match="no replica is left: local-0: end of local-0; local-1"):
-                dispatcher.generate([1])
-            await dispatcher.restart("local-1")
-            assert dispatcher.ready
-            assert len((await dispatcher.generate([1], params)).token_ids) == 50
-            assert [each.state for each in dispatcher.stats().replicas] == ["lost", "ready"]
-
-    in_virtual_time(work)
+@virtual
+async def test_with_the_last_replica_all_streams_end_and_work_goes_on_when_one_joins() -> None:
+    async with Dispatcher([toy(1), toy(2)]) as dispatcher:
+        params = SamplingParams(max_tokens=50, ignore_eos=True)
+        streams = [dispatcher.generate([number, 5], params) for number in range(1, 30)]
+        await anext(streams[0])
+        for replica in list(dispatcher._replicas):
+            lose(replica, f"end of {replica.name}")
+        for stream in streams:
+            with pytest.raises(EngineFailed, match="end of local"):
+                await stream
+        assert not dispatcher.ready
+        with pytest.raises(EngineFailed, match="no replica is left: local-0: end of local-0; local-1"):
+            dispatcher.generate([1])
+        await dispatcher.restart("local-1")
+        assert dispatcher.ready
+        assert len((await dispatcher.generate([1], params)).token_ids) == 50
+        assert [each.state for each in dispatcher.stats().replicas] == ["lost", "ready"]
 
 
-def test_survivors_take_interrupted_streams_half_a_step_at_a_time() -> None:
+@virtual
+async def test_survivors_take_interrupted_streams_half_a_step_at_a_time() -> None:
     """Their own streams go on meanwhile."""
-
-    async def work() -> None:
-        engines = [toy(number, max_step_tokens=32, chunk_size=32) for number in (2, 4)]
-        async with Dispatcher(engines, policy="round_robin") as dispatcher:
-            params = SamplingParams(max_tokens=30, ignore_eos=True)
-            streams = [dispatcher.generate([number] * 40, params) for number in range(1, 9)]
-            for stream in streams:
-                await anext(stream)
-            survivor, lost = dispatcher._replicas
-            lose(lost)
-            most = 0
-            while any(not stream.done for stream in streams):
-                most = max(most, survivor.load.resuming)
-                await asyncio.sleep(0.0005)
-            # Less than half a step, and one more.
-            assert 0 < most < 16 + 70
-            assert survivor.load.resuming == 0
-
-    in_virtual_time(work)
+    engines = [toy(number, max_step_tokens=32, chunk_size=32) for number in (2, 4)]
+    async with Dispatcher(engines, policy="round_robin") as dispatcher:
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        streams = [dispatcher.generate([number] * 40, params) for number in range(1, 9)]
+        for stream in streams:
+            await anext(stream)
+        survivor, lost = dispatcher._replicas
+        lose(lost)
+        most = 0
+        while any(not stream.done for stream in streams):
+            most = max(most, survivor.load.resuming)
+            await asyncio.sleep(0.0005)
+        # Less than half a step, and one more.
+        assert 0 < most < 16 + 70
+        assert survivor.load.resuming == 0
 
 
-def test_answers_that_always_differ_at_their_end_end_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+@virtual
+async def test_answers_that_always_differ_at_their_end_end_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bring = Attempt.bring
 
     def differs(self: Attempt, rows: Rows) -> bool:
@@ -287,61 +272,52 @@ def test_answers_that_always_differ_at_their_end_end_the_stream(monkeypatch: pyt
 
     monkeypatch.setattr(Attempt, "bring", differs)
 
-    async def work() -> None:
-        async with Dispatcher([toy(1), toy(2)]) as dispatcher:
-            with pytest.raises(EngineFailed, match="for the test"):
-                await dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
-            assert dispatcher.stats().diverged == 2
-
-    in_virtual_time(work)
+    async with Dispatcher([toy(1), toy(2)]) as dispatcher:
+        with pytest.raises(EngineFailed, match="for the test"):
+            await dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
+        assert dispatcher.stats().diverged == 2
 
 
-def test_replicas_that_are_lost_before_they_begin_with_a_request_are_not_all_asked(
+@virtual
+async def test_replicas_that_are_lost_before_they_begin_with_a_request_are_not_all_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(LocalReplica, "begun", lambda self, attempt: False)
 
-    async def work() -> None:
-        async with Dispatcher([toy(number) for number in range(6)]) as dispatcher:
-            stream = dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
-            while not stream.done:
-                if stream._cell.request.attempt is not None:  # type: ignore[attr-defined]
-                    lose(attempt_of(stream).replica)
-                await asyncio.sleep(0.0001)
-            with pytest.raises(EngineFailed, match="4 replicas were lost before they had begun"):
-                await stream
-            assert dispatcher.stats().ready_replicas == 2
-
-    in_virtual_time(work)
+    async with Dispatcher([toy(number) for number in range(6)]) as dispatcher:
+        stream = dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
+        while not stream.done:
+            if stream._cell.request.attempt is not None:  # type: ignore[attr-defined]
+                lose(attempt_of(stream).replica)
+            await asyncio.sleep(0.0001)
+        with pytest.raises(EngineFailed, match="4 replicas were lost before they had begun"):
+            await stream
+        assert dispatcher.stats().ready_replicas == 2
 
 
-def test_a_replica_that_comes_back_with_another_model_is_not_used() -> None:
-    async def work() -> None:
-        engines = [toy(1), toy(2)]
-        async with Dispatcher(engines) as dispatcher:
-            lose(dispatcher._replicas[1])
-            engines[1].config = dataclasses.replace(engines[1].config, model="another")
-            with pytest.raises(ConfigError, match="local-1 has fingerprint name-another"):
-                await dispatcher.restart("local-1")
-            assert [each.state for each in dispatcher.stats().replicas] == ["ready", "lost"]
-
-    in_virtual_time(work)
+@virtual
+async def test_a_replica_that_comes_back_with_another_model_is_not_used() -> None:
+    engines = [toy(1), toy(2)]
+    async with Dispatcher(engines) as dispatcher:
+        lose(dispatcher._replicas[1])
+        engines[1].config = dataclasses.replace(engines[1].config, model="another")
+        with pytest.raises(ConfigError, match="local-1 has fingerprint name-another"):
+            await dispatcher.restart("local-1")
+        assert [each.state for each in dispatcher.stats().replicas] == ["ready", "lost"]
 
 
-def test_replicas_that_drain_go_on_after_a_pause() -> None:
-    async def work() -> None:
-        async with Dispatcher([toy(1)]) as dispatcher:
-            stream = dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))
-            await anext(stream)
-            await dispatcher.pause()
-            restarting = asyncio.ensure_future(dispatcher.restart())
-            await asyncio.sleep(0.1)
-            assert not restarting.done()
-            dispatcher.resume()
-            assert len((await stream).token_ids) == 20
-            await restarting
-
-    in_virtual_time(work)
+@virtual
+async def test_replicas_that_drain_go_on_after_a_pause() -> None:
+    async with Dispatcher([toy(1)]) as dispatcher:
+        stream = dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=20, ignore_eos=True))
+        await anext(stream)
+        await dispatcher.pause()
+        restarting = asyncio.ensure_future(dispatcher.restart())
+        await asyncio.sleep(0.1)
+        assert not restarting.done()
+        dispatcher.resume()
+        assert len((await stream).token_ids) == 20
+        await restarting
 
 
 # -- real models ---------------------------------------------------------------------------------------

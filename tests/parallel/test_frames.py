@@ -146,7 +146,7 @@ ROW = Rows(
     ending=Ending("abort", error=errors.Rejected("full"), pooled=np.ones((1, 2), np.float32)),
 )
 MESSAGES: list[Message] = [
-    Hello("ü", "print"),
+    Hello("ü"),
     Welcome(INFO, 8, 512, STATS, True, (ADAPTER,)),
     Refused("why"),
     Stats(STATS),
@@ -360,6 +360,7 @@ def some_rows(draw: Any) -> tuple[int, Rows]:
 def plain(row: Rows) -> dict[str, Any]:
     """The fields that can be compared."""
     found = {name: getattr(row, name) for name in Rows.__slots__}
+    found |= {name: list(getattr(row, name)) for name in ("ids", "logprobs", "prompt_logprobs", "steps")}
     found["draft"] = row.draft and row.draft()
     if (end := row.ending) is not None:
         found["ending"] = (end.finish_reason, end.stop_reason, end.predicted)

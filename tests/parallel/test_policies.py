@@ -11,10 +11,9 @@ import pytest
 
 from aioinfer import ConfigError, SamplingParams, StepFailed
 from aioinfer.parallel import Candidate, Dispatcher, RoutingPolicy
-from aioinfer.parallel.load import Load
 from aioinfer.parallel.policies import POLICIES, routing_policy
 from aioinfer.parallel.record import Record
-from aioinfer.parallel.replica import Replica
+from aioinfer.parallel.replica import Load, Replica
 from tests.parallel.toys import PARAMS, Toy, expected, prompt, record, sent, toys, virtual
 from tests.tiers import SECONDS, rest
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 from aioinfer import SamplingParams
-from aioinfer.parallel.load import PAGE, RememberedPages
+from aioinfer.parallel.prefixes import PAGE, RememberedPages
 from aioinfer.parallel.replica import Load
 from tests.parallel.served import dispatching, toy
 

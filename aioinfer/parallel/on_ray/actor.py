@@ -61,7 +61,7 @@ class ReplicaActor:
     # -- where only Ray's own ports can be reached --------------------------------------------------
 
     async def answers(self) -> AsyncIterator[bytes]:
-        """Connects the dispatcher; what the agent sends it, until one of them closes the connection."""
+        """Connect the dispatcher, and yield the agent's bytes until one of them closes the connection."""
         address = self._server.sockets[0].getsockname()[:2]
         reader, self._writer = await asyncio.open_connection(*address)
         try:
@@ -72,7 +72,7 @@ class ReplicaActor:
             self._writer.close()
 
     async def feed(self, data: bytes) -> None:
-        """What the dispatcher sends; nothing: it has closed the connection."""
+        """Pass on bytes of the dispatcher; none: it has closed the connection."""
         if data:
             self._writer.write(data)
             await self._writer.drain()

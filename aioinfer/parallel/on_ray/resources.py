@@ -1,4 +1,4 @@
-"""What replicas ask a cluster for."""
+"""Resources that replicas ask a cluster for."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["Node", "Share", "share"]
 
 
 class Node(NamedTuple):
-    """What a node of the cluster has, whether or not it is in use."""
+    """Resources of a node of the cluster, in use or not."""
 
     cpus: float
     gpus: float
 
 
 class Share(NamedTuple):
-    """What one replica gets, and its engine's settings with that."""
+    """Resources of one replica, and its engine's settings with these."""
 
     cpus: int
     gpus: int
