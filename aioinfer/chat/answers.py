@@ -6,11 +6,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from aioinfer.chat.messages import UNREAD
-from aioinfer.chat.order import TemplateOrder
-from aioinfer.chat.tools import Tools
+from aioinfer.chat.order import UNREAD, TemplateOrder
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.text import reasoning as reasoning_formats
@@ -20,6 +18,9 @@ from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
 from aioinfer.text.tokenizer import Tokenizer
 from aioinfer.text.tool_calls import Functions, Parsed, Qwen3Coder, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_calls.raw_values import Signatures
+
+if TYPE_CHECKING:  # it imports pydantic
+    from aioinfer.chat.tools import Tools
 
 __all__ = ["AnswerFormat", "AnswerReader", "ChatFormat", "joined"]
 
@@ -97,7 +98,7 @@ class ChatFormat:
         if names is not None and "tools" not in names and not tools.enforced:
             # The grammar of a required or strict call would.
             raise InvalidRequest("tools", UNREAD, code="unsupported_parameter")
-        return [each.for_template() for each in tools.functions]
+        return tools.for_template()
 
     def apply(
         self,

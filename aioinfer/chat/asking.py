@@ -1,42 +1,22 @@
-"""What an application asks of a chat, checked as the HTTP API checks it."""
+"""Arguments of ``engine.chat`` as the plain values that the door of all chats takes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from aioinfer.chat.answers import AnswerFormat, ChatFormat
+from aioinfer.chat.answers import ChatFormat
 from aioinfer.chat.functions import Tool, is_model, model_schema, tool_of
-from aioinfer.chat.messages import check_variables, parse_messages
-from aioinfer.chat.results import Parse
-from aioinfer.chat.structured import parse_grammar
-from aioinfer.chat.tools import parse_tools
-from aioinfer.errors import InvalidRequest, renamed
+from aioinfer.chat.results import ChatRequest, Parse
+from aioinfer.chat.variables import Variables
+from aioinfer.errors import InvalidRequest
 from aioinfer.inputs import freeze
 from aioinfer.params import SamplingParams
 
 __all__ = ["ChatRequest", "chat_request"]
 
 _FORMATS = ("text", "json_object", "json_schema")
-
-
-@dataclass(frozen=True, slots=True)
-class ChatRequest:
-    """A chat, checked and copied."""
-
-    messages: list[dict[str, Any]]
-    template_kwargs: dict[str, Any] | None
-    params: SamplingParams
-    #: parsers of the answer; None: all of it is content
-    answer: AnswerFormat | None
-    #: argument of ``generate`` -> argument of ``chat``, where the names differ
-    names: Mapping[str, str]
-    #: of the content
-    parse: Parse | None = None
-    #: of the arguments of calls, by the name of the function
-    parse_arguments: Mapping[str, Parse] = field(default_factory=dict)
 
 
 def chat_request(
@@ -51,54 +31,41 @@ def chat_request(
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> ChatRequest:
     """The arguments of :meth:`aioinfer.Engine.chat`. Raises InvalidRequest, by their names."""
-    given = freeze("messages", messages, lists=True)
-    variables = _variables(chat_template_kwargs, chat.template_names)
-    names = {"prompt": "messages"}
-    offered, models = _tools(tools)
-    body = {
-        "tools": offered,
-        "tool_choice": _choice(tool_choice),
-        "parallel_tool_calls": parallel_tool_calls,
-    }
-    found = parse_tools(body)
-    if found is not None:
-        variables["tools"] = chat.offered(found)
+    from aioinfer.chat.door import ask  # these import pydantic
+    from aioinfer.chat.structured import format_grammar
+
+    names: dict[str, str] = {}
     parse: Parse | None = None
     if response_format is not None:
         form, parse = _format(response_format)
-        grammar = parse_grammar({"response_format": form})
-        if grammar is not None:
-            if params.grammar is not None:
-                raise InvalidRequest("response_format", "cannot be combined with a grammar")
-            params, names["grammar"] = params.changed(grammar=grammar[1]), "response_format"
-        else:
+        grammar = format_grammar(form)
+        if grammar is None:
             parse = None
-    try:
-        params, answer = chat.apply(params, found)
-    except InvalidRequest as refused:
-        raise renamed(refused, names) from None
-    if answer is not None and answer.constrained:
-        names["grammar"] = "tools"  # the grammar was built from their schemas
-    return ChatRequest(
-        parse_messages(given, chat.template_names),
-        variables or None,
+        elif params.grammar is not None:
+            raise InvalidRequest("response_format", "cannot be combined with a grammar")
+        else:
+            params, names["grammar"] = params.changed(grammar=grammar), "response_format"
+    offered, parsers = _tools(tools)
+    return ask(
+        chat,
+        freeze("messages", messages, lists=True),
         params,
-        answer,
+        Variables(chat, _mapping(chat_template_kwargs)),
         names,
-        parse,
-        models,
+        tools=offered,
+        tool_choice=_choice(tool_choice),
+        parallel_tool_calls=parallel_tool_calls,
+        parse=parse,
+        parse_arguments=parsers,
     )
 
 
-def _variables(given: Any, template_names: frozenset[str] | None) -> dict[str, Any]:
+def _mapping(given: Any) -> dict[str, Any] | None:
     if given is None:
-        return {}
+        return None
     if not isinstance(given, Mapping):
         raise InvalidRequest("chat_template_kwargs", f"must be a mapping, got {type(given).__name__}")
     kwargs: dict[str, Any] = freeze("chat_template_kwargs", given)
-    check_variables(
-        kwargs, {name: f"chat_template_kwargs.{str(name)[:80]}" for name in kwargs}, template_names
-    )
     return kwargs
 
 

@@ -1,185 +1,189 @@
-"""Fields: what is done with every field of an object of OpenAI's protocol.
-
-There is one table per object. A field is *honoured*; or *harmless*, which is accepted because it cannot
-change the answer; or *unsupported*, which is refused unless its value changes nothing. A field in no table
-is refused. Null is the same as an absent field, everywhere.
-"""
+"""Fields of the objects within a chat: messages, tools and response formats in OpenAI's form."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from aioinfer.chat.schemas import (
-    ANY,
-    FLAG,
-    OBJECT,
-    TEXT,
-    Schema,
-    array,
-    choice,
-    either,
-    text,
-)
+from pydantic import AfterValidator, Field
+
+from aioinfer.chat.bodies import CACHING, CLIENTS, NO, OFF, Items, Object, Refused, TextOr, field, later
 from aioinfer.errors import InvalidRequest
 
-__all__ = ["NESTED", "Harmless", "Honoured", "Table", "Unsupported", "check"]
+__all__ = [
+    "NAME",
+    "ChosenTool",
+    "Message",
+    "ResponseFormat",
+    "StructuredOutputs",
+    "Tool",
+    "ToolFunction",
+]
 
-#: characters of an unknown field in an error
-_MAX_NAME = 80
-
-
-@dataclass(frozen=True, slots=True)
-class Honoured:
-    """What the field does.
-
-    ``param`` is its name in SamplingParams, if it has one. ``schema`` is the JSON schema of its value for the
-    OpenAPI document, but for null; it follows from ``param``, and from the tables of the objects in it.
-    ``required``: an object without it, or with null, is refused.
-    """
-
-    meaning: str
-    param: str | None = None
-    schema: Schema = field(default_factory=dict)
-    required: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Harmless:
-    """Why the field cannot change the answer."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Unsupported:
-    """The values that change nothing, and what to use instead of others. ``code``: of the error."""
-
-    neutral: tuple[Any, ...] = ()
-    instead: str = ""
-    code: str = "unsupported_parameter"
-
-
-Table = Mapping[str, Honoured | Harmless | Unsupported]
-
-_OFF = Unsupported((False,))
-_NO = Unsupported()
-_BOOKKEEPING = Harmless("the client's bookkeeping")
-
-_NAME = text(pattern="[a-zA-Z0-9_-]{1,64}")
-_FUNCTION = Honoured("`function`", schema=choice("function"), required=True)
+#: the pattern of a function's name
+NAME = "^[a-zA-Z0-9_-]{1,64}$"
 _READ = "goes to the chat template"
 _MAYBE = "goes to the chat template, which may not read it"
-#: a JSON schema, or the text of one
-_SCHEMA = either(OBJECT, FLAG, TEXT)
-
-#: objects within the fields of a chat, by their path
-NESTED: Mapping[str, Table] = {
-    "response_format": {
-        "type": Honoured(
-            "`text`, `json_object` or `json_schema`",
-            schema=choice("text", "json_object", "json_schema"),
-            required=True,
-        ),
-        "json_schema": Honoured("of type `json_schema`"),
-        "schema": Honoured("of type `json_object`: its JSON schema", schema=_SCHEMA),
-    },
-    "response_format.json_schema": {
-        "schema": Honoured("the JSON schema", schema=_SCHEMA, required=True),
-        "name": Harmless("a label"),
-        "description": Harmless("a label"),
-        "strict": Harmless("every schema is enforced"),
-    },
-    "structured_outputs": {
-        "json": Honoured("as `guided_json`", schema=_SCHEMA),
-        "json_object": Honoured("as `guided_json_object`", schema=FLAG),
-        "regex": Honoured("as `guided_regex`", schema=TEXT),
-        "choice": Honoured("as `guided_choice`", schema=either(array(TEXT, 1), TEXT)),
-        "grammar": Honoured("as `guided_grammar`", schema=TEXT),
-        "structural_tag": _NO,
-        "whitespace_pattern": _NO,
-        "disable_fallback": Harmless("there is no fallback"),
-        "disable_any_whitespace": _OFF,
-        "disable_additional_properties": _OFF,
-    },
-    "tools[]": {
-        "type": _FUNCTION,
-        "function": Honoured("a function", required=True),
-        "cache_control": Harmless("how long a prefix stays cached"),
-    },
-    "tools[].function": {
-        "name": Honoured("1 to 64 letters, digits, `_`, `-`", schema=_NAME, required=True),
-        "description": Honoured("goes to the chat template", schema=TEXT),
-        "parameters": Honoured("the JSON schema of the arguments", schema=OBJECT),
-        "strict": Honoured("the arguments obey the schema", schema=FLAG),
-    },
-    "tool_choice": {"type": _FUNCTION, "function": Honoured("the function to call", required=True)},
-    "tool_choice.function": {"name": Honoured("the function to call", schema=TEXT, required=True)},
-    "messages[]": {
-        "role": Honoured(_READ, schema=TEXT, required=True),
-        "content": Honoured("text or a list of parts of text", schema=TEXT),
-        "name": Honoured(_MAYBE, schema=ANY),
-        "tool_calls": Honoured(_READ),
-        "tool_call_id": Honoured(_MAYBE, schema=TEXT),
-        "reasoning_content": Honoured(f"{_MAYBE}; also as `thinking`", schema=ANY),
-        "reasoning": Honoured(f"{_MAYBE}; also as `thinking`", schema=ANY),
-        "id": _BOOKKEEPING,
-        "parsed": Harmless("the client's reading of `content`"),
-        "cache_control": Harmless("how long a prefix stays cached"),
-        "provider_specific_fields": _BOOKKEEPING,
-        "type": Unsupported(("text", "message")),
-        "refusal": _NO,
-        "annotations": Unsupported(([],)),
-        "audio": _NO,
-        "images": Unsupported(([],)),
-        "function_call": Unsupported((), "use tool_calls"),
-        "prefix": Unsupported((False,), "use continue_final_message"),
-        "partial": Unsupported((False,), "use continue_final_message"),
-        "thinking_blocks": Unsupported(([],)),
-        "reasoning_details": Unsupported(([],)),
-    },
-    "messages[].content[]": {
-        "type": Honoured("`text`", schema=choice("text"), required=True),
-        "text": Honoured("text", schema=TEXT, required=True),
-        "id": _BOOKKEEPING,
-        "index": _BOOKKEEPING,
-        "cache_control": Harmless("how long a prefix stays cached"),
-        "annotations": Unsupported(([],)),
-    },
-    "messages[].tool_calls[]": {
-        "id": Honoured("goes to the chat template", schema=ANY),
-        "type": Honoured("`function`", schema=choice("function")),
-        "function": Honoured("the call", required=True),
-        "index": _BOOKKEEPING,
-        "provider_specific_fields": _BOOKKEEPING,
-    },
-    "messages[].tool_calls[].function": {
-        "name": Honoured("goes to the chat template", schema=TEXT, required=True),
-        "arguments": Honoured("goes to the chat template", schema=either(TEXT, OBJECT)),
-        "parsed_arguments": Harmless("the client's reading of `arguments`"),
-    },
-}
+#: what becomes a grammar is checked there
+_Schema = Annotated[Any, later(dict[str, Any] | bool | str)]
+_Choices = Annotated[Any, later(Annotated[list[str], Field(min_length=1)] | str)]
+_Text = Annotated[Any, later(str)]
 
 
-def check(given: Mapping[str, Any], table: Table, path: str = "", also: frozenset[str] = frozenset()) -> None:
-    """Raise InvalidRequest for a field that is not honoured and could change the answer.
+class TextPart(
+    Object,
+    harmless={"id": CLIENTS, "index": CLIENTS, "cache_control": CACHING},
+    refused={"annotations": Refused(([],))},
+):
+    """A part of a message's content."""
 
-    ``path`` is where the object ``given`` is in the body; fields in ``also`` are honoured, too.
-    """
-    for name, value in given.items():
-        if value is None or name in also:
-            continue
-        rule = table.get(name)
-        if rule is None:
-            raise InvalidRequest(
-                f"{path}{name[:_MAX_NAME]}", "is not a field that this server knows", code="unknown_parameter"
-            )
-        if isinstance(rule, Unsupported) and not any(_same(value, each) for each in rule.neutral):
-            instead = f": {rule.instead}" if rule.instead else ""
-            raise InvalidRequest(f"{path}{name}", f"is not supported by this server{instead}", code=rule.code)
+    type: Literal["text"] = field("`text`", ...)
+    text: str = field("text", ...)
 
 
-def _same(value: Any, neutral: Any) -> bool:
-    """Equal as JSON: 1 is 1.0, and is not true."""
-    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+class CalledFunction(Object, harmless={"parsed_arguments": "the client's reading of `arguments`"}):
+    """The call of a function."""
+
+    name: str = field(_READ, ...)
+    arguments: TextOr[dict[str, Any]] | None = field(_READ)
+
+
+class CalledTool(Object, harmless={"index": CLIENTS, "provider_specific_fields": CLIENTS}):
+    """A call of a message."""
+
+    id: Any = field(_READ)
+    type: Literal["function"] | None = field("`function`")
+    function: CalledFunction = field("the call", ...)
+
+
+class Message(
+    Object,
+    open_ended=True,
+    harmless={
+        "id": CLIENTS,
+        "parsed": "the client's reading of `content`",
+        "cache_control": CACHING,
+        "provider_specific_fields": CLIENTS,
+    },
+    refused={
+        "type": Refused(("text", "message")),
+        "refusal": NO,
+        "annotations": Refused(([],)),
+        "audio": NO,
+        "images": Refused(([],)),
+        "function_call": Refused((), "use tool_calls"),
+        "prefix": Refused((False,), "use continue_final_message"),
+        "partial": Refused((False,), "use continue_final_message"),
+        "thinking_blocks": Refused(([],)),
+        "reasoning_details": Refused(([],)),
+    },
+):
+    """A message; what else the chat template reads may stand in it."""
+
+    role: str = field(_READ, ...)
+    content: TextOr[Items[TextPart]] | None = field("text or a list of parts of text")
+    name: Any = field(_MAYBE)
+    tool_calls: Items[CalledTool] | None = field(_READ)
+    tool_call_id: str | None = field(_MAYBE)
+    reasoning_content: Any = field(f"{_MAYBE}; also as `thinking`")
+    reasoning: Any = field(f"{_MAYBE}; also as `thinking`")
+
+
+def _of_object(schema: dict[str, Any]) -> dict[str, Any]:
+    if schema.get("type", "object") != "object":
+        raise InvalidRequest("type", "must be 'object'")
+    if not isinstance(schema.get("properties", {}), dict):
+        raise InvalidRequest("properties", "must be an object")
+    return {"type": "object", **schema}
+
+
+#: the JSON schema of a function's arguments
+Parameters = Annotated[dict[str, Any], AfterValidator(_of_object)]
+
+
+class ToolFunction(Object):
+    """A function that the model may call."""
+
+    name: str = field("1 to 64 letters, digits, `_`, `-`", ..., pattern=NAME)
+    description: str | None = field(_READ)
+    parameters: Parameters = field(
+        "the JSON schema of the arguments",
+        {"type": "object", "properties": {}, "additionalProperties": False},
+    )
+    strict: bool = field("the arguments obey the schema", False)
+
+
+class Tool(Object, harmless={"cache_control": CACHING}):
+    """A tool in OpenAI's form."""
+
+    type: Literal["function"] = field("`function`", ...)
+    function: ToolFunction = field("a function", ...)
+
+
+class ChosenFunction(Object):
+    """The function that must be called."""
+
+    name: str = field("the function to call", ...)
+
+
+class ChosenTool(Object):
+    """The tool that must be called."""
+
+    type: Literal["function"] = field("`function`", ...)
+    function: ChosenFunction = field("the function to call", ...)
+
+
+class LabelledSchema(
+    Object, harmless={"name": "a label", "description": "a label", "strict": "every schema is enforced"}
+):
+    """The schema of an answer."""
+
+    schema_: Annotated[Any, later(dict[str, Any] | bool | str, required=True)] = field(
+        "the JSON schema", ..., alias="schema"
+    )
+
+
+class ResponseFormat(Object):
+    """The format of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = field("`text`, `json_object` or `json_schema`", ...)
+    json_schema: LabelledSchema | None = field("of type `json_schema`")
+    schema_: _Schema = field("of type `json_object`: its JSON schema", alias="schema")
+
+
+class StructuredOutputs(
+    Object,
+    harmless={"disable_fallback": "there is no fallback"},
+    refused={
+        "structural_tag": NO,
+        "whitespace_pattern": NO,
+        "disable_any_whitespace": OFF,
+        "disable_additional_properties": OFF,
+    },
+):
+    """vLLM's object of one constraint."""
+
+    json_: _Schema = field("as `guided_json`", alias="json")
+    json_object: bool = field("as `guided_json_object`", False)
+    regex: _Text = field("as `guided_regex`")
+    choice: _Choices = field("as `guided_choice`")
+    grammar: _Text = field("as `guided_grammar`")
+
+
+class GrammarFields(
+    Object,
+    harmless={"guided_decoding_backend": "which library enforces a grammar"},
+    refused={"guided_whitespace_pattern": NO},
+):
+    """The fields of a body that constrain an answer."""
+
+    response_format: Annotated[Any, later(ResponseFormat)] = field("JSON, or an instance of a JSON schema")
+    structured_outputs: Annotated[Any, later(StructuredOutputs)] = field("vLLM's object of one constraint")
+    guided_json: _Schema = field("an instance of this JSON schema")
+    guided_json_object: bool = field("any JSON object", False)
+    guided_regex: _Text = field("a match of this regular expression")
+    guided_choice: _Choices = field("one of these texts")
+    guided_grammar: _Text = field("a text of this grammar, in Lark or GBNF")
+    json_schema: _Schema = field("SGLang's name of `guided_json`")
+    regex: _Text = field("SGLang's name of `guided_regex`")
+    ebnf: _Text = field("SGLang's name of `guided_grammar`")
+    grammar: _Text = field("llama.cpp's name of `guided_grammar`")

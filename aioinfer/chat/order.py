@@ -13,7 +13,10 @@ from typing import Any, Self
 from aioinfer.errors import InvalidRequest
 from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["TemplateOrder"]
+__all__ = ["UNREAD", "TemplateOrder"]
+
+#: why a field is refused that the template would have to read
+UNREAD = "is not read by the model's chat template"
 
 
 @dataclass(frozen=True, slots=True)

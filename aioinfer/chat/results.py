@@ -1,22 +1,41 @@
-"""What a chat in this process gives: deltas while it is computed, one result at the end."""
+"""A chat in this process: the checked request, deltas while it is computed, one result at the end."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
+from aioinfer.chat.answers import AnswerFormat
 from aioinfer.outputs import Draft, FinishReason, Result, Usage
+from aioinfer.params import SamplingParams
 from aioinfer.text.tool_calls import ToolCallDelta
 
-__all__ = ["ChatDelta", "ChatFinishReason", "ChatResult", "Parse", "ToolCall"]
+__all__ = ["ChatDelta", "ChatFinishReason", "ChatRequest", "ChatResult", "Parse", "ToolCall"]
 
 #: as of a stream; "tool_calls": the answer has complete calls and came to its end
 ChatFinishReason = FinishReason | Literal["tool_calls"]
 #: text -> object; raises ValueError
 Parse = Callable[[str], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRequest:
+    """A chat, checked and copied."""
+
+    messages: list[dict[str, Any]]
+    template_kwargs: dict[str, Any] | None
+    params: SamplingParams
+    #: parsers of the answer; None: all of it is content
+    answer: AnswerFormat | None
+    #: argument of ``generate`` -> what the caller calls it, where the names differ
+    names: Mapping[str, str]
+    #: of the content
+    parse: Parse | None = None
+    #: of the arguments of calls, by the name of the function
+    parse_arguments: Mapping[str, Parse] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

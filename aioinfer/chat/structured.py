@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from aioinfer.chat.fields import NESTED, check
-from aioinfer.errors import InvalidRequest, shown
+from aioinfer.chat.bodies import Object, admit
+from aioinfer.chat.fields import ResponseFormat, StructuredOutputs
+from aioinfer.errors import InvalidRequest
 from aioinfer.params import Grammar
 
-__all__ = ["parse_grammar"]
+__all__ = ["format_grammar", "parse_grammar"]
 
 #: body field -> kind of grammar, where the value is the grammar itself
 _DIRECT = {
@@ -22,62 +23,59 @@ _DIRECT = {
     "ebnf": "lark",
     "grammar": "lark",
 }
-#: key of vLLM's ``structured_outputs`` -> kind of grammar
-_NESTED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+#: attribute of StructuredOutputs -> kind of grammar
+_NESTED = {"json_": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 
 
-def parse_grammar(body: Mapping[str, Any]) -> tuple[str, Grammar] | None:
+def parse_grammar(body: Object, response_format: Any = None) -> tuple[str, Grammar] | None:
     """The grammar of a body and the field that has it, or None. Raises InvalidRequest, also for more than
     one."""
-    found: list[tuple[str, Grammar]] = []
-    if (grammar := _response_format(body.get("response_format"))) is not None:
-        found.append(("response_format", grammar))
-    for field, kind in _DIRECT.items():
-        if body.get(field) is not None:
-            found.append((field, _grammar(field, kind, body[field])))
-    if _flag("guided_json_object", body.get("guided_json_object")):
-        found.append(("guided_json_object", Grammar("json_object")))
-    nested = body.get("structured_outputs")
-    if nested is not None:
-        if not isinstance(nested, dict):
-            raise InvalidRequest("structured_outputs", "must be an object")
-        check(nested, NESTED["structured_outputs"], "structured_outputs.")
-        for key, kind in _NESTED.items():
-            if nested.get(key) is not None:
-                field = f"structured_outputs.{key}"
-                found.append((field, _grammar(field, kind, nested[key])))
-        if _flag("structured_outputs.json_object", nested.get("json_object")):
-            found.append(("structured_outputs.json_object", Grammar("json_object")))
+    found = [*_grammars(body, response_format)]
     if len(found) > 1:
         raise InvalidRequest(found[1][0], f"cannot be combined with {found[0][0]}")
     return found[0] if found else None
 
 
-def _response_format(value: Any) -> Grammar | None:
+def _grammars(body: Object, response_format: Any) -> Iterator[tuple[str, Grammar]]:
+    grammar = format_grammar(response_format)
+    if grammar is not None:
+        yield "response_format", grammar
+    for field, kind in _DIRECT.items():
+        value = getattr(body, field, None)
+        if value is not None:
+            yield field, _grammar(field, kind, value)
+    if getattr(body, "guided_json_object", False):
+        yield "guided_json_object", Grammar("json_object")
+    given = getattr(body, "structured_outputs", None)
+    if given is None:
+        return
+    nested = admit(StructuredOutputs, given, "structured_outputs")
+    for name, kind in _NESTED.items():
+        value = getattr(nested, name)
+        if value is not None:
+            field = f"structured_outputs.{name.rstrip('_')}"
+            yield field, _grammar(field, kind, value)
+    if nested.json_object:
+        yield "structured_outputs.json_object", Grammar("json_object")
+
+
+def format_grammar(value: Any) -> Grammar | None:
+    """The grammar of a ``response_format``; None: any text. Raises InvalidRequest."""
     if value is None:
         return None
-    if not isinstance(value, dict):
-        raise InvalidRequest("response_format", "must be an object")
-    check(value, NESTED["response_format"], "response_format.")
-    kind, wrapper, schema = value.get("type"), value.get("json_schema"), value.get("schema")
-    if kind not in ("text", "json_object", "json_schema"):
-        raise InvalidRequest("response_format.type", f"{shown(kind)} is not supported")
-    if wrapper is not None and kind != "json_schema":
+    given = admit(ResponseFormat, value, "response_format")
+    if given.json_schema is not None and given.type != "json_schema":
         raise InvalidRequest("response_format.json_schema", "needs the type json_schema")
-    if schema is not None and kind != "json_object":
+    if given.schema_ is not None and given.type != "json_object":
         raise InvalidRequest("response_format.schema", "needs the type json_object")
-    if kind == "text":
+    if given.type == "text":
         return None
-    if kind == "json_object":
-        return (
-            Grammar("json_object") if schema is None else _grammar("response_format", "json_schema", schema)
-        )
-    if not isinstance(wrapper, dict):
-        raise InvalidRequest("response_format.json_schema", "must be an object")
-    check(wrapper, NESTED["response_format.json_schema"], "response_format.json_schema.")
-    if wrapper.get("schema") is None:
-        raise InvalidRequest("response_format.json_schema.schema", "is missing")
-    return _grammar("response_format", "json_schema", wrapper["schema"])
+    if given.type == "json_object" and given.schema_ is None:
+        return Grammar("json_object")
+    if given.type == "json_schema" and given.json_schema is None:
+        raise InvalidRequest("response_format.json_schema", "is missing")
+    schema = given.schema_ if given.json_schema is None else given.json_schema.schema_
+    return _grammar("response_format", "json_schema", schema)
 
 
 def _grammar(field: str, kind: Any, value: Any) -> Grammar:
@@ -86,9 +84,3 @@ def _grammar(field: str, kind: Any, value: Any) -> Grammar:
         return Grammar(kind, value)
     except InvalidRequest as refused:
         raise InvalidRequest(field, refused.message) from None
-
-
-def _flag(field: str, value: Any) -> bool:
-    if not isinstance(value, (bool, type(None))):
-        raise InvalidRequest(field, "must be true or false")
-    return bool(value)

@@ -1,82 +1,79 @@
-"""Variables of chat templates in request bodies, and the fields of several dialects that stand for them."""
+"""Variables of chat templates, and the fields of several dialects that stand for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from aioinfer.chat.answers import ChatFormat
-from aioinfer.chat.messages import UNREAD, check_variables
-from aioinfer.errors import InvalidRequest, shown
+from aioinfer.chat.order import UNREAD
+from aioinfer.errors import InvalidRequest
 
-__all__ = ["template_variables"]
+__all__ = ["Variables"]
 
+#: arguments of the tokenizer that are no variables of the template
+_RESERVED = frozenset({"self", "messages", "conversation", "tools", "tokenize", "chat_template"})
+#: what the tokenizer reads in the template's place
 _SWITCHES = ("add_generation_prompt", "continue_final_message")
-_STATES = {"enabled": True, "disabled": False}
 
 
-def template_variables(body: Mapping[str, Any], chat: ChatFormat) -> dict[str, Any]:
-    """The variables of the chat template, besides ``tools``. Raises InvalidRequest for one that the template
-    does not read."""
-    given = body.get("chat_template_kwargs")
-    if given is not None and not isinstance(given, dict):
-        raise InvalidRequest("chat_template_kwargs", "must be an object")
-    kwargs = dict(given or {})
-    fields = {name: f"chat_template_kwargs.{name[:80]}" for name in kwargs}
-    for field, name, value in (*_plain(body, chat), *_thinking(body, chat)):
-        if kwargs.get(name, value) != value:
-            raise InvalidRequest(field, f"differs from {fields[name]}")
-        fields[name], kwargs[name] = field, value
-    for name in _SWITCHES:
-        kwargs.update({name: _flag(name, body[name])} if body.get(name) is not None else {})
-    check_variables(kwargs, fields, chat.template_names)
-    return kwargs
+class Variables:
+    """The variables of a chat's template, and the fields that they come from."""
 
+    def __init__(self, chat: ChatFormat, given: Mapping[str, Any] | None = None) -> None:
+        """``given``: ``chat_template_kwargs``."""
+        self._chat = chat
+        self._values = dict(given or {})
+        self._fields = {name: f"chat_template_kwargs.{str(name)[:80]}" for name in self._values}
 
-def _plain(body: Mapping[str, Any], chat: ChatFormat) -> Iterator[tuple[str, str, Any]]:
-    """Fields of the body that are variables: their names as fields and variables, and their values."""
-    for name in ("documents", "reasoning_effort"):
-        value = body.get(name)
-        if value is not None and not (name == "reasoning_effort" and _stands_for_none(value, chat)):
-            yield name, name, value
-
-
-def _stands_for_none(effort: Any, chat: ChatFormat) -> bool:
-    """A reasoning effort that templates know as thinking which is switched off."""
-    return (
-        effort == "none" and chat.template_names is not None and "reasoning_effort" not in chat.template_names
-    )
-
-
-def _thinking(body: Mapping[str, Any], chat: ChatFormat) -> Iterator[tuple[str, str, Any]]:
-    """The fields that switch thinking on or off, as the variable of that kind that the template reads."""
-    names = chat.template_names
-    harmony = chat.reasoning is not None and chat.reasoning.name == "harmony"
-    # The template of gpt-oss reads a key of messages with that name.
-    known = ("enable_thinking",) if harmony else ("enable_thinking", "thinking")
-    variable = next((name for name in known if names is None or name in names), None)
-    for field in ("enable_thinking", "think", "thinking", "reasoning_effort"):
-        value = body.get(field)
-        if field == "reasoning_effort":
-            value = False if _stands_for_none(value, chat) else None
-        if isinstance(value, dict) and field == "thinking":
-            state = value.get("type")
-            if value.keys() != {"type"} or not isinstance(state, str) or state not in _STATES:
-                raise InvalidRequest(
-                    field, "must be true, false, or an object with the type enabled or disabled"
-                )
-            value = _STATES[state]
+    def put(self, name: str, value: Any, field: str) -> None:
+        """Set a variable, if ``value`` is not None. Raises InvalidRequest if it has another value already."""
         if value is None:
-            continue
-        value = _flag(field, value)
-        if variable is not None:
-            yield field, variable, value
-        elif value or chat.reasoning is not None:
+            return
+        if self._values.get(name, value) != value:
+            raise InvalidRequest(field, f"differs from {self._fields[name]}")
+        self._fields[name], self._values[name] = field, value
+
+    def think(self, on: bool | None, field: str, *, wish: bool = False) -> None:
+        """Switch thinking on or off, as the template can. Raises InvalidRequest if it cannot be; but for a
+        ``wish`` of what the model does anyway."""
+        if on is None:
+            return
+        names, reasoning = self._chat.template_names, self._chat.reasoning
+        # The template of gpt-oss reads a key of messages with the name "thinking".
+        harmony = reasoning is not None and reasoning.name == "harmony"
+        for variable in ("enable_thinking",) if harmony else ("enable_thinking", "thinking"):
+            if names is None or variable in names:
+                self.put(variable, on, field)
+                return
+        # Without a switch, a model with a parser of reasoning always thinks, and one without never does.
+        if on != (reasoning is not None) or (on and not wish):
             raise InvalidRequest(field, UNREAD, code="unsupported_parameter")
-        # else: a model that does not think cannot be told to stop
 
+    def effort(self, value: Any, field: str, *, wish: bool = False) -> Any:
+        """How much the model thinks, for a template that reads it; for others "none" switches thinking off,
+        and any other value is refused, or left out if it is a ``wish``. Returns what the model is told."""
+        names = self._chat.template_names
+        if names is None or "reasoning_effort" in names:
+            self.put("reasoning_effort", value, field)
+        elif value == "none":
+            self.think(False, field)
+        elif wish:
+            return None
+        else:
+            self.put("reasoning_effort", value, field)
+        return value
 
-def _flag(field: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidRequest(field, f"must be true or false, got {shown(value)}")
-    return value
+    def checked(self) -> dict[str, Any]:
+        """The variables. Raises InvalidRequest for one that cannot be set, or that the template does not
+        read."""
+        if _RESERVED & self._values.keys():
+            raise InvalidRequest("chat_template_kwargs", "may hold variables of the template only")
+        if self._values.get("add_generation_prompt") and self._values.get("continue_final_message"):
+            raise InvalidRequest("continue_final_message", "cannot be combined with add_generation_prompt")
+        names = self._chat.template_names
+        for name, field in self._fields.items():
+            read = names is None or name in names or name in _SWITCHES
+            if self._values[name] is not None and not read:
+                raise InvalidRequest(field, UNREAD, code="unsupported_parameter")
+        return self._values

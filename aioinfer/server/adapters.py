@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from functools import partial
+from typing import Annotated, NoReturn
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from aiohttp import web
+from pydantic import Field
 
-from aioinfer.chat.fields import Honoured, Table
-from aioinfer.chat.schemas import FLAG, text
+from aioinfer.chat.bodies import Object, field
 from aioinfer.checkpoint.adapter import ADAPTER_FILES
 from aioinfer.config import ServerConfig
 from aioinfer.engine_like import EngineLike
@@ -20,27 +21,33 @@ from aioinfer.server.confinement import LONGEST_PATH, Confined
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.http.records import record_of
-from aioinfer.server.openai.protocol import Served, flag_of, object_of
-from aioinfer.server.openapi.endpoints import Body, Endpoint, Route
+from aioinfer.server.openai.protocol import read
+from aioinfer.server.openapi.endpoints import Endpoint, Route
 
-__all__ = ["LOAD", "UNLOAD", "AdapterRoutes", "Adapters"]
+__all__ = ["AdapterRoutes", "Adapters", "LoadBody", "UnloadBody"]
 
 #: argument of the engine -> field of the body
 _NAMES = {"name": "lora_name", "path": "lora_path"}
 
-_NAME = Honoured("its name, by which requests select it", schema=text(1, LONGEST_NAME), required=True)
-LOAD: Table = {
-    "lora_name": _NAME,
-    "lora_path": Honoured(
-        "a directory in the server's `lora_root`; a relative path begins there",
-        schema=text(1, LONGEST_PATH),
-        required=True,
-    ),
-    "load_inplace": Honoured(
-        "replace an adapter of this name; requests that it has already keep it to their ends", schema=FLAG
-    ),
-}
-UNLOAD: Table = {"lora_name": _NAME}
+_Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+
+
+class UnloadBody(Object):
+    """A body of ``/v1/unload_lora_adapter``."""
+
+    lora_name: _Name = field("its name, by which requests select it", ...)
+
+
+class LoadBody(UnloadBody):
+    """A body of ``/v1/load_lora_adapter``."""
+
+    lora_path: Annotated[str, Field(min_length=1, max_length=LONGEST_PATH)] = field(
+        "a directory in the server's `lora_root`; a relative path begins there", ...
+    )
+    load_inplace: bool = field(
+        "replace an adapter of this name; requests that it has already keep it to their ends", False
+    )
+
 
 _OFF = {
     403: "The server has no `lora_root`, or the `Host` or the `Origin` is not allowed.",
@@ -50,7 +57,8 @@ _LOAD = Endpoint(
     "POST",
     "/load_lora_adapter",
     "Load a LoRA adapter",
-    body=Body("LoadLoraAdapterRequest", LOAD, examples=({"lora_name": "sql", "lora_path": "sql-v2"},)),
+    body=LoadBody,
+    example={"lora_name": "sql", "lora_path": "sql-v2"},
     media="text/plain",
     statuses=_OFF,
     tag="adapters",
@@ -59,7 +67,8 @@ _UNLOAD = Endpoint(
     "POST",
     "/unload_lora_adapter",
     "Unload a LoRA adapter",
-    body=Body("UnloadLoraAdapterRequest", UNLOAD, examples=({"lora_name": "sql"},)),
+    body=UnloadBody,
+    example={"lora_name": "sql"},
     media="text/plain",
     statuses=_OFF | {404: "There is no such adapter or path."},
     tag="adapters",
@@ -79,19 +88,18 @@ class Adapters:
         self._root = config.lora_root
         self._models = frozenset(models)
 
-    async def load(self, body: dict[str, Any]) -> str:
+    async def load(self, body: LoadBody) -> str:
         """Returns what the answer says. Raises Refused, InvalidRequest, and what the engine raises."""
         root = self._enabled()
-        name = _text_of(body, "lora_name")
+        name = body.lora_name
         if name in self._models:
             raise InvalidRequest("lora_name", f"{shown(name)} is the name of the model")
-        may_replace = flag_of(body, "load_inplace")
         within = Confined(root, "lora_root", "lora_path")
-        path = await asyncio.to_thread(within.directory, _text_of(body, "lora_path"), ADAPTER_FILES)
+        path = await asyncio.to_thread(within.directory, body.lora_path, ADAPTER_FILES)
         try:
             async with self._turn(name):
                 replaces = any(each.name == name for each in self._engine.adapters())
-                if replaces and not may_replace:
+                if replaces and not body.load_inplace:
                     message = f"{shown(name)} is loaded already: load_inplace replaces it"
                     raise InvalidRequest("lora_name", message)
                 await self._engine.load_adapter(name, path)
@@ -103,10 +111,10 @@ class Adapters:
             raise renamed(error, _NAMES) from error.__cause__
         return f"Success: the LoRA adapter {name!r} was {'replaced' if replaces else 'added'}."
 
-    async def unload(self, body: dict[str, Any]) -> str:
+    async def unload(self, body: UnloadBody) -> str:
         """As :meth:`load`."""
         self._enabled()
-        name = _text_of(body, "lora_name")
+        name = body.lora_name
         try:
             await self._engine.unload_adapter(name)
         except InvalidRequest as error:
@@ -144,28 +152,13 @@ class AdapterRoutes:
 
     async def load(self, request: web.Request) -> web.StreamResponse:
         with record_of(request).admitted():
-            body, _ = await self._generation.parsed(request, _parse_load)
+            body, _ = await self._generation.parsed(request, partial(read, LoadBody))
             return web.Response(text=await self._adapters.load(body))
 
     async def unload(self, request: web.Request) -> web.StreamResponse:
         with record_of(request).admitted():
-            body, _ = await self._generation.parsed(request, _parse_unload)
+            body, _ = await self._generation.parsed(request, partial(read, UnloadBody))
             return web.Response(text=await self._adapters.unload(body))
-
-
-def _parse_load(raw: bytes, served: Served) -> dict[str, Any]:
-    return object_of(raw, served, LOAD)
-
-
-def _parse_unload(raw: bytes, served: Served) -> dict[str, Any]:
-    return object_of(raw, served, UNLOAD)
-
-
-def _text_of(body: dict[str, Any], name: str) -> str:
-    value = body.get(name)
-    if not isinstance(value, str) or not value:
-        raise InvalidRequest(name, f"must be text, got {shown(value)}")
-    return value
 
 
 def _not_found(error: InvalidRequest) -> NoReturn:

@@ -8,31 +8,52 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import json
 import logging
-import math
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
+from pydantic import Field
 
+from aioinfer.chat.bodies import Object, admit, field
 from aioinfer.config import ServerConfig, is_loopback
 from aioinfer.engine_like import EngineLike
 from aioinfer.errors import ConfigError, InvalidRequest
-from aioinfer.server.adapters import LOAD, UNLOAD, Adapters
+from aioinfer.server.adapters import Adapters, LoadBody, UnloadBody
 from aioinfer.server.confinement import Confined
 from aioinfer.server.http.access import host_name
 from aioinfer.server.http.failures import Failure, Refused, as_failure
 from aioinfer.server.http.keys import Keys
 from aioinfer.server.http.records import add_headers, recorded
+from aioinfer.server.openai.protocol import json_object
 
 __all__ = ["ADMIN_HOST", "admin_application"]
 
 ADMIN_HOST = "127.0.0.1"
 _LARGEST_BODY = 1 << 16
-_LEVELS = ("debug", "info", "warning", "error")
 #: seconds that a trace may collect
 _LONGEST_TRACE = 60.0
+_ObjectT = TypeVar("_ObjectT", bound=Object)
+
+
+class UpdateBody(Object):
+    """A body of ``/update_weights``; the engine checks how, and the version."""
+
+    path: Annotated[str, Field(min_length=1)] = field("a path below ``weights_root``", ...)
+    mode: Any = field("what running requests do", "keep")
+    version: Any = field("the number of the weights")
+
+
+class DrainBody(Object):
+    """A body of ``/drain``."""
+
+    timeout: Annotated[float, Field(ge=0, le=86_400)] | None = field("seconds")
+
+
+class LevelBody(Object):
+    """A body of ``/log-level``."""
+
+    level: Literal["debug", "info", "warning", "error"] = field("of the loggers of this package", ...)
 
 
 def admin_application(engine: EngineLike, config: ServerConfig) -> web.Application:
@@ -84,24 +105,19 @@ class _AdminRoutes:
 
     async def load_adapter(self, request: web.Request) -> web.StreamResponse:
         """As the server's own route."""
-        return web.Response(text=await self._adapters.load(await _body(request, *LOAD)))
+        return web.Response(text=await self._adapters.load(await _body(request, LoadBody)))
 
     async def unload_adapter(self, request: web.Request) -> web.StreamResponse:
-        return web.Response(text=await self._adapters.unload(await _body(request, *UNLOAD)))
+        return web.Response(text=await self._adapters.unload(await _body(request, UnloadBody)))
 
     async def update_weights(self, request: web.Request) -> web.StreamResponse:
         """Load the checkpoint ``path`` in ``weights_root`` in place of the weights; answered when it
         computes."""
-        body = await _body(request, "path", "mode", "version")
-        given = body.get("path")
-        if not isinstance(given, str) or not given:
-            raise InvalidRequest("path", "must be a path below weights_root")
+        body = await _body(request, UpdateBody)
         within = Confined(self._config.weights_root or "", "weights_root", "path")
-        path = await asyncio.to_thread(within.whole, given)
+        path = await asyncio.to_thread(within.whole, body.path)
         try:
-            version = await self._engine.update_weights(
-                path, mode=body.get("mode", "keep"), version=body.get("version")
-            )
+            version = await self._engine.update_weights(path, mode=body.mode, version=body.version)
         except ConfigError as error:
             field, _, message = within.said(error).partition(": ")
             raise InvalidRequest({"weights": "path"}.get(field, field), message) from error
@@ -110,8 +126,8 @@ class _AdminRoutes:
     async def drain(self, request: web.Request) -> web.StreamResponse:
         """Accept nothing more; answered when the open requests have ended, after ``timeout`` seconds at most.
         The engine is closed then, for good; the process waits for its signal."""
-        body = await _body(request, "timeout")
-        timeout = _seconds(body.get("timeout"), "timeout", self._config.drain_timeout, 86_400.0)
+        body = await _body(request, DrainBody)
+        timeout = self._config.drain_timeout if body.timeout is None else body.timeout
         self._engine.resume()  # a paused engine would never get done
         await self._engine.aclose(drain=True, timeout=timeout)
         return self._state()
@@ -120,9 +136,11 @@ class _AdminRoutes:
         """The timeline as a Chrome trace: what is kept of the past, and what comes in ``seconds``."""
         given = request.query.get("seconds")
         try:
-            seconds = _seconds(None if given is None else float(given), "seconds", 0.0, _LONGEST_TRACE)
+            seconds = 0.0 if given is None else float(given)
         except ValueError:
             raise InvalidRequest("seconds", "must be a number") from None
+        if not 0 <= seconds <= _LONGEST_TRACE:
+            raise InvalidRequest("seconds", f"must be from 0 to {_LONGEST_TRACE:g}")
         await asyncio.sleep(seconds)
         text = await asyncio.to_thread(self._engine.timeline.chrome_trace)
         return web.Response(text=text, content_type="application/json")
@@ -133,11 +151,8 @@ class _AdminRoutes:
 
     async def set_log_level(self, request: web.Request) -> web.StreamResponse:
         """Of the loggers of this package."""
-        body = await _body(request, "level")
-        level = body.get("level")
-        if level not in _LEVELS:
-            raise InvalidRequest("level", f"must be one of {', '.join(_LEVELS)}")
-        logging.getLogger("aioinfer").setLevel(level.upper())
+        body = await _body(request, LevelBody)
+        logging.getLogger("aioinfer").setLevel(body.level.upper())
         return await self.log_level(request)
 
     def _state(self) -> web.StreamResponse:
@@ -173,23 +188,6 @@ def _json(body: dict[str, Any]) -> web.Response:
     return web.json_response(body)
 
 
-async def _body(request: web.Request, *known: str) -> dict[str, Any]:
+async def _body(request: web.Request, kind: type[_ObjectT]) -> _ObjectT:
     """The JSON object of a body; empty without one. Raises InvalidRequest."""
-    try:
-        body = json.loads(await request.read() or b"{}")
-    except (ValueError, RecursionError):
-        raise InvalidRequest("body", "is not JSON") from None
-    if not isinstance(body, dict):
-        raise InvalidRequest("body", "must be a JSON object")
-    for name in body:
-        if name not in known:
-            raise InvalidRequest(name[:100], "is unknown", code="unknown_parameter")
-    return body
-
-
-def _seconds(value: Any, name: str, default: float, most: float) -> float:
-    if value is None:
-        return default
-    if type(value) not in (int, float) or not math.isfinite(value) or not 0 <= value <= most:
-        raise InvalidRequest(name, f"must be seconds from 0 to {most:g}")
-    return float(value)
+    return admit(kind, json_object(await request.read() or b"{}"))

@@ -28,10 +28,9 @@ from aioinfer.server.http.pieces import whole_response
 from aioinfer.server.http.records import Record, record_of
 from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.cost import check_answer
-from aioinfer.server.openai.extras import OPTIONS
 from aioinfer.server.openai.fingerprint import fingerprint
 from aioinfer.server.openai.logprobs import Speller
-from aioinfer.server.openai.protocol import Call, Served
+from aioinfer.server.openai.protocol import OPTIONS, Call, Served
 from aioinfer.server.operations.metrics import Metrics
 from aioinfer.server.wire import AnswerContext, AnswerWriter, Wire
 from aioinfer.stream import Stream
@@ -148,9 +147,7 @@ class Generation:
             with record.counting(streams, call.n):
                 # Each prompt is tokenized once for its n choices.
                 prompts = [
-                    self._engine.prompt(
-                        prompt, chat_template_kwargs=call.chat_template_kwargs, **call.extras.form
-                    )
+                    self._engine.prompt(prompt, chat_template_kwargs=call.chat_template_kwargs, **call.form)
                     for prompt in call.prompts
                 ]
                 pace = Pace()

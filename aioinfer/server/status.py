@@ -7,9 +7,10 @@ import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import PurePath
-from typing import Literal, TypedDict
+from typing import Literal
 
 from aiohttp import web
+from typing_extensions import TypedDict
 
 from aioinfer._version import __version__
 from aioinfer.config import ServerConfig

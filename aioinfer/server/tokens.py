@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NotRequired, TypedDict
+from dataclasses import dataclass
+from typing import Annotated, Any, NotRequired
 
 from aiohttp import web
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict
 
-from aioinfer.chat.fields import Honoured, Table, Unsupported
-from aioinfer.chat.schemas import FLAG, array, integer, text
+from aioinfer.chat.bodies import NO, Object, Refused, field, later
+from aioinfer.chat.door import conversation
+from aioinfer.chat.fields import Message
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Prompt
 from aioinfer.engine_like import EngineLike
@@ -18,36 +22,40 @@ from aioinfer.errors import EngineClosed, InvalidRequest
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import Pieces, whole_response
-from aioinfer.server.openai.fields import CHAT, NESTED
-from aioinfer.server.openai.protocol import Served, conversation, flag_of, object_of
-from aioinfer.server.openapi.endpoints import Body, Endpoint, Route
+from aioinfer.server.openai.fields import ChatTemplateFields, Model, TokenId
+from aioinfer.server.openai.protocol import Served, check_count, read, variables_of
+from aioinfer.server.openapi.endpoints import Endpoint, Route
 
 __all__ = ["Tokens"]
 
-#: what a chat is rendered from
-_CHAT = (
-    *("messages", "tools", "tool_choice", "parallel_tool_calls", "chat_template_kwargs"),
-    *("add_generation_prompt", "continue_final_message", "documents", "reasoning_effort", "chat_template"),
-)
-_OF_CHATS: Table = {name: CHAT[name] for name in _CHAT if name != "messages"}
-TOKENIZE: Table = {
-    "model": CHAT["model"],
-    "prompt": Honoured("a text; or `messages`", schema=text(1)),
-    "messages": Honoured("a conversation; or `prompt`", schema=array({}, 1)),
-    **_OF_CHATS,
-    "add_special_tokens": Honoured(
+
+class TokenizeBody(
+    ChatTemplateFields,
+    refused={"chat_template": NO, "mm_processor_kwargs": Refused(({},)), "media_io_kwargs": Refused(({},))},
+):
+    """A body of ``/tokenize``."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
+    )
+
+    model: Model = field("name of the served model (the default), or of an adapter")
+    prompt: Annotated[str, Field(min_length=1)] | None = field("a text; or `messages`")
+    messages: Annotated[Any, later(Annotated[list[Message], Field(min_length=1)])] = field(
+        "a conversation; or `prompt`"
+    )
+    add_special_tokens: bool | None = field(
         "the special tokens that the model expects around a text; by default they are added to a `prompt` "
-        "and not to `messages`, whose template has them",
-        schema=FLAG,
-    ),
-    "return_token_strs": Honoured("the tokens as the vocabulary writes them, too", schema=FLAG),
-    "mm_processor_kwargs": Unsupported(({},)),
-    "media_io_kwargs": Unsupported(({},)),
-}
-DETOKENIZE: Table = {
-    "model": CHAT["model"],
-    "tokens": Honoured("token ids", schema=array(integer(0, 2**31 - 1)), required=True),
-}
+        "and not to `messages`, whose template has them"
+    )
+    return_token_strs: bool = field("the tokens as the vocabulary writes them, too", False)
+
+
+class DetokenizeBody(Object):
+    """A body of ``/detokenize``."""
+
+    model: Model = field("name of the served model (the default), or of an adapter")
+    tokens: Annotated[list[Any], later(list[TokenId], required=True)] = field("token ids", ...)
 
 
 class Tokenized(TypedDict):
@@ -84,13 +92,8 @@ _TOKENIZE = Endpoint(
     "POST",
     "/tokenize",
     "The token ids of a text or a chat",
-    body=Body(
-        "TokenizeRequest",
-        TOKENIZE,
-        NESTED,
-        further={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]},
-        examples=({"prompt": "Once upon a time"},),
-    ),
+    body=TokenizeBody,
+    example={"prompt": "Once upon a time"},
     answer=Tokenized,
     place="here",
     tag="tokens",
@@ -99,7 +102,8 @@ _DETOKENIZE = Endpoint(
     "POST",
     "/detokenize",
     "The text of token ids",
-    body=Body("DetokenizeRequest", DETOKENIZE, examples=({"tokens": [1, 2, 3]},)),
+    body=DetokenizeBody,
+    example={"tokens": [1, 2, 3]},
     answer=Detokenized,
     place="here",
     tag="tokens",
@@ -116,7 +120,7 @@ class _Asked:
     special_tokens: bool | None
     strings: bool
     #: argument of the engine -> field of the body
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 class Tokens:
@@ -203,22 +207,27 @@ class Tokens:
 
 
 def _parse_tokenize(raw: bytes, served: Served) -> _Asked:
-    body = object_of(raw, served, TOKENIZE)
-    special = flag_of(body, "add_special_tokens") if body.get("add_special_tokens") is not None else None
-    strings = flag_of(body, "return_token_strs")
-    if body.get("prompt") is None:
-        messages, kwargs, _ = conversation(body, served)
+    body = read(TokenizeBody, raw, served)
+    special, strings = body.add_special_tokens, body.return_token_strs
+    if body.prompt is None:
+        check_count("messages", body.messages, served)
+        messages, kwargs, _ = conversation(
+            served.chat,
+            body.messages,
+            variables_of(body, served.chat),
+            body.tools,
+            body.tool_choice,
+            body.parallel_tool_calls,
+        )
         return _Asked(messages, kwargs or None, special, strings, {"prompt": "messages"})
-    for name in ("messages", *_OF_CHATS):
-        if body.get(name) is not None:
+    for name in ("messages", *ChatTemplateFields.model_fields):
+        if getattr(body, name) is not None:
             raise InvalidRequest(name, "cannot be combined with prompt")
-    if not isinstance(body["prompt"], str):
-        raise InvalidRequest("prompt", "must be text")
-    return _Asked(body["prompt"], None, special, strings)
+    return _Asked(body.prompt, None, special, strings)
 
 
 def _parse_detokenize(raw: bytes, served: Served) -> list[int]:
-    tokens = object_of(raw, served, DETOKENIZE).get("tokens")
+    tokens = read(DetokenizeBody, raw, served).tokens
     if not isinstance(tokens, list):
         raise InvalidRequest("tokens", "must be a list of token ids")
     return tokens

@@ -1,4 +1,4 @@
-"""The tables of request fields in the documentation, made from the server's tables.
+"""The tables of request fields in the documentation, made from the models of bodies.
 
 ``python -m tests.docs.fields`` writes them into ``docs/fields.md``.
 """
@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
+from typing import Any
 
-from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
-from aioinfer.server.anthropic import fields as anthropic
-from aioinfer.server.openai.embeddings import EMBEDDING, RERANK, SCORE
-from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
-from aioinfer.server.responses import fields as responses
-from aioinfer.server.translation import EXTENSIONS
+from pydantic import BaseModel
+
+from aioinfer.chat.bodies import Object, Refused
+from aioinfer.server.anthropic.fields import MessagesBody
+from aioinfer.server.openai.embeddings import EmbeddingBody, RerankBody, ScoreBody
+from aioinfer.server.openai.fields import ChatBody, CompletionBody, Extensions
+from aioinfer.server.openapi.document import body_schema
+from aioinfer.server.responses.fields import ResponsesBody
 from tests.docs.pages import ROOT
 
 __all__ = ["PAGE", "rewritten"]
@@ -22,101 +25,111 @@ __all__ = ["PAGE", "rewritten"]
 PAGE = ROOT / "docs" / "fields.md"
 
 
-def _body() -> str:
-    """The tables of both endpoints in one."""
-    both = {**CHAT, **{name: rule for name, rule in COMPLETION.items() if name not in CHAT}}
-    where = {
-        name: "" if CHAT.get(name) == COMPLETION.get(name) else "chat" if name in CHAT else "completions"
-        for name in both
-    }
-    lines = ["", "### Honoured", "", "| field | endpoint | meaning |", "|---|---|---|"]
-    for table, endpoint in ((CHAT, "chat"), (COMPLETION, "completions")):
-        for name, rule in table.items():
-            if not isinstance(rule, Honoured) or (where[name] == "" and table is COMPLETION):
-                continue
-            lines.append(f"| `{name}` | {endpoint if where[name] else 'both'} | {rule.meaning} |")
-    lines += ["", "### Accepted, because they cannot change an answer", "", "| field | why |", "|---|---|"]
-    lines += [f"| `{name}` | {rule.reason} |" for name, rule in both.items() if isinstance(rule, Harmless)]
-    lines += [
-        "",
-        "### Refused, unless they change nothing",
-        "",
-        "| field | endpoint | accepted values | instead |",
-    ]
-    lines += ["|---|---|---|---|"]
-    for table, endpoint in ((CHAT, "chat"), (COMPLETION, "completions")):
-        for name, rule in table.items():
-            if not isinstance(rule, Unsupported) or (where[name] == "" and table is COMPLETION):
-                continue
-            lines.append(
-                f"| `{name}` | {endpoint if where[name] else 'both'} | {_values(rule)} | {rule.instead} |"
-            )
-    return "\n".join([*lines, ""])
+def _table(kind: type[BaseModel], base: type[BaseModel] = Object) -> list[str]:
+    """The fields of a class that ``base`` does not have."""
+    meanings: dict[str, list[str]] = {}
+    for name, field in kind.model_fields.items():
+        if name not in base.model_fields:
+            meanings.setdefault(field.description or "", []).append(f"`{field.alias or name}`")
+    rows = [f"| {', '.join(names)} | {meaning} |" for meaning, names in meanings.items()]
+    lines = ["", "| field | meaning |", "|---|---|", *rows] if rows else []
+    if not issubclass(kind, Object):
+        return lines
+    assert issubclass(base, Object)
+    accepted: dict[str, list[str]] = {}
+    for name, reason in kind.harmless.items():
+        if name not in base.harmless:
+            accepted.setdefault(reason, []).append(f"`{name}`")
+    if accepted:
+        said = "; ".join(f"{', '.join(names)} ({reason})" for reason, names in accepted.items())
+        lines += ["", f"Accepted, because they cannot change an answer: {said}."]
+    refused = [(name, rule) for name, rule in kind.refused.items() if name not in base.refused]
+    if refused:
+        said = "; ".join(f"`{name}`{_unless(rule)}" for name, rule in refused)
+        lines += ["", f"Refused: {said}."]
+    return lines
 
 
-def _nested() -> str:
+def _unless(rule: Refused) -> str:
+    values = ", ".join(f"`{json.dumps(value)}`" for value in rule.neutral)
+    return f"{f' except {values}' if values else ''}{f': {rule.instead}' if rule.instead else ''}"
+
+
+def _models(kind: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    for each in kind.__subclasses__():
+        yield each
+        yield from _models(each)
+
+
+def _objects(kind: type[Object]) -> list[tuple[str, type[BaseModel]]]:
+    """The objects in a body, by their paths; where there may be several, with their types."""
+    components: dict[str, Any] = {}
+    schema = body_schema(kind, components)
+    models = {f"{each.__name__}-Input": each for each in _models(BaseModel)}
+    found: list[tuple[str, type[BaseModel]]] = []
+
+    def walk(given: Any, path: str) -> None:
+        for name, each in given.get("properties", {}).items():
+            paths = list(dict.fromkeys(references(each, f"{path}{name}")))
+            for where, component in paths:
+                several = sum(other == where for other, _ in paths) > 1
+                kinds = components[component]["properties"].get("type", {})
+                label = kinds.get("const") or (
+                    "other" if "enum" in kinds or "pattern" in kinds else "message"
+                )
+                if (entry := (f"{where} {label}" if several else where, models[component])) not in found:
+                    found.append(entry)
+                    walk(components[component], f"{where}.")
+
+    def references(schema: Any, path: str) -> Iterator[tuple[str, str]]:
+        if "$ref" in schema:
+            yield path, schema["$ref"].rsplit("/", 1)[1]
+        for each in schema.get("anyOf", ()):
+            yield from references(each, path)
+        if isinstance(schema.get("items"), dict):
+            yield from references(schema["items"], f"{path}[]")
+
+    walk(schema, "")
+    return found
+
+
+def _nested(kind: type[Object], title: str = "") -> list[str]:
     lines: list[str] = []
-    for path, table in NESTED.items():
-        lines += ["", f"### `{path}`", "", "| field | |", "|---|---|"]
-        lines += _rows(table)
-    return "\n".join([*lines, ""])
+    for path, each in _objects(kind):
+        lines += ["", f"### `{path}`{title}", *_table(each)]
+    return lines
 
 
-def _rows(table: Table) -> list[str]:
-    rows: list[str] = []
-    for name, rule in table.items():
-        match rule:
-            case Honoured():
-                said = rule.meaning
-            case Harmless():
-                said = f"accepted: {rule.reason}"
-            case Unsupported():
-                instead = f": {rule.instead}" if rule.instead else ""
-                said = f"refused, except {_values(rule)}{instead}"
-        rows.append(f"| `{name}` | {said} |")
-    return rows
+def _sections(first: str, **kinds: type[Object]) -> list[str]:
+    """What some bodies have in common, and what each has besides."""
+    models = list(kinds.values())
+    base = next(each for each in models[0].__mro__ if all(issubclass(kind, each) for kind in models))
+    lines = ["", f"### {first}", *_table(base)]
+    for path, kind in kinds.items():
+        lines += ["", f"### Of `/v1/{path.replace('_', '/')}`", *_table(kind, base)]
+    return lines
 
 
-def _values(rule: Unsupported) -> str:
-    return ", ".join(f"`{json.dumps(value)}`" for value in (*rule.neutral, None))
-
-
-def _others(title: str, table: Table, nested: Mapping[str, Table]) -> str:
-    """The tables of another protocol: the fields of chats that it has, too, are named only."""
-    own = {name: rule for name, rule in table.items() if EXTENSIONS.get(name) != rule}
-    shared = ", ".join(f"`{name}`" for name in table if name not in own)
-    lines = ["", f"As in [the body](#the-body) of a chat: {shared}.", "", "| field | |", "|---|---|"]
-    lines += _rows(own)
-    for path, each in nested.items():
-        lines += ["", f"### `{path}` of {title}", "", "| field | |", "|---|---|"]
-        lines += _rows(each)
-    return "\n".join([*lines, ""])
-
-
-def _pooling() -> str:
-    """The tables of embeddings and scores, what all three have first."""
-    tables = {"embeddings": EMBEDDING, "score": SCORE, "rerank": RERANK}
-    shared = {name: rule for name, rule in EMBEDDING.items() if SCORE.get(name) == rule == RERANK.get(name)}
-    lines = ["", "### Of all three", "", "| field | |", "|---|---|", *_rows(shared)]
-    for title, table in tables.items():
-        own = {name: rule for name, rule in table.items() if name not in shared}
-        lines += ["", f"### Of `/v1/{title}`", "", "| field | |", "|---|---|", *_rows(own)]
-    return "\n".join([*lines, ""])
+def _other(kind: type[Object], title: str) -> list[str]:
+    """The fields of another protocol: those of chats that it has, too, are named only."""
+    shared = ", ".join(f"`{name}`" for name in Extensions.model_fields)
+    lines = ["", f"As in [the body](#the-body) of a chat: {shared}.", *_table(kind, Extensions)]
+    return [*lines, *_nested(kind, f" of {title}")]
 
 
 def rewritten(page: str) -> str:
     """The page with its tables made anew."""
     made = {
-        "body": _body(),
-        "nested": _nested(),
-        "responses": _others("responses", responses.RESPONSES, responses.NESTED),
-        "messages": _others("messages", anthropic.MESSAGES, anthropic.NESTED),
-        "pooling": _pooling(),
+        "body": _sections("Of both", chat_completions=ChatBody, completions=CompletionBody),
+        "nested": _nested(ChatBody),
+        "responses": _other(ResponsesBody, "responses"),
+        "messages": _other(MessagesBody, "messages"),
+        "pooling": _sections("Of all three", embeddings=EmbeddingBody, score=ScoreBody, rerank=RerankBody),
     }
-    for mark, table in made.items():
+    for mark, lines in made.items():
         parts = re.split(rf"(<!-- {mark} -->\n).*?(<!-- end -->)", page, flags=re.S)
         assert len(parts) == 4, f"docs/fields.md needs one place for {mark}"
-        page = "".join((*parts[:2], table, *parts[2:]))
+        page = "".join((*parts[:2], "\n".join([*lines, "", ""]), *parts[2:]))
     return page
 
 

@@ -112,7 +112,7 @@ def test_reasoning_content_and_calls(reasoning: type[ReasoningParser]) -> None:
 
 
 def test_the_types_of_arguments_are_found_with_the_request() -> None:
-    tools = parse_tools({"tools": [{"type": "function", "function": {"name": "f"}}]})
+    tools = parse_tools([{"type": "function", "function": {"name": "f"}}])
     for parser, wanted in ((Qwen3Coder, True), (Hermes, False)):
         _, answer = ChatFormat(parser).apply(SamplingParams(), tools)
         assert answer is not None

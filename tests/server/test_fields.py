@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from aioinfer.chat.answers import ChatFormat
-from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
+from aioinfer.chat.bodies import Object, admit
+from aioinfer.chat.fields import Message, StructuredOutputs, Tool
 from aioinfer.chat.messages import parse_messages
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import SamplingParams
-from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
+from aioinfer.server.openai.fields import ChatBody, CompletionBody
 from aioinfer.server.openai.protocol import Call, Served, parse_chat, parse_completion
 from aioinfer.text.template import names_read
 from aioinfer.text.tool_calls import Hermes
@@ -133,19 +134,14 @@ def test_unknown_fields_have_their_own_code() -> None:
 
 
 @pytest.mark.parametrize(
-    ("table", "parse"), [(CHAT, chat), (COMPLETION, completion)], ids=["chat", "completion"]
+    ("kind", "parse"), [(ChatBody, chat), (CompletionBody, completion)], ids=["chat", "completion"]
 )
-def test_harmless_fields_and_neutral_values_change_nothing(table: Table, parse: Any) -> None:
+def test_harmless_fields_and_neutral_values_change_nothing(kind: type[Object], parse: Any) -> None:
     plain = comparable(parse())
-    for name, rule in table.items():
-        values: tuple[Any, ...] = (None,)
-        if isinstance(rule, Harmless):
-            values = (None, "x", 1, {"a": 1}, [])
-        elif isinstance(rule, Unsupported):
-            values = (None, *rule.neutral)
-        if name in ("messages", "prompt"):
-            values = values[1:]
-        for value in values:
+    values: dict[str, tuple[Any, ...]] = {name: ("x", 1, {"a": 1}, []) for name in kind.harmless}
+    values |= {name: rule.neutral for name, rule in kind.refused.items()}
+    for name in (kind.honoured | values.keys()) - {"messages", "prompt"}:
+        for value in (None, *values.get(name, ())):
             assert comparable(parse(**{name: value})) == plain, name
 
 
@@ -229,19 +225,17 @@ CHECKED |= {"include_reasoning", "separate_reasoning"}
 
 
 @pytest.mark.parametrize(
-    ("table", "parse"), [(CHAT, chat), (COMPLETION, completion)], ids=["chat", "completion"]
+    ("kind", "parse"), [(ChatBody, chat), (CompletionBody, completion)], ids=["chat", "completion"]
 )
-def test_every_honoured_field_changes_the_call(table: Table, parse: Any) -> None:
+def test_every_honoured_field_changes_the_call(kind: type[Object], parse: Any) -> None:
     plain = comparable(parse())
-    for name, rule in table.items():
-        if not isinstance(rule, Honoured) or name in CHECKED:
-            continue
+    for name in kind.honoured - CHECKED:
         if name in TOGETHER:
             fields = TOGETHER[name]
             without = comparable(parse(**{each: fields[each] for each in fields if each != name}))
             assert comparable(parse(**fields)) != without, name
         else:
-            value = 3 if (name, table) == ("logprobs", COMPLETION) else CHANGES[name]
+            value = 3 if (name, kind) == ("logprobs", CompletionBody) else CHANGES[name]
             assert comparable(parse(**{name: value})) != plain, name
 
 
@@ -249,7 +243,7 @@ def comparable(call: Call) -> Any:
     ident = call.id if call.id.endswith("-x-1") else None
     return (ident, call.prompts, call.params, call.n, call.stream, call.include_usage, call.continuous_usage,
             call.echo, dict(call.chat_template_kwargs or {}), dict(call.scheduling), call.answer,
-            call.extras)  # fmt: skip
+            call.token_ids, call.prompt_logprobs, call.tokens_by_id, call.form)  # fmt: skip
 
 
 def test_fields_that_the_template_reads_reach_it() -> None:
@@ -388,14 +382,11 @@ def test_what_clients_send_on_their_own_is_accepted(client: str) -> None:
     assert chat(model="toy", **CLIENTS[client]).prompts
 
 
-def test_the_tables_of_nested_objects_refuse_what_they_do_not_know() -> None:
-    from aioinfer.chat.fields import check
-
-    for path, table in NESTED.items():
-        with pytest.raises(InvalidRequest) as caught:
-            check({"nothing": 1}, table, f"{path}.")
-        assert caught.value.field == f"{path}.nothing"
-        check(dict.fromkeys([*table, "nothing"]), table)
+@pytest.mark.parametrize("kind", [Message, Tool, StructuredOutputs])
+def test_objects_refuse_what_they_do_not_know(kind: type[Object]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        admit(kind, {"nothing": 1}, "a[0]")
+    assert (caught.value.field, caught.value.code) == ("a[0].nothing", "unknown_parameter")
 
 
 def test_neutral_values_are_compared_as_json() -> None:

@@ -8,10 +8,9 @@ from dataclasses import fields
 import pytest
 
 from aioinfer.chat.answers import ChatFormat
-from aioinfer.chat.fields import Honoured
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import SamplingParams
-from aioinfer.server.openai.fields import COMPLETION
+from aioinfer.server.openai.fields import ALIASES, CompletionBody
 from aioinfer.server.openai.protocol import Served, parse_completion
 from tests.server.conftest import Connect, Serving
 from tests.server.raw import errors, request
@@ -49,9 +48,9 @@ SPELLED = [
     ),
     *("9" * 64, "-" + "9" * 63, "0." + "3" * 62, "9223372036854775807", "9223372036854775808", "[]", "{}"),
 ]
-PARAMS = {name: rule.param for name, rule in COMPLETION.items() if isinstance(rule, Honoured) and rule.param}
 SCALAR = {each.name for each in fields(SamplingParams) if str(each.type).split(" | ")[0] in ("int", "float")}
-NUMERIC = {name: param for name, param in PARAMS.items() if param in SCALAR}
+PARAMS = {name: ALIASES.get(name, name) for name in CompletionBody.honoured}
+NUMERIC = {name: param for name, param in sorted(PARAMS.items()) if param in SCALAR - {"logprobs"}}
 OTHERS = ["n", "best_of", "logprobs", "priority"]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -14,16 +14,14 @@ from aiohttp import web
 from jsonschema import Draft202012Validator
 
 import aioinfer
-from aioinfer.chat.fields import Honoured, Table
+from aioinfer.chat.bodies import Object
 from aioinfer.errors import InvalidRequest
 from aioinfer.loop.options import RequestOptions
-from aioinfer.params import BOUNDS, SamplingParams
+from aioinfer.params import BOUNDS
 from aioinfer.server import create_app, setup
-from aioinfer.server.openai.fields import CHAT, COMPLETION, NESTED
+from aioinfer.server.openai.fields import ALIASES, PARAMS, ChatBody
 from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk, Models
-from aioinfer.server.openai.wires import CHAT_ENDPOINT
-from aioinfer.server.openapi.bodies import body_schema
-from aioinfer.server.openapi.typed import schema_of
+from aioinfer.server.openapi.document import body_schema, schema_of
 from tests.server.conftest import Bundled, Serving
 from tests.server.test_fields import chat, completion
 from tests.server.test_mounting import make_engine, running
@@ -109,39 +107,25 @@ async def test_the_document_and_the_page_need_no_key(serving: Serving, keyed: bo
 # -- requests ------------------------------------------------------------------------------------------
 
 
-def tables() -> Iterator[tuple[str, Table]]:
-    yield from (("", CHAT), ("", COMPLETION), *((f"{path}.", table) for path, table in NESTED.items()))
-
-
-def test_every_honoured_field_has_a_schema() -> None:
-    bare = [
-        f"{path}{name}"
-        for path, table in tables()
-        for name, rule in table.items()
-        if isinstance(rule, Honoured)
-        and not (rule.schema or rule.param in SamplingParams.__dataclass_fields__)
-        and not ({f"{path}{name}", f"{path}{name}[]"} & NESTED.keys())
-    ]
-    # keys of messages that the chat template alone knows
-    free = {"name", "reasoning_content", "reasoning", "id", "documents", "reasoning_effort"}
-    assert {name.rsplit(".", 1)[-1] for name in bare} <= free
-
-
 def refuses(body: dict[str, Any]) -> bool:
-    return not Draft202012Validator(SCHEMA).is_valid(body)
+    return not CHECK.is_valid(body)
 
 
-assert CHAT_ENDPOINT.body is not None
-SCHEMA = body_schema(CHAT_ENDPOINT.body)
-NUMBERS = [name for name, rule in CHAT.items() if isinstance(rule, Honoured) and rule.param in BOUNDS]
+def validator(kind: type[Object]) -> Draft202012Validator:
+    """Of the schema of a body."""
+    components: dict[str, Any] = {}
+    return Draft202012Validator({**body_schema(kind, components), "components": {"schemas": components}})
+
+
+CHECK = validator(ChatBody)
+NUMBERS = [name for name in sorted(ChatBody.honoured) if ALIASES.get(name, name) in BOUNDS.keys() & PARAMS]
 
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_the_bounds_of_numbers_are_those_of_the_server(name: str) -> None:
-    rule = CHAT[name]
-    assert isinstance(rule, Honoured)
-    low, high, whole, low_open = BOUNDS[rule.param or ""]
-    if rule.param == "max_tokens":
+    param = ALIASES.get(name, name)
+    low, high, whole, low_open = BOUNDS[param]
+    if param == "max_tokens":
         low = 1  # of completions only it may be 0
     step = 1 if whole else 0.001
     inside, outside = [high], [low - step, high + step, "1", True]
@@ -150,7 +134,7 @@ def test_the_bounds_of_numbers_are_those_of_the_server(name: str) -> None:
         outside.append(1.5)
     for value in inside:
         assert not refuses({"messages": USER, name: value})
-        chat(**{name: value, **({"max_tokens": value} if rule.param == "min_tokens" and value else {})})
+        chat(**{name: value, **({"max_tokens": value} if param == "min_tokens" and value else {})})
     for value in outside:
         assert refuses({"messages": USER, name: value}), value
         with pytest.raises(InvalidRequest):
@@ -208,7 +192,7 @@ def test_a_body_with_every_kind_of_field_fits_the_schema() -> None:
         "tool_choice": {"type": "function", "function": {"name": "f"}}, "diffusion": {"steps": 3},
         "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "name": "x"}},
     }  # fmt: skip
-    assert [*Draft202012Validator(SCHEMA).iter_errors(body)] == []
+    assert [*CHECK.iter_errors(body)] == []
 
 
 # -- answers -------------------------------------------------------------------------------------------
@@ -217,7 +201,9 @@ def test_a_body_with_every_kind_of_field_fits_the_schema() -> None:
 def violations(kind: Any, instance: Any) -> list[str]:
     """Against the schema of a type whose objects have no further keys."""
     components: dict[str, Any] = {}
-    schema = {**schema_of(kind, components, closed=True), "components": {"schemas": components}}
+    schema = {**schema_of(kind, components), "components": {"schemas": components}}
+    for each in components.values():
+        each["additionalProperties"] = False
     return [error.message for error in Draft202012Validator(schema).iter_errors(instance)]
 
 

@@ -61,7 +61,7 @@ async def test_the_openai_client_reads_how_much_of_a_prediction_was_right(bundle
         ({"type": "content", "content": [5]}, "prediction.content[0]"),
         (
             {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "image"}]},
-            "prediction.content[1]",
+            "prediction.content[1].type",
         ),
         ({"type": "content", "content": [{"type": "text", "text": 1}]}, "prediction.content[0].text"),
         ({"type": "content", "content": "x", "more": 1}, "prediction.more"),

@@ -10,9 +10,7 @@ import aiohttp
 import openai
 import pytest
 
-from aioinfer.chat.fields import Honoured
-from aioinfer.server.openai.fields import CHAT as CHAT_FIELDS
-from aioinfer.server.openai.fields import COMPLETION as COMPLETION_FIELDS
+from aioinfer.server.openai.fields import ChatBody, CompletionBody
 from tests.server.chats import tool
 from tests.server.conftest import Bundled, Serving
 from tests.tiers import SECONDS, rest
@@ -160,12 +158,11 @@ async def test_no_value_of_any_field_is_a_fault(serving: Serving) -> None:
     headers = {"Content-Type": "application/json"}
     formats = {"tool_call_parser": "hermes"}
     async with serving(**formats) as served, aiohttp.ClientSession() as session:
-        for path, table, plain in (
-            ("chat/completions", CHAT_FIELDS, {"messages": CHAT}),
-            ("completions", COMPLETION_FIELDS, {"prompt": "a"}),
+        for path, kind, plain in (
+            ("chat/completions", ChatBody, {"messages": CHAT}),
+            ("completions", CompletionBody, {"prompt": "a"}),
         ):
-            honoured = [field for field, rule in table.items() if isinstance(rule, Honoured)]
-            for field in honoured:
+            for field in sorted(kind.honoured):
                 for value in (deep, "x" * 100_000, {"a": deep}):
                     body = {"max_tokens": 1, **plain, field: value}
                     data = json.dumps(body).replace('"@deep@"', nested)

@@ -128,7 +128,7 @@ def named(name: Any) -> dict[str, Any]:
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": 1}, "tool_choice"),
         ({"tool_choice": {"type": "custom"}}, "tool_choice.type"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice.function.name"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
         ({"tool_choice": named(None)}, "tool_choice.function.name"),
         ({"tool_choice": named("nothing")}, "tool_choice.function.name"),
         ({"tools": None, "tool_choice": "auto"}, "tool_choice"),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired
 
-from aioinfer.server.anthropic import fields
+from typing_extensions import TypedDict
+
 from aioinfer.server.anthropic.errors import error_body
-from aioinfer.server.openapi.endpoints import Body, Endpoint, ErrorBody
+from aioinfer.server.anthropic.fields import CountTokensBody, MessagesBody
+from aioinfer.server.openapi.endpoints import Endpoint, ErrorBody
 
 __all__ = ["COUNT_ENDPOINT", "MESSAGES_ENDPOINT"]
 
@@ -117,7 +119,8 @@ MESSAGES_ENDPOINT = Endpoint(
     "POST",
     "/messages",
     "Generate the answer in a conversation",
-    body=Body("MessagesRequest", fields.MESSAGES, fields.NESTED, examples=({**_EXAMPLE, "max_tokens": 64},)),
+    body=MessagesBody,
+    example={**_EXAMPLE, "max_tokens": 64},
     answer=AnthropicMessage,
     events=MessageEvent,
     form="Events, each a line `event: ` with its type, a line `data: ` with JSON and an empty line.",
@@ -130,7 +133,8 @@ COUNT_ENDPOINT = Endpoint(
     "POST",
     "/messages/count_tokens",
     "How many tokens a conversation has",
-    body=Body("CountTokensRequest", fields.COUNT, fields.NESTED, examples=(_EXAMPLE,)),
+    body=CountTokensBody,
+    example=_EXAMPLE,
     answer=TokenCount,
     error=_ERROR,
     tag="Anthropic",

@@ -1,217 +1,264 @@
-"""Fields of the bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``, and what the server does with
-each of them.
-
-:mod:`aioinfer.chat.fields` has the rules.
-"""
+"""Fields of the bodies of ``/v1/messages`` and ``/v1/messages/count_tokens``."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
-from aioinfer.chat.schemas import FLAG, OBJECT, TEXT, array, choice, either, text
-from aioinfer.server.openai.fields import TOKENS
-from aioinfer.server.translation import EXTENSIONS
+from pydantic import BaseModel, ConfigDict, Field
+
+from aioinfer.chat.bodies import CACHING, CLIENTS, NO, Items, Object, Refused, TextOr, field, tagged
+from aioinfer.chat.fields import NAME
+from aioinfer.errors import shown
+from aioinfer.server.openai.fields import Extensions, Model, TokenLimit
 
 __all__ = [
-    "CLEARINGS",
-    "COUNT",
-    "DISPLAYS",
-    "EFFORTS",
-    "MESSAGES",
-    "NESTED",
     "NO_THREADS",
     "SEARCH_TOOL",
-    "SERVER_TOOL",
+    "CountTokensBody",
+    "CustomTool",
+    "HostedTool",
+    "MessageParam",
+    "MessagesBody",
+    "TextBlock",
+    "ThinkingBlock",
+    "ToolChoice",
+    "ToolReferenceBlock",
+    "ToolResultBlock",
+    "ToolUseBlock",
 ]
 
-_NAME = text(pattern="[a-zA-Z0-9_-]{1,64}")
-_BOOKKEEPING = Harmless("the client's bookkeeping")
-_CACHING = Harmless("how long a prefix stays cached")
-_NO = Unsupported()
-_BLOCKS = either(TEXT, array(OBJECT))
-
+_READ = "goes to the chat template"
+_DIRECT = Refused(({"type": "direct"},))
+_CACHED = {"cache_control": CACHING}
 #: Types of tools that are left out of a request: Anthropic defines them, and no schema comes with them. An
 #: offered tool is a permission: the answer is that of a model that does not use it. A ``tool_choice`` that
 #: names one is refused.
-_HOSTED = (
+_HOSTED = re.compile(
     r"(web_search|web_fetch|code_execution|computer|computer_toolset|bash|text_editor|memory|advisor"
     r"|tool_search_tool_regex|tool_search_tool_bm25|mcp_toolset|browser_toolset)(_[0-9]{8})?"
 )
-SERVER_TOOL = re.compile(_HOSTED)
 #: those that search among deferred tools
 SEARCH_TOOL = re.compile(r"tool_search_tool_(regex|bm25)(_[0-9]{8})?")
-#: ``clear_at`` of a system message
-CLEARINGS = ("never", "next_user_message")
-#: ``thinking.display``
-DISPLAYS = ("summarized", "updates", "omitted")
-#: ``output_config.effort``
-EFFORTS = ("low", "medium", "high", "xhigh", "max")
 #: The code of an error by which clients know that they have to send the whole conversation.
 NO_THREADS = "thread_unsupported_request"
+_Effort = Literal["low", "medium", "high", "xhigh", "max"]
 
-#: of ``/v1/messages/count_tokens``
-COUNT: Table = {
-    "model": Honoured("name of the served model (the default), or of an adapter", schema=TEXT),
-    "messages": Honoured("the conversation", schema=array(OBJECT, 1), required=True),
-    "system": Honoured("text, or a list of blocks of text", schema=_BLOCKS),
-    "tools": Honoured(
-        "functions that the model may call; tools that Anthropic defines are left out",
-        schema=array(OBJECT),
-    ),
-    "tool_choice": Honoured("of type `auto`, `any`, `tool` or `none`"),
-    "thinking": Honoured("whether the model thinks"),
-    "output_config": Honoured("the format of the answer, and how much the model thinks"),
-    "chat_template_kwargs": EXTENSIONS["chat_template_kwargs"],
-    # accepted
-    "metadata": _BOOKKEEPING,
-    "user_profile_id": _BOOKKEEPING,
-    "workspace_id": _BOOKKEEPING,
-    "cache_control": _CACHING,
-    "diagnostics": _BOOKKEEPING,
-    "inference_geo": Harmless("where it is computed"),
-    "betas": Harmless("features that a request uses have fields of their own"),
-    # refused
-    "service_tier": Unsupported(("auto", "standard_only")),
-    "speed": Unsupported(("standard",)),
-    "container": _NO,
-    "mcp_servers": Unsupported(([],)),
-    "context_management": Unsupported(
-        ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
-    ),
-    "output_format": Unsupported((), "use output_config.format"),
-    "thread": Unsupported((), "nothing is stored: send the whole conversation as messages", NO_THREADS),
+
+class TextBlock(Object, harmless=_CACHED, refused={"citations": Refused(([],))}):
+    """Text."""
+
+    type: Literal["text"] = field("`text`", ...)
+    text: str = field("text", ...)
+
+
+class ThinkingBlock(Object, harmless={"signature": CLIENTS, **_CACHED}):
+    """What the model thought."""
+
+    type: Literal["thinking"] = field("`thinking`", ...)
+    thinking: str = field("goes to the chat template, which may not read it", ...)
+
+
+class ToolUseBlock(Object, harmless=_CACHED, refused={"caller": _DIRECT, "toolset_name": NO}):
+    """A call."""
+
+    type: Literal["tool_use"] = field("`tool_use`", ...)
+    id: str = field(_READ, ...)
+    name: str = field(_READ, ...)
+    input: dict[str, Any] = field(_READ, ...)
+
+
+class ToolReferenceBlock(Object, harmless=_CACHED):
+    """A reference to a deferred tool."""
+
+    type: Literal["tool_reference"] = field("`tool_reference`", ...)
+    tool_name: str = field("the model reads it, and learns of the tool", ...)
+
+
+def _unsupported(kind: Any) -> str:
+    return f"{shown(kind)} is not supported by this server"
+
+
+_RESULTS = {"text": TextBlock, "tool_reference": ToolReferenceBlock}
+_Result = Annotated[Any, tagged(*_RESULTS.values(), pick=_RESULTS.get, unknown=_unsupported)]
+
+
+class ToolResultBlock(Object, harmless=_CACHED, refused={"toolset_name": NO}):
+    """What a call returned."""
+
+    type: Literal["tool_result"] = field("`tool_result`", ...)
+    tool_use_id: str = field(_READ, ...)
+    content: TextOr[Items[_Result]] = field(
+        "text, or a list of blocks of text and of references to deferred tools", ""
+    )
+    is_error: bool = field("true: the model reads `Error: ` in front of the content", False)
+
+
+_BLOCKS = {
+    "text": TextBlock,
+    "thinking": ThinkingBlock,
+    "tool_use": ToolUseBlock,
+    "tool_result": ToolResultBlock,
 }
-
-#: of ``/v1/messages``
-MESSAGES: Table = {
-    **COUNT,
-    **EXTENSIONS,
-    "max_tokens": Honoured("at most so many new tokens", "max_tokens", TOKENS, required=True),
-    "stop_sequences": Honoured("`stop` of `SamplingParams`", schema=array(text(1, 1024), 0, 16)),
-    "stream": Honoured("server-sent events", schema=FLAG),
-    "stop": Unsupported((), "use stop_sequences"),
-    "max_tokens_to_sample": Unsupported((), "use max_tokens"),
-    "prompt": Unsupported((), "is for /v1/completions"),
-    "n": Unsupported((1,)),
-}
+_Block = Annotated[Any, tagged(*_BLOCKS.values(), pick=_BLOCKS.get, unknown=_unsupported)]
 
 
-def _block(kind: str) -> Honoured:
-    return Honoured(f"`{kind}`", schema=choice(kind), required=True)
+class LaterEffort(Object):
+    """How much the model thinks from a system message on."""
+
+    effort: _Effort | None = field("as in `output_config` of the body; the last one counts")
 
 
-#: objects within a body, by their path; of a block with its type
-NESTED: Mapping[str, Table] = {
-    "messages[]": {
-        "role": Honoured(
-            "`user`, `assistant` or `system`", schema=choice("user", "assistant", "system"), required=True
+class MessageParam(
+    Object,
+    harmless=dict.fromkeys(("id", "model", "stop_reason", "stop_sequence", "usage"), CLIENTS),
+    refused={"type": Refused(("message",))},
+):
+    """A message."""
+
+    role: Literal["user", "assistant", "system"] = field("`user`, `assistant` or `system`", ...)
+    content: TextOr[Items[_Block]] | None = field(
+        "text or a list of blocks; a system message with `output_config` needs none"
+    )
+    output_config: LaterEffort | None = field("of `system`: how much the model thinks from there on")
+    clear_at: Literal["never", "next_user_message"] | None = field(
+        "of `system`: `next_user_message` leaves it out where a message of the user follows"
+    )
+
+
+class CustomTool(
+    Object,
+    harmless={**_CACHED, "eager_input_streaming": "how arguments are streamed"},
+    refused={"allowed_callers": Refused((["direct"],)), "input_examples": Refused(([],))},
+):
+    """A function that the model may call."""
+
+    type: Literal["custom"] | None = field("`custom`, or absent")
+    name: str = field("1 to 64 letters, digits, `_`, `-`", ..., pattern=NAME)
+    description: str | None = field(_READ)
+    input_schema: dict[str, Any] = field("the JSON schema of the arguments", ...)
+    strict: bool | None = field("the arguments obey the schema")
+    defer_loading: bool = field(
+        "true: the model learns of the tool when a result refers to it; at once if it is the one of "
+        "`tool_choice`, or if `tools` has a search of Anthropic's, which this server cannot run",
+        False,
+    )
+
+
+class HostedTool(BaseModel):
+    """A tool that is left out; what else it has is not read."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Annotated[str, Field(pattern=f"^({_HOSTED.pattern})$")] = field(
+        "a tool that Anthropic defines", ...
+    )
+
+
+def _tool(kind: str | None) -> Any:
+    if kind is not None and _HOSTED.fullmatch(kind):
+        return HostedTool
+    return CustomTool if kind in (None, "custom") else None
+
+
+def _unknown_tool(kind: Any) -> str:
+    return f"must be 'custom' or a tool of Anthropic's, got {shown(kind)}"
+
+
+_Tool = Annotated[Any, tagged(CustomTool, HostedTool, pick=_tool, unknown=_unknown_tool)]
+
+
+class ToolChoice(Object):
+    """Whether the model calls a function."""
+
+    type: Literal["auto", "any", "tool", "none"] = field("`auto`, `any`, `tool` or `none`", ...)
+    name: str | None = field("of type `tool`: the function to call", pattern=NAME)
+    disable_parallel_tool_use: bool | None = field("true: one call at most")
+
+
+class Thinking(Object, harmless={"budget_tokens": "an aim, not a limit; `max_tokens` is the limit"}):
+    """Whether the model thinks."""
+
+    type: Literal["enabled", "disabled", "adaptive"] = field(
+        "`enabled` and `disabled` switch thinking in a template with such a switch, and are refused "
+        "where the model does otherwise; `adaptive` leaves it to the model",
+        ...,
+    )
+    display: Literal["summarized", "updates", "omitted"] | None = field(
+        "`omitted`: blocks of thinking come without their text; `summarized`, `updates`: with all of it"
+    )
+
+
+class OutputFormat(Object, harmless={"name": "a label"}):
+    """The format of the answer."""
+
+    type: Literal["json_schema"] = field("`json_schema`", ...)
+    schema_: dict[str, Any] = field("the JSON schema", ..., alias="schema")
+
+
+class OutputConfig(Object, refused={"task_budget": NO}):
+    """The format of the answer, and how much the model thinks."""
+
+    effort: _Effort | None = field(
+        "a wish: goes to the chat template as `reasoning_effort`, if that reads it"
+    )
+    format: OutputFormat | None = field("of type `json_schema`")
+
+
+class CountTokensBody(
+    Object,
+    harmless={
+        **dict.fromkeys(("metadata", "user_profile_id", "workspace_id", "diagnostics"), CLIENTS),
+        **_CACHED,
+        "inference_geo": "where it is computed",
+        "betas": "features that a request uses have fields of their own",
+    },
+    refused={
+        "service_tier": Refused(("auto", "standard_only")),
+        "speed": Refused(("standard",)),
+        "container": NO,
+        "mcp_servers": Refused(([],)),
+        "context_management": Refused(
+            ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
         ),
-        "content": Honoured(
-            "text or a list of blocks; a system message with `output_config` needs none", schema=TEXT
-        ),
-        "output_config": Honoured("of `system`: how much the model thinks from there on", schema=OBJECT),
-        "clear_at": Honoured(
-            "of `system`: `next_user_message` leaves it out where a message of the user follows",
-            schema=choice(*CLEARINGS),
-        ),
-        "id": _BOOKKEEPING,
-        "type": Unsupported(("message",)),
-        "model": _BOOKKEEPING,
-        "stop_reason": _BOOKKEEPING,
-        "stop_sequence": _BOOKKEEPING,
-        "usage": _BOOKKEEPING,
+        "output_format": Refused((), "use output_config.format"),
+        "thread": Refused((), "nothing is stored: send the whole conversation as messages", NO_THREADS),
     },
-    "messages[].output_config": {
-        "effort": Honoured("as in `output_config` of the body; the last one counts", schema=choice(*EFFORTS))
+):
+    """A body of ``/v1/messages/count_tokens``."""
+
+    model: Model = field("name of the served model (the default), or of an adapter")
+    messages: Annotated[Items[MessageParam], Field(min_length=1)] = field("the conversation", ...)
+    system: TextOr[Items[TextBlock]] | None = field("text, or a list of blocks of text")
+    tools: Items[_Tool] = field(
+        "functions that the model may call; tools that Anthropic defines are left out", []
+    )
+    tool_choice: ToolChoice | None = field("of type `auto`, `any`, `tool` or `none`")
+    thinking: Thinking | None = field("whether the model thinks")
+    output_config: OutputConfig = field(
+        "the format of the answer, and how much the model thinks", OutputConfig()
+    )
+    chat_template_kwargs: dict[str, Any] | None = field(
+        "variables of the chat template; one that it does not read is refused"
+    )
+
+
+class MessagesBody(
+    CountTokensBody,
+    Extensions,
+    refused={
+        "stop": Refused((), "use stop_sequences"),
+        "max_tokens_to_sample": Refused((), "use max_tokens"),
+        "prompt": Refused((), "is for /v1/completions"),
+        "n": Refused((1,)),
     },
-    "messages[].content[] text": {
-        "type": _block("text"),
-        "text": Honoured("text", schema=TEXT, required=True),
-        "cache_control": _CACHING,
-        "citations": Unsupported(([],)),
-    },
-    "messages[].content[] thinking": {
-        "type": _block("thinking"),
-        "thinking": Honoured("goes to the chat template, which may not read it", schema=TEXT, required=True),
-        "signature": _BOOKKEEPING,
-        "cache_control": _CACHING,
-    },
-    "messages[].content[] tool_use": {
-        "type": _block("tool_use"),
-        "id": Honoured("goes to the chat template", schema=TEXT, required=True),
-        "name": Honoured("goes to the chat template", schema=TEXT),
-        "input": Honoured("goes to the chat template"),
-        "cache_control": _CACHING,
-        "caller": Unsupported(({"type": "direct"},)),
-        "toolset_name": _NO,
-    },
-    "messages[].content[] tool_result": {
-        "type": _block("tool_result"),
-        "tool_use_id": Honoured("goes to the chat template", schema=TEXT, required=True),
-        "content": Honoured(
-            "text, or a list of blocks of text and of references to deferred tools", schema=_BLOCKS
-        ),
-        "is_error": Honoured("true: the model reads `Error: ` in front of the content", schema=FLAG),
-        "cache_control": _CACHING,
-        "toolset_name": _NO,
-    },
-    "messages[].content[].content[] tool_reference": {
-        "type": _block("tool_reference"),
-        "tool_name": Honoured("the model reads it, and learns of the tool", schema=TEXT, required=True),
-        "cache_control": _CACHING,
-    },
-    "tools[] hosted": {
-        "type": Honoured("a tool that Anthropic defines", schema=text(pattern=_HOSTED), required=True)
-    },
-    "tools[] custom": {
-        "type": Honoured("`custom`, or absent", schema=choice("custom")),
-        "name": Honoured("1 to 64 letters, digits, `_`, `-`", schema=_NAME, required=True),
-        "description": Honoured("goes to the chat template", schema=TEXT),
-        "input_schema": Honoured("the JSON schema of the arguments", schema=OBJECT, required=True),
-        "strict": Honoured("the arguments obey the schema", schema=FLAG),
-        "cache_control": _CACHING,
-        "eager_input_streaming": Harmless("how arguments are streamed"),
-        "defer_loading": Honoured(
-            "true: the model learns of the tool when a result refers to it; at once if it is the one of "
-            "`tool_choice`, or if `tools` has a search of Anthropic's, which nobody could run",
-            schema=FLAG,
-        ),
-        "allowed_callers": Unsupported((["direct"],)),
-        "input_examples": Unsupported(([],)),
-    },
-    "tool_choice": {
-        "type": Honoured(
-            "`auto`, `any`, `tool` or `none`", schema=choice("auto", "any", "tool", "none"), required=True
-        ),
-        "name": Honoured("of type `tool`: the function to call", schema=_NAME),
-        "disable_parallel_tool_use": Honoured("true: one call at most", schema=FLAG),
-    },
-    "thinking": {
-        "type": Honoured(
-            "`enabled` and `disabled` switch thinking in a template with such a switch, and are refused "
-            "where the model does otherwise; `adaptive` leaves it to the model",
-            schema=choice("enabled", "disabled", "adaptive"),
-            required=True,
-        ),
-        "budget_tokens": Harmless("an aim, not a limit; `max_tokens` is the limit"),
-        "display": Honoured(
-            "`omitted`: blocks of thinking come without their text; `summarized`, `updates`: with all of it",
-            schema=choice(*DISPLAYS),
-        ),
-    },
-    "output_config": {
-        "effort": Honoured(
-            "a wish: goes to the chat template as `reasoning_effort`, if that reads it",
-            schema=choice(*EFFORTS),
-        ),
-        "format": Honoured("of type `json_schema`", schema=OBJECT),
-        "task_budget": _NO,
-    },
-    "output_config.format": {
-        "type": Honoured("`json_schema`", schema=choice("json_schema"), required=True),
-        "schema": Honoured("the JSON schema", schema=OBJECT, required=True),
-        "name": Harmless("a label"),
-    },
-}
+):
+    """A body of ``/v1/messages``."""
+
+    aliases: ClassVar[Mapping[str, str]] = {**Extensions.aliases, "stop_sequences": "stop"}
+
+    max_tokens: TokenLimit = field("at most so many new tokens", ...)
+    stop_sequences: (
+        Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=16)] | None
+    ) = field("`stop` of `SamplingParams`")

@@ -18,7 +18,7 @@ _CHARACTERS_PER_TOKEN = 8
 
 def check_answer(call: Call, limits: Limits) -> None:
     """Raise InvalidRequest for a call whose answer may have more logprobs or more of its prompts."""
-    repeated = call.echo or call.extras.token_ids
+    repeated = call.echo or call.token_ids
     echoed = call.n * sum(_characters(prompt) for prompt in call.prompts) if repeated else 0
     if echoed > limits.echo:
         raise InvalidRequest(

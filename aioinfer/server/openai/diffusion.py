@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import Any
 
+from aioinfer.chat.bodies import Object
 from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Chunk
@@ -13,38 +13,25 @@ from aioinfer.params import DiffusionParams
 
 __all__ = ["chunk_fields", "parse_diffusion", "step_map_field"]
 
-_PARAMS = tuple(each.name for each in fields(DiffusionParams))
-
 
 def parse_diffusion(
-    body: Mapping[str, Any], default: DiffusionParams | None
+    given: Object | None, default: DiffusionParams | None
 ) -> tuple[DiffusionParams | None, bool]:
     """The denoising parameters, and whether the answer includes a step map.
 
-    ``{"diffusion": {"threshold": 0.9, "draft": true, "step_map": true}}``: the fields of
-    :class:`~aioinfer.params.DiffusionParams`, which override the model's, and ``step_map``; null is the
-    default. Raises InvalidRequest of the field "diffusion" for any error within.
+    The fields of the body's object ``diffusion`` override the model's. Raises InvalidRequest of the field
+    "diffusion" for parameters that its algorithm does not have.
     """
-    given = body.get("diffusion")
     if given is None:
         return default, False
-    if not isinstance(given, dict):
-        raise InvalidRequest("diffusion", "must be an object")
-    unknown = sorted(given.keys() - {*_PARAMS, "step_map"})
-    if unknown:
-        known = ", ".join([*_PARAMS, "step_map"])
-        raise InvalidRequest("diffusion", f"{unknown[0][:40]!r} is not one of its fields: {known}")
-    step_map = given.get("step_map")
-    if not isinstance(step_map, (bool, type(None))):
-        raise InvalidRequest("diffusion", "step_map must be true or false")
-    values = {name: given[name] for name in _PARAMS if given.get(name) is not None}
+    values = given.model_dump(exclude={"step_map"}, exclude_unset=True)
     try:
         params = DiffusionParams(**values)
         params = params if default is None else params.inherit(default)
         algorithm_class(params.algorithm).check(params)
     except InvalidRequest as refused:
         raise InvalidRequest("diffusion", str(refused)) from None
-    return params, bool(step_map)
+    return params, bool(getattr(given, "step_map", False))
 
 
 def chunk_fields(chunk: Chunk, step_map: bool) -> dict[str, Any]:

@@ -8,29 +8,31 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Annotated, Any, Literal, NotRequired
 
-from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
-from aioinfer.chat.schemas import FLAG, TEXT, Schema, array, choice, either, integer, text
+from pydantic import BeforeValidator, Field
+from typing_extensions import TypedDict
+
+from aioinfer.chat.bodies import CLIENTS, NO, Items, Object, Refused, TextOr, admit, field
 from aioinfer.embedding import Embedding
 from aioinfer.errors import InvalidRequest
-from aioinfer.loop.options import MAX_LABEL, Prompt
-from aioinfer.scoring import METHODS, Scores
+from aioinfer.loop.options import Prompt
+from aioinfer.scoring import ScoreMethod, Scores
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import Pieces
-from aioinfer.server.openai.extras import parse_extras
-from aioinfer.server.openai.protocol import Served, flag_of, object_of
-from aioinfer.server.openapi.endpoints import Body, Endpoint
+from aioinfer.server.openai.fields import Label, Model, Priority, Seconds, as_list, prompts
+from aioinfer.server.openai.protocol import Served, options_of, read
+from aioinfer.server.openapi.endpoints import Endpoint
 
 __all__ = [
-    "EMBEDDING",
     "EMBEDDING_ENDPOINT",
     "MOST_INPUTS",
-    "RERANK",
     "RERANK_ENDPOINT",
-    "SCORE",
     "SCORE_ENDPOINT",
+    "EmbeddingBody",
     "EmbeddingCall",
+    "RerankBody",
+    "ScoreBody",
     "ScoreCall",
     "embeddings_answer",
     "parse_embedding",
@@ -43,80 +45,92 @@ __all__ = [
 #: inputs of one call, as in OpenAI's API, and documents of one
 MOST_INPUTS = 2048
 
-_IDS = array(integer(0, 2**31 - 1), 1)
-_INPUT = either(text(1), _IDS, array(either(text(1), _IDS), 1, MOST_INPUTS))
-_LABEL = text(0, MAX_LABEL)
-_SECONDS: Schema = {"type": "number", "exclusiveMinimum": 0}
-_SCHEDULING: Table = {
-    "model": Honoured("name of the served model (the default), or of an adapter", schema=TEXT),
-    "priority": Honoured("see scheduling", schema=integer(-(2**31), 2**31 - 1)),
-    "cache_salt": Honoured("see scheduling", schema=_LABEL),
-    "routing_key": Honoured("see scheduling", schema=_LABEL),
-    "waiting_timeout": Honoured("seconds until the first step; at most the server's own", schema=_SECONDS),
-    "running_timeout": Honoured("seconds from the first step on; at most the server's own", schema=_SECONDS),
-    "user": Harmless("the client's bookkeeping"),
-}
-#: of ``/v1/embeddings``
-EMBEDDING: Table = {
-    **_SCHEDULING,
-    "input": Honoured(
-        f"text, token ids, or a list of up to {MOST_INPUTS} of either", schema=_INPUT, required=True
-    ),
-    "encoding_format": Honoured(
-        "`float`: a list of numbers; `base64`: their bytes, float32, little-endian",
-        schema=choice("float", "base64"),
-    ),
-    "dimensions": Honoured("only so many numbers, before they are normalised", schema=integer(1)),
-    "pooling": Honoured(
-        "`last`, `mean`, or `cls` of an encoder; by default as the model's files say",
-        schema=choice("last", "cls", "mean"),
-    ),
-    "normalize": Honoured("every embedding has length 1; by default as the model's files say", schema=FLAG),
-    "prompt_name": Honoured("which of the model's prompts is put in front of texts", schema=TEXT),
-    "truncate_prompt_tokens": Honoured(
-        "only so many tokens of an input's beginning are kept, at most as many as the model was made for",
-        schema=integer(1),
-    ),
-    "messages": Unsupported((), "use input"),
-}
-_JUDGING: Table = {
-    **_SCHEDULING,
-    "method": Honoured(
-        "`classifier`, `judge` or `cosine`; by default what the model is made for", schema=choice(*METHODS)
-    ),
-    "instruction": Honoured("what makes a document fit, for a model that is told", schema=text(1)),
-    "truncate_prompt_tokens": Unsupported((), "send shorter texts"),
-    "truncation_side": Unsupported(()),
-    "max_tokens_per_doc": Unsupported((), "send shorter texts"),
-}
-_TEXTS = either(text(1), array(text(1), 1, MOST_INPUTS))
-_DOCUMENT: Schema = {
-    "type": "object",
-    "properties": {"text": text(1)},
-    "required": ["text"],
-    "additionalProperties": False,
-}
-#: of ``/v1/score``
-SCORE: Table = {
-    **_JUDGING,
-    "text_1": Honoured("a text, or one for each of `text_2`", schema=_TEXTS, required=True),
-    "text_2": Honoured("a text, or a list", schema=_TEXTS, required=True),
-}
-#: of ``/v1/rerank``
-RERANK: Table = {
-    **_JUDGING,
-    "query": Honoured("a text", schema=text(1), required=True),
-    "documents": Honoured(
-        f"texts, or objects with a `text`; up to {MOST_INPUTS}",
-        schema=array(either(text(1), _DOCUMENT), 1, MOST_INPUTS),
-        required=True,
-    ),
-    "top_n": Honoured("only so many results, the best ones", schema=integer(1)),
-    "return_documents": Honoured("false: results are without their documents", schema=FLAG),
-}
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class _Scheduled(Object, harmless={"user": CLIENTS}):
+    """The fields that all three have."""
+
+    model: Model = field("name of the served model (the default), or of an adapter")
+    priority: Priority | None = field("see scheduling")
+    cache_salt: Label | None = field("see scheduling")
+    routing_key: Label | None = field("see scheduling")
+    waiting_timeout: Seconds | None = field("seconds until the first step; at most the server's own")
+    running_timeout: Seconds | None = field("seconds from the first step on; at most the server's own")
+
+
+class EmbeddingBody(_Scheduled, refused={"messages": Refused((), "use input")}):
+    """A body of ``/v1/embeddings``."""
+
+    input: Annotated[Any, prompts(MOST_INPUTS)] = field(
+        f"text, token ids, or a list of up to {MOST_INPUTS} of either", ...
+    )
+    encoding_format: Literal["float", "base64"] = field(
+        "`float`: a list of numbers; `base64`: their bytes, float32, little-endian", "float"
+    )
+    dimensions: Annotated[int, Field(ge=1)] | None = field("only so many numbers, before they are normalised")
+    pooling: Literal["last", "cls", "mean"] | None = field(
+        "`last`, `mean`, or `cls` of an encoder; by default as the model's files say"
+    )
+    normalize: bool | None = field("every embedding has length 1; by default as the model's files say")
+    prompt_name: str | None = field("which of the model's prompts is put in front of texts")
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = field(
+        "only so many tokens of an input's beginning are kept, at most as many as the model was made for"
+    )
+
+
+class _Judged(
+    _Scheduled,
+    refused={
+        "truncate_prompt_tokens": Refused((), "send shorter texts"),
+        "truncation_side": NO,
+        "max_tokens_per_doc": Refused((), "send shorter texts"),
+    },
+):
+    """The fields that both kinds of scores have."""
+
+    method: ScoreMethod | None = field(
+        "`classifier`, `judge` or `cosine`; by default what the model is made for"
+    )
+    instruction: _Text | None = field("what makes a document fit, for a model that is told")
+
+
+_Several = Annotated[Items[_Text], Field(min_length=1, max_length=MOST_INPUTS)]
+
+
+class ScoreBody(_Judged):
+    """A body of ``/v1/score``."""
+
+    text_1: TextOr[_Several] = field("a text, or one for each of `text_2`", ...)
+    text_2: TextOr[_Several] = field("a text, or a list", ...)
+
+
+class RankedText(Object):
+    """A document."""
+
+    text: _Text = field("the text", ...)
+
+
+def _document(given: Any) -> Any:
+    return admit(RankedText, given).text if isinstance(given, dict) else given
+
+
+_Document = Annotated[_Text, BeforeValidator(_document, json_schema_input_type=str | RankedText)]
+
+
+class RerankBody(_Judged):
+    """A body of ``/v1/rerank``."""
+
+    query: _Text = field("a text", ...)
+    documents: Annotated[Items[_Document], Field(min_length=1, max_length=MOST_INPUTS)] = field(
+        f"texts, or objects with a `text`; up to {MOST_INPUTS}", ...
+    )
+    top_n: Annotated[int, Field(ge=1)] | None = field("only so many results, the best ones")
+    return_documents: bool = field("false: results are without their documents", True)
 
 
 #: fields with the names of the engine's arguments
+_JUDGING = ("method", "instruction")
 _ASKED = ("dimensions", "pooling", "normalize", "prompt_name", "truncate_prompt_tokens")
 
 
@@ -183,7 +197,8 @@ EMBEDDING_ENDPOINT = Endpoint(
     "POST",
     "/embeddings",
     "Embeddings of texts",
-    body=Body("EmbeddingRequest", EMBEDDING, examples=({"input": ["Once upon a time", "The end"]},)),
+    body=EmbeddingBody,
+    example={"input": ["Once upon a time", "The end"]},
     answer=EmbeddingAnswer,
     generates=True,
 )
@@ -191,7 +206,8 @@ SCORE_ENDPOINT = Endpoint(
     "POST",
     "/score",
     "How well texts answer another",
-    body=Body("ScoreRequest", SCORE, examples=({"text_1": "fruit", "text_2": ["apple", "car"]},)),
+    body=ScoreBody,
+    example={"text_1": "fruit", "text_2": ["apple", "car"]},
     answer=ScoreAnswer,
     generates=True,
     tag="scores",
@@ -200,7 +216,8 @@ RERANK_ENDPOINT = Endpoint(
     "POST",
     "/rerank",
     "Documents by how well they answer a query",
-    body=Body("RerankRequest", RERANK, examples=({"query": "fruit", "documents": ["apple", "car"]},)),
+    body=RerankBody,
+    example={"query": "fruit", "documents": ["apple", "car"]},
     answer=RerankAnswer,
     generates=True,
     tag="scores",
@@ -236,109 +253,50 @@ class ScoreCall:
 
 def parse_embedding(raw: bytes, served: Served) -> EmbeddingCall:
     """Raises InvalidRequest, and Refused for another model."""
-    body = object_of(raw, served, EMBEDDING)
-    given = body.get("input")
+    body = read(EmbeddingBody, raw, served)
     names = {"inputs": "input", "adapter": "model"}
-    inputs: list[Prompt]
-    if isinstance(given, str) or (isinstance(given, list) and given and _is_id(given[0])):
-        inputs, names["inputs[0]"] = [given], "input"
-    elif isinstance(given, list) and 1 <= len(given) <= MOST_INPUTS:
-        inputs = given
-    else:
-        raise InvalidRequest("input", f"must be text, token ids, or a list of 1 to {MOST_INPUTS} of either")
-    for index, each in enumerate(inputs):
-        if not (isinstance(each, str) or (isinstance(each, list) and each and all(map(_is_id, each)))):
-            name = names.get(f"inputs[{index}]", f"input[{index}]")
-            raise InvalidRequest(name, "must be text or token ids")
-    form = body.get("encoding_format")
-    if form not in (None, "float", "base64"):
-        raise InvalidRequest("encoding_format", "must be float or base64")
-    asked = {name: body[name] for name in _ASKED if _has(body, name)}
-    if asked.get("pooling") not in (None, "last", "cls", "mean"):
-        raise InvalidRequest("pooling", "must be last, cls or mean")
-    model = served.name(body.get("model"))
-    return EmbeddingCall(model, inputs, form == "base64", {**asked, **_scheduling(body, served)}, names)
+    inputs = as_list(body.input)
+    if inputs is not body.input:
+        names["inputs[0]"] = "input"
+    options = _options(body, served, *_ASKED)
+    return EmbeddingCall(served.name(body.model), inputs, body.encoding_format == "base64", options, names)
 
 
 def parse_score(raw: bytes, served: Served) -> ScoreCall:
     """Raises InvalidRequest, and Refused for another model."""
-    body = object_of(raw, served, SCORE)
-    first, second = _texts(body, "text_1"), _texts(body, "text_2")
+    body = read(ScoreBody, raw, served)
+    first, second = ([each] if isinstance(each, str) else each for each in (body.text_1, body.text_2))
     query: str | list[str] = first
     if len(first) == 1:
         query = first[0]
     elif len(first) != len(second):
         raise InvalidRequest("text_1", f"{len(first)} texts for {len(second)} of text_2")
-    model, names = (
-        served.name(body.get("model")),
-        {"query": "text_1", "documents": "text_2", "adapter": "model"},
-    )
-    return ScoreCall(model, query, second, _judging(body, served), names)
+    names = {"query": "text_1", "documents": "text_2", "adapter": "model"}
+    return ScoreCall(served.name(body.model), query, second, _options(body, served, *_JUDGING), names)
 
 
 def parse_rerank(raw: bytes, served: Served) -> ScoreCall:
     """Raises InvalidRequest, and Refused for another model."""
-    body = object_of(raw, served, RERANK)
-    query, given = body.get("query"), body.get("documents")
-    if not isinstance(query, str):
-        raise InvalidRequest("query", "must be text")
-    if not isinstance(given, list) or not 1 <= len(given) <= MOST_INPUTS:
-        raise InvalidRequest("documents", f"must be a list of 1 to {MOST_INPUTS} texts")
-    top_n = body.get("top_n")
-    if top_n is not None and (type(top_n) is not int or top_n < 1):
-        raise InvalidRequest("top_n", "must be a positive number")
+    body = read(RerankBody, raw, served)
     return ScoreCall(
-        served.name(body.get("model")),
-        query,
-        [_document(each, index) for index, each in enumerate(given)],
-        _judging(body, served),
+        served.name(body.model),
+        body.query,
+        body.documents,
+        _options(body, served, *_JUDGING),
         {"adapter": "model"},
-        top_n,
-        body.get("return_documents") is None or flag_of(body, "return_documents"),
+        body.top_n,
+        body.return_documents,
     )
 
 
-def _document(given: Any, index: int) -> str:
-    if isinstance(given, dict) and given.keys() == {"text"}:
-        given = given["text"]
-    if not isinstance(given, str):
-        raise InvalidRequest(f"documents[{index}]", "must be text, or an object with a text")
-    return given
-
-
-def _texts(body: Mapping[str, Any], name: str) -> list[str]:
-    given = body.get(name)
-    texts = [given] if isinstance(given, str) else given
-    if not isinstance(texts, list) or not 1 <= len(texts) <= MOST_INPUTS:
-        raise InvalidRequest(name, f"must be text, or a list of 1 to {MOST_INPUTS} texts")
-    for index, each in enumerate(texts):
-        if not isinstance(each, str):
-            raise InvalidRequest(f"{name}[{index}]", "must be text")
-    return texts
-
-
-def _judging(body: Mapping[str, Any], served: Served) -> dict[str, Any]:
-    asked = {name: body[name] for name in ("method", "instruction") if _has(body, name)}
-    return {**asked, **_scheduling(body, served)}
-
-
-def _scheduling(body: Mapping[str, Any], served: Served) -> dict[str, Any]:
-    """Arguments of the engine for the queue and the prefix cache."""
-    _, options = parse_extras(body, served.most)
-    adapter = served.adapter(body.get("model"))
+def _options(body: _Scheduled, served: Served, *names: str) -> dict[str, Any]:
+    """Arguments of the engine: ``names``, and those for the queue and the prefix cache."""
+    given = {name: getattr(body, name) for name in (*names, "priority", "cache_salt", "routing_key")}
+    given["adapter"] = served.adapter(body.model)
     return {
-        **({} if adapter is None else {"adapter": adapter}),
-        **{name: body[name] for name in ("priority", "cache_salt", "routing_key") if _has(body, name)},
-        **options,
+        **{name: value for name, value in given.items() if value is not None},
+        **options_of(body, served),
     }
-
-
-def _has(body: Mapping[str, Any], name: str) -> bool:
-    return body.get(name) is not None
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int
 
 
 # -- answers ----------------------------------------------------------------------------------------------

@@ -1,184 +1,338 @@
-"""Fields: every field of a request body, and what the server does with it.
-
-:mod:`aioinfer.chat.fields` has the rules and the objects within a chat. ``docs/fields.md`` is generated from
-all tables.
-"""
+"""Fields of the bodies of ``/v1/chat/completions`` and ``/v1/completions``, and what other bodies share."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, WithJsonSchema, create_model
 
 from aioinfer import plugins
-from aioinfer.chat import fields as chat
-from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
-from aioinfer.chat.schemas import (
-    ANY,
-    FLAG,
-    OBJECT,
-    TEXT,
-    Schema,
-    array,
-    choice,
-    closed,
-    diffusion,
-    either,
-    integer,
-    of_param,
-    text,
-)
+from aioinfer.chat.bodies import CLIENTS, NO, OFF, Items, Object, Refused, TextOr, admit, field, later
+from aioinfer.chat.fields import ChosenTool, GrammarFields, Message, StructuredOutputs, Tool
 from aioinfer.chat.tools import MAX_TOOLS
+from aioinfer.errors import InvalidRequest, shown
 from aioinfer.loop.options import MAX_LABEL
-from aioinfer.params import BOUNDS
-from aioinfer.server.openai.extras import MAX_TOKENS
-from aioinfer.server.openai.prediction import PREDICTION
+from aioinfer.params import BOUNDS, MOST, DiffusionParams, SamplingParams
 
-__all__ = ["CHAT", "COMPLETION", "MAX_CHOICES", "NESTED", "REQUEST_ID", "TOKENS", "VERBOSITIES"]
+__all__ = [
+    "ALIASES",
+    "MAX_CHOICES",
+    "MAX_TOKENS",
+    "PARAMS",
+    "VERBOSITIES",
+    "ChatBody",
+    "ChatTemplateFields",
+    "CompletionBody",
+    "Extensions",
+    "Label",
+    "Model",
+    "Priority",
+    "Seconds",
+    "TokenId",
+    "TokenLimit",
+    "as_list",
+    "prompts",
+]
 
 #: choices of one call: prompts x n
 MAX_CHOICES = 128
-#: what a client can choose as the second half of an answer's id
-REQUEST_ID = "[A-Za-z0-9._:-]{1,128}"
-#: Of ``verbosity``, a wish that no chat template reads. Clients send it on their own with some models' names.
+#: values of ``verbosity``, which no chat template reads; clients send it with some models' names
 VERBOSITIES = ("low", "medium", "high")
+#: fields of bodies that are fields of SamplingParams
+PARAMS = frozenset(SamplingParams.__dataclass_fields__) - {"logprobs", "grammar", "diffusion"}
 
-_SCHEMA = either(OBJECT, FLAG, TEXT)
-_LABEL = text(0, MAX_LABEL)
-_SECONDS = {"type": "number", "exclusiveMinimum": 0}
-_IDS = array(integer(0, 2**31 - 1), 1)
-_PROMPT = either(text(1), _IDS, array(either(text(1), _IDS), 1, MAX_CHOICES))
-_OFF = Unsupported((False,))
-_NO = Unsupported()
-_ZERO = Unsupported((0,))
-_ONE = Unsupported((1,))
-_BOOKKEEPING = Harmless("the client's bookkeeping")
-_TEMPLATE = Unsupported((), "use chat_template_kwargs, if the model's template has such a variable")
+_TOKEN_ID = re.compile("0|[1-9][0-9]{0,9}")
+Model = Annotated[Any, later(str)]
+Label = Annotated[str, Field(max_length=MAX_LABEL)]
+Seconds = Annotated[float, Field(gt=0)]
+Priority = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+_Choices = Annotated[int, Field(ge=1, le=MAX_CHOICES)]
 
-_SAMPLING: Table = {
+
+def _number(name: str) -> Any:
+    low, high, whole, low_open = BOUNDS[name]
+    kind: Any = int if whole else float
+    if whole:
+        return Annotated[kind, Field(ge=int(low), le=int(high))]
+    return Annotated[kind, Field(gt=low, le=high) if low_open else Field(ge=low, le=high)]
+
+
+TokenId = Annotated[int, Field(ge=0, le=int(BOUNDS["token_id"].high))]
+#: an answer has a token at least; a completion may have none
+TokenLimit = Annotated[int, Field(ge=1, le=int(BOUNDS["max_tokens"].high))]
+_Ids = Annotated[list[TokenId], Field(min_length=1)]
+_TopLogprobs = Annotated[int, Field(ge=0, le=int(BOUNDS["logprobs"].high))]
+
+
+def prompts(most: int) -> PlainValidator:
+    """Of a text, token ids, or a list of up to ``most`` of either. Lists of ids are walked in Python, so that
+    other threads run meanwhile."""
+
+    def check(given: Any) -> Any:
+        items = as_list(given)
+        if not isinstance(items, list) or not 1 <= len(items) <= most:
+            raise InvalidRequest("", f"must be text, token ids, or a list of 1 to {most} of either")
+        for at, each in enumerate(items):
+            if not (isinstance(each, str) or (isinstance(each, list) and each and all(map(_is_id, each)))):
+                raise InvalidRequest(f"[{at}]" if items is given else "", "must be text or token ids")
+        return given
+
+    text = Annotated[str, Field(min_length=1)]
+    several = Annotated[list[text | _Ids], Field(min_length=1, max_length=most)]
+    return PlainValidator(check, json_schema_input_type=text | _Ids | several)
+
+
+def as_list(given: Any) -> Any:
+    """A list of prompts, also of one that stands alone."""
+    alone = isinstance(given, str) or (isinstance(given, list) and given and _is_id(given[0]))
+    return [given] if alone else given
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int
+
+
+def _lists() -> dict[str, Any]:
+    """The types of the parameters that are lists or mappings, which SamplingParams checks."""
+    most = {name: dict(zip(("max_length", "longest"), sizes, strict=True)) for name, sizes in MOST.items()}
+
+    def text(name: str) -> Any:
+        return Annotated[str, Field(min_length=1, max_length=most[name]["longest"])]
+
+    def listed(name: str, item: Any, least: int = 0) -> Any:
+        bounds = Field(min_length=least, max_length=most[name]["max_length"])
+        return Annotated[list[item], bounds]
+
+    ids = Annotated[list[TokenId], Field(min_length=1, max_length=most["bad_words"]["longest"])]
+    bias = {
+        "type": "object",
+        "propertyNames": {"pattern": f"^({_TOKEN_ID.pattern})$"},
+        "additionalProperties": TypeAdapter(_number("bias")).json_schema(),
+        "maxProperties": most["logit_bias"]["max_length"],
+    }
+    return {
+        **{name: text(name) | listed(name, text(name)) for name in ("stop", "stop_regex")},
+        "stop_token_ids": listed("stop_token_ids", TokenId),
+        "allowed_token_ids": listed("allowed_token_ids", TokenId, 1),
+        "bad_words": listed("bad_words", text("bad_words") | ids),
+        "logit_bias": Annotated[Any, WithJsonSchema(bias)],
+    }
+
+
+class PredictedPart(Object):
+    """A part of a prediction."""
+
+    type: Literal["text"] = field("`text`", ...)
+    text: str = field("text", ...)
+
+
+class Prediction(Object):
+    """The text that an answer is expected to be."""
+
+    type: Literal["content"] = field("`content`", ...)
+    content: TextOr[Items[PredictedPart]] = field("text or a list of parts of text", ...)
+
+    @property
+    def text(self) -> str:
+        parts = self.content
+        return parts if isinstance(parts, str) else "".join([part.text for part in parts])
+
+
+_LISTS = _lists()
+_AS = "as in `SamplingParams`"
+#: field -> the field of SamplingParams that it stands for, and what it means
+_SAMPLING: Mapping[str, tuple[str, str]] = {
     **{
-        name: Honoured("as in `SamplingParams`", name)
+        name: (name, _AS)
         for name in (
-            *(
-                "temperature",
-                "top_p",
-                "top_k",
-                "min_p",
-                *plugins.names(plugins.FILTERS),
-                "seed",
-                "max_tokens",
-            ),
-            *("min_tokens", "stop", "stop_regex", "stop_token_ids", "ignore_eos", "repetition_penalty"),
+            *("temperature", "top_p", "top_k", "min_p", *plugins.names(plugins.FILTERS), "seed"),
+            *("min_tokens", "stop_regex", "stop_token_ids", "ignore_eos", "repetition_penalty"),
             *("presence_penalty", "frequency_penalty", "skip_special_tokens", "logit_bias"),
             *("allowed_token_ids", "bad_words"),
         )
     },
-    "max_completion_tokens": Honoured("OpenAI's newer name of `max_tokens`", "max_tokens"),
-    "include_stop_str_in_output": Honoured("`include_stop` of `SamplingParams`", "include_stop"),
-}
-
-_GRAMMARS: Table = {
-    "response_format": Honoured("JSON, or an instance of a JSON schema"),
-    "structured_outputs": Honoured("vLLM's object of one constraint"),
-    "guided_json": Honoured("an instance of this JSON schema", schema=_SCHEMA),
-    "guided_json_object": Honoured("any JSON object", schema=FLAG),
-    "guided_regex": Honoured("a match of this regular expression", schema=TEXT),
-    "guided_choice": Honoured("one of these texts", schema=either(array(TEXT, 1), TEXT)),
-    "guided_grammar": Honoured("a text of this grammar, in Lark or GBNF", schema=TEXT),
-    "json_schema": Honoured("SGLang's name of `guided_json`", schema=_SCHEMA),
-    "regex": Honoured("SGLang's name of `guided_regex`", schema=TEXT),
-    "ebnf": Honoured("SGLang's name of `guided_grammar`", schema=TEXT),
-    "grammar": Honoured("llama.cpp's name of `guided_grammar`", schema=TEXT),
-    "guided_decoding_backend": Harmless("which library enforces a grammar"),
-    "guided_whitespace_pattern": _NO,
-}
-
-_COMMON: Table = {
-    **_SAMPLING,
-    **_GRAMMARS,
-    "model": Honoured("name of the served model (the default), or of an adapter", schema=TEXT),
-    "n": Honoured("choices per prompt", schema=integer(1, MAX_CHOICES)),
-    "stream": Honoured("server-sent events", schema=FLAG),
-    "stream_options": Honoured("what a stream includes"),
-    "diffusion": Honoured("how a diffusion model denoises", schema=diffusion()),
-    "priority": Honoured("see scheduling", schema=integer(-(2**31), 2**31 - 1)),
-    "cache_salt": Honoured("see scheduling", schema=_LABEL),
-    "routing_key": Honoured("see scheduling", schema=_LABEL),
-    "prompt_cache_key": Honoured("`routing_key`, unless that is given", schema=_LABEL),
-    "request_id": Honoured(
-        "the second half of the answer's `id`; 1 to 128 letters, digits, `.`, `_`, `:`, `-`",
-        schema=text(pattern=REQUEST_ID),
-    ),
-    # vLLM's and SGLang's
-    "max_new_tokens": Honoured("SGLang's and Hugging Face's name of `max_tokens`", "max_tokens"),
-    "min_new_tokens": Honoured("SGLang's and Hugging Face's name of `min_tokens`", "min_tokens"),
-    "n_predict": Honoured(
-        "llama.cpp's name of `max_tokens`; -1: no limit",
-        "max_tokens",
-        schema=either(choice(-1), of_param("max_tokens")),
-    ),
-    "random_seed": Honoured("Mistral's name of `seed`", "seed"),
-    "prompt_logprobs": Honoured(
-        "the answer has the logprobs of the prompt, with so many likely alternatives; not streamed",
-        "prompt_logprobs",
-    ),
-    "logprob_start_len": Honoured(
-        "SGLang's name of the first token of the prompt that has a logprob; those before it have null",
+    "include_stop_str_in_output": ("include_stop", "`include_stop` of `SamplingParams`"),
+    "min_new_tokens": ("min_tokens", "SGLang's and Hugging Face's name of `min_tokens`"),
+    "random_seed": ("seed", "Mistral's name of `seed`"),
+    "logprob_start_len": (
         "logprob_start_len",
+        "SGLang's name of the first token of the prompt that has a logprob; those before it have null",
     ),
-    "return_token_ids": Honoured("choices have `token_ids`, and the answer `prompt_token_ids`", schema=FLAG),
-    "return_tokens_as_token_ids": Honoured("logprobs name tokens as `token_id:5`", schema=FLAG),
-    "prediction": Honoured(
+    "speculate": ("speculate", "false: nothing is drafted; the answer is the same"),
+}
+_TOKENS: Mapping[str, tuple[str, str]] = {
+    "max_tokens": ("max_tokens", _AS),
+    "max_completion_tokens": ("max_tokens", "OpenAI's newer name of `max_tokens`"),
+    "max_new_tokens": ("max_tokens", "SGLang's and Hugging Face's name of `max_tokens`"),
+    "n_predict": ("max_tokens", "llama.cpp's name of `max_tokens`; -1: no limit"),
+}
+#: other names of fields of SamplingParams
+ALIASES: Mapping[str, str] = {name: param for name, (param, _) in {**_SAMPLING, **_TOKENS}.items()}
+#: the names of ``max_tokens`` in OpenAI's bodies
+MAX_TOKENS = frozenset(_TOKENS)
+
+
+def _unlimited(given: Any) -> Any:
+    return None if type(given) is int and given == -1 else given
+
+
+def _bias(given: Any) -> Any:
+    """Token ids as integers: keys of JSON objects are text."""
+    if not isinstance(given, dict):
+        raise InvalidRequest("", f"must be an object, got {shown(given)}")
+    for token in given:
+        # No other spelling of a number, so that no two keys are the same token.
+        if not _TOKEN_ID.fullmatch(token):
+            raise InvalidRequest("", f"{shown(token)} is not a token id")
+    return {int(token): bias for token, bias in given.items()}
+
+
+def _params(title: str, table: Mapping[str, tuple[str, str]], least: int = 1) -> Any:
+    """A model of fields of SamplingParams. ``least``: tokens of an answer."""
+    limit = Annotated[int, Field(ge=least, le=int(BOUNDS["max_tokens"].high))]
+    declared: dict[str, Any] = {}
+    for name, (param, meaning) in table.items():
+        kind: Any
+        if name == "n_predict":
+            schema: Any = Literal[-1] | limit | None
+            kind = Annotated[limit | None, BeforeValidator(_unlimited, json_schema_input_type=schema)]
+        elif name == "logit_bias":
+            kind = Annotated[Any, PlainValidator(_bias, json_schema_input_type=_LISTS[param] | None)]
+        elif param == "max_tokens":
+            kind = limit | None
+        elif param in _LISTS:
+            kind = Annotated[Any, later(_LISTS[param])]
+        else:
+            kind = (_number(param) if param in BOUNDS else bool) | None
+        declared[name] = (kind, field(meaning))
+    return create_model(title, __base__=Object, **declared)
+
+
+if TYPE_CHECKING:
+
+    class _Shared(Object): ...
+
+    class _OpenAI(Object): ...
+
+    class _Completion(Object):
+        max_tokens: int | None
+
+
+if not TYPE_CHECKING:
+    _Shared = _params("Shared", _SAMPLING | {name: _TOKENS[name] for name in ("max_new_tokens", "n_predict")})
+    _OpenAI = _params(
+        "OpenAI",
+        {
+            **_TOKENS,
+            "stop": ("stop", _AS),
+            "prompt_logprobs": (
+                "prompt_logprobs",
+                "the answer has the logprobs of the prompt, with so many likely alternatives; not streamed",
+            ),
+        },
+    )
+    _Completion = _params("Completion", _TOKENS, 0)
+
+
+class Extensions(_Shared):
+    """The fields that the bodies of all protocols have."""
+
+    #: field -> the field of SamplingParams that it stands for, where the names differ
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
+
+    model: Model = field("name of the served model (the default), or of an adapter")
+    prediction: Prediction | None = field(
         "OpenAI's object of what the answer is expected to be: as far as it is, it comes sooner, and `usage` "
-        "counts how many tokens of it were",
-        "prediction",
-        schema=PREDICTION,
-    ),
-    "speculate": Honoured("false: nothing is drafted; the answer is the same", "speculate"),
-    "add_special_tokens": Honoured(
-        "the special tokens that the model expects around a text; by default added to a text prompt and not "
-        "to a chat, whose template has them. Token ids are taken as they are",
-        schema=FLAG,
-    ),
-    "truncate_prompt_tokens": Honoured(
-        "only so many tokens of the prompt's end are kept; not with `echo`", schema=integer(1)
-    ),
-    "waiting_timeout": Honoured("seconds until the first step; at most the server's own", schema=_SECONDS),
-    "running_timeout": Honoured("seconds from the first step on; at most the server's own", schema=_SECONDS),
-    "max_lag": Honoured(
-        "unread tokens beyond which nothing more is computed; at most the server's own", schema=integer(1)
-    ),
-    # accepted
-    "user": _BOOKKEEPING,
-    "safety_identifier": _BOOKKEEPING,
-    "metadata": _BOOKKEEPING,
-    "prompt_cache_retention": Harmless("how long a prefix stays cached"),
-    "keep_alive": Harmless("how long a model stays loaded"),
+        "counts how many tokens of it were"
+    )
+    structured_outputs: Annotated[Any, later(StructuredOutputs)] = field("vLLM's object of one constraint")
+    stream: bool = field("server-sent events", False)
+    priority: Priority = field("see scheduling", 0)
+    cache_salt: Label = field("see scheduling", "")
+    routing_key: Label | None = field("see scheduling")
+    request_id: str | None = field(
+        "the second half of the answer's `id`; 1 to 128 letters, digits, `.`, `_`, `:`, `-`",
+        pattern="^[A-Za-z0-9._:-]{1,128}$",
+    )
+
+
+class StreamOptions(Object, harmless={"include_obfuscation": "padding of events"}):
+    """What a stream includes."""
+
+    include_usage: bool = field("token counts as the last event", False)
+    continuous_usage_stats: bool = field("every event has the token counts of its choice so far", False)
+
+
+def _denoising() -> Any:
+    """The object ``diffusion``: the fields of DiffusionParams, and ``step_map``."""
+    declared: dict[str, Any] = {"algorithm": Literal[plugins.names(plugins.ALGORITHMS)]}
+    for each in fields(DiffusionParams):
+        if each.name in BOUNDS:
+            declared[each.name] = _number(each.name)
+    declared["draft"] = bool
+    optional: dict[str, Any] = {
+        name: (kind | None, field("as in `DiffusionParams`")) for name, kind in declared.items()
+    }
+    told = "the answer has the round in which each token was written"
+    optional["step_map"] = (bool | None, field(told))
+    return create_model("Diffusion", __base__=Object, **optional)
+
+
+if TYPE_CHECKING:
+    Diffusion = Object
+if not TYPE_CHECKING:
+    Diffusion = _denoising()
+
+_WITH_XTC = "has an effect with `xtc_probability` only"
+_WITH_DRY = "has an effect with `dry_multiplier` only"
+_WITH_MIROSTAT = "has an effect with `mirostat` only"
+_WITH_RANGE = "has an effect with `dynatemp_range` only"
+_ZERO, _ONE, _EMPTY, _NOTHING = Refused((0,)), Refused((1,)), Refused(({},)), Refused(([],))
+_HARMLESS = {
+    "user": CLIENTS,
+    "safety_identifier": CLIENTS,
+    "metadata": CLIENTS,
+    "prompt_cache_retention": "how long a prefix stays cached",
+    "keep_alive": "how long a model stays loaded",
+    "repeat_last_n": "has an effect with `repeat_penalty` only",
+    "mirostat_tau": _WITH_MIROSTAT,
+    "mirostat_eta": _WITH_MIROSTAT,
+    "dry_base": _WITH_DRY,
+    "dry_allowed_length": _WITH_DRY,
+    "dry_penalty_last_n": _WITH_DRY,
+    "dry_sequence_breakers": _WITH_DRY,
+    "xtc_threshold": _WITH_XTC,
+    "dynatemp_exponent": _WITH_RANGE,
+}
+_REFUSED = {
     # OpenAI's
-    "store": Unsupported((False,), "nothing is stored"),
-    "service_tier": Unsupported(("auto", "default")),
-    "functions": Unsupported(([],), "use tools"),
-    "function_call": Unsupported(("none", "auto"), "use tool_choice"),
-    "web_search_options": _NO,
-    "verbosity": Unsupported(VERBOSITIES),
-    "modalities": Unsupported((["text"],)),
-    "audio": _NO,
+    "store": Refused((False,), "nothing is stored"),
+    "service_tier": Refused(("auto", "default")),
+    "functions": Refused(([],), "use tools"),
+    "function_call": Refused(("none", "auto"), "use tool_choice"),
+    "web_search_options": NO,
+    "verbosity": Refused(VERBOSITIES),
+    "modalities": Refused((["text"],)),
+    "audio": NO,
     # vLLM's and SGLang's
-    "use_beam_search": _OFF,
+    "use_beam_search": OFF,
     "length_penalty": _ONE,
-    "early_stopping": _OFF,
-    "spaces_between_special_tokens": Unsupported((True,)),
-    "return_hidden_states": _OFF,
-    "prompt_embeds": _NO,
-    "input_embeds": _NO,
-    "kv_transfer_params": Unsupported(({},)),
-    "vllm_xargs": Unsupported(({},)),
-    "logits_processors": Unsupported(([],)),
-    "custom_logit_processor": _NO,
-    "lora_path": _NO,
-    "session_params": Unsupported(({},)),
-    "no_stop_trim": Unsupported((False,), "use include_stop_str_in_output"),
-    "thinking_token_budget": _NO,
+    "early_stopping": OFF,
+    "spaces_between_special_tokens": Refused((True,)),
+    "return_hidden_states": OFF,
+    "prompt_embeds": NO,
+    "input_embeds": NO,
+    "kv_transfer_params": _EMPTY,
+    "vllm_xargs": _EMPTY,
+    "logits_processors": _NOTHING,
+    "custom_logit_processor": NO,
+    "lora_path": NO,
+    "session_params": _EMPTY,
+    "no_stop_trim": Refused((False,), "use include_stop_str_in_output"),
+    "thinking_token_budget": NO,
     # sampling of other engines
     "typical_p": _ONE,
     "tfs_z": _ONE,
@@ -187,116 +341,138 @@ _COMMON: Table = {
     "eta_cutoff": _ZERO,
     "no_repeat_ngram_size": _ZERO,
     "encoder_repetition_penalty": _ONE,
-    "repeat_penalty": Unsupported((1,), "use repetition_penalty"),
-    "repeat_last_n": Harmless("has an effect with `repeat_penalty` only"),
-    "penalize_nl": _OFF,
+    "repeat_penalty": Refused((1,), "use repetition_penalty"),
+    "penalize_nl": OFF,
     "mirostat": _ZERO,
     "mirostat_mode": _ZERO,
-    "mirostat_tau": Harmless("has an effect with `mirostat` only"),
-    "mirostat_eta": Harmless("has an effect with `mirostat` only"),
     "dry_multiplier": _ZERO,
-    "dry_base": Harmless("has an effect with `dry_multiplier` only"),
-    "dry_allowed_length": Harmless("has an effect with `dry_multiplier` only"),
-    "dry_penalty_last_n": Harmless("has an effect with `dry_multiplier` only"),
-    "dry_sequence_breakers": Harmless("has an effect with `dry_multiplier` only"),
     "xtc_probability": _ZERO,
-    "xtc_threshold": Harmless("has an effect with `xtc_probability` only"),
     "dynatemp_range": _ZERO,
-    "dynatemp_exponent": Harmless("has an effect with `dynatemp_range` only"),
     "smoothing_factor": _ZERO,
-    "samplers": _NO,
-    "do_sample": Unsupported((True,), "use temperature 0"),
-    "min_length": Unsupported((0,), "use min_tokens"),
-    "max_length": Unsupported((), "use max_tokens"),
+    "samplers": NO,
+    "do_sample": Refused((True,), "use temperature 0"),
+    "min_length": Refused((0,), "use min_tokens"),
+    "max_length": Refused((), "use max_tokens"),
     "n_keep": _ZERO,
-    "n_probs": Unsupported((0,), "use logprobs"),
-    "id_slot": Unsupported((-1,)),
-    "cache_prompt": Unsupported((True,)),
-    "safe_prompt": _OFF,
-    "watermark": _OFF,
-    "details": _OFF,
-    "return_full_text": Unsupported((False,), "use echo"),
-    "options": Unsupported(({},)),
-    "format": Unsupported((), "use response_format"),
+    "n_probs": Refused((0,), "use logprobs"),
+    "id_slot": Refused((-1,)),
+    "cache_prompt": Refused((True,)),
+    "safe_prompt": OFF,
+    "watermark": OFF,
+    "details": OFF,
+    "return_full_text": Refused((False,), "use echo"),
+    "options": _EMPTY,
+    "format": Refused((), "use response_format"),
+    "suffix": Refused(("",)),
 }
 
 
-def _with_tokens(rule: Any, schema: Schema) -> Honoured:
-    """A field for ``max_tokens`` with other bounds."""
-    assert isinstance(rule, Honoured)
-    return replace(rule, schema=schema)
+class _Body(GrammarFields, _OpenAI, Extensions, harmless=_HARMLESS, refused=_REFUSED):
+    """The fields of both endpoints."""
+
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = field("choices per prompt", 1)
+    stream_options: StreamOptions = field("what a stream includes", StreamOptions())
+    diffusion: Diffusion | None = field("how a diffusion model denoises")
+    prompt_cache_key: Label | None = field("`routing_key`, unless that is given")
+    return_token_ids: bool = field("choices have `token_ids`, and the answer `prompt_token_ids`", False)
+    return_tokens_as_token_ids: bool = field("logprobs name tokens as `token_id:5`", False)
+    add_special_tokens: bool | None = field(
+        "the special tokens that the model expects around a text; by default added to a text prompt and not "
+        "to a chat, whose template has them. Token ids are taken as they are"
+    )
+    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = field(
+        "only so many tokens of the prompt's end are kept; not with `echo`"
+    )
+    waiting_timeout: Seconds | None = field("seconds until the first step; at most the server's own")
+    running_timeout: Seconds | None = field("seconds from the first step on; at most the server's own")
+    max_lag: Annotated[int, Field(ge=1)] | None = field(
+        "unread tokens beyond which nothing more is computed; at most the server's own"
+    )
 
 
-#: an answer has a token at least; a completion may have none
-TOKENS = integer(1, int(BOUNDS["max_tokens"].high))
+class ThinkingSwitch(Object):
+    """Anthropic's object that switches thinking."""
 
-#: of ``/v1/chat/completions``
-CHAT: Table = {
-    **_COMMON,
-    **{name: _with_tokens(_COMMON[name], TOKENS) for name in MAX_TOKENS},
-    "n_predict": _with_tokens(_COMMON["n_predict"], either(choice(-1), TOKENS)),
-    "messages": Honoured("the conversation", schema=array(ANY, 1), required=True),
-    "logprobs": Honoured("whether logprobs of the tokens are reported", schema=FLAG),
-    "top_logprobs": Honoured("with so many likely alternatives", schema=of_param("logprobs")),
-    "tools": Honoured("functions that the model may call", schema=array(ANY, 0, MAX_TOOLS)),
-    "tool_choice": Honoured(
-        "`none`, `auto`, `required`, or one function", schema=choice("none", "auto", "required")
-    ),
-    "parallel_tool_calls": Honoured("false: one call at most", schema=FLAG),
-    "chat_template_kwargs": Honoured(
-        "variables of the chat template; one that it does not read is refused", schema=OBJECT
-    ),
-    "add_generation_prompt": Honoured("false: the prompt ends with the last message", schema=FLAG),
-    "continue_final_message": Honoured("the answer continues the last message", schema=FLAG),
-    "documents": Honoured("goes to the chat template; refused if that does not read it", schema=ANY),
-    "reasoning_effort": Honoured(
-        "goes to the chat template; refused if that does not read it. `none` may switch thinking off",
-        schema=ANY,
-    ),
-    "enable_thinking": Honoured("switches thinking on or off, as the chat template can", schema=FLAG),
-    "think": Honoured("Ollama's name of `enable_thinking`", schema=FLAG),
-    "thinking": Honoured(
-        "the same, also as an object", schema=either(FLAG, closed({"type": choice("enabled", "disabled")}))
-    ),
-    "include_reasoning": Honoured("false: the reasoning is left out of the answer", schema=FLAG),
-    "separate_reasoning": Honoured("false: the reasoning stays in the content", schema=FLAG),
-    "prompt": Unsupported((), "is for /v1/completions"),
-    "suffix": Unsupported(("",)),
-    "best_of": _ONE,
-    "echo": _OFF,
-    "chat_template": _NO,
-    "mm_processor_kwargs": Unsupported(({},)),
-    "stream_reasoning": Unsupported((True,)),
-    "reasoning": _TEMPLATE,
-}
+    type: Literal["enabled", "disabled"] = field("whether the model thinks", ...)
 
-#: of ``/v1/completions``
-COMPLETION: Table = {
-    **_COMMON,
-    "prompt": Honoured("text, token ids, or a list of either", schema=_PROMPT, required=True),
-    "logprobs": Honoured(
-        "logprobs of the tokens with so many likely alternatives", schema=of_param("logprobs")
-    ),
-    "echo": Honoured("the answer begins with the prompt", schema=FLAG),
-    "best_of": Honoured("must equal `n`", schema=integer(1, MAX_CHOICES)),
-    "messages": Unsupported((), "is for /v1/chat/completions"),
-    "tools": Unsupported(([],), "is for /v1/chat/completions"),
-    "tool_choice": Unsupported(("none", "auto"), "is for /v1/chat/completions"),
-    "parallel_tool_calls": Unsupported((True, False)),
-    "chat_template_kwargs": Unsupported(({},), "is for /v1/chat/completions"),
-    "reasoning_effort": Unsupported((), "is for /v1/chat/completions"),
-    "top_logprobs": Unsupported((), "use logprobs"),
-    "suffix": Unsupported(("",)),
-}
 
-#: objects within a body, by their path
-NESTED: Mapping[str, Table] = {
-    "stream_options": {
-        "include_usage": Honoured("token counts as the last event", schema=FLAG),
-        "continuous_usage_stats": Honoured(
-            "every event has the token counts of its choice so far", schema=FLAG
-        ),
-        "include_obfuscation": Harmless("padding of events"),
+def _switched(given: Any) -> Any:
+    return admit(ThinkingSwitch, given).type == "enabled" if isinstance(given, dict) else given
+
+
+_Switch = Annotated[bool, BeforeValidator(_switched, json_schema_input_type=bool | ThinkingSwitch)]
+_TEMPLATE = Refused((), "use chat_template_kwargs, if the model's template has such a variable")
+
+
+class ChatTemplateFields(Object):
+    """What a chat is rendered from."""
+
+    tools: Annotated[Any, later(Annotated[list[Tool], Field(max_length=MAX_TOOLS)])] = field(
+        "functions that the model may call"
+    )
+    tool_choice: Annotated[Any, later(Literal["none", "auto", "required"] | ChosenTool)] = field(
+        "`none`, `auto`, `required`, or one function"
+    )
+    parallel_tool_calls: bool | None = field("false: one call at most")
+    chat_template_kwargs: dict[str, Any] | None = field(
+        "variables of the chat template; one that it does not read is refused"
+    )
+    add_generation_prompt: bool | None = field("false: the prompt ends with the last message")
+    continue_final_message: bool | None = field("the answer continues the last message")
+    documents: Any = field("goes to the chat template; refused if that does not read it")
+    reasoning_effort: Any = field(
+        "goes to the chat template; refused if that does not read it. `none` may switch thinking off"
+    )
+
+
+class ChatBody(
+    ChatTemplateFields,
+    _Body,
+    refused={
+        "prompt": Refused((), "is for /v1/completions"),
+        "best_of": _ONE,
+        "echo": OFF,
+        "chat_template": NO,
+        "mm_processor_kwargs": _EMPTY,
+        "stream_reasoning": Refused((True,)),
+        "reasoning": _TEMPLATE,
     },
-    **chat.NESTED,
-}
+):
+    """A body of ``/v1/chat/completions``."""
+
+    messages: Annotated[Any, later(Annotated[list[Message], Field(min_length=1)], required=True)] = field(
+        "the conversation", ...
+    )
+    logprobs: bool = field("whether logprobs of the tokens are reported", False)
+    top_logprobs: _TopLogprobs | None = field("with so many likely alternatives")
+    enable_thinking: bool | None = field("switches thinking on or off, as the chat template can")
+    think: bool | None = field("Ollama's name of `enable_thinking`")
+    thinking: (
+        Annotated[bool, BeforeValidator(_switched, json_schema_input_type=bool | ThinkingSwitch)] | None
+    ) = field("the same, also as an object")
+    include_reasoning: bool = field("false: the reasoning is left out of the answer", True)
+    separate_reasoning: bool = field("false: the reasoning stays in the content", True)
+
+
+_CHATS = "is for /v1/chat/completions"
+
+
+class CompletionBody(
+    _Completion,
+    _Body,
+    refused={
+        "messages": Refused((), _CHATS),
+        "tools": Refused(([],), _CHATS),
+        "tool_choice": Refused(("none", "auto"), _CHATS),
+        "parallel_tool_calls": Refused((True, False)),
+        "chat_template_kwargs": Refused(({},), _CHATS),
+        "reasoning_effort": Refused((), _CHATS),
+        "top_logprobs": Refused((), "use logprobs"),
+    },
+):
+    """A body of ``/v1/completions``."""
+
+    prompt: Annotated[Any, prompts(MAX_CHOICES)] = field("text, token ids, or a list of either", ...)
+    logprobs: _TopLogprobs | None = field("logprobs of the tokens with so many likely alternatives")
+    echo: bool = field("the answer begins with the prompt", False)
+    best_of: _Choices | None = field("must equal `n`")

@@ -1,50 +1,60 @@
-"""Protocol: the bytes of a request in OpenAI's protocol become one checked :class:`Call`.
+"""Protocol: the bytes of a body become one checked :class:`Call`.
 
-A body enters this package once, in :func:`parse_chat` or :func:`parse_completion`. No field is ignored: see
-:mod:`aioinfer.server.openai.fields`. An error names the field of the body, and not the parameter that it
-stands for.
+A body is read once, by :func:`read`, as one of the models of :mod:`aioinfer.server.openai.fields` and of
+other protocols. An error names the field of the body, and not the parameter that it stands for.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 from aioinfer.chat.answers import AnswerFormat, ChatFormat
-from aioinfer.chat.fields import Honoured, Table, check
-from aioinfer.chat.messages import parse_messages
-from aioinfer.chat.structured import parse_grammar
-from aioinfer.chat.tools import Tools, parse_tools
-from aioinfer.chat.variables import template_variables
+from aioinfer.chat.bodies import Object, admit
+from aioinfer.chat.door import ask
+from aioinfer.chat.structured import format_grammar, parse_grammar
+from aioinfer.chat.variables import Variables
 from aioinfer.engine import Prompt
-from aioinfer.errors import EngineClosed, InvalidRequest, renamed, shown
+from aioinfer.errors import EngineClosed, InvalidRequest, renamed, renamed_field, shown
 from aioinfer.params import SamplingParams
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.openai.diffusion import parse_diffusion
-from aioinfer.server.openai.extras import MAX_TOKENS, Extras, parse_extras
-from aioinfer.server.openai.fields import CHAT, COMPLETION, MAX_CHOICES, NESTED, REQUEST_ID
-from aioinfer.server.openai.prediction import parse_prediction
+from aioinfer.server.openai.fields import (
+    MAX_CHOICES,
+    MAX_TOKENS,
+    PARAMS,
+    ChatBody,
+    ChatTemplateFields,
+    CompletionBody,
+    Extensions,
+    as_list,
+)
 
 __all__ = [
+    "OPTIONS",
     "Call",
     "Served",
     "chat_call",
-    "conversation",
-    "flag_of",
+    "check_count",
+    "format_beside",
+    "json_object",
     "model_not_found",
-    "object_of",
+    "options_of",
     "parse_chat",
     "parse_completion",
+    "read",
+    "variables_of",
 ]
 
 _LONGEST_INTEGER = 64
-_TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
-_REQUEST_ID = re.compile(REQUEST_ID)
+#: options of a request that the server's own bound
+OPTIONS = ("waiting_timeout", "running_timeout", "max_lag")
+_ObjectT = TypeVar("_ObjectT", bound=Object)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +117,14 @@ class Call:
     #: choices include the denoising round in which each token was written
     step_map: bool = False
     fingerprint: str = ""
-    #: what it asks for beyond OpenAI's fields
-    extras: Extras = field(default_factory=Extras)
+    #: choices have their token ids, and the answer those of the prompt
+    token_ids: bool = False
+    #: the answer has the logprobs of the prompt
+    prompt_logprobs: bool = False
+    #: logprobs name tokens by their ids
+    tokens_by_id: bool = False
+    #: arguments of :meth:`aioinfer.Engine.prompt`
+    form: Mapping[str, Any] = field(default_factory=dict)
     #: argument of the engine -> field of the body that it comes from, where the names differ
     names: Mapping[str, str] = field(default_factory=dict)
     #: what the answers of other protocols take from the body
@@ -127,53 +143,81 @@ class Call:
 
 def parse_chat(raw: bytes, served: Served) -> Call:
     """A body of ``/v1/chat/completions``. Raises InvalidRequest, and Refused for another model."""
-    return chat_call(object_of(raw, served, CHAT), served)
-
-
-def chat_call(body: Mapping[str, Any], served: Served, prefix: str = "chatcmpl-") -> Call:
-    """The call of the fields of a chat, which the parsers of other protocols translate their bodies to.
-
-    ``prefix`` begins the id of the answer. Raises InvalidRequest of a field of ``body``; fields in no table
-    must have been refused.
-    """
-    messages, kwargs, tools = conversation(body, served)
-    top = body.get("top_logprobs")
-    if top is not None and not flag_of(body, "logprobs"):
+    body = read(ChatBody, raw, served)
+    check_count("messages", body.messages, served)
+    variables = variables_of(body, served.chat)
+    for name in ("enable_thinking", "think", "thinking"):
+        variables.think(getattr(body, name), name)
+    top = body.top_logprobs
+    if top is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs")
-    logprobs = (0 if top is None else top) if flag_of(body, "logprobs") else None
-    names = {"prompt": "messages", "logprobs": "logprobs" if top is None else "top_logprobs"}
-    call = _call(prefix, body, served, [messages], logprobs, CHAT, names, kwargs or None)
-    begins = served.chat.continued(messages[-1]) if kwargs.get("continue_final_message") else None
+    return chat_call(
+        body,
+        served,
+        "chatcmpl-",
+        body.messages,
+        variables,
+        logprobs=(top or 0) if body.logprobs else None,
+        response_format=body.response_format,
+        names={"logprobs": "logprobs" if top is None else "top_logprobs"},
+        tools=body.tools,
+        tool_choice=body.tool_choice,
+        parallel_tool_calls=body.parallel_tool_calls,
+        separate=body.separate_reasoning,
+        shown=body.include_reasoning,
+    )
+
+
+def variables_of(body: ChatTemplateFields, chat: ChatFormat) -> Variables:
+    """The variables of the chat template that a body has. Raises InvalidRequest."""
+    variables = Variables(chat, body.chat_template_kwargs)
+    variables.put("documents", body.documents, "documents")
+    variables.effort(body.reasoning_effort, "reasoning_effort")
+    for name in ("add_generation_prompt", "continue_final_message"):
+        variables.put(name, getattr(body, name), name)
+    return variables
+
+
+def chat_call(
+    body: Extensions,
+    served: Served,
+    prefix: str,
+    messages: Any,
+    variables: Variables,
+    *,
+    logprobs: int | None = None,
+    response_format: Any = None,
+    names: Mapping[str, str] | None = None,
+    **chat: Any,
+) -> Call:
+    """The call of a chat, from a body of any protocol.
+
+    ``prefix`` begins the id of the answer. ``names``: path in OpenAI's form -> path in the body. ``chat``:
+    further arguments of :func:`aioinfer.chat.door.ask`. Raises InvalidRequest of a field of the body.
+    """
+    names = names or {}
     try:
-        params, answer = served.chat.apply(
-            call.params,
-            tools,
-            separate=_unless_false(body, "separate_reasoning"),
-            shown=_unless_false(body, "include_reasoning"),
-            begins=begins,
-        )
+        call = _call(prefix, body, served, [messages], logprobs, response_format, names)
+        asked = ask(served.chat, messages, call.params, variables, call.names, **chat)
     except InvalidRequest as refused:
-        raise call.named(refused) from None
-    if answer is not None and answer.constrained:
-        names["grammar"] = "tools"  # the grammar was built from their schemas
-    return replace(call, params=params, answer=answer)
+        raise renamed(refused, names) from None
+    return replace(
+        call,
+        prompts=[asked.messages],
+        params=asked.params,
+        answer=asked.answer,
+        chat_template_kwargs=asked.template_kwargs,
+        names={**names, **{name: renamed_field(source, names) for name, source in asked.names.items()}},
+    )
 
 
-def conversation(
-    body: Mapping[str, Any], served: Served
-) -> tuple[list[dict[str, Any]], dict[str, Any], Tools | None]:
-    """The messages of a chat, the variables of its template and its tools. Raises InvalidRequest."""
-    template_names = served.chat.template_names
-    messages = body.get("messages")
-    if isinstance(messages, list) and len(messages) > served.max_messages:
-        most = f"at most {served.max_messages} (max_messages), got {len(messages)}"
-        raise InvalidRequest("messages", most)
-    messages = parse_messages(messages, template_names)
-    kwargs = template_variables(body, served.chat)
-    tools = parse_tools(body)
-    if tools is not None:
-        kwargs["tools"] = served.chat.offered(tools)
-    return messages, kwargs, tools
+def format_beside(tool_choice: Any, response_format: Any) -> Any:
+    """The format of an answer in protocols where one that is a call may have a format, too, and has no text
+    that it would be of. Raises InvalidRequest for one that is wrong."""
+    if tool_choice in (None, "auto", "none"):
+        return response_format
+    format_grammar(response_format)
+    return None
 
 
 def parse_completion(raw: bytes, served: Served) -> Call:
@@ -181,30 +225,14 @@ def parse_completion(raw: bytes, served: Served) -> Call:
 
     Raises InvalidRequest, and Refused for another model.
     """
-    body = object_of(raw, served, COMPLETION)
-    prompt = body.get("prompt")
-    prompts: list[Any]
-    if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and _is_ids(prompt)):
-        prompts = [prompt]
-    elif (
-        isinstance(prompt, list)
-        and prompt
-        and all(
-            isinstance(item, str) or (isinstance(item, list) and item and _is_ids(item)) for item in prompt
-        )
-    ):
-        prompts = prompt
-    else:
-        raise InvalidRequest("prompt", "must be text, token ids, or a non-empty list of either")
-    best_of, n = body.get("best_of"), 1 if body.get("n") is None else body["n"]
-    if best_of is not None and (type(best_of) is not int or best_of != n):
+    body = read(CompletionBody, raw, served)
+    if body.best_of is not None and body.best_of != body.n:
         raise InvalidRequest("best_of", "must equal n", code="unsupported_parameter")
-    if all(body.get(name) is None for name in MAX_TOKENS):
-        body["max_tokens"] = 16
-    logprobs = body.get("logprobs")
-    if logprobs is not None and flag_of(body, "echo") and flag_of(body, "stream"):
+    if not MAX_TOKENS & body.model_fields_set:
+        body.max_tokens = 16
+    if body.logprobs is not None and body.echo and body.stream:
         raise InvalidRequest("logprobs", "of an echoed prompt cannot be streamed")
-    return _call("cmpl-", body, served, prompts, logprobs, COMPLETION, {})
+    return _call("cmpl-", body, served, as_list(body.prompt), body.logprobs, body.response_format, {})
 
 
 def model_not_found(served: str, wanted: Any) -> Refused:
@@ -213,9 +241,23 @@ def model_not_found(served: str, wanted: Any) -> Refused:
     return Refused(Failure(404, "invalid_request_error", message, param="model", code="model_not_found"))
 
 
-def object_of(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
-    """The JSON object of a body for the served model. NaN, infinity, unbounded nesting and fields not in
-    ``table`` are refused with InvalidRequest, another model with Refused."""
+def check_count(name: str, items: Any, served: Served) -> None:
+    """Raise InvalidRequest of ``name`` for too many messages."""
+    if isinstance(items, list) and len(items) > served.max_messages:
+        raise InvalidRequest(name, f"at most {served.max_messages} (max_messages), got {len(items)}")
+
+
+def read(kind: type[_ObjectT], raw: bytes, served: Served) -> _ObjectT:
+    """A body for the served model. Raises InvalidRequest for what :func:`json_object` or ``kind`` refuses,
+    and Refused for another model."""
+    body = json_object(raw)
+    served.name(body.get("model"))
+    return admit(kind, body)
+
+
+def json_object(raw: bytes) -> dict[str, Any]:
+    """The JSON object of a body. NaN, infinity, unbounded nesting, numbers of many digits and a key that is
+    there twice are refused with InvalidRequest."""
     try:
         body = json.loads(
             raw.decode(),
@@ -232,106 +274,122 @@ def object_of(raw: bytes, served: Served, table: Table) -> dict[str, Any]:
         raise InvalidRequest("body", f"is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise InvalidRequest("body", "must be a JSON object")
-    served.name(body.get("model"))
-    check(body, table)
     return body
 
 
 def _call(
     prefix: str,
-    body: Mapping[str, Any],
+    body: Extensions,
     served: Served,
     prompts: list[Prompt],
     logprobs: int | None,
-    table: Table,
-    names: dict[str, str],
-    chat_template_kwargs: Mapping[str, Any] | None = None,
+    response_format: Any,
+    names: Mapping[str, str],
 ) -> Call:
-    """The fields that both endpoints have. ``names`` is completed."""
-    n = 1 if body.get("n") is None else body["n"]
-    if type(n) is not int or not 1 <= n * len(prompts) <= MAX_CHOICES:
+    """The fields that the bodies of all protocols have; those that only OpenAI's have are absent in
+    others."""
+
+    def given(name: str, default: Any = None) -> Any:
+        return getattr(body, name, default)
+
+    n, echo = given("n", 1), given("echo", False)
+    if n * len(prompts) > MAX_CHOICES:
         raise InvalidRequest("n", f"prompts times n must be 1 to {MAX_CHOICES}")
-    diffusion, step_map = parse_diffusion(body, served.defaults.diffusion)
-    options = {} if body.get("stream_options") is None else body["stream_options"]
-    if not isinstance(options, dict):
-        raise InvalidRequest("stream_options", "must be an object")
-    check(options, NESTED["stream_options"], "stream_options.")
+    diffusion, step_map = parse_diffusion(given("diffusion"), served.defaults.diffusion)
+    names = dict(names)
     defaults = replace(served.defaults, diffusion=diffusion)
-    params = _sampling(body, defaults, logprobs, table, names)
-    extras, options_given = parse_extras(body, served.most)
-    other_key = body.get("routing_key") is None
-    names |= {"routing_key": "prompt_cache_key" if other_key else "routing_key", "adapter": "model"}
+    params = _sampling(body, defaults, logprobs, response_format, names)
+    asked = {name: given(name) for name in ("add_special_tokens", "truncate_prompt_tokens")}
+    form = {name: value for name, value in asked.items() if value is not None}
+    if "truncate_prompt_tokens" in form and echo:
+        raise InvalidRequest("truncate_prompt_tokens", "cannot be combined with echo")
+    names |= {"adapter": "model"}
+    if body.routing_key is None:
+        names["routing_key"] = "prompt_cache_key"
+    options = given("stream_options")
     return Call(
-        id=f"{prefix}{_request_id(body, served)}",
+        id=f"{prefix}{body.request_id or served.request_id or uuid.uuid4().hex}",
         created=int(time.time()),
-        model=served.name(body.get("model")),
+        model=served.name(body.model),
         prompts=prompts,
         params=params,
         n=n,
-        stream=flag_of(body, "stream"),
-        include_usage=flag_of(options, "include_usage", "stream_options."),
-        continuous_usage=flag_of(options, "continuous_usage_stats", "stream_options."),
-        echo=flag_of(body, "echo"),
-        chat_template_kwargs=chat_template_kwargs,
+        stream=body.stream,
+        include_usage=getattr(options, "include_usage", False),
+        continuous_usage=getattr(options, "continuous_usage_stats", False),
+        echo=echo,
+        chat_template_kwargs=None,
         scheduling={
-            "priority": 0 if body.get("priority") is None else body["priority"],
-            "cache_salt": "" if body.get("cache_salt") is None else body["cache_salt"],
-            "routing_key": body.get("prompt_cache_key") if other_key else body["routing_key"],
-            "adapter": served.adapter(body.get("model")),
-            **options_given,
+            "priority": body.priority,
+            "cache_salt": body.cache_salt,
+            "routing_key": given("prompt_cache_key") if body.routing_key is None else body.routing_key,
+            "adapter": served.adapter(body.model),
+            **options_of(body, served),
         },
         step_map=step_map,
         fingerprint=served.fingerprint,
-        extras=extras,
+        token_ids=given("return_token_ids", False),
+        prompt_logprobs=given("prompt_logprobs") is not None,
+        tokens_by_id=given("return_tokens_as_token_ids", False),
+        form=form,
         names=names,
     )
 
 
-def _request_id(body: Mapping[str, Any], served: Served) -> str:
-    given = body.get("request_id")
-    if given is None:
-        return served.request_id or uuid.uuid4().hex
-    if not isinstance(given, str) or not _REQUEST_ID.fullmatch(given):
-        raise InvalidRequest("request_id", "must be 1 to 128 letters, digits and characters of ._:-")
-    return given
+def options_of(body: Object, served: Served) -> dict[str, Any]:
+    """The options of a body that the server's own bound. Raises InvalidRequest for more than these."""
+    found: dict[str, Any] = {}
+    for name in OPTIONS:
+        value, bound = getattr(body, name, None), served.most.get(name)
+        if value is None:
+            continue
+        if bound is not None and value > bound:
+            raise InvalidRequest(name, f"may be {bound:g} at most, as the server is configured")
+        found[name] = value
+    return found
+
+
+@lru_cache
+def _params_of(kind: Any) -> list[tuple[str, str]]:
+    """The fields of a body that are parameters, and these. Their own names come first."""
+    params = [(name, kind.aliases.get(name, name)) for name in kind.model_fields]
+    return sorted([each for each in params if each[1] in PARAMS], key=lambda each: each[0] != each[1])
 
 
 def _sampling(
-    body: Mapping[str, Any],
+    body: Extensions,
     defaults: SamplingParams,
     logprobs: int | None,
-    table: Table,
+    response_format: Any,
     names: dict[str, str],
 ) -> SamplingParams:
-    """The model's defaults, overridden by the fields of the body that are not null. Enters the fields into
-    ``names``, by parameter."""
+    """The model's defaults, overridden by the fields of the body. Enters the fields into ``names``, by
+    parameter."""
     values = {name: getattr(defaults, name) for name in SamplingParams.__dataclass_fields__}
-    for name, rule in table.items():
-        if not isinstance(rule, Honoured) or rule.param is None or body.get(name) is None:
+    entered: dict[str, str] = {}
+    for name, param in _params_of(type(body)):
+        if name not in body.model_fields_set:
             continue
-        value = _CONVERTED[name](body[name]) if name in _CONVERTED else body[name]
-        if name == "n_predict" and value == -1:
-            value = None  # no limit, in llama.cpp
-        if rule.param in names and values[rule.param] != value:
-            raise InvalidRequest(name, f"differs from {names[rule.param]}")
-        values[rule.param], names[rule.param] = value, name
+        value = getattr(body, name)
+        if param in entered and values[param] != value:
+            raise InvalidRequest(name, f"differs from {entered[param]}")
+        values[param], entered[param] = value, name
+    if body.prediction is not None:
+        values["prediction"] = body.prediction.text
     if not isinstance(values["stop_token_ids"], (list, tuple)):
         raise InvalidRequest("stop_token_ids", "must be a list of token ids")
-    grammar = parse_grammar(body)
+    grammar = parse_grammar(body, response_format)
     if grammar is not None:
-        names["grammar"], values["grammar"] = grammar
+        entered["grammar"], values["grammar"] = grammar
     values["logprobs"] = logprobs
-    if values["prompt_logprobs"] is not None and flag_of(body, "stream"):
+    if values["prompt_logprobs"] is not None and body.stream:
         raise InvalidRequest("prompt_logprobs", "cannot be streamed")
-    if logprobs is not None and flag_of(body, "echo"):
+    if logprobs is not None and getattr(body, "echo", False):
         if values["prompt_logprobs"] not in (None, logprobs):
             raise InvalidRequest("prompt_logprobs", "differs from the logprobs of the echoed prompt")
-        values["prompt_logprobs"], names["prompt_logprobs"] = logprobs, "echo"
+        values["prompt_logprobs"], entered["prompt_logprobs"] = logprobs, "echo"
+    names |= entered
     try:
-        if table is CHAT and values["max_tokens"] == 0:
-            raise InvalidRequest(
-                "max_tokens", "must be a positive number: only completions may have no tokens"
-            )
         return SamplingParams(**values)
     except InvalidRequest as refused:
         raise renamed(refused, names) from None
@@ -345,39 +403,6 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidRequest("body", f"has the key {shown(twice)} twice in one object")
     return found
-
-
-def _bias(value: Any) -> Any:
-    """Token ids as integers: keys of JSON objects are text."""
-    if not isinstance(value, dict):
-        raise InvalidRequest("logit_bias", "must be an object")
-    for token in value:
-        # No other spelling of a number, so that no two keys are the same token.
-        if not _TOKEN_ID.fullmatch(token):
-            raise InvalidRequest("logit_bias", f"{shown(token)} is not a token id")
-    return {int(token): bias for token, bias in value.items()}
-
-
-#: fields that have another form as parameters
-_CONVERTED: Mapping[str, Callable[[Any], Any]] = {"logit_bias": _bias, "prediction": parse_prediction}
-
-
-def flag_of(body: Mapping[str, Any], name: str, path: str = "") -> bool:
-    """A field that is true or false; absent or null it is false. Raises InvalidRequest."""
-    value = body.get(name)
-    if value is None:
-        return False
-    if not isinstance(value, bool):
-        raise InvalidRequest(f"{path}{name}", "must be true or false")
-    return value
-
-
-def _unless_false(body: Mapping[str, Any], name: str) -> bool:
-    return body.get(name) is None or flag_of(body, name)
-
-
-def _is_ids(values: list[Any]) -> bool:
-    return all(isinstance(value, int) and not isinstance(value, bool) for value in values)
 
 
 def _integer(digits: str) -> int:

@@ -160,7 +160,7 @@ def _further(chunk: Chunk, call: Call) -> dict[str, Any]:
     found = chunk_fields(chunk, call.step_map)
     if chunk.finish_reason is not None:
         found["stop_reason"] = chunk.stop_reason
-    if call.extras.token_ids:
+    if call.token_ids:
         found["token_ids"] = chunk.token_ids
     return found
 

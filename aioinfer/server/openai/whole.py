@@ -63,7 +63,7 @@ async def _choice(
         choice = shape.choice(*given)
     choice |= step_map_field(result.step_map, call.step_map)
     choice["stop_reason"] = result.stop_reason
-    if call.extras.token_ids:
+    if call.token_ids:
         choice["token_ids"] = result.token_ids
     body.add("{")
     for name, value in choice.items():
@@ -84,9 +84,9 @@ async def _choice(
 
 async def _prompt(body: Pieces, call: Call, result: Result, speller: Speller, pace: Pace) -> None:
     """What the call asks of the prompt."""
-    if call.extras.token_ids:
+    if call.token_ids:
         body.add(',"prompt_token_ids":')
         await body.add_json(list(result.prompt_token_ids), pace)
-    if call.extras.prompt_logprobs:
+    if call.prompt_logprobs:
         body.add(',"prompt_logprobs":')
         await prompt_logprobs(result.prompt_logprobs or [], speller, pace, body.add)

@@ -15,13 +15,13 @@ from aioinfer.params import SamplingParams
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import Pieces, cut
-from aioinfer.server.openai import fields
+from aioinfer.server.openai.fields import ChatBody, CompletionBody
 from aioinfer.server.openai.logprobs import divided
 from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
 from aioinfer.server.openai.protocol import Call, Served, parse_chat, parse_completion
 from aioinfer.server.openai.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.openai.whole import whole_answer
-from aioinfer.server.openapi.endpoints import Body, Endpoint
+from aioinfer.server.openapi.endpoints import Endpoint
 from aioinfer.server.wire import AnswerContext, Events, PlainEvent
 from aioinfer.text.tokenizer import Tokenizer
 
@@ -59,7 +59,7 @@ class OpenAIAnswer:
         choices = range(len(context.readers))
         scored = call.params.logprobs is not None
         speller = context.speller
-        self._speller = speller.by_id if call.extras.tokens_by_id else speller
+        self._speller = speller.by_id if call.tokens_by_id else speller
         self._logprobs = [shape.logprobs(self._speller) if scored else None for _ in choices]
         #: output tokens of every choice so far
         self._sent = [0 for _ in choices]
@@ -68,7 +68,7 @@ class OpenAIAnswer:
         pace, shape = Pace(), self._shape
         for index, echo in enumerate(self._echoes):
             prompt_ids = None
-            if self._call.extras.token_ids and not (shape.prompt_beside and index):
+            if self._call.token_ids and not (shape.prompt_beside and index):
                 prompt_ids = await _ids(self._context.prompt_ids(index), pace)
             if shape.opening is not None or echo or prompt_ids is not None:
                 for piece in cut(echo):
@@ -79,7 +79,7 @@ class OpenAIAnswer:
     def plain(self, index: int) -> PlainEvent | None:
         call, diffusion = self._call, self._call.params.diffusion
         drafts = diffusion is not None and diffusion.draft
-        further = self._logprobs[index] is not None or call.extras.token_ids
+        further = self._logprobs[index] is not None or call.token_ids
         if further or drafts or call.step_map or call.continuous_usage or self._context.readers[index]:
             return None
         before, after = self._shape.around_text(call, index)
@@ -164,12 +164,8 @@ CHAT_ENDPOINT = Endpoint(
     "POST",
     "/chat/completions",
     "Generate the answer in a chat",
-    body=Body(
-        "ChatRequest",
-        fields.CHAT,
-        fields.NESTED,
-        examples=({"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 64},),
-    ),
+    body=ChatBody,
+    example={"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 64},
     answer=ChatAnswer,
     events=ChatChunk,
     generates=True,
@@ -178,12 +174,8 @@ COMPLETION_ENDPOINT = Endpoint(
     "POST",
     "/completions",
     "Generate text behind a prompt",
-    body=Body(
-        "CompletionRequest",
-        fields.COMPLETION,
-        fields.NESTED,
-        examples=({"prompt": "Once upon a time", "max_tokens": 32},),
-    ),
+    body=CompletionBody,
+    example={"prompt": "Once upon a time", "max_tokens": 32},
     answer=CompletionAnswer,
     events=CompletionChunk,
     generates=True,

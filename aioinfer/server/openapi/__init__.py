@@ -6,7 +6,7 @@ How to add an endpoint: declare it next to its handler, as one :class:`~.endpoin
         "POST",
         "/responses",
         "Generate an answer",
-        body=Body("ResponsesRequest", FIELDS, NESTED),  # tables of aioinfer.chat.fields
+        body=ResponsesBody,                             # a model: see aioinfer.server.openai.fields
         answer=Response,                                # a TypedDict: see aioinfer.server.openai.objects
         events=ResponseEvent,                           # of each event, if the answer can be streamed
         generates=True,                                 # 429, 503 and 504 can occur, too

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from aioinfer._version import __version__
-from aioinfer.server.http.failures import Failure
-from aioinfer.server.openapi.bodies import body_schema
-from aioinfer.server.openapi.endpoints import Body, Endpoint, ErrorBody
-from aioinfer.server.openapi.typed import schema_of
+from pydantic import TypeAdapter
 
-__all__ = ["OPENAI_ERROR", "document", "statuses"]
+from aioinfer._version import __version__
+from aioinfer.chat.bodies import Object, PlainSchema
+from aioinfer.server.http.failures import Failure
+from aioinfer.server.openapi.endpoints import Endpoint, ErrorBody
+
+__all__ = ["OPENAI_ERROR", "body_schema", "document", "schema_of", "statuses"]
+
+_AT = "#/components/schemas/"
 
 #: statuses with an error object, and when they occur
 STATUSES: Mapping[int, str] = {
@@ -108,17 +111,39 @@ def _operation(path: str, endpoint: Endpoint, components: dict[str, Any]) -> dic
             for name in names
         ]
     if endpoint.body is not None:
-        operation["requestBody"] = _request(endpoint.body, components)
+        operation["requestBody"] = _request(endpoint.body, endpoint.example, components)
     if endpoint.open:
         operation["security"] = []
     operation["responses"] = _responses(endpoint, components)
     return operation
 
 
-def _request(body: Body, components: dict[str, Any]) -> dict[str, Any]:
-    components[body.name] = body_schema(body)
-    reference = {"$ref": f"#/components/schemas/{body.name}"}
-    return {"required": True, "content": {"application/json": {"schema": reference}}}
+def _request(body: type[Object], example: Mapping[str, Any], components: dict[str, Any]) -> dict[str, Any]:
+    name = f"{body.__name__.removesuffix('Body')}Request"
+    components[name] = {**body_schema(body, components), "examples": [dict(example)]}
+    return {"required": True, "content": {"application/json": {"schema": {"$ref": f"{_AT}{name}"}}}}
+
+
+def body_schema(body: type[Object], components: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of a body; the objects in it are entered into ``components``, with the names of their
+    models and ``-Input``. It admits what the server honours or accepts as without effect; which of its fields
+    exclude each other, and what depends on the model, it does not say."""
+    schema = body.model_json_schema(ref_template=f"{_AT}{{model}}-Input", schema_generator=PlainSchema)
+    components.update({f"{name}-Input": each for name, each in schema.pop("$defs", {}).items()})
+    return schema
+
+
+def schema_of(kind: Any, components: dict[str, Any]) -> dict[str, Any]:
+    """The JSON schema of an answer: a TypedDict, which is entered into ``components`` by its name and
+    referred to, with those in it; or a mapping, which is a schema already."""
+    if isinstance(kind, Mapping):
+        return dict(kind)
+    schema = TypeAdapter(kind).json_schema(
+        mode="serialization", ref_template=f"{_AT}{{model}}", schema_generator=PlainSchema
+    )
+    components.update(schema.pop("$defs", {}))
+    components[kind.__name__] = schema
+    return {"$ref": f"{_AT}{kind.__name__}"}
 
 
 def _responses(endpoint: Endpoint, components: dict[str, Any]) -> dict[str, Any]:

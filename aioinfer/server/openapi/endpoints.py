@@ -8,11 +8,10 @@ from typing import Any, Literal, NamedTuple
 
 from aiohttp import web
 
-from aioinfer.chat.fields import Table
-from aioinfer.chat.schemas import Schema
+from aioinfer.chat.bodies import Object
 from aioinfer.server.http.failures import Failure
 
-__all__ = ["Body", "Endpoint", "ErrorBody", "Handler", "Place", "Route"]
+__all__ = ["Endpoint", "ErrorBody", "Handler", "Place", "Route"]
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 #: Where a path begins. "prefix": at that of the engine. "here": at the root of a server, and at the prefix of
@@ -24,21 +23,8 @@ class ErrorBody(NamedTuple):
     """A form of errors: the name of its schema, the schema, and what makes one of a failure."""
 
     name: str
-    schema: Schema
+    schema: Mapping[str, Any]
     made: Callable[[Failure], Mapping[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Body:
-    """A request's body: the name of its schema, the table of its fields, and the tables of the objects in it
-    by their path, as ``tools[].function``."""
-
-    name: str
-    table: Table
-    nested: Mapping[str, Table] = field(default_factory=dict)
-    #: further keywords of the schema, for what no table says (fields that need each other)
-    further: Mapping[str, Any] = field(default_factory=dict)
-    examples: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +36,7 @@ class Endpoint:
         path: relative to ``place``; parameters are in braces.
         summary: what it does, in a few words.
         body: of a ``POST``.
+        example: a body.
         answer: of status 200: a TypedDict, a schema, or None if it is not JSON.
         media: the content type of the answer.
         events: the data of an event of a streamed answer: a TypedDict; None if it cannot be streamed.
@@ -67,7 +54,8 @@ class Endpoint:
     method: str
     path: str
     summary: str
-    body: Body | None = None
+    body: type[Object] | None = None
+    example: Mapping[str, Any] = field(default_factory=dict)
     answer: Any = None
     media: str = "application/json"
     events: Any = None

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired
+
+from typing_extensions import TypedDict
 
 from aioinfer.server.openai.objects import TopLogprobs
-from aioinfer.server.openapi.endpoints import Body, Endpoint
-from aioinfer.server.responses import fields
+from aioinfer.server.openapi.endpoints import Endpoint
+from aioinfer.server.responses.fields import ResponsesBody
 
 __all__ = ["RESPONSES_ENDPOINT"]
 
@@ -151,12 +153,8 @@ RESPONSES_ENDPOINT = Endpoint(
     "POST",
     "/responses",
     "Generate an answer to text or items",
-    body=Body(
-        "ResponsesRequest",
-        fields.RESPONSES,
-        fields.NESTED,
-        examples=({"input": "What is 17 + 25?", "max_output_tokens": 64},),
-    ),
+    body=ResponsesBody,
+    example={"input": "What is 17 + 25?", "max_output_tokens": 64},
     answer=Response,
     events=ResponseEvent,
     form="Events, each a line `event: ` with its type, a line `data: ` with JSON and an empty line. The last "

@@ -1,247 +1,295 @@
-"""Fields of the bodies of ``/v1/responses``, and what the server does with each of them.
-
-:mod:`aioinfer.chat.fields` has the rules.
-"""
+"""Fields of the bodies of ``/v1/responses``."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from aioinfer.chat.fields import Harmless, Honoured, Table, Unsupported
-from aioinfer.chat.schemas import FLAG, OBJECT, TEXT, array, choice, either, integer, text
-from aioinfer.server.openai.fields import TOKENS, VERBOSITIES
-from aioinfer.server.translation import EXTENSIONS
+from pydantic import BaseModel, ConfigDict, Field
+
+from aioinfer.chat.bodies import CACHING, CLIENTS, NO, Items, Object, Refused, TextOr, field, later, tagged
+from aioinfer.chat.fields import NAME
+from aioinfer.errors import shown
+from aioinfer.server.openai.fields import VERBOSITIES, Extensions, TokenLimit
 
 __all__ = [
-    "EFFORTS",
-    "HOSTED_TOOLS",
-    "INCLUDABLE",
     "LOGPROBS",
-    "LONGEST_KEY",
-    "LONGEST_VALUE",
-    "MOST_METADATA",
-    "NESTED",
-    "RESPONSES",
+    "CallItem",
+    "FunctionTool",
+    "MessageItem",
+    "OutputItem",
+    "ReasoningItem",
+    "ResponsesBody",
 ]
 
-#: entries of ``metadata``, and characters of their keys and values
-MOST_METADATA, LONGEST_KEY, LONGEST_VALUE = 16, 64, 512
-
-_NAME = text(pattern="[a-zA-Z0-9_-]{1,64}")
-_BOOKKEEPING = Harmless("the client's bookkeeping")
-_NO = Unsupported()
-_METADATA = {
-    "type": "object",
-    "maxProperties": MOST_METADATA,
-    "propertyNames": {"maxLength": LONGEST_KEY},
-    "additionalProperties": text(0, LONGEST_VALUE),
-}
-_SUMMARIES = ("auto", "concise", "detailed")
-_STATE = Harmless("of an item that is complete")
+_READ = "goes to the chat template"
+_STATE = "of an item that is complete"
+_ITEM = {"id": CLIENTS, "status": _STATE}
+_CALLS = {"caller": Refused(({"type": "direct"},)), "namespace": NO}
+_STORED = "nothing is stored: send the whole conversation as input"
+_REASONING = Refused(("auto", "concise", "detailed"), "answers have the reasoning itself")
 
 #: Types of tools that are left out of a request. An offered tool is a permission: the answer is that of a
 #: model that does not use it. A ``tool_choice`` that demands one is refused.
-HOSTED_TOOLS = frozenset(
-    {
-        *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
-        *("file_search", "code_interpreter", "image_generation", "computer", "computer_use_preview", "mcp"),
-        *("local_shell", "shell", "apply_patch", "custom", "namespace", "tool_search"),
-        "programmatic_tool_calling",
-    }
+_HOSTED = (
+    *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+    *("file_search", "code_interpreter", "image_generation", "computer", "computer_use_preview", "mcp"),
+    *("local_shell", "shell", "apply_patch", "custom", "namespace", "tool_search"),
+    "programmatic_tool_calling",
 )
-
-#: ``reasoning.effort``
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
 LOGPROBS = "message.output_text.logprobs"
 #: what ``include`` may name: besides logprobs, parts of answers that this server's do not have
-INCLUDABLE = frozenset(
-    {
-        *(LOGPROBS, "reasoning.encrypted_content", "file_search_call.results", "web_search_call.results"),
-        *("web_search_call.action.sources", "message.input_image.image_url"),
-        *("computer_call_output.output.image_url", "code_interpreter_call.outputs"),
-    }
-)
-
-#: of the body
-RESPONSES: Table = {
-    **EXTENSIONS,
-    "model": Honoured("name of the served model (the default), or of an adapter", schema=TEXT),
-    "input": Honoured(
-        "text, or items: messages, calls and their outputs, reasoning",
-        schema=TEXT,
-        required=True,
-    ),
-    "instructions": Honoured("a system message in front of `input`", schema=TEXT),
-    "max_output_tokens": Honoured("`max_tokens`", "max_tokens", TOKENS),
-    "stop": Honoured("as in `SamplingParams`", "stop"),
-    "top_logprobs": Honoured(
-        f"likely alternatives of each token; needs `include` with `{LOGPROBS}`",
-        schema=integer(0, 20),
-    ),
-    "include": Honoured(
-        f"`{LOGPROBS}`; what else it may name is in no answer of this server",
-        schema=array(choice(*sorted(INCLUDABLE))),
-    ),
-    "tools": Honoured(
-        "functions that the model may call; hosted tools are left out",
-        schema=array(OBJECT),
-    ),
-    "tool_choice": Honoured(
-        "`none`, `auto`, `required`, or one function",
-        schema=choice("none", "auto", "required"),
-    ),
-    "parallel_tool_calls": Honoured("false: one call at most", schema=FLAG),
-    "text": Honoured("the format of the answer"),
-    "reasoning": Honoured("how much the model thinks"),
-    "stream": Honoured("server-sent events", schema=FLAG),
-    "stream_options": Honoured("what a stream includes"),
-    "prompt_cache_key": Honoured("`routing_key`, unless that is given", schema=TEXT),
-    "metadata": Honoured("is repeated in the answer", schema=_METADATA),
-    # accepted
-    "user": _BOOKKEEPING,
-    "safety_identifier": _BOOKKEEPING,
-    "client_metadata": _BOOKKEEPING,
-    "store": Harmless("nothing is stored, whatever it says"),
-    "prompt_cache_retention": Harmless("how long a prefix stays cached"),
-    "prompt_cache_options": Harmless("how a prefix is cached"),
-    "max_tool_calls": Harmless("a limit of hosted tools, which this server does not have"),
-    # refused
-    "previous_response_id": Unsupported((), "nothing is stored: send the whole conversation as input"),
-    "conversation": Unsupported((), "nothing is stored: send the whole conversation as input"),
-    "background": Unsupported((False,)),
-    "background_options": _NO,
-    "prompt": Unsupported((), "nothing is stored: use input and instructions"),
-    "truncation": Unsupported(("disabled",)),
-    "context_management": Unsupported(([],)),
-    "service_tier": Unsupported(("auto", "default")),
-    "moderation": _NO,
-    "image": _NO,
-    "access_programs": _NO,
-    "messages": Unsupported((), "use input"),
-    "max_tokens": Unsupported((), "use max_output_tokens"),
-    "max_completion_tokens": Unsupported((), "use max_output_tokens"),
-    "response_format": Unsupported((), "use text.format"),
-    "reasoning_effort": Unsupported((), "use reasoning.effort"),
-    "logprobs": Unsupported((False,), "use top_logprobs and include"),
-    "n": Unsupported((1,)),
-}
-
-_MESSAGE: Table = {
-    "type": Honoured("`message`, or absent", schema=choice("message")),
-    "role": Honoured(
-        "`user`, `assistant`, `system`, or `developer`, which is the same",
-        schema=choice("user", "assistant", "system", "developer"),
-        required=True,
-    ),
-    "content": Honoured("text or a list of parts of text", schema=TEXT, required=True),
-    "id": _BOOKKEEPING,
-    "status": _STATE,
-    "phase": Harmless("a label of OpenAI's own models"),
-}
-_CALL: Table = {
-    "type": Honoured("`function_call`", schema=choice("function_call"), required=True),
-    "call_id": Honoured("goes to the chat template", schema=TEXT, required=True),
-    "name": Honoured("goes to the chat template", schema=TEXT),
-    "arguments": Honoured("goes to the chat template", schema=TEXT, required=True),
-    "id": _BOOKKEEPING,
-    "status": _STATE,
-    "parsed_arguments": Harmless("the client's reading of `arguments`"),
-    "caller": Unsupported(({"type": "direct"},)),
-    "namespace": _NO,
-    "async": Unsupported((False,)),
-}
-_OUTPUT: Table = {
-    "type": Honoured("`function_call_output`", schema=choice("function_call_output"), required=True),
-    "call_id": Honoured("goes to the chat template", schema=TEXT, required=True),
-    "output": Honoured("text or a list of parts of text", schema=either(TEXT, array(OBJECT)), required=True),
-    "name": Honoured("goes to the chat template", schema=TEXT),
-    "id": _BOOKKEEPING,
-    "status": _STATE,
-    "caller": Unsupported(({"type": "direct"},)),
-    "namespace": _NO,
-}
-_REASONING_ITEM: Table = {
-    "type": Honoured("`reasoning`", schema=choice("reasoning"), required=True),
-    "content": Honoured(
-        "the reasoning; goes to the chat template, which may not read it", schema=array(OBJECT)
-    ),
-    "summary": Honoured("is used without `content`", schema=array(OBJECT)),
-    "id": _BOOKKEEPING,
-    "status": _STATE,
-    "encrypted_content": Unsupported(("",), "of another server, it cannot be read"),
-}
+_Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
 
 
-def _thought(kind: str) -> Table:
-    return {
-        "type": Honoured(f"`{kind}`", schema=choice(kind), required=True),
-        "text": Honoured("text", schema=TEXT, required=True),
-    }
+def _unsupported(kind: Any) -> str:
+    if kind == "item_reference":
+        return "is not supported by this server: nothing is stored, send the item itself"
+    return f"{shown(kind)} is not supported by this server"
 
 
-_PART: Table = {
-    "type": Honoured(
-        "`input_text` or `output_text`", schema=choice("input_text", "output_text", "text"), required=True
-    ),
-    "text": Honoured("text", schema=TEXT, required=True),
-    "annotations": Unsupported(([],)),
-    "logprobs": Harmless("of an earlier answer"),
-    "parsed": Harmless("the client's reading of `text`"),
-    "cache_control": Harmless("how long a prefix stays cached"),
-    "prompt_cache_breakpoint": Harmless("how a prefix is cached"),
-}
-
-#: objects within a body, by their path; of an item with its type
-NESTED: Mapping[str, Table] = {
-    "input[] message": _MESSAGE,
-    "input[] function_call": _CALL,
-    "input[] function_call_output": _OUTPUT,
-    "input[] reasoning": _REASONING_ITEM,
-    "input[].content[] text": _PART,
-    "input[].content[] reasoning": _thought("reasoning_text"),
-    "input[].summary[]": _thought("summary_text"),
-    "tools[] hosted": {"type": Honoured("is left out", schema=choice(*sorted(HOSTED_TOOLS)), required=True)},
-    "tools[] function": {
-        "type": Honoured("`function`", schema=choice("function"), required=True),
-        "name": Honoured("1 to 64 letters, digits, `_`, `-`", schema=_NAME, required=True),
-        "description": Honoured("goes to the chat template", schema=TEXT),
-        "parameters": Honoured("the JSON schema of the arguments", schema=OBJECT),
-        "strict": Honoured("the arguments obey the schema", schema=FLAG),
-        "defer_loading": Harmless("the model learns of all tools at once"),
-        "allowed_callers": Unsupported((["direct"],)),
-        "async": Unsupported((False,)),
-        "output_schema": _NO,
+class InputText(
+    Object,
+    harmless={
+        "logprobs": "of an earlier answer",
+        "parsed": "the client's reading of `text`",
+        "cache_control": CACHING,
+        "prompt_cache_breakpoint": "how a prefix is cached",
     },
-    "tool_choice": {
-        "type": Honoured("`function`", schema=choice("function"), required=True),
-        "name": Honoured("the function to call", schema=_NAME, required=True),
-    },
-    "text": {
-        "format": Honoured("`text`, `json_object` or `json_schema`"),
-        "verbosity": Unsupported(VERBOSITIES),
-    },
-    "text.format": {
-        "type": Honoured(
-            "`text`, `json_object` or `json_schema`",
-            schema=choice("text", "json_object", "json_schema"),
-            required=True,
-        ),
-        "schema": Honoured("of type `json_schema`: the JSON schema", schema=OBJECT),
-        "name": Harmless("a label"),
-        "description": Harmless("a label"),
-        "strict": Harmless("every schema is enforced"),
-    },
-    "reasoning": {
-        "effort": Honoured(
-            "a wish: goes to the chat template as `reasoning_effort`, if that reads it; `none` switches "
-            "thinking off, and is refused of a model that always thinks",
-            schema=choice(*EFFORTS),
-        ),
-        "summary": Unsupported(_SUMMARIES, "answers have the reasoning itself"),
-        "generate_summary": Unsupported(_SUMMARIES, "answers have the reasoning itself"),
-        "mode": Unsupported(("standard",)),
-        "context": Unsupported(("auto", "all_turns"), "what of it is in input"),
-    },
-    "stream_options": {"include_obfuscation": Harmless("padding of events")},
+    refused={"annotations": Refused(([],))},
+):
+    """A part of a message."""
+
+    type: Literal["input_text", "output_text", "text"] = field("`input_text` or `output_text`", ...)
+    text: str = field("text", ...)
+
+
+_TEXTS = dict.fromkeys(("input_text", "output_text", "text"), InputText)
+_Part = Annotated[Any, tagged(InputText, pick=_TEXTS.get, unknown=_unsupported)]
+
+
+class ReasoningPart(Object):
+    """A part of what the model thought."""
+
+    type: Literal["reasoning_text"] = field("`reasoning_text`", ...)
+    text: str = field("text", ...)
+
+
+class SummaryPart(Object):
+    """A part of a summary of it."""
+
+    type: Literal["summary_text"] = field("`summary_text`", ...)
+    text: str = field("text", ...)
+
+
+class MessageItem(Object, harmless={**_ITEM, "phase": "a label of OpenAI's own models"}):
+    """A message."""
+
+    type: Literal["message"] | None = field("`message`, or absent")
+    role: Literal["user", "assistant", "system", "developer"] = field(
+        "`user`, `assistant`, `system`, or `developer`, which is the same", ...
+    )
+    content: TextOr[Items[_Part]] = field("text or a list of parts of text", ...)
+
+
+class CallItem(
+    Object,
+    harmless={**_ITEM, "parsed_arguments": "the client's reading of `arguments`"},
+    refused={**_CALLS, "async": Refused((False,))},
+):
+    """A call."""
+
+    type: Literal["function_call"] = field("`function_call`", ...)
+    call_id: str = field(_READ, ...)
+    name: str = field(_READ, ...)
+    arguments: str = field(_READ, ...)
+
+
+class OutputItem(Object, harmless=_ITEM, refused=_CALLS):
+    """What a call returned."""
+
+    type: Literal["function_call_output"] = field("`function_call_output`", ...)
+    call_id: str = field(_READ, ...)
+    output: TextOr[Items[_Part]] = field("text or a list of parts of text", ...)
+    name: str | None = field(_READ)
+
+
+class ReasoningItem(
+    Object,
+    harmless=_ITEM,
+    refused={"encrypted_content": Refused(("",), "of another server, it cannot be read")},
+):
+    """What the model thought."""
+
+    type: Literal["reasoning"] = field("`reasoning`", ...)
+    content: Items[ReasoningPart] = field(
+        "the reasoning; goes to the chat template, which may not read it", []
+    )
+    summary: Items[SummaryPart] = field("is used without `content`", [])
+
+
+_ITEMS = {
+    None: MessageItem,
+    "message": MessageItem,
+    "function_call": CallItem,
+    "function_call_output": OutputItem,
+    "reasoning": ReasoningItem,
 }
+_Item = Annotated[
+    Any, tagged(MessageItem, CallItem, OutputItem, ReasoningItem, pick=_ITEMS.get, unknown=_unsupported)
+]
+
+
+class FunctionTool(
+    Object,
+    harmless={"defer_loading": "the model learns of all tools at once"},
+    refused={
+        "allowed_callers": Refused((["direct"],)),
+        "async": Refused((False,)),
+        "output_schema": NO,
+    },
+):
+    """A function that the model may call."""
+
+    type: Literal["function"] = field("`function`", ...)
+    name: str = field("1 to 64 letters, digits, `_`, `-`", ..., pattern=NAME)
+    description: str | None = field(_READ)
+    parameters: dict[str, Any] | None = field("the JSON schema of the arguments")
+    strict: bool | None = field("the arguments obey the schema")
+
+
+class LeftOutTool(BaseModel):
+    """A hosted tool, which is left out; what else it has is not read."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: Annotated[str, Field(json_schema_extra={"enum": [*_HOSTED]})] = field("a hosted tool", ...)
+
+
+_TOOLS: dict[str | None, Any] = {**dict.fromkeys(_HOSTED, LeftOutTool), "function": FunctionTool}
+
+
+def _unknown_tool(kind: Any) -> str:
+    return f"must be 'function' or a hosted tool, got {shown(kind)}"
+
+
+_Tool = Annotated[Any, tagged(FunctionTool, LeftOutTool, pick=_TOOLS.get, unknown=_unknown_tool)]
+
+
+class NamedTool(Object):
+    """The function that must be called."""
+
+    type: Literal["function"] = field("`function`", ...)
+    name: str = field("the function to call", ..., pattern=NAME)
+
+
+class TextFormat(Object, harmless={"strict": "every schema is enforced"}):
+    """The format of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"] = field("`text`, `json_object` or `json_schema`", ...)
+    schema_: dict[str, Any] | None = field("of type `json_schema`: the JSON schema", alias="schema")
+    name: str | None = field("a label, which is repeated in the answer")
+    description: str | None = field("a label, which is repeated in the answer")
+
+
+class TextConfig(Object, refused={"verbosity": Refused(VERBOSITIES)}):
+    """The format of an answer."""
+
+    format: TextFormat | None = field("`text`, `json_object` or `json_schema`")
+
+
+class Reasoning(
+    Object,
+    refused={
+        "summary": _REASONING,
+        "generate_summary": _REASONING,
+        "mode": Refused(("standard",)),
+        "context": Refused(("auto", "all_turns"), "what of it is in input"),
+    },
+):
+    """How much the model thinks."""
+
+    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = field(
+        "a wish: goes to the chat template as `reasoning_effort`, if that reads it; `none` switches "
+        "thinking off, and is refused of a model that always thinks"
+    )
+
+
+class ResponseStreamOptions(Object, harmless={"include_obfuscation": "padding of events"}):
+    """What a stream includes."""
+
+
+_Key = Annotated[str, Field(max_length=64)]
+_Value = Annotated[str, Field(max_length=512)]
+
+
+class ResponsesBody(
+    Extensions,
+    harmless={
+        "client_metadata": CLIENTS,
+        "store": "nothing is stored, whatever it says",
+        "prompt_cache_retention": CACHING,
+        "prompt_cache_options": "how a prefix is cached",
+        "max_tool_calls": "a limit of hosted tools, which this server does not have",
+    },
+    refused={
+        "previous_response_id": Refused((), _STORED),
+        "conversation": Refused((), _STORED),
+        "background": Refused((False,)),
+        "background_options": NO,
+        "prompt": Refused((), "nothing is stored: use input and instructions"),
+        "truncation": Refused(("disabled",)),
+        "context_management": Refused(([],)),
+        "service_tier": Refused(("auto", "default")),
+        "moderation": NO,
+        "image": NO,
+        "access_programs": NO,
+        "messages": Refused((), "use input"),
+        "max_tokens": Refused((), "use max_output_tokens"),
+        "max_completion_tokens": Refused((), "use max_output_tokens"),
+        "response_format": Refused((), "use text.format"),
+        "reasoning_effort": Refused((), "use reasoning.effort"),
+        "logprobs": Refused((False,), "use top_logprobs and include"),
+        "n": Refused((1,)),
+    },
+):
+    """A body of ``/v1/responses``."""
+
+    aliases: ClassVar[Mapping[str, str]] = {**Extensions.aliases, "max_output_tokens": "max_tokens"}
+
+    input: TextOr[Annotated[Items[_Item], Field(min_length=1)]] = field(
+        "text, or items: messages, calls and their outputs, reasoning", ...
+    )
+    instructions: str | None = field("a system message in front of `input`")
+    max_output_tokens: TokenLimit | None = field("`max_tokens`")
+    stop: Annotated[Any, later(str | list[str])] = field("as in `SamplingParams`")
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = field(
+        f"likely alternatives of each token; needs `include` with `{LOGPROBS}`"
+    )
+    include: Items[_Included] = field(
+        f"`{LOGPROBS}`; what else it may name is in no answer of this server", []
+    )
+    tools: Items[_Tool] = field("functions that the model may call; hosted tools are left out", [])
+    tool_choice: Annotated[Any, later(Literal["none", "auto", "required"] | NamedTool)] = field(
+        "`none`, `auto`, `required`, or one function"
+    )
+    parallel_tool_calls: bool | None = field("false: one call at most")
+    text: TextConfig = field("the format of the answer", TextConfig())
+    reasoning: Reasoning = field("how much the model thinks", Reasoning())
+    stream_options: ResponseStreamOptions | None = field("what a stream includes")
+    prompt_cache_key: str | None = field("`routing_key`, unless that is given")
+    user: Any = field("is repeated in the answer")
+    safety_identifier: Any = field("is repeated in the answer")
+    metadata: Annotated[dict[_Key, _Value], Field(max_length=16)] = field("is repeated in the answer", {})
+    chat_template_kwargs: dict[str, Any] | None = field(
+        "variables of the chat template; one that it does not read is refused"
+    )
