@@ -43,7 +43,7 @@ class AnswerFormat:
     begins: str | None = None
 
     def reader(self, prompt_end: str = "") -> AnswerReader:
-        """For one choice, behind a prompt that ends so."""
+        """The reader of one choice, whose prompt ends so."""
         return AnswerReader(
             None if self.tools is None else self.tools(self.functions),
             None if self.reasoning is None else self.reasoning(self.begins or prompt_end),
@@ -80,8 +80,8 @@ class ChatFormat:
         return cls(tools, parser, tokenizer.added_tokens, tokenizer.special_tokens, names, order)
 
     def continued(self, message: Mapping[str, Any]) -> str | None:
-        """What stands for the end of the prompt where the answer continues ``message``: the tag behind which
-        its text ends. None: the prompt shows where the answer begins."""
+        """The stand-in for the prompt's end where the answer continues ``message``: the tag of reasoning that
+        comes last in its text. None: the prompt shows where the answer begins."""
         content = message.get("content")
         if isinstance(content, list):
             parts = (part.get("text") for part in content if isinstance(part, dict))
@@ -253,13 +253,13 @@ class AnswerReader:
         return "tool_calls" if whole and reason == "stop" else reason
 
     def _split(self, text: str) -> str:
-        """Keep the reasoning; returns the text behind it."""
+        """Keep the reasoning; return the text after it."""
         return text if self._reasoning is None else self._kept(*self._reasoning.push(text))
 
-    def _kept(self, reasoning: str, behind: str) -> str:
+    def _kept(self, reasoning: str, rest: str) -> str:
         if self._shown:
             self._thoughts.append(reasoning)
-        return behind
+        return rest
 
     def _keep(self, parsed: Parsed) -> None:
         self._content.append(parsed.content)

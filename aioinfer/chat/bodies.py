@@ -117,7 +117,7 @@ class Object(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _admit(cls, given: Any, info: ValidationInfo) -> Any:
-        if not isinstance(given, dict):
+        if not isinstance(given, dict) or (given.keys() <= cls.honoured and None not in given.values()):
             return given
         found = {}
         for name, value in given.items():
@@ -158,11 +158,13 @@ def _same(value: Any, neutral: Any) -> bool:
 
 def field(meaning: str, default: Any = None, **constraints: Any) -> Any:
     """A field with this meaning, which may be absent; ``...`` as its default: which must be there."""
+    if isinstance(default, type):
+        return Field(default_factory=default, description=meaning, **constraints)
     return Field(default, description=meaning, **constraints)
 
 
 def later(schema: Any, *, required: bool = False) -> PlainValidator:
-    """Of a value that is checked where it is used: the schema of this type, or null unless ``required``."""
+    """The schema of a value that is checked where it is used; it may be null unless ``required``."""
     return PlainValidator(_as_given, json_schema_input_type=schema if required else Union[schema, None])  # noqa: UP007
 
 
@@ -192,7 +194,7 @@ if not TYPE_CHECKING:
 
 
 def tagged(*kinds: Any, pick: Callable[[Any], Any], unknown: Callable[[Any], str]) -> PlainValidator:
-    """Of an object whose ``type`` says which of the models ``kinds`` it is: ``pick`` returns the one of a
+    """The model of an object whose ``type`` says which of ``kinds`` it is: ``pick`` returns the one of a
     type, or None. ``unknown``: the message about another type."""
     schema: Any = Union[kinds]  # noqa: UP007
 

@@ -1,7 +1,7 @@
 """Order: which sequences of messages a chat template takes.
 
-Most take any. Some raise an error for a system message behind others (Qwen 3.5), or for a message of the user
-behind another (Mistral, Gemma 3), and agents send such conversations on their own.
+Most take any. Some raise an error for a later system message (Qwen 3.5), or for a message of the user
+after another (Mistral, Gemma 3), and agents send such conversations on their own.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ UNREAD = "is not read by the model's chat template"
 
 @dataclass(frozen=True, slots=True)
 class TemplateOrder:
-    """What a chat template takes. ``late_system``: a system message behind one of the user; ``successive``: a
-    message of the user behind another."""
+    """Sequences that a chat template takes. ``late_system``: a system message after one of the user;
+    ``successive``: a message of the user after another."""
 
     late_system: bool = True
     successive: bool = True
@@ -38,7 +38,7 @@ class TemplateOrder:
 
 
 def _takes(render: Callable[[Sequence[Mapping[str, Any]]], str], *roles: str) -> bool:
-    """Whether a text with all messages comes of it: some templates leave out what they do not expect."""
+    """True if all messages are in the rendered text: some templates leave out what they do not expect."""
     messages = [{"role": role, "content": f"message {at}"} for at, role in enumerate(roles)]
     try:
         text = render(messages)

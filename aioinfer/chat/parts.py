@@ -35,9 +35,9 @@ class Step:
 
 
 class Parts:
-    """Turns the deltas of :class:`~aioinfer.chat.answers.AnswerReader` into parts, one behind the other.
+    """Turns the deltas of :class:`~aioinfer.chat.answers.AnswerReader` into parts, one after the other.
 
-    Text behind a call is a further part: a part that has ended does not go on.
+    Text after a call is a further part: a part that has ended does not go on.
     """
 
     def __init__(self) -> None:

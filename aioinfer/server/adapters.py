@@ -80,7 +80,7 @@ _turns: WeakKeyDictionary[EngineLike, WeakValueDictionary[str, asyncio.Lock]] = 
 
 
 class Adapters:
-    """What the routes do, whatever socket they are on."""
+    """The work of the routes, on any socket."""
 
     def __init__(self, engine: EngineLike, config: ServerConfig, models: Sequence[str]) -> None:
         """``models``: names that no adapter may have."""
@@ -124,7 +124,7 @@ class Adapters:
         return f"Success: the LoRA adapter {name!r} was removed."
 
     def _turn(self, name: str) -> asyncio.Lock:
-        """What loads of a name hold, on any socket: whether it is there is asked and changed by one."""
+        """The lock that loads of a name hold, on any socket."""
         turns = _turns.setdefault(self._engine, WeakValueDictionary())
         lock = turns.get(name)
         if lock is None:

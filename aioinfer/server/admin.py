@@ -150,7 +150,7 @@ class _AdminRoutes:
         return _json({"level": logging.getLevelName(level).lower()})
 
     async def set_log_level(self, request: web.Request) -> web.StreamResponse:
-        """Of the loggers of this package."""
+        """Set the level of the loggers of this package."""
         body = await _body(request, LevelBody)
         logging.getLogger("aioinfer").setLevel(body.level.upper())
         return await self.log_level(request)

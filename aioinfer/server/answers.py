@@ -29,7 +29,7 @@ def as_chunk(result: Result) -> Chunk:
 
 
 async def deltas_of(reader: AnswerReader, chunk: Chunk, pace: Pace) -> list[dict[str, Any]]:
-    """What the parser has read when it has read this chunk too."""
+    """The deltas that the parser makes of this chunk."""
     # A client that reads late gets much at once.
     for _ in reader.read(chunk.text, ended=chunk.finish_reason is not None):
         await pace()

@@ -1,4 +1,4 @@
-"""Pooling: the routes that compute prompts and nothing behind them: embeddings and scores."""
+"""Pooling: the routes that compute prompts and no tokens: embeddings and scores."""
 
 from __future__ import annotations
 

@@ -8,9 +8,9 @@ differs::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from aioinfer.chat.answers import AnswerReader
 from aioinfer.outputs import Chunk, Result, Usage
@@ -29,12 +29,12 @@ class Events(Protocol):
         """One event, with the field ``event`` if it has a name."""
 
     async def end(self, data: str | None = None) -> None:
-        """The end of the response, behind one more event if there is ``data``."""
+        """The end of the response, after one more event if there is ``data``."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerContext:
-    """What writers of answers get besides the call."""
+    """The context of a writer of answers, besides the call."""
 
     tokenizer: Tokenizer | None
     speller: Speller
@@ -60,18 +60,18 @@ class AnswerWriter(Protocol):
     """Writes the answer to one call: :meth:`whole`, or from :meth:`open` to :meth:`close` or :meth:`fail`."""
 
     async def open(self, events: Events) -> None:
-        """What comes before the first token."""
+        """Send the events before the first token."""
 
     def plain(self, index: int) -> PlainEvent | None:
-        """What :meth:`chunk` writes for chunks before the last of choice ``index``, if that is one event each
-        and depends on nothing but the chunk's text; it may then be written without a call of :meth:`chunk`.
-        None: call :meth:`chunk`. Asked once, behind :meth:`open`."""
+        """The event that :meth:`chunk` writes for chunks before the last of choice ``index``, if it is one
+        each and depends on nothing but the chunk's text; it may then be written without a call of
+        :meth:`chunk`. None: call :meth:`chunk`. Asked once, after :meth:`open`."""
 
     async def chunk(self, index: int, chunk: Chunk, events: Events) -> None:
         """Output of choice ``index``. Of one choice, chunks come in order."""
 
     async def close(self, usages: Sequence[Usage], events: Events) -> None:
-        """What comes behind the last chunk; ``usages`` are those of the choices. Ends the events."""
+        """Send the events after the last chunk; ``usages`` are those of the choices. Ends the events."""
 
     async def fail(self, failure: Failure, events: Events) -> None:
         """The same for an answer that failed: clients must not take it for complete."""
@@ -80,11 +80,14 @@ class AnswerWriter(Protocol):
         """The body of an answer that is not streamed, in pieces."""
 
 
-class Wire(Protocol):
-    """A protocol."""
+class Wire(NamedTuple):
+    """A protocol.
 
-    def parse(self, raw: bytes, served: Served) -> Call:
-        """A body. Raises InvalidRequest, and Refused for another model; may run on a worker thread."""
+    Attributes:
+        parse: makes a call of a body. Raises InvalidRequest, and Refused for another model; may run on a
+            worker thread.
+        answer: the writer of the answer to one call, when its prompts were accepted. Raises InvalidRequest.
+    """
 
-    async def answer(self, call: Call, context: AnswerContext) -> AnswerWriter:
-        """The writer of the answer to one call, when its prompts were accepted. Raises InvalidRequest."""
+    parse: Callable[[bytes, Served], Call]
+    answer: Callable[[Call, AnswerContext], Awaitable[AnswerWriter]]

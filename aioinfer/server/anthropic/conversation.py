@@ -48,7 +48,7 @@ class Conversation:
 
     @property
     def continues(self) -> bool:
-        """Whether the answer continues the last message."""
+        """True if the answer continues the last message."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
     def read(self, system: str | list[TextBlock] | None, messages: list[MessageParam]) -> None:

@@ -19,7 +19,7 @@ class TextBlock(TypedDict):
 
 
 class ThinkingBlock(TypedDict):
-    """What the model thought. The signature is empty: earlier reasoning is taken as it is sent."""
+    """Reasoning. The signature is empty: earlier reasoning is taken as it is sent."""
 
     type: Literal["thinking"]
     thinking: str

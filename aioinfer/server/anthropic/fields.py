@@ -54,7 +54,7 @@ class TextBlock(Object, harmless=_CACHED, refused={"citations": Refused(([],))})
 
 
 class ThinkingBlock(Object, harmless={"signature": CLIENTS, **_CACHED}):
-    """What the model thought."""
+    """Reasoning of an earlier answer."""
 
     type: Literal["thinking"] = field("`thinking`", ...)
     thinking: str = field("goes to the chat template, which may not read it", ...)
@@ -85,7 +85,7 @@ _Result = Annotated[Any, tagged(*_RESULTS.values(), pick=_RESULTS.get, unknown=_
 
 
 class ToolResultBlock(Object, harmless=_CACHED, refused={"toolset_name": NO}):
-    """What a call returned."""
+    """The result of a call."""
 
     type: Literal["tool_result"] = field("`tool_result`", ...)
     tool_use_id: str = field(_READ, ...)
@@ -170,7 +170,7 @@ _Tool = Annotated[Any, tagged(CustomTool, HostedTool, pick=_tool, unknown=_unkno
 
 
 class ToolChoice(Object):
-    """Whether the model calls a function."""
+    """The choice among the tools."""
 
     type: Literal["auto", "any", "tool", "none"] = field("`auto`, `any`, `tool` or `none`", ...)
     name: str | None = field("of type `tool`: the function to call", pattern=NAME)
@@ -178,7 +178,7 @@ class ToolChoice(Object):
 
 
 class Thinking(Object, harmless={"budget_tokens": "an aim, not a limit; `max_tokens` is the limit"}):
-    """Whether the model thinks."""
+    """The switch of thinking."""
 
     type: Literal["enabled", "disabled", "adaptive"] = field(
         "`enabled` and `disabled` switch thinking in a template with such a switch, and are refused "
@@ -232,12 +232,12 @@ class CountTokensBody(
     messages: Annotated[Items[MessageParam], Field(min_length=1)] = field("the conversation", ...)
     system: TextOr[Items[TextBlock]] | None = field("text, or a list of blocks of text")
     tools: Items[_Tool] = field(
-        "functions that the model may call; tools that Anthropic defines are left out", []
+        "functions that the model may call; tools that Anthropic defines are left out", list
     )
     tool_choice: ToolChoice | None = field("of type `auto`, `any`, `tool` or `none`")
     thinking: Thinking | None = field("whether the model thinks")
     output_config: OutputConfig = field(
-        "the format of the answer, and how much the model thinks", OutputConfig()
+        "the format of the answer, and how much the model thinks", OutputConfig
     )
     chat_template_kwargs: dict[str, Any] | None = field(
         "variables of the chat template; one that it does not read is refused"
@@ -258,7 +258,7 @@ class MessagesBody(
 
     aliases: ClassVar[Mapping[str, str]] = {**Extensions.aliases, "stop_sequences": "stop"}
 
-    max_tokens: TokenLimit = field("at most so many new tokens", ...)
+    max_tokens: TokenLimit = field("maximum number of new tokens", ...)
     stop_sequences: (
         Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=16)] | None
     ) = field("`stop` of `SamplingParams`")

@@ -1,6 +1,6 @@
 """The wire of Anthropic's Messages endpoint.
 
-A stream is a message that starts, its blocks of content one behind the other, and the message's end with why
+A stream is a message that starts, its blocks of content one after the other, and the message's end with why
 it stopped. An answer that is not streamed is the message with all its blocks.
 """
 
@@ -20,10 +20,10 @@ from aioinfer.server.anthropic.parsing import parse_message
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import Pieces, json_text
-from aioinfer.server.openai.protocol import Call, Served
-from aioinfer.server.wire import AnswerContext, Events, PlainEvent
+from aioinfer.server.openai.protocol import Call
+from aioinfer.server.wire import AnswerContext, Events, PlainEvent, Wire
 
-__all__ = ["MESSAGES_WIRE", "MessagesAnswer", "MessagesWire", "arguments_of"]
+__all__ = ["MESSAGES_WIRE", "MessagesAnswer", "arguments_of"]
 
 #: kind of part -> type of its deltas, and their field
 _DELTAS = {
@@ -31,16 +31,6 @@ _DELTAS = {
     "text": ("text_delta", "text"),
     "call": ("input_json_delta", "partial_json"),
 }
-
-
-class MessagesWire:
-    """The endpoint: as :class:`~aioinfer.server.wire.Wire`."""
-
-    def parse(self, raw: bytes, served: Served) -> Call:
-        return parse_message(raw, served)
-
-    async def answer(self, call: Call, context: AnswerContext) -> MessagesAnswer:
-        return MessagesAnswer(call, context)
 
 
 class MessagesAnswer:
@@ -186,4 +176,8 @@ def _usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-MESSAGES_WIRE = MessagesWire()
+async def _answer(call: Call, context: AnswerContext) -> MessagesAnswer:
+    return MessagesAnswer(call, context)
+
+
+MESSAGES_WIRE = Wire(parse_message, _answer)

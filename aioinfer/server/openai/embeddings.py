@@ -68,14 +68,16 @@ class EmbeddingBody(_Scheduled, refused={"messages": Refused((), "use input")}):
     encoding_format: Literal["float", "base64"] = field(
         "`float`: a list of numbers; `base64`: their bytes, float32, little-endian", "float"
     )
-    dimensions: Annotated[int, Field(ge=1)] | None = field("only so many numbers, before they are normalised")
+    dimensions: Annotated[int, Field(ge=1)] | None = field(
+        "number of dimensions that are kept, before they are normalised"
+    )
     pooling: Literal["last", "cls", "mean"] | None = field(
         "`last`, `mean`, or `cls` of an encoder; by default as the model's files say"
     )
     normalize: bool | None = field("every embedding has length 1; by default as the model's files say")
     prompt_name: str | None = field("which of the model's prompts is put in front of texts")
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = field(
-        "only so many tokens of an input's beginning are kept, at most as many as the model was made for"
+        "number of tokens that are kept, of an input's beginning; at most as many as the model was made for"
     )
 
 
@@ -125,7 +127,7 @@ class RerankBody(_Judged):
     documents: Annotated[Items[_Document], Field(min_length=1, max_length=MOST_INPUTS)] = field(
         f"texts, or objects with a `text`; up to {MOST_INPUTS}", ...
     )
-    top_n: Annotated[int, Field(ge=1)] | None = field("only so many results, the best ones")
+    top_n: Annotated[int, Field(ge=1)] | None = field("number of results, the best ones")
     return_documents: bool = field("false: results are without their documents", True)
 
 

@@ -68,8 +68,8 @@ _TopLogprobs = Annotated[int, Field(ge=0, le=int(BOUNDS["logprobs"].high))]
 
 
 def prompts(most: int) -> PlainValidator:
-    """Of a text, token ids, or a list of up to ``most`` of either. Lists of ids are walked in Python, so that
-    other threads run meanwhile."""
+    """The check of a text, token ids, or a list of up to ``most`` of either. Lists of ids are walked in
+    Python, so that other threads run meanwhile."""
 
     def check(given: Any) -> Any:
         items = as_list(given)
@@ -230,7 +230,7 @@ if not TYPE_CHECKING:
             "stop": ("stop", _AS),
             "prompt_logprobs": (
                 "prompt_logprobs",
-                "the answer has the logprobs of the prompt, with so many likely alternatives; not streamed",
+                "the answer has the logprobs of the prompt, with this number of alternatives; not streamed",
             ),
         },
     )
@@ -260,7 +260,7 @@ class Extensions(_Shared):
 
 
 class StreamOptions(Object, harmless={"include_obfuscation": "padding of events"}):
-    """What a stream includes."""
+    """Parts of a stream."""
 
     include_usage: bool = field("token counts as the last event", False)
     continuous_usage_stats: bool = field("every event has the token counts of its choice so far", False)
@@ -371,7 +371,7 @@ class _Body(GrammarFields, _OpenAI, Extensions, harmless=_HARMLESS, refused=_REF
     """The fields of both endpoints."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = field("choices per prompt", 1)
-    stream_options: StreamOptions = field("what a stream includes", StreamOptions())
+    stream_options: StreamOptions = field("what a stream includes", StreamOptions)
     diffusion: Diffusion | None = field("how a diffusion model denoises")
     prompt_cache_key: Label | None = field("`routing_key`, unless that is given")
     return_token_ids: bool = field("choices have `token_ids`, and the answer `prompt_token_ids`", False)
@@ -381,7 +381,7 @@ class _Body(GrammarFields, _OpenAI, Extensions, harmless=_HARMLESS, refused=_REF
         "to a chat, whose template has them. Token ids are taken as they are"
     )
     truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = field(
-        "only so many tokens of the prompt's end are kept; not with `echo`"
+        "number of tokens that are kept, of the prompt's end; not with `echo`"
     )
     waiting_timeout: Seconds | None = field("seconds until the first step; at most the server's own")
     running_timeout: Seconds | None = field("seconds from the first step on; at most the server's own")
@@ -405,7 +405,7 @@ _TEMPLATE = Refused((), "use chat_template_kwargs, if the model's template has s
 
 
 class ChatTemplateFields(Object):
-    """What a chat is rendered from."""
+    """The fields that a chat is rendered from."""
 
     tools: Annotated[Any, later(Annotated[list[Tool], Field(max_length=MAX_TOOLS)])] = field(
         "functions that the model may call"
@@ -444,7 +444,7 @@ class ChatBody(
         "the conversation", ...
     )
     logprobs: bool = field("whether logprobs of the tokens are reported", False)
-    top_logprobs: _TopLogprobs | None = field("with so many likely alternatives")
+    top_logprobs: _TopLogprobs | None = field("number of likely alternatives")
     enable_thinking: bool | None = field("switches thinking on or off, as the chat template can")
     think: bool | None = field("Ollama's name of `enable_thinking`")
     thinking: (
@@ -473,6 +473,6 @@ class CompletionBody(
     """A body of ``/v1/completions``."""
 
     prompt: Annotated[Any, prompts(MAX_CHOICES)] = field("text, token ids, or a list of either", ...)
-    logprobs: _TopLogprobs | None = field("logprobs of the tokens with so many likely alternatives")
+    logprobs: _TopLogprobs | None = field("logprobs of the tokens with this number of likely alternatives")
     echo: bool = field("the answer begins with the prompt", False)
     best_of: _Choices | None = field("must equal `n`")

@@ -78,8 +78,8 @@ class ChatLogprobs:
 
     def _entry(self, token: int, logprob: float) -> str:
         """An entry without its closing brace."""
-        before, behind = self._fields(token)
-        return f"{before}{_number(logprob)}{behind}"
+        before, after = self._fields(token)
+        return f"{before}{_number(logprob)}{after}"
 
 
 class CompletionLogprobs:

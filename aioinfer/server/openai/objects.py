@@ -126,7 +126,7 @@ class ToolCallDelta(TypedDict):
 
 
 class Delta(TypedDict):
-    """What is new in a message. The first one has the role."""
+    """The new part of a message. The first one has the role."""
 
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[str | None]
@@ -136,7 +136,7 @@ class Delta(TypedDict):
 
 
 class Draft(TypedDict):
-    """A diffusion model's provisional tokens behind the final ones; the next event replaces it."""
+    """A diffusion model's provisional tokens after the final ones; the next event replaces it."""
 
     start: int
     token_ids: list[int | None]

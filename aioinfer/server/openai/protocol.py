@@ -59,7 +59,7 @@ _ObjectT = TypeVar("_ObjectT", bound=Object)
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a server offers: the model's name, its default parameters and the format of its chat answers; how
+    """A server's offer: the model's name, its default parameters and the format of its chat answers; how
     many messages a chat may have; and what computes the answers. Of one request: its id; empty: a new one."""
 
     model: str

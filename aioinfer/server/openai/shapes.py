@@ -90,7 +90,7 @@ class Shape:
         return self._event(call, index, delta, reason, logprobs, more, usage)
 
     def around_text(self, call: Call, index: int) -> tuple[str, str]:
-        """What :meth:`delta` has in front of the text, as a JSON string, and behind it."""
+        """The parts of :meth:`delta` before and after the text, which is a JSON string."""
         event = self.delta(call, index, Chunk("", []))
         before, empty, after = event.rpartition(self._delta % '""')
         start, _, end = self._delta.partition("%s")

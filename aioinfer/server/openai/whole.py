@@ -83,7 +83,7 @@ async def _choice(
 
 
 async def _prompt(body: Pieces, call: Call, result: Result, speller: Speller, pace: Pace) -> None:
-    """What the call asks of the prompt."""
+    """Write the parts of the answer that are about the prompt."""
     if call.token_ids:
         body.add(',"prompt_token_ids":')
         await body.add_json(list(result.prompt_token_ids), pace)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 from aioinfer.engine import Prompt
@@ -18,11 +19,11 @@ from aioinfer.server.http.pieces import Pieces, cut
 from aioinfer.server.openai.fields import ChatBody, CompletionBody
 from aioinfer.server.openai.logprobs import divided
 from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
-from aioinfer.server.openai.protocol import Call, Served, parse_chat, parse_completion
+from aioinfer.server.openai.protocol import Call, parse_chat, parse_completion
 from aioinfer.server.openai.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.openai.whole import whole_answer
 from aioinfer.server.openapi.endpoints import Endpoint
-from aioinfer.server.wire import AnswerContext, Events, PlainEvent
+from aioinfer.server.wire import AnswerContext, Events, PlainEvent, Wire
 from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -31,21 +32,9 @@ __all__ = [
     "COMPLETION_ENDPOINT",
     "COMPLETION_WIRE",
     "OpenAIAnswer",
-    "OpenAIWire",
 ]
 
 _DONE = "[DONE]"
-
-
-class OpenAIWire:
-    """One of the two endpoints: as :class:`~aioinfer.server.wire.Wire`."""
-
-    def __init__(self, parse: Callable[[bytes, Served], Call], shape: Shape) -> None:
-        self.parse = parse
-        self._shape = shape
-
-    async def answer(self, call: Call, context: AnswerContext) -> OpenAIAnswer:
-        return OpenAIAnswer(call, self._shape, context, await _echoes(call, context.tokenizer))
 
 
 class OpenAIAnswer:
@@ -157,8 +146,12 @@ def _echo(prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None) -
     return tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
 
 
-CHAT_WIRE = OpenAIWire(parse_chat, CHAT)
-COMPLETION_WIRE = OpenAIWire(parse_completion, COMPLETION)
+async def _answer(shape: Shape, call: Call, context: AnswerContext) -> OpenAIAnswer:
+    return OpenAIAnswer(call, shape, context, await _echoes(call, context.tokenizer))
+
+
+CHAT_WIRE = Wire(parse_chat, partial(_answer, CHAT))
+COMPLETION_WIRE = Wire(parse_completion, partial(_answer, COMPLETION))
 
 CHAT_ENDPOINT = Endpoint(
     "POST",
@@ -173,7 +166,7 @@ CHAT_ENDPOINT = Endpoint(
 COMPLETION_ENDPOINT = Endpoint(
     "POST",
     "/completions",
-    "Generate text behind a prompt",
+    "Generate text after a prompt",
     body=CompletionBody,
     example={"prompt": "Once upon a time", "max_tokens": 32},
     answer=CompletionAnswer,

@@ -38,7 +38,7 @@ class OutputMessage(TypedDict):
 
 
 class ReasoningItem(TypedDict):
-    """What the model thought."""
+    """Reasoning."""
 
     id: str
     type: Literal["reasoning"]

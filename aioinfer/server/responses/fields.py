@@ -115,7 +115,7 @@ class CallItem(
 
 
 class OutputItem(Object, harmless=_ITEM, refused=_CALLS):
-    """What a call returned."""
+    """The result of a call."""
 
     type: Literal["function_call_output"] = field("`function_call_output`", ...)
     call_id: str = field(_READ, ...)
@@ -128,13 +128,13 @@ class ReasoningItem(
     harmless=_ITEM,
     refused={"encrypted_content": Refused(("",), "of another server, it cannot be read")},
 ):
-    """What the model thought."""
+    """Reasoning of an earlier answer."""
 
     type: Literal["reasoning"] = field("`reasoning`", ...)
     content: Items[ReasoningPart] = field(
-        "the reasoning; goes to the chat template, which may not read it", []
+        "the reasoning; goes to the chat template, which may not read it", list
     )
-    summary: Items[SummaryPart] = field("is used without `content`", [])
+    summary: Items[SummaryPart] = field("is used without `content`", list)
 
 
 _ITEMS = {
@@ -225,7 +225,7 @@ class Reasoning(
 
 
 class ResponseStreamOptions(Object, harmless={"include_obfuscation": "padding of events"}):
-    """What a stream includes."""
+    """Parts of a stream."""
 
 
 _Key = Annotated[str, Field(max_length=64)]
@@ -276,20 +276,20 @@ class ResponsesBody(
         f"likely alternatives of each token; needs `include` with `{LOGPROBS}`"
     )
     include: Items[_Included] = field(
-        f"`{LOGPROBS}`; what else it may name is in no answer of this server", []
+        f"`{LOGPROBS}`; what else it may name is in no answer of this server", list
     )
-    tools: Items[_Tool] = field("functions that the model may call; hosted tools are left out", [])
+    tools: Items[_Tool] = field("functions that the model may call; hosted tools are left out", list)
     tool_choice: Annotated[Any, later(Literal["none", "auto", "required"] | NamedTool)] = field(
         "`none`, `auto`, `required`, or one function"
     )
     parallel_tool_calls: bool | None = field("false: one call at most")
-    text: TextConfig = field("the format of the answer", TextConfig())
-    reasoning: Reasoning = field("how much the model thinks", Reasoning())
+    text: TextConfig = field("the format of the answer", TextConfig)
+    reasoning: Reasoning = field("how much the model thinks", Reasoning)
     stream_options: ResponseStreamOptions | None = field("what a stream includes")
     prompt_cache_key: str | None = field("`routing_key`, unless that is given")
     user: Any = field("is repeated in the answer")
     safety_identifier: Any = field("is repeated in the answer")
-    metadata: Annotated[dict[_Key, _Value], Field(max_length=16)] = field("is repeated in the answer", {})
+    metadata: Annotated[dict[_Key, _Value], Field(max_length=16)] = field("is repeated in the answer", dict)
     chat_template_kwargs: dict[str, Any] | None = field(
         "variables of the chat template; one that it does not read is refused"
     )

@@ -1,6 +1,6 @@
 """The wire of OpenAI's Responses endpoint.
 
-A stream is a sequence of numbered events: the response is created, its items begin, grow and end one behind
+A stream is a sequence of numbered events: the response is created, its items begin, grow and end one after
 the other, and the response ends with the whole object. An answer that is not streamed is that last object.
 """
 
@@ -17,23 +17,13 @@ from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import cut, json_text
 from aioinfer.server.openai.logprobs import ChatLogprobs, divided
-from aioinfer.server.openai.protocol import Call, Served
+from aioinfer.server.openai.protocol import Call
 from aioinfer.server.responses import objects
 from aioinfer.server.responses.objects import ITEM
 from aioinfer.server.responses.parsing import parse_response
-from aioinfer.server.wire import AnswerContext, Events, PlainEvent
+from aioinfer.server.wire import AnswerContext, Events, PlainEvent, Wire
 
-__all__ = ["RESPONSES_WIRE", "ResponsesAnswer", "ResponsesWire"]
-
-
-class ResponsesWire:
-    """The endpoint: as :class:`~aioinfer.server.wire.Wire`."""
-
-    def parse(self, raw: bytes, served: Served) -> Call:
-        return parse_response(raw, served)
-
-    async def answer(self, call: Call, context: AnswerContext) -> ResponsesAnswer:
-        return ResponsesAnswer(call, context)
+__all__ = ["RESPONSES_WIRE", "ResponsesAnswer"]
 
 
 class ResponsesAnswer:
@@ -185,4 +175,8 @@ def _deltas(part: Part) -> str:
     return "function_call_arguments" if part.kind == "call" else ITEM[part.kind][2]
 
 
-RESPONSES_WIRE = ResponsesWire()
+async def _answer(call: Call, context: AnswerContext) -> ResponsesAnswer:
+    return ResponsesAnswer(call, context)
+
+
+RESPONSES_WIRE = Wire(parse_response, _answer)
