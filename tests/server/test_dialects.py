@@ -10,6 +10,7 @@ import aiohttp
 import pytest
 
 from aioinfer.chat.answers import ChatFormat
+from aioinfer.chat.asking import chat_request
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import SamplingParams
 from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
@@ -244,6 +245,11 @@ def test_where_the_answer_to_a_continued_message_begins() -> None:
     ):
         assert format_.continued({"role": "assistant", "content": content}) == begins
     assert ChatFormat().continued({"content": "<think>a"}) is None
+    messages = [*USER, {"role": "assistant", "content": "<think>I"}]
+    switches = {"continue_final_message": True}
+    assert chat(format_, messages=messages, **switches).answer == chat_request(
+        format_, messages, SamplingParams(), chat_template_kwargs=switches
+    ).answer  # fmt: skip
 
 
 @rest(SECONDS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 from collections.abc import Callable
@@ -94,27 +93,6 @@ async def test_text_is_answered_whole_and_streamed(bundled: Bundled) -> None:
 
 def _text(text: str) -> dict[str, str]:
     return {"type": "input_text", "text": text}
-
-
-@rest(SECONDS)
-async def test_the_synchronous_client_works_too(bundled: Bundled) -> None:
-    async with bundled() as served:
-
-        def ask() -> tuple[str, str]:
-            with openai.OpenAI(
-                base_url=served.base_url,
-                api_key="none",
-                max_retries=0,
-                _strict_response_validation=True,
-            ) as client:
-                whole = client.responses.create(**ASK)
-                with client.responses.stream(**ASK) as stream:
-                    for _ in stream:
-                        pass
-                    return whole.output_text, stream.get_final_response().output_text
-
-        whole, streamed = await asyncio.to_thread(ask)
-    assert whole == streamed == "20 + 22 = 42"
 
 
 async def test_an_answer_that_reaches_its_limit_is_incomplete(bundled: Bundled) -> None:

@@ -187,12 +187,6 @@ async def test_without_a_parser_tools_are_refused(serving: Serving) -> None:
             assert answer.finish_reason in ("stop", "length")
 
 
-async def test_completions_take_no_tools(serving: Serving) -> None:
-    async with serving() as served, served.client() as client:
-        with pytest.raises(openai.BadRequestError, match="tools"):
-            await client.completions.create(model="toy", prompt="x", extra_body={"tools": TOOLS})
-
-
 async def test_a_schema_beyond_max_grammar_depth_is_refused_by_its_field(serving: Serving) -> None:
     deep: Any = {"const": 1}
     for _ in range(4):

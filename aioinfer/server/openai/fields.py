@@ -286,82 +286,63 @@ if TYPE_CHECKING:
 if not TYPE_CHECKING:
     Diffusion = _denoising()
 
-_WITH_XTC = "has an effect with `xtc_probability` only"
-_WITH_DRY = "has an effect with `dry_multiplier` only"
-_WITH_MIROSTAT = "has an effect with `mirostat` only"
-_WITH_RANGE = "has an effect with `dynatemp_range` only"
-_ZERO, _ONE, _EMPTY, _NOTHING = Refused((0,)), Refused((1,)), Refused(({},)), Refused(([],))
+_ZERO, _ONE, _EMPTY = Refused((0,)), Refused((1,)), Refused(({},))
+#: field -> the refused field without which it has no effect
+_WITH_OTHERS = {
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta"), "mirostat"),
+    **dict.fromkeys(
+        ("dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers"), "dry_multiplier"
+    ),
+    "repeat_last_n": "repeat_penalty",
+    "xtc_threshold": "xtc_probability",
+    "dynatemp_exponent": "dynatemp_range",
+}
 _HARMLESS = {
-    "user": CLIENTS,
-    "safety_identifier": CLIENTS,
-    "metadata": CLIENTS,
+    **dict.fromkeys(("user", "safety_identifier", "metadata"), CLIENTS),
     "prompt_cache_retention": "how long a prefix stays cached",
     "keep_alive": "how long a model stays loaded",
-    "repeat_last_n": "has an effect with `repeat_penalty` only",
-    "mirostat_tau": _WITH_MIROSTAT,
-    "mirostat_eta": _WITH_MIROSTAT,
-    "dry_base": _WITH_DRY,
-    "dry_allowed_length": _WITH_DRY,
-    "dry_penalty_last_n": _WITH_DRY,
-    "dry_sequence_breakers": _WITH_DRY,
-    "xtc_threshold": _WITH_XTC,
-    "dynatemp_exponent": _WITH_RANGE,
+    **{name: f"has an effect with `{other}` only" for name, other in _WITH_OTHERS.items()},
 }
 _REFUSED = {
-    # OpenAI's
+    **dict.fromkeys(
+        (
+            *("web_search_options", "audio", "prompt_embeds", "input_embeds", "custom_logit_processor"),
+            *("lora_path", "thinking_token_budget", "samplers"),
+        ),
+        NO,
+    ),
+    **dict.fromkeys(
+        (
+            *("use_beam_search", "early_stopping", "return_hidden_states", "penalize_nl", "safe_prompt"),
+            *("watermark", "details"),
+        ),
+        OFF,
+    ),
+    **dict.fromkeys(
+        (
+            *("top_a", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "mirostat", "mirostat_mode"),
+            *("dry_multiplier", "xtc_probability", "dynatemp_range", "smoothing_factor", "n_keep"),
+        ),
+        _ZERO,
+    ),
+    **dict.fromkeys(("length_penalty", "typical_p", "tfs_z", "encoder_repetition_penalty"), _ONE),
+    **dict.fromkeys(("kv_transfer_params", "vllm_xargs", "session_params", "options"), _EMPTY),
+    **dict.fromkeys(("spaces_between_special_tokens", "cache_prompt"), Refused((True,))),
+    "logits_processors": Refused(([],)),
     "store": Refused((False,), "nothing is stored"),
     "service_tier": Refused(("auto", "default")),
     "functions": Refused(([],), "use tools"),
     "function_call": Refused(("none", "auto"), "use tool_choice"),
-    "web_search_options": NO,
     "verbosity": Refused(VERBOSITIES),
     "modalities": Refused((["text"],)),
-    "audio": NO,
-    # vLLM's and SGLang's
-    "use_beam_search": OFF,
-    "length_penalty": _ONE,
-    "early_stopping": OFF,
-    "spaces_between_special_tokens": Refused((True,)),
-    "return_hidden_states": OFF,
-    "prompt_embeds": NO,
-    "input_embeds": NO,
-    "kv_transfer_params": _EMPTY,
-    "vllm_xargs": _EMPTY,
-    "logits_processors": _NOTHING,
-    "custom_logit_processor": NO,
-    "lora_path": NO,
-    "session_params": _EMPTY,
     "no_stop_trim": Refused((False,), "use include_stop_str_in_output"),
-    "thinking_token_budget": NO,
-    # sampling of other engines
-    "typical_p": _ONE,
-    "tfs_z": _ONE,
-    "top_a": _ZERO,
-    "epsilon_cutoff": _ZERO,
-    "eta_cutoff": _ZERO,
-    "no_repeat_ngram_size": _ZERO,
-    "encoder_repetition_penalty": _ONE,
     "repeat_penalty": Refused((1,), "use repetition_penalty"),
-    "penalize_nl": OFF,
-    "mirostat": _ZERO,
-    "mirostat_mode": _ZERO,
-    "dry_multiplier": _ZERO,
-    "xtc_probability": _ZERO,
-    "dynatemp_range": _ZERO,
-    "smoothing_factor": _ZERO,
-    "samplers": NO,
     "do_sample": Refused((True,), "use temperature 0"),
     "min_length": Refused((0,), "use min_tokens"),
     "max_length": Refused((), "use max_tokens"),
-    "n_keep": _ZERO,
     "n_probs": Refused((0,), "use logprobs"),
     "id_slot": Refused((-1,)),
-    "cache_prompt": Refused((True,)),
-    "safe_prompt": OFF,
-    "watermark": OFF,
-    "details": OFF,
     "return_full_text": Refused((False,), "use echo"),
-    "options": _EMPTY,
     "format": Refused((), "use response_format"),
     "suffix": Refused(("",)),
 }
