@@ -187,7 +187,7 @@ async def test_unsupported_diffusion_fields_are_a_400(serving: Serving) -> None:
 
         for value, named in BAD:
             error = await refusal(diffusion=value)
-            assert (error["param"], named in error["message"]) == ("diffusion", True), error
+            assert (error["param"].split(".")[0], named in error["message"]) == ("diffusion", True), error
         for field, value, param in REFUSED:
             error = await refusal(**{field: value, "logprobs": field == "top_logprobs"})
             assert (error["param"], "diffusion model" in error["message"]) == (param, True), error
