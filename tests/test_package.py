@@ -30,7 +30,7 @@ import aioinfer
 aioinfer.Engine, aioinfer.EngineConfig, aioinfer.SamplingParams, aioinfer.errors
 aioinfer.Engine(aioinfer.EngineConfig())
 print(json.dumps({
-    "heavy": [name for name in ("torch", "transformers", "aiohttp", "uvloop", "pydantic") if name in sys.modules],
+    "heavy": sorted({"torch", "transformers", "aiohttp", "uvloop", "pydantic"} & sys.modules.keys()),
     "signals": handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)],
     "environment": environment == dict(os.environ),
     "logging": root == logging.getLogger().handlers,
