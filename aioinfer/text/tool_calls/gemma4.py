@@ -41,8 +41,7 @@ _BARE = regex.compile(
 #: the types of what is not between quotation marks
 _OTHER_TYPES = frozenset({"number", "boolean", "null"})
 _BRACKETS = {"{": "}", "[": "]"}
-
-
+#: a key that needs no quotation marks
 _BARE_NAME = regex.compile(r"[^\s:,{}\[\]<](?:[^:,{}\[\]<]*[^\s:,{}\[\]<])?")
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
