@@ -14,6 +14,8 @@ from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar_bounds import MOST_LEVELS, MOST_RULES, GrammarBounds
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
+from aioinfer.text.tool_calls import PARSERS
+from aioinfer.text.tool_grammar import AnswerGrammar
 from tests.text.grammar_shapes import SHAPES, backend, deepest
 from tests.text.merging_schemas import BOMBS, JsonSchema
 from tests.tiers import SECONDS, nightly, rest, thinned
@@ -87,6 +89,18 @@ def test_no_way_to_write_a_reference_hides_it(guidance: GuidanceBackend) -> None
         definitions[f"d{MOST_LEVELS}"] = {}
         with pytest.raises(InvalidRequest, match=refusal):
             compiled(guidance, {"$defs": definitions, "$ref": form.format(0), **root})
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_arguments_after_a_long_chain_of_references_are_refused(guidance: GuidanceBackend, name: str) -> None:
+    """The rules of an answer are not counted: their builders have the limit of Python's recursion."""
+    definitions: JsonSchema = {
+        f"d{at}": {"type": "array", "items": {"$ref": f"#/$defs/d{at + 1}"}} for at in range(3000)
+    }
+    definitions["d3000"] = {}
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/d0"}}, "$defs": definitions}
+    with pytest.raises(ValueError, match=rf"{TOO_DEEP}|is nested too deeply"):
+        guidance.compile(AnswerGrammar(PARSERS[name], {"f": schema}).build())
 
 
 @pytest.mark.parametrize("reference", ["https://x.test/s#/$defs/a", "#a", "#/$defs/missing"])
