@@ -13,7 +13,7 @@ ways, each with all that the ones before it have:
 * ``overlap``: the next round is launched before the host has read the last one.
 
 ``fresh`` is the number of prompt blocks that are not in the prefix cache: 0 asks the same questions again,
-others put a conversation of so many blocks in front. All ways see the same requests, in turns within a round;
+others put a conversation of that length in front. All ways see the same requests, in turns within a round;
 ``over_first`` is a ratio of neighbours. Accuracy is exact match, of all rounds.
 
 With ``--shape``, a model of random weights in a real one's shape, whose blocks take scripted rounds: prompts
@@ -178,7 +178,7 @@ class Question:
 
 
 def conversations(rng: random.Random, count: int, fresh: int, engine: Engine) -> list[Question]:
-    """Questions of all tasks in turn; in front of each so many blocks of other questions and answers."""
+    """Questions of all tasks in turn; in front of each ``fresh`` blocks of other questions and answers."""
     tokenizer, size = engine.tokenizer, engine.info.block_size
     assert tokenizer is not None
     assert size is not None

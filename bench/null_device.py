@@ -104,7 +104,7 @@ class _Flight:
 
 
 def null_engine(streams: int, step_ms: float, **settings: Any) -> tuple[Engine, NullDevice]:
-    """An engine for so many streams over a null device, with the bundled tokenizer; and the device.
+    """An engine for ``streams`` streams over a null device, with the bundled tokenizer; and the device.
 
     Its tokens are those of this project's documentation, and of a line in other scripts now and then.
     """

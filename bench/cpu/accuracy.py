@@ -59,7 +59,7 @@ async def perplexity(settings: dict[str, Any], windows: Sequence[Sequence[int]])
 
 
 def windows_of(model: Path, count: int) -> list[list[int]]:
-    """Token ids of the documentation, at most so many windows."""
+    """Token ids of the documentation, at most ``count`` windows."""
     text = "\n".join(file.read_text() for file in sorted((ROOT / "docs").glob("*.md")))
     ids = Tokenizer.from_file(str(model / "tokenizer.json")).encode(text).ids
     return [ids[at : at + _WINDOW] for at in range(0, len(ids) - _WINDOW, _WINDOW)][:count]

@@ -109,7 +109,7 @@ class Client:
 
 @contextmanager
 def client(program: Path, port: int, streams: int) -> Iterator[Client]:
-    """A client with so many connections and one endless request on each; see client.cpp."""
+    """A client with one endless request on each of ``streams`` connections; see client.cpp."""
     asked = {"model": "null", "max_tokens": MAX_TOKENS, "temperature": 0, "stream": True}
     before, after = json.dumps({**asked, "prompt": [0, 5, 5, 5]}).split("[0,")
     command = [str(program), str(port), PATH, str(streams), str(_OFFSETS), f"{before}[", f",{after}"]

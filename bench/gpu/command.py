@@ -75,7 +75,7 @@ def parse_settings(texts: list[str]) -> dict[str, str]:
 
 
 def run_part(module: str, plan: Plan, seconds: float, report: Report) -> None:
-    """Run a part in a process for so many seconds at most; the report has its rows, also if it dies."""
+    """Run a part in a process for at most ``seconds``; the report has its rows, also if it dies."""
     with tempfile.TemporaryDirectory() as folder:
         journal = Path(folder) / "journal"
         process = multiprocessing.get_context("spawn").Process(target=_child, args=(module, plan, journal))
@@ -108,5 +108,5 @@ def _child(module: str, plan: Plan, journal: Path) -> None:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(work)
     sys.stdout.flush()
-    # Threads that a failed part has left behind must not keep its process.
+    # Threads of a failed part must not keep its process.
     os._exit(0)

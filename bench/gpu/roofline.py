@@ -105,5 +105,5 @@ def decode_phases(shape: Shape, contexts: int, rows: int) -> dict[str, Phase]:
 
 
 def decode_step(shape: Shape, contexts: int, rows: int, peaks: Peaks) -> float:
-    """Seconds of a step of ``rows`` decodes whose contexts have so many positions together."""
+    """Seconds of a step of ``rows`` decodes with ``contexts`` positions together."""
     return sum(map(peaks.seconds, decode_phases(shape, contexts, rows).values()))

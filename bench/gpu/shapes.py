@@ -62,7 +62,7 @@ def write_model(shape: Shape, folder: Path) -> Path:
 
 
 def write_tokenizer(vocab: int, folder: Path) -> None:
-    """A byte-level tokenizer of so many tokens: the bytes, and words of three and more letters.
+    """A byte-level tokenizer of ``vocab`` tokens: the bytes, and words of three and more letters.
 
     It is for decoding, at the cost of a real one of that size; nothing was learned, so it merges nothing.
     """

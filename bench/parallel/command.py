@@ -2,7 +2,7 @@
 
 ``policies``  three workloads under each policy, on toy devices in virtual time with a model of their cost:
               TTFT and the share of prompts in prefix caches. Scheduler and cache are the real ones
-``cost``      an engine alone and one behind a dispatcher, in turns: the loop's time per token of many
+``cost``      an engine alone and one under a dispatcher, in turns: the loop's time per token of many
               streams, and the time to the first token where there is nothing else to do
 ``failover``  from the loss of a device to the next token of its stream, and what of it is prefill
 """
@@ -147,7 +147,7 @@ def _failover(options: argparse.Namespace, report: Report) -> None:
 
 
 async def _lose_one(tokens: int) -> tuple[float, float]:
-    """Seconds from the loss of the device of a stream with so many tokens to its next one, and of a prompt of
+    """Seconds from the loss of a stream's device after ``tokens`` tokens to its next one, and of a prompt of
     that length to its first token."""
     params = SamplingParams(max_tokens=tokens + 16, ignore_eos=True, seed=1, speculate=False)
     prompt = [number % 200 + 10 for number in range(200)]

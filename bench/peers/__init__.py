@@ -1,4 +1,4 @@
-"""Other engines, each in a virtual environment and a process of its own, behind one protocol.
+"""Other engines, each in a virtual environment and a process of its own, with one protocol.
 
     python -m bench.peers list                      engines, and versions of those that are installed
     python -m bench.peers install openvino vllm     make virtual environments (.peers/NAME)

@@ -22,7 +22,7 @@ __all__ = ["Adapter", "Settings", "serve"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What every engine is given alike."""
+    """Settings that are equal for all engines."""
 
     #: the checkpoint in the form that the library reads: a directory or a file
     model: str
@@ -38,7 +38,7 @@ class Settings:
 
 
 class Adapter(Protocol):
-    """A library, behind two functions."""
+    """A library with two functions."""
 
     def load(self, settings: Settings) -> dict[str, Any]:
         """Get ready; returns facts for the report (versions, precisions)."""
