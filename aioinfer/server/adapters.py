@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from functools import partial
 from typing import Annotated, NoReturn
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
 from pydantic import Field
@@ -23,6 +23,7 @@ from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.http.records import record_of
 from aioinfer.server.openai.protocol import read
 from aioinfer.server.openapi.endpoints import Endpoint, Route
+from aioinfer.waiting import NamedLocks
 
 __all__ = ["AdapterRoutes", "Adapters", "LoadBody", "UnloadBody"]
 
@@ -76,7 +77,7 @@ _UNLOAD = Endpoint(
 
 
 #: by engine, and by name
-_turns: WeakKeyDictionary[EngineLike, WeakValueDictionary[str, asyncio.Lock]] = WeakKeyDictionary()
+_turns: WeakKeyDictionary[EngineLike, NamedLocks] = WeakKeyDictionary()
 
 
 class Adapters:
@@ -125,11 +126,7 @@ class Adapters:
 
     def _turn(self, name: str) -> asyncio.Lock:
         """The lock that loads of a name hold, on any socket."""
-        turns = _turns.setdefault(self._engine, WeakValueDictionary())
-        lock = turns.get(name)
-        if lock is None:
-            lock = turns[name] = asyncio.Lock()
-        return lock
+        return _turns.setdefault(self._engine, NamedLocks())[name]
 
     def _enabled(self) -> str:
         if self._root is None:
