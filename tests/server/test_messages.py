@@ -287,7 +287,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [{**USER, "colour": "red"}]}, "messages[0].colour"),
     ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-    ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "tool_use", "id": "1", "name": "f", "input": {}}]}
+            ]
+        },
+        "messages[0].content[0].type",
+    ),
     (
         {
             "messages": [
@@ -305,7 +312,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"system": [{"type": "image"}]}, "system[0].type"),
     ({"colour": "red"}, "colour"),
     ({"stop_sequences": "a"}, "stop_sequences"),
-    ({"stop_sequences": ["a", 5]}, "stop_sequences"),
+    ({"stop_sequences": ["a", 5]}, "stop_sequences[1]"),
     ({"temperature": "hot"}, "temperature"),
     ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "thinking.type"),
     ({"thinking": {"type": "sometimes"}}, "thinking.type"),

@@ -316,7 +316,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
     ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
     ({"include": ["everything"]}, "include[0]"),
-    ({"metadata": {"a": 1}}, "metadata"),
+    ({"metadata": {"a": 1}}, "metadata.a"),
     ({"stream_options": {"include_usage": True}}, "stream_options.include_usage"),
     ({"prompt_logprobs": 1}, "prompt_logprobs"),
     ({"tools": [{**TOOL, "parameters": DEEP}], "tool_choice": "none"}, "tools"),
