@@ -25,9 +25,9 @@ from aioinfer.loop import factory, observing
 from aioinfer.loop.adapters import AdapterLoads
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
-from aioinfer.loop.loop_bound import EngineState, asyncio_loop, require_loop
-from aioinfer.loop.options import Prompt, check_timeout
+from aioinfer.loop.options import Prompt
 from aioinfer.loop.runtime import Runtime
+from aioinfer.loop.service import EngineState, asyncio_loop, require_loop
 from aioinfer.loop.updating import UpdateMode, WeightSource
 from aioinfer.observe.observers import Observer
 from aioinfer.observe.stats import EngineStats
@@ -35,6 +35,7 @@ from aioinfer.observe.timeline import Timeline
 from aioinfer.observe.tracing import require_api
 from aioinfer.outputs import AdapterInfo
 from aioinfer.params import SamplingParams
+from aioinfer.request import check_timeout
 from aioinfer.threadsafe import ThreadsafeEngine
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
 from aioinfer.execution.device import DeviceInfo, Progress
-from aioinfer.loop.loop_bound import EngineState
+from aioinfer.loop.service import EngineState
 from aioinfer.loop.updating import UpdateMode, WeightSource
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline

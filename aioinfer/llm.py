@@ -1,44 +1,55 @@
-"""LLM: the synchronous engine, for scripts and for study. Same scheduler, same steps, no event loop."""
+"""LLM: an engine that is called, not awaited, for scripts and for study.
+
+An :class:`~aioinfer.Engine` on an event loop of its own, in a thread that belongs to the object. It computes
+while a call waits for it, and rests between calls.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import itertools
+import logging
 import os
 import sys
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack, cast
+import threading
+import weakref
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
-from aioinfer.embedding import EmbeddingForm, EmbeddingOptions, of_input, source_form
-from aioinfer.errors import (
-    Cancelled,
-    EngineFailed,
-    InvalidRequest,
-)
-from aioinfer.loop.blocking import progress_bar
-from aioinfer.loop.blocking_loop import BlockingLoop, Entered
-from aioinfer.loop.options import Prompt, PromptForm, is_one
-from aioinfer.loop.updating import (
-    ABORTED,
-    UpdateMode,
-    WeightSource,
-    check_mode,
-    check_version,
-    frozen,
-    updatable,
-)
+from aioinfer.checkpoint.sentences import Sentences
+from aioinfer.config import EngineConfig
+from aioinfer.embedding import EmbeddingOptions
+from aioinfer.engine import Engine
+from aioinfer.errors import EngineClosed, InvalidRequest
+from aioinfer.execution.device import Device
+from aioinfer.loop import factory
+from aioinfer.loop.options import Prompt, is_one, pooling_params
+from aioinfer.loop.updating import UpdateMode, WeightSource, frozen
+from aioinfer.mapping import MapProgress, ResultMap
 from aioinfer.observe.stats import EngineStats
 from aioinfer.outputs import AdapterInfo, Chunk, Result
-from aioinfer.params import SamplingParams
-from aioinfer.pooling import Pooling
-from aioinfer.scoring import ScoreOptions, Scores, score_job
+from aioinfer.params import SamplingParams, inherited
+from aioinfer.request import RequestOptions
+from aioinfer.scoring import ScoreOptions, Scores
+from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
+    from aioinfer.execution.launcher import Launcher
+    from aioinfer.loop.core import Core
+    from aioinfer.speculation.drafter import Drafter
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["LLM"]
 
+_T = TypeVar("_T")
+_log = logging.getLogger("aioinfer")
 
-class LLM(BlockingLoop):
+
+class LLM:
     """A language model that is called, not awaited.
 
     ::
@@ -49,16 +60,83 @@ class LLM(BlockingLoop):
 
     :meth:`add_request`, :meth:`step` and :meth:`has_unfinished` are the loop in its parts: each ``step``
     computes one forward pass of everything that can run and returns the requests that finished with it;
-    :meth:`take_chunks` has what is new of the others. Everything happens on the calling thread.
+    :meth:`take_chunks` has what is new of the others.
 
-    An exception that interrupts a step half-way, such as KeyboardInterrupt, ends every request that has not
-    finished; the object can be used again. Deadlines count from queueing on and are checked between steps;
-    their defaults are those of the config.
+    The engine has a thread and an event loop of its own, so an LLM also works in a notebook and within an
+    event loop, and an exception that interrupts a call, such as KeyboardInterrupt, ends the requests of that
+    call and no others. Errors, options and their defaults are those of :class:`~aioinfer.Engine`.
     """
 
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        return self._core.tokenizer
+    def __init__(
+        self,
+        config: EngineConfig | None = None,
+        *,
+        device: Callable[[EngineConfig], Device] | None = None,
+        tokenizer: Callable[[EngineConfig], Tokenizer | None] = factory.load_tokenizer,
+        drafter: Drafter | None = None,
+    ) -> None:
+        """Load the model. Raises ConfigError, OutOfMemory. ``device`` and ``tokenizer`` replace the real
+        ones in tests; ``drafter`` proposes tokens in place of ``config.speculation``."""
+        self.config = config if config is not None else EngineConfig()
+        launcher = factory.make_launcher if device is None else _inline(device)
+        self._engine = Engine(self.config, launcher=launcher, tokenizer=tokenizer, drafter=drafter)
+        self._loop = asyncio.new_event_loop()
+        # It does not refer to this object: one that is dropped is closed.
+        self._thread = threading.Thread(
+            target=_run_loop, args=(self._loop,), name="aioinfer-llm", daemon=True
+        )
+        self._thread.start()
+        self._stop = weakref.finalize(self, _close, self._engine, self._loop, self._thread)
+        self._keys = itertools.count(1)
+        #: requests of :meth:`add_request` that were not returned, by key, and those that have ended
+        self._open: dict[int, Stream] = {}
+        #: of these, those whose chunks have not all been taken
+        self._unread: dict[int, Stream] = {}
+        #: calls for which the engine runs
+        self._calls = 0
+        try:
+            self._run(self._start())
+        except BaseException:
+            self._stop()
+            raise
+
+    async def _start(self) -> None:
+        await self._engine.start()
+        await self._engine.pause()
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """What a coroutine returns on the engine's loop. An exception that interrupts the waiting cancels it,
+        and is raised at its end. Raises EngineClosed."""
+        if not self._stop.alive:
+            work.close()
+            raise EngineClosed("the LLM is closed")
+        done: concurrent.futures.Future[_T] = concurrent.futures.Future()
+        tasks: list[asyncio.Task[_T]] = []
+
+        def begin() -> None:
+            tasks.append(self._loop.create_task(work))
+            tasks[0].add_done_callback(partial(_tell, done))
+
+        self._loop.call_soon_threadsafe(begin)
+        try:
+            return done.result()
+        except BaseException:
+            if not done.done():
+                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+                concurrent.futures.wait([done])
+            raise
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        """Have the engine compute, with all that it has."""
+        self._calls += 1
+        self._engine.resume()
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            if not self._calls and not self._engine.closed:
+                await self._engine.pause()
 
     # -- the loop in its parts ------------------------------------------------------------------
 
@@ -67,148 +145,77 @@ class LLM(BlockingLoop):
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        priority: int = 0,
-        cache_salt: str = "",
-        routing_key: str | None = None,
-        adapter: str | None = None,
-        waiting_timeout: float | None = None,
-        running_timeout: float | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> int:
         """Queue a prompt; returns the key of its result in :meth:`step`. Raises InvalidRequest, Rejected.
 
         The options are those of :meth:`aioinfer.Engine.generate`. All arguments are copied.
         """
-        self._opened()
-        others = {"priority": priority, "cache_salt": cache_salt, "routing_key": routing_key}
-        options = self._options(waiting_timeout, running_timeout, adapter=adapter, **others)
-        entered = self._prepare(prompt, params, options, chat_template_kwargs)
-        self._submit(entered, returned=True)
-        return entered.request.key
+        stream = self._run(self._queued(prompt, params, chat_template_kwargs, options))
+        key = next(self._keys)
+        self._open[key] = self._unread[key] = stream
+        return key
+
+    async def _queued(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        template_kwargs: Mapping[str, Any] | None,
+        options: RequestOptions,
+    ) -> Stream:
+        stream = self._engine.generate(prompt, params, chat_template_kwargs=template_kwargs, **options)
+        await stream.accepted()
+        return stream
 
     def has_unfinished(self) -> bool:
-        """A request has not been returned by :meth:`step` yet."""
-        self._mend()
-        return bool(self._open or self._ended or self._flights)
+        """A request has not been returned by :meth:`step` yet, or a step is in flight."""
+        return self._stop.alive and bool(self._open or self._engine._started().driver.steps_in_flight)
 
     def step(self) -> dict[int, Result]:
         """Compute one step and return the requests that finished with it, by key.
 
         As in the engine, ``overlap_steps`` steps are launched ahead of the one whose result is read. Raises
-        what the step raised, after ending its requests. A step that ran out of memory is repeated as smaller
-        ones; OutOfMemory is raised for a request that was in two of these without a token in between.
-        TimedOut is raised for a request whose deadline has passed.
+        the error of a request that failed; other requests that finished are returned by the next call.
         """
-        self._advance()
-        for key, request in self._ended.items():
-            if request.error is not None:
-                # Other requests that finished in this step are returned by the next one.
-                del self._ended[key]
-                raise request.error
-        finished = {key: request.result() for key, request in self._ended.items()}
-        self._ended = {}
-        return finished
+        return self._run(self._step())
+
+    async def _step(self) -> dict[int, Result]:
+        await self._engine._serving().driver.step()
+        ended = {key: stream for key, stream in self._open.items() if stream.done}
+        for key, stream in ended.items():
+            error = stream.cell.output.error
+            if error is not None:
+                del self._open[key]
+                raise error
+        for key in ended:
+            del self._open[key]
+        return {key: stream.result() for key, stream in ended.items()}
 
     def take_chunks(self) -> dict[int, Chunk]:
         """What the requests have put out since the previous call, by key; also those that finished in the
-        latest :meth:`step`. The chunks of one request are like those of a :class:`~aioinfer.Stream`: behind
+        latest :meth:`step`. The chunks of one request are like those of a :class:`~aioinfer.Stream`: after
         an update of the weights its last ones can take further calls, until one has ``finish_reason``."""
-        self._mend()
-        ended, self._latest, self._partly = {**self._partly, **self._latest}, {}, {}
-        taken = {key: (cell, cell.take()) for key, cell in {**ended, **self._open}.items()}
-        for key, (cell, chunk) in taken.items():
-            if key in ended and chunk is not None and chunk.finish_reason is None:
-                self._partly[key] = cell  # each version of the weights has a chunk of its own
-        return {key: chunk for key, (_, chunk) in taken.items() if chunk is not None}
+        return self._run(self._take()) if self._unread else {}
+
+    async def _take(self) -> dict[int, Chunk]:
+        chunks: dict[int, Chunk] = {}
+        for key, stream in list(self._unread.items()):
+            chunk = stream.cell.take()
+            if chunk is not None:
+                chunks[key] = chunk
+            if stream.done and (chunk is None or chunk.finish_reason is not None):
+                del self._unread[key]
+        return chunks
 
     def abort(self, key: int) -> bool:
         """End a request; :meth:`step` does not return it. False if it is not there or has ended."""
-        self._mend()
-        cell = self._open.get(key)
-        if cell is not None:
-            self._end(cell.request)
-        return cell is not None
-
-    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
-        """Load a LoRA adapter for requests with its name. As :meth:`aioinfer.Engine.load_adapter`, but
-        nothing goes on meanwhile, and Rejected is raised where that waits: call :meth:`step` first."""
-        self._opened()
-        self._mend()
-        return self._loads.load(name, path)
-
-    def unload_adapter(self, name: str) -> None:
-        """As :meth:`aioinfer.Engine.unload_adapter`."""
-        self._opened()
-        self._mend()
-        self._loads.unload(name)
-
-    def adapters(self) -> list[AdapterInfo]:
-        """The adapters that new requests can have."""
-        return [version.info for version in self._core.adapters.loaded.values()]
-
-    def stats(self) -> EngineStats:
-        """A snapshot; O(1)."""
-        return EngineStats.of(
-            self._core.scheduler,
-            output_tokens=self._core.texts.output_tokens,
-            state="closed" if self._device is None else "running",
-            paused=False,
-            arriving=0,
-            steps_in_flight=len(self._flights),
-            failed_checks=0,
-            stalled=0.0,
-            timeline=self._timeline,
-            adapters_loaded=len(self._core.adapters.loaded),
-            adapters_draining=self._core.adapters.draining,
-        )
-
-    # -- weights --------------------------------------------------------------------------------
-
-    def update_weights(
-        self, source: WeightSource, *, mode: UpdateMode = "keep", version: int | None = None
-    ) -> int:
-        """Go on with other weights of the same model; returns their version. As
-        :meth:`aioinfer.Engine.update_weights`; with mode "wait" the requests that have begun are computed to
-        their ends here. If the weights cannot be written after they were checked, the LLM is closed.
-
-        Raises ConfigError, which names the tensor, EngineFailed, and what a step raises.
-        """
-        device, core = self._opened(), self._core
-        self._mend()
-        check_mode(mode)
-        chosen = check_version(version, core.weight_version)
-        prepared = updatable(device).prepare_weights(frozen(source), lambda: None)
-        if mode == "wait":
-            try:
-                core.hold_back()
-                while core.begun:
-                    self._advance(keep=True)
-            finally:
-                core.let_in()
-        while self._flights:
-            _, error = self._read()
-            self._changing = False
-            if error is not None:
-                raise error
-        self._changing = True
-        if mode == "abort":
-            begun = core.begun
-            for request in begun:
-                core.abort(request, Cancelled(ABORTED))
-            self._take_ended(begun, returned=True)
-        core.ended += core.replace_weights(chosen)
-        self._changing = False
-        try:
-            updatable(device).install_weights(prepared)
-        except BaseException as error:
-            self.close()
-            raise EngineFailed(f"the weights could not be replaced: {error}") from error
-        return chosen
-
-    @property
-    def weight_version(self) -> int:
-        """Of the weights that compute the next step."""
-        return self._core.weight_version
+        stream = self._open.get(key)
+        if stream is None or stream.done or not self._stop.alive:
+            return False
+        del self._open[key], self._unread[key]
+        self._run(stream.aclose())
+        return True
 
     # -- whole answers --------------------------------------------------------------------------
 
@@ -217,30 +224,96 @@ class LLM(BlockingLoop):
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        adapter: str | None = None,
-        waiting_timeout: float | None = None,
-        running_timeout: float | None = None,
         progress: bool | None = None,
+        **options: Unpack[RequestOptions],
     ) -> list[Result]:
         """Generate for all prompts; results in their order.
 
         A single prompt (text, a list of token ids, a list of messages) is a list of one. ``params`` is one
-        for all or one for each. ``adapter``: the LoRA adapter of all. The timeouts, in seconds, are those
-        of each request: until its first step, and from there on. ``progress`` shows a bar; by default only
-        on a terminal. A single message is refused: a chat is a list.
+        for all or one for each; ``options``, for all, are those of :meth:`aioinfer.Engine.generate`.
+        ``progress`` shows a bar; by default only on a terminal. A single message is refused: a chat is a
+        list.
 
         Raises InvalidRequest before anything is computed, with ``field`` "prompts[3]" for the prompt at index
-        3, if there are several; TimedOut, and what a step raises. Whatever it is, no request of this call is
-        left.
+        3, if there are several; and the errors of requests. Whatever it is, no request of this call is left.
         """
-        self._opened()
         given: Any = prompts
         batch = [given] if is_one(given) else list(given)
         each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
         if len(each) != len(batch):
             raise ValueError(f"{len(each)} params for {len(batch)} prompts")
-        options = self._options(waiting_timeout, running_timeout, adapter=adapter)
-        return self._finish_all(self._prepare_all(batch, each, options), progress)
+        with _Bar(len(batch), progress) as shown:
+            return self._run(self._generate(batch, each, options, shown))
+
+    async def _generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | None],
+        options: RequestOptions,
+        progress: MapProgress,
+    ) -> list[Result]:
+        serving, pooling = self._engine._serving(), options.get("pooling")
+        asked: list[Any] = []
+        for index, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
+            if pooling is not None:
+                chosen = pooling_params(inherited(chosen, SamplingParams()))
+            settled = inherited(chosen, self.default_params)
+            try:
+                source = serving.source(prompt)
+                serving.checks.check(settled, pooling)
+                serving.checks.check_length(settled, len(await serving.encode(source)), pooling)
+            except InvalidRequest as error:
+                if len(prompts) == 1 or error.field != "prompt":
+                    raise
+                raise InvalidRequest(f"prompts[{index}]", error.message, code=error.code) from error
+            asked.append((source, settled))
+
+        def submit(item: Any, waiting: int) -> Stream:
+            return self._engine.generate(*item, **options)
+
+        concurrency = max(1, min(len(asked), self.config.max_queued_requests))
+        results = ResultMap(submit, asked, concurrency=concurrency, progress=progress, on_error="raise")
+        async with self._running(), results:
+            return [result async for result in results]  # type: ignore[misc]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Iterator[Chunk]:
+        """The chunks of one answer, as they come; other requests advance with it.
+
+        The arguments are checked and copied at once. The request is queued when the first chunk is wanted,
+        and aborted when the iterator is closed or dropped. Raises InvalidRequest; the iterator also Rejected
+        and the errors of the request.
+        """
+        if not self._stop.alive:
+            raise EngineClosed("the LLM is closed")
+        serving = self._engine._runtime
+        assert serving is not None
+        source, settled = serving.source(prompt, chat_template_kwargs), inherited(params, self.default_params)
+        serving.checks.check(settled, None, source.least_tokens)
+        return self._chunks(source, settled, options)
+
+    def _chunks(self, source: Prompt, params: SamplingParams, options: RequestOptions) -> Iterator[Chunk]:
+        stream = self._run(self._queued(source, params, None, options))
+        try:
+            while (chunk := self._run(self._next(stream))) is not None:
+                yield chunk
+                if chunk.finish_reason is not None:
+                    return
+        finally:
+            stream.leave()
+
+    async def _next(self, stream: Stream) -> Chunk | None:
+        chunk = stream.cell.take()
+        if chunk is None or stream.cell.parked:
+            async with self._running():
+                return await anext(stream, None) if chunk is None else chunk
+        return chunk
 
     def embed(
         self,
@@ -251,15 +324,11 @@ class LLM(BlockingLoop):
         **asked: Unpack[EmbeddingOptions],
     ) -> Any:
         """As :meth:`aioinfer.Engine.embed`; ``progress`` as of :meth:`generate`."""
-        self._opened()
-        form = EmbeddingForm.of(self._core.info, self.sentences, **asked)
-        one, several = is_one(inputs), cast("Sequence[Prompt]", inputs)
-        given: Any = [inputs] if one else list(several)
-        names = ["inputs" if one else f"inputs[{index}]" for index in range(len(given))]
-        prompts = [form.prompt(each) for each in given]
-        results = self._pooled(prompts, form.pooling, names, progress, form.form, adapter=adapter)
-        found = [form.finish(each) for each in results]
-        return found[0] if one else found
+        given: Any = inputs
+        with _Bar(1 if is_one(given) else len(given), progress) as shown:
+            return self._run(
+                self._computed(lambda: self._engine.embed(inputs, adapter=adapter, progress=shown, **asked))
+            )
 
     def score(
         self,
@@ -271,88 +340,155 @@ class LLM(BlockingLoop):
         **asked: Unpack[ScoreOptions],
     ) -> Scores:
         """As :meth:`aioinfer.Engine.score`; ``progress`` as of :meth:`generate`."""
-        self._opened()
-        job = score_job(self._core.info, self.tokenizer, self.sentences, query, documents, **asked)
-        names = [job.name(index) for index in range(len(job.prompts))]
-        return job.finish(self._pooled(job.prompts, job.pooling, names, progress, job.form, adapter=adapter))
+        with _Bar(len(documents), progress) as shown:
+            return self._run(
+                self._computed(
+                    lambda: self._engine.score(query, documents, adapter=adapter, progress=shown, **asked)
+                )
+            )
 
-    def _pooled(
-        self,
-        prompts: Sequence[Prompt],
-        pooling: Pooling,
-        names: Sequence[str],
-        progress: bool | None,
-        form: PromptForm | None = None,
-        *,
-        adapter: str | None = None,
-    ) -> list[Result]:
-        params = SamplingParams(max_tokens=0)
-        options = self._options(None, None, pooling=pooling, adapter=adapter)
-        entered: list[Entered] = []
-        for name, prompt in zip(names, prompts, strict=True):
-            try:
-                source = self._core.source(prompt, None, source_form(prompt, form))
-                entered.append(self._prepare(source, params, options))
-            except InvalidRequest as error:
-                raise of_input(error, name) from error.__cause__
-        return self._finish_all(entered, progress)
+    async def _computed(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
+        """What a call returns while the engine computes."""
+        async with self._running():
+            return await call()
 
-    def _finish_all(self, prepared: Sequence[Entered], progress: bool | None) -> list[Result]:
-        """Queue these and compute until they have ended; none is left if anything raises."""
-        entered = deque(prepared)
-        requests = [each.request for each in entered]
-        left = len(requests)
+    # -- adapters and weights -------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
+        """As :meth:`aioinfer.Engine.load_adapter`; requests advance meanwhile."""
+        return self._run(self._computed(lambda: self._engine.load_adapter(name, path)))
+
+    def unload_adapter(self, name: str) -> None:
+        """As :meth:`aioinfer.Engine.unload_adapter`."""
+        self._run(self._engine.unload_adapter(name))
+
+    def adapters(self) -> list[AdapterInfo]:
+        """The adapters that new requests can have."""
+        return self._engine.adapters()
+
+    def update_weights(
+        self, source: WeightSource, *, mode: UpdateMode = "keep", version: int | None = None
+    ) -> int:
+        """As :meth:`aioinfer.Engine.update_weights`; with mode "wait", requests advance meanwhile."""
+        return self._run(self._update(frozen(source), mode, version))
+
+    async def _update(self, given: WeightSource, mode: UpdateMode, version: int | None) -> int:
+        await self._engine.pause()  # which ends the steps in flight
+        if mode != "wait":
+            return await self._engine.update_weights(given, mode=mode, version=version)
+        async with self._running():
+            return await self._engine.update_weights(given, mode=mode, version=version)
+
+    # -- observing ------------------------------------------------------------------------------
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if it has one."""
+        return self._engine.tokenizer
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What the model recommends for outputs."""
+        return self._engine.default_params
+
+    @property
+    def sentences(self) -> Sentences:
+        """What the model recommends for embeddings."""
+        return self._engine.sentences
+
+    @property
+    def weight_version(self) -> int:
+        """Version of the weights that compute the next step."""
+        return self._engine.weight_version
+
+    def stats(self) -> EngineStats:
+        """A snapshot; O(1)."""
+        return self._engine.stats()
+
+    @property
+    def _core(self) -> Core:
+        return self._engine._core
+
+    # -- its end --------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the model's memory. Idempotent."""
+        self._open, self._unread = {}, {}
+        self._stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _tell(done: concurrent.futures.Future[_T], task: asyncio.Task[_T]) -> None:
+    """Tell a waiting thread what has become of a task."""
+    if task.cancelled():
+        done.set_exception(EngineClosed("the LLM was closed"))
+    elif (error := task.exception()) is not None:
+        done.set_exception(error)
+    else:
+        done.set_result(task.result())
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop until it is stopped. What a callback raises that stops it, such as SystemExit, has ended the
+    engine by then, and must not leave callers waiting."""
+    stopped = False
+    while not stopped:
         try:
-            with progress_bar(left, sys.stderr.isatty() if progress is None else progress) as bar:
-                own = set(requests)
-                while left:
-                    self._submit_some(entered)
-                    ended = [request for request in self._advance() if request in own]
-                    for request in ended:
-                        if request.error is not None:
-                            raise request.error
-                    left -= len(ended)
-                    bar.update(len(ended))
-            return [request.result() for request in requests]
+            loop.run_forever()
+            stopped = True
         except BaseException:
-            self._withdraw(requests)
-            raise
+            _log.exception("a callback of the engine's loop has stopped it")
+    loop.close()
 
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        adapter: str | None = None,
-        waiting_timeout: float | None = None,
-        running_timeout: float | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Iterator[Chunk]:
-        """The chunks of one answer, as they come; other requests advance with it.
 
-        The arguments are checked and copied at once. The request is queued when the first chunk is wanted,
-        and aborted when the iterator is closed or dropped, on any thread; the next call then ends it. Raises
-        InvalidRequest; the iterator also Rejected, TimedOut and what a step raises.
-        """
-        self._opened()
-        options = self._options(waiting_timeout, running_timeout, adapter=adapter)
-        return self._chunks(self._prepare(prompt, params, options, chat_template_kwargs))
+def _close(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Close an engine, its loop and the thread of that. On any thread."""
 
-    def _chunks(self, entered: Entered) -> Iterator[Chunk]:
-        request = entered.request
+    async def end() -> None:
         try:
-            cell = self._submit(entered)
-            while True:
-                chunk = cell.take()
-                if chunk is not None:
-                    yield chunk
-                    if chunk.finish_reason is not None:
-                        return
-                elif request.error is not None:
-                    raise request.error
-                elif request.finished:
-                    return  # aborted
-                else:
-                    self._advance()
+            await engine.aclose()
         finally:
-            self._left.append(request)
+            loop.stop()
+
+    def begin() -> None:
+        tasks.append(loop.create_task(end()))
+
+    tasks: list[asyncio.Task[None]] = []
+    loop.call_soon_threadsafe(begin)
+    if threading.current_thread() is not thread:  # else it is dropped by its own thread
+        thread.join()
+
+
+def _inline(device: Callable[[EngineConfig], Device]) -> Callable[[EngineConfig], Launcher]:
+    def launcher(config: EngineConfig) -> Launcher:
+        from aioinfer.execution.launcher import InlineLauncher
+
+        return InlineLauncher(device(config))
+
+    return launcher
+
+
+class _Bar:
+    """A progress bar, called with how many of all are done."""
+
+    def __init__(self, total: int, shown: bool | None) -> None:
+        from tqdm import tqdm
+
+        hidden = not (sys.stderr.isatty() if shown is None else shown)
+        self._bar = tqdm(total=total, unit="request", disable=hidden)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __call__(self, done: int, total: int | None) -> None:
+        self._bar.update(done - self._bar.n if not self._bar.disable else 0)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

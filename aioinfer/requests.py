@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.chat.asking import ChatRequest, chat_request
@@ -15,63 +15,27 @@ from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
 from aioinfer.embedding import EmbeddingForm, inputs_of, source_form
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
-from aioinfer.loop.options import (
-    GenerateOptions,
-    JobOptions,
-    Prompt,
-    PromptForm,
-    PromptSource,
-    RequestOptions,
-    check_chat,
-    pooling_params,
-)
+from aioinfer.loop.options import Prompt, PromptForm, PromptSource, check_chat, pooling_params
 from aioinfer.mapping import MapProgress, OnError, Prompts, ResultMap
 from aioinfer.outputs import AdapterInfo
 from aioinfer.params import SamplingParams, Schema, inherited
 from aioinfer.pooled import PooledCall
 from aioinfer.pooling import Pooling
-from aioinfer.resuming.record import StreamCheckpoint
+from aioinfer.request import JobOptions, Request, RequestOptions
+from aioinfer.resuming.record import StreamCheckpoint, options_of
 from aioinfer.scoring import ScoreMethod, Scores, score_job
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
-    from aioinfer.execution.device import DeviceInfo
+    from aioinfer.loop.service import Service
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Requests", "Serving"]
+__all__ = ["Requests"]
 
+#: options with a default in the config
+_CONFIGURED = ("waiting_timeout", "running_timeout", "max_lag")
 #: choices of one prompt, as in the HTTP API
 _MOST_CHOICES = 128
-
-
-class Serving(Protocol):
-    """What is running and takes requests."""
-
-    info: DeviceInfo
-
-    def source(
-        self,
-        prompt: Prompt,
-        template_kwargs: Mapping[str, Any] | None = None,
-        form: PromptForm | None = None,
-    ) -> PromptSource:
-        """A prompt, checked and copied; one that was made here already is returned unchanged. On any thread.
-        Raises InvalidRequest."""
-
-    def generate(
-        self,
-        prompt: PromptSource,
-        params: SamplingParams,
-        options: RequestOptions,
-        checkpoint: StreamCheckpoint | None = None,
-    ) -> Stream:
-        """Queue a request, with the output that a checkpoint has. Raises InvalidRequest, Rejected."""
-
-    async def encode(self, prompt: PromptSource) -> Sequence[int]:
-        """The token ids of a prompt. Raises InvalidRequest, EngineClosed."""
-
-    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of token ids. Raises InvalidRequest."""
 
 
 class Requests(ABC):
@@ -93,7 +57,7 @@ class Requests(ABC):
         """Nothing more comes from it until it is started again."""
 
     @abstractmethod
-    def _serving(self) -> Serving:
+    def _serving(self) -> Service[Any]:
         """What takes the requests. Raises EngineClosed, EngineFailed, WrongLoop."""
 
     def _at_once(self) -> int:
@@ -140,17 +104,8 @@ class Requests(ABC):
         prompt: Prompt,
         params: SamplingParams | None = None,
         *,
-        waiting_timeout: float | None = None,
-        running_timeout: float | None = None,
-        priority: int = 0,
-        cache_salt: str = "",
-        routing_key: str | None = None,
-        queue_behind: int = 0,
-        max_lag: int | None = None,
-        request_id: str | None = None,
-        adapter: str | None = None,
-        pooling: Pooling | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> Stream:
         """Queue a generation and return its :class:`~aioinfer.Stream` at once.
 
@@ -161,13 +116,14 @@ class Requests(ABC):
                 :meth:`prompt` returned. Token ids may also be an array of integers.
             params: where a field that the model's ``generation_config.json`` recommends is not set, and for
                 None, the model's value (:attr:`default_params`) is used.
+            chat_template_kwargs: variables of the chat template, e.g. ``{"enable_thinking": False}``.
             waiting_timeout: seconds until its first step; default from the config.
             running_timeout: seconds from its first step on; default from the config.
             priority: larger goes first, with the policy ``priority``.
             cache_salt: prefixes are shared only between requests with the same salt.
             routing_key: what the policy ``routing-key`` groups by.
-            queue_behind: so many requests that arrive later queue before this one. With 0, 1, 2 ... for the
-                parts of one job, a large job does not keep others waiting: others get their turn between.
+            queue_behind: number of later arrivals that may overtake this one. With 0, 1, 2 ... for the parts
+                of one job, a large job does not keep others waiting: others get their turn between.
             max_lag: when the consumer has left more than this many tokens unread, nothing more is
                 computed until it reads (tokens in flight still arrive); default from the config.
             request_id: a name of at most 256 characters, which stream, result, errors and logs have; it need
@@ -177,7 +133,6 @@ class Requests(ABC):
             pooling: what is wanted of the prompt's hidden states, which ``Result.pooled`` then has. Nothing
                 is generated, so ``params`` can only have ``prompt_logprobs``; :meth:`embed` is what most
                 applications want.
-            chat_template_kwargs: variables of the chat template, e.g. ``{"enable_thinking": False}``.
 
         Raises:
             InvalidRequest: an argument is bad, or the prompt certainly too long (``code`` is then
@@ -186,45 +141,26 @@ class Requests(ABC):
             EngineClosed, EngineFailed, WrongLoop: the engine cannot serve it here and now.
         """
         serving = self._serving()
-        if pooling is not None:
+        if options.get("pooling") is not None:
             params = pooling_params(inherited(params, SamplingParams()))
-        params = inherited(params, self.default_params)
-        options = RequestOptions(
-            priority=priority,
-            cache_salt=cache_salt,
-            routing_key=routing_key,
-            queue_behind=queue_behind,
-            waiting_timeout=self.config.waiting_timeout if waiting_timeout is None else waiting_timeout,
-            running_timeout=self.config.running_timeout if running_timeout is None else running_timeout,
-            max_lag=self.config.max_lag if max_lag is None else max_lag,
-            request_id=request_id,
-            adapter=adapter,
-            pooling=pooling,
-        )
+        request = self._request(inherited(params, self.default_params), options)
         try:
-            source = serving.source(prompt, chat_template_kwargs)
-            return self._queue(serving, source, params, options)
+            return self._queue(serving, serving.source(prompt, chat_template_kwargs), request)
         except AioInferError as error:
-            error.request_id = options.request_id
+            error.request_id = request.request_id
             raise
 
-    def restore(
-        self,
-        checkpoint: StreamCheckpoint,
-        *,
-        waiting_timeout: float | None = None,
-        running_timeout: float | None = None,
-        max_lag: int | None = None,
-        request_id: str | None = None,
-    ) -> Stream:
+    def restore(self, checkpoint: StreamCheckpoint, **options: Unpack[RequestOptions]) -> Stream:
         """Queue a request that goes on where a checkpoint was taken, in this engine or another one.
 
         The stream delivers what its consumer had not read, then what follows; its result has the whole
         output. Where all engines have the same arithmetic and are deterministic, that is the output of a
-        request that was never interrupted, to the bit (``Result.identical``); else the tokens behind the
+        request that was never interrupted, to the bit (``Result.identical``); else the tokens after the
         checkpoint can differ from those that would have come. Penalties, grammars, stops, logprobs and usage
-        go on in both cases. Options are as in :meth:`generate`; ``request_id`` is by default that of the
-        checkpoint.
+        go on in both cases.
+
+        ``options``: those of :meth:`generate`; by default priority, salt, routing key, adapter and
+        ``request_id`` are those of the checkpoint.
 
         Raises as :meth:`generate`; InvalidRequest with the field ``checkpoint`` if it is of another model,
         or of an adapter that is not loaded by its name from the same files, or does not make sense. What
@@ -233,45 +169,38 @@ class Requests(ABC):
         serving = self._serving()
         if not isinstance(checkpoint, StreamCheckpoint):
             raise InvalidRequest("checkpoint", f"must be a StreamCheckpoint, got {shown(checkpoint)}")
-        options = RequestOptions(
-            priority=checkpoint.priority,
-            cache_salt=checkpoint.cache_salt,
-            routing_key=checkpoint.routing_key,
-            waiting_timeout=self.config.waiting_timeout if waiting_timeout is None else waiting_timeout,
-            running_timeout=self.config.running_timeout if running_timeout is None else running_timeout,
-            max_lag=self.config.max_lag if max_lag is None else max_lag,
-            request_id=request_id or checkpoint.request_id or None,
-            adapter=checkpoint.adapter,
-        )
+        request = self._request(checkpoint.params, {**options_of(checkpoint), **options})
         try:
             source = serving.source(list(checkpoint.prompt_token_ids))
-            return self._queue(serving, source, checkpoint.params, options, checkpoint)
+            return self._queue(serving, source, request, checkpoint)
         except AioInferError as error:
-            error.request_id = options.request_id
+            error.request_id = request.request_id
             raise
 
+    def _request(self, params: SamplingParams, options: RequestOptions) -> Request:
+        """A request with the config's defaults for what is not given. Raises InvalidRequest."""
+        given: dict[str, Any] = {**options}
+        for name in _CONFIGURED:
+            if given.get(name) is None:
+                given[name] = getattr(self.config, name)
+        return Request(params=params, **given)
+
     def queue(
-        self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
-        options: RequestOptions,
-        checkpoint: StreamCheckpoint | None = None,
+        self, prompt_ids: Sequence[int], request: Request, checkpoint: StreamCheckpoint | None = None
     ) -> Stream:
-        """As :meth:`generate` and :meth:`restore`, for what another engine has prepared: nothing that is not
-        given is taken from the model or the config."""
+        """Queue a request that another engine has made: nothing is taken from the model or the config."""
         serving = self._serving()
-        return self._queue(serving, serving.source(list(prompt_ids)), params, options, checkpoint)
+        return self._queue(serving, serving.source(list(prompt_ids)), request, checkpoint)
 
     def _queue(
         self,
-        serving: Serving,
+        serving: Service[Any],
         prompt: PromptSource,
-        params: SamplingParams,
-        options: RequestOptions,
+        request: Request,
         checkpoint: StreamCheckpoint | None = None,
     ) -> Stream:
         """The way of every request; engines in tests add to it."""
-        return serving.generate(prompt, params, options, checkpoint)
+        return serving.generate(prompt, request, checkpoint)
 
     def chat(
         self,
@@ -283,7 +212,7 @@ class Requests(ABC):
         parallel_tool_calls: bool | None = None,
         response_format: Schema | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[RequestOptions],
     ) -> ChatStream:
         """Queue the next answer of a chat and return its :class:`~aioinfer.ChatStream` at once.
 
@@ -322,7 +251,7 @@ class Requests(ABC):
         return self.open_chat(asked, prompt, **options)
 
     def open_chat(
-        self, asked: ChatRequest, prompt: PromptSource, **options: Unpack[GenerateOptions]
+        self, asked: ChatRequest, prompt: PromptSource, **options: Unpack[RequestOptions]
     ) -> ChatStream:
         """The second half of :meth:`chat`: queue a chat that was checked."""
         try:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, SupportsIndex
 
 from aioinfer.errors import AioInferError, Cancelled
 from aioinfer.outputs import Chunk, FinishReason, RequestMetrics, Result, Usage
-from aioinfer.scheduling.request import ParkedFor, Request, RequestState
+from aioinfer.request import Output
 
 if TYPE_CHECKING:
     from aioinfer.resuming.record import StreamCheckpoint
 
-__all__ = ["Lane", "Outlet", "Stream", "StreamCell", "request_of", "tell_lanes", "when_ended"]
+__all__ = ["Lane", "Outlet", "Stream", "StreamCell", "tell_lanes", "when_ended"]
 
 
 class Want(Enum):
@@ -33,26 +33,25 @@ class Want(Enum):
 
 
 _CHUNK = Want.CHUNK
-_FINISHED = RequestState.FINISHED
 
 
 class StreamOwner(Protocol):
-    """What a stream calls of the engine that made it."""
+    """The engine or dispatcher that made a stream, as the stream knows it."""
 
     def check_loop(self) -> None:
         """Raise WrongLoop on any loop but the engine's."""
 
-    def abandon(self, request: Request) -> None:
+    def abandon(self, cell: StreamCell) -> None:
         """End the request, since its consumer has left: at once on the engine's loop, elsewhere one turn of
         that loop later."""
 
-    def abandon_later(self, request: Request) -> None:
+    def abandon_later(self, cell: StreamCell) -> None:
         """The same from any thread and at any point, always one turn of the loop later."""
 
-    def caught_up(self, request: Request) -> None:
+    def caught_up(self, cell: StreamCell) -> None:
         """Continue a request that was parked for its consumer, who has read enough. On the engine's loop."""
 
-    def checkpoint(self, request: Request) -> StreamCheckpoint:
+    def checkpoint(self, cell: StreamCell) -> StreamCheckpoint:
         """How far the request has come. Raises RuntimeError."""
 
 
@@ -101,10 +100,11 @@ class StreamCell:
     __slots__ = (
         "blocked",
         "closed",
+        "delivered",
         "max_lag",
         "outlet",
-        "request",
-        "running_timeout",
+        "output",
+        "parked",
         "taken_draft",
         "taken_ids",
         "taken_pieces",
@@ -113,16 +113,15 @@ class StreamCell:
         "wants",
     )
 
-    def __init__(
-        self, request: Request, running_timeout: float | None = None, max_lag: int | None = None
-    ) -> None:
-        self.request = request
-        request.consumer = self
+    def __init__(self, output: Output) -> None:
+        self.output = output
         #: the consumer has left; nothing more is delivered
         self.closed = False
         self.taken_pieces = 0
         self.taken_ids = 0
         self.taken_draft = 0
+        #: characters that its consumer had before a restored output has its text
+        self.delivered = 0
         self.waiter: asyncio.Future[None] | _Callback | None = None
         #: what takes the text while the consumer waits for the end
         self.outlet: Outlet | None = None
@@ -132,17 +131,17 @@ class StreamCell:
         self.wants = Want.CHUNK
         #: the deadline of the phase the request is in
         self.timer: asyncio.TimerHandle | None = None
-        #: seconds from the first step to the deadline
-        self.running_timeout = running_timeout
         #: unread tokens beyond which the request is parked
-        self.max_lag = max_lag
+        self.max_lag = output.request.max_lag
+        #: nothing is computed for the request until its consumer reads
+        self.parked = False
 
     @property
     def unread(self) -> int:
         """Tokens that the consumer could read and has not. (A waiting consumer has read all that there is;
         the other tokens are then held back for a stop string, or it waits for the whole result. One with an
         outlet always waits, and has read all unless that is blocked.)"""
-        return 0 if self.reading else len(self.request.token_times) - self.taken_ids
+        return 0 if self.reading else len(self.output.token_times) - self.taken_ids
 
     @property
     def reading(self) -> bool:
@@ -156,29 +155,29 @@ class StreamCell:
 
     def ready(self) -> bool:
         """What the waiting consumer wants is there, or the end is."""
-        request = self.request
-        if self.closed or request.ended:
+        output = self.output
+        if self.closed or output.ended:
             return True
         if self.wants is Want.ACCEPTANCE:
-            return request.state is not RequestState.PREPARING
+            return output.accepted
         if self.wants is Want.RESULT:
             return False
-        if request.text.enabled:
-            more = len(request.text.pieces) > self.taken_pieces
+        if output.has_text:
+            more = len(output.pieces) > self.taken_pieces
         else:
-            more = len(request.token_times) > self.taken_ids
-        return more or (request.draft_version > self.taken_draft and not request.text_behind)
+            more = len(output.token_times) > self.taken_ids
+        return more or (output.draft_version > self.taken_draft and not output.text_behind)
 
     def notify(self) -> None:
         """Wake the consumer if what it waits for is there, or its outlet."""
-        waiter, request, outlet = self.waiter, self.request, self.outlet
-        if outlet is not None and not (self.closed or request.ended):
+        waiter, output, outlet = self.waiter, self.output, self.outlet
+        if outlet is not None and not (self.closed or output.ended):
             outlet.lane.moved((outlet,))
             return
         if waiter is None:
             return
-        if request.plain and self.wants is _CHUNK and request.state is not _FINISHED and not self.closed:
-            ready = len(request.text.pieces) > self.taken_pieces  # as in ready(), but short: once per token
+        if output.plain and self.wants is _CHUNK and not (output.finished or self.closed):
+            ready = len(output.pieces) > self.taken_pieces  # as in ready(), but short: once per token
         else:
             ready = self.ready()
         if ready and not waiter.done():
@@ -191,42 +190,42 @@ class StreamCell:
 
     def take(self) -> Chunk | None:
         """Everything not taken yet, with the newest draft; None if there is nothing to deliver."""
-        request = self.request
+        output = self.output
         # Newer tokens have no text yet, and may lie behind a stop.
-        count, finished = len(request.token_times), request.ended
+        count, finished = len(output.token_times), output.ended
         # None if the block of the newest draft is gone.
-        draft = None if request.text_behind else request.draft()
-        redrafted = draft is not None and request.draft_version > self.taken_draft
+        draft = None if output.text_behind else output.draft()
+        redrafted = draft is not None and output.draft_version > self.taken_draft
         if count == self.taken_ids and not (finished or redrafted):
             return None
-        end, version, final = len(request.text.pieces), request.weight_version, finished
-        if request.switches:
+        end, version, final = len(output.pieces), output.weight_version, finished
+        if output.switches:
             # What earlier weights have computed is a chunk of its own.
-            switch = request.switch_behind(self.taken_ids, self.taken_pieces)
+            switch = output.switch_after(self.taken_ids, self.taken_pieces)
             if switch is not None:
                 count, end, version = switch
                 draft, redrafted, finished = None, False, False
             else:
-                version = request.newest_version
-        text = "".join(request.text.pieces[self.taken_pieces : end])
-        token_ids = request.output_ids[self.taken_ids : count]
-        ended = finished and request.error is None
+                version = output.newest_version
+        text = "".join(output.pieces[self.taken_pieces : end])
+        token_ids = output.token_ids[self.taken_ids : count]
+        ended = finished and output.error is None
         # The last tokens may have no text of their own, also those before a switch.
-        bare = final or not request.text.enabled or end < len(request.text.pieces)
+        bare = final or not output.has_text or end < len(output.pieces)
         if not (ended or text or redrafted or (token_ids and bare)):
             return None
         chunk = Chunk(text, token_ids, draft=draft, weight_version=version)
-        if request.params.logprobs is not None:
-            chunk.logprobs = request.logprobs[self.taken_ids : count]
-        step_map = request.cursor.step_map
+        if output.request.params.logprobs is not None:
+            chunk.logprobs = output.logprobs[self.taken_ids : count]
+        step_map = output.step_map
         if step_map is not None:
             chunk.step_map = step_map[self.taken_ids : count]
         if ended:
-            chunk.finish_reason, chunk.stop_reason = request.finish_reason, request.stop_reason
-            chunk.usage = request.usage
+            chunk.finish_reason, chunk.stop_reason = output.finish_reason, output.stop_reason
+            chunk.usage = output.usage
         self.taken_pieces, self.taken_ids = end, count
-        if not request.text_behind:  # else the newest draft is still to come
-            self.taken_draft = request.draft_version
+        if not output.text_behind:  # else the newest draft is still to come
+            self.taken_draft = output.draft_version
         return chunk
 
 
@@ -258,32 +257,32 @@ class Stream(Coroutine[Any, Any, Result]):
     @property
     def admitted(self) -> bool:
         """The request has had a row in a step."""
-        return self._cell.request.admitted_at is not None
+        return self._cell.output.admitted_at is not None
 
     @property
     def done(self) -> bool:
         """The request has ended, with or without an error; nothing more is computed for it."""
-        return self._cell.request.ended or self._cell.closed
+        return self._cell.output.ended or self._cell.closed
 
     @property
     def usage(self) -> Usage:
         """The token counts so far; of the prompt, 0 before it is tokenized."""
-        return self._cell.request.usage
+        return self._cell.output.usage
 
     @property
     def request_id(self) -> str:
         """The caller's name for the request, or one that was made for it."""
-        return self._cell.request.request_id
+        return self._cell.output.request_id
 
     @property
     def metrics(self) -> RequestMetrics:
         """The times so far."""
-        return self._cell.request.metrics
+        return self._cell.output.metrics
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why the output has ended; "abort" also for an error. None while it goes on."""
-        return self._cell.request.finish_reason if self.done else None
+        return self._cell.output.finish_reason if self.done else None
 
     def result(self) -> Result:
         """The output so far, without waiting, also of a request that failed after it was queued.
@@ -291,12 +290,12 @@ class Stream(Coroutine[Any, Any, Result]):
         Raises the error of a request that was never queued, and RuntimeError before the prompt is tokenized.
         ``await stream`` waits for the end.
         """
-        if not self._cell.request.key:
+        if not self._cell.output.accepted:
             self._raise_error()
             if self.done:
                 raise Cancelled("the stream was closed before its prompt was tokenized")
             raise RuntimeError("the prompt has not been tokenized yet")
-        return self._cell.request.result()
+        return self._cell.output.result()
 
     def checkpoint(self) -> StreamCheckpoint:
         """How far the request has come, for :meth:`aioinfer.Engine.restore`: also when it was aborted, or the
@@ -305,7 +304,7 @@ class Stream(Coroutine[Any, Any, Result]):
         Raises RuntimeError before the prompt is tokenized, when the output is complete, and for what
         generates nothing: scores and embeddings.
         """
-        return self._owner.checkpoint(self._cell.request)
+        return self._owner.checkpoint(self._cell)
 
     # -- async for ------------------------------------------------------------------------------
 
@@ -316,7 +315,7 @@ class Stream(Coroutine[Any, Any, Result]):
         """Raises the request's error, once everything produced before it was delivered."""
         # Runs once per token: what most chunks need is written out here, the rest is called.
         cell = self._cell
-        request = cell.request
+        output = cell.output
         try:
             loop = get_running_loop()
         except RuntimeError:
@@ -326,28 +325,28 @@ class Stream(Coroutine[Any, Any, Result]):
             self._loop = loop
         while not (cell.closed or self._ended):
             chunk = None
-            if request.plain and request.state is not _FINISHED:
-                pieces, first, count = request.text.pieces, cell.taken_pieces, len(request.text.pieces)
+            if output.plain and not output.finished:
+                pieces, first, count = output.pieces, cell.taken_pieces, len(output.pieces)
                 if count > first:
-                    known = len(request.token_times)
+                    known = len(output.token_times)
                     text = pieces[first] if count - first == 1 else "".join(pieces[first:])
                     chunk = Chunk(
                         text,
-                        request.output_ids[cell.taken_ids : known],
-                        weight_version=request.weight_version,
+                        output.token_ids[cell.taken_ids : known],
+                        weight_version=output.weight_version,
                     )
                     cell.taken_pieces, cell.taken_ids = count, known
             else:
                 chunk = cell.take()
-                self._ended = request.ended if chunk is None else chunk.finish_reason is not None
+                self._ended = output.ended if chunk is None else chunk.finish_reason is not None
             if chunk is not None:
-                if request.parked_for:
+                if cell.parked:
                     self.caught_up()
                 return chunk
             if self._ended:
                 self._raise_error()
                 break
-            if cell.waiter is not None or loop is None or request.parked_for:
+            if cell.waiter is not None or loop is None or cell.parked:
                 await self._wait(_CHUNK)
             else:
                 cell.wants = _CHUNK
@@ -387,9 +386,9 @@ class Stream(Coroutine[Any, Any, Result]):
         while not self.done:
             await self._wait(Want.RESULT)
         self._raise_error()
-        if cell.request.finish_reason == "abort":
+        if cell.output.finish_reason == "abort":
             raise Cancelled("the stream was closed before its end")
-        return cell.request.result()
+        return cell.output.result()
 
     async def until_ended(self, outlet: Outlet) -> None:
         """Have ``outlet`` take the text as it comes, and wait for the end of the request.
@@ -415,14 +414,14 @@ class Stream(Coroutine[Any, Any, Result]):
         return self._cell
 
     def caught_up(self) -> None:
-        """For readers, behind a move of the cursors: a request that was parked for its reader goes on."""
-        if ParkedFor.READER in self._cell.request.parked_for:
-            self._owner.caught_up(self._cell.request)
+        """Continue a request that was parked for its reader. Call it after moving the cursors."""
+        if self._cell.parked:
+            self._owner.caught_up(self._cell)
 
     async def accepted(self) -> None:
         """Wait until the prompt is tokenized, checked and queued. Raises InvalidRequest, Rejected."""
         self._owner.check_loop()
-        while self._cell.request.state is RequestState.PREPARING and not self._cell.closed:
+        while not (self._cell.output.accepted or self.done):
             await self._wait(Want.ACCEPTANCE)
         self._raise_error()
 
@@ -454,10 +453,10 @@ class Stream(Coroutine[Any, Any, Result]):
         if not self.done:
             self.leave()
 
-    def _leave(self, abandon: Callable[[Request], None]) -> None:
+    def _leave(self, abandon: Callable[[StreamCell], None]) -> None:
         if not self._cell.closed:
             self._cell.closed = True
-            abandon(self._cell.request)
+            abandon(self._cell)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """A copy that is dropped would abort the request of the stream that is kept."""
@@ -489,7 +488,7 @@ class Stream(Coroutine[Any, Any, Result]):
             self.close()  # its task was cancelled, by a timeout for example
 
     def _raise_error(self) -> None:
-        error = self._cell.request.error
+        error = self._cell.output.error
         if error is None:
             return
         if isinstance(error, AioInferError) and error.request_id is None:
@@ -497,18 +496,16 @@ class Stream(Coroutine[Any, Any, Result]):
         raise error
 
 
-def tell_lanes(requests: Sequence[Request]) -> list[Request]:
-    """Tell the outlets of requests that have moved, lane by lane; returns the other requests, and those that
+def tell_lanes(cells: Sequence[StreamCell]) -> list[StreamCell]:
+    """Tell the outlets of streams that have moved, lane by lane; returns the other streams, and those that
     have ended or whose consumer can lag."""
-    others: list[Request] = []
+    others: list[StreamCell] = []
     lane: Lane | None = None
     outlets: list[Outlet] = []
-    for request in requests:
-        cell = request.consumer
-        assert isinstance(cell, StreamCell)
+    for cell in cells:
         outlet = cell.outlet
-        if outlet is None or cell.max_lag is not None or request.state is RequestState.FINISHED:
-            others.append(request)
+        if outlet is None or cell.max_lag is not None or cell.output.finished:
+            others.append(cell)
             continue
         if outlet.lane is not lane:
             if lane is not None:
@@ -518,11 +515,6 @@ def tell_lanes(requests: Sequence[Request]) -> list[Request]:
     if lane is not None:
         lane.moved(outlets)
     return others
-
-
-def request_of(stream: Stream) -> Request:
-    """The request that a stream reads."""
-    return stream._cell.request
 
 
 def when_ended(stream: Stream, call: Callable[[], object]) -> None:

@@ -23,14 +23,16 @@ from aioinfer.chat.results import ChatDelta, ChatResult
 from aioinfer.chats import ChatStream
 from aioinfer.embedding import input_form, inputs_of, of_input, source_form
 from aioinfer.errors import EngineClosed, InvalidRequest, Rejected, RequestError, WrongLoop, renamed
-from aioinfer.loop.options import GenerateOptions, Prompt
+from aioinfer.loop.options import Prompt
 from aioinfer.loop.updating import Updatable, UpdateMode, WeightSource, frozen
 from aioinfer.outputs import AdapterInfo, Chunk, Result
 from aioinfer.params import SamplingParams, inherited
+from aioinfer.request import RequestOptions
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
-    from aioinfer.requests import Requests, Serving
+    from aioinfer.loop.service import Service
+    from aioinfer.requests import Requests
     from aioinfer.scoring import Scores
 
 __all__ = ["RemoteStream", "ThreadsafeEngine"]
@@ -47,7 +49,7 @@ class ThreadsafeEngine:
     is nothing to close: it lasts as long as the engine.
     """
 
-    def __init__(self, engine: Requests, serving: Serving, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: Requests, serving: Service[Any], loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._serving = serving
         self._loop = loop
@@ -65,7 +67,7 @@ class ThreadsafeEngine:
         params: SamplingParams | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[RequestOptions],
     ) -> RemoteStream[Chunk, Result]:
         """As :meth:`aioinfer.Engine.generate`; what only the engine's loop can tell is raised by the stream.
 
@@ -89,7 +91,7 @@ class ThreadsafeEngine:
         tool_choice: Any = None,
         parallel_tool_calls: bool | None = None,
         response_format: Any = None,
-        **options: Unpack[GenerateOptions],
+        **options: Unpack[RequestOptions],
     ) -> RemoteStream[ChatDelta, ChatResult]:
         """As :meth:`aioinfer.Engine.chat`, with the errors of :meth:`generate`."""
         asked = chat_request(

@@ -16,9 +16,10 @@ from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig, policy_names
 from aioinfer.params import SamplingParams
+from aioinfer.request import Output, Request
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import Outcome
 from bench.report import Report
 
@@ -76,10 +77,9 @@ def make_scheduler(running: int, waiting: int, cached_pages: int, short: str, po
     def submit(count: int, prompt: int, output: int) -> None:
         for _ in range(count):
             ids = [rng.randrange(3, 1 << 16) for _ in range(prompt)]
-            length = prompt + output
-            scheduler.submit(
-                Request(next(keys), ids, params, seed=0, stop_ids=frozenset({2}), max_length=length)
-            )
+            made = Output(Request(params=params))
+            made.prompt_ids = ids
+            scheduler.submit(Sequence(next(keys), made, stop_ids=frozenset({2}), max_length=prompt + output))
 
     # Prompts of four pages fill the cache; each has its own path.
     while memory.pages.cached < cached_pages:

@@ -7,7 +7,7 @@ import asyncio
 
 from aioinfer import Engine, EngineConfig, SamplingParams
 from aioinfer.scheduling.policy import Ranked
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 
 PATIENCE = {"chat": 1.0, "report": 60.0}
 
@@ -15,7 +15,7 @@ PATIENCE = {"chat": 1.0, "report": 60.0}
 class EarliestDeadline(Ranked):
     """Each kind of work, told by the routing key, has some seconds until it should begin."""
 
-    def rank(self, request: Request) -> float:
+    def rank(self, request: Sequence) -> float:
         return request.arrival + PATIENCE.get(request.routing_key or "chat", 10.0)
 
 

@@ -20,14 +20,10 @@ import heapq
 import itertools
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from aioinfer.cache.namespace import COMMON
 
-if TYPE_CHECKING:
-    from aioinfer.cache.snapshots import Snapshot
-
-__all__ = ["Lock", "Node", "RadixTree", "token_key", "upwards"]
+__all__ = ["Lock", "Node", "RadixTree", "Snapshot", "token_key", "upwards"]
 
 _TOKEN_BYTES = 4
 
@@ -60,6 +56,24 @@ class Node:
         self.detached = False
         #: of the recurrent state behind its last token, in a :class:`~aioinfer.cache.snapshots.SnapshotTree`
         self.snapshot: Snapshot | None = None
+
+
+class Snapshot:
+    """A recurrent state that was kept: private to the request that computes it, or carried by a node."""
+
+    __slots__ = ("fence", "item", "node", "position", "readers")
+
+    def __init__(self, item: int, position: int) -> None:
+        #: of the pool
+        self.item = item
+        #: tokens that it stands for
+        self.position = position
+        #: the node that carries it; None while it is private
+        self.node: Node | None = None
+        #: requests whose next row starts from it
+        self.readers = 0
+        #: the newest launched step that writes or reads it
+        self.fence = 0
 
 
 class Lock:

@@ -18,27 +18,9 @@ from collections.abc import Hashable, Sequence
 
 from aioinfer.cache.fenced import CachedPool
 from aioinfer.cache.namespace import COMMON
-from aioinfer.cache.radix import Lock, Node, RadixTree, upwards
+from aioinfer.cache.radix import Lock, Node, RadixTree, Snapshot, upwards
 
-__all__ = ["Snapshot", "SnapshotPool", "SnapshotTree"]
-
-
-class Snapshot:
-    """A recurrent state that was kept: private to the request that computes it, or carried by a node."""
-
-    __slots__ = ("fence", "item", "node", "position", "readers")
-
-    def __init__(self, item: int, position: int) -> None:
-        #: of the pool
-        self.item = item
-        #: tokens that it stands for
-        self.position = position
-        #: the node that carries it; None while it is private
-        self.node: Node | None = None
-        #: requests whose next row starts from it
-        self.readers = 0
-        #: the newest launched step that writes or reads it
-        self.fence = 0
+__all__ = ["SnapshotPool", "SnapshotTree"]
 
 
 class SnapshotPool(CachedPool):

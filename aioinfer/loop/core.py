@@ -6,10 +6,12 @@ the way of a request from its prompt to its text, and stop strings, which end re
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections import abc
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,22 +19,22 @@ from aioinfer.cache.namespace import Namespace
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig
-from aioinfer.errors import ConfigError, Rejected, StepFailed, shown
+from aioinfer.errors import ConfigError, StepFailed, shown
 from aioinfer.execution.device import DeviceInfo, StepOutOfMemory, StepResult
 from aioinfer.loop.checks import Checks
 from aioinfer.loop.generation import generation
-from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource, RequestOptions
+from aioinfer.loop.options import Prepared
 from aioinfer.loop.preparing import Preparing
 from aioinfer.loop.resumption import Resumption, check_adapter, replay
 from aioinfer.loop.texts import Texts
 from aioinfer.params import SamplingParams
-from aioinfer.pooling import Pooling
+from aioinfer.request import Output, Request
 from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion
-from aioinfer.scheduling.faults import PolicyFailed
+from aioinfer.scheduling.block_batch import draft_of
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.pooled import Pooled
-from aioinfer.scheduling.request import ParkedFor, Request, RequestState
+from aioinfer.scheduling.policy import PolicyFailed
 from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.sequence import ParkedFor, Sequence
 from aioinfer.scheduling.speculation import Speculation
 from aioinfer.scheduling.step import Step
 from aioinfer.speculation.drafter import NO_IDS, Drafter, DraftRequest
@@ -50,15 +52,12 @@ __all__ = ["Core"]
 
 _log = logging.getLogger("aioinfer")
 
-_NO_OPTIONS = RequestOptions()
-
 
 class Core:
     """Owns all scheduling state. Only :meth:`prepare` may be called on another thread than the rest."""
 
     __slots__ = (
         "_arrivals",
-        "_checks",
         "_config",
         "_drafter",
         "_generation",
@@ -69,6 +68,7 @@ class Core:
         "_usual_rates",
         "adapters",
         "admitted",
+        "checks",
         "clock",
         "ended",
         "holding_back",
@@ -97,12 +97,12 @@ class Core:
             self._drafter = LookupDrafter()
         self.tokenizer = tokenizer
         #: requests whose first row is in the step that was planned last
-        self.admitted: list[Request] = []
+        self.admitted: list[Sequence] = []
         self._generation = generation(info.block_size)
-        self._checks = Checks(config, info, tokenizer)
+        self.checks = Checks(config, info, tokenizer)
         self._config = config
         #: requests that ended because planning raised, until :meth:`take_ended`
-        self.ended: list[Request] = []
+        self.ended: list[Sequence] = []
         self._newest_step = 0
         reason = info.adapter_reason or "max_adapters is 0"
         self.adapters = AdapterRegistry(info.max_adapters, config.max_adapters, reason)
@@ -159,7 +159,7 @@ class Core:
         """Of the weights that compute the next step."""
         return self.scheduler.weight_version
 
-    def replace_weights(self, version: int) -> list[Request]:
+    def replace_weights(self, version: int) -> list[Sequence]:
         """Other weights are about to be installed; no step is in flight, and no text is behind. Requests that
         run are retracted, and go on from their tokens. Returns those that ended because something raised."""
         self.scheduler.replace_weights(version)
@@ -170,11 +170,11 @@ class Core:
         self.holding_back = True
         queues = self.scheduler.queues
         for request in [*queues.waiting]:
-            if request.admitted_at is None:
+            if request.output.admitted_at is None:
                 queues.park(request, ParkedFor.UPDATE)
 
     def let_in(self) -> None:
-        """The contrary."""
+        """Undo :meth:`hold_back`."""
         self.holding_back = False
         queues = self.scheduler.queues
         for request in [*queues.shelved.values()]:
@@ -185,80 +185,39 @@ class Core:
         self.ended += self._faults()
 
     @property
-    def begun(self) -> list[Request]:
+    def begun(self) -> list[Sequence]:
         """The requests that have begun and not ended."""
-        return [each for each in self.scheduler.queues.unfinished() if each.admitted_at is not None]
+        return [each for each in self.scheduler.queues.unfinished() if each.output.admitted_at is not None]
 
     def _new_texts(self) -> Texts:
         return Texts(self.scheduler.queues, self.clock)
 
     # -- a request arrives ----------------------------------------------------------------------
 
-    def new_request(
-        self,
-        params: SamplingParams,
-        options: RequestOptions = _NO_OPTIONS,
-        adapter: AdapterVersion | None = None,
-    ) -> Request:
-        """A request that arrives now. It is PREPARING until :meth:`submit`. One that has an ``adapter`` keeps
-        it until the registry is told to let it leave."""
-        request = Request.preparing(
-            params,
-            arrival=self.clock(),
-            priority=options.priority,
-            namespace=Namespace(options.cache_salt or "", weights=self.weight_version),
-            routing_key=options.routing_key,
-            queue_behind=options.queue_behind,
-            label=options.request_id,
-        )
-        if adapter is not None:
-            self.adapters.take(request, adapter)
-        if options.pooling is not None:
-            request.pooled = Pooled(options.pooling)
-        return request
-
-    def adapter(
-        self, options: RequestOptions, checkpoint: StreamCheckpoint | None = None
-    ) -> AdapterVersion | None:
+    def adapter(self, request: Request, checkpoint: StreamCheckpoint | None = None) -> AdapterVersion | None:
         """What computes a request besides the model. Raises InvalidRequest: it is not loaded, or it is not
         what computed the output of the checkpoint."""
         if checkpoint is not None:
-            check_adapter(checkpoint, self.adapters.loaded)
-        return None if options.adapter is None else self.adapters.find(options.adapter)
+            check_adapter(checkpoint, {name: each.fingerprint for name, each in self.adapters.loaded.items()})
+        return None if request.adapter is None else self.adapters.find(request.adapter)
 
-    def source(
-        self,
-        prompt: Prompt,
-        template_kwargs: Mapping[str, Any] | None = None,
-        form: PromptForm | None = None,
-    ) -> PromptSource:
-        """A prompt, checked and copied; one that is a source of this core already is returned unchanged.
-        Raises InvalidRequest."""
-        return PromptSource.of(prompt, self.tokenizer, self.info, template_kwargs, form)
-
-    def check_queue(self, arriving: int = 0, tokens: int = 0, arriving_tokens: int = 0) -> None:
-        """Raise Rejected if the queue is full. ``arriving`` requests are PREPARING and count as queued, with
-        at least ``arriving_tokens``; ``tokens`` are those of the next prompt."""
-        waiting = len(self.scheduler.queues.waiting) + arriving
-        if self.holding_back:
-            waiting += len(self.scheduler.queues.shelved)
-        if waiting >= self._config.max_queued_requests:
-            raise Rejected(f"{waiting} requests are waiting already (max_queued_requests)")
-        queued = self.scheduler.queues.queued_tokens + arriving_tokens
-        if queued and queued + tokens > self._config.max_queued_tokens:
-            raise Rejected(f"{queued} prompt tokens are waiting already (max_queued_tokens)")
-
-    def prepare(self, prompt: PromptSource, params: SamplingParams) -> Prepared:
-        """Tokenize a prompt, and :meth:`complete` it. May take long: on any thread. Raises InvalidRequest."""
-        return self.complete(prompt.encode(), params)
+    @property
+    def queued(self) -> tuple[int, int]:
+        """Requests that wait for their first step, and their tokens."""
+        queues = self.scheduler.queues
+        held_back = len(queues.shelved) if self.holding_back else 0
+        return len(queues.waiting) + held_back, queues.queued_tokens
 
     def complete(
-        self, prompt_ids: Sequence[int], params: SamplingParams, checkpoint: StreamCheckpoint | None = None
+        self,
+        prompt_ids: abc.Sequence[int],
+        params: SamplingParams,
+        checkpoint: StreamCheckpoint | None = None,
     ) -> Prepared:
         """Work out what a request needs besides its prompt. May take long, then on any thread, if the
         parameters say so (``worked_out``) and with a checkpoint. Raises InvalidRequest, also if the extra for
         grammars is missing."""
-        prepared = self._preparing.complete(prompt_ids, params, self.stop_ids(params))
+        prepared = self._preparing.complete(prompt_ids, params, self.checks.stop_ids(params))
         if checkpoint is None:
             return prepared
         text = self._output_text(prompt_ids, params)
@@ -268,65 +227,66 @@ class Core:
         resumption = Resumption.prepare(checkpoint, text, self.info)
         return prepared._replace(grammar=grammar, resumption=resumption)
 
-    def submit(self, request: Request, prepared: Prepared, cell: StreamCell | None = None) -> None:
-        """Queue a request that is PREPARING and passed :meth:`check`; ``cell``: of its consumer. Raises
-        InvalidRequest, Rejected, and StepFailed if the queue's policy raises; nothing is changed then."""
-        prompt_ids, params, resumption = prepared.prompt_ids, request.params, prepared.resumption
-        known = 0 if resumption is None else len(resumption.checkpoint.token_ids)
-        self.check_queue(tokens=len(prompt_ids) + known)
-        cursor = self._generation.cursor(params)
+    def submit(
+        self,
+        output: Output,
+        prepared: Prepared,
+        cell: StreamCell | None = None,
+        adapter: AdapterVersion | None = None,
+    ) -> Sequence:
+        """Queue a request that was checked; ``cell``: of its consumer. Raises InvalidRequest, and StepFailed
+        if the queue's policy raises; nothing is changed then."""
+        request, prompt_ids, resumption = output.request, prepared.prompt_ids, prepared.resumption
+        params = request.params
+        make_cursor = self._generation.cursor(params)
+        self.checks.check_length(params, len(prompt_ids), request.pooling)
         max_length = self.info.max_model_len
-        self._checks.check_length(
-            params, len(prompt_ids), None if request.pooled is None else request.pooled.pooling
-        )
         if params.max_tokens is not None:
             max_length = min(max_length, len(prompt_ids) + params.max_tokens)
         self._next_key += 1
         self._arrivals += not request.queue_behind
+        output.prompt_ids = prompt_ids
         if resumption is None:
-            seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+            output.seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
             text = self._output_text(prompt_ids, params)
         else:
-            seed, text = resumption.checkpoint.seed, resumption.text
-            resumption.begin(request)
-        request.set_prompt(
+            text = resumption.text
+            resumption.begin(output)
+        sequence = Sequence(
             self._next_key,
-            prompt_ids,
-            seed=seed,
-            stop_ids=self.stop_ids(params),
+            output,
+            stop_ids=self.checks.stop_ids(params),
             max_length=max_length,
+            place=(self._arrivals + request.queue_behind, self._next_key),
+            namespace=Namespace(request.cache_salt or "", 0 if adapter is None else adapter.uid),
+            adapter=adapter,
             text=text,
             grammar=prepared.grammar,
-            cursor=cursor,
-            arrivals=self._arrivals,
+            cursor=make_cursor,
         )
+        sequence.consumer = cell
+        if params.diffusion is not None and params.diffusion.draft:
+            output.make_draft = functools.partial(draft_of, sequence)
         if resumption is None:
-            request.take_version(self.weight_version)
+            sequence.take_version(self.weight_version)
         else:
-            resumption.place(request, cell, self.weight_version)
+            resumption.place(sequence, cell, self.weight_version)
         if self._preparing.speculates(params):
-            prompt = np.frombuffer(request.token_key(0, len(prompt_ids)), np.int32)
+            prompt = np.frombuffer(sequence.token_key(0, len(prompt_ids)), np.int32)
             prediction = NO_IDS if prepared.prediction is None else prepared.prediction
-            drafts = DraftRequest(prompt, prediction, request.label or "")
-            request.drafting = Drafting(drafts, self._usual_rates)
-        request.state = RequestState.WAITING
+            drafts = DraftRequest(prompt, prediction, output.label or "")
+            sequence.drafting = Drafting(drafts, self._usual_rates)
         try:
-            self.scheduler.submit(request)
+            self.scheduler.submit(sequence)
         except PolicyFailed as cause:
-            _log.error("%s could not be queued", request, exc_info=cause)
+            output.accepted = False
+            _log.error("%s could not be queued", sequence, exc_info=cause)
             raise StepFailed(f"the request could not be queued: {cause}") from cause
         if self.holding_back:
-            self.scheduler.queues.park(request, ParkedFor.UPDATE)
+            self.scheduler.queues.park(sequence, ParkedFor.UPDATE)
+        return sequence
 
-    def stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Tokens that end an output."""
-        return self._checks.stop_ids(params)
-
-    def check(self, params: SamplingParams, pooling: Pooling | None = None, least_tokens: int = 0) -> None:
-        """As :meth:`~aioinfer.loop.checks.Checks.check`."""
-        self._checks.check(params, pooling, least_tokens)
-
-    def _output_text(self, prompt_ids: Sequence[int], params: SamplingParams) -> OutputText:
+    def _output_text(self, prompt_ids: abc.Sequence[int], params: SamplingParams) -> OutputText:
         if self.tokenizer is None:
             return OutputText(None)
         detokenizer = self.tokenizer.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
@@ -344,9 +304,9 @@ class Core:
             self._newest_step = step.id
             now = self.clock()
             # A request that was retracted is announced again: not all of these are new.
-            self.admitted = [request for request in step.new_requests if request.admitted_at is None]
+            self.admitted = [request for request in step.new_requests if request.output.admitted_at is None]
             for request in self.admitted:
-                request.admitted_at = now
+                request.output.admitted_at = now
         return step
 
     def _plan(self) -> Step | None:
@@ -361,7 +321,7 @@ class Core:
             self.ended += self._faults()
         return step
 
-    def _faults(self) -> list[Request]:
+    def _faults(self) -> list[Sequence]:
         """The requests that ended since the last call because something raised for them."""
         ended = []
         for request, cause in self.scheduler.faults.take():
@@ -370,12 +330,12 @@ class Core:
             ended.append(request)
         return ended
 
-    def take_ended(self) -> list[Request]:
+    def take_ended(self) -> list[Sequence]:
         """The requests that ended since the last call because planning raised."""
         ended, self.ended = self.ended, []
         return ended
 
-    def resolve(self, step: Step, result: StepResult, seconds: float | None = None) -> list[Request]:
+    def resolve(self, step: Step, result: StepResult, seconds: float | None = None) -> list[Sequence]:
         """Commit a step: tokens, text, stops. Returns the updated requests, finished ones included.
 
         After ``seconds`` of searching for stop patterns, the rest is left to :meth:`catch_up`. What the text
@@ -396,17 +356,17 @@ class Core:
         if not self.texts.behind:
             return advanced
         updated = dict.fromkeys([*advanced, *(self.texts.catch_up(seconds) if searching else ())])
-        return [request for request in updated if not request.text_behind]
+        return [request for request in updated if not request.output.text_behind]
 
     def timed(self, step: Step, seconds: float) -> None:
         """A step has taken so long, from the end of the one before it: what drafts cost follows from that."""
         self.scheduler.queues.batch.timed(step, seconds)
 
-    def catch_up(self, seconds: float) -> list[Request]:
+    def catch_up(self, seconds: float) -> list[Sequence]:
         """Search for stop patterns in the text of steps that are resolved; returns the updated requests."""
         return self.texts.catch_up(seconds)
 
-    def give_up(self, step: Step, error: BaseException, *, launched: bool) -> list[Request]:
+    def give_up(self, step: Step, error: BaseException, *, launched: bool) -> list[Sequence]:
         """A step could not be packed, or its result not be committed: its requests end, all others go on.
 
         Returns the requests of the step, some of which may have ended before. :meth:`fail` has to follow in
@@ -417,11 +377,11 @@ class Core:
             self.adapters.resolved(step.id)
         for request in step.requests:
             # A request that has ended, but for its text, goes on getting that.
-            if request.finished_at is None and not (request.finished and request.text_behind):
+            if request.output.finished_at is None and not (request.finished and request.output.text_behind):
                 self.texts.end(request, error, distrust=True)
         return step.requests
 
-    def fail(self, step: Step, error: BaseException) -> list[Request]:
+    def fail(self, step: Step, error: BaseException) -> list[Sequence]:
         """Handle a step that raised; returns the requests that it ended: all requests of the step, or, if it
         ran out of memory, those whose previous step did, too."""
         if isinstance(error, StepOutOfMemory):
@@ -433,16 +393,13 @@ class Core:
             self.texts.failed(request, error)
         return failed
 
-    def abort(self, request: Request, error: BaseException | None = None) -> bool:
+    def abort(self, request: Sequence, error: BaseException | None = None) -> bool:
         """End a request, whatever its state; False if it had ended already."""
-        if request.state is RequestState.PREPARING:
-            request.refuse(error)
-            return True
         return self.texts.abort(request, error)
 
-    def _record_pooled(self, step: Step, result: StepResult) -> list[Request]:
+    def _record_pooled(self, step: Step, result: StepResult) -> list[Sequence]:
         """Keep what rows have pooled, before the requests end that end with it. Returns those that failed."""
-        failed: list[Request] = []
+        failed: list[Sequence] = []
         count = step.num_generating
         for index, part in result.pooled.items():
             request = step.prefilling[index - count].request
@@ -456,25 +413,25 @@ class Core:
                 failed.append(request)
         return failed
 
-    def _record_logprobs(self, step: Step, result: StepResult, advanced: list[Request]) -> list[Request]:
+    def _record_logprobs(self, step: Step, result: StepResult, advanced: list[Sequence]) -> list[Sequence]:
         """Keep exactly one record per token. Returns requests that ended here and are not ``advanced``."""
-        ended: list[Request] = []
+        ended: list[Sequence] = []
         decodes = step.generating.requests
         for index, logprobs in result.logprobs.items():
             request = (
                 decodes[index] if index < len(decodes) else step.prefilling[index - len(decodes)].request
             )
             # Behind the end of the output there are none.
-            missing = len(request.output_ids) - len(request.logprobs)
+            missing = len(request.output_ids) - len(request.output.logprobs)
             if missing > 0:
-                request.logprobs += logprobs[:missing]
+                request.output.logprobs += logprobs[:missing]
         for index, scored in result.prompt_logprobs.items():
             row = step.prefilling[index - len(decodes)]
             if row.scores is None or step.id <= row.request.recovery.junk_until:
                 continue
             try:
                 request = row.request
-                _extend(request.prompt_logprobs, row.scores[0] - request.first_scored, scored)
+                _extend(request.output.prompt_logprobs, row.scores[0] - request.request.first_scored, scored)
             except BaseException as error:
                 self.texts.end(row.request, error)
                 if row.request not in advanced:
@@ -482,7 +439,7 @@ class Core:
         return ended
 
 
-def _extend(known: list[TokenLogprob], first: int, logprobs: Sequence[TokenLogprob]) -> None:
+def _extend(known: list[TokenLogprob], first: int, logprobs: abc.Sequence[TokenLogprob]) -> None:
     """Append records of the prompt's tokens from the ``first`` on."""
     # A step from before a retraction may have recorded some of them already.
     there = len(known) - first

@@ -21,7 +21,7 @@ from aioinfer.loop.pacing import Pace
 from aioinfer.observe.observers import Observers
 from aioinfer.observe.timeline import now
 from aioinfer.scheduling.audit import check_idle
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher, StepHandle
@@ -40,13 +40,13 @@ _SEARCHING = 0.002
 class DriverEvents(Protocol):
     """What a driver reports to its engine, on the loop's thread."""
 
-    def admitted(self, request: Request) -> None:
+    def admitted(self, request: Sequence) -> None:
         """The request has a row in a launched step for the first time."""
 
-    def updated(self, request: Request) -> None:
+    def updated(self, request: Sequence) -> None:
         """A resolved step gave the request tokens, a draft or its end."""
 
-    def moved(self, requests: list[Request]) -> list[Request]:
+    def moved(self, requests: list[Sequence]) -> list[Sequence]:
         """The same for the requests of a step, as far as they go on and no task waits for their tokens;
         returns the others."""
 
@@ -65,6 +65,7 @@ class Driver:
     """
 
     __slots__ = (
+        "_by_steps",
         "_catching_up",
         "_clock",
         "_context",
@@ -81,6 +82,7 @@ class Driver:
         "_overlap_steps",
         "_pace",
         "_quiet",
+        "_stepped",
         "_stopping",
         "_timeline",
         "_timer",
@@ -123,6 +125,9 @@ class Driver:
         self._turning = False
         self._stopping = False
         self.paused = False
+        #: it goes on by :meth:`step` only, until :meth:`pause` or :meth:`resume`; set while that waits
+        self._by_steps = False
+        self._stepped: asyncio.Future[None] | None = None
         #: updates of the weights that nothing is launched beside
         self._holds = 0
         #: set while pause() waits for the steps in flight
@@ -160,16 +165,29 @@ class Driver:
             self._garbage.rest()
         self._cancel_timer()
         self._set_quiet()
+        self._set_stepped()
         self.wake()
 
     async def pause(self) -> None:
         """Launch no more steps; returns when those in flight have resolved, or after :meth:`stop`."""
-        self.paused = True
+        self.paused, self._by_steps = True, False
         self._interrupt()
+        self.wake()
         while self.paused and self._flights and not self._stopping:
             if self._quiet is None or self._quiet.done():
                 self._quiet = self._loop.create_future()
             await asyncio.shield(self._quiet)
+
+    async def step(self) -> None:
+        """Launch what may be launched and wait until a step has resolved, and go no further; returns at once
+        if there is nothing to compute."""
+        self._by_steps, self._stepped = True, self._loop.create_future()
+        try:
+            self._landed()
+            if self._flights and not self._stopping:
+                await self._stepped
+        finally:
+            self._stepped = None
 
     async def hold(self) -> None:
         """As :meth:`pause`, until :meth:`release`, which has to follow whatever happens. It neither
@@ -189,7 +207,7 @@ class Driver:
 
     def resume(self) -> None:
         """Go on after :meth:`pause`. Idempotent."""
-        self.paused = False
+        self.paused = self._by_steps = False
         self._last_progress = self._clock()
         self._set_quiet()
         self.wake()
@@ -212,7 +230,7 @@ class Driver:
         flights, resolved = self._flights, False
         if not self._stopping:
             self._report_ended()  # an update of the weights has ended them: perhaps nothing is planned now
-        while not self._stopping:
+        while not (self._stopping or self._waits_for_step):
             if resolved and self._launcher.blocking:
                 # Consumers run first: launching would compute the next step.
                 self._again()
@@ -251,8 +269,13 @@ class Driver:
             self._turning = False
 
     @property
+    def _waits_for_step(self) -> bool:
+        return self._by_steps and (self._stepped is None or self._stepped.done())
+
+    @property
     def _may_launch(self) -> bool:
-        return len(self._flights) <= self._overlap_steps and not (self.paused or self._holds)
+        may_run = not self.paused or self._by_steps
+        return len(self._flights) <= self._overlap_steps and may_run and not self._holds
 
     def _put_off(self) -> bool:
         """Whether the last of the overlapped steps is planned later; if so, a timer is set for it."""
@@ -321,18 +344,18 @@ class Driver:
         flight.done, flight.error, flight.launched = True, error, False
         return flight
 
-    def _recovered(self, ended: list[Request]) -> None:
+    def _recovered(self, ended: list[Sequence]) -> None:
         """Something raised and ended these requests: report them, and check that the others can go on."""
         for request in ended:
             self._events.updated(request)
-        cause = self._core.texts.raised or (ended[0].error if ended else None)
+        cause = self._core.texts.raised or (ended[0].output.error if ended else None)
         self._core.texts.raised = None
         try:
             self._events.audit()
         except AssertionError as wrong:
             raise RuntimeError(f"the scheduler's state is not what it should be: {wrong!r}") from cause
 
-    def _tell(self, event: Callable[[Request], None], requests: Iterable[Request]) -> None:
+    def _tell(self, event: Callable[[Sequence], None], requests: Iterable[Sequence]) -> None:
         """Report requests. What that raises for one ends it."""
         for request in requests:
             try:
@@ -340,7 +363,7 @@ class Driver:
             except Exception as error:
                 self._untold(request, error)
 
-    def _untold(self, request: Request, error: Exception) -> None:
+    def _untold(self, request: Sequence, error: Exception) -> None:
         _log.error("%s could not be reported", request, exc_info=error)
         failed = StepFailed(f"the request could not be reported: {error}")
         failed.__cause__ = error
@@ -387,6 +410,7 @@ class Driver:
             self._recovered([])
         self._timeline.loop.add(what, step.id, start, resolved)
         self._timeline.loop.add("deliver", step.id, resolved, now())
+        self._set_stepped()
         if self._core.texts.behind:
             self._catch_up_soon()
 
@@ -424,6 +448,10 @@ class Driver:
             if not self.failed_checks:
                 _log.error("the idle engine still holds memory: %s", error)
             self.failed_checks += 1
+
+    def _set_stepped(self) -> None:
+        if self._stepped is not None and not self._stepped.done():
+            self._stepped.set_result(None)
 
     def _set_quiet(self) -> None:
         if self._quiet is not None and not self._quiet.done():

@@ -17,14 +17,12 @@ from aioinfer.settings import shown
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
-    from aioinfer.text.grammar import Compiler
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = [
     "completed",
     "decide",
     "default_params",
-    "grammar_compiler",
     "import_parts",
     "load_tokenizer",
     "located",
@@ -196,19 +194,3 @@ def decide(
     if config.max_rounds is None:
         config = dataclasses.replace(config, max_rounds=1 if config.overlap_steps else 4)
     return config
-
-
-def grammar_compiler(config: EngineConfig, tokenizer: Tokenizer | None, info: DeviceInfo) -> Compiler:
-    """The grammar compiler of a model; making it takes a second for a large vocabulary.
-
-    Raises InvalidRequest if the extra is missing or the model has no tokenizer.
-    """
-    from aioinfer.text.grammar import Compiler
-    from aioinfer.text.guidance import GuidanceBackend, load_library
-
-    load_library()
-    if tokenizer is None:
-        raise InvalidRequest("grammar", "the engine has no tokenizer, so there is no text to constrain")
-    ends, max_depth = sorted(info.eos_token_ids), config.max_grammar_depth
-    backend = GuidanceBackend(tokenizer.for_grammars(), info.vocab_size, ends, max_depth=max_depth)
-    return Compiler(backend)

@@ -19,7 +19,7 @@ from aioinfer.scheduling.block_batch import BlockBatch
 from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.queues import RunningBatch
-from aioinfer.scheduling.request import MakeCursor
+from aioinfer.scheduling.sequence import MakeCursor
 from aioinfer.scheduling.speculation import Speculation
 from aioinfer.scheduling.token_batch import TokenBatch
 

@@ -5,14 +5,13 @@ Both are checked once, when the caller passes them in, as far as that needs no t
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.inputs import check_ids, freeze, keep_plain, plain
+from aioinfer.inputs import check_ids, freeze, plain
 from aioinfer.params import SamplingParams
 from aioinfer.pooling import Pooling
 from aioinfer.text.length import ASSUMED_LONGEST, exceeds_bytes
@@ -27,16 +26,11 @@ if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = [
-    "MAX_LABEL",
-    "GenerateOptions",
-    "JobOptions",
     "Prepared",
     "Prompt",
     "PromptForm",
     "PromptSource",
-    "RequestOptions",
     "check_chat",
-    "check_timeout",
     "is_one",
     "pooling_params",
     "too_long",
@@ -46,8 +40,6 @@ __all__ = [
 #: data), or what ``Engine.prompt`` made of one of these
 Prompt: TypeAlias = "str | Sequence[int] | Sequence[Mapping[str, Any]] | PromptSource"
 
-#: characters of a label that a caller gives
-MAX_LABEL = 256
 #: messages may have so many times the bytes of the longest prompt, and so many characters more, since
 #: templates omit the reasoning of earlier answers, for example
 _CHAT_FACTOR = 4
@@ -58,71 +50,6 @@ _NOT_VARIABLES = ("self", "messages")
 
 #: parameters that also apply to a prompt that is pooled
 _OF_PROMPTS = frozenset({"prompt_logprobs", "logprob_start_len"})
-
-
-class JobOptions(TypedDict, total=False):
-    """What :meth:`aioinfer.Engine.generate` takes besides prompt, parameters and the template's variables,
-    for all requests of a job."""
-
-    waiting_timeout: float | None
-    running_timeout: float | None
-    priority: int
-    cache_salt: str
-    routing_key: str | None
-    max_lag: int | None
-    request_id: str | None
-    adapter: str | None
-
-
-class GenerateOptions(JobOptions, total=False):
-    """The same for one request."""
-
-    queue_behind: int
-    pooling: Pooling | None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
-    """Options of one request. Raises InvalidRequest, by the name of the field."""
-
-    #: larger goes first, with the policy ``priority``; 32 bits
-    priority: int = 0
-    #: prefixes are shared only between requests with the same salt
-    cache_salt: str = ""
-    #: what the policy ``routing-key`` groups by
-    routing_key: str | None = None
-    #: so many requests that arrive later go first; the choices of one prompt count as arriving one by one
-    queue_behind: int = 0
-    #: seconds until the first step, and from there on; None for no limit
-    waiting_timeout: float | None = None
-    running_timeout: float | None = None
-    #: unread output tokens beyond which the request is parked; None for no limit
-    max_lag: int | None = None
-    #: the caller's name for it, in results, errors and logs
-    request_id: str | None = None
-    #: name of the LoRA adapter that computes it; None: the model alone
-    adapter: str | None = None
-    #: what is wanted of the prompt's hidden states; nothing is generated then
-    pooling: Pooling | None = None
-
-    def __post_init__(self) -> None:
-        keep_plain(self)
-        if not isinstance(self.pooling, (Pooling, NoneType)):
-            raise InvalidRequest("pooling", f"must be a Pooling, got {shown(self.pooling)}")
-        check_timeout("waiting_timeout", self.waiting_timeout)
-        check_timeout("running_timeout", self.running_timeout)
-        if self.max_lag is not None and (type(self.max_lag) is not int or self.max_lag < 1):
-            raise InvalidRequest("max_lag", f"must be a positive number of tokens, got {shown(self.max_lag)}")
-        if type(self.priority) is not int or not -(2**31) <= self.priority < 2**31:
-            raise InvalidRequest("priority", f"must be an integer of 32 bits, got {shown(self.priority)}")
-        if type(self.queue_behind) is not int or not 0 <= self.queue_behind < 2**31:
-            raise InvalidRequest(
-                "queue_behind", f"must be a number of requests, got {shown(self.queue_behind)}"
-            )
-        _check_label("cache_salt", self.cache_salt)
-        _check_label("routing_key", self.routing_key)
-        _check_label("request_id", self.request_id)
-        _check_label("adapter", self.adapter)
 
 
 class Prepared(NamedTuple):
@@ -412,18 +339,6 @@ def _content_length(message: Any) -> int:
 def _is_mapping(value: Any) -> bool:
     # The check against an abstract class takes ten times as long.
     return type(value) is dict or isinstance(value, Mapping)
-
-
-def check_timeout(field: str, value: float | None) -> None:
-    """Raises InvalidRequest unless it is None or a positive number of seconds."""
-    # This form also refuses NaN, and integers that no float can hold.
-    if value is not None and not (type(value) in (int, float) and 0 < value <= sys.float_info.max):
-        raise InvalidRequest(field, f"must be a positive number of seconds, got {shown(value)}")
-
-
-def _check_label(field: str, value: str | None) -> None:
-    if value is not None and (type(value) is not str or len(value) > MAX_LABEL):
-        raise InvalidRequest(field, f"must be a string of at most {MAX_LABEL} characters")
 
 
 def is_one(prompts: Any) -> bool:

@@ -13,7 +13,6 @@ import numpy.typing as npt
 from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.execution.device import DeviceInfo
-from aioinfer.loop import factory
 from aioinfer.loop.options import Prepared
 from aioinfer.params import SamplingParams
 from aioinfer.text.length import ASSUMED_LONGEST
@@ -130,8 +129,24 @@ class Preparing:
     def _grammar_compiler(self) -> Compiler:
         with self._compiler_lock:
             if self._compiler is None:
-                self._compiler = factory.grammar_compiler(self._config, self._tokenizer, self._info)
+                self._compiler = _grammar_compiler(self._config, self._tokenizer, self._info)
             return self._compiler
+
+
+def _grammar_compiler(config: EngineConfig, tokenizer: Tokenizer | None, info: DeviceInfo) -> Compiler:
+    """The grammar compiler of a model; making it takes a second for a large vocabulary.
+
+    Raises InvalidRequest if the extra is missing or the model has no tokenizer.
+    """
+    from aioinfer.text.grammar import Compiler
+    from aioinfer.text.guidance import GuidanceBackend, load_library
+
+    load_library()
+    if tokenizer is None:
+        raise InvalidRequest("grammar", "the engine has no tokenizer, so there is no text to constrain")
+    ends, max_depth = sorted(info.eos_token_ids), config.max_grammar_depth
+    backend = GuidanceBackend(tokenizer.for_grammars(), info.vocab_size, ends, max_depth=max_depth)
+    return Compiler(backend)
 
 
 def _of_all(params: SamplingParams, refused: InvalidRequest) -> InvalidRequest:

@@ -7,9 +7,10 @@ grammars and stops continue as if nothing had happened. The output never becomes
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import abc
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from aioinfer.diffusion.state import BlockState
 from aioinfer.errors import InvalidRequest, shown
@@ -21,7 +22,8 @@ from aioinfer.text.stop import TooSlow
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
-    from aioinfer.scheduling.request import Request
+    from aioinfer.request import Output
+    from aioinfer.scheduling.sequence import Sequence
     from aioinfer.stream import StreamCell
     from aioinfer.text.grammar import GrammarState
     from aioinfer.text.output import OutputText
@@ -62,31 +64,33 @@ class Resumption:
         same = checkpoint.numerics == info.numerics and info.deterministic
         return cls(checkpoint, text, checkpoint.identical and same)
 
-    def begin(self, request: Request) -> None:
-        """Before the request gets its prompt: the lists of its output."""
+    def begin(self, output: Output) -> None:
+        """Give an output what there is already, before it has a sequence."""
         checkpoint = self.checkpoint
-        request.output_ids += checkpoint.token_ids
-        request.logprobs += checkpoint.logprobs
-        request.prompt_logprobs += checkpoint.prompt_logprobs
-        request.token_times += [request.arrival] * len(checkpoint.token_ids)
-        request.resumed, request.identical = len(checkpoint.token_ids), self.identical
+        output.seed = checkpoint.seed
+        output.token_ids += checkpoint.token_ids
+        output.logprobs += checkpoint.logprobs
+        output.prompt_logprobs += checkpoint.prompt_logprobs
+        output.token_times += [output.arrival] * len(checkpoint.token_ids)
+        output.resumed, output.identical = len(checkpoint.token_ids), self.identical
 
-    def place(self, request: Request, cell: StreamCell | None, weight_version: int) -> None:
-        """Behind that: cursors of the request and of its consumer. ``weight_version``: of the weights that go
-        on with it."""
-        checkpoint, cursor = self.checkpoint, request.cursor
+    def place(self, sequence: Sequence, cell: StreamCell | None, weight_version: int) -> None:
+        """Set the cursors of a sequence and of its consumer. ``weight_version``: of the weights that go on
+        with it."""
+        checkpoint, cursor, output = self.checkpoint, sequence.cursor, sequence.output
         same = checkpoint.weight_version == weight_version
         if not same and checkpoint.token_ids:
-            request.note_switch(checkpoint.weight_version)
+            output.note_switch(checkpoint.weight_version)
         elif not same:
-            request.prompt_logprobs.clear()  # no output was behind them
-        request.take_version(weight_version)
+            output.prompt_logprobs.clear()  # no output followed them
+        sequence.take_version(weight_version)
         if isinstance(cursor, BlockCursor):
             # With other weights its block begins again.
             cursor.take_up(checkpoint.step_map or (), checkpoint.block if same else None)
-        # As behind a retraction, but that no row was launched: what is scored is not scored again.
-        request.restart()
-        request.rewind(0)
+            output.block = cursor.under_way
+        # As after a retraction, but that no row was launched: what is scored is not scored again.
+        sequence.restart()
+        sequence.rewind(0)
         if cell is not None:
             cell.taken_ids = checkpoint.delivered_tokens
             cell.taken_pieces = int(checkpoint.delivered_characters > 0)
@@ -130,21 +134,14 @@ def check(checkpoint: StreamCheckpoint, info: DeviceInfo, stop_ids: frozenset[in
     _check_blocks(checkpoint, info)
 
 
-class Identified(Protocol):
-    """An adapter, of which it is known what its files are."""
-
-    @property
-    def fingerprint(self) -> str: ...
-
-
-def check_adapter(checkpoint: StreamCheckpoint, loaded: Mapping[str, Identified]) -> None:
-    """Raise InvalidRequest unless the adapter that computed the output is ``loaded``, by its name."""
+def check_adapter(checkpoint: StreamCheckpoint, loaded: Mapping[str, str]) -> None:
+    """Raise InvalidRequest unless the output's adapter is one of those ``loaded``, fingerprints by name."""
     name = checkpoint.adapter
     if name is None:
         return
     if name not in loaded:
         raise InvalidRequest(_FIELD, f"adapter: its output is of {shown(name)}, which is not loaded")
-    known, found = checkpoint.adapter_fingerprint, loaded[name].fingerprint
+    known, found = checkpoint.adapter_fingerprint, loaded[name]
     if known != found:
         raise InvalidRequest(
             _FIELD, f"adapter: {shown(name)} was loaded here from other files: {known} and {found}"
@@ -188,7 +185,7 @@ def _check_blocks(checkpoint: StreamCheckpoint, info: DeviceInfo) -> None:
 
 
 def _check_state(
-    block: BlockState, sequence: Sequence[int], params: SamplingParams, info: DeviceInfo
+    block: BlockState, sequence: abc.Sequence[int], params: SamplingParams, info: DeviceInfo
 ) -> None:
     """``sequence``: the tokens of prompt and output in the block."""
     from aioinfer.diffusion.registry import algorithm_class  # needs torch, which the device has, too
@@ -210,55 +207,51 @@ def _check_state(
             raise InvalidRequest(_FIELD, f"block: {name}: no block that is under way has these values")
 
 
-def take(request: Request, cell: StreamCell, info: DeviceInfo) -> StreamCheckpoint:
+def take(cell: StreamCell, info: DeviceInfo) -> StreamCheckpoint:
     """How far a request has come. Raises RuntimeError before its prompt is tokenized, if its output is
     complete, and if it has none: what only scores or pools a prompt starts anew."""
-    if request.params.max_tokens == 0 or request.pooled is not None:
+    output = cell.output
+    request, params = output.request, output.request.params
+    if params.max_tokens == 0 or request.pooling is not None:
         raise RuntimeError("it generates nothing (max_tokens 0), so there is nothing to go on with")
-    if not request.key:
+    if not output.accepted:
         raise RuntimeError("the prompt has not been tokenized yet")
-    if request.ended and request.finish_reason != "abort":
+    if output.ended and output.finish_reason != "abort":
         raise RuntimeError("the output is complete: there is nothing to go on with")
-    count = len(request.token_times)
-    cursor, block = request.cursor, None
-    identical = request.identical and info.deterministic
-    if isinstance(cursor, BlockCursor):
-        if request.newest_version == request.weight_version:
-            block = cursor.under_way  # and not one that other weights began than the record says
-        known = len(request.prompt_ids) + count
-        start = known - known % cursor.block_size
-        if known > max(start, len(request.prompt_ids)) and (block is None or block.start != start):
+    count = len(output.token_times)
+    block, identical = None, output.identical and info.deterministic
+    if info.block_size is not None:
+        if output.newest_version == output.weight_version:
+            block = output.block  # and not one that other weights began than the record says
+        known = len(output.prompt_ids) + count
+        start = known - known % info.block_size
+        if known > max(start, len(output.prompt_ids)) and (block is None or block.start != start):
             # Its text is late, or its weights were replaced, and the rounds of this block are gone: it goes
             # on from its tokens.
-            block = _from_tokens(request, start, known, cursor.block_size, info)
+            assert info.mask_token_id is not None
+            tokens = output.known_ids(start, known)
+            block = BlockState.unknown(start, tokens, info.block_size, info.mask_token_id)
             identical = False
-    taken = sum(map(len, request.text.pieces[: cell.taken_pieces]))
-    scored = request.params.logprobs is not None
     return StreamCheckpoint(
         fingerprint=info.fingerprint,
         model=info.model,
-        numerics=info.numerics,
+        numerics=output.numerics or info.numerics,
         identical=identical,
-        prompt_token_ids=tuple(request.prompt_ids),
-        params=request.params,
-        seed=request.seed,
-        token_ids=tuple(request.output_ids[:count]),
+        prompt_token_ids=tuple(output.prompt_ids),
+        params=params,
+        seed=output.seed,
+        token_ids=tuple(output.token_ids[:count]),
         delivered_tokens=min(cell.taken_ids, count),
-        delivered_characters=taken,
-        logprobs=tuple(request.logprobs[:count]) if scored else (),
-        prompt_logprobs=tuple(request.prompt_logprobs),
-        step_map=None if cursor.step_map is None else tuple(cursor.step_map[:count]),
+        delivered_characters=cell.delivered or sum(map(len, output.pieces[: cell.taken_pieces])),
+        logprobs=() if params.logprobs is None else tuple(output.logprobs[:count]),
+        prompt_logprobs=tuple(output.prompt_logprobs),
+        step_map=None if output.step_map is None else tuple(output.step_map[:count]),
         block=block,
-        request_id=request.request_id,
+        request_id=output.request_id,
         priority=request.priority,
-        cache_salt=request.namespace.salt,
+        cache_salt=request.cache_salt,
         routing_key=request.routing_key,
-        adapter=None if request.adapter is None else request.adapter.name,
-        adapter_fingerprint="" if request.adapter is None else request.adapter.fingerprint,
-        weight_version=request.newest_version,
+        adapter=request.adapter,
+        adapter_fingerprint=output.adapter_fingerprint,
+        weight_version=output.newest_version,
     )
-
-
-def _from_tokens(request: Request, start: int, known: int, size: int, info: DeviceInfo) -> BlockState:
-    assert info.mask_token_id is not None
-    return BlockState.unknown(start, request.known_ids(start, known), size, info.mask_token_id)

@@ -3,80 +3,66 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import abc
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from aioinfer.config import EngineConfig
-from aioinfer.errors import (
-    AioInferError,
-    EngineClosed,
-    EngineError,
-    EngineFailed,
-    InvalidRequest,
-    Rejected,
-    RequestError,
-    StepFailed,
-    TimedOut,
-)
+from aioinfer.errors import EngineClosed, EngineError, EngineFailed, RequestError, StepFailed
 from aioinfer.loop.driver import Driver
-from aioinfer.loop.loop_bound import EngineState, LoopBound
-from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource, RequestOptions
+from aioinfer.loop.options import Prepared
 from aioinfer.loop.pacing import Pace
-from aioinfer.loop.resumption import check, take
+from aioinfer.loop.service import EngineState, OpenRequest, Service
 from aioinfer.loop.tuning import Tuning
 from aioinfer.loop.updating import Updates
-from aioinfer.observe.observers import Observers
 from aioinfer.observe.stats import EngineStats
 from aioinfer.params import SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
+from aioinfer.scheduling.adapters import AdapterVersion
 from aioinfer.scheduling.audit import audit
-from aioinfer.scheduling.request import Request, RequestState
-from aioinfer.stream import Stream, StreamCell, tell_lanes
+from aioinfer.scheduling.sequence import Sequence
+from aioinfer.stream import StreamCell, tell_lanes
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
     from aioinfer.loop.adapters import AdapterLoads
     from aioinfer.loop.core import Core
-    from aioinfer.loop.intake import Intake, Preparation
+    from aioinfer.loop.intake import Intake
 
 __all__ = ["Runtime"]
 
 _log = logging.getLogger("aioinfer")
 
 
-class Runtime(LoopBound):
-    """The parts of a started engine and its open requests: accepts requests, and ends their streams.
+class _Open(OpenRequest):
+    """A request of this engine, with its sequence once its prompt is tokenized."""
 
-    It belongs to the loop on which it is made, and all methods but :meth:`abandon` and
-    :meth:`abandon_later` are called there. Driver and streams know it, as DriverEvents and StreamOwner.
+    __slots__ = ("adapter", "sequence")
+
+    def __init__(self, cell: StreamCell, adapter: AdapterVersion | None) -> None:
+        super().__init__(cell)
+        self.adapter = adapter
+        self.sequence: Sequence | None = None
+
+
+class Runtime(Service[_Open]):
+    """The parts of a started engine and its open requests.
+
+    The driver reports to :meth:`admitted`, :meth:`updated`, :meth:`moved` and :meth:`lost`.
     """
 
     def __init__(
         self, config: EngineConfig, core: Core, launcher: Launcher, intake: Intake, adapters: AdapterLoads
     ) -> None:
         """``config`` leaves nothing open: see :func:`aioinfer.loop.factory.decide`."""
-        super().__init__()
-        self.config = config
+        super().__init__(config, core.info, core.tokenizer, core.checks, intake, core.clock)
         self.core = core
-        #: also when the core is gone
-        self.info = core.info
         self.launcher = launcher
         #: why it is FAILED
         self.failure: BaseException | None = None
-        #: requests from generate() to their end, in order
-        self._open: dict[Request, None] = {}
-        #: the work on those of them that are PREPARING
-        self._preparing: dict[Request, Preparation] = {}
-        #: at least so many tokens have their prompts
-        self._preparing_tokens = 0
-        self._intake = intake
         self.adapters = adapters
         adapters.check_serving = self.check_serving
-        #: what follows the requests and steps; empty unless asked for
-        self.observers = Observers()
         self.tuning = Tuning.of(
             config.switch_interval,
             config.gc,
@@ -94,142 +80,93 @@ class Runtime(LoopBound):
         )
         self.updates = Updates(
             *(core, launcher, intake, self.driver),
-            end=self.end,
+            end=self.end_sequence,
             lost=self.lost,
             check=self.check_serving,
         )
         launcher.watch(self.lost)
         self._closing: asyncio.Task[None] | None = None
-        #: set while closing waits for the open requests
-        self._drained: asyncio.Future[None] | None = None
 
     # -- requests -------------------------------------------------------------------------------
 
-    def source(
-        self,
-        prompt: Prompt,
-        template_kwargs: Mapping[str, Any] | None = None,
-        form: PromptForm | None = None,
-    ) -> PromptSource:
-        """A prompt, checked and copied; one that was made here already is returned unchanged. On any thread.
-        Raises InvalidRequest."""
-        return self.core.source(prompt, template_kwargs, form)
-
-    def generate(
-        self,
-        prompt: PromptSource,
-        params: SamplingParams,
-        options: RequestOptions,
-        checkpoint: StreamCheckpoint | None = None,
-    ) -> Stream:
-        """Queue a request, at once or when its prompt is prepared, with the output that a checkpoint has.
-        Raises InvalidRequest, Rejected."""
-        least = prompt.least_tokens
-        self.core.check(params, options.pooling, least)
-        if checkpoint is not None:
-            check(checkpoint, self.core.info, self.core.stop_ids(params))
-            least += len(checkpoint.token_ids)
-        adapter = self.core.adapter(options, checkpoint)
-        try:
-            self.core.check_queue(len(self._preparing), least, self._preparing_tokens)
-        except Rejected:
-            self.observers.rejected()
-            raise
-        request = self.core.new_request(params, options, adapter)
-        cell = StreamCell(request, options.running_timeout, options.max_lag)
-        if prompt.ids is not None and not params.worked_out and checkpoint is None:
-            try:
-                self._submit(request, self.core.complete(prompt.ids, params))
-            except BaseException:
-                self.core.adapters.leave(request)
-                raise
-        else:
-            prepared = functools.partial(self._prepared, request)
-            preparation = self._intake.prepare(self.core, prompt, params, prepared, checkpoint)
-            self._preparing[request] = preparation
-            self._preparing_tokens += preparation.least_tokens
-        self._open[request] = None
-        if self.observers:
-            self.observers.opened(request, chat=prompt.chat)
-        if options.waiting_timeout is not None:
-            self._set_timer(request, "waiting", options.waiting_timeout)
+    def _opened(self, cell: StreamCell, checkpoint: StreamCheckpoint | None) -> _Open:
+        adapter = self.core.adapter(cell.output.request, checkpoint)
+        cell.output.weight_version = self.core.weight_version
+        if adapter is not None:
+            adapter.users.add(cell.output)
+            cell.output.adapter_fingerprint = adapter.fingerprint
         if self.tuning.garbage is not None:
             self.tuning.garbage.arrived()
-        return Stream(self, cell)
+        return _Open(cell, adapter)
 
-    async def encode(self, prompt: PromptSource) -> Sequence[int]:
-        """The token ids of a prompt. Raises InvalidRequest, EngineClosed."""
-        return await self._intake.encode(prompt)
+    def _complete(
+        self, ids: abc.Sequence[int], params: SamplingParams, checkpoint: StreamCheckpoint | None
+    ) -> Prepared:
+        return self.core.complete(ids, params, checkpoint)
 
-    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """The text of token ids. Raises InvalidRequest."""
-        core = self.core
-        return await self._intake.decode(
-            core.tokenizer, ids, core.info.vocab_size, skip_special_tokens=skip_special_tokens
-        )
-
-    def _prepared(self, request: Request, prepared: Prepared | None, error: BaseException | None) -> None:
-        self._leave_preparing(request)
-        if prepared is not None:
-            try:
-                self._submit(request, prepared)
-                return
-            except Exception as refused:
-                error = refused
-        assert error is not None
-        if not isinstance(error, (RequestError, EngineError)):
-            # Anything that a worker thread can raise, panics of Rust libraries included.
-            cause, error = error, InvalidRequest("prompt", f"could not be tokenized: {error!r}")
-            error.__cause__ = cause
-        request.refuse(error)
-        self._ended(request)
-
-    def _leave_preparing(self, request: Request) -> None:
-        preparation = self._preparing.pop(request, None)
-        if preparation is not None:
-            preparation.cancel()
-            self._preparing_tokens -= preparation.least_tokens
-
-    def _submit(self, request: Request, prepared: Prepared) -> None:
+    def _accept(self, opened: _Open, prepared: Prepared, checkpoint: StreamCheckpoint | None) -> None:
         self.driver.work_arrives()
         try:
-            self.core.submit(request, prepared, _cell(request))
+            opened.sequence = self.core.submit(opened.output, prepared, opened.cell, opened.adapter)
         except (RequestError, EngineError):
             raise
         except Exception as cause:
-            _log.error("%s could not be queued", request, exc_info=cause)
+            _log.error("%r could not be queued", opened.output, exc_info=cause)
             raise StepFailed(f"the request could not be queued: {cause}") from cause
-        _cell(request).notify()
         self.driver.wake()
+
+    @property
+    def queued(self) -> tuple[int, int]:
+        return self.core.queued
+
+    def _left(self, opened: _Open) -> None:
+        if opened.adapter is not None:
+            last_step = 0 if opened.sequence is None else opened.sequence.kv.last_step
+            self.core.adapters.leave(opened.adapter, opened.output, last_step)
+
+    def _abort(self, opened: _Open, error: RequestError | EngineError | None) -> None:
+        assert opened.sequence is not None
+        self.core.abort(opened.sequence, error)
+        self.driver.wake()
+
+    def end_sequence(self, sequence: Sequence, error: RequestError | EngineError | None) -> None:
+        """End a request by its sequence."""
+        self.end(self.open[_cell(sequence)], error)
 
     # -- as DriverEvents ------------------------------------------------------------------------
 
-    def admitted(self, request: Request) -> None:
+    def admitted(self, sequence: Sequence) -> None:
         """Replace the request's waiting deadline by its running deadline, and tell its outlet."""
-        cell = _cell(request)
+        cell = _cell(sequence)
         cell.cancel_timer()
         if cell.outlet is not None:
             cell.outlet.lane.moved((cell.outlet,))
-        if cell.running_timeout is not None:
-            self._set_timer(request, "running", cell.running_timeout)
+        self._set_timer(self.open[cell], "running", sequence.request.running_timeout)
 
-    def updated(self, request: Request) -> None:
+    def updated(self, sequence: Sequence) -> None:
         """Wake the consumer, or end its stream; park the request if the consumer lags."""
-        cell = request.consumer
+        cell = sequence.consumer
         assert isinstance(cell, StreamCell)
-        if request.state is RequestState.FINISHED and request.ended:
-            self._ended(request)
+        if cell.output.ended:
+            opened = self.open.get(cell)
+            if opened is not None:
+                self._ended(opened)
             return
         cell.notify()
         if cell.max_lag is not None and cell.lags:
-            self.core.scheduler.queues.park(request)
+            self.core.scheduler.queues.park(sequence)
+            cell.parked = True
 
-    def moved(self, requests: list[Request]) -> list[Request]:
-        """As in DriverEvents: the streams with an outlet, lane by lane."""
-        return tell_lanes(requests)
+    def moved(self, sequences: list[Sequence]) -> list[Sequence]:
+        """Tell the outlets of streams that have moved; returns the sequences of the others."""
+        others = tell_lanes([each.consumer for each in sequences])
+        if len(others) == len(sequences):
+            return sequences
+        left = set(others)
+        return [each for each in sequences if each.consumer in left]
 
     def audit(self) -> None:
-        """As in DriverEvents."""
+        """Assert that every open request is where it should be. O(pages and requests)."""
         queues = self.core.scheduler.queues
         audit(self.core.scheduler)
         if queues.waiting:
@@ -237,7 +174,8 @@ class Runtime(LoopBound):
                 each.key for each in queues.waiting
             ]
         known = set(queues.unfinished())
-        opened = {request for request in self._open if not request.finished} - self._preparing.keys()
+        sequences = [each.sequence for each in self.open.values() if each.sequence is not None]
+        opened = {each for each in sequences if not each.finished}
         assert known == opened, f"{opened ^ known} are lost"
         self.core.adapters.audit()
 
@@ -261,67 +199,25 @@ class Runtime(LoopBound):
 
     # -- as StreamOwner -------------------------------------------------------------------------
 
-    def _abandoned(self, request: Request) -> None:
-        self.end(request, None)
-
-    def checkpoint(self, request: Request) -> StreamCheckpoint:
-        """How far a request has come. Raises RuntimeError."""
-        return take(request, _cell(request), self.info)
-
-    def caught_up(self, request: Request) -> None:
-        """The consumer of a request that is parked for it has read enough: the request goes on."""
-        if request.ended:
+    def caught_up(self, cell: StreamCell) -> None:
+        cell.parked = False
+        opened = self.open.get(cell)
+        if opened is None or opened.sequence is None or cell.output.ended:
             return
         self.driver.work_arrives()
         try:
-            self.core.scheduler.queues.unpark(request)
+            self.core.scheduler.queues.unpark(opened.sequence)
         except Exception as cause:
             error = StepFailed(f"the request could not go on: {cause}")
             error.__cause__ = cause
-            self.end(request, error)
+            self.end(opened, error)
         self.driver.wake()
 
     # -- endings --------------------------------------------------------------------------------
 
-    def _set_timer(self, request: Request, phase: str, seconds: float) -> None:
-        _cell(request).timer = self.loop.call_later(seconds, self._expire, request, phase, seconds)
-
-    def _expire(self, request: Request, phase: str, seconds: float) -> None:
-        _cell(request).timer = None
-        self.end(request, TimedOut(phase, seconds))
-
-    def end(self, request: Request, error: RequestError | EngineError | None) -> None:
-        """End a request, whatever its state."""
-        self.core.abort(request, error)
-        self._ended(request)
-        self.driver.wake()
-
-    def _end_all(self, make_error: Callable[[], EngineError]) -> None:
-        for request in list(self._open):
-            try:
-                self.core.abort(request, make_error())
-            except Exception:
-                _log.exception("%s could not be aborted cleanly", request)
-            if not request.ended:
-                request.refuse(make_error())
-            if request.error is not None and not isinstance(request.error, AioInferError):
-                request.error = make_error()  # it ended with what was raised, and was not reported
-            self._ended(request)
-        self._set_drained()
-
-    def _ended(self, request: Request) -> None:
-        if request in self._open:
-            del self._open[request]
-            if self.observers:
-                self.observers.ended(request)
-        self._leave_preparing(request)
-        self.core.adapters.leave(request)
-        cell = _cell(request)
-        cell.cancel_timer()
-        cell.notify()
+    def _ended(self, opened: _Open) -> None:
+        super()._ended(opened)
         self.updates.request_ended()
-        if self._drained is not None and not self._busy:
-            self._set_drained()
 
     # -- closing --------------------------------------------------------------------------------
 
@@ -356,37 +252,17 @@ class Runtime(LoopBound):
         self.state = EngineState.CLOSED
         self.observers.closed()
 
-    async def _drain(self, seconds: float) -> None:
-        """Wait for the open requests."""
-        count = len(self._open)
-        _log.info("closing waits up to %g s for %d request%s", seconds, count, "s" * (count > 1))
-        self._drained = self.loop.create_future()
-        timer = self.loop.call_later(seconds, self._set_drained)
-        try:
-            await self._drained
-        finally:
-            timer.cancel()
-
     def outlive_loop(self) -> None:
         """The loop was closed before the engine: end what is left. A stream that is kept does not keep the
         device, and with it the model."""
         self.state = EngineState.CLOSED
         self.tuning.undo()
         self._intake.close()
-        for request in self._open:
-            request.refuse(EngineClosed("the event loop of the engine was closed"))
-        self._open, self._preparing = {}, {}
+        for cell in self.open:
+            cell.output.refuse(EngineClosed("the event loop of the engine was closed"))
+        self.open.clear()
         self.observers.closed()
         del self.core, self.driver, self.launcher, self.adapters, self.updates
-
-    @property
-    def _busy(self) -> bool:
-        core = self.core
-        return bool(self._preparing or core.texts.behind) or core.scheduler.queues.has_unfinished
-
-    def _set_drained(self) -> None:
-        if self._drained is not None and not self._drained.done():
-            self._drained.set_result(None)
 
     # -- observing ------------------------------------------------------------------------------
 
@@ -398,7 +274,7 @@ class Runtime(LoopBound):
             output_tokens=self.core.texts.output_tokens,
             state=self.state.value,
             paused=driver.paused,
-            arriving=len(self._preparing),
+            arriving=self.arriving,
             steps_in_flight=driver.steps_in_flight,
             failed_checks=driver.failed_checks,
             stalled=0.0 if self.state is EngineState.CLOSED else driver.stalled,
@@ -409,10 +285,10 @@ class Runtime(LoopBound):
 
     def measured(self) -> tuple[EngineStats, int]:
         """The same, and the tokens that the readers of open streams have not taken; O(open streams)."""
-        return self.stats(), sum(_cell(request).unread for request in list(self._open))
+        return self.stats(), self.unread
 
 
-def _cell(request: Request) -> StreamCell:
-    """The stream's end of a request; every request of an engine has one."""
-    assert isinstance(request.consumer, StreamCell)
-    return request.consumer
+def _cell(sequence: Sequence) -> StreamCell:
+    """The stream's end of a sequence; every sequence of an engine has one."""
+    assert isinstance(sequence.consumer, StreamCell)
+    return sequence.consumer

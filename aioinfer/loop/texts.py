@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from aioinfer.errors import EngineError, InvalidRequest, OutOfMemory, RequestError, StepFailed
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.scheduling.faults import end_with
-from aioinfer.scheduling.request import ParkedFor, RequestState
+from aioinfer.scheduling.sequence import ParkedFor, SequenceState
 from aioinfer.text.stop import TooSlow
 
 if TYPE_CHECKING:
     from aioinfer.scheduling.queues import RequestQueues
-    from aioinfer.scheduling.request import Request
+    from aioinfer.scheduling.sequence import Sequence
 
 __all__ = ["Texts"]
 
-_FINISHED = RequestState.FINISHED
+_FINISHED = SequenceState.FINISHED
 #: tokens without text beyond which nothing is computed for a request
 _MOST_BEHIND = 8
 
@@ -37,22 +38,21 @@ class Texts:
         self._queues = queues
         self._clock = clock
         #: requests with tokens that have no text yet, in the order in which they get it
-        self.behind: dict[Request, None] = {}
+        self.behind: dict[Sequence, None] = {}
         #: of all requests since the start
         self.output_tokens = 0
         #: what ended a request last, if the state of all others was not checked since
         self.raised: BaseException | None = None
 
-    def all_advanced(self, requests: Sequence[Request], now: float) -> None:
+    def all_advanced(self, requests: abc.Sequence[Sequence], now: float) -> None:
         """A step gave these requests tokens, or their end.
 
         Most got one token whose text is known, and nothing to search it for: these take one short pass.
         """
         passed = 0
         for request in requests:
-            text = request.text
-            texts, times = text.texts, request.token_times
-            at = len(times)
+            text, times = request.text, request.output.token_times
+            texts, at = text.texts, len(times)
             if texts is not None and request.state is not _FINISHED and len(request.output_ids) == at + 1:
                 token = request.output_ids[at]
                 piece = texts[token] if 0 <= token < len(texts) else None
@@ -65,34 +65,34 @@ class Texts:
             self.advanced(request, now)
         self.output_tokens += passed
 
-    def advanced(self, request: Request, now: float) -> None:
+    def advanced(self, request: Sequence, now: float) -> None:
         """A step gave the request tokens, or its end."""
-        if request.error is not None:
-            self.failed(request, request.error)
+        if request.output.error is not None:
+            self.failed(request, request.output.error)
         elif request.text.costly:
-            missing = len(request.output_ids) - len(request.token_times)
+            missing = len(request.output_ids) - len(request.output.token_times)
             if not (missing or request.finished):
                 return  # a draft only
             self.behind[request] = None
-            request.text_behind = True
+            request.output.text_behind = True
             if missing > _MOST_BEHIND and not request.finished:
                 self._queues.park(request, ParkedFor.TEXT)
         else:
-            while len(request.token_times) < len(request.output_ids) and self._append(request, now):
+            while len(request.output.token_times) < len(request.output_ids) and self._append(request, now):
                 pass
             self._close(request, now)
 
-    def catch_up(self, seconds: float | None = None) -> list[Request]:
+    def catch_up(self, seconds: float | None = None) -> list[Sequence]:
         """Go on with the requests that are behind, one token each in turn, for ``seconds`` and at least one
         token; returns those that have caught up."""
         now = self._clock()
-        caught_up: list[Request] = []
+        caught_up: list[Sequence] = []
         late = False
         while self.behind and not late:
             request = next(iter(self.behind))
             del self.behind[request]
-            more = len(request.token_times) < len(request.output_ids) and self._append(request, now)
-            if more and len(request.token_times) < len(request.output_ids):
+            more = len(request.output.token_times) < len(request.output_ids) and self._append(request, now)
+            if more and len(request.output.token_times) < len(request.output_ids):
                 self.behind[request] = None
             else:
                 self._caught_up(request)
@@ -101,26 +101,26 @@ class Texts:
             late = seconds is not None and self._clock() - now >= seconds
         return caught_up
 
-    def abort(self, request: Request, error: BaseException | None) -> bool:
+    def abort(self, request: Sequence, error: BaseException | None) -> bool:
         """End a request, whatever its state; False if it and its text had ended already."""
-        if request.finished_at is not None:
+        if request.output.finished_at is not None:
             return False
         # A request that has finished, but for the text of its last tokens, ends without them.
         self._queues.finish(request, "abort", error)
-        request.finish_reason, request.error = "abort", error
+        request.output.finish_reason, request.output.error = "abort", error
         self._caught_up(request)
-        request.finished_at = self._clock()
+        request.output.finished_at = self._clock()
         return True
 
-    def failed(self, request: Request, error: BaseException) -> None:
+    def failed(self, request: Sequence, error: BaseException) -> None:
         """The scheduler ended a request because its step failed. If its text is behind, it fails only when
         the text has caught up without a stop: a request does not fail because its text was late."""
-        if request.text_behind:
-            request.error = error
+        if request.output.text_behind:
+            request.output.error = error
         else:
             self._fail(request, error, self._clock())
 
-    def end(self, request: Request, error: BaseException, *, distrust: bool = False) -> None:
+    def end(self, request: Sequence, error: BaseException, *, distrust: bool = False) -> None:
         """End a request with what one of its own parts raised; tokens without a time are forgotten.
 
         ``distrust``: its KV must not be shared. Raises RuntimeError if the request cannot be ended.
@@ -132,19 +132,19 @@ class Texts:
         end_with(self._queues, request, error, distrust=distrust)
         self.failed(request, error)
 
-    def _append(self, request: Request, now: float) -> bool:
+    def _append(self, request: Sequence, now: float) -> bool:
         """Detokenize the next token; False at the end of the text."""
-        ids, at = request.output_ids, len(request.token_times)
-        request.token_times.append(now)
+        ids, at = request.output_ids, len(request.output.token_times)
+        request.output.token_times.append(now)
         self.output_tokens += 1
         last = at == len(ids) - 1
-        if last and request.finish_reason == "stop" and not request.params.include_stop:
+        if last and request.output.finish_reason == "stop" and not request.params.include_stop:
             return False
         try:
             stop = request.text.push(ids[at])
         except BaseException as error:  # panics of libraries in Rust are no Exceptions
             # A detokenizer that raises on this output must not stop the other requests.
-            request.text_behind = False
+            request.output.text_behind = False
             self.end(request, error)
             return False
         if stop is not None:
@@ -154,18 +154,20 @@ class Texts:
             request.trim(at + 1)
         return stop is None
 
-    def _close(self, request: Request, now: float) -> None:
+    def _close(self, request: Sequence, now: float) -> None:
         """Release the held text of a request that has ended, unless it was aborted."""
         if not request.finished:
             return
-        if request.error is not None and request.finished_at is None:
-            self._fail(request, request.error, now)
-        request.finished_at = now
-        if request.finish_reason == "abort":
+        if request.output.error is not None and request.output.finished_at is None:
+            self._fail(request, request.output.error, now)
+        request.output.finished_at = now
+        if request.output.finish_reason == "abort":
             return
         # Text held back as the possible begin of a stop string is final now, and what the detokenizer held
         # back can complete one.
         try:
+            if request.pooled is not None:
+                request.output.pooled = request.pooled.result(len(request.prompt_ids))
             stop = request.text.finish()
         except BaseException as error:
             self.end(request, error)
@@ -173,21 +175,21 @@ class Texts:
             if stop is not None:
                 self._stop(request, stop)
 
-    def _stop(self, request: Request, stop: str) -> None:
-        request.finish_reason, request.stop_reason, request.error = "stop", stop, None
+    def _stop(self, request: Sequence, stop: str) -> None:
+        request.output.finish_reason, request.output.stop_reason, request.output.error = "stop", stop, None
 
-    def _fail(self, request: Request, error: BaseException, now: float) -> None:
+    def _fail(self, request: Sequence, error: BaseException, now: float) -> None:
         self._queues.finish(request, "abort", error)
-        request.finish_reason, request.error = "abort", _reported(error)
-        request.finished_at = now
+        request.output.finish_reason, request.output.error = "abort", _reported(error)
+        request.output.finished_at = now
         self._caught_up(request)
 
-    def _caught_up(self, request: Request) -> None:
+    def _caught_up(self, request: Sequence) -> None:
         """A request is not behind any more; tokens that it ended without are forgotten."""
         self.behind.pop(request, None)
-        request.text_behind = False
-        if len(request.output_ids) > len(request.token_times):
-            request.trim(len(request.token_times))
+        request.output.text_behind = False
+        if len(request.output_ids) > len(request.output.token_times):
+            request.trim(len(request.output.token_times))
         if ParkedFor.TEXT in request.parked_for and not request.finished:
             try:
                 self._queues.unpark(request, ParkedFor.TEXT)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aioinfer.errors import Cancelled, ConfigError, EngineClosed, EngineError, EngineFailed, shown
 from aioinfer.execution.device import Device, UpdatableDevice
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
@@ -96,7 +96,7 @@ class Updates:
         intake: Intake,
         driver: Driver,
         *,
-        end: Callable[[Request, Cancelled], None],
+        end: Callable[[Sequence, Cancelled], None],
         lost: Callable[[BaseException], None],
         check: Callable[[], None],
     ) -> None:

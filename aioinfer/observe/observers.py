@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from aioinfer.scheduling.request import Request
+    from aioinfer.request import Output
     from aioinfer.scheduling.step import Step
 
 __all__ = ["Observer", "Observers"]
@@ -18,10 +18,10 @@ class Observer:
     """Base class: methods do nothing. All are called on the engine's loop, :meth:`closed` elsewhere, too, if
     the engine outlived its loop. None may wait, and :meth:`stepped` has to be O(1)."""
 
-    def opened(self, request: Request, *, chat: bool) -> None:
+    def opened(self, output: Output, *, chat: bool) -> None:
         """A request was accepted, in the task that asked for it. ``chat``: its prompt is messages."""
 
-    def ended(self, request: Request) -> None:
+    def ended(self, output: Output) -> None:
         """The request has its last token and its end, or was refused while it was tokenized. Once each."""
 
     def rejected(self) -> None:
@@ -68,11 +68,11 @@ class Observers:
         """The first one of a class."""
         return next((each for each in self._each if isinstance(each, kind)), None)
 
-    def opened(self, request: Request, *, chat: bool) -> None:
-        self._tell("opened", request, chat=chat)
+    def opened(self, output: Output, *, chat: bool) -> None:
+        self._tell("opened", output, chat=chat)
 
-    def ended(self, request: Request) -> None:
-        self._tell("ended", request)
+    def ended(self, output: Output) -> None:
+        self._tell("ended", output)
 
     def rejected(self) -> None:
         self._tell("rejected")

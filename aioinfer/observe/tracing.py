@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.trace import Tracer as OtelTracer
 
-    from aioinfer.scheduling.request import Request
+    from aioinfer.request import Output
 
 __all__ = ["Tracer", "require_api", "within"]
 
@@ -61,18 +61,18 @@ class Tracer(Observer):
         self._clock = clock
         self._tracer: OtelTracer = trace.get_tracer("aioinfer", version)
         #: of the open requests: what was current where they were made, and whether they are chats
-        self._opened: dict[Request, tuple[Context, bool]] = {}
+        self._opened: dict[Output, tuple[Context, bool]] = {}
 
-    def opened(self, request: Request, *, chat: bool) -> None:
+    def opened(self, output: Output, *, chat: bool) -> None:
         from opentelemetry.context import get_current
 
-        self._opened[request] = get_current(), chat
+        self._opened[output] = get_current(), chat
 
-    def ended(self, request: Request) -> None:
+    def ended(self, output: Output) -> None:
         from opentelemetry.context import get_value
         from opentelemetry.trace import SpanKind, StatusCode, get_current_span
 
-        context, chat = self._opened.pop(request, (None, False))
+        context, chat = self._opened.pop(output, (None, False))
         if context is None:
             return
         # The engine's clock has another origin than that of spans.
@@ -87,30 +87,30 @@ class Tracer(Observer):
             f"{operation} {self._model}",
             context=context,
             kind=SpanKind.SERVER if remote else SpanKind.INTERNAL,
-            attributes={**self._asked(request), "gen_ai.operation.name": operation},
-            start_time=stamp(request.arrival),
+            attributes={**self._asked(output), "gen_ai.operation.name": operation},
+            start_time=stamp(output.arrival),
         )
         if span.is_recording():
-            span.set_attributes(_answered(request))
+            span.set_attributes(_answered(output))
             called = get_value(_REQUEST_ID, context)
             if isinstance(called, str):
                 span.set_attribute(_REQUEST_ID, called)
-            if request.admitted_at is not None:
-                span.add_event("admitted", timestamp=stamp(request.admitted_at))
-            if times := request.computed_times:
+            if output.admitted_at is not None:
+                span.add_event("admitted", timestamp=stamp(output.admitted_at))
+            if times := output.computed_times:
                 span.add_event("first token", timestamp=stamp(times[0]))
-            if request.error is not None:
+            if output.error is not None:
                 # The message may quote what the request said.
                 span.set_status(StatusCode.ERROR)
-                span.set_attribute("error.type", type(request.error).__name__)
-        span.end(end_time=stamp(now if request.finished_at is None else request.finished_at))
+                span.set_attribute("error.type", type(output.error).__name__)
+        span.end(end_time=stamp(now if output.finished_at is None else output.finished_at))
 
     def closed(self) -> None:
         self._opened.clear()
 
-    def _asked(self, request: Request) -> dict[str, _ATTRIBUTE]:
+    def _asked(self, output: Output) -> dict[str, _ATTRIBUTE]:
         """Attributes known before the first token: samplers may look at them."""
-        params = request.params
+        params = output.request.params
         found: dict[str, _ATTRIBUTE] = {
             "gen_ai.provider.name": "aioinfer",
             "gen_ai.request.model": self._model,
@@ -129,15 +129,15 @@ class Tracer(Observer):
         return found
 
 
-def _answered(request: Request) -> dict[str, _ATTRIBUTE]:
-    usage = request.usage
+def _answered(output: Output) -> dict[str, _ATTRIBUTE]:
+    usage = output.usage
     found: dict[str, _ATTRIBUTE] = {
         "gen_ai.usage.input_tokens": usage.prompt_tokens,
         "gen_ai.usage.output_tokens": usage.completion_tokens,
         "gen_ai.usage.cache_read.input_tokens": usage.cached_tokens,
     }
-    if request.finish_reason is not None:
-        found["gen_ai.response.finish_reasons"] = [request.finish_reason]
-    if times := request.computed_times:
-        found["gen_ai.response.time_to_first_chunk"] = times[0] - request.arrival
+    if output.finish_reason is not None:
+        found["gen_ai.response.finish_reasons"] = [output.finish_reason]
+    if times := output.computed_times:
+        found["gen_ai.response.time_to_first_chunk"] = times[0] - output.arrival
     return found

@@ -9,14 +9,14 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aioinfer.errors import AioInferError, ConfigError, EngineClosed, EngineFailed, InvalidRequest
 from aioinfer.loop.adapters import checked_path
 from aioinfer.loop.resumption import check_adapter
+from aioinfer.loop.service import Service
 from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.placing import Placing
-from aioinfer.parallel.streams import OpenStreams, record_of
 from aioinfer.scheduling.adapters import adapter_not_loaded, check_adapter_name
 from aioinfer.waiting import NamedLocks, finish
 
@@ -35,7 +35,7 @@ _TRIES = 3
 class ReplicaAdapters:
     """Loads and unloads adapters on all replicas of a started dispatcher."""
 
-    def __init__(self, streams: OpenStreams, placing: Placing, changed: Callable[[], None]) -> None:
+    def __init__(self, streams: Service[Any], placing: Placing, changed: Callable[[], None]) -> None:
         """``changed``: called when a name stands for something else."""
         self._streams = streams
         self._placing = placing
@@ -113,7 +113,7 @@ class ReplicaAdapters:
                 found.setdefault(each.name, each)
         if any(each.coming for each in self._placing.replicas):
             found = {**self._loaded, **found}
-        counts = Counter(record_of(request).options.adapter for request in self._streams.open_requests)
+        counts = Counter(cell.output.request.adapter for cell in self._streams.open)
         return [replace(each, requests=counts[name]) for name, each in found.items()]
 
     def check(self, name: str | None, checkpoint: StreamCheckpoint | None) -> None:
@@ -127,7 +127,7 @@ class ReplicaAdapters:
             if name not in found and name not in self._loaded:
                 raise adapter_not_loaded(name, found, reason=self._streams.info.adapter_reason)
         elif not any(each.has(name, checkpoint.adapter_fingerprint) for each in ready):
-            check_adapter(checkpoint, found)
+            check_adapter(checkpoint, {each.name: each.fingerprint for each in found.values()})
 
     def missing(self, name: str, field: str = "adapter") -> InvalidRequest:
         """The error of a request whose adapter was unloaded while it waited."""

@@ -158,14 +158,14 @@ class _Reading(Reading):
 
     @property
     def news(self) -> bool:
-        return self.ended or super().news or (self.request.admitted_at is not None and not self._admitted)
+        return self.ended or super().news or (self.output.admitted_at is not None and not self._admitted)
 
     def take_new(self) -> Rows:
         """As :meth:`take`, without what was sent before: of the version, too."""
         rows = self.take(self.ending() if self.ended else None)
         if self._admitted:
             rows.admitted_at, rows.adapter_fingerprint = None, ""
-        self._admitted = self.request.admitted_at is not None
+        self._admitted = self.output.admitted_at is not None
         if rows.weight_version == self._version:
             rows.weight_version = None
         else:
@@ -322,8 +322,7 @@ class _Session:
         if order.number in self.open:
             raise FrameError(f"attempt {order.number} is there already")
         try:
-            prompt_ids, params, checkpoint = order.asked()
-            stream = self._agent.engine.queue(prompt_ids, params, order.options, checkpoint)
+            stream = self._agent.engine.queue(*(asked := order.asked()))
         except (EngineFailed, EngineClosed) as error:
             self.lost(error)
             return
@@ -331,7 +330,7 @@ class _Session:
             self._unqueued.append((order.number, Rows(0, 0, ending=Ending("abort", error=error))))
             self.connection.write_soon()
             return
-        resumed = 0 if checkpoint is None else len(checkpoint.token_ids)
+        resumed = 0 if asked[2] is None else len(asked[2].token_ids)
         reading = _Reading(self, order.number, stream, resumed)
         self.open[order.number] = reading
         cell = stream.cell
@@ -350,7 +349,7 @@ class _Session:
         if reading is None or reading.ended:
             return
         cell = reading.stream.cell
-        cell.taken_ids = max(cell.taken_ids, min(tokens, len(reading.request.token_times)))
+        cell.taken_ids = max(cell.taken_ids, min(tokens, len(reading.output.token_times)))
         if not cell.lags:
             reading.stream.caught_up()
 
@@ -384,7 +383,7 @@ class _Session:
     def finished(self, reading: Reading) -> None:
         """As in ReadingLane."""
         assert isinstance(reading, _Reading)
-        error = reading.request.error
+        error = reading.output.error
         if isinstance(error, (EngineFailed, EngineClosed)):
             self.lost(error.__cause__ or error)
         else:

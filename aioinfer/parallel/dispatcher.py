@@ -18,8 +18,7 @@ from aioinfer.engine_like import EngineLike
 from aioinfer.errors import ConfigError, EngineClosed, EngineError, shown
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
-from aioinfer.loop.loop_bound import asyncio_loop, require_loop
-from aioinfer.loop.options import check_timeout
+from aioinfer.loop.service import asyncio_loop, require_loop
 from aioinfer.loop.updating import UpdateMode, WeightSource
 from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.dispatching import Dispatching, OnLoss
@@ -33,6 +32,7 @@ from aioinfer.parallel.served_model import ServedModel, bring_up, check_same_mod
 from aioinfer.parallel.stats import DispatcherStats, add_counts, with_counts
 from aioinfer.parallel.supervisor import Supervisor
 from aioinfer.params import SamplingParams
+from aioinfer.request import check_timeout
 from aioinfer.threadsafe import ThreadsafeEngine
 
 if TYPE_CHECKING:
@@ -459,7 +459,7 @@ class Dispatcher(EngineLike):
             self._replicas,
             self._model.stats,
             state=running.state.value,
-            arriving=queue.arriving,
+            arriving=running.arriving,
             waiting=len(queue),
             waiting_tokens=queue.tokens,
             resumed=running.resumed,

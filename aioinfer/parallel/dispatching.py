@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+import random
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Literal
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import (
@@ -31,20 +32,18 @@ from aioinfer.errors import (
 )
 from aioinfer.loop.checks import Checks
 from aioinfer.loop.intake import Intake
-from aioinfer.loop.loop_bound import EngineState
-from aioinfer.loop.options import Prompt, PromptForm, PromptSource, RequestOptions
-from aioinfer.loop.resumption import check
+from aioinfer.loop.options import Prepared
+from aioinfer.loop.preparing import Preparing
+from aioinfer.loop.service import EngineState, Service
 from aioinfer.parallel.adapters import ReplicaAdapters
 from aioinfer.parallel.placing import Placement, Placing, Wanted, has_adapter, makes_the_same
 from aioinfer.parallel.queue import RecordQueue
 from aioinfer.parallel.record import Attempt, Diverged, Ending, Record, Unwanted
 from aioinfer.parallel.replica import Replica, ReplicaState, Rows, close_all
-from aioinfer.parallel.streams import OpenStreams, cell_of, record_of
 from aioinfer.parallel.weights import ReplicaWeights
 from aioinfer.params import SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
-from aioinfer.scheduling.request import ParkedFor, Request, RequestState
-from aioinfer.stream import Stream, StreamCell, tell_lanes
+from aioinfer.stream import StreamCell, tell_lanes
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
@@ -62,12 +61,14 @@ _MOST_SENT = 32
 _MOST_LOSSES = 2
 #: losses before it had a row, after which it is given up
 _MOST_UNBEGUN = 4
-_READER = frozenset({ParkedFor.READER})
 
 
-class Dispatching(OpenStreams):
+class Dispatching(Service[Record]):
     """Belongs to the loop on which it is made. Streams know it as their owner, replicas as what they report
     to, and the dispatcher as what takes requests."""
+
+    kind = "dispatcher"
+    replays = False
 
     def __init__(
         self,
@@ -80,18 +81,18 @@ class Dispatching(OpenStreams):
         *,
         on_loss: OnLoss,
     ) -> None:
-        super().__init__(info, clock)
-        self.config = config
-        self.tokenizer = tokenizer
+        super().__init__(config, info, tokenizer, Checks(config, info, tokenizer), intake, clock)
         self.placing = placing
         self.on_loss = on_loss
-        #: counts: streams that went on elsewhere, attempts with another output, tokens that came late
+        #: counts of streams that went on elsewhere, of attempts that brought something else, of late rows
         self.resumed, self.diverged, self.late_tokens = 0, 0, 0
         #: seconds from a loss to the next token, of streams that have that, in all
         self.resume_seconds = 0.0
-        self._checks = Checks(config, info, tokenizer)
-        self._intake = intake
-        self.queue = RecordQueue(config, info, tokenizer, self._checks, intake, self._accepted, self.end)
+        #: finds what is wrong with a request before an engine has it
+        self._preparing = Preparing(config, info, tokenizer, drafts=False)
+        self.queue = RecordQueue(ranked=config.policy == "priority")
+        self._seeds = random.Random(config.seed)
+        self._keys, self._arrivals = 0, 0
         self._attempts = 0
         self.adapters = ReplicaAdapters(self, placing, self.adapted)
         self.weights = ReplicaWeights(self, placing, self.adapted)
@@ -102,57 +103,41 @@ class Dispatching(OpenStreams):
         #: set while something waits for the ends of a replica's requests
         self._emptied: asyncio.Future[None] | None = None
 
-    # -- as Serving -----------------------------------------------------------------------------
+    # -- requests -------------------------------------------------------------------------------
 
-    def source(
-        self,
-        prompt: Prompt,
-        template_kwargs: Mapping[str, Any] | None = None,
-        form: PromptForm | None = None,
-    ) -> PromptSource:
-        """As in Serving."""
-        return PromptSource.of(prompt, self.tokenizer, self.info, template_kwargs, form)
+    def _opened(self, cell: StreamCell, checkpoint: StreamCheckpoint | None) -> Record:
+        self.adapters.check(cell.output.request.adapter, checkpoint)
+        return Record(cell)
 
-    def generate(
-        self,
-        prompt: PromptSource,
-        params: SamplingParams,
-        options: RequestOptions,
-        checkpoint: StreamCheckpoint | None = None,
-    ) -> Stream:
-        """As in Serving."""
-        self._checks.check(params, options.pooling, prompt.least_tokens)
+    def _complete(
+        self, ids: Sequence[int], params: SamplingParams, checkpoint: StreamCheckpoint | None
+    ) -> Prepared:
+        return self._preparing.complete(ids, params, self.checks.stop_ids(params))
+
+    def _accept(self, record: Record, prepared: Prepared, checkpoint: StreamCheckpoint | None) -> None:
+        request, ids = record.request, prepared.prompt_ids
+        self.checks.check_length(request.params, len(ids), request.pooling)
+        self._keys += 1
+        self._arrivals += not request.queue_behind
+        record.place = (self._arrivals + request.queue_behind, self._keys)
+        seed = request.params.seed if checkpoint is None else checkpoint.seed
+        if seed is None:
+            seed = self._seeds.getrandbits(63)
+        record.accept(ids, seed, self.info, text=self.tokenizer is not None)
         if checkpoint is not None:
-            check(checkpoint, self.info, self._checks.stop_ids(params))
-        self.adapters.check(options.adapter, checkpoint)
-        record = Record.arriving(params, options, self.clock())
-        cell = StreamCell(record, options.running_timeout, options.max_lag)
-        try:
-            self.queue.check(prompt.least_tokens)
-            self.queue.arrive(record, prompt, checkpoint)
-        except Rejected:
-            self.observers.rejected()
-            raise
-        self._open[record] = None
+            record.begin(checkpoint)
+        self.queue.add(record)
         self._pump_soon()
-        if self.observers:
-            self.observers.opened(record, chat=prompt.chat)
-        self._set_timer(record)
-        return Stream(self, cell)
 
-    async def encode(self, prompt: PromptSource) -> Sequence[int]:
-        """As in Serving."""
-        return await self._intake.encode(prompt)
+    @property
+    def queued(self) -> tuple[int, int]:
+        return len(self.queue), self.queue.tokens
 
-    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """As in Serving."""
-        return await self._intake.decode(
-            self.tokenizer, ids, self.info.vocab_size, skip_special_tokens=skip_special_tokens
-        )
-
-    def _accepted(self, record: Record) -> None:
-        cell_of(record).notify()
-        self._pump_soon()
+    def caught_up(self, cell: StreamCell) -> None:
+        cell.parked = False
+        record = self.open.get(cell)
+        if record is not None and record.attempt is not None:
+            record.attempt.replica.caught_up(record.attempt)
 
     # -- the pump -------------------------------------------------------------------------------
 
@@ -174,7 +159,7 @@ class Dispatching(OpenStreams):
 
     def _send_or_refuse(self, record: Record) -> bool:
         """Send a request or end it. Whether the next one may try."""
-        wanted, picky = self._wanted(record), record.options.adapter is not None
+        wanted, picky = self._wanted(record), record.request.adapter is not None
         if (picky or wanted is not None) and not self.placing.computes(record, wanted):
             if self.placing.computes(record, wanted, soon=True):
                 self.queue.set_aside(record)
@@ -206,17 +191,17 @@ class Dispatching(OpenStreams):
 
     def _wanted(self, record: Record) -> Wanted | None:
         """Arithmetic and weights that an output must go on with. None: any."""
-        if self.on_loss != "identical" or not record.output_ids or not record.identical:
+        if self.on_loss != "identical" or not record.output.token_ids or not record.output.identical:
             return None
-        return Wanted(record.numerics, record.newest_version)
+        return Wanted(record.output.numerics, record.output.newest_version)
 
     def _nowhere(self, record: Record, wanted: Wanted | None) -> RequestError | EngineError:
         """The error of a request that no replica computes, now or soon."""
-        adapter = record.options.adapter
+        adapter = record.request.adapter
         if wanted is not None and not any(map(wanted.is_of, self.placing.ready)):
             return self._for_good(record, f"no replica left has {wanted}")
         assert adapter is not None
-        if record.output_ids:
+        if record.output.token_ids:
             return self._for_good(record, f"no replica left has its adapter {adapter!r}")
         return self.adapters.missing(adapter)
 
@@ -225,12 +210,11 @@ class Dispatching(OpenStreams):
         attempt = Attempt(record, placement.replica, self._attempts)
         attempt.wanted = wanted
         checkpoint = None
-        if not record.output_ids:
-            record.prompt_logprobs.clear()  # it computes all of them
-        elif makes_the_same(placement.replica, record):
-            checkpoint = record.checkpoint(self.info)
+        if not record.output.token_ids:
+            record.output.prompt_logprobs.clear()  # it computes all of them
         else:
-            checkpoint = record.checkpoint_of_tokens(self.info)
+            same = makes_the_same(placement.replica, record)
+            checkpoint = record.checkpoint(self.info, whole_blocks=same)
         self.placing.place(attempt, placement)
         try:
             placement.replica.submit(attempt, checkpoint, *record.time_left(self.clock()))
@@ -239,17 +223,17 @@ class Dispatching(OpenStreams):
             attempt.ended = True
             raise
         self.queue.remove(record)
-        cell_of(record).cancel_timer()
+        record.cell.cancel_timer()
         record.attempt = attempt
-        if not record.output_ids:
-            record.numerics = placement.replica.info.numerics
-            record.adapter_fingerprint = placement.replica.fingerprint_of(record.options.adapter)
+        if not record.output.token_ids:
+            record.output.numerics = placement.replica.info.numerics
+            record.output.adapter_fingerprint = placement.replica.fingerprint_of(record.request.adapter)
 
     # -- as ReplicaEvents -----------------------------------------------------------------------
 
     def moved(self, rows: Sequence[tuple[Attempt, Rows]]) -> None:
         """As in ReplicaEvents."""
-        told: list[Request] = []
+        told: list[StreamCell] = []
         for attempt, brought in rows:
             if attempt.ended:
                 self.late_tokens += len(brought.ids)
@@ -258,8 +242,8 @@ class Dispatching(OpenStreams):
                 moved = self._take(attempt, brought)
                 if brought.ending is not None:
                     self._finish(attempt, brought.ending)
-                elif moved and not (told and told[-1] is attempt.record):
-                    told.append(attempt.record)
+                elif moved and not (told and told[-1] is attempt.record.cell):
+                    told.append(attempt.record.cell)
             except Unwanted:
                 self._leave(attempt, abort=True)
                 self._again(attempt.record)
@@ -267,33 +251,31 @@ class Dispatching(OpenStreams):
                 self._diverged(attempt, error)
             except ValueError as error:
                 self.lost(attempt.replica, error)
-        for request in tell_lanes(told):
-            cell = cell_of(request)
+        for cell in tell_lanes(told):
             cell.notify()
-            if cell.max_lag is not None:
-                self._parks(record_of(request), cell)
+            if cell.max_lag is not None and cell in self.open:
+                self._parks(self.open[cell], cell)
 
     def _parks(self, record: Record, cell: StreamCell) -> None:
         """The replica parks what its consumer does not read, as far as it knows; here is how far that is."""
         if cell.lags:
-            record.parked_for = _READER
+            cell.parked = True
         elif record.attempt is not None:
             record.attempt.replica.caught_up(record.attempt)
 
     def _take(self, attempt: Attempt, rows: Rows) -> bool:
         record = attempt.record
         if rows.admitted_at is not None:
-            if record.admitted_at is None:
-                record.admitted_at = rows.admitted_at
-                record.state = RequestState.RUNNING
+            if record.output.admitted_at is None:
+                record.output.admitted_at = rows.admitted_at
             if not attempt.resumes:
-                record.kv.cached_tokens = rows.cached_tokens
+                record.output.cached_tokens = rows.cached_tokens
             self.placing.admitted(attempt, rows.cached_tokens)
-        if rows.adapter_fingerprint and not record.output_ids:
-            record.adapter_fingerprint = rows.adapter_fingerprint
+        if rows.adapter_fingerprint and not record.output.token_ids:
+            record.output.adapter_fingerprint = rows.adapter_fingerprint
         more = attempt.bring(rows)
-        if rows.prompt_logprobs and len(rows.prompt_logprobs) > len(record.prompt_logprobs):
-            record.prompt_logprobs[:] = rows.prompt_logprobs
+        if rows.prompt_logprobs and len(rows.prompt_logprobs) > len(record.output.prompt_logprobs):
+            record.output.prompt_logprobs[:] = rows.prompt_logprobs
         if rows.ids and attempt.uncached:
             self.placing.begun(attempt)
             self._pump_soon()
@@ -301,7 +283,8 @@ class Dispatching(OpenStreams):
             self.resume_seconds += self.clock() - record.lost_at
             record.lost_at = None
         if rows.draft is not None:
-            record.redrafted(rows.draft)
+            record.output.make_draft = rows.draft
+            record.output.draft_version += 1
             return True
         return more
 
@@ -315,8 +298,7 @@ class Dispatching(OpenStreams):
             return
         if isinstance(error, TimedOut):
             # The replica knows the time that was left.
-            options = record.options
-            seconds = options.waiting_timeout if error.phase == "waiting" else options.running_timeout
+            seconds = getattr(record.request, f"{error.phase}_timeout")
             ending.error = error if seconds is None else TimedOut(error.phase, seconds)
         record.finish(ending, self.clock())
         self._ended(record)
@@ -352,10 +334,10 @@ class Dispatching(OpenStreams):
         record.unbegun += not begun
         if begun:
             record.unbegun = 0
-            if len(record.output_ids) > record.lost_length:
+            if len(record.output.token_ids) > record.lost_length:
                 record.losses.clear()
             record.losses.append(cause)
-            record.lost_length = len(record.output_ids)
+            record.lost_length = len(record.output.token_ids)
         if self.on_loss == "fail":
             self.end(record, self._for_good(record, "its replica is lost", cause))
         elif len(record.losses) >= _MOST_LOSSES:
@@ -368,10 +350,14 @@ class Dispatching(OpenStreams):
 
     def _again(self, record: Record) -> None:
         """Queue a stream for another attempt."""
-        if record.lost_at is None and record.admitted_at is not None:
+        if record.lost_at is None and record.output.admitted_at is not None:
             record.lost_at = self.clock()
-        self.resumed += record.admitted_at is not None
-        self._set_timer(record)
+        self.resumed += record.output.admitted_at is not None
+        waiting, running = record.time_left(self.clock())
+        if record.output.admitted_at is None:
+            self._set_timer(record, "waiting", waiting)
+        else:
+            self._set_timer(record, "running", running)
         self.queue.add(record)
         self._pump_soon()
 
@@ -440,13 +426,11 @@ class Dispatching(OpenStreams):
 
     # -- endings --------------------------------------------------------------------------------
 
-    def end(self, record: Record, error: RequestError | EngineError | None) -> None:
-        """End a stream in any state."""
+    def _abort(self, record: Record, error: RequestError | EngineError | None) -> None:
         attempt = record.attempt
         if attempt is not None:
             self._leave(attempt, abort=True)
         record.finish(Ending("abort", error=error), self.clock())
-        self._ended(record)
 
     def _ended(self, record: Record) -> None:
         self.queue.remove(record)
@@ -455,16 +439,16 @@ class Dispatching(OpenStreams):
     def outlive_loop(self) -> None:
         """The loop was closed before the dispatcher."""
         self.state = EngineState.CLOSED
-        for record in list(self._open):
+        for record in self.open.values():
             record.finish(Ending("abort", error=EngineClosed("the event loop was closed")), self.clock())
-        self._open.clear()
+        self.open.clear()
         self._intake.close()
         self.observers.closed()
 
     async def close(self, drain: float, closing: Sequence[Replica]) -> None:
         """End the streams, after ``drain`` seconds at most, and the replicas."""
         try:
-            if drain > 0 and self._open and self.state is EngineState.DRAINING and self.placing.alive:
+            if drain > 0 and self.open and self.state is EngineState.DRAINING and self.placing.alive:
                 await self._drain(drain)
         finally:
             self._end_all(lambda: EngineClosed("the dispatcher was closed"))

@@ -13,10 +13,10 @@ from aioinfer.observe.observers import Observer
 from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer
 from aioinfer.outputs import AdapterInfo
-from aioinfer.parallel.reading import Reading, options_of
+from aioinfer.parallel.reading import Reading, request_of
 from aioinfer.parallel.record import Attempt, Record
 from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
-from aioinfer.stream import Outlet, Stream, StreamCell
+from aioinfer.stream import Outlet, Stream
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
@@ -82,9 +82,7 @@ class LocalReplica(Replica):
         running: float | None,
     ) -> None:
         record = attempt.record
-        stream = self.engine.queue(
-            record.prompt_ids, attempt.params, options_of(record, waiting, running), checkpoint
-        )
+        stream = self.engine.queue(record.output.prompt_ids, request_of(record, waiting, running), checkpoint)
         reading = _Reading(self, attempt, stream, 0 if checkpoint is None else len(checkpoint.token_ids))
         attempt.handle = reading
         reading.begin()
@@ -95,7 +93,7 @@ class LocalReplica(Replica):
             reading.leave()
 
     def begun(self, attempt: Attempt) -> bool:
-        return attempt.handle is not None and attempt.handle.request.admitted_at is not None
+        return attempt.handle is not None and attempt.handle.output.admitted_at is not None
 
     def caught_up(self, attempt: Attempt) -> None:
         if attempt.handle is not None:
@@ -118,8 +116,7 @@ class LocalReplica(Replica):
         """As in ReadingLane."""
         assert self._events is not None
         assert isinstance(reading, _Reading)
-        attempt, request = reading.attempt, reading.request
-        error = request.error
+        attempt, error = reading.attempt, reading.output.error
         if isinstance(error, (EngineFailed, EngineClosed)) or self.engine.state in _GONE:
             cause = error if error is None or error.__cause__ is None else error.__cause__
             self._events.lost(self, cause or EngineClosed("its engine was closed"))
@@ -141,7 +138,7 @@ class LocalReplica(Replica):
     # -- the engine -----------------------------------------------------------------------------
 
     def cached(self, token_ids: Sequence[int], record: Record, pages: Sequence[int]) -> int:
-        name, salt = record.options.adapter, record.namespace.salt
+        name, salt = record.request.adapter, record.namespace.salt
         if not self.engine.ready or (name is not None and not self.has(name)):
             return 0
         return self.engine.cached_tokens(token_ids, cache_salt=salt, adapter=name)
@@ -220,6 +217,5 @@ class _Reading(Reading):
 
     def mirror(self) -> None:
         """What the consumer has not read is unread here, too."""
-        own, consumer = self.stream.cell, self.attempt.record.consumer
-        assert isinstance(consumer, StreamCell)
+        own, consumer = self.stream.cell, self.attempt.record.cell
         own.taken_ids, own.blocked = consumer.taken_ids, not consumer.reading

@@ -11,13 +11,12 @@ import msgspec
 from msgspec import Meta
 
 from aioinfer.execution.device import DeviceInfo
-from aioinfer.loop.options import RequestOptions
 from aioinfer.observe.stats import EngineStats
 from aioinfer.outputs import AdapterInfo, Draft
 from aioinfer.parallel.frames import FrameError
 from aioinfer.parallel.rows import Row
 from aioinfer.parallel.sent_errors import SentError, sendable
-from aioinfer.params import SamplingParams
+from aioinfer.request import Request, RequestOptions
 from aioinfer.resuming.params_record import params_of, record_of
 from aioinfer.resuming.record import StreamCheckpoint
 
@@ -33,7 +32,7 @@ _Token = Annotated[int, Meta(ge=0, lt=1 << 32)]
 def _protocol(version: int) -> str:
     """The version, and a digest of the fields of what travels as it is: releases that differ in these refuse
     each other."""
-    kinds = (DeviceInfo, EngineStats, RequestOptions, AdapterInfo, Draft)
+    kinds = (DeviceInfo, EngineStats, Request, AdapterInfo, Draft)
     text = repr([(kind.__name__, [(each.name, str(each.type)) for each in fields(kind)]) for kind in kinds])
     return f"{version}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
@@ -73,22 +72,22 @@ class Submit(Message, tag=2):
         cls,
         number: int,
         prompt_ids: Sequence[int],
-        params: SamplingParams,
-        options: RequestOptions,
+        request: Request,
         checkpoint: StreamCheckpoint | None,
         read: int,
     ) -> Self:
-        """The message for an attempt; ``params``: with their seed."""
+        """The message for an attempt; the request's parameters have their seed."""
+        options = request.options()
         if checkpoint is not None:
             return cls(number, [], {}, options, checkpoint.to_json(), read)
-        return cls(number, list(prompt_ids), record_of(params), options, None, read)
+        return cls(number, list(prompt_ids), record_of(request.params), options, None, read)
 
-    def asked(self) -> tuple[Sequence[int], SamplingParams, StreamCheckpoint | None]:
-        """Prompt, parameters and checkpoint. Raises InvalidRequest: they are not those of this release."""
+    def asked(self) -> tuple[Sequence[int], Request, StreamCheckpoint | None]:
+        """Prompt, request and checkpoint. Raises InvalidRequest: they are not those of this release."""
         if self.checkpoint is None:
-            return self.prompt_ids, params_of(self.params), None
+            return self.prompt_ids, Request(params=params_of(self.params), **self.options), None
         found = StreamCheckpoint.from_json(self.checkpoint)
-        return found.prompt_token_ids, found.params, found
+        return found.prompt_token_ids, Request(params=found.params, **self.options), found
 
 
 class Abort(Message, tag=3):

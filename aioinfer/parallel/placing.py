@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from aioinfer.cache.radix import token_key
 from aioinfer.errors import EngineFailed
 from aioinfer.parallel.policies import Candidate, RoutingPolicy
 from aioinfer.parallel.prefixes import PAGE, take_away
@@ -82,8 +83,8 @@ class Placing:
         """The replica that computes a record, rather one that is not given weights; None: none has room.
         ``wanted``: what it must have."""
         free = [each for each in self.ready if has_adapter(each, record) and self._has_room(each, record)]
-        if record.output_ids:
-            preferred = wanted or Wanted(record.numerics, record.newest_version)
+        if record.output.token_ids:
+            preferred = wanted or Wanted(record.output.numerics, record.output.newest_version)
             same = [each for each in free if preferred.is_of(each)]
             free = same if same or wanted is not None else free
         free = [each for each in free if not each.updating] or free
@@ -91,7 +92,7 @@ class Placing:
             return None
         known, pages, candidates = record.known, list[int](), list[Candidate]()
         if self.policy.looks_at_prefixes:
-            ids, pages = record.known_ids(0, known), _pages(record)
+            ids, pages = record.output.known_ids(0, known), _pages(record)
             shares = self._shares(pages, known)
             for each in free:
                 there, coming = _cached(each, ids, record, pages)
@@ -108,9 +109,10 @@ class Placing:
     def place(self, attempt: Attempt, placement: Placement) -> None:
         """Count an attempt on its replica."""
         record = attempt.record
-        most, rest = record.params.max_tokens, record.max_length - len(record.prompt_ids)
+        prompt, most = len(record.output.prompt_ids), record.request.params.max_tokens
+        rest = attempt.replica.info.max_model_len - prompt
         attempt.uncached, attempt.pages = placement.uncached, placement.pages
-        attempt.tokens = len(record.prompt_ids) + (rest if most is None else min(most, rest))
+        attempt.tokens = prompt + (rest if most is None else min(most, rest))
         attempt.replica.load.add(attempt)
         self._sharing.update(attempt.pages)
 
@@ -163,28 +165,30 @@ class Placing:
             return True
         if replica in self._full or load.requests >= replica.slots:
             return False
-        if record.output_ids and load.resuming >= max(1, replica.step_tokens // 2):
+        if record.output.token_ids and load.resuming >= max(1, replica.step_tokens // 2):
             return False
         return load.backlog < _STEPS * replica.step_tokens
 
 
 def makes_the_same(replica: Replica, record: Record) -> bool:
     """A replica goes on with an output to the bit, as far as that is known."""
-    wanted = Wanted(record.numerics, record.newest_version)
+    wanted = Wanted(record.output.numerics, record.output.newest_version)
     return wanted.is_of(replica) and replica.info.deterministic
 
 
 def has_adapter(replica: Replica, record: Record, sent: bool = False) -> bool:
     """A replica has what computes a record: where some of its output is there, the same that computed it;
     ``sent``: the same in any case."""
-    name = record.options.adapter
-    return name is None or replica.has(name, record.adapter_fingerprint if sent or record.output_ids else "")
+    name = record.request.adapter
+    return name is None or replica.has(
+        name, record.output.adapter_fingerprint if sent or record.output.token_ids else ""
+    )
 
 
 def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequence[int]) -> tuple[int, int]:
     """How many of the known tokens it has, and has or is about to have for another request."""
-    whole = record.pooled is not None and record.pooled.pooling.whole
-    if whole:  # all of it is computed
+    pooling = record.request.pooling
+    if pooling is not None and pooling.whole:  # all of it is computed
         return 0, 0
     coming = 0
     for page in pages:
@@ -192,8 +196,8 @@ def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequenc
             break
         coming += PAGE
     most = len(ids) - 1  # the last known token is always computed
-    if record.params.prompt_logprobs is not None:
-        most = min(most, record.first_scored)  # so is all that is scored
+    if record.request.params.prompt_logprobs is not None:
+        most = min(most, record.request.first_scored)  # so is all that is scored
     return min(replica.cached(ids, record, pages), most), min(coming, most)
 
 
@@ -202,7 +206,7 @@ def _pages(record: Record, known: Sequence[int] = ()) -> list[int]:
     size, found = 4 * PAGE, list(known)
     last = found[-1] if found else hash(record.namespace)
     first, pages = len(found), min(record.known // PAGE, _MOST_PAGES)
-    key = record.token_key(first * PAGE, max(record.known, first * PAGE))
+    key = token_key(record.output.known_ids(first * PAGE, max(record.known, first * PAGE)))
     for start in range(0, (pages - first) * size, size):
         last = hash((last, key[start : start + size]))
         found.append(last)

@@ -101,8 +101,8 @@ class Hash(RoutingPolicy):
     """The same replica for the same key, in bounds."""
 
     def choose(self, record: Record, candidates: Sequence[Candidate]) -> Replica:
-        key = record.routing_key
-        data = repr(record.prompt_ids[:_BEGINNING]) if key is None else key
+        key = record.request.routing_key
+        data = repr(record.output.prompt_ids[:_BEGINNING]) if key is None else key
         salted = blake2b(f"{record.namespace}\0{data}".encode(errors="replace"), digest_size=8).digest()
 
         def place(candidate: Candidate) -> bytes:

@@ -6,22 +6,23 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from aioinfer.loop.options import RequestOptions
 from aioinfer.parallel.record import Ending, Record
 from aioinfer.parallel.replica import Rows
+from aioinfer.request import Request
 from aioinfer.stream import Outlet, Stream, when_ended
 
-__all__ = ["Reading", "ReadingLane", "options_of"]
+__all__ = ["Reading", "ReadingLane", "request_of"]
 
 
-def options_of(record: Record, waiting: float | None, running: float | None) -> RequestOptions:
+def request_of(record: Record, waiting: float | None, running: float | None) -> Request:
     """What an attempt at a record is queued with; ``waiting`` and ``running``: seconds that are left."""
     return dataclasses.replace(
-        record.options,
+        record.request,
+        params=record.params,
         waiting_timeout=waiting,
         running_timeout=running,
         queue_behind=0,
-        request_id=record.request_id,
+        request_id=record.output.request_id,
     )
 
 
@@ -38,13 +39,13 @@ class ReadingLane(Protocol):
 class Reading:
     """Reads the stream of one attempt: an outlet that takes tokens as well as text."""
 
-    __slots__ = ("_at", "_drafts", "_first", "_pieces", "lane", "request", "stream")
+    __slots__ = ("_at", "_drafts", "_first", "_pieces", "lane", "output", "stream")
 
     def __init__(self, lane: ReadingLane, stream: Stream, resumed: int) -> None:
         """``resumed``: tokens of the output with which the stream began."""
         self.lane = lane
         self.stream = stream
-        self.request = stream.cell.request
+        self.output = stream.cell.output
         #: tokens, pieces and characters of its output that were taken, and the version of the newest draft
         self._first = resumed
         self._pieces = self._at = self._drafts = 0
@@ -57,57 +58,55 @@ class Reading:
     @property
     def news(self) -> bool:
         """There is something to take."""
-        request = self.request
+        output = self.output
         return (
-            len(request.token_times) > self._first  # it has fewer until a restored request is prepared
-            or len(request.text.pieces) != self._pieces
+            len(output.token_times) > self._first  # it has fewer until a restored request is prepared
+            or len(output.pieces) != self._pieces
             or self._redrafted
         )
 
     @property
     def _redrafted(self) -> bool:
-        return self.request.draft_version > self._drafts and not self.request.text_behind
+        return self.output.draft_version > self._drafts and not self.output.text_behind
 
     def take(self, ending: Ending | None = None) -> Rows:
         """What is new, and the end. Of what weights of several versions have computed, that of the first of
         them: there are news still, or the end has not come."""
-        request, first, at, redrafted = self.request, self._first, self._at, self._redrafted
-        count, pieces = max(first, len(request.token_times)), len(request.text.pieces)
-        version, switch = request.newest_version, request.switch_behind(first, self._pieces)
+        output, first, at, redrafted = self.output, self._first, self._at, self._redrafted
+        count, pieces = max(first, len(output.token_times)), len(output.pieces)
+        version, switch = output.newest_version, output.switch_after(first, self._pieces)
         if switch is not None:
             count, pieces, version = switch
             redrafted, ending = False, None
-        text = "".join(request.text.pieces[self._pieces : pieces])
+        text = "".join(output.pieces[self._pieces : pieces])
         self._first, self._pieces, self._at = count, pieces, at + len(text)
         if redrafted:
-            self._drafts = request.draft_version
-        steps = request.cursor.step_map
+            self._drafts = output.draft_version
+        steps = output.step_map
         return Rows(
             first,
             at,
-            request.output_ids[first:count],
+            output.token_ids[first:count],
             text,
-            request.token_times[first:count],
-            admitted_at=request.admitted_at,
-            cached_tokens=request.kv.cached_tokens,
-            identical=request.identical,
+            output.token_times[first:count],
+            admitted_at=output.admitted_at,
+            cached_tokens=output.cached_tokens,
+            identical=output.identical,
             weight_version=version,
-            adapter_fingerprint="" if request.adapter is None else request.adapter.fingerprint,
-            logprobs=() if request.params.logprobs is None else request.logprobs[first:count],
-            prompt_logprobs=request.prompt_logprobs,
+            adapter_fingerprint=output.adapter_fingerprint,
+            logprobs=() if output.request.params.logprobs is None else output.logprobs[first:count],
+            prompt_logprobs=output.prompt_logprobs,
             steps=() if steps is None else steps[first:count],
-            draft=request.draft if redrafted else None,
+            draft=output.draft if redrafted else None,
             ending=ending,
         )
 
     def ending(self) -> Ending:
         """How the stream has ended."""
-        request, usage = self.request, self.request.usage
-        predicted = usage.accepted_prediction_tokens, usage.rejected_prediction_tokens
-        pooled = None
-        if request.pooled is not None and request.error is None:
-            pooled = request.pooled.result(len(request.prompt_ids))
-        return Ending(request.finish_reason, request.stop_reason, request.error, predicted, pooled)
+        output = self.output
+        predicted = output.accepted_prediction, output.rejected_prediction
+        pooled = output.pooled if output.error is None else None
+        return Ending(output.finish_reason, output.stop_reason, output.error, predicted, pooled)
 
     def leave(self) -> None:
         """Nothing more is wanted."""

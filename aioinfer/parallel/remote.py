@@ -17,25 +17,21 @@ from aioinfer.parallel import messages
 from aioinfer.parallel.connection import BEAT, MISSES, PATIENCE, Connect, Connection, connector
 from aioinfer.parallel.frames import FrameError
 from aioinfer.parallel.prefixes import PAGE, RememberedPages
-from aioinfer.parallel.reading import options_of
+from aioinfer.parallel.reading import request_of
 from aioinfer.parallel.record import Attempt, Record
 from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
 from aioinfer.parallel.rows import unpacked
-from aioinfer.scheduling.request import ParkedFor
-from aioinfer.stream import StreamCell
 from aioinfer.waiting import finish
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
     from aioinfer.observe.stats import EngineStats
     from aioinfer.resuming.record import StreamCheckpoint
-    from aioinfer.scheduling.request import Request
 
 __all__ = ["SocketReplica"]
 
 _log = logging.getLogger("aioinfer")
 
-_READER = frozenset({ParkedFor.READER})
 #: the answer to Hello, and what follows it
 _FIRST, _ANSWERS = messages.Decoder(messages.Welcome | messages.Refused), messages.Decoder(messages.Answers)
 
@@ -164,9 +160,8 @@ class SocketReplica(Replica):
         sent = _Sent(attempt, _read(record))
         order = messages.Submit.of(
             attempt.number,
-            record.prompt_ids,
-            attempt.params,
-            options_of(record, waiting, running),
+            record.output.prompt_ids,
+            request_of(record, waiting, running),
             checkpoint,
             sent.read,
         )
@@ -408,7 +403,7 @@ class _Link:
                 del self.sent[number]
                 attempt.handle = None
                 self._replica.completed += row.ending.error is None
-            elif attempt.record.options.max_lag is not None:
+            elif attempt.record.request.max_lag is not None:
                 lagging.append(sent)
         if found:
             self._replica.moved(found)
@@ -419,7 +414,7 @@ class _Link:
         """Complete a row with what was sent before: logprobs of the prompt come in parts."""
         if row.admitted_at is not None:
             sent.admitted_at = row.admitted_at
-            if sent.attempt.params.prompt_logprobs is None:  # else nothing was looked for
+            if sent.attempt.record.request.params.prompt_logprobs is None:  # else nothing was looked for
                 self._replica.remembered.found(sent.attempt.pages, -(-row.cached_tokens // PAGE))
         if row.weight_version is not None and not row.first:
             sent.prompt_logprobs = []  # nothing was output, and others compute them
@@ -434,27 +429,26 @@ class _Link:
         """Tell the replica how far the consumer has read: at half of what it may leave unread, or later when
         it has read more. The replica parks a request by what it was told."""
         attempt, record = sent.attempt, sent.attempt.record
-        most = record.options.max_lag
+        most = record.request.max_lag
         if attempt.ended or most is None:
             return
         read = _read(record)
         if read - sent.read > most // 2:
             sent.read = read
             self.connection.send(messages.Read(attempt.number, read))
-        elif len(record.output_ids) - sent.read > most // 2:
-            record.parked_for = _READER  # with what it reads next
+        elif len(record.output.token_ids) - sent.read > most // 2:
+            record.cell.parked = True  # with what it reads next
 
 
 def _read(record: Record) -> int:
     """Tokens of the output that its consumer has read, or waits for."""
-    cell = record.consumer
-    assert isinstance(cell, StreamCell)
-    return len(record.token_times) if cell.reading else cell.taken_ids
+    cell = record.cell
+    return len(record.output.token_times) if cell.reading else cell.taken_ids
 
 
-def _newest(draft: Draft | None, record: Request) -> Callable[[], Draft | None]:
+def _newest(draft: Draft | None, record: Record) -> Callable[[], Draft | None]:
     """Makes a draft that follows the output, until that grows."""
-    return lambda: draft if draft is not None and draft.start == len(record.output_ids) else None
+    return lambda: draft if draft is not None and draft.start == len(record.output.token_ids) else None
 
 
 def _set(waiter: asyncio.Future[None]) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.errors import ConfigError, EngineClosed, EngineError, EngineFailed
+from aioinfer.loop.service import Service
 from aioinfer.loop.updating import UpdateMode, WeightSource, check_mode, check_version, frozen
 from aioinfer.parallel.placing import Placing
-from aioinfer.parallel.streams import OpenStreams
 
 if TYPE_CHECKING:
     from aioinfer.parallel.replica import Replica
@@ -24,7 +24,7 @@ _log = logging.getLogger("aioinfer")
 class ReplicaWeights:
     """Replaces the weights of all replicas of a started dispatcher."""
 
-    def __init__(self, streams: OpenStreams, placing: Placing, changed: Callable[[], None]) -> None:
+    def __init__(self, streams: Service[Any], placing: Placing, changed: Callable[[], None]) -> None:
         """``changed``: called when a replica has other weights."""
         self._streams = streams
         self._placing = placing

@@ -14,9 +14,10 @@ from aioinfer.diffusion.state import BlockState
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
+from aioinfer.request import RequestOptions
 from aioinfer.resuming.params_record import params_of, record_of
 
-__all__ = ["VERSION", "StreamCheckpoint"]
+__all__ = ["VERSION", "StreamCheckpoint", "options_of"]
 
 #: of the record
 VERSION = 1
@@ -107,6 +108,17 @@ class StreamCheckpoint:
         if values["block"] is not None:
             values["block"] = BlockState(**msgspec.structs.asdict(values["block"]))
         return cls(**values)
+
+
+def options_of(checkpoint: StreamCheckpoint) -> RequestOptions:
+    """The options that a request goes on with."""
+    return {
+        "priority": checkpoint.priority,
+        "cache_salt": checkpoint.cache_salt,
+        "routing_key": checkpoint.routing_key,
+        "adapter": checkpoint.adapter,
+        "request_id": checkpoint.request_id or None,
+    }
 
 
 #: fields that records of earlier releases do not have: they are written where they say something

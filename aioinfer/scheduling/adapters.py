@@ -18,13 +18,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aioinfer.errors import ConfigError, InvalidRequest, shown
 from aioinfer.outputs import AdapterInfo
-
-if TYPE_CHECKING:
-    from aioinfer.scheduling.request import Request
+from aioinfer.request import Output
 
 __all__ = [
     "ADAPTER_NOT_FOUND",
@@ -83,8 +81,8 @@ class AdapterVersion:
         self.num_bytes = num_bytes
         #: what tells its files from others
         self.fingerprint = fingerprint
-        #: requests that have it and have not ended
-        self.users: set[Request] = set()
+        #: outputs of the requests that have it and have not ended
+        self.users: set[Output] = set()
         #: no new request finds it
         self.retired = False
         #: the newest launched step that could read it, as far as its requests have ended
@@ -214,19 +212,12 @@ class AdapterRegistry:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def take(self, request: Request, version: AdapterVersion) -> None:
-        """A request is accepted; :meth:`leave` follows when it has ended."""
-        version.users.add(request)
-        request.adapter = version
-        request.namespace = request.namespace._replace(adapter=version.uid)
-
-    def leave(self, request: Request) -> None:
-        """A request has ended. Idempotent, and nothing for one without an adapter."""
-        version = request.adapter
-        if version is None or request not in version.users:
+    def leave(self, version: AdapterVersion, output: Output, last_step: int) -> None:
+        """Note that a request has ended whose newest launched row was in step ``last_step``. Idempotent."""
+        if output not in version.users:
             return
-        version.users.remove(request)
-        version.fence = max(version.fence, request.kv.last_step)
+        version.users.remove(output)
+        version.fence = max(version.fence, last_step)
         if version.retired:
             self._leave_if_idle(version)
 
@@ -263,8 +254,7 @@ class AdapterRegistry:
         assert len(places) == len({*places}), f"a slot is in two places: {places}"
         self.check()
         for version in self._versions():
-            assert all(user.adapter is version for user in version.users), version
-            assert all(user.namespace.adapter == version.uid for user in version.users), version
+            assert all(user.request.adapter == version.name for user in version.users), version
         for name, version in self.loaded.items():
             assert version.name == name
             assert not version.retired

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Policy
-from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.reserve import Outlook
+from aioinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     from aioinfer.config import EngineConfig
@@ -106,10 +106,10 @@ class PrefixLeaders:
     def __init__(self, memory: Memory, tokens: int) -> None:
         self._memory = memory
         self._pages = tokens // memory.pages.page_size if memory.tree is not None else 0
-        self._leaders: dict[object, Request] = {}
+        self._leaders: dict[object, Sequence] = {}
         self._marks: dict[int, object] = {}
 
-    def mark(self, request: Request) -> object | None:
+    def mark(self, request: Sequence) -> object | None:
         """What two requests have in common if one should wait for the other; None if not worth it."""
         if not self._pages or not request.kv.cacheable:
             return None
@@ -121,24 +121,24 @@ class PrefixLeaders:
         # The root of a namespace comes and goes while nothing is cached there.
         return (node if hit else request.namespace, hit, request.token_key(hit * size, stop))
 
-    def lead(self, request: Request) -> None:
+    def lead(self, request: Sequence) -> None:
         """The request is computing from where its cached prefix ends; call again when that moves."""
         self.leave(request)
         mark = self.mark(request)
         if mark is not None and self._leaders.setdefault(mark, request) is request:
             self._marks[request.key] = mark
 
-    def leave(self, request: Request) -> None:
+    def leave(self, request: Sequence) -> None:
         """It computes no prefix any more."""
         mark = self._marks.pop(request.key, None)
         if mark is not None:
             del self._leaders[mark]
 
-    def get(self, mark: object) -> Request | None:
+    def get(self, mark: object) -> Sequence | None:
         """The running request that computes this; None if there is none."""
         return self._leaders.get(mark)
 
-    def holds_back(self, request: Request) -> bool:
+    def holds_back(self, request: Sequence) -> bool:
         """Whether a waiting request is better off waiting for a running one's prefix."""
         mark = self.mark(request)
         return mark is not None and mark in self._leaders
@@ -180,14 +180,14 @@ class Admitter:
         #: times a request was held back for another's prefix
         self.held = 0
 
-    def head(self) -> Request | None:
+    def head(self) -> Sequence | None:
         """The waiting request that goes first; None if none waits."""
         overdue = self._overdue()
         return next(self._policy.order(), None) if overdue is None else overdue
 
     def choose(
-        self, budget: StepBudget, room: int, outlook: Outlook, urgent: Request | None = None
-    ) -> list[tuple[Request, int]]:
+        self, budget: StepBudget, room: int, outlook: Outlook, urgent: Sequence | None = None
+    ) -> list[tuple[Sequence, int]]:
         """Up to ``room`` requests in the order in which they are admitted, each with the tokens it may have.
         One that cannot be admitted holds up those behind it. An ``urgent`` one goes alone."""
         if urgent is not None:
@@ -207,14 +207,14 @@ class Admitter:
         self.packed_rounds += 1
         return self._packed(look.found, budget)
 
-    def _overdue(self) -> Request | None:
+    def _overdue(self) -> Sequence | None:
         eldest = self._policy.eldest()
         return eldest if eldest is not None and eldest.passed >= self._config.max_passed_over else None
 
-    def _candidates(self, first: Request | None) -> Iterator[tuple[Request, Request | None]]:
+    def _candidates(self, first: Sequence | None) -> Iterator[tuple[Sequence, Sequence | None]]:
         """Waiting requests in order; with each one that is better off waiting for a prefix, the request that
         computes it or is about to."""
-        marks: dict[object, Request] = {}
+        marks: dict[object, Sequence] = {}
         held = 0
         order = self._policy.order()
         for request in order if first is None else chain((first,), (r for r in order if r is not first)):
@@ -233,9 +233,9 @@ class Admitter:
                 return
             yield request, leader
 
-    def _in_order(self, look: _Look, budget: StepBudget) -> list[tuple[Request, int]]:
+    def _in_order(self, look: _Look, budget: StepBudget) -> list[tuple[Sequence, int]]:
         left = budget.most()
-        chosen: list[tuple[Request, int]] = []
+        chosen: list[tuple[Sequence, int]] = []
         while left > 0 and (len(chosen) < len(look.found) or look.advance()):
             chosen.append(look.found[len(chosen)])
             left -= budget.share(chosen[-1][1])
@@ -243,7 +243,7 @@ class Admitter:
             chosen.append(look.blocked)
         return chosen
 
-    def _packed(self, window: list[tuple[Request, int]], budget: StepBudget) -> list[tuple[Request, int]]:
+    def _packed(self, window: list[tuple[Sequence, int]], budget: StepBudget) -> list[tuple[Sequence, int]]:
         left = budget.whole(min(budget.tokens, budget.prefill))
         given: dict[int, int] = {}
         first = budget.share(window[0][1])
@@ -279,7 +279,7 @@ class _Look:
 
     def __init__(
         self,
-        candidates: Iterator[tuple[Request, Request | None]],
+        candidates: Iterator[tuple[Sequence, Sequence | None]],
         memory: Memory,
         outlook: Outlook,
         room: int,
@@ -290,9 +290,9 @@ class _Look:
         self._room = room
         self._claimed = False
         #: requests with the tokens that each would have to compute
-        self.found: list[tuple[Request, int]] = []
+        self.found: list[tuple[Sequence, int]] = []
         #: the first one behind them, for which there may be no pages
-        self.blocked: tuple[Request, int] | None = None
+        self.blocked: tuple[Sequence, int] | None = None
 
     def advance(self) -> bool:
         """Find one more request; False if there is none, no slot for it, or no pages."""

@@ -37,7 +37,7 @@ def audit(scheduler: Scheduler) -> None:
     scheduler.queues.batch.audit()
     for request in scheduler.queues.running.values():
         assert request.key in scheduler.queues.prefilling or request.key not in scheduler.queues.growing
-        places = (request.cursor.batch is not None) + (request.key in scheduler.queues.prefilling)
+        places = request.cursor.in_batch + (request.key in scheduler.queues.prefilling)
         assert places <= 1
         assert not (places and request.parked)
         assert request.cursor.computed <= len(request.kv.pages) * size, (

@@ -12,14 +12,16 @@ done: the baseline.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections import abc
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from aioinfer.outputs import Draft, TokenLogprob
 from aioinfer.scheduling.block_cursor import BlockCursor, RowInFlight
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.sequence import Sequence, SequenceState
 from aioinfer.scheduling.step import (
     NO_ROWS,
     Generating,
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
     from aioinfer.scheduling.queues import RequestQueues
 
-__all__ = ["BlockBatch"]
+__all__ = ["BlockBatch", "draft_of"]
 
 #: rows of one request that may be in flight: what the second computes follows from the first, whatever the
 #: first brings; of a third it could not be said which block it is for
@@ -55,7 +57,6 @@ class BlockBatch:
         "_max_rounds",
         "_memory",
         "_turn",
-        "computed",
         "last_step",
         "pace",
         "requests",
@@ -68,32 +69,30 @@ class BlockBatch:
         self._max_rounds = config.max_rounds or 1
         #: positions of a block
         self.unit = block_size
-        self.requests: list[Request] = []
+        self.requests: list[Sequence] = []
         self.last_step = 0
         #: tokens that a round writes, running mean
         self.pace = 0.0
         self._turn = 0
-        #: empty: a block cursor knows how far it is
-        self.computed: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.requests)
 
     # -- membership -----------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        request.cursor.batch, request.cursor.row = self, len(self.requests)
+    def add(self, request: Sequence) -> None:
+        request.cursor.row = len(self.requests)
         self.requests.append(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Sequence) -> None:
         cursor = request.cursor
         mover = self.requests.pop()
         if mover is not request:
             self.requests[cursor.row] = mover
             mover.cursor.row = cursor.row
-        cursor.batch, cursor.row = None, -1
+        cursor.row = -1
 
-    def join(self, request: Request) -> None:
+    def join(self, request: Sequence) -> None:
         # At once: a request whose prompt is cached may be the only one that wants a row of this step.
         self.add(request)
 
@@ -101,7 +100,7 @@ class BlockBatch:
         self.last_step = min(self.last_step, last_step)
 
     def planned(
-        self, generating: Generating, prefilling: Sequence[Row], queues: RequestQueues
+        self, generating: Generating, prefilling: abc.Sequence[Row], queues: RequestQueues
     ) -> MultiStepBudget | None:
         queues.counters.rounds += len(generating) + sum(row.blocks > 0 for row in prefilling)
         # Rounds may follow each other on the device while they are all that there is to do.
@@ -115,12 +114,12 @@ class BlockBatch:
 
     # -- pages ----------------------------------------------------------------------------------
 
-    def out_of_pages(self) -> list[Request]:
+    def out_of_pages(self) -> list[Sequence]:
         size = self._memory.pages.page_size
         short = [request for request in self.requests if request.length > len(request.kv.pages) * size]
         return sorted(short, key=lambda request: request.key)
 
-    def changed_pages(self, request: Request) -> None:
+    def changed_pages(self, request: Sequence) -> None:
         """The request's next row tells the device."""
 
     def expected_tokens(self, clip: int) -> int:
@@ -147,11 +146,11 @@ class BlockBatch:
         owed = not self._config.fused_commit and any(cursor.uncommitted for cursor in self._cursors)
         return owed or self.locked
 
-    def longest_chunk(self, request: Request) -> int | None:
+    def longest_chunk(self, request: Sequence) -> int | None:
         return None
 
-    def launch(self, step_id: int, without: Collection[Request], most: int) -> Generating:
-        requests: list[Request] = []
+    def launch(self, step_id: int, without: Collection[Sequence], most: int) -> Generating:
+        requests: list[Sequence] = []
         starts: list[int] = []
         lengths: list[int] = []
         hold = self._held
@@ -173,7 +172,7 @@ class BlockBatch:
             request.kv.last_step = self.last_step = step_id
         return self._columns(requests, starts, lengths) if requests else NO_ROWS
 
-    def _columns(self, requests: list[Request], starts: list[int], lengths: list[int]) -> Generating:
+    def _columns(self, requests: list[Sequence], starts: list[int], lengths: list[int]) -> Generating:
         tables: list[TableUpdate] = []
         new_requests: dict[int, NewRequestData] = {}
         for request in requests:
@@ -194,13 +193,13 @@ class BlockBatch:
             new_requests,
         )
 
-    def _in_turn(self) -> list[Request]:
+    def _in_turn(self) -> list[Sequence]:
         """All requests, beginning with another one each time."""
         self._turn = (self._turn + 1) % len(self.requests)
         return self.requests[self._turn :] + self.requests[: self._turn]
 
     def _next_row(
-        self, request: Request, cursor: BlockCursor, most: int, hold: bool
+        self, request: Sequence, cursor: BlockCursor, most: int, hold: bool
     ) -> tuple[int, int] | None:
         """Start and length of a request's next row of at most ``most`` positions, if it is to have one."""
         size = self.unit
@@ -212,7 +211,7 @@ class BlockBatch:
             blocks = 1
         return (start, blocks * size) if blocks * size <= most else None
 
-    def _has_pages(self, request: Request, positions: int) -> bool:
+    def _has_pages(self, request: Sequence, positions: int) -> bool:
         """There are pages for a second block that no other request needs; takes them."""
         memory = self._memory
         while len(request.kv.pages) * memory.pages.page_size < positions:
@@ -222,12 +221,12 @@ class BlockBatch:
 
     # -- resolve --------------------------------------------------------------------------------
 
-    def resolve(self, step: Step, outcome: Outcome, queues: RequestQueues) -> list[Request]:
+    def resolve(self, step: Step, outcome: Outcome, queues: RequestQueues) -> list[Sequence]:
         blocks, counters = outcome.blocks, queues.counters
         counters.forwards += outcome.rounds
         # Those that the device added by itself.
         counters.rounds += (outcome.rounds - 1) * len(blocks)
-        updated: list[Request] = []
+        updated: list[Sequence] = []
         for index, row in enumerate(step.rows):
             request = row.request
             cursor = _cursor(request)
@@ -244,20 +243,27 @@ class BlockBatch:
         return updated
 
     def _observe(
-        self, request: Request, cursor: BlockCursor, block: BlockState, queues: RequestQueues
+        self, request: Sequence, cursor: BlockCursor, block: BlockState, queues: RequestQueues
     ) -> bool:
         """A round has resolved; True if there are tokens, an end, or a draft for the consumer."""
         if block.failed:
             queues.memory.distrust(request)
             queues.finish(request, "abort", FloatingPointError("the model gave no finite logits"))
             return True
-        before, written = len(request.output_ids), cursor.observe(block)
+        output = request.output
+        before, written = len(output.token_ids), cursor.observe(block)
+        output.draft_version += cursor.drafts and not block.done
         if written is not None:
             self.pace += _NEWEST * (written - self.pace)
-        reason = cursor.take_known(request)
-        if reason is not None:
-            queues.finish(request, reason)
-        return len(request.output_ids) > before or cursor.drafts
+        for token, logprob in cursor.take_known():
+            reason = request.append(token)
+            if request.params.logprobs is not None:
+                output.logprobs.append(TokenLogprob(token, logprob))
+            if reason is not None:
+                queues.finish(request, reason)
+                break
+        output.block = cursor.under_way
+        return len(output.token_ids) > before or cursor.drafts
 
     def timed(self, step: Step, seconds: float) -> None:
         """Nothing follows from it."""
@@ -265,20 +271,30 @@ class BlockBatch:
     def audit(self) -> None:
         """Assert that every request is described correctly."""
         for index, request in enumerate(self.requests):
-            assert request.cursor.batch is self
             assert request.cursor.row == index
             assert len(_cursor(request).flights) <= _MOST_FLIGHTS
 
 
-def _commit_known(request: Request, cursor: BlockCursor, row: Row, queues: RequestQueues) -> None:
+def _commit_known(request: Sequence, cursor: BlockCursor, row: Row, queues: RequestQueues) -> None:
     """The known blocks of a row are computed."""
     computed = max(cursor.committed, row.start + len(row.ids))
     cursor.commit_prefill(computed, last=computed >= cursor.block_start)
-    if request.state is RequestState.RUNNING:
+    if request.state is SequenceState.RUNNING:
         queues.share(request)
 
 
-def _cursor(request: Request) -> BlockCursor:
+def draft_of(request: Sequence) -> Draft | None:
+    """The newest draft of a sequence whose caller wants drafts."""
+    found = _cursor(request).draft(request.stop_ids)
+    if found is None:
+        return None
+    tokens, rounds, end = found
+    shown = end + request.params.include_stop
+    text = request.text.ahead(tokens[:shown])
+    return Draft(len(request.output_ids), tuple(tokens), text, tuple(rounds))
+
+
+def _cursor(request: Sequence) -> BlockCursor:
     cursor = request.cursor
     assert isinstance(cursor, BlockCursor)
     return cursor

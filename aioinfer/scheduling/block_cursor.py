@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from aioinfer.outputs import Draft, FinishReason, TokenLogprob
-from aioinfer.scheduling.cursor import Cursor, CursorOwner
+from aioinfer.scheduling.cursor import Cursor
 
 if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
@@ -41,7 +40,6 @@ class BlockCursor(Cursor):
     """
 
     __slots__ = (
-        "_draft_version",
         "_pace",
         "_step_map",
         "block",
@@ -76,7 +74,6 @@ class BlockCursor(Cursor):
         #: oldest first
         self.flights: deque[RowInFlight] = deque()
         self._step_map: list[int] = []
-        self._draft_version = 0
         self._pace: float | None = None
 
     # -- how far it is --------------------------------------------------------------------------
@@ -101,10 +98,6 @@ class BlockCursor(Cursor):
     @property
     def step_map(self) -> list[int]:
         return self._step_map
-
-    @property
-    def draft_version(self) -> int:
-        return self._draft_version
 
     @property
     def progress(self) -> int:
@@ -143,13 +136,10 @@ class BlockCursor(Cursor):
         if self.block is not None and (self.block.done or self.block.start != self.block_start):
             self.block = None
 
-    def forget_draft(self) -> None:
-        """See :class:`~aioinfer.scheduling.cursor.Cursor`: the block begins again, with the output in it."""
+    def forget_draft(self) -> bool:
+        """Begin the block again, with the output in it."""
         self.block = None
-        self._draft_version += int(self.drafts)
-
-    def trim(self, count: int) -> None:
-        del self._step_map[count:]
+        return self.drafts
 
     @property
     def under_way(self) -> BlockState | None:
@@ -224,46 +214,37 @@ class BlockCursor(Cursor):
             written = sum(state.known) - known
             self._pace = written if self._pace is None else self._pace + _NEWEST * (written - self._pace)
         self.block = state
-        self._draft_version += int(self.drafts and not state.done)
         return written
 
     def _given(self, start: int) -> int:
         return min(self.block_size, max(0, self._prompt_length - start))
 
-    def take_known(self, request: CursorOwner) -> FinishReason | None:
-        """Append the block's final tokens to the output, up to one that ends it; returns the reason then."""
+    def take_known(self) -> Iterator[tuple[int, float]]:
+        """The block's final tokens that are no output yet, with their logprobs. The caller appends each
+        to the output before it takes the next, and may stop."""
         block = self.block
         assert block is not None
         for at in range(self.known - block.start, self.block_size):
             if not (block.done or (self.monotone and block.known[at])):
-                return None
-            token = block.ids[at]
-            reason = request.append(token)
+                return
             self._step_map.append(block.written_in[at])
-            if request.params.logprobs is not None:
-                request.logprobs.append(TokenLogprob(token, block.logprobs[at]))
-            if reason is not None:
-                return reason
-        return None
+            yield block.ids[at], block.logprobs[at]
 
-    def draft(self, request: CursorOwner) -> Draft | None:
-        """What is known of the block beyond the output, up to where the output would end: at its greatest
-        length, or with the first end token that is known, whatever is unknown before it."""
+    def draft(self, stop_ids: Collection[int]) -> tuple[list[int | None], list[int | None], int] | None:
+        """Tokens of the block beyond the output and the rounds that wrote them, None for unknown ones, and
+        how many of the tokens have a text; None if there is no block under way.
+
+        It ends where the output would: at its greatest length, or with the first end token that is known,
+        whatever is unknown before it.
+        """
         block = self.block
-        if not self.drafts or block is None or request.finished or block.start != self.block_start:
+        if not self.drafts or block is None or block.start != self.block_start:
             return None
         first, last = self.known - block.start, self._max_length - block.start
         known = block.known[first:last]
-        tokens = _where(known, block.ids[first:last])
-        shown = end = next((at for at, token in enumerate(tokens) if token in request.stop_ids), len(tokens))
-        if request.params.include_stop:
-            shown += 1
-        return Draft(
-            len(self._output_ids),
-            tuple(tokens[: end + 1]),
-            request.text.ahead(tokens[:shown]),
-            tuple(_where(known, block.written_in[first:last])[: end + 1]),
-        )
+        tokens, rounds = _where(known, block.ids[first:last]), _where(known, block.written_in[first:last])
+        end = next((at for at, token in enumerate(tokens) if token in stop_ids), len(tokens))
+        return tokens[: end + 1], rounds[: end + 1], end
 
 
 def _where(known: Sequence[bool], values: Sequence[int]) -> list[int | None]:

@@ -12,40 +12,19 @@ block_cursor.BlockCursor` block by block. The scheduler, the memory and the poli
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from aioinfer.speculation.drafting import DraftSource
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from aioinfer.diffusion.state import BlockState
-    from aioinfer.outputs import Draft, FinishReason, TokenLogprob
-    from aioinfer.params import SamplingParams
+    from aioinfer.outputs import TokenLogprob
     from aioinfer.scheduling.pooled import Pooled
-    from aioinfer.text.output import OutputText
 
-__all__ = ["Columns", "Cursor", "CursorOwner", "PrefillCursor", "TokenCursor"]
-
-
-class CursorOwner(Protocol):
-    """What a cursor reads of the request whose output it extends or describes."""
-
-    params: SamplingParams
-    stop_ids: frozenset[int]
-    logprobs: list[TokenLogprob]
-    text: OutputText
-
-    @property
-    def finished(self) -> bool: ...
-
-    def append(self, token: int) -> FinishReason | None:
-        """One more token of the output; the reason if it ends there."""
-
-
-class Columns(Protocol):
-    """What a cursor reads of the batch that its request is in."""
-
-    #: by row: positions computed by launched steps
-    computed: Any
+__all__ = ["Cursor", "PrefillCursor", "TokenCursor"]
 
 
 class Cursor(ABC):
@@ -58,13 +37,13 @@ class Cursor(ABC):
         "_max_length",
         "_output_ids",
         "_prompt_length",
-        "batch",
+        "column",
         "prefilled",
         "relay_ready",
         "row",
     )
 
-    #: what launched rows bring still counts after a retraction
+    #: results of rows in flight still count after a retraction
     survives_retraction = True
     #: nothing is generated
     only_prefills = False
@@ -75,13 +54,19 @@ class Cursor(ABC):
         self._max_length = max_length
         self._computed = 0
         self._committed = 0
-        #: the batch of generating requests and the row there, while the request is in it
-        self.batch: Columns | None = None
+        #: row in the batch of generating sequences while it is there, else -1; and by row, the positions
+        #: computed by launched steps, where the batch keeps them
         self.row = -1
+        self.column: npt.NDArray[np.int64] | None = None
         #: the last prefill chunk has resolved
         self.prefilled = False
         #: the slot holds, or will hold, what the next generating row starts from
         self.relay_ready = False
+
+    @property
+    def in_batch(self) -> bool:
+        """It has a row in the batch of generating sequences."""
+        return self.row >= 0
 
     @property
     def known(self) -> int:
@@ -133,15 +118,6 @@ class Cursor(ABC):
         """By output token, the round of its block that wrote it; None if tokens come one by one."""
         return None
 
-    @property
-    def draft_version(self) -> int:
-        """Rises with every new draft that the caller asked for."""
-        return 0
-
-    def draft(self, request: CursorOwner) -> Draft | None:
-        """What may follow the output, if the caller asked for drafts and anything is known."""
-        return None
-
     def prefill_stop(self, *, mixed: bool) -> int:
         """Where the prefill of this sequence ends."""
         return self.length
@@ -172,15 +148,13 @@ class Cursor(ABC):
         """Positions up to ``stop`` whose next token of the prompt has to be scored; marks them scored."""
         return None
 
-    def forget_draft(self) -> None:  # noqa: B027 - tokens have none
-        """Other weights go on: what they would not have made, and is not output yet, is forgotten."""
+    def forget_draft(self) -> bool:
+        """Forget tokens that other weights made and that are no output yet; whether the caller saw some."""
+        return False
 
     def pool(self, start: int, stop: int) -> tuple[int, int] | None:
         """Positions of [start, stop) whose hidden states are pooled."""
         return None
-
-    def trim(self, count: int) -> None:  # noqa: B027 - tokens have nothing more to forget
-        """Forget what belongs to output tokens beyond the first ``count``."""
 
 
 class TokenCursor(Cursor):
@@ -225,7 +199,7 @@ class TokenCursor(Cursor):
 
     @property
     def computed(self) -> int:
-        return self._computed if self.batch is None else int(self.batch.computed[self.row])
+        return self._computed if self.column is None else int(self.column[self.row])
 
     @property
     def committed(self) -> int:
@@ -233,7 +207,7 @@ class TokenCursor(Cursor):
 
     @property
     def length(self) -> int:
-        return self._prompt_length + self._sampled if self.batch is None else self.computed + 1
+        return self._prompt_length + self._sampled if self.column is None else self.computed + 1
 
     @property
     def pending(self) -> int:
@@ -278,8 +252,8 @@ class TokenCursor(Cursor):
         """The row that verifies drafts has brought so many tokens less than it could have; nothing of the
         request is in flight."""
         self.verifying = 0
-        if self.batch is not None:
-            self.batch.computed[self.row] -= tokens
+        if self.column is not None:
+            self.column[self.row] -= tokens
         else:
             self._computed = max(0, self._computed - tokens)
             self._sampled -= tokens

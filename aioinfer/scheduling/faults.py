@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Self
 
-if TYPE_CHECKING:
-    from aioinfer.scheduling.policy import Policy
-    from aioinfer.scheduling.queues import RequestQueues
-    from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.queues import RequestQueues
+from aioinfer.scheduling.sequence import Sequence
 
-__all__ = ["PlanFaults", "PolicyFailed", "end_with"]
-
-
-class PolicyFailed(Exception):
-    """The queue policy raised; ``__cause__`` is what it raised."""
-
-    @classmethod
-    def because(cls, policy: Policy, error: Exception) -> Self:
-        failed = cls(f"the queue policy {policy.name} raised {error!r}")
-        failed.__cause__ = error
-        return failed
+__all__ = ["PlanFaults", "end_with"]
 
 
 def end_with(
-    queues: RequestQueues, request: Request, error: BaseException, *, distrust: bool = False
+    queues: RequestQueues, request: Sequence, error: BaseException, *, distrust: bool = False
 ) -> bool:
     """End a request for which ``error`` was raised; True the first time. Raises RuntimeError, caused by
     ``error``, if that left the request in a state in which it cannot be ended.
@@ -46,17 +33,17 @@ class PlanFaults:
 
     def __init__(self, queues: RequestQueues) -> None:
         self._queues = queues
-        self._ended: list[tuple[Request, Exception]] = []
+        self._ended: list[tuple[Sequence, Exception]] = []
 
     def __bool__(self) -> bool:
         return bool(self._ended)
 
-    def take(self) -> list[tuple[Request, Exception]]:
+    def take(self) -> list[tuple[Sequence, Exception]]:
         """The requests that ended since the last call, with what was raised."""
         ended, self._ended = self._ended, []
         return ended
 
-    def end(self, requests: Iterable[Request], error: Exception) -> None:
+    def end(self, requests: Iterable[Sequence], error: Exception) -> None:
         """End requests of which the step that is being planned has no row, and those that the policy did not
         queue."""
         queues = self._queues

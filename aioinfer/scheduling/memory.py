@@ -12,13 +12,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections import abc
+from collections.abc import Hashable, Iterable
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import Lock, Node, RadixTree, token_key
 from aioinfer.cache.slots import SlotPool
 from aioinfer.cache.snapshots import SnapshotPool, SnapshotTree
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.states import StateCells
 
 __all__ = ["Memory"]
@@ -84,7 +85,7 @@ class Memory:
         """Times a request started from one of them."""
         return 0 if self.states is None else self.states.hits
 
-    def lookup(self, request: Request) -> tuple[int, Node | None]:
+    def lookup(self, request: Sequence) -> tuple[int, Node | None]:
         """Pages of a waiting request that are cached, and the node where they end; remembered.
 
         The last known token is never among them: one position is always left to compute.
@@ -98,7 +99,7 @@ class Memory:
             request.kv.hit = (self.tree.version, reusable, pages, node)
         return pages, node  # type: ignore[return-value]
 
-    def shared(self, request: Request) -> tuple[int, Node | None]:
+    def shared(self, request: Sequence) -> tuple[int, Node | None]:
         """The same of any request: of a running one, the pages it has in common with the cache from which
         others could start."""
         if request.kv.lock is None:
@@ -107,24 +108,24 @@ class Memory:
             return request.kv.cached_pages, request.kv.lock.node
         return self.states.tree.deepest(request.kv.lock)
 
-    def uncached(self, request: Request) -> int:
+    def uncached(self, request: Sequence) -> int:
         """Tokens of a waiting request that admission would have to compute."""
         return request.length - self.lookup(request)[0] * self.pages.page_size
 
-    def cached_tokens(self, token_ids: Sequence[int], namespace: Hashable) -> int:
+    def cached_tokens(self, token_ids: abc.Sequence[int], namespace: Hashable) -> int:
         """How many of these tokens are cached, from the first on."""
         if self.tree is None:
             return 0
         return self.tree.match(token_key(token_ids), namespace) * self.pages.page_size
 
-    def fits(self, request: Request, reserve: int) -> bool:
+    def fits(self, request: Sequence, reserve: int) -> bool:
         """Whether a waiting request finds its pages with ``reserve`` more to spare. Never too pessimistic."""
         need = self.pages.pages_for(request.length) - self.lookup(request)[0]
         return need + reserve <= self.available
 
     # -- the life of a request ------------------------------------------------------------------
 
-    def admit(self, request: Request, reserve: int) -> bool:
+    def admit(self, request: Sequence, reserve: int) -> bool:
         """Give a request a slot and pages for all its known tokens; all or nothing.
 
         Everything known gets its pages at once: a prefill that started never stalls half-way.
@@ -151,7 +152,7 @@ class Memory:
         self.hit_tokens += cached
         return True
 
-    def grow(self, request: Request) -> bool:
+    def grow(self, request: Sequence) -> bool:
         """One more page for a running request."""
         fresh = self._take(1)
         if fresh is None:
@@ -159,7 +160,7 @@ class Memory:
         request.kv.pages += fresh
         return True
 
-    def commit(self, request: Request, fence: int) -> bool:
+    def commit(self, request: Sequence, fence: int) -> bool:
         """Let others share the pages that are complete and resolved; True if its table changed.
 
         Where another request was faster with the same prefix, its pages take the place of ours.
@@ -170,7 +171,7 @@ class Memory:
             self.states.settle(request)
         return changed
 
-    def _commit_pages(self, request: Request, fence: int) -> bool:
+    def _commit_pages(self, request: Sequence, fence: int) -> bool:
         start, stop = request.kv.cached_pages, request.cursor.committed // self.pages.page_size
         if request.kv.lock is None or not request.kv.cacheable or stop <= start:
             return False
@@ -190,7 +191,7 @@ class Memory:
         request.kv.sent_pages = min(request.kv.sent_pages, start)
         return True
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Sequence) -> None:
         """Take back all a request holds. Sized by what was allocated, never by token counts."""
         fence = request.kv.last_step
         self.commit(request, fence)
@@ -202,7 +203,7 @@ class Memory:
         request.kv.pages, request.kv.cached_pages = [], 0
         request.kv.slot, request.kv.lock = 0, None
 
-    def rewind(self, request: Request, computed: int) -> int:
+    def rewind(self, request: Sequence, computed: int) -> int:
         """A running request is to continue from ``computed`` positions, with what is in flight for it void;
         returns from how many it can. Its table may have fewer pages than it needs then."""
         if self.states is None:
@@ -220,7 +221,7 @@ class Memory:
             self._drop(gone)
         return computed
 
-    def distrust(self, request: Request) -> None:
+    def distrust(self, request: Sequence) -> None:
         """The KV of a request must not be shared, as far as no other request uses it yet."""
         request.kv.cacheable = False
         if self.tree is None or request.finished:
@@ -250,7 +251,7 @@ class Memory:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _key(self, request: Request) -> bytes:
+    def _key(self, request: Sequence) -> bytes:
         size = self.pages.page_size
         return request.token_key(0, request.cursor.reusable // size * size)
 
@@ -282,7 +283,7 @@ class Memory:
         if self.states is not None:
             self.states.check()
 
-    def audit(self, running: Iterable[Request]) -> None:
+    def audit(self, running: Iterable[Sequence]) -> None:
         """Assert by walking that every page and slot is where it should be."""
         running = list(running)
         cached: list[int] = []

@@ -14,14 +14,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 from sortedcontainers import SortedDict
 
 from aioinfer import plugins
 from aioinfer.errors import ConfigError
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.settings import shown
 
 __all__ = ["CacheAware", "Policy", "Ranked", "make_policy", "policy_class"]
@@ -53,9 +53,19 @@ def make_policy(policy: str | type, memory: Memory, seed: int) -> Policy:
         raise ConfigError(f"the policy {cls.__name__} could not be made: {error!r}") from error
 
 
+class PolicyFailed(Exception):
+    """The queue policy raised; ``__cause__`` is what it raised."""
+
+    @classmethod
+    def because(cls, policy: Policy, error: Exception) -> Self:
+        failed = cls(f"the queue policy {policy.name} raised {error!r}")
+        failed.__cause__ = error
+        return failed
+
+
 class Policy:
-    """The queue itself, in the order of arrival: of :attr:`Request.place`, where a request that queues behind
-    others is as if it had arrived after them. Subclasses change :meth:`order`.
+    """The queue itself, in the order of :attr:`Sequence.place`: that of arrival, but for ``queue_behind``.
+    Subclasses change :meth:`order`.
 
     The scheduler tells of arrivals, departures and admissions; a retracted request arrives again and
     keeps its age.
@@ -72,40 +82,40 @@ class Policy:
         """As a config calls it: DfsWeight is ``dfs-weight``."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", type(self).__name__).lower()
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Sequence) -> None:
         """A new request, or a retracted one that waits again."""
         self._arrivals[request.place] = request
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Sequence) -> None:
         """It was admitted or has ended."""
         del self._arrivals[request.place]
 
-    def started(self, request: Request) -> None:
+    def started(self, request: Sequence) -> None:
         """It holds a slot now."""
 
-    def stopped(self, request: Request) -> None:
+    def stopped(self, request: Sequence) -> None:
         """It holds its slot no longer."""
 
-    def order(self) -> Iterator[Request]:
+    def order(self) -> Iterator[Sequence]:
         """The order of admission; lazy, and void once the queue changes."""
         return iter(self._arrivals.values())
 
-    def rank(self, request: Request) -> Any:
+    def rank(self, request: Sequence) -> Any:
         """Requests of equal rank follow each other, and packing may change their order. A policy that does
         not say which are equal is obeyed to the letter."""
         return request.key
 
-    def eldest(self) -> Request | None:
+    def eldest(self) -> Sequence | None:
         """The request that has waited longest; it goes first once it was passed over too often."""
         return self._arrivals.peekitem(0)[1] if self._arrivals else None
 
-    def __contains__(self, request: Request) -> bool:
+    def __contains__(self, request: Sequence) -> bool:
         return request.place in self._arrivals
 
     def __len__(self) -> int:
         return len(self._arrivals)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[Sequence]:
         """In the order of arrival."""
         return iter(self._arrivals.values())
 
@@ -119,22 +129,22 @@ class Ranked(Policy):
         self._ranked: SortedDict = SortedDict()
         self._ranks: dict[int, Any] = {}
 
-    def rank(self, request: Request) -> Any:
+    def rank(self, request: Sequence) -> Any:
         """Smaller goes first; equals in the order of arrival."""
         raise NotImplementedError
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Sequence) -> None:
         # What may raise comes first: a rank that cannot be computed or compared leaves the queue as it was.
         rank = (self.rank(request), request.place)
         self._ranked[rank] = request
         self._ranks[request.key] = rank
         super().add(request)
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Sequence) -> None:
         del self._ranked[self._ranks.pop(request.key)]
         super().remove(request)
 
-    def order(self) -> Iterator[Request]:
+    def order(self) -> Iterator[Sequence]:
         return iter(self._ranked.values())
 
 
@@ -143,20 +153,20 @@ class CacheAware(Policy):
 
     def __init__(self, memory: Memory, seed: int = 0) -> None:
         super().__init__(memory, seed)
-        self._sorted: list[Request] = []
+        self._sorted: list[Sequence] = []
         self._sorted_for: tuple[int, int] | None = None
         self._changes = 0
         self._by_arrival = False
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Sequence) -> None:
         super().add(request)
         self._changes += 1
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Sequence) -> None:
         super().remove(request)
         self._changes += 1
 
-    def order(self) -> Iterator[Request]:
+    def order(self) -> Iterator[Sequence]:
         self._by_arrival = len(self) > SORT_LIMIT
         if self._by_arrival:
             self.fallbacks += 1
@@ -167,13 +177,13 @@ class CacheAware(Policy):
             self._sorted, self._sorted_for = self.arrange(), now
         return iter(self._sorted)
 
-    def rank(self, request: Request) -> Any:
+    def rank(self, request: Sequence) -> Any:
         return None if self._by_arrival else self.match(request)
 
-    def match(self, request: Request) -> Any:
+    def match(self, request: Sequence) -> Any:
         """What is equal for requests of equal rank. All are equal that are not sorted."""
         return request.key
 
-    def arrange(self) -> list[Request]:
+    def arrange(self) -> list[Sequence]:
         """All waiting requests in the order of admission."""
         raise NotImplementedError

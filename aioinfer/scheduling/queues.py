@@ -14,16 +14,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
-from typing import Any, Protocol
+from collections import abc
+from collections.abc import Collection
+from typing import Protocol
 
 from aioinfer.outputs import FinishReason
 from aioinfer.scheduling.admission import PrefixLeaders
 from aioinfer.scheduling.counters import SchedulerCounters
-from aioinfer.scheduling.faults import PolicyFailed
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import Policy
-from aioinfer.scheduling.request import ParkedFor, Request, RequestState
+from aioinfer.scheduling.policy import Policy, PolicyFailed
+from aioinfer.scheduling.sequence import ParkedFor, Sequence, SequenceState
 from aioinfer.scheduling.step import Generating, MultiStepBudget, Outcome, Row, Step
 
 __all__ = ["RequestQueues", "RunningBatch"]
@@ -37,26 +37,24 @@ class RunningBatch(Protocol):
     unit: int
     #: the newest launched step with rows of this batch
     last_step: int
-    #: by row, where the batch and not the cursor knows how far a request is
-    computed: Any
 
     @property
     def locked(self) -> bool:
         """Only the requests of the batch may have rows in the next step."""
 
     @property
-    def requests(self) -> Sequence[Request]: ...
+    def requests(self) -> abc.Sequence[Sequence]: ...
 
     def __len__(self) -> int: ...
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Sequence) -> None:
         """A request whose known tokens are all computed. No effect if it wants no more tokens."""
 
-    def join(self, request: Request) -> None:
+    def join(self, request: Sequence) -> None:
         """The step that is being planned has the last of a request's known tokens."""
 
     def planned(
-        self, generating: Generating, prefilling: Sequence[Row], queues: RequestQueues
+        self, generating: Generating, prefilling: abc.Sequence[Row], queues: RequestQueues
     ) -> MultiStepBudget | None:
         """The step has these rows; returns how many forwards it may take, if it may take several."""
 
@@ -64,28 +62,28 @@ class RunningBatch(Protocol):
         """Planning raised: no step has the rows that were begun after ``last_step``, and the requests that
         run end."""
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Sequence) -> None:
         """The request generates no more, for now or for good."""
 
-    def out_of_pages(self) -> list[Request]:
+    def out_of_pages(self) -> list[Sequence]:
         """Requests whose next row has no pages yet, eldest first."""
 
-    def changed_pages(self, request: Request) -> None:
+    def changed_pages(self, request: Sequence) -> None:
         """Pages were added to a request's table or exchanged in it."""
 
     def expected_tokens(self, clip: int) -> int:
         """Tokens that may still come, each request counted with at most ``clip``."""
 
-    def longest_chunk(self, request: Request) -> int | None:
+    def longest_chunk(self, request: Sequence) -> int | None:
         """Positions that a prefill chunk of a request may have; None: no limit of its own."""
 
     def may_plan(self, *, in_flight: bool) -> bool:
         """Whether a step may be planned now, given whether one is in flight."""
 
-    def launch(self, step_id: int, without: Collection[Request], most: int) -> Generating:
+    def launch(self, step_id: int, without: Collection[Sequence], most: int) -> Generating:
         """The rows of step ``step_id``, for all but ``without`` and ``most`` positions at most."""
 
-    def resolve(self, step: Step, outcome: Outcome, queues: RequestQueues) -> list[Request]:
+    def resolve(self, step: Step, outcome: Outcome, queues: RequestQueues) -> list[Sequence]:
         """Commit what a step's rows brought; returns the requests that changed, in row order."""
 
     def timed(self, step: Step, seconds: float) -> None:
@@ -122,13 +120,13 @@ class RequestQueues:
         self.memory = memory
         self.waiting = waiting
         #: requests with slot and pages, in the order of admission
-        self.running: dict[int, Request] = {}
-        self.prefilling: dict[int, Request] = {}
+        self.running: dict[int, Sequence] = {}
+        self.prefilling: dict[int, Sequence] = {}
         #: of these, the ones whose pages do not hold all their known tokens: their grammar forced some
-        self.growing: dict[int, Request] = {}
+        self.growing: dict[int, Sequence] = {}
         self.batch = batch
         #: retracted requests that are parked
-        self.shelved: dict[int, Request] = {}
+        self.shelved: dict[int, Sequence] = {}
         self.leaders = leaders
         #: tokens of the waiting requests
         self.queued_tokens = 0
@@ -140,7 +138,7 @@ class RequestQueues:
 
     # -- the life of a request -----------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Sequence) -> None:
         """Queue a request whose prompt fits (``length < max_length``) and that was never queued.
 
         Raises PolicyFailed, and does not queue it, if the policy raises.
@@ -151,24 +149,24 @@ class RequestQueues:
             del self.shelved[request.key]
             raise
 
-    def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> bool:
+    def finish(self, request: Sequence, reason: FinishReason, error: BaseException | None = None) -> bool:
         """End a request, whatever its state. The only way any request ends; True the first time.
 
         Its pages and slot come back when the last launched step that holds it has resolved.
         """
         if request.finished:
             return False
-        if request.state is RequestState.RUNNING:
+        if request.state is SequenceState.RUNNING:
             self._leave(request)
         elif self.shelved.pop(request.key, None) is None:
             self._dequeue(request)
-        request.state = RequestState.FINISHED
-        request.finish_reason = reason
-        request.error = error
+        request.state = SequenceState.FINISHED
+        request.output.finish(reason, error)
+        request.output.make_draft = None  # it refers to the sequence
         self.counters.finished += 1
         return True
 
-    def park(self, request: Request, waits: ParkedFor = ParkedFor.READER) -> None:
+    def park(self, request: Sequence, waits: ParkedFor = ParkedFor.READER) -> None:
         """Compute nothing for a request until :meth:`unpark` was called for all that it waits for. It keeps
         its pages while no other request needs them. If the policy raises, it is not parked."""
         if request.finished or waits in request.parked_for:
@@ -178,7 +176,7 @@ class RequestQueues:
         if parked:
             return
         self.counters.parkings += 1
-        if request.state is RequestState.RUNNING:
+        if request.state is SequenceState.RUNNING:
             self._stop_computing(request)
         else:
             try:
@@ -188,14 +186,14 @@ class RequestQueues:
                 raise
             self.shelved[request.key] = request
 
-    def unpark(self, request: Request, waits: ParkedFor = ParkedFor.READER) -> None:
+    def unpark(self, request: Sequence, waits: ParkedFor = ParkedFor.READER) -> None:
         """What a request waited for has come: go on where :meth:`park` stopped, if that was all."""
         if request.finished or waits not in request.parked_for:
             return
         request.parked_for -= {waits}
         if request.parked:
             return
-        if request.state is RequestState.WAITING:
+        if request.state is SequenceState.WAITING:
             del self.shelved[request.key]
             self._enqueue(request)
         elif not request.cursor.relay_ready:
@@ -208,7 +206,7 @@ class RequestQueues:
     def has_unfinished(self) -> bool:
         return bool(self.running or self.shelved or self.waiting)
 
-    def unfinished(self) -> list[Request]:
+    def unfinished(self) -> list[Sequence]:
         """Every request that has not ended."""
         return [*self.running.values(), *self.waiting, *self.shelved.values()]
 
@@ -224,7 +222,7 @@ class RequestQueues:
 
     # -- from place to place --------------------------------------------------------------------
 
-    def _enqueue(self, request: Request) -> None:
+    def _enqueue(self, request: Sequence) -> None:
         try:
             self.waiting.add(request)
         except Exception as error:
@@ -235,48 +233,48 @@ class RequestQueues:
             raise PolicyFailed.because(self.waiting, error) from error
         self.queued_tokens += request.length
 
-    def _dequeue(self, request: Request) -> None:
+    def _dequeue(self, request: Sequence) -> None:
         self.waiting.remove(request)
         self.queued_tokens -= request.length
 
-    def _prefill_rest(self, request: Request) -> None:
+    def _prefill_rest(self, request: Sequence) -> None:
         self.prefilling[request.key] = request
         if len(request.kv.pages) < self.memory.pages.pages_for(request.length):
             self.growing[request.key] = request
 
-    def _stop_computing(self, request: Request) -> None:
+    def _stop_computing(self, request: Sequence) -> None:
         self.prefilling.pop(request.key, None)
         self.growing.pop(request.key, None)
         self.leaders.leave(request)
-        if request.cursor.batch is not None:
+        if request.cursor.in_batch:
             self.batch.remove(request)
 
-    def admitted(self, request: Request) -> None:
+    def admitted(self, request: Sequence) -> None:
         """A waiting request has got its slot and its pages."""
         self._dequeue(request)
-        request.state = RequestState.RUNNING
+        request.state = SequenceState.RUNNING
         self.running[request.key] = request
         self.prefilling[request.key] = request
         self.waiting.started(request)
         self.leaders.lead(request)
         if not request.recovery.retractions:
-            request.kv.cached_tokens = request.cursor.computed
+            request.output.cached_tokens = request.cursor.computed
         self.counters.admitted += 1
 
-    def _leave(self, request: Request) -> None:
+    def _leave(self, request: Sequence) -> None:
         self._stop_computing(request)
         del self.running[request.key]
         self.waiting.stopped(request)
         self.memory.release(request)
 
-    def retract(self, request: Request) -> None:
+    def retract(self, request: Sequence) -> None:
         """Take slot and pages from a running request; it keeps its tokens and queues up again.
 
         Tokens in flight stay valid (the fence keeps their KV alive) and are committed as they resolve; rounds
         of blocks in flight do not. What is committed stays in the prefix cache while there is room for it.
         """
         self._leave(request)
-        request.state = RequestState.WAITING
+        request.state = SequenceState.WAITING
         request.restart()
         request.recovery.retractions += 1
         self.counters.retractions += 1
@@ -305,10 +303,10 @@ class RequestQueues:
         if failed is not None:
             raise failed
 
-    def rewind(self, request: Request, computed: int) -> None:
+    def rewind(self, request: Sequence, computed: int) -> None:
         """Plan a request again from position ``computed``; what is in flight for it is void."""
         request.recovery.void_until = self.last_step
-        if request.state is RequestState.RUNNING:
+        if request.state is SequenceState.RUNNING:
             self._stop_computing(request)
             request.rewind(self.memory.rewind(request, computed))
             if not request.parked:
@@ -320,16 +318,16 @@ class RequestQueues:
             request.rewind(0)
             self._enqueue(request)
 
-    def shorten(self, request: Request, tokens: int) -> None:
+    def shorten(self, request: Sequence, tokens: int) -> None:
         """What a launched row has brought is so many tokens less than it could have been."""
-        if request.state is RequestState.WAITING and request.key not in self.shelved:
+        if request.state is SequenceState.WAITING and request.key not in self.shelved:
             self.queued_tokens -= tokens
         request.cursor.shorten(tokens)
 
-    def start_over(self, request: Request) -> None:
+    def start_over(self, request: Sequence) -> None:
         """A step that holds the request failed: what came of later ones is junk. It loses slot and pages,
         keeps the tokens that were read, and queues up again."""
-        if request.state is RequestState.RUNNING:
+        if request.state is SequenceState.RUNNING:
             self.retract(request)
         request.recovery.junk_until = self.last_step
         if request.grammar is not None:
@@ -338,12 +336,12 @@ class RequestQueues:
 
     # -- sharing --------------------------------------------------------------------------------
 
-    def share(self, request: Request) -> None:
+    def share(self, request: Sequence) -> None:
         """A prefill chunk has resolved: offer its pages to other requests."""
         cursor, fence = request.cursor, request.kv.last_step
-        if cursor.batch is not None:
+        if cursor.in_batch:
             fence = max(fence, self.batch.last_step)
-        if self.memory.commit(request, fence) and cursor.batch is not None:
+        if self.memory.commit(request, fence) and cursor.in_batch:
             self.batch.changed_pages(request)
         if cursor.prefilled or request.parked:
             self.leaders.leave(request)

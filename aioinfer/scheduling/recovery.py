@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 
 from aioinfer.sampling.outcomes import DEFERRED, NO_TOKEN
-from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.sequence import Sequence, SequenceState
 from aioinfer.scheduling.step import Row, Step
 
 __all__ = ["StepCap", "struck", "without_junk"]
@@ -54,7 +54,7 @@ class StepCap:
             self.tokens = min(self._most, self.tokens + max(1, self.tokens // 8))
 
 
-def struck(step: Step) -> list[Request]:
+def struck(step: Step) -> list[Sequence]:
     """The requests of a step that failed which cannot go on from what they launched so far.
 
     Not those that have ended, those that are going on from elsewhere already, and those for which this was a
@@ -67,12 +67,12 @@ def struck(step: Step) -> list[Request]:
 
 def _goes_on_from(row: Row) -> bool:
     request = row.request
-    if request.state is RequestState.RUNNING:
+    if request.state is SequenceState.RUNNING:
         return row.slot == request.kv.slot
     return not request.finished and request.pending > 0
 
 
-def without_junk(step: Step, tokens: Sequence[int]) -> list[int]:
+def without_junk(step: Step, tokens: abc.Sequence[int]) -> list[int]:
     """A step's tokens, but for those that go on from where a step failed: these rows sampled nothing."""
     return [
         DEFERRED if token != NO_TOKEN and step.id <= request.recovery.junk_until else token

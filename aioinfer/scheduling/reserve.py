@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.cache.radix import Node
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
     from aioinfer.config import EngineConfig
@@ -56,21 +56,21 @@ class Reserve:
     def copy(self) -> Reserve:
         return Reserve(self._memory, self._ratio, self._clip, self._running, self._tokens)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Sequence) -> None:
         """The request runs, too."""
         self._running += 1
         self._tokens += self.may_generate(request)
 
-    def discount(self, request: Request) -> None:
+    def discount(self, request: Sequence) -> None:
         """The request is one of them, and runs no longer."""
         self._running -= 1
         self._tokens -= self.may_generate(request)
 
-    def may_generate(self, request: Request) -> int:
+    def may_generate(self, request: Sequence) -> int:
         """Tokens that may still come for a request, as far as they are counted."""
         return max(0, min(request.cursor.remaining, self._clip))
 
-    def pages(self, request: Request | None = None) -> int:
+    def pages(self, request: Sequence | None = None) -> int:
         """Pages that must be left, besides those of a request that is to be admitted. An empty engine admits
         whatever fits."""
         if not self._running:
@@ -93,7 +93,7 @@ class Outlook:
         self._left = memory.available
         self._locked: set[Node] = set()
 
-    def admits(self, request: Request) -> bool:
+    def admits(self, request: Sequence) -> bool:
         """Whether the next one finds its pages; it is counted as admitted then."""
         hit, node = self._memory.lookup(request)
         need = self._memory.pages.pages_for(request.length) - hit
@@ -106,7 +106,7 @@ class Outlook:
         self._reserve.add(request)
         return True
 
-    def claim(self, request: Request, leader: Request) -> None:
+    def claim(self, request: Sequence, leader: Sequence) -> None:
         """Count a request that waits for a prefix of ``leader``: as admitted, with the pages that it cannot
         have in common with it."""
         pages = self._memory.pages.pages_for

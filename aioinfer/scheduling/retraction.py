@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 
 __all__ = ["victims"]
 
 
-def victims(running: Collection[Request]) -> Iterator[Request]:
+def victims(running: Collection[Sequence]) -> Iterator[Sequence]:
     """Parked ones first, then low priority, then the newest. Never the eldest that is not parked: so
     one request always moves on, and no two take each other's pages for ever."""
     eldest = min(

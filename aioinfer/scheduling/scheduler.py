@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from aioinfer.outputs import FinishReason
 from aioinfer.scheduling.admission import Admitter, PrefixLeaders, StepBudget
-from aioinfer.scheduling.faults import PlanFaults, PolicyFailed
+from aioinfer.scheduling.faults import PlanFaults
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.policy import make_policy
+from aioinfer.scheduling.policy import PolicyFailed, make_policy
 from aioinfer.scheduling.queues import RequestQueues, RunningBatch
 from aioinfer.scheduling.recovery import StepCap, struck
-from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.reserve import NewTokenRatio, Outlook, Reserve
 from aioinfer.scheduling.retraction import victims
+from aioinfer.scheduling.sequence import Sequence, SequenceState
 from aioinfer.scheduling.step import NO_ROWS, Generating, Outcome, Row, Step, new_request_data
 from aioinfer.scheduling.token_batch import TokenBatch
 
@@ -79,7 +79,7 @@ class Scheduler:
         #: a request lost pages while the current step was planned
         self._short = False
         #: the waiting request for which others were retracted
-        self._urgent: Request | None = None
+        self._urgent: Sequence | None = None
 
     @property
     def memory(self) -> Memory:
@@ -87,14 +87,14 @@ class Scheduler:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: Sequence) -> None:
         """Queue a request whose prompt fits (``length < max_length``, or equal if it only prefills) and that
         was never queued."""
         if not self.queues.has_unfinished:
             self.ratio.reset()  # the load that it was learnt from is gone
         self.queues.submit(request)
 
-    def finish(self, request: Request, reason: FinishReason, error: BaseException | None = None) -> bool:
+    def finish(self, request: Sequence, reason: FinishReason, error: BaseException | None = None) -> bool:
         """End a request, whatever its state; True the first time."""
         return self.queues.finish(request, reason, error)
 
@@ -171,7 +171,7 @@ class Scheduler:
         self.faults.end(queues.running.values() or queues.waiting, error)
         return bool(self.faults)
 
-    def _generate(self, budget: StepBudget, starved: list[Request]) -> Generating:
+    def _generate(self, budget: StepBudget, starved: list[Sequence]) -> Generating:
         """A token or block for every request in the batch, as far as the step holds them."""
         batch, most = self.queues.batch, budget.tokens
         if self.config.max_decode_rows is not None:
@@ -244,7 +244,7 @@ class Scheduler:
         if not queues.leaders.holds_back(eldest):
             eldest.passed += 1
 
-    def _admit(self, request: Request, reserve: Reserve) -> bool:
+    def _admit(self, request: Sequence, reserve: Reserve) -> bool:
         """Give a waiting request slot and pages, at the cost of parked requests if need be."""
         queues = self.queues
         spare = reserve.pages(request)
@@ -259,13 +259,13 @@ class Scheduler:
         queues.admitted(request)
         return True
 
-    def _retract(self, request: Request) -> None:
+    def _retract(self, request: Sequence) -> None:
         try:
             self.queues.retract(request)
         except PolicyFailed as error:
             self.faults.end((), error)  # but for this request, which the policy did not queue
 
-    def _chunk(self, request: Request, budget: StepBudget, most: int | None = None) -> list[Row]:
+    def _chunk(self, request: Sequence, budget: StepBudget, most: int | None = None) -> list[Row]:
         """The prefill row of the next positions of an admitted request, if it needs one."""
         queues, cursor = self.queues, request.cursor
         longest = queues.batch.longest_chunk(request)
@@ -294,11 +294,11 @@ class Scheduler:
             queues.batch.join(request)
         return rows
 
-    def _beside_tokens(self, request: Request, budget: StepBudget) -> bool:
+    def _beside_tokens(self, request: Sequence, budget: StepBudget) -> bool:
         """Whether a request has no output of its own, and others wait for theirs: in this step, or next."""
         return request.cursor.only_prefills and (budget.generates or len(self.queues.batch) > 0)
 
-    def _row(self, request: Request, start: int, length: int) -> Row:
+    def _row(self, request: Sequence, start: int, length: int) -> Row:
         kv, cursor = request.kv, request.cursor
         kv.last_step = self.queues.last_step + 1
         data = new_request_data(request)
@@ -326,7 +326,7 @@ class Scheduler:
             reserve.add(request)
         return reserve
 
-    def _grow(self) -> list[Request]:
+    def _grow(self) -> list[Sequence]:
         """Give all requests the pages of their next positions; returns those that have to skip a step.
 
         Out of pages, a request is retracted. Not before pages that come back by themselves are counted:
@@ -342,7 +342,7 @@ class Scheduler:
             cursor, kv = request.cursor, request.kv
             pages = memory.pages.pages_for(cursor.length)
             # The request itself may be retracted for its own pages.
-            while (cursor.batch is not None or request.key in growing) and len(kv.pages) < pages:
+            while (cursor.in_batch or request.key in growing) and len(kv.pages) < pages:
                 if memory.grow(request):
                     continue
                 victim = None if memory.returning else self._victim()
@@ -355,11 +355,11 @@ class Scheduler:
                 self.ratio.rise()
             else:
                 growing.pop(request.key, None)
-                if cursor.batch is not None:
+                if cursor.in_batch:
                     queues.batch.changed_pages(request)
-        return [request for request in starved if request.cursor.batch is not None]
+        return [request for request in starved if request.cursor.in_batch]
 
-    def _victim(self) -> Request | None:
+    def _victim(self) -> Sequence | None:
         return next(victims(self.queues.running.values()), None)
 
     def _preempt(self) -> None:
@@ -389,11 +389,11 @@ class Scheduler:
             self._retract(victim)
             queues.counters.preemptions += 1
 
-    def _make_room(self, first: Request) -> list[Request]:
+    def _make_room(self, first: Sequence) -> list[Sequence]:
         """The requests to retract so that ``first`` has its place."""
         queues, memory = self.queues, self.queues.memory
         reserve = self._reserve()
-        chosen: list[Request] = []
+        chosen: list[Sequence] = []
         order, gained = victims(queues.running.values()), 0
         while len(queues.running) - len(chosen) >= self.config.running_requests or not memory.fits(
             first, reserve.pages(first) - gained
@@ -403,13 +403,13 @@ class Scheduler:
                 return []
             chosen.append(victim)
             gained += len(victim.kv.pages)
-            if victim.cursor.batch is not None or victim.key in queues.prefilling:
+            if victim.cursor.in_batch or victim.key in queues.prefilling:
                 reserve.discount(victim)
         return chosen
 
     # -- resolve --------------------------------------------------------------------------------
 
-    def resolve(self, step: Step, outcome: Outcome) -> list[Request]:
+    def resolve(self, step: Step, outcome: Outcome) -> list[Sequence]:
         """Commit what a step brought; returns the requests that changed, in row order.
 
         What comes for a request that ended meanwhile is dropped and counted.
@@ -418,7 +418,7 @@ class Scheduler:
         self.cap.fitted()
         return self.queues.batch.resolve(step, outcome, self.queues)
 
-    def fail(self, step: Step, error: BaseException) -> list[Request]:
+    def fail(self, step: Step, error: BaseException) -> list[Sequence]:
         """A step raised: its own requests end with ``error``, all others go on."""
         self.memory.resolved(step.id)
         failed = []
@@ -428,7 +428,7 @@ class Scheduler:
                 failed.append(request)
         return failed
 
-    def run_out(self, step: Step, error: BaseException) -> list[Request]:
+    def run_out(self, step: Step, error: BaseException) -> list[Sequence]:
         """The memory did not suffice for a step: its requests start over, in smaller steps.
 
         Of those to which that happened before, and which came no further since, one ends with ``error``: the
@@ -444,7 +444,7 @@ class Scheduler:
         for request in failed:
             queues.finish(request, "abort", error)
         for request in requests:
-            if request.state is RequestState.FINISHED:
+            if request.state is SequenceState.FINISHED:
                 continue
             request.recovery.ran_out_at = request.cursor.progress
             queues.counters.out_of_memory_retries += 1

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections import abc
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from aioinfer.scheduling.step import UNDRAWN, DraftInput
@@ -18,7 +19,7 @@ from aioinfer.speculation.drafter import Drafter
 from aioinfer.speculation.drafting import Drafting, DraftSource
 
 if TYPE_CHECKING:
-    from aioinfer.scheduling.request import Request
+    from aioinfer.scheduling.sequence import Sequence
     from aioinfer.scheduling.step import Generating, Step
 
 __all__ = ["FEW", "Speculation"]
@@ -94,7 +95,7 @@ class Speculation:
         self.draft_unit = draft_unit
         self._length = draft_length // draft_unit * draft_unit
         #: that the draft model has to catch up with before it can draft for it
-        self._behind: Request | None = None
+        self._behind: Sequence | None = None
         #: of steps without and with drafts: only the latter are waited for before another one is planned
         self._decodes = StepCosts()
         self._verifies = StepCosts(like=self._decodes)
@@ -102,8 +103,8 @@ class Speculation:
         self._verified: tuple[int, float] | None = None
 
     def drafts(
-        self, requests: Sequence[Request], starts: Sequence[int], room: int
-    ) -> dict[int, Sequence[int]]:
+        self, requests: abc.Sequence[Sequence], starts: abc.Sequence[int], room: int
+    ) -> dict[int, abc.Sequence[int]]:
         """The drafts of the next step by row, for rows of ``requests`` that begin at ``starts``; at most
         ``room`` in all. Few rows have any."""
         self._turn += 1
@@ -114,7 +115,7 @@ class Speculation:
             return {}  # what a step without drafts takes is learned first
         asked = self._asked(requests)
         least = self._least_chance(len(requests)) if asked and self.adaptive else 0.0
-        proposals: dict[int, tuple[Drafting, Sequence[int]]] = {}
+        proposals: dict[int, tuple[Drafting, abc.Sequence[int]]] = {}
         for row in asked:
             request, start, drafting = requests[row], starts[row], requests[row].drafting
             if drafting is None or drafting.failed:
@@ -149,7 +150,7 @@ class Speculation:
                 first = request.drafting.computed
                 found.append(DraftInput(request.kv.slot, first, request.known_ids(first, start), row))
         behind = self._behind
-        if behind is not None and behind.drafting is not None and behind.cursor.batch is not None:
+        if behind is not None and behind.drafting is not None and behind.cursor.in_batch:
             first = behind.drafting.computed
             stop = min(first + self._catch_up, (behind.known - 1) // self.draft_unit * self.draft_unit)
             found.append(DraftInput(behind.kv.slot, first, behind.known_ids(first, stop), -1))
@@ -174,7 +175,7 @@ class Speculation:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _asked(self, requests: Sequence[Request]) -> Collection[int]:
+    def _asked(self, requests: abc.Sequence[Sequence]) -> Collection[int]:
         """The rows that are asked for drafts: all, or as many as a short step of many rows has time for.
         Those whose drafts were verified last go first, the others in turn. None in a pause."""
         rows = len(requests)
@@ -192,7 +193,7 @@ class Speculation:
         self._first = (first + count) % rows
         return dict.fromkeys([*again, *(row % rows for row in range(first, first + count))])
 
-    def _proposal(self, request: Request, drafting: Drafting, start: int, most: int) -> Sequence[int]:
+    def _proposal(self, request: Sequence, drafting: Drafting, start: int, most: int) -> abc.Sequence[int]:
         """What may follow position ``start``, whose own token the host may not know yet."""
         pending = start + 1 - request.known
         if request.grammar is not None:
@@ -223,7 +224,7 @@ class Speculation:
             return self._undrawn(request, drafting, start, most)
         return ids
 
-    def _undrawn(self, request: Request, drafting: Drafting, start: int, most: int) -> Sequence[int]:
+    def _undrawn(self, request: Sequence, drafting: Drafting, start: int, most: int) -> abc.Sequence[int]:
         """Drafts of a draft model, if it can make any now: masks would have to know them."""
         drafting.computed -= drafting.computed % self.draft_unit
         missing = start - drafting.computed
@@ -248,8 +249,8 @@ class Speculation:
         return 1.0
 
     def _worthwhile(
-        self, proposals: Mapping[int, tuple[Drafting, Sequence[int]]], rows: int, room: int
-    ) -> dict[int, Sequence[int]]:
+        self, proposals: Mapping[int, tuple[Drafting, abc.Sequence[int]]], rows: int, room: int
+    ) -> dict[int, abc.Sequence[int]]:
         """The likeliest drafts, as many as make the step bring the most tokens per second."""
         chances: list[tuple[float, int]] = []
         for row, (drafting, ids) in proposals.items():
@@ -281,9 +282,9 @@ class Speculation:
         return {row: proposals[row][1][:count] for row, count in counts.items()}
 
 
-def _in_turn(proposals: Mapping[int, Sequence[int]], room: int) -> dict[int, Sequence[int]]:
+def _in_turn(proposals: Mapping[int, abc.Sequence[int]], room: int) -> dict[int, abc.Sequence[int]]:
     """As far as there is room."""
-    chosen: dict[int, Sequence[int]] = {}
+    chosen: dict[int, abc.Sequence[int]] = {}
     for row, ids in proposals.items():
         if room <= 0:
             break

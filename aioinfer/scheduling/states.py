@@ -20,36 +20,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioinfer.cache.snapshots import Snapshot, SnapshotPool, SnapshotTree
+from aioinfer.cache.radix import Snapshot
+from aioinfer.cache.snapshots import SnapshotPool, SnapshotTree
+from aioinfer.scheduling.allocation import StateSnapshots
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from aioinfer.scheduling.request import Request
+    from aioinfer.scheduling.sequence import Sequence
 
-__all__ = ["RequestStates", "StateCells"]
+__all__ = ["StateCells"]
 
 #: requests waiting for another one's prefix that are heard on where it ends
 _MOST_PARTINGS = 4
-
-
-class RequestStates:
-    """The snapshots of a request that runs."""
-
-    __slots__ = ("source", "taken", "wanted")
-
-    def __init__(self) -> None:
-        #: its next row starts from it; None: from the slot's cell, or from nothing at position 0
-        self.source: Snapshot | None = None
-        #: written by launched chunks that have not resolved, oldest first
-        self.taken: list[Snapshot] = []
-        #: positions that are still to be reached at which a snapshot is to be taken
-        self.wanted: set[int] = set()
-
-    def private(self) -> set[Snapshot]:
-        """Those that the tree does not carry."""
-        held = self.taken if self.source is None else [*self.taken, self.source]
-        return {snapshot for snapshot in held if snapshot.node is None}
 
 
 class StateCells:
@@ -71,11 +54,11 @@ class StateCells:
 
     # -- the life of a request ------------------------------------------------------------------
 
-    def admitted(self, request: Request, matched: int) -> None:
+    def admitted(self, request: Sequence, matched: int) -> None:
         """A request got its lock and starts behind it; ``matched`` pages of its tokens are cached, those
         without a state behind them included."""
         kv = request.kv
-        kv.states = RequestStates()
+        kv.states = StateSnapshots()
         if kv.lock is None:
             return
         self._start_from(request, kv.lock.node.snapshot)
@@ -83,7 +66,7 @@ class StateCells:
         if kv.cacheable:
             self._want(request, kv.cached_pages * size, matched * size, *kv.partings.values())
 
-    def part(self, leader: Request, request: Request) -> None:
+    def part(self, leader: Sequence, request: Sequence) -> None:
         """``request`` waits until ``leader`` has computed what both begin with: let a snapshot be taken where
         that ends. The first few that wait are heard, once each."""
         kv, size = leader.kv, self._page_size
@@ -102,7 +85,7 @@ class StateCells:
         if kv.states is not None:
             kv.states.wanted.add(low * size)
 
-    def stop(self, request: Request, start: int, stop: int) -> int | None:
+    def stop(self, request: Sequence, start: int, stop: int) -> int | None:
         """Where a chunk from ``start`` on should end so that a snapshot can be taken there, before
         ``stop``; None if nowhere, or if there is no cell for one."""
         states = request.kv.states
@@ -114,7 +97,7 @@ class StateCells:
             return None
         return min(ahead)
 
-    def cells(self, request: Request, start: int, stop: int, step_id: int, *, last: bool) -> tuple[int, int]:
+    def cells(self, request: Sequence, start: int, stop: int, step_id: int, *, last: bool) -> tuple[int, int]:
         """The cells that the row of positions [start, stop) reads and writes. ``last``: it samples, and
         decodes follow, which know the slot's cell alone."""
         kv = request.kv
@@ -137,7 +120,7 @@ class StateCells:
             write = self._slots + snapshot.item
         return read, write
 
-    def settle(self, request: Request) -> None:
+    def settle(self, request: Sequence) -> None:
         """What the request has computed was offered to others: offer its snapshots there, too."""
         states = request.kv.states
         if states is None or not states.taken:
@@ -152,18 +135,18 @@ class StateCells:
                 self.tree.pool.give((snapshot.item,), snapshot.fence)
             del states.taken[0]
 
-    def release(self, request: Request) -> None:
+    def release(self, request: Sequence) -> None:
         """The request gives up what is its own. Its lock must still be held."""
         if request.kv.states is not None:
             self._let_go(request)
             request.kv.states = None
         request.kv.partings = {}
 
-    def rewind(self, request: Request, computed: int) -> int:
+    def rewind(self, request: Sequence, computed: int) -> int:
         """Let a running request continue from a state behind at most ``computed`` positions; returns behind
         how many. What is in flight for it is void."""
         self._let_go(request)
-        request.kv.states = RequestStates()
+        request.kv.states = StateSnapshots()
         lock = request.kv.lock
         if lock is None or self.tree is None:
             return 0
@@ -176,7 +159,7 @@ class StateCells:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _start_from(self, request: Request, snapshot: Snapshot | None) -> None:
+    def _start_from(self, request: Sequence, snapshot: Snapshot | None) -> None:
         states = request.kv.states
         assert states is not None
         states.source = snapshot
@@ -186,7 +169,7 @@ class StateCells:
             self.tree.pool.used(snapshot)
             self.hits += 1
 
-    def _want(self, request: Request, start: int, *positions: int) -> None:
+    def _want(self, request: Sequence, start: int, *positions: int) -> None:
         """Snapshots at these positions and at the last page boundary with a token behind it, as far as each
         saves enough behind ``start`` and the one before it."""
         states = request.kv.states
@@ -198,7 +181,7 @@ class StateCells:
                 states.wanted.add(position)
                 before = position
 
-    def _leave_source(self, request: Request) -> None:
+    def _leave_source(self, request: Sequence) -> None:
         states = request.kv.states
         assert states is not None
         source = states.source
@@ -211,7 +194,7 @@ class StateCells:
             assert self.tree is not None
             self.tree.pool.give((source.item,), min(source.fence, request.kv.last_step))
 
-    def _let_go(self, request: Request) -> None:
+    def _let_go(self, request: Sequence) -> None:
         states = request.kv.states
         assert states is not None
         self._leave_source(request)
@@ -228,7 +211,7 @@ class StateCells:
         if self.pool is not None:
             self.pool.check()
 
-    def audit(self, running: Iterable[Request]) -> None:
+    def audit(self, running: Iterable[Sequence]) -> None:
         """Assert by walking that every snapshot is where it should be; the tree was audited already."""
         readers: dict[Snapshot, int] = {}
         private: list[int] = []

@@ -14,7 +14,7 @@ steps are of this kind. ``prefilling`` are rows whose tokens the host knows. A t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,7 +26,7 @@ from aioinfer.scheduling.outcome import Outcome
 if TYPE_CHECKING:
     from aioinfer.diffusion.state import BlockState
     from aioinfer.params import SamplingParams
-    from aioinfer.scheduling.request import Request
+    from aioinfer.scheduling.sequence import Sequence
     from aioinfer.text.grammar import GrammarState
 
 __all__ = [
@@ -46,7 +46,7 @@ __all__ = [
 #: in the place of a draft that a model draws on the device
 UNDRAWN = -1
 #: slot, index of the first page in its table, pages
-TableUpdate = tuple[int, int, Sequence[int]]
+TableUpdate = tuple[int, int, abc.Sequence[int]]
 
 
 class MultiStepBudget:
@@ -72,8 +72,8 @@ class NewRequestData:
     seed: int
     #: ids that end the output; banned until ``params.min_tokens`` tokens were sampled
     stop_ids: frozenset[int]
-    prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
+    prompt_ids: abc.Sequence[int]
+    output_ids: abc.Sequence[int]
     #: what the output must look like
     grammar: GrammarState | None = None
     #: of a diffusion model: the block that was being denoised when the request last lost its slot
@@ -82,7 +82,7 @@ class NewRequestData:
     adapter: int = 0
 
 
-def new_request_data(request: Request) -> NewRequestData | None:
+def new_request_data(request: Sequence) -> NewRequestData | None:
     """For the first row of a request in its slot; None for others."""
     if request.kv.announced:
         return None
@@ -114,16 +114,16 @@ class Row:
                  commits it and denoises the second, else it denoises the first and the second is void
     """
 
-    request: Request
+    request: Sequence
     slot: int
     start: int
     length: int
     #: tokens at the row's first positions
-    ids: Sequence[int]
+    ids: abc.Sequence[int]
     #: the row generates: a token is sampled behind its last position, or a block is denoised
     samples: bool
     #: pages that joined or changed in the request's page table since its last row, and where they go
-    new_pages: Sequence[int]
+    new_pages: abc.Sequence[int]
     first_new_page: int
     new_request: NewRequestData | None
     #: positions [first, last) of the row whose next token of the prompt is to be scored
@@ -135,7 +135,7 @@ class Row:
     #: positions [first, last) whose hidden states, or logits, are pooled: see :mod:`aioinfer.pooling`
     pools: tuple[int, int] | None = None
     #: of a decode: what may follow its token. They are the row's last positions, and each position samples
-    drafts: Sequence[int] = ()
+    drafts: abc.Sequence[int] = ()
 
     @property
     def kv_length(self) -> int:
@@ -164,7 +164,7 @@ class DraftInput(NamedTuple):
     slot: int
     #: the first position, and the tokens from there on
     start: int
-    ids: Sequence[int]
+    ids: abc.Sequence[int]
     #: the row whose own token follows and whose drafts are drawn behind it; -1: none
     row: int
 
@@ -174,7 +174,7 @@ class Generating:
     """The rows of a step whose input lives on the device, as columns of G entries. Never changed: not
     declared frozen, because that doubles the time to make one."""
 
-    requests: list[Request]
+    requests: list[Sequence]
     #: int64 [G]
     slots: npt.NDArray[np.int64]
     #: int64 [G]: the first position each row computes
@@ -188,9 +188,9 @@ class Generating:
     #: by slot, of requests whose first row there is among these
     new_requests: dict[int, NewRequestData] = field(default_factory=dict)
     #: requests whose last token, by length, is sampled here
-    ending: list[Request] = field(default_factory=list)
+    ending: list[Sequence] = field(default_factory=list)
     #: drafts of the last rows, which verify them: see :mod:`aioinfer.speculation`
-    drafts: list[Sequence[int]] = field(default_factory=list)
+    drafts: list[abc.Sequence[int]] = field(default_factory=list)
     #: of a draft model, and what it drafts at a time: 1, or the positions of a block
     draft_inputs: list[DraftInput] = field(default_factory=list)
     draft_unit: int = 1
@@ -253,12 +253,12 @@ class Step:
         return len(self.generating) + len(self.prefilling)
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[Sequence]:
         """The request of each row."""
         return [*self.generating.requests, *(row.request for row in self.prefilling)]
 
     @property
-    def new_requests(self) -> list[Request]:
+    def new_requests(self) -> list[Sequence]:
         """Requests whose first row in their slot is in this step."""
         new = self.generating.new_requests
         found = [request for request in self.generating.requests if request.kv.slot in new] if new else []

@@ -12,7 +12,8 @@ known when it has resolved, so nothing follows it in flight; it may itself follo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import abc
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +24,7 @@ from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED
 from aioinfer.scheduling.counters import SchedulerCounters
 from aioinfer.scheduling.cursor import TokenCursor
 from aioinfer.scheduling.recovery import without_junk
-from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.sequence import Sequence, SequenceState
 from aioinfer.scheduling.speculation import FEW
 from aioinfer.scheduling.step import NO_ROWS, UNDRAWN, Generating, Outcome, Row, Step, TableUpdate
 
@@ -72,11 +73,11 @@ class TokenBatch:
         self.slots, self.computed, self.capacity, self.limit, self.verifying = self._columns
         #: rows of the batch whose drafts are being verified
         self._num_verifying = 0
-        self.requests: list[Request] = []
+        self.requests: list[Sequence] = []
         #: requests whose page table the device does not know completely
-        self._stale: dict[int, Request] = {}
+        self._stale: dict[int, Sequence] = {}
         #: requests whose prefill ends in the step that is being planned
-        self._joining: list[Request] = []
+        self._joining: list[Sequence] = []
         self.last_step = 0
         self._turn = 0
 
@@ -85,7 +86,7 @@ class TokenBatch:
 
     # -- membership -----------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Sequence) -> None:
         index, kv, cursor = len(self.requests), request.kv, request.cursor
         assert isinstance(cursor, TokenCursor)
         if cursor.length >= request.max_length and not cursor.verifying:
@@ -94,15 +95,15 @@ class TokenBatch:
         self._columns[:, index] = (kv.slot, cursor.computed, capacity, request.max_length, verifying)
         self._num_verifying += verifying
         self.requests.append(request)
-        cursor.batch, cursor.row = self, index
+        cursor.column, cursor.row = self.computed, index
         if kv.sent_pages < len(kv.pages):
             self._stale[request.key] = request
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Sequence) -> None:
         cursor = request.cursor
         assert isinstance(cursor, TokenCursor)
         index, last, computed = cursor.row, len(self.requests) - 1, cursor.computed
-        cursor.batch, cursor.row = None, -1
+        cursor.column, cursor.row = None, -1
         cursor.leave_batch(computed)
         self._num_verifying -= cursor.verifying > 0
         request.kv.last_step = max(request.kv.last_step, self.last_step)
@@ -113,7 +114,7 @@ class TokenBatch:
             mover.cursor.row = index
         self._stale.pop(request.key, None)
 
-    def join(self, request: Request) -> None:
+    def join(self, request: Sequence) -> None:
         # Not before the decodes of this step are chosen: the token to decode is sampled in it.
         self._joining.append(request)
 
@@ -121,7 +122,7 @@ class TokenBatch:
         self._joining.clear()
         self.last_step = min(self.last_step, last_step)
 
-    def planned(self, generating: Generating, prefilling: Sequence[Row], queues: RequestQueues) -> None:
+    def planned(self, generating: Generating, prefilling: abc.Sequence[Row], queues: RequestQueues) -> None:
         for request in self._joining:
             if not request.finished:
                 self.add(request)
@@ -129,14 +130,14 @@ class TokenBatch:
 
     # -- pages ----------------------------------------------------------------------------------
 
-    def out_of_pages(self) -> list[Request]:
+    def out_of_pages(self) -> list[Sequence]:
         count = len(self.requests)
         # No request loses its pages for drafts of another one.
         full = self.computed[:count] >= self.capacity[:count]
         rows = np.flatnonzero(full & (self.verifying[:count] == 0) if self._num_verifying else full)
         return sorted((self.requests[row] for row in rows.tolist()), key=_by_arrival)
 
-    def changed_pages(self, request: Request) -> None:
+    def changed_pages(self, request: Sequence) -> None:
         self.capacity[request.cursor.row] = len(request.kv.pages) * self._page_size
         self._stale[request.key] = request
 
@@ -151,13 +152,13 @@ class TokenBatch:
         # all advance faster together.
         return self._num_verifying * FEW < max(1, len(self.requests))
 
-    def longest_chunk(self, request: Request) -> int | None:
+    def longest_chunk(self, request: Sequence) -> int | None:
         if request.params.prompt_logprobs is None:
             return None
         # Nothing is scored in front of the first position that is asked for.
-        return max(_MAX_SCORED, request.first_scored - request.cursor.computed)
+        return max(_MAX_SCORED, request.request.first_scored - request.cursor.computed)
 
-    def launch(self, step_id: int, without: Collection[Request], most: int) -> Generating:
+    def launch(self, step_id: int, without: Collection[Sequence], most: int) -> Generating:
         count = len(self.requests) - self._num_verifying
         if count <= len(without) or most <= 0:
             return NO_ROWS
@@ -172,7 +173,7 @@ class TokenBatch:
             requests = [self.requests[row] for row in rows.tolist()]
             slots, starts, limits = self.slots[rows], self.computed[rows], self.limit[rows]
             self.computed[rows] += 1
-        drafts: dict[int, Sequence[int]] = {}
+        drafts: dict[int, abc.Sequence[int]] = {}
         if self._speculation is not None:
             drafts = self._speculation.drafts(requests, starts.tolist(), most - len(requests))
         if drafts:
@@ -190,10 +191,13 @@ class TokenBatch:
         return decodes
 
     def _with_pages(
-        self, requests: Sequence[Request], starts: npt.NDArray[np.int64], drafts: dict[int, Sequence[int]]
-    ) -> dict[int, Sequence[int]]:
+        self,
+        requests: abc.Sequence[Sequence],
+        starts: npt.NDArray[np.int64],
+        drafts: dict[int, abc.Sequence[int]],
+    ) -> dict[int, abc.Sequence[int]]:
         """The drafts that have pages, or get some that no other request needs."""
-        found: dict[int, Sequence[int]] = {}
+        found: dict[int, abc.Sequence[int]] = {}
         memory = self._memory
         for row, ids in drafts.items():
             request, start = requests[row], int(starts[row])
@@ -207,7 +211,7 @@ class TokenBatch:
                 found[row] = fitting
         return found
 
-    def _verify(self, decodes: Generating, drafts: dict[int, Sequence[int]]) -> Generating:
+    def _verify(self, decodes: Generating, drafts: dict[int, abc.Sequence[int]]) -> Generating:
         """The same rows, those with ``drafts`` last."""
         requests, count = decodes.requests, len(decodes.requests)
         order = np.asarray([row for row in range(count) if row not in drafts] + [*drafts], np.int64)
@@ -232,7 +236,7 @@ class TokenBatch:
             drafts=list(drafts.values()),
         )
 
-    def _choose(self, without: Collection[Request], most: int) -> npt.NDArray[np.int64]:
+    def _choose(self, without: Collection[Sequence], most: int) -> npt.NDArray[np.int64]:
         """Rows in turn, so that all requests advance when not all fit into a step."""
         rows = np.arange(len(self.requests))
         if without:
@@ -246,7 +250,7 @@ class TokenBatch:
         self._turn = int(chosen[-1]) + 1
         return chosen
 
-    def _tell_pages(self, requests: list[Request]) -> list[TableUpdate]:
+    def _tell_pages(self, requests: list[Sequence]) -> list[TableUpdate]:
         present = self._stale.keys() & {request.key for request in requests}
         tables: list[TableUpdate] = []
         for request in [request for key, request in self._stale.items() if key in present]:
@@ -258,17 +262,17 @@ class TokenBatch:
 
     # -- resolve --------------------------------------------------------------------------------
 
-    def resolve(self, step: Step, outcome: Outcome, queues: RequestQueues) -> list[Request]:
+    def resolve(self, step: Step, outcome: Outcome, queues: RequestQueues) -> list[Sequence]:
         tokens, forced, counters = outcome.tokens, outcome.forced, queues.counters
         if step.id <= queues.junk_until:
             tokens = without_junk(step, tokens)
-        updated: list[Request] = []
+        updated: list[Sequence] = []
         generating = step.generating
         decodes = generating.requests
         if generating.drafts:
             decodes = decodes[: generating.num_decodes]
         for index, (request, token) in enumerate(zip(decodes, tokens, strict=False)):
-            if request.state is RequestState.FINISHED:
+            if request.state is SequenceState.FINISHED:
                 counters.late_tokens += 1
             elif token < 0:
                 updated += _unsampled(request, step, token, forced.get(index, ()), queues)
@@ -276,7 +280,7 @@ class TokenBatch:
                 updated.append(request)
                 request.output_ids.append(token)
                 if token in request.stop_ids:
-                    request.stop_reason = token
+                    request.output.stop_reason = token
                     queues.finish(request, "stop")
         for index in range(len(decodes), len(generating)):
             updated += self._resolve_verified(index, step, tokens[index], outcome, queues)
@@ -296,18 +300,18 @@ class TokenBatch:
 
     def _resolve_verified(
         self, index: int, step: Step, token: int, outcome: Outcome, queues: RequestQueues
-    ) -> Sequence[Request]:
+    ) -> abc.Sequence[Sequence]:
         """Commit the tokens of a row that verified drafts."""
         request, counters = step.generating.requests[index], queues.counters
         drafts = step.generating.drafts[index - step.generating.num_decodes]
         run = outcome.runs.get(index, (token,)) if token >= 0 else (token,)
-        if request.state is RequestState.FINISHED:
+        if request.state is SequenceState.FINISHED:
             counters.late_tokens += len(run)
             return ()
         cursor = request.cursor
         assert isinstance(cursor, TokenCursor)
         if cursor.verifying == step.id:
-            if cursor.batch is self:
+            if cursor.in_batch:
                 self.verifying[cursor.row] = 0
                 self._num_verifying -= 1
             queues.shorten(request, len(drafts) + 1 - len(run))
@@ -325,11 +329,12 @@ class TokenBatch:
                 counters.late_tokens += len(run) - 1 - at
                 if request.drafting is not None:
                     request.drafting.cut(len(run) - 1 - at)
+                    request.count_predictions()
                 queues.finish(request, reason)
                 break
         return (request,)
 
-    def _count(self, request: Request, drafted: int, accepted: int, counters: SchedulerCounters) -> None:
+    def _count(self, request: Sequence, drafted: int, accepted: int, counters: SchedulerCounters) -> None:
         counters.verified_rows += 1
         counters.drafted_tokens += drafted
         counters.accepted_tokens += accepted
@@ -337,6 +342,7 @@ class TokenBatch:
         assert isinstance(cursor, TokenCursor)
         if request.drafting is not None:
             request.drafting.verified(cursor.source, drafted, accepted)
+            request.count_predictions()
 
     def audit(self) -> None:
         """Assert that the columns say what the requests do. O(rows)."""
@@ -344,7 +350,6 @@ class TokenBatch:
         count = len(self.requests)
         assert self._num_verifying == int(self.verifying[:count].sum())
         for index, request in enumerate(self.requests):
-            assert request.cursor.batch is self
             assert request.cursor.row == index
             row = [int(column[index]) for column in (self.slots, self.capacity, self.limit, self.verifying)]
             capacity = len(request.kv.pages) * self._page_size
@@ -353,13 +358,13 @@ class TokenBatch:
 
 
 def _resolve_chunk(
-    step: Step, row: Row, token: int, forced: Sequence[int], queues: RequestQueues
-) -> Sequence[Request]:
+    step: Step, row: Row, token: int, forced: abc.Sequence[int], queues: RequestQueues
+) -> abc.Sequence[Sequence]:
     """Commit a prefill chunk, and the token behind it if it was the last one."""
     request = row.request
     if row.ends and step.id <= request.recovery.void_until:
         return ()  # it has begun again since
-    updated: Sequence[Request] = (request,) if row.samples or row.ends else ()
+    updated: abc.Sequence[Sequence] = (request,) if row.samples or row.ends else ()
     if row.samples and token >= 0:
         request.output_ids.append(token)
     # A request that was retracted meanwhile has lost this slot, and cannot have it again yet.
@@ -369,19 +374,19 @@ def _resolve_chunk(
     if row.samples and token < 0:
         updated = _unsampled(request, step, token, forced, queues)
     elif row.samples and token in request.stop_ids:
-        request.stop_reason = token
+        request.output.stop_reason = token
         queues.finish(request, "stop")
     elif row.ends or (row.samples and request.known >= request.max_length):
         queues.finish(request, "length")
     # The request may have been retracted just now.
-    if stayed and request.state is RequestState.RUNNING:
+    if stayed and request.state is SequenceState.RUNNING:
         queues.share(request)
     return updated
 
 
 def _unsampled(
-    request: Request, step: Step, token: int, forced: Sequence[int], queues: RequestQueues
-) -> Sequence[Request]:
+    request: Sequence, step: Step, token: int, forced: abc.Sequence[int], queues: RequestQueues
+) -> abc.Sequence[Sequence]:
     """A row sampled no token: its request ends, or continues from tokens that the host knows."""
     if token > DEFERRED:
         if token == BAD_LOGITS:
@@ -409,5 +414,5 @@ def _unsampled(
     return (request,) if forced else ()
 
 
-def _by_arrival(request: Request) -> int:
+def _by_arrival(request: Sequence) -> int:
     return request.key

@@ -93,7 +93,7 @@ class ExpressLane:
     def outlet(self, stream: Stream, event: PlainEvent | None, events: EventStream) -> ExpressOutlet | None:
         """For a stream whose prompt was accepted; None if it has to be written chunk by chunk."""
         transport = events.transport
-        if event is None or transport is None or not stream.cell.request.text.enabled:
+        if event is None or transport is None or not stream.cell.output.has_text:
             return None
         return ExpressOutlet(self, stream, event, events, transport)
 
@@ -131,8 +131,7 @@ class ExpressLane:
 
     def _write(self, outlet: ExpressOutlet, now: float) -> None:
         cell = outlet.cell
-        request = cell.request
-        pieces, taken = request.text.pieces, cell.taken_pieces
+        pieces, taken = cell.output.pieces, cell.taken_pieces
         count = len(pieces)
         if count == taken or cell.outlet is not outlet:
             return
@@ -151,11 +150,11 @@ class ExpressLane:
         transport.write(frame)
         cell.taken_pieces, cell.blocked = count, False
         if count == len(pieces):
-            cell.taken_ids = len(request.token_times)
+            cell.taken_ids = len(cell.output.token_times)
         else:
             self.moved((outlet,))
         outlet.events.wrote(len(frame), now)
-        if request.parked_for:
+        if cell.parked:
             outlet.stream.caught_up()
 
     def _block(self, outlet: ExpressOutlet) -> None:

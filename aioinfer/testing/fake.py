@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import abc, deque
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -18,13 +18,13 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import EngineClosed, EngineError, InvalidRequest, Rejected, RequestError, StepFailed
 from aioinfer.execution.device import DeviceLost
-from aioinfer.loop.options import PromptSource, RequestOptions
+from aioinfer.loop.options import PromptSource
 from aioinfer.loop.runtime import Runtime
+from aioinfer.loop.service import Service
 from aioinfer.params import SamplingParams
-from aioinfer.requests import Serving
+from aioinfer.request import Request
 from aioinfer.resuming.record import StreamCheckpoint
-from aioinfer.scheduling.request import Request
-from aioinfer.stream import Stream, request_of
+from aioinfer.stream import Stream, StreamCell
 from aioinfer.testing.fake_device import FakeDevice, FakeTokenizer, Script
 from aioinfer.testing.timed_launcher import TimedLauncher
 
@@ -49,7 +49,7 @@ class Answer:
 
     content: str = ""
     reasoning: str | None = None
-    tool_calls: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    tool_calls: abc.Sequence[tuple[str, Mapping[str, Any]]] = ()
     delay: float | None = None
     pace: float | None = None
     error: Exception | None = None
@@ -77,7 +77,7 @@ class FakeRequest:
     #: of a chat: ``role: content`` line by line
     prompt: str
     params: SamplingParams
-    options: RequestOptions = field(repr=False)
+    options: Request = field(repr=False)
 
 
 class FakeEngine(Engine):
@@ -148,31 +148,30 @@ class FakeEngine(Engine):
 
     def _queue(
         self,
-        serving: Serving,
+        serving: Service[Any],
         prompt: PromptSource,
-        params: SamplingParams,
-        options: RequestOptions,
+        request: Request,
         checkpoint: StreamCheckpoint | None = None,
     ) -> Stream:
-        text = None if options.pooling is not None else _text(prompt)
+        text = None if request.pooling is not None else _text(prompt)
         if text is None:
-            return super()._queue(serving, prompt, params, options, checkpoint)  # whose stream says why
-        self.requests.append(FakeRequest(text, params, options))
+            return super()._queue(serving, prompt, request, checkpoint)  # whose stream says why
+        self.requests.append(FakeRequest(text, request.params, request))
         answer = self._answer(text)
         error = answer.error
         if isinstance(error, (InvalidRequest, Rejected)) and not answer.text:
             raise copy.copy(error)
-        stream = super()._queue(serving, prompt, params, options, checkpoint)
-        request, runtime = request_of(stream), self._serving()
+        stream = super()._queue(serving, prompt, request, checkpoint)
+        cell, runtime = stream.cell, self._serving()
         assert self._device is not None
         unscripted = self._answers is None
         self._device.play(
-            request,
+            cell.output,
             Script(
                 None if unscripted else answer.text.encode(),
                 self.delay if answer.delay is None else answer.delay,
                 self.pace if answer.pace is None else answer.pace,
-                None if error is None else lambda: _fail(runtime, request, error),
+                None if error is None else lambda: _fail(runtime, cell, error),
             ),
             0 if checkpoint is None else len(checkpoint.token_ids),
         )
@@ -203,7 +202,7 @@ def _text(prompt: PromptSource) -> str | None:
         return None
 
 
-def _fail(runtime: Runtime, request: Request, error: Exception) -> None:
+def _fail(runtime: Runtime, cell: StreamCell, error: Exception) -> None:
     failed: RequestError | EngineError
     if isinstance(error, (RequestError, EngineError)):
         failed = copy.copy(error)
@@ -211,5 +210,5 @@ def _fail(runtime: Runtime, request: Request, error: Exception) -> None:
     else:
         failed = StepFailed(f"the step failed: {error}")
         failed.__cause__ = error
-    if not request.ended:
-        runtime.end(request, failed)
+    if cell in runtime.open:
+        runtime.end(runtime.open[cell], failed)

@@ -17,8 +17,8 @@ from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.observe.timeline import DeviceLane, now
 from aioinfer.outputs import TokenLogprob
 from aioinfer.pooling import Pooling
+from aioinfer.request import Output
 from aioinfer.sampling.outcomes import DEFERRED, FORCED, NO_TOKEN
-from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.step import NewRequestData, Row, Step
 from aioinfer.text.detokenizer import Detokenizer, OffsetDetokenizer
 from aioinfer.text.tokenizer import plain_messages
@@ -69,7 +69,7 @@ class FakeDevice:
         self._tenants: dict[int, NewRequestData] = {}
         #: slots whose newest row sampled nothing: their rows in flight are void
         self._void: set[int] = set()
-        self._scripts: dict[Request, Script] = {}
+        self._scripts: dict[Output, Script] = {}
         self._most = 64
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
@@ -87,17 +87,17 @@ class FakeDevice:
             adapter_reason="" if config.adapter_slots else "max_adapters is 0",
         )
 
-    def play(self, request: Request, script: Script, begun: int = 0) -> None:
+    def play(self, output: Output, script: Script, begun: int = 0) -> None:
         """Set the answer to a request that has ``begun`` tokens already. Called before its first step."""
         if len(self._scripts) >= self._most:
             self._scripts = {each: found for each, found in self._scripts.items() if not each.ended}
             self._most = 2 * len(self._scripts) + 64
         script.due = self._clock() + script.delay - begun * script.pace
-        self._scripts[request] = script
+        self._scripts[output] = script
 
     def _script(self, row: Row) -> Script:
         """The script of a row's request; an empty one if the request has ended meanwhile."""
-        return self._scripts.get(row.request) or Script(b"", 0.0, 0.0, None)
+        return self._scripts.get(row.request.output) or Script(b"", 0.0, 0.0, None)
 
     def prepare_adapter(self, path: Path) -> PreparedAdapter:
         """Take any path: nothing is read."""

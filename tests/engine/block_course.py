@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import abc, deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -12,11 +12,12 @@ import torch
 from aioinfer.config import EngineConfig
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.loop.core import Core
-from aioinfer.loop.options import Prepared, RequestOptions
+from aioinfer.loop.options import Prepared
 from aioinfer.params import DiffusionParams, SamplingParams
+from aioinfer.request import Output, Request
 from aioinfer.scheduling.audit import check_idle
 from aioinfer.scheduling.block_cursor import BlockCursor
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import Step
 from tests.engine.block_worlds import Plain, decode
 from tests.engine.laws import watch_core
@@ -44,7 +45,7 @@ class Course:
     Between two of these events something may be done to it.
     """
 
-    def __init__(self, asked: Sequence[Asked], **settings: Any) -> None:
+    def __init__(self, asked: abc.Sequence[Asked], **settings: Any) -> None:
         options = {
             "page_size": SIZE,
             "max_running_requests": 4,
@@ -83,10 +84,9 @@ class Course:
         self.requests = [self.submit(each) for each in asked]
         self.asked = list(asked)
 
-    def submit(self, asked: Asked, **options: Any) -> Request:
+    def submit(self, asked: Asked, **options: Any) -> Sequence:
         prompt, params = asked
-        request = self.core.new_request(params, RequestOptions(**options))
-        self.core.submit(request, Prepared(prompt, None))
+        request = self.core.submit(Output(Request(params=params, **options)), Prepared(prompt, None))
         assert isinstance(request.cursor, BlockCursor)
         return request
 
@@ -94,7 +94,7 @@ class Course:
         self.asked.append(asked)
         self.requests.append(self.submit(asked, **options))
 
-    def take_away(self, request: Request) -> None:
+    def take_away(self, request: Sequence) -> None:
         """Its slot and its pages, be it the eldest."""
         self.scheduler.running_out = True
         self.scheduler.queues.retract(request)
@@ -145,11 +145,11 @@ class Course:
         """Everybody has what they were to get, or the beginning of it if they were ended."""
         for request, asked, plain in zip(self.requests, self.asked, self.expected(), strict=True):
             count = len(request.output_ids)
-            ended = request.finish_reason == "abort"
-            assert not ended or may_fail, request.error
+            ended = request.output.finish_reason == "abort"
+            assert not ended or may_fail, request.output.error
             assert request.output_ids == plain.ids[:count], (request, asked)
             assert request.cursor.step_map == plain.steps[:count]
-            assert [each.logprob for each in request.logprobs] == plain.logprobs[:count]
+            assert [each.logprob for each in request.output.logprobs] == plain.logprobs[:count]
             assert ended or count == len(plain.ids), request
 
     def expected(self) -> list[Plain]:

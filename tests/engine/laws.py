@@ -12,8 +12,8 @@ from aioinfer.scheduling.audit import audit, check
 from aioinfer.scheduling.block_batch import BlockBatch
 from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.scheduling.queues import RequestQueues
-from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import Outcome, Row, Step
 
 
@@ -113,13 +113,13 @@ class LawChecker:
     def check_adapter(self, step: Step, row: Row) -> None:
         request, version = row.request, row.request.adapter
         assert request.namespace.adapter == (0 if version is None else version.uid), "adapter"
-        assert version is None or request in version.users, "an adapter was given back too early"
+        assert version is None or request.output in version.users, "an adapter was given back too early"
         if row.new_request is not None:
             assert row.new_request.adapter == (0 if version is None else version.slot), "adapter"
         if version is not None:
             self.adapter_read[version.slot] = step.id
 
-    def longest(self, request: Request) -> int:
+    def longest(self, request: Sequence) -> int:
         """Positions that a request may ever have."""
         return request.max_length
 
@@ -135,26 +135,26 @@ class LawChecker:
         assert memory.pages.free == memory.pages.total, "pages of earlier weights are still held"
         for request in self.queues.unfinished():
             assert request.output_ids == before[request.key], "a token was lost, or came from nowhere"
-            assert request.namespace.weights == request.weight_version == version
+            assert request.namespace.weights == request.output.weight_version == version
         self.check()
 
-    def resolve(self, step: Step, outcome: Outcome) -> list[Request]:
+    def resolve(self, step: Step, outcome: Outcome) -> list[Sequence]:
         self._land(step)
-        updated: list[Request] = self.scheduler.resolve(step, outcome)
+        updated: list[Sequence] = self.scheduler.resolve(step, outcome)
         self.check()
         return updated
 
-    def fail(self, step: Step, error: BaseException) -> list[Request]:
+    def fail(self, step: Step, error: BaseException) -> list[Sequence]:
         self._land(step)
-        failed: list[Request] = self.scheduler.fail(step, error)
+        failed: list[Sequence] = self.scheduler.fail(step, error)
         self.check()
         return failed
 
-    def run_out(self, step: Step, error: BaseException) -> list[Request]:
+    def run_out(self, step: Step, error: BaseException) -> list[Sequence]:
         self._land(step)
         known = {request.key: request.known for request in step.requests}
         self.running_out = True
-        failed: list[Request] = self.scheduler.run_out(step, error)
+        failed: list[Sequence] = self.scheduler.run_out(step, error)
         self.running_out = False
         least = max(self.least, step.num_tokens // 2)
         assert self.scheduler.cap.tokens <= least, "the next step asks for as much"
@@ -229,7 +229,7 @@ class BlockLaws(LawChecker):
         self.reached.clear()
         super().replace_weights(version)
 
-    def longest(self, request: Request) -> int:
+    def longest(self, request: Sequence) -> int:
         return -(-request.max_length // self.size) * self.size
 
     def check_limits(self, step: Step) -> None:
@@ -285,10 +285,10 @@ class BlockLaws(LawChecker):
             flights.append(step.id)
             assert len(flights) <= 2, "of a third row it cannot be said which block it is for"
 
-    def resolve(self, step: Step, outcome: Outcome) -> list[Request]:
+    def resolve(self, step: Step, outcome: Outcome) -> list[Sequence]:
         self._land(step)
         known = {request.key: list(request.output_ids) for request in step.requests}
-        updated: list[Request] = self.scheduler.resolve(step, outcome)
+        updated: list[Sequence] = self.scheduler.resolve(step, outcome)
         for request in step.requests:
             before = known[request.key]
             assert request.output_ids[: len(before)] == before, "a token that was read has changed"
@@ -331,13 +331,13 @@ def watch_core(core: Core) -> LawChecker:
     class Watched(RequestQueues):
         __slots__ = ()
 
-        def retract(self, request: Request) -> None:
+        def retract(self, request: Sequence) -> None:
             active = [each.key for each in self.running.values() if not each.parked]
             spared = request.parked or checker.running_out or checker.updating or request.key != min(active)
             assert spared, "the eldest request was retracted"
             super().retract(request)
 
-        def finish(self, request: Request, reason: Any, error: BaseException | None = None) -> bool:
+        def finish(self, request: Sequence, reason: Any, error: BaseException | None = None) -> bool:
             inside = in_mid_block(request)
             first = bool(super().finish(request, reason, error))
             assert not (first and request.key in checker.ended), "a request ended twice"
@@ -351,7 +351,7 @@ def watch_core(core: Core) -> LawChecker:
     return checker
 
 
-def in_mid_block(request: Request) -> bool:
+def in_mid_block(request: Sequence) -> bool:
     """Of the block that it is at, a round has written some tokens and others are still to come."""
     block = request.cursor.block if isinstance(request.cursor, BlockCursor) else None
     return block is not None and not block.done and max(block.written_in) >= 0

@@ -15,9 +15,9 @@ from aioinfer import Chunk, StreamCheckpoint, errors
 from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.device import DeviceLost, StepOutOfMemory
 from aioinfer.loop.updating import UpdateMode
+from aioinfer.request import Output
 from aioinfer.scheduling.audit import audit, check_idle
-from aioinfer.scheduling.request import Request
-from aioinfer.stream import Stream, request_of
+from aioinfer.stream import Stream
 from aioinfer.testing import VirtualLoop
 from tests.engine.block_worlds import make_block_world
 from tests.engine.laws import LawChecker, watch
@@ -115,11 +115,11 @@ async def _consume(world: World, stream: Stream, behaviour: str) -> tuple[Any, .
         assert len(metrics.token_times) == len(result.token_ids) == result.usage.completion_tokens
         assert list(metrics.token_times) == sorted(metrics.token_times)
         assert result.logprobs is None or len(result.logprobs) == len(result.token_ids)
-        versions = versions_of(request_of(stream))
+        versions = versions_of(stream.cell.output)
         if versions:
             assert result.weight_version == versions[-1][1]
         if isinstance(world.engine, Engine):  # a dispatcher's streams may have moved
-            assert result.identical is (len(versions) < 2 and not request_of(stream).switches)
+            assert result.identical is (len(versions) < 2 and not stream.cell.output.switches)
         return "finished", result.token_ids, result.text, result.finish_reason, versions
     if behaviour == "drop":
         del stream
@@ -189,11 +189,11 @@ def note_version(versions: list[tuple[int, int]], count: int, version: int) -> N
         versions.append((count, version))
 
 
-def versions_of(request: Request) -> list[tuple[int, int]]:
+def versions_of(output: Output) -> list[tuple[int, int]]:
     """The same of a request that nobody has read in chunks."""
     versions: list[tuple[int, int]] = []
-    before, count = 0, len(request.output_ids)
-    for tokens, _, version in [*request.switches, (count, 0, request.weight_version)]:
+    before, count = 0, len(output.token_ids)
+    for tokens, _, version in [*output.switches, (count, 0, output.weight_version)]:
         note_version(versions, min(tokens, count) - before, version)
         before = min(tokens, count)
     return versions

@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+from aioinfer.cache.namespace import Namespace
+from aioinfer.loop import core
 from aioinfer.loop.adapters import AdapterLoads
 from aioinfer.loop.core import Core
+from aioinfer.request import Output
 from aioinfer.scheduling import scheduler
 from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 from tests.engine import laws
 from tests.engine.simulation import simulate
 from tests.engine.test_adapters import fence_course, reload_course
@@ -26,24 +29,21 @@ Patch = pytest.MonkeyPatch
 
 def the_name_is_the_namespace(patch: Patch) -> None:
     """The complaint of others: the pages of what a name stood for before are hit."""
-    original = AdapterRegistry.take
+    original = Core.submit
 
-    def take(self: AdapterRegistry, request: Request, version: AdapterVersion) -> None:
-        original(self, request, version)
-        request.namespace = request.namespace._replace(adapter=1 + ord(version.name[0]))
+    def submit(self: Core, output: Output, *rest: Any) -> Sequence:
+        name = output.request.adapter
+        with pytest.MonkeyPatch.context() as inner:
+            number = 0 if name is None else 1 + ord(name[0])
+            inner.setattr(core, "Namespace", lambda salt, adapter: Namespace(salt, number))
+            return original(self, output, *rest)
 
-    patch.setattr(AdapterRegistry, "take", take)
+    patch.setattr(Core, "submit", submit)
     _see_streams_alone(patch)
 
 
 def adapters_have_no_namespace(patch: Patch) -> None:
-    original = AdapterRegistry.take
-
-    def take(self: AdapterRegistry, request: Request, version: AdapterVersion) -> None:
-        original(self, request, version)
-        request.namespace = request.namespace._replace(adapter=0)
-
-    patch.setattr(AdapterRegistry, "take", take)
+    patch.setattr(core, "Namespace", lambda salt, adapter: Namespace(salt))
     _see_streams_alone(patch)
 
 
@@ -73,7 +73,7 @@ def adapters_are_lost_with_the_slot(patch: Patch) -> None:
     """A request that was retracted is announced again, without."""
     original = scheduler.new_request_data
 
-    def data(request: Request) -> Any:
+    def data(request: Sequence) -> Any:
         found = original(request)
         again = found is not None and request.recovery.retractions
         return replace(found, adapter=0) if found is not None and again else found
@@ -85,12 +85,13 @@ def adapters_are_lost_with_the_slot(patch: Patch) -> None:
 def requests_get_what_the_name_stands_for_when_they_are_queued(patch: Patch) -> None:
     original = Core.submit
 
-    def submit(self: Core, request: Request, *rest: Any) -> None:
-        if request.adapter is not None and request.adapter.name in self.adapters.loaded:
-            newest = self.adapters.loaded[request.adapter.name]
-            self.adapters.leave(request)
-            self.adapters.take(request, newest)
-        original(self, request, *rest)
+    def submit(self: Core, output: Output, prepared: Any, cell: Any, adapter: AdapterVersion | None) -> Any:
+        if adapter is not None and adapter.name in self.adapters.loaded:
+            newest = self.adapters.loaded[adapter.name]
+            self.adapters.leave(adapter, output, 0)
+            newest.users.add(output)
+            adapter = newest
+        return original(self, output, prepared, cell, adapter)
 
     patch.setattr(Core, "submit", submit)
 
@@ -98,9 +99,9 @@ def requests_get_what_the_name_stands_for_when_they_are_queued(patch: Patch) -> 
 def requests_that_were_never_queued_keep_theirs(patch: Patch) -> None:
     original = AdapterRegistry.leave
 
-    def leave(self: AdapterRegistry, request: Request) -> None:
-        if request.key:
-            original(self, request)
+    def leave(self: AdapterRegistry, version: AdapterVersion, output: Output, last_step: int) -> None:
+        if output.accepted:
+            original(self, version, output, last_step)
 
     patch.setattr(AdapterRegistry, "leave", leave)
 

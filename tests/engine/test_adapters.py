@@ -495,8 +495,6 @@ def test_an_llm_has_adapters(make: Make) -> None:
         llm.step()
         llm.load_adapter("a", make("2"))
         other = llm.add_request(PROMPT, PARAMS, adapter="a")
-        with pytest.raises(errors.Rejected, match="step"):
-            llm.load_adapter("a", make("3"))
         found = {}
         while llm.has_unfinished():
             found.update(llm.step())
@@ -516,26 +514,6 @@ def test_an_llm_has_adapters(make: Make) -> None:
         llm.generate([1], PARAMS, progress=False)
         assert device.adapters.installed == {}
         llm._core.adapters.audit()
-
-
-def test_an_llm_that_was_interrupted_gives_adapters_back(make: Make) -> None:
-    llm, device = make_llm(max_adapters=2)
-    with llm:
-        llm.load_adapter("a", make("1"))
-        llm.add_request(PROMPT, PARAMS, adapter="a")
-        llm.step()
-        llm.unload_adapter("a")
-
-        def interrupt(step: Any) -> None:
-            raise KeyboardInterrupt
-
-        device.fault = interrupt
-        with pytest.raises(KeyboardInterrupt):
-            llm.step()
-        device.fault = None
-        assert not llm.has_unfinished()
-        llm._core.adapters.audit()
-        assert device.adapters.installed == {}
 
 
 @virtual

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from aioinfer.execution.device import StepOutOfMemory
-from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.sequence import Sequence, SequenceState
 from tests.engine.block_course import SIZE, Course, ask
 from tests.engine.worlds import Injected
 from tests.tiers import SECONDS, grid, rest
@@ -20,8 +20,8 @@ from tests.tiers import SECONDS, grid, rest
 Action = Callable[[Course], None]
 
 
-def running(course: Course) -> list[Request]:
-    return [each for each in course.requests if each.state is RequestState.RUNNING]
+def running(course: Course) -> list[Sequence]:
+    return [each for each in course.requests if each.state is SequenceState.RUNNING]
 
 
 def cancel(course: Course) -> None:
@@ -115,7 +115,9 @@ def course(settings: dict[str, Any], at: int, action: Action) -> None:
     taken.run(at, action)
     taken.verify(may_fail=action in ENDS)
     if action in (cancel, break_logits):
-        assert sum(request.finish_reason == "abort" for request in taken.requests) <= 1, "and nobody else"
+        assert sum(request.output.finish_reason == "abort" for request in taken.requests) <= 1, (
+            "and nobody else"
+        )
 
 
 def moments(settings: dict[str, Any]) -> int:

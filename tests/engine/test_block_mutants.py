@@ -20,8 +20,8 @@ from aioinfer.execution.packed import Layout, PackedStep
 from aioinfer.scheduling import block_batch
 from aioinfer.scheduling.block_batch import BlockBatch
 from aioinfer.scheduling.block_cursor import BlockCursor
-from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import MultiStepBudget, Step
 from tests.engine.block_worlds import make_block_world
 from tests.engine.simulation import simulate
@@ -168,7 +168,7 @@ def steps_of_rows_of_two_blocks_are_too_long(patch: pytest.MonkeyPatch) -> None:
 def tokens_that_may_change_are_taken(patch: pytest.MonkeyPatch) -> None:
     take_known = BlockCursor.take_known
 
-    def eager(self: BlockCursor, request: Request) -> Any:
+    def eager(self: BlockCursor, request: Sequence) -> Any:
         self.monotone = True
         return take_known(self, request)
 

@@ -33,7 +33,7 @@ def test_prompts_that_arrive_together_compute_their_common_beginning_once(settin
     course = Course(asked, share_prefix_tokens=2 * SIZE, **settings)
     course.run()
     course.verify()
-    assert [request.kv.cached_tokens for request in course.requests] == [0, 4 * SIZE, 4 * SIZE]
+    assert [request.output.cached_tokens for request in course.requests] == [0, 4 * SIZE, 4 * SIZE]
 
 
 @pytest.mark.parametrize("window", [0, 1, 2])
@@ -43,7 +43,7 @@ def test_the_last_chunk_of_a_common_beginning_is_waited_for_while_it_is_in_fligh
     course = Course(asked, share_prefix_tokens=2 * SIZE, chunk_size=4 * SIZE, overlap_steps=window)
     course.run()
     course.verify()
-    assert [request.kv.cached_tokens for request in course.requests] == [0, 6 * SIZE, 6 * SIZE]
+    assert [request.output.cached_tokens for request in course.requests] == [0, 6 * SIZE, 6 * SIZE]
 
 
 @pytest.mark.parametrize("algorithm", ["low_confidence", "joint_threshold"])
@@ -62,12 +62,12 @@ def test_the_next_turn_of_a_chat_finds_what_was_generated(settings: dict[str, An
     page = course.config.page_size
     known = (len(first[0]) + len(answer)) // SIZE * SIZE
     least = known - SIZE  # the last block is not committed if nothing comes behind it
-    cached = course.requests[1].kv.cached_tokens
+    cached = course.requests[1].output.cached_tokens
     assert least // page * page <= cached <= known // page * page
     cold = Course([turn], prefix_cache=False, **settings)
     cold.run()
     assert cold.requests[0].output_ids == course.requests[1].output_ids
-    assert cold.requests[0].logprobs == course.requests[1].logprobs
+    assert cold.requests[0].output.logprobs == course.requests[1].output.logprobs
     assert cold.requests[0].cursor.step_map == course.requests[1].cursor.step_map
 
 
@@ -79,7 +79,7 @@ def test_pages_are_exchanged_for_those_of_another_while_rounds_are_in_flight() -
         course = Course(asked, share_prefix_tokens=0, overlap_steps=window)
         course.run()
         course.verify()
-        assert [request.kv.cached_tokens for request in course.requests] == [0, 0]
+        assert [request.output.cached_tokens for request in course.requests] == [0, 0]
         pages = course.scheduler.memory.pages
         held = -(-(len(prompt) + 3 * SIZE + 2) // SIZE)
         assert pages.cached <= held, "what is the same is kept once"

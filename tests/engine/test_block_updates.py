@@ -10,6 +10,7 @@ from aioinfer import Engine, EngineConfig, StreamCheckpoint
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.stream import Stream
+from tests.sequences import sequence_of
 from tests.tiers import SECONDS, rest
 from tests.toys.blocks import ScriptedDevice
 
@@ -35,7 +36,7 @@ def make_engine() -> Engine:
 async def cut(stream: Stream, *, tokens: int) -> StreamCheckpoint:
     """When some rounds of a block have resolved behind so many tokens, or more."""
     await stream.accepted()
-    cursor = stream._cell.request.cursor
+    cursor = sequence_of(stream).cursor
     while True:
         checkpoint = stream.checkpoint()
         block = getattr(cursor, "under_way", None)

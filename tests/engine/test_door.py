@@ -24,6 +24,7 @@ from aioinfer.llm import LLM
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams
 from tests.engine.asking import KeepingTokenizer
 from tests.engine.conftest import MakeEngine
+from tests.sequences import sequence_of
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -418,8 +419,8 @@ async def test_engine_and_llm_use_the_defaults_of_the_model(make_engine: MakeEng
     async with make_engine(model=str(tmp_path)) as engine:
         assert (await engine.generate([1, 2, 3], SamplingParams(max_tokens=7))).token_ids == wanted
         stream = engine.generate([1, 2, 3], SamplingParams(max_tokens=7, temperature=1.0))
-        assert stream._cell.request.params.temperature == 1.0
-        assert stream._cell.request.params.top_k == 3
+        assert sequence_of(stream).params.temperature == 1.0
+        assert sequence_of(stream).params.top_k == 3
     config = EngineConfig(model=str(tmp_path), page_size=4)
     with LLM(config, device=lambda _: ToyDevice(), tokenizer=lambda _: ToyTokenizer()) as llm:
         assert llm.generate([1, 2, 3], SamplingParams(max_tokens=7), progress=False)[0].token_ids == wanted

@@ -17,6 +17,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.speculation.drafter import DraftRequest
 from tests.engine.test_speculation import PROMPT, outputs, toy
+from tests.sequences import sequence_of
 from tests.speculation.drafters import Guesser
 from tests.toys import ToyTokenizer
 
@@ -35,8 +36,8 @@ def test_a_drafter_that_raises_is_asked_no_more_and_harms_nobody(caplog: pytest.
     params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
     with toy(drafter) as llm:
         keys = [llm.add_request(PROMPT, params) for _ in range(2)]
-        llm._open[keys[0]].request.drafting.request.name = "bad"  # type: ignore[union-attr]
-        llm._open[keys[1]].request.drafting.request.name = "0"  # type: ignore[union-attr]
+        sequence_of(llm._open[keys[0]]).drafting.request.name = "bad"  # type: ignore[union-attr]
+        sequence_of(llm._open[keys[1]]).drafting.request.name = "0"  # type: ignore[union-attr]
         found: dict[int, Any] = {}
         while llm.has_unfinished():
             found |= llm.step()

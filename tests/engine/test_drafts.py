@@ -14,6 +14,7 @@ from aioinfer.loop.core import Core
 from aioinfer.loop.options import Prepared
 from aioinfer.loop.texts import Texts
 from aioinfer.outputs import Chunk, Result
+from aioinfer.request import Output, Request
 from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.stream import Stream, StreamCell, Want
 from aioinfer.text.output import UNKNOWN
@@ -112,10 +113,9 @@ class Rounds:
         self.core = Core(
             EngineConfig(model="scripted", overlap_steps=0), self.device.open(), ToyTokenizer(), float
         )
-        request = self.core.new_request(wanted)
-        self.request, self.cell = request, StreamCell(request)
-        self.core.submit(request, Prepared(PROMPT, None))
-        assert isinstance(request.cursor, BlockCursor)
+        self.cell = StreamCell(Output(Request(params=wanted)))
+        self.request = self.core.submit(self.cell.output, Prepared(PROMPT, None), self.cell)
+        assert isinstance(self.request.cursor, BlockCursor)
 
     def go(self, rounds: int = 1) -> None:
         for _ in range(rounds):
@@ -153,7 +153,7 @@ def test_a_draft_is_not_behind_text_that_is_complete() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Texts, "catch_up", lambda *given: [])
         world.go(2)
-        assert not world.request.text_behind
+        assert not world.request.output.text_behind
         chunk = world.cell.take()
     assert chunk is not None
     assert chunk.draft is not None
@@ -164,9 +164,9 @@ def test_tokens_that_are_read_while_text_is_behind_do_not_cost_the_draft() -> No
     world = Rounds(params(stop_regex="zzzz"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Texts, "catch_up", lambda *given: [])
-        while len(world.request.output_ids) < 2 or world.request.draft() is None:
+        while len(world.request.output_ids) < 2 or world.request.output.draft() is None:
             world.go()
-    texts, version = world.core.texts, world.request.draft_version
+    texts, version = world.core.texts, world.request.output.draft_version
     assert texts.catch_up(0.0) == []
     chunk = world.cell.take()
     assert chunk is not None
@@ -215,13 +215,13 @@ async def test_a_draft_wakes_a_waiting_consumer_once_and_one_that_awaits_the_res
 def test_a_draft_ends_with_the_first_end_token_that_is_known() -> None:
     plain = Rounds(params(EDITING, max_tokens=5))
     plain.go(2)
-    known = plain.request.draft()
+    known = plain.request.output.draft()
     assert known is not None
     at, end = next((at, token) for at, token in enumerate(known.token_ids) if token is not None)
     for include in (False, True):
         world = Rounds(params(EDITING, max_tokens=5, stop_token_ids=[end], include_stop=include))
         world.go(2)
-        draft = world.request.draft()
+        draft = world.request.output.draft()
         assert draft is not None
         assert draft.token_ids == known.token_ids[: at + 1]
         assert draft.text == UNKNOWN * at + (ToyTokenizer().decode([end]) if include else "")

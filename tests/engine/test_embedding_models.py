@@ -96,7 +96,7 @@ async def test_embeddings_beside_a_chat_change_neither(checkpoint: Checkpoints) 
 def test_the_logits_of_chosen_tokens_are_those_of_the_head(checkpoint: Checkpoints) -> None:
     path, model = checkpoint("qwen3")
     with LLM(config(path)) as llm, torch.no_grad():
-        found = llm._pooled([[1, 2, 3]], Pooling("choices", (7, 1, 200)), ["inputs"], None)
+        found = llm.generate([[1, 2, 3]], pooling=Pooling("choices", (7, 1, 200)), progress=False)
         wanted = model(torch.tensor([[1, 2, 3]])).logits[0, -1, [7, 1, 200]]
     assert found[0].pooled == pytest.approx(wanted.numpy(), rel=1e-4, abs=1e-4)
 
@@ -148,7 +148,7 @@ def test_a_classifier_gives_the_logits_of_its_classes(tmp_path: Path, labels: in
     with torch.no_grad():
         wanted = model(torch.tensor([[4, 5, 6]])).logits[0].numpy()
     with LLM(config(tmp_path, **KERNELS[kernels])) as llm:
-        (found,) = llm._pooled([[4, 5, 6]], Pooling("classes"), ["inputs"], None)
+        (found,) = llm.generate([[4, 5, 6]], pooling=Pooling("classes"), progress=False)
         assert found.pooled == pytest.approx(wanted, rel=1e-3, abs=1e-4)
         with pytest.raises(InvalidRequest, match="no head for tokens"):
             llm.generate([1, 2, 3])

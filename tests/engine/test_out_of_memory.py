@@ -20,6 +20,7 @@ from aioinfer.llm import LLM
 from aioinfer.loop.core import Core
 from aioinfer.loop.options import Prepared
 from aioinfer.params import Grammar, SamplingParams
+from aioinfer.request import Output, Request
 from aioinfer.scheduling.step import Step
 from aioinfer.text.grammar import GrammarState
 from examples.training.tasks import held_out
@@ -187,8 +188,8 @@ def test_logprobs_of_a_prompt_that_were_computed_from_nothing_are_not_recorded()
     config = EngineConfig(model="toy", page_size=4, max_running_requests=4, chunk_size=4, prefix_cache=False)
     device = toy(config)
     core = Core(config, device.open(), None, lambda: 0.0)
-    request = core.new_request(SamplingParams(max_tokens=2, prompt_logprobs=0))
-    core.submit(request, Prepared(list(range(1, 14)), None))
+    asked = Request(params=SamplingParams(max_tokens=2, prompt_logprobs=0))
+    request = core.submit(Output(asked), Prepared(list(range(1, 14)), None))
 
     def plan() -> tuple[Step, Any]:
         step = core.plan()
@@ -199,7 +200,7 @@ def test_logprobs_of_a_prompt_that_were_computed_from_nothing_are_not_recorded()
         core.resolve(step, device.launch(prepared).wait())
 
     resolve(*plan())
-    assert len(request.prompt_logprobs) == 4
+    assert len(request.output.prompt_logprobs) == 4
     core.scheduler.queues.retract(request)
     (first, lost), behind = plan(), plan()
     assert behind[0].prefilling[0].scores == (4, 8)
@@ -208,10 +209,10 @@ def test_logprobs_of_a_prompt_that_were_computed_from_nothing_are_not_recorded()
         device.launch(lost)
     core.fail(first, caught.value)
     resolve(*behind)
-    assert len(request.prompt_logprobs) == 4
+    assert len(request.output.prompt_logprobs) == 4
     while not request.finished:
         resolve(*plan())
-    assert request.prompt_logprobs == [toy_logprob(at, request.prompt_ids[at]) for at in range(1, 13)]
+    assert request.output.prompt_logprobs == [toy_logprob(at, request.prompt_ids[at]) for at in range(1, 13)]
 
 
 # -- grammars, penalties and logprobs on a real model --------------------------------------------------------

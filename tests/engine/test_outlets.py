@@ -41,9 +41,9 @@ class Taking:
         if self.shut:
             cell.blocked = True
             return
-        pieces = cell.request.text.pieces
+        pieces = cell.output.pieces
         self.text += "".join(pieces[cell.taken_pieces :])
-        cell.taken_pieces, cell.taken_ids = len(pieces), len(cell.request.token_times)
+        cell.taken_pieces, cell.taken_ids = len(pieces), len(cell.output.token_times)
 
 
 def engine(fault: Any = None, **settings: Any) -> Engine:
@@ -53,7 +53,7 @@ def engine(fault: Any = None, **settings: Any) -> Engine:
 
 
 def is_parked(stream: Stream) -> bool:
-    return stream.cell.request.parked
+    return stream.cell.parked
 
 
 @rest(SECONDS)

@@ -141,7 +141,8 @@ async def test_a_parked_request_still_ends_when_told_to(make_engine: MakeEngine)
         await until_idle(engine)
         assert engine.stats().running == 2
         closed.close()
-        engine._serving()._set_timer(timed_out._cell.request, "running", 0.0)  # the hour is over
+        running = engine._serving()
+        running._set_timer(running.open[timed_out.cell], "running", 0.0)  # the hour is over
         while not timed_out.done:
             await asyncio.sleep(0)
         with pytest.raises(errors.TimedOut):

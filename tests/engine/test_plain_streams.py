@@ -17,7 +17,8 @@ from aioinfer.loop.options import Prepared
 from aioinfer.loop.texts import Texts
 from aioinfer.outputs import Chunk
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.request import Request
+from aioinfer.request import Output, Request
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.stream import StreamCell
 from aioinfer.text.tokenizer import HFTokenizer
 from tests.engine.conftest import Gate, MakeEngine
@@ -119,8 +120,8 @@ async def test_the_short_way_through_a_stream_gives_the_same_chunks(
             found = []
             for plain in (True, False):
                 stream = engine.generate(PROMPT, params, **options)
-                assert stream._cell.request.plain
-                stream._cell.request.plain = plain
+                assert stream._cell.output.plain
+                stream._cell.output.plain = plain
                 found.append(await read(stream, random.Random(reading), slowly))
             assert found[0] == found[1]
 
@@ -134,7 +135,7 @@ async def test_streams_with_more_than_text_and_ids_are_not_plain(
 ) -> None:
     async with make_engine() as engine:
         stream = engine.generate(PROMPT, SamplingParams(**FREE, **given))
-        assert not stream._cell.request.plain
+        assert not stream._cell.output.plain
         chunks = [chunk async for chunk in stream]
         assert sum(len(chunk.token_ids) for chunk in chunks) == 40
         if "logprobs" in given:
@@ -143,16 +144,16 @@ async def test_streams_with_more_than_text_and_ids_are_not_plain(
 
 async def test_streams_of_engines_without_a_tokenizer_are_not_plain(make_engine: MakeEngine) -> None:
     async with make_engine(tokenizer=None) as engine:
-        assert not engine.generate(PROMPT, SamplingParams(**FREE))._cell.request.plain
+        assert not engine.generate(PROMPT, SamplingParams(**FREE))._cell.output.plain
 
 
 async def test_a_stream_is_plain_when_its_prompt_is_tokenized(make_engine: MakeEngine) -> None:
     async with make_engine() as engine:
         stream = engine.generate("text", SamplingParams(**FREE))
-        request = stream._cell.request
-        assert not request.plain
+        output = stream.cell.output
+        assert not output.plain
         assert [chunk async for chunk in stream][-1].finish_reason == "length"
-        assert request.plain
+        assert output.plain
 
 
 def test_a_stream_read_without_a_loop_says_so(make_engine: MakeEngine) -> None:
@@ -204,13 +205,11 @@ class Desk:
         self.device = device
         config = EngineConfig(model="toy", page_size=4, num_pages=200, overlap_steps=0, seed=1)
         self.core = Core(config, device.open(), tokenizer, float)
-        self.requests: list[Request] = []
+        self.requests: list[Sequence] = []
 
     def submit(self, prompt: list[int], params: SamplingParams) -> None:
-        request = self.core.new_request(params)
-        StreamCell(request)
-        self.core.submit(request, Prepared(prompt, None))
-        self.requests.append(request)
+        cell = StreamCell(Output(Request(params=params)))
+        self.requests.append(self.core.submit(cell.output, Prepared(prompt, None), cell))
 
     def run(self) -> list[list[tuple[Any, ...]]]:
         """What is known of every request after each step."""
@@ -220,9 +219,15 @@ class Desk:
             found.append([self.known(request, updated) for request in self.requests])
         return [*found, [(self.core.texts.output_tokens,)]]
 
-    def known(self, request: Request, updated: list[Request]) -> tuple[Any, ...]:
-        output = [*request.output_ids], [*request.text.pieces], len(request.token_times)
-        return request.key, *output, request.finish_reason, request.stop_reason, request in updated
+    def known(self, request: Sequence, updated: list[Sequence]) -> tuple[Any, ...]:
+        output = [*request.output_ids], [*request.text.pieces], len(request.output.token_times)
+        return (
+            request.key,
+            *output,
+            request.output.finish_reason,
+            request.output.stop_reason,
+            request in updated,
+        )
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -283,6 +288,6 @@ def test_a_negative_token_fails_its_request_alone(tokenizer: HFTokenizer) -> Non
     for request in desk.requests:
         request.output_ids.append(-1 if request is bad else 65)
     desk.core.texts.all_advanced([bad, good], 0.0)
-    assert isinstance(bad.error, errors.StepFailed)
-    assert good.error is None
-    assert len(good.token_times) == 2
+    assert isinstance(bad.output.error, errors.StepFailed)
+    assert good.output.error is None
+    assert len(good.output.token_times) == 2

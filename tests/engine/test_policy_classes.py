@@ -10,20 +10,20 @@ import pytest
 
 from aioinfer import ConfigError, SamplingParams, StepFailed
 from aioinfer.scheduling.policy import Policy, Ranked
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 from tests.engine.conftest import MakeEngine
 
 
 class Shortest(Ranked, abc.ABC):
     """Its metaclass is not ``type``."""
 
-    def rank(self, request: Request) -> int:
+    def rank(self, request: Sequence) -> int:
         return len(request.prompt_ids)
 
 
 class Abstract(Policy, abc.ABC):
     @abc.abstractmethod
-    def weigh(self, request: Request) -> int: ...
+    def weigh(self, request: Sequence) -> int: ...
 
 
 class Narrow(Policy):
@@ -37,7 +37,7 @@ class Broken(Policy):
 
 
 class Unable(Ranked):
-    def rank(self, request: Request) -> Any:
+    def rank(self, request: Sequence) -> Any:
         raise LookupError("nothing is known of it")
 
 
@@ -63,7 +63,7 @@ class Silent(Policy):
 
     quiet = True
 
-    def order(self) -> Iterator[Request]:
+    def order(self) -> Iterator[Sequence]:
         return iter(()) if self.quiet else super().order()
 
 

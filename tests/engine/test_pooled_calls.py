@@ -230,7 +230,7 @@ async def test_special_tokens_stay_around_a_text_that_is_cut(make_engine: MakeEn
 def test_the_synchronous_engine_cuts_inputs_likewise() -> None:
     config = EngineConfig(model="toy", page_size=4, num_pages=64, max_running_requests=4)
     with LLM(config, device=lambda _: ToyDevice(), tokenizer=lambda _: ToyTokenizer()) as llm:
-        llm.sentences = SHORT
+        llm._engine.sentences = SHORT
         with pytest.raises(InvalidRequest, match="made for 8"):
             llm.embed([*range(1, 10)])
         found = llm.embed([*range(1, 20)], truncate_prompt_tokens=8)

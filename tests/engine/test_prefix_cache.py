@@ -131,7 +131,7 @@ def test_the_synchronous_twin_shares_too() -> None:
     with LLM(device=lambda _: ToyDevice(page_size=16), tokenizer=lambda _: ToyTokenizer()) as llm:
         first, second = (llm.generate([[*SYSTEM, 40]], SHORT)[0] for _ in range(2))
         assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 32)
-        key = llm.add_request([*SYSTEM, 40], SHORT, cache_salt="other", priority=3)
+        llm.add_request([*SYSTEM, 40], SHORT, cache_salt="other", priority=3)
         while llm.has_unfinished():
             for result in llm.step().values():
-                assert (result.usage.cached_tokens, key > 2) == (0, True)
+                assert result.usage.cached_tokens == 0

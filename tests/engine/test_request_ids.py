@@ -12,7 +12,6 @@ import pytest
 
 from aioinfer import EngineConfig, errors
 from aioinfer.engine import Engine
-from aioinfer.stream import request_of
 from aioinfer.testing import Answer, FakeEngine
 from tests.engine.test_chat import SCHEMA, USER
 
@@ -21,7 +20,7 @@ async def test_a_request_id_is_on_stream_result_errors_and_in_logs() -> None:
     async with FakeEngine({"bad": ValueError("x"), "": "fine"}) as engine:
         stream = engine.generate("a", request_id="order 7")
         assert stream.request_id == "order 7"
-        assert "'order 7'" in repr(request_of(stream))
+        assert "'order 7'" in repr(stream.cell.output)
         assert (await stream).request_id == "order 7"
         chat = engine.chat(USER, request_id="chat 8")
         assert (chat.request_id, (await chat).request_id) == ("chat 8", "chat 8")

@@ -6,7 +6,8 @@ import asyncio
 import json
 import math
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import abc
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import fields, replace
 from typing import Any
@@ -20,7 +21,7 @@ from aioinfer.loop.resumption import Resumption
 from aioinfer.outputs import Result
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams
 from aioinfer.pooling import Pooling
-from aioinfer.scheduling.request import Request
+from aioinfer.request import Output
 from examples.training.tasks import TASKS, held_out
 from tests.engine.conftest import MakeEngine
 from tests.model.harness import require
@@ -118,7 +119,7 @@ async def goes_on(
 
 
 async def continue_all(
-    one: Engine, other: Engine, asked: Sequence[tuple[Any, SamplingParams]], *, identical: bool
+    one: Engine, other: Engine, asked: abc.Sequence[tuple[Any, SamplingParams]], *, identical: bool
 ) -> int:
     """Cut every request at every token, and go on with all of that at once in another engine."""
     wanted = await asyncio.gather(*[one.generate(*each) for each in asked])
@@ -205,9 +206,9 @@ def untimed(patch: pytest.MonkeyPatch) -> None:
     """The tokens that were there count as new ones."""
     begin = Resumption.begin
 
-    def wrong(self: Resumption, request: Request) -> None:
-        begin(self, request)
-        request.token_times.clear()
+    def wrong(self: Resumption, output: Output) -> None:
+        begin(self, output)
+        output.token_times.clear()
 
     patch.setattr(Resumption, "begin", wrong)
 

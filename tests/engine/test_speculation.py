@@ -21,6 +21,7 @@ from aioinfer.scheduling.step import NewRequestData, Row
 from aioinfer.speculation.drafter import Drafter
 from tests.engine.laws import watch_core
 from tests.engine.worlds import ended
+from tests.sequences import sequence_of
 from tests.speculation.drafters import KINDS, Guesser, name_of
 from tests.tiers import grid, scaled
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
@@ -46,7 +47,7 @@ def run(llm: LLM, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[
     watch_core(llm._core)
     keys = [llm.add_request(*request) for request in requests]
     for key, (_, params) in zip(keys, requests, strict=True):
-        drafting = llm._open[key].request.drafting
+        drafting = sequence_of(llm._open[key]).drafting
         if drafting is not None:
             drafting.request.name = name_of(params)
     found: dict[int, Any] = {}
@@ -271,7 +272,7 @@ def test_a_request_that_is_retracted_amid_a_run_keeps_what_the_run_brings(overla
         watch_core(llm._core)
         keys = [llm.add_request([*PROMPT, number], params) for number in range(3)]
         for key in keys:
-            llm._open[key].request.drafting.request.name = "4"  # type: ignore[union-attr]
+            sequence_of(llm._open[key]).drafting.request.name = "4"  # type: ignore[union-attr]
         found: dict[int, Any] = {}
         turn = 0
         while llm.has_unfinished():

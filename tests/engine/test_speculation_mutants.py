@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from aioinfer.loop.core import Core
 from aioinfer.sampling import sampler as sampling
 from aioinfer.sampling.verification import DraftRows, accepted
 from aioinfer.scheduling.queues import RequestQueues
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.speculation import Speculation
 from aioinfer.scheduling.token_batch import TokenBatch
 from aioinfer.text.grammar import GrammarState, LookAhead
@@ -36,17 +37,17 @@ _SYMPTOMS = (Exception, pytest.fail.Exception)
 def runs_end_with_their_step(patch: Patch) -> None:
     """Only the last token of a run is looked at: what lies behind an end is kept."""
 
-    def append(self: Request, token: int) -> Any:
+    def append(self: Sequence, token: int) -> Any:
         self.output_ids.append(token)
         return None
 
-    patch.setattr(Request, "append", append)
+    patch.setattr(Sequence, "append", append)
 
 
 def positions_are_not_given_back(patch: Patch) -> None:
     """A row counts with all its drafts, however many were right."""
 
-    def shorten(self: RequestQueues, request: Request, tokens: int) -> None:
+    def shorten(self: RequestQueues, request: Sequence, tokens: int) -> None:
         request.cursor.shorten(0)
 
     patch.setattr(RequestQueues, "shorten", shorten)
@@ -67,7 +68,7 @@ def rows_follow_drafts_in_flight(patch: Patch) -> None:
 def drafts_reach_beyond_the_longest_output(patch: Patch) -> None:
     original = Speculation.drafts
 
-    def drafts(self: Speculation, requests: Sequence[Request], starts: Any, room: int) -> Any:
+    def drafts(self: Speculation, requests: abc.Sequence[Sequence], starts: Any, room: int) -> Any:
         lengths = [request.max_length for request in requests]
         for request in requests:
             request.max_length += 2

@@ -18,6 +18,7 @@ from tests.engine.laws import watch_core
 from tests.engine.test_forced_and_late import SCHEMA
 from tests.engine.test_speculation import alike
 from tests.model.harness import require
+from tests.sequences import sequence_of
 from tests.tiers import SECONDS, SIMULATION, grid, nightly, rest, scaled
 
 #: of requests, in each of four samplers
@@ -99,7 +100,7 @@ def run(
         watch_core(llm._core)
         keys = [llm.add_request(*request) for request in requests]
         for number, key in enumerate(keys):
-            if (drafting := llm._open[key].request.drafting) is not None:
+            if (drafting := sequence_of(llm._open[key]).drafting) is not None:
                 drafting.request.name = str(number)
         found: dict[int, Result] = {}
         turn = 0

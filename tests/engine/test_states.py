@@ -13,7 +13,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.llm import LLM
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.states import StateCells
 from aioinfer.scheduling.step import Row
 from tests.engine.conftest import MakeEngine
@@ -129,7 +129,7 @@ def mutant(patch: Patch) -> Patch:
 
 @mutant
 def states_are_rewound_like_keys(patch: pytest.MonkeyPatch) -> None:
-    def rewind(self: Memory, request: Request, computed: int) -> int:
+    def rewind(self: Memory, request: Sequence, computed: int) -> int:
         return computed
 
     patch.setattr(Memory, "rewind", rewind)
@@ -139,7 +139,7 @@ def states_are_rewound_like_keys(patch: pytest.MonkeyPatch) -> None:
 def a_rewound_request_reads_its_slot(patch: pytest.MonkeyPatch) -> None:
     rewind = StateCells.rewind
 
-    def forgetful(self: StateCells, request: Request, computed: int) -> int:
+    def forgetful(self: StateCells, request: Sequence, computed: int) -> int:
         computed = rewind(self, request, computed)
         self._leave_source(request)
         return computed
@@ -149,7 +149,7 @@ def a_rewound_request_reads_its_slot(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def cached_pages_are_written_again(patch: pytest.MonkeyPatch) -> None:
-    def rewind(self: Memory, request: Request, computed: int) -> int:
+    def rewind(self: Memory, request: Sequence, computed: int) -> int:
         return computed if self.states is None else self.states.rewind(request, computed)
 
     patch.setattr(Memory, "rewind", rewind)

@@ -132,14 +132,14 @@ async def test_a_reader_that_is_collected_amid_planning_ends_its_request_later(
         def planning(self: Any) -> Any:
             if held:
                 held.clear()
-                found.append((stream.done, stream._cell.request.ended))
+                found.append((stream.done, stream.cell.output.ended))
             return plan(self)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(scheduler, "plan", planning)
             assert (await other).token_ids == toy_generate(PROMPT, SHORT)
         assert found == [(True, False)], "the request ended amid a plan"
-        assert stream._cell.request.ended
+        assert stream.cell.output.ended
         await settle(engine)
 
 

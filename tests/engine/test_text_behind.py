@@ -17,13 +17,15 @@ from aioinfer.loop.options import Prepared
 from aioinfer.loop.runtime import Runtime
 from aioinfer.loop.texts import Texts
 from aioinfer.params import SamplingParams
+from aioinfer.request import Output, Request
 from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.queues import RequestQueues
-from aioinfer.scheduling.request import ParkedFor, Request
+from aioinfer.scheduling.sequence import ParkedFor, Sequence
 from aioinfer.scheduling.step import Step
 from aioinfer.stream import StreamCell
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
+from tests.sequences import sequence_of
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 PROMPT = [1, 2, 3]
@@ -49,9 +51,8 @@ class Desk:
         self.device = ToyDevice()
         config = EngineConfig(model="toy", page_size=4, num_pages=64, overlap_steps=2)
         self.core = Core(config, self.device.open(), ToyTokenizer(), float)
-        self.request = self.core.new_request(params)
-        self.cell = StreamCell(self.request)
-        self.core.submit(self.request, Prepared(PROMPT, None))
+        self.cell = StreamCell(Output(Request(params=params)))
+        self.request = self.core.submit(self.cell.output, Prepared(PROMPT, None), self.cell)
 
     def plan(self, count: int) -> list[tuple[Step, Any]]:
         """Steps in flight, with their results."""
@@ -73,7 +74,7 @@ class Desk:
 
     def catch_up(self) -> None:
         assert self.core.texts.catch_up() == [self.request]
-        assert self.request.ended
+        assert self.request.output.ended
         assert self.core.texts.behind == {}
         audit(self.core.scheduler)
 
@@ -84,11 +85,11 @@ def test_a_request_that_has_ended_gets_its_text_though_a_late_step_is_given_up()
     for flight in flights[:2]:
         desk.resolve(*flight)
     assert desk.request.finished
-    assert not desk.request.ended
+    assert not desk.request.output.ended
     desk.give_up(flights[2][0])
     desk.catch_up()
-    result = desk.request.result()
-    assert (desk.request.error, result.finish_reason, result.stop_reason) == (None, "stop", IDS[1])
+    result = desk.request.output.result()
+    assert (desk.request.output.error, result.finish_reason, result.stop_reason) == (None, "stop", IDS[1])
     assert result.token_ids == IDS[:2]
     assert result.text == ToyTokenizer().decode(IDS[:1])
 
@@ -100,16 +101,16 @@ def test_a_request_whose_step_is_given_up_gets_the_text_before_it_and_then_the_e
         desk.resolve(*flight)
     desk.give_up(flights[2][0])
     assert desk.request.finished
-    assert not desk.request.ended
+    assert not desk.request.output.ended
     assert desk.cell.take() is None
     desk.catch_up()
-    error = desk.request.error
+    error = desk.request.output.error
     assert isinstance(error, errors.StepFailed)
     assert isinstance(error.__cause__, Injected)
     chunk = desk.cell.take()
     assert chunk is not None
     assert (chunk.token_ids, chunk.finish_reason) == (IDS[:2], None)
-    assert desk.request.result().token_ids == IDS[:2]
+    assert desk.request.output.result().token_ids == IDS[:2]
 
 
 def test_a_request_that_has_finished_without_all_of_its_text_can_still_be_ended_with_an_error() -> None:
@@ -120,13 +121,13 @@ def test_a_request_that_has_finished_without_all_of_its_text_can_still_be_ended_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Texts, "advanced", lambda *given: None)
         desk.core.resolve(*second)
-    assert (desk.request.finished, desk.request.finish_reason) == (True, "length")
+    assert (desk.request.finished, desk.request.output.finish_reason) == (True, "length")
     error = errors.EngineFailed("lost")
     assert desk.core.abort(desk.request, error)
-    assert (desk.request.finish_reason, desk.request.error) == ("abort", error)
-    assert desk.request.result().token_ids == IDS[:1]
+    assert (desk.request.output.finish_reason, desk.request.output.error) == ("abort", error)
+    assert desk.request.output.result().token_ids == IDS[:1]
     assert not desk.core.abort(desk.request, errors.EngineFailed("again"))
-    assert desk.request.error is error
+    assert desk.request.output.error is error
 
 
 @pytest.mark.parametrize("failure", ["give up", "fail"])
@@ -140,10 +141,10 @@ def test_an_error_behind_a_stop_that_is_found_later_is_none(failure: str) -> Non
         desk.give_up(flights[1][0])
     else:
         assert desk.core.fail(flights[1][0], Injected("broken")) == [desk.request]
-    assert not desk.request.ended
+    assert not desk.request.output.ended
     desk.catch_up()
-    result = desk.request.result()
-    assert (desk.request.error, result.finish_reason, result.stop_reason) == (None, "stop", first)
+    result = desk.request.output.result()
+    assert (desk.request.output.error, result.finish_reason, result.stop_reason) == (None, "stop", first)
     assert (result.text, result.token_ids) == ("", IDS[:1])
 
 
@@ -154,8 +155,8 @@ def test_an_abort_overrides_an_error_that_is_pending() -> None:
     desk.give_up(flights[1][0])
     late = errors.TimedOut("running", 1.0)
     assert desk.core.abort(desk.request, late)
-    assert desk.request.ended
-    assert desk.request.error is late
+    assert desk.request.output.ended
+    assert desk.request.output.error is late
     assert desk.core.texts.catch_up() == []
     assert not desk.core.abort(desk.request)
 
@@ -164,7 +165,7 @@ def test_starting_over_leaves_nothing_of_the_time_before() -> None:
     """Whatever a core keeps is named here; all else is that of a new one."""
     kept = {
         "_arrivals", "_config", "_drafter", "_generation", "_next_key", "_preparing", "_seeds",
-        "_usual_rates", "_checks", "adapters", "clock", "holding_back", "info", "tokenizer",
+        "_usual_rates", "checks", "adapters", "clock", "holding_back", "info", "tokenizer",
     }  # fmt: skip
     desk = Desk(searched())
     flights = desk.plan(3)
@@ -186,8 +187,7 @@ def test_starting_over_leaves_nothing_of_the_time_before() -> None:
     assert kept | {"ended", "admitted", "scheduler", "texts", "_newest_step"} == set(Core.__slots__)
     check_idle(core.scheduler)
     assert core.plan() is None
-    again = core.new_request(FREE)
-    core.submit(again, Prepared(PROMPT, None))
+    again = core.submit(Output(Request(params=FREE)), Prepared(PROMPT, None))
     newest = flights[-1][0].id
     assert core._newest_step == newest
     (step, result), *_ = desk.plan(1)
@@ -216,7 +216,7 @@ async def test_a_reader_does_not_make_an_engine_compute_ahead_of_the_text(
     """What waits for its text goes on with its text, whoever reads."""
     async with make_engine(overlap_steps=window) as engine:
         stream = engine.generate(PROMPT, searched())
-        request = stream._cell.request
+        request = sequence_of(stream)
         async with asyncio.timeout(60):
             while not request.parked or engine.stats().steps_in_flight:
                 await asyncio.sleep(0)
@@ -239,16 +239,16 @@ async def test_a_request_that_cannot_go_on_when_its_text_has_caught_up_fails_alo
 ) -> None:
     unpark = RequestQueues.unpark
 
-    def fault(queues: RequestQueues, request: Request, waits: Any) -> None:
+    def fault(queues: RequestQueues, request: Sequence, waits: Any) -> None:
         if request is victim and waits is ParkedFor.TEXT and not request.finished:
             raise Injected("no way back")
         unpark(queues, request, waits)
 
     async with make_engine() as engine:
         streams = [engine.generate(PROMPT, searched()) for _ in range(3)]
-        victim = streams[1]._cell.request
+        victim = sequence_of(streams[1])
         async with asyncio.timeout(60):
-            while not all(stream._cell.request.parked for stream in streams):
+            while not all(sequence_of(stream).parked for stream in streams):
                 await asyncio.sleep(0)
         monkeypatch.setattr(RequestQueues, "unpark", fault)
         hold(False)
@@ -270,7 +270,7 @@ async def test_a_request_that_cannot_go_on_when_it_is_read_fails_alone(
         stream = engine.generate(PROMPT, FREE, max_lag=4)
         other = engine.generate(PROMPT, FREE)
         async with asyncio.timeout(60):
-            while not stream._cell.request.parked or stream._cell.request.pending:
+            while not sequence_of(stream).parked or sequence_of(stream).pending:
                 await asyncio.sleep(0)
         with monkeypatch.context() as patch:
             patch.setattr(RequestQueues, "unpark", fault)
@@ -298,7 +298,7 @@ async def test_a_fault_in_reporting_a_text_that_has_caught_up_costs_its_request_
         finally:
             catching_up = False
 
-    def fault(self: Runtime, request: Request) -> None:
+    def fault(self: Runtime, request: Sequence) -> None:
         nonlocal faults
         if catching_up and request is victim and not faults:
             faults += 1
@@ -310,7 +310,7 @@ async def test_a_fault_in_reporting_a_text_that_has_caught_up_costs_its_request_
     monkeypatch.setattr(Runtime, "updated", fault)
     async with make_engine() as engine:
         streams = [engine.generate(PROMPT, searched(max_tokens=max_tokens)) for _ in range(4)]
-        victim = streams[2]._cell.request
+        victim = sequence_of(streams[2])
         results = await asyncio.gather(*streams, return_exceptions=True)
         assert faults == 1
         assert engine.ready
@@ -334,7 +334,7 @@ async def test_a_policy_that_does_not_queue_a_request_fails_that_one(
         await anext(running)
         waiting = engine._core.scheduler.queues.waiting
 
-        def fault(request: Request) -> None:
+        def fault(request: Sequence) -> None:
             raise Injected("not this one")
 
         with monkeypatch.context() as patch:

@@ -10,7 +10,7 @@ from aioinfer.cache.namespace import Namespace
 from aioinfer.loop.driver import Driver
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.queues import RequestQueues
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 from tests.engine.simulation import simulate
 from tests.tiers import PLANTED_BUG, nightly
 
@@ -23,13 +23,13 @@ def the_cache_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 def the_namespace_is_kept_and_the_cache(patch: pytest.MonkeyPatch) -> None:
     the_cache_is_kept(patch)
-    switch = Request.take_version
+    switch = Sequence.take_version
 
-    def kept(self: Request, version: int) -> None:
+    def kept(self: Sequence, version: int) -> None:
         switch(self, version)
         self.namespace = Namespace(self.namespace.salt)
 
-    patch.setattr(Request, "take_version", kept)
+    patch.setattr(Sequence, "take_version", kept)
 
 
 def those_that_wait_keep_their_namespace(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from aioinfer import Chunk, EngineConfig, Result, SamplingParams, StreamCheckpoi
 from aioinfer.engine import EngineState
 from aioinfer.llm import LLM
 from aioinfer.loop.updating import UpdateMode
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.stream import Stream
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
@@ -388,7 +388,7 @@ async def test_logprobs_of_a_prompt_are_not_resumed_under_other_weights(make_eng
     params, prompt = SHORT.changed(prompt_logprobs=0), [*range(1, 41)]
     async with make_engine(chunk_size=8, max_running_requests=4, max_step_tokens=8) as engine:
         stream = engine.generate(prompt, params)
-        while not (known := stream._cell.request.prompt_logprobs):
+        while not (known := stream._cell.output.prompt_logprobs):
             await asyncio.sleep(0)
         stored = stream.checkpoint()
         stream.close()
@@ -397,7 +397,7 @@ async def test_logprobs_of_a_prompt_are_not_resumed_under_other_weights(make_eng
         await engine.update_weights(weights(1))
         resumed = engine.restore(stored)
         while not resumed.admitted:
-            assert not resumed._cell.request.prompt_logprobs
+            assert not resumed._cell.output.prompt_logprobs
             await asyncio.sleep(0)
         result = await resumed
         assert len(result.prompt_logprobs or ()) == 40
@@ -497,10 +497,10 @@ def test_logprobs_of_a_prompt_without_output_are_all_of_the_new_weights(settings
         key = llm.add_request(prompt, params)
         llm.step()
         llm.step()
-        (cell,) = llm._open.values()
-        assert 0 < len(cell.request.prompt_logprobs) < 39
+        cell = llm._open[key].cell
+        assert 0 < len(cell.output.prompt_logprobs) < 39
         llm.update_weights(weights(1))
-        assert not cell.request.prompt_logprobs, "those of the earlier weights"
+        assert not cell.output.prompt_logprobs, "those of the earlier weights"
         found: dict[int, Result] = {}
         while llm.has_unfinished():
             found |= llm.step()
@@ -520,7 +520,7 @@ async def test_a_policy_that_raises_when_it_is_held_back_holds_back_nothing(
         await anext(running)
         policy = type(engine._core.scheduler.queues.waiting)
 
-        def raising(self: object, request: Request) -> None:
+        def raising(self: object, request: Sequence) -> None:
             raise ValueError("planted")
 
         with monkeypatch.context() as patch:
@@ -547,7 +547,7 @@ async def test_a_paused_engine_reports_what_a_policy_raises_when_weights_are_rep
         await asyncio.sleep(0)
         policy = type(engine._core.scheduler.queues.waiting)
 
-        def raising(self: object, request: Request) -> None:
+        def raising(self: object, request: Sequence) -> None:
             raise ValueError("planted")
 
         with monkeypatch.context() as patch:

@@ -165,5 +165,5 @@ def test_a_close_that_is_cancelled_leaves_nothing_behind(
 
     stream = asyncio.run(run())
     assert engine.state is EngineState.CLOSED
-    assert stream._cell.request.finished
+    assert stream.cell.output.finished
     assert not still_alive(set(threading.enumerate()) - before)

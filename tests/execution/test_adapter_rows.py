@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections import abc
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +20,23 @@ from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.adapters.base import PreparedAdapter
-from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.step import NO_ROWS, Generating, NewRequestData, Row, Step
+from tests.sequences import new_sequence
 
 PARAMS = SamplingParams(temperature=0, ignore_eos=True, max_tokens=6)
 
 
-def prefill(step: int, slots: Sequence[int], adapters: Sequence[int]) -> Step:
+def prefill(step: int, slots: abc.Sequence[int], adapters: abc.Sequence[int]) -> Step:
     rows = []
     for slot, adapter in zip(slots, adapters, strict=True):
-        request = Request(slot, [1, 2], PARAMS, seed=0, stop_ids=frozenset(), max_length=20)
+        request = new_sequence(slot, [1, 2], PARAMS, max_length=20)
         new = NewRequestData(PARAMS, 0, frozenset(), [1, 2], (), adapter=adapter)
         rows.append(Row(request, slot, 0, 2, [1, 2], True, [slot], 0, new))
     return Step(step, NO_ROWS, tuple(rows), 2 * len(rows))
 
 
-def decode(step: int, slots: Sequence[int]) -> Step:
-    requests = [Request(each, [1, 2], PARAMS, seed=0, stop_ids=frozenset(), max_length=20) for each in slots]
+def decode(step: int, slots: abc.Sequence[int]) -> Step:
+    requests = [new_sequence(each, [1, 2], PARAMS, max_length=20) for each in slots]
     rows = Generating(requests, np.asarray(slots), np.full(len(slots), 2))
     return Step(step, rows, (), len(slots))
 

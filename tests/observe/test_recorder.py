@@ -48,7 +48,8 @@ def ended(times: list[float], **more: Any) -> Any:
     fields = {
         "key": 1,
         "prompt_ids": [1, 2],
-        "params": SimpleNamespace(max_tokens=5),
+        "request": SimpleNamespace(params=SimpleNamespace(max_tokens=5)),
+        "accepted": True,
         "arrival": 0.0,
         "admitted_at": 0.5,
         "finished_at": 9.0,
@@ -91,7 +92,9 @@ async def test_a_request_is_counted_once_in_everything_that_it_reached() -> None
     recorder = make_recorder(asyncio.get_running_loop())
     recorder.ended(ended([1.0, 1.5, 1.5, 3.0]))
     recorder.ended(ended([], finish_reason="abort", admitted_at=None, error=TimedOut("waiting", 1.0)))
-    refused = ended([], key=0, finished_at=None, finish_reason="abort", admitted_at=None, error=Rejected(""))
+    refused = ended(
+        [], accepted=False, finished_at=None, finish_reason="abort", admitted_at=None, error=Rejected("")
+    )
     recorder.ended(refused)
     while not recorder.counted:
         await asyncio.sleep(0)

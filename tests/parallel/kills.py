@@ -163,8 +163,8 @@ async def run(
 
         def all_go_on() -> bool:
             """A stream that is lost twice at the same token ends, as it should."""
-            running = dispatcher._started()._open
-            return all(len(each.output_ids) > each.lost_length for each in running if each.losses)
+            running = dispatcher._started().open.values()
+            return all(len(each.output.token_ids) > each.lost_length for each in running if each.losses)
 
         async def disturb() -> None:
             while True:

@@ -36,7 +36,7 @@ async def run_world(world: World, dispatcher: Dispatcher, lifetimes: int) -> Non
     await asyncio.sleep(2.0)  # what is lost last is noticed by its silence
     world.verify(world, world.claims)
     running = dispatcher._started()
-    assert not running._open, "a stream has not ended"
+    assert not running.open, "a stream has not ended"
     assert not len(running.queue)
     assert not running.queue.tokens
     for replica in dispatcher._replicas:
@@ -74,7 +74,7 @@ def simulate(seed: int, lifetimes: int) -> World:
 
     def once(self: Record, ending: Ending, now: float) -> None:
         record = self
-        assert not record.finished, "a stream ended twice"
+        assert not record.output.finished, "a stream ended twice"
         if isinstance(ending.error, EngineFailed):
             assert may_fail(dispatcher, record, ending.error), f"{record} failed: {ending.error}"
             world.counts["streams lost"] += 1

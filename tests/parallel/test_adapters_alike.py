@@ -105,10 +105,10 @@ async def test_an_output_is_of_the_adapter_that_has_computed_it(make: Make) -> N
         await asyncio.sleep(4 * STEP)
         assert record(stream).attempt.replica is replica  # type: ignore[union-attr]
         replica.sockets[1].release()
-        while not record(stream).output_ids:
+        while not record(stream).output.token_ids:
             await asyncio.sleep(STEP / 10)
         (info,) = engines[0].adapters()
-        assert record(stream).adapter_fingerprint == info.fingerprint == replica.fingerprint_of("a")
+        assert record(stream).output.adapter_fingerprint == info.fingerprint == replica.fingerprint_of("a")
         engines[0].lose()
         with pytest.raises(EngineFailed, match="no replica left has its adapter 'a'"):
             await stream

@@ -12,7 +12,6 @@ import pytest
 
 from aioinfer import SamplingParams
 from aioinfer.errors import ConfigError, EngineError
-from aioinfer.loop.options import RequestOptions
 from aioinfer.parallel.connection import connector
 from aioinfer.parallel.frames import HANDSHAKE_LIMIT, frame
 from aioinfer.parallel.messages import (
@@ -29,6 +28,7 @@ from aioinfer.parallel.messages import (
 from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import ReplicaState
 from aioinfer.parallel.rows import unpacked
+from aioinfer.request import Request
 from tests.parallel.served import (
     TOKEN,
     VOCAB,
@@ -139,7 +139,7 @@ async def test_what_a_dispatcher_may_not_send_ends_its_connection_and_its_reques
     peer = await Peer.connect(served.path)
     peer.send(Hello(TOKEN))
     order = Submit.of(
-        1, (1, 2), SamplingParams(seed=1, ignore_eos=True, max_tokens=300), RequestOptions(), None, 0
+        1, (1, 2), Request(params=SamplingParams(seed=1, ignore_eos=True, max_tokens=300)), None, 0
     )
     peer.send(order)
     await until(lambda: served.engine.stats().running)
@@ -191,7 +191,7 @@ async def test_while_nobody_reads_what_is_new_stays_in_the_outputs(served: Serve
     session.connection.pause_writing()
     params = SamplingParams(seed=1, ignore_eos=True, max_tokens=100, logprobs=1)
     for number in (1, 2):
-        peer.send(Submit.of(number, (1, 2), params, RequestOptions(), None, 0))
+        peer.send(Submit.of(number, (1, 2), Request(params=params), None, 0))
     await until(lambda: served.engine.stats().finished == 2)
     assert len(session._moved) == 2
     assert not session.connection._out
@@ -215,7 +215,7 @@ async def test_rows_of_one_step_are_one_frame(served: Served) -> None:
     peer.send(Hello(TOKEN))
     params = SamplingParams(seed=1, ignore_eos=True, max_tokens=20)
     for number in range(6):
-        peer.send(Submit.of(number, (1, 2), params, RequestOptions(), None, 0))
+        peer.send(Submit.of(number, (1, 2), Request(params=params), None, 0))
     frames, ended = 0, 0
     while ended < 6:
         found = await peer.next()
@@ -240,7 +240,7 @@ async def test_rows_that_are_too_large_for_one_frame_are_several(
     params = SamplingParams(seed=1, ignore_eos=True, max_tokens=20)
     long = SamplingParams(seed=1, ignore_eos=True, max_tokens=300)
     for number, each in ((1, params), (2, params), (3, long)):
-        peer.send(Submit.of(number, (1, 2), each, RequestOptions(), None, 0))
+        peer.send(Submit.of(number, (1, 2), Request(params=each), None, 0))
     await until(lambda: served.engine.stats().finished == 3)
     monkeypatch.setattr("aioinfer.parallel.frames.LIMIT", 600)
     session.connection.resume_writing()

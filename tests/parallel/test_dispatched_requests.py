@@ -71,7 +71,7 @@ async def test_who_comes_first_is_served_first_across_replicas(policy: str) -> N
             for number, length in enumerate(lengths)
         ]
         await asyncio.gather(*streams)
-        admitted = [record(each).admitted_at for each in streams]
+        admitted = [each.cell.output.admitted_at for each in streams]
         # A step that was under way when both came may be longer on one replica than on the next.
         assert all(first is not None and second is not None and first <= second + 2 * STEP
                    for first, second in itertools.pairwise(admitted))  # fmt: skip
@@ -88,7 +88,7 @@ async def test_priorities_order_the_queue_of_all() -> None:
             for number, priority in enumerate(priorities)
         ]
         await asyncio.gather(*filling, *streams)
-        order = sorted(range(6), key=lambda number: record(streams[number]).admitted_at or 0)
+        order = sorted(range(6), key=lambda number: streams[number].cell.output.admitted_at or 0)
         assert [priorities[number] for number in order] == [2, 2, 1, 1, 0, 0]
 
 
@@ -100,9 +100,9 @@ async def test_parts_of_a_job_queue_behind_later_requests() -> None:
         job = [dispatcher.generate(prompt(number), PARAMS, queue_behind=number) for number in range(4)]
         later = dispatcher.generate(prompt(9), PARAMS)
         await asyncio.gather(blocked, *job, later)
-        at = record(later).admitted_at
+        at = later.cell.output.admitted_at
         assert at is not None
-        assert sum((record(each).admitted_at or 0) < at for each in job) == 2
+        assert sum((each.cell.output.admitted_at or 0) < at for each in job) == 2
 
 
 @pytest.mark.parametrize("kind", ["ids", "text"])
@@ -218,10 +218,10 @@ async def test_a_slow_reader_parks_its_request() -> None:
         quick = dispatcher.generate(prompt(2), PARAMS)
         await quick
         await asyncio.sleep(100 * STEP)
-        made = len(record(slow).output_ids)
+        made = len(slow.cell.output.token_ids)
         assert 5 < made <= 9, "tokens in flight arrive still"
         await asyncio.sleep(100 * STEP)
-        assert len(record(slow).output_ids) == made
+        assert len(slow.cell.output.token_ids) == made
         assert sum(each.stats().parkings for each in engines) == dispatcher.stats().parkings == 1
         ids = []
         async for chunk in slow:
@@ -261,7 +261,7 @@ async def test_leaving_frees_the_memory_of_the_replica_within_two_steps(how: str
         assert engine.stats().pages_free == free
         assert dispatcher.stats().running == 0
         assert not dispatcher._replicas[0].load.requests
-        assert not dispatcher._started()._open
+        assert not dispatcher._started().open
 
 
 async def _read(stream: AsyncIterator[Any]) -> None:
@@ -283,7 +283,7 @@ async def test_a_thousand_that_leave_at_once_leave_nothing() -> None:
             stats = engine.stats()
             assert (stats.running, stats.waiting, stats.pages_private) == (0, 0, 0)
         running = dispatcher._started()
-        assert not running._open
+        assert not running.open
         assert not running.placing._sharing
         assert (len(running.queue), running.queue.tokens) == (0, 0)
 
@@ -331,7 +331,7 @@ async def test_what_an_engine_refuses_a_dispatcher_refuses_at_the_same_moment(
                 await stream.accepted()
             error = refused.value
             found.append((moment, error.field, error.code, error.message, error.request_id))
-        assert not dispatcher._started()._open
+        assert not dispatcher._started().open
         assert not dispatcher.stats().waiting
     assert found[0] == found[1]
     assert found[0][1] == field
@@ -351,13 +351,13 @@ async def test_what_a_replica_raises_ends_only_that_request() -> None:
         assert isinstance(results[1].__cause__, ValueError)
         assert not any(each.load.requests for each in dispatcher._replicas)
         dispatcher._replicas[0].engine.answers = None  # type: ignore[attr-defined]
-        assert not dispatcher._started()._open
+        assert not dispatcher._started().open
 
 
 @virtual
 async def test_what_a_step_raises_ends_only_its_requests() -> None:
     def fault(step: Any) -> None:
-        if any(row.request.label == "bad" for row in step.rows):
+        if any(row.request.output.label == "bad" for row in step.rows):
             raise ValueError("not this row")
 
     async with Dispatcher(toys(2, fault=fault), policy="round_robin") as dispatcher:

@@ -380,10 +380,10 @@ async def test_pause_and_resume() -> None:
         await asyncio.sleep(3.5 * STEP)
         await dispatcher.pause()
         assert dispatcher.stats().paused
-        made = [len(record(each).output_ids) for each in streams]
+        made = [len(record(each).output.token_ids) for each in streams]
         late = dispatcher.generate([1, 2], PARAMS)
         await asyncio.sleep(50 * STEP)
-        assert [len(record(each).output_ids) for each in streams] == made
+        assert [len(record(each).output.token_ids) for each in streams] == made
         # Who joins is paused, too.
         await dispatcher.add(Toy())
         await dispatcher.restart("local-3")
@@ -434,7 +434,7 @@ async def test_other_threads() -> None:
         assert await asyncio.to_thread(work) == ["Hello!"] * 3
         with pytest.raises(WrongLoop):
             remote.generate("Hi").result()
-        while dispatcher._started()._open:
+        while dispatcher._started().open:
             await asyncio.sleep(0)
     with pytest.raises(EngineClosed):
         remote.generate("Hi")

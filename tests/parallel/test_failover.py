@@ -18,7 +18,7 @@ from aioinfer.execution.device import DeviceLost
 from aioinfer.outputs import Result
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.local import LocalReplica
-from aioinfer.parallel.record import Attempt, Diverged, Record
+from aioinfer.parallel.record import Attempt, Diverged
 from aioinfer.parallel.replica import Rows
 from aioinfer.params import SamplingParams
 from aioinfer.stream import Stream
@@ -26,7 +26,7 @@ from aioinfer.testing import TimedLauncher
 from examples.training.tasks import TASKS, held_out
 from tests.engine.test_restoring import DIFFUSION, KINDS, same
 from tests.model.harness import require
-from tests.parallel.toys import virtual
+from tests.parallel.toys import record, virtual
 from tests.tiers import SECONDS, grid, rest
 from tests.toys import ToyDevice, ToyTokenizer
 
@@ -64,10 +64,9 @@ def lose(replica: Any, cause: str = "it is gone") -> None:
 
 
 def attempt_of(stream: Stream) -> Attempt:
-    record = stream._cell.request
-    assert isinstance(record, Record)
-    assert record.attempt is not None
-    return record.attempt
+    found = record(stream)
+    assert found.attempt is not None
+    return found.attempt
 
 
 async def interrupted(
@@ -76,15 +75,14 @@ async def interrupted(
     """The result of a stream whose replica is lost once it has ``at`` tokens, what was read, and whether
     it was lost at all. The replica is there again afterwards."""
     stream = dispatcher.generate(prompt, params)
-    record, lost = stream._cell.request, False
-    assert isinstance(record, Record)
+    found, lost = record(stream), False
 
     async def loses() -> None:
         nonlocal lost
-        while not record.ended:
-            if record.attempt is not None and len(record.output_ids) >= at:
+        while not found.output.ended:
+            if found.attempt is not None and len(found.output.token_ids) >= at:
                 lost = True
-                lose(record.attempt.replica)
+                lose(found.attempt.replica)
                 return
             await asyncio.sleep(0.0002)
 
@@ -94,9 +92,9 @@ async def interrupted(
         text += chunk.text
         ids += chunk.token_ids
     await losing
-    for found in dispatcher.stats().replicas:
-        if found.state == "lost":
-            await dispatcher.restart(found.name)
+    for each in dispatcher.stats().replicas:
+        if each.state == "lost":
+            await dispatcher.restart(each.name)
     return stream.result(), text, ids, lost
 
 
@@ -128,10 +126,10 @@ async def lose_everywhere(every: int = 1) -> int:
     async with Dispatcher([toy(1), toy(2)]) as dispatcher:
         running = dispatcher._started()
         for prompt, params in toy_requests():
-            seeds = running.queue._seeds.getstate()
+            seeds = running._seeds.getstate()
             wanted = await dispatcher.generate(prompt, params)
             for at in range(0, len(wanted.token_ids), every):
-                running.queue._seeds.setstate(seeds)
+                running._seeds.setstate(seeds)
                 found, text, ids, lost = await interrupted(dispatcher, prompt, params, at)
                 same(found, wanted)
                 assert (text, ids) == (wanted.text, wanted.token_ids)
@@ -162,7 +160,7 @@ async def test_a_request_ends_with_the_second_replica_that_is_lost_at_the_same_t
         for _ in range(5):
             await anext(stream)
         lose(attempt_of(stream).replica, "first")
-        while stream._cell.request.attempt is None or not _begun(stream):  # type: ignore[attr-defined]
+        while record(stream).attempt is None or not _begun(stream):  # type: ignore[attr-defined]
             await asyncio.sleep(0.0001)
         lose(attempt_of(stream).replica, "second")
         with pytest.raises(EngineFailed, match="first; second") as failed:
@@ -189,7 +187,7 @@ async def test_a_stream_outlives_as_many_replicas_as_it_has_tokens_between() -> 
         losses, ids = 0, list[int]()
         async for chunk in stream:
             ids += chunk.token_ids
-            if len(ids) > 8 * (losses + 1) and stream._cell.request.attempt is not None:  # type: ignore[attr-defined]
+            if len(ids) > 8 * (losses + 1) and record(stream).attempt is not None:  # type: ignore[attr-defined]
                 lost = attempt_of(stream).replica
                 lose(lost)
                 await dispatcher.restart(lost.name)
@@ -287,7 +285,7 @@ async def test_replicas_that_are_lost_before_they_begin_with_a_request_are_not_a
     async with Dispatcher([toy(number) for number in range(6)]) as dispatcher:
         stream = dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
         while not stream.done:
-            if stream._cell.request.attempt is not None:  # type: ignore[attr-defined]
+            if record(stream).attempt is not None:  # type: ignore[attr-defined]
                 lose(attempt_of(stream).replica)
             await asyncio.sleep(0.0001)
         with pytest.raises(EngineFailed, match="4 replicas were lost before they had begun"):

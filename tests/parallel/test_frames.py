@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from aioinfer import SamplingParams, errors
 from aioinfer.errors import EngineError
 from aioinfer.execution.device import DeviceInfo
-from aioinfer.loop.options import RequestOptions
 from aioinfer.observe.stats import EngineStats
 from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
 from aioinfer.parallel.frames import HANDSHAKE_LIMIT, LIMIT, FrameError, FrameReader, frame
@@ -45,6 +44,7 @@ from aioinfer.parallel.rows import packed, unpacked
 from aioinfer.parallel.sent_errors import SentError
 from aioinfer.params import DiffusionParams, Grammar
 from aioinfer.pooling import Pooling
+from aioinfer.request import Request
 from aioinfer.resuming.record import StreamCheckpoint
 from tests.tiers import SECONDS, rest
 
@@ -150,7 +150,7 @@ MESSAGES: list[Message] = [
     Welcome(INFO, 8, 512, STATS, True, (ADAPTER,)),
     Refused("why"),
     Stats(STATS),
-    Submit.of(4, (1, 2), PARAMS[0], RequestOptions(pooling=Pooling("choices", (3, 4))), None, 0),
+    Submit.of(4, (1, 2), Request(params=PARAMS[0], pooling=Pooling("choices", (3, 4))), None, 0),
     Abort(9),
     Read(9, 100),
     Flush(),
@@ -247,7 +247,8 @@ def test_a_request_comes_out_as_it_went_in(data: st.DataObject) -> None:
     params = draw(st.sampled_from(PARAMS))
     ids = draw(st.lists(COUNTS, min_size=1, max_size=6))
     seconds = st.none() | st.floats(1e-6, 1e6)
-    options = RequestOptions(
+    request = Request(
+        params=params,
         priority=draw(st.integers(-(1 << 31), (1 << 31) - 1)),
         cache_salt=draw(TEXT),
         routing_key=draw(st.none() | TEXT),
@@ -273,15 +274,15 @@ def test_a_request_comes_out_as_it_went_in(data: st.DataObject) -> None:
             adapter_fingerprint=draw(st.sampled_from(["", "abc"])),
         )
     number, read = draw(NUMBERS), draw(COUNTS)
-    found = decode(encoded(Submit.of(number, ids, params, options, checkpoint, read)))
-    assert (found.number, found.read, found.options) == (number, read, options)
-    prompt, found_params, found_checkpoint = found.asked()
-    assert (prompt, found_params) == (ids, params)
+    found = decode(encoded(Submit.of(number, ids, request, checkpoint, read)))
+    assert (found.number, found.read, found.options) == (number, read, request.options())
+    prompt, found_request, found_checkpoint = found.asked()
+    assert (prompt, found_request) == (ids, request)
     assert (found_checkpoint and found_checkpoint.to_json()) == (checkpoint and checkpoint.to_json())
 
 
 def test_parameters_that_another_release_does_not_know_refuse_one_request() -> None:
-    order = Submit.of(4, (1, 2), SamplingParams(seed=1), RequestOptions(), None, 0)
+    order = Submit.of(4, (1, 2), Request(params=SamplingParams(seed=1)), None, 0)
     found = decode(encoded(order).replace(b"seed", b"sead"))
     assert found.number == 4
     with pytest.raises(errors.InvalidRequest, match="sead: is not known"):

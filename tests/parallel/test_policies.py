@@ -173,7 +173,7 @@ class LongestName(RoutingPolicy):
     """A policy of the application: those that are called "premium" have the last replica for themselves."""
 
     def choose(self, record: Record, candidates: Sequence[Candidate]) -> Replica:
-        premium = record.routing_key == "premium"
+        premium = record.request.routing_key == "premium"
         mine = [each for each in candidates if (each.replica.name == "local-2") is premium]
         return self.least(mine or candidates, lambda candidate: candidate.replica.load.tokens)
 
@@ -193,9 +193,9 @@ class Moody(RoutingPolicy):
     """Raises for some, and chooses what it was not offered for others."""
 
     def choose(self, record: Record, candidates: Sequence[Candidate]) -> Replica:
-        if record.label == "raises":
+        if record.output.label == "raises":
             raise ValueError("not this one")
-        if record.label == "wrong":
+        if record.output.label == "wrong":
             return "local-0"  # type: ignore[return-value]
         return candidates[0].replica
 

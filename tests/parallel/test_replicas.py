@@ -332,8 +332,7 @@ async def test_a_stream_that_goes_on_has_no_gap_and_nothing_twice() -> None:
             ids += chunk.token_ids
             text += chunk.text
             logprobs += chunk.logprobs or []
-            attempt = record(stream).attempt
-            if len(ids) == 17 and attempt is not None:
+            if len(ids) == 17 and (attempt := record(stream).attempt) is not None:
                 attempt.replica.engine.lose()  # type: ignore[attr-defined]
         found = stream.result()
         assert (ids, text, logprobs) == (wanted.token_ids, wanted.text, wanted.logprobs)

@@ -48,7 +48,7 @@ async def test_a_stream_that_two_versions_wrote_says_that_it_is_not_identical(ki
         attempt = record(stream).attempt
         assert attempt is not None
         assert attempt.replica.name == "local-0"
-        assert record(stream).weight_version == 1
+        assert record(stream).output.weight_version == 1
         engines[0].lose()
         result = await stream
         assert (result.weight_version, result.identical) == (0, False)
@@ -89,7 +89,8 @@ async def test_an_output_that_must_be_identical_leaves_a_replica_that_was_update
         await engines[-1].update_weights({"weights": 1})
         engines[0].lose()
         await asyncio.sleep(3.5 * STEP)
-        attempt = record(stream).attempt
+        found = record(stream)
+        attempt = found.attempt
         assert attempt is not None
         assert attempt.replica is updated
         assert updated.weight_version == 0, "nothing has come of the update"
@@ -101,7 +102,7 @@ async def test_an_output_that_must_be_identical_leaves_a_replica_that_was_update
         result = await stream
         assert (result.weight_version, result.identical) == (0, True)
         assert result.token_ids == toy_generate(prompt(0), LONG)
-        assert len(record(stream).losses) < 2, "an update is no loss"
+        assert len(found.losses) < 2, "an update is no loss"
 
 
 @both
@@ -209,7 +210,7 @@ async def test_logprobs_of_a_prompt_that_were_sent_before_an_update_are_all_sent
         await asyncio.sleep(4.5 * STEP)
         connection.resume_writing()  # in the midst of the prompt
         await asyncio.sleep(STEP)
-        assert 0 < len(record(stream).prompt_logprobs) < 63
+        assert 0 < len(record(stream).output.prompt_logprobs) < 63
         # Those of a toy are the same with all weights.
         sent = record(stream).attempt.handle.prompt_logprobs  # type: ignore[union-attr]
         sent[:] = [TokenLogprob(each.token_id, -1.0) for each in sent]
@@ -367,7 +368,7 @@ async def test_half_a_block_goes_on_with_other_weights(kind: Kind, steps: int) -
         await engines[1].update_weights({"weights": 1})
         stream = dispatcher.generate([5, 6, 7], params)
         await asyncio.sleep((steps + 0.5) * STEP)
-        before = list(record(stream).output_ids)
+        before = list(record(stream).output.token_ids)
         assert (3 + len(before)) % 8, "a block is not complete"
         engines[0].lose()
         result = await stream

@@ -17,7 +17,7 @@ from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import Replica
 from aioinfer.scheduling.step import Step
-from aioinfer.stream import Stream, request_of
+from aioinfer.stream import Stream
 from aioinfer.testing import TimedLauncher, VirtualLoop
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
@@ -102,7 +102,8 @@ def expected(prompt: Sequence[int], params: SamplingParams = PARAMS, adapter: in
 
 
 def record(stream: Stream) -> Record:
-    found = request_of(stream)
+    owner: Any = stream._owner
+    found = owner.open[stream.cell]
     assert isinstance(found, Record)
     return found
 

@@ -226,7 +226,7 @@ def longer_params(rng: random.Random) -> SamplingParams:
 def check_loads(dispatcher: Dispatcher) -> None:
     """What is counted of each replica is what its attempts have."""
     running = dispatcher._started()
-    attempts = {record.attempt for record in running._open if record.attempt is not None}
+    attempts = {record.attempt for record in running.open.values() if record.attempt is not None}
     counted: set[Attempt] = set()
     for replica in dispatcher._replicas:
         load = replica.load
@@ -240,10 +240,10 @@ def check_loads(dispatcher: Dispatcher) -> None:
         assert load.pages == pages
         counted |= {*own}
     assert counted == attempts
-    queued = [record for record in running._open if record.queued is not None]
+    queued = [record for record in running.open.values() if record.queued is not None]
     assert len(queued) == len(running.queue)
     assert running.queue.tokens == sum(record.known for record in queued)
-    for record in running._open:
+    for record in running.open.values():
         assert isinstance(record, Record)
         assert len(record.losses) < 2
         assert (record.attempt is None) or record.queued is None
@@ -331,7 +331,7 @@ def may_fail(dispatcher: Dispatcher, record: Record, error: EngineFailed) -> boo
     ):
         return True
     return dispatcher._on_loss == "identical" and not running.placing.computes(
-        record, Wanted(record.numerics, record.newest_version), soon=True
+        record, Wanted(record.output.numerics, record.output.newest_version), soon=True
     )
 
 

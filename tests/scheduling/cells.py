@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.audit import audit
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import Outcome, Row
 from tests.scheduling.desk import Desk
 
@@ -23,7 +23,7 @@ def rows(at: Desk) -> list[Row]:
     return at.flights[-1].rows
 
 
-def cell(at: Desk, number: int, request: Request | None = None) -> str:
+def cell(at: Desk, number: int, request: Sequence | None = None) -> str:
     """What a cell is: "empty", "slot" of the request, or "kept"."""
     if number == 0:
         return "empty"
@@ -33,7 +33,7 @@ def cell(at: Desk, number: int, request: Request | None = None) -> str:
     return "slot"
 
 
-def course(at: Desk, request: Request, steps: int = 20) -> list[tuple[int, int, str, str]]:
+def course(at: Desk, request: Sequence, steps: int = 20) -> list[tuple[int, int, str, str]]:
     """Prefill chunks of a request up to the last: start, stop, and the cells that each reads and writes."""
     found = []
     for _ in range(steps):
@@ -48,7 +48,7 @@ def course(at: Desk, request: Request, steps: int = 20) -> list[tuple[int, int, 
     return found
 
 
-def bring(at: Desk, token: int, forced: Sequence[int] = ()) -> None:
+def bring(at: Desk, token: int, forced: abc.Sequence[int] = ()) -> None:
     """Resolve the oldest step, all of whose sampling rows bring this."""
     step = at.flights.pop(0)
     tokens = [token if row.samples else NO_TOKEN for row in step.rows]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 from aioinfer.cache.pages import PageAllocator
@@ -12,9 +12,10 @@ from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import Outcome, Step
+from tests.sequences import new_sequence
 
 
 class Desk:
@@ -52,17 +53,17 @@ class Desk:
         self.flights: list[Step] = []
         self._key = 0
 
-    def submit(self, prompt: int | Sequence[int], max_tokens: int = 4, **options: Any) -> Request:
+    def submit(self, prompt: int | abc.Sequence[int], max_tokens: int = 4, **options: Any) -> Sequence:
         self._key += 1
         ids = [1000 * self._key + at for at in range(prompt)] if isinstance(prompt, int) else prompt
         params = SamplingParams(max_tokens=max_tokens)
-        request = Request(
+        request = new_sequence(
             self._key, ids, params, seed=0, stop_ids=frozenset(), max_length=len(ids) + max_tokens, **options
         )
         self.scheduler.submit(request)
         return request
 
-    def plan(self) -> list[Request]:
+    def plan(self) -> list[Sequence]:
         """Launch a step; the requests that have a row in it."""
         step = self.scheduler.plan()
         audit(self.scheduler)
@@ -77,7 +78,7 @@ class Desk:
             self.scheduler.resolve(step, Outcome([42 if row.samples else NO_TOKEN for row in step.rows]))
         audit(self.scheduler)
 
-    def round(self) -> list[Request]:
+    def round(self) -> list[Sequence]:
         """One step from plan to resolve."""
         rows = self.plan()
         self.resolve()

@@ -7,7 +7,7 @@ launched step could touch which page and slot, and what was delivered to whom.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any, ClassVar
 
 from hypothesis import assume
@@ -23,11 +23,12 @@ from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.scheduling.audit import audit, check, check_idle
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.queues import RequestQueues
-from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.sequence import ParkedFor, Sequence, SequenceState
 from aioinfer.scheduling.step import Outcome
 from tests.engine.laws import LawChecker
 from tests.scheduling.naive import Flight, Life, NaiveDevice
+from tests.sequences import new_sequence
 
 STOP = 2
 
@@ -125,7 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = LawChecker(watched(self, Scheduler(memory, settings)))
         self.device = NaiveDevice(self.num_pages, size, num_slots, snapshots)
 
-    def _pick(self, among: list[Request], pick: int) -> Request:
+    def _pick(self, among: list[Sequence], pick: int) -> Sequence:
         assume(among)
         return among[pick % len(among)]
 
@@ -139,7 +140,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _submit(self, wish: dict[str, Any]) -> None:
         prompt, key = wish.pop("prompt"), len(self.lives) + 1
         max_tokens = wish.pop("max_tokens")
-        request = Request(
+        request = new_sequence(
             key,
             prompt,
             SamplingParams(max_tokens=max_tokens),
@@ -153,10 +154,10 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: len(self.flights) <= self.window)
     @rule(luck=TOKENS)
-    def plan(self, luck: Sequence[int]) -> None:
+    def plan(self, luck: abc.Sequence[int]) -> None:
         self._plan(luck)
 
-    def _plan(self, luck: Sequence[int]) -> bool:
+    def _plan(self, luck: abc.Sequence[int]) -> bool:
         step = self.scheduler.plan()
         if step is None:
             return False
@@ -187,7 +188,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.resolve(flight.step, Outcome(flight.tokens)) == expected
 
     @rule(steps=st.integers(1, 6), luck=TOKENS)
-    def run(self, steps: int, luck: Sequence[int]) -> None:
+    def run(self, steps: int, luck: abc.Sequence[int]) -> None:
         """As the engine goes on: always as many steps in flight as may be."""
         for at in range(steps):
             if len(self.flights) > self.window or not self._plan([*luck[at % len(luck) :], *luck]):
@@ -276,7 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.window)
     @rule(pick=PICK, luck=TOKENS, short=st.booleans())
-    def relapse(self, pick: int, luck: Sequence[int], short: bool) -> None:
+    def relapse(self, pick: int, luck: abc.Sequence[int], short: bool) -> None:
         """Retracted in the middle of its prompt, and let in again while a chunk is still in flight."""
         while len(self.flights) >= self.window:
             self.resolve()
@@ -291,7 +292,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.window)
     @rule(pick=PICK, luck=TOKENS, retract=st.booleans())
-    def shortage(self, pick: int, luck: Sequence[int], retract: bool) -> None:
+    def shortage(self, pick: int, luck: abc.Sequence[int], retract: bool) -> None:
         """A step runs out of memory with others behind it, and who was in them may be retracted already."""
         while len(self.flights) <= self.window and self._plan(luck):
             pass
@@ -300,7 +301,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if self.flights:
             self.run_out()
 
-    def _retractable(self) -> list[Request]:
+    def _retractable(self) -> list[Sequence]:
         active = [key for key, each in self.scheduler.queues.running.items() if not each.parked]
         spared = min(active, default=None)
         return [each for key, each in self.scheduler.queues.running.items() if key != spared]
@@ -359,10 +360,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             if request.key in self.settled:
                 continue
             assert request.output_ids == life.delivered
-            assert request.finish_reason == life.reason
+            assert request.output.finish_reason == life.reason
             assert request.finished == (life.reason is not None) == (request.key in self.ended)
             if request.finished:
-                assert request.cursor.batch is None
+                assert not request.cursor.in_batch
                 assert not request.kv.pages
                 self.settled.add(request.key)
                 continue
@@ -373,7 +374,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 request in self.scheduler.queues.waiting
             )
             assert places + (request.key in self.scheduler.queues.shelved) == 1
-            assert (request.state is RequestState.RUNNING) == (request.key in self.scheduler.queues.running)
+            assert (request.state is SequenceState.RUNNING) == (request.key in self.scheduler.queues.running)
         assert {each.key for each in self.scheduler.queues.unfinished()} == self.lives.keys() - self.ended
 
     @invariant()
@@ -419,14 +420,14 @@ def watched(machine: SchedulerMachine, scheduler: Scheduler) -> Scheduler:
     class Watched(RequestQueues):
         __slots__ = ()
 
-        def retract(self, request: Request) -> None:
+        def retract(self, request: Sequence) -> None:
             active = [each.key for each in self.running.values() if not each.parked]
             spared = request.parked or machine.running_out or request.key != min(active)
             assert spared, "the eldest request was retracted"
             machine.retracted.append(request.key)
             super().retract(request)
 
-        def finish(self, request: Request, reason: Any, error: BaseException | None = None) -> bool:
+        def finish(self, request: Sequence, reason: Any, error: BaseException | None = None) -> bool:
             first: bool = super().finish(request, reason, error)
             assert not (first and request.key in machine.ended), "a request ended twice"
             machine.ended.add(request.key)

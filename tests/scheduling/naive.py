@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections import abc
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any
 
 from aioinfer.sampling.outcomes import BAD_LOGITS, NO_TOKEN
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import Row, Step
 
 #: what a cell holds that nobody may read
@@ -18,7 +19,7 @@ JUNK = ("junk",)
 class Life:
     """What the model knows of one request."""
 
-    request: Request
+    request: Sequence
     #: everything the device sampled, and what of it was delivered
     sampled: list[int] = field(default_factory=list)
     delivered: list[int] = field(default_factory=list)
@@ -71,7 +72,7 @@ class NaiveDevice:
         self.state_writer = [0] * (0 if self.states is None else len(self.states))
 
     def launch(
-        self, step: Step, lives: dict[int, Life], flights: list[Flight], luck: Sequence[int]
+        self, step: Step, lives: dict[int, Life], flights: list[Flight], luck: abc.Sequence[int]
     ) -> Flight:
         rows = step.rows
         flight = Flight(step, [], rows, {}, {})

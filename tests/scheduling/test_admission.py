@@ -24,7 +24,7 @@ def test_one_computes_a_shared_prefix_and_the_others_find_it() -> None:
     requests = [desk.submit([*COMMON, 100 + at]) for at in range(3)]
     assert desk.round() == requests[:1]
     assert desk.round() == requests, "the prefix is there: all go on"
-    assert [request.kv.cached_tokens for request in requests] == [0, 16, 16]
+    assert [request.output.cached_tokens for request in requests] == [0, 16, 16]
 
 
 def test_the_others_wait_while_the_prefix_is_in_flight() -> None:
@@ -35,7 +35,7 @@ def test_the_others_wait_while_the_prefix_is_in_flight() -> None:
     assert desk.plan() == [leader]
     desk.resolve()
     assert desk.plan() == [leader, follower]
-    assert follower.kv.cached_tokens == 16
+    assert follower.output.cached_tokens == 16
 
 
 def test_the_others_wait_while_the_last_chunks_of_a_prefix_are_in_flight() -> None:
@@ -50,7 +50,7 @@ def test_the_others_wait_while_the_last_chunks_of_a_prefix_are_in_flight() -> No
     assert desk.plan() == [leader], "the rest of the prefix is being computed"
     desk.resolve()
     desk.plan()
-    assert follower.kv.cached_tokens == 32
+    assert follower.output.cached_tokens == 32
 
 
 def test_the_others_wait_where_a_cached_prefix_is_split() -> None:
@@ -64,7 +64,7 @@ def test_the_others_wait_where_a_cached_prefix_is_split() -> None:
     assert desk.plan() == [leader]
     desk.resolve()
     desk.plan()
-    assert follower.kv.cached_tokens == 28
+    assert follower.output.cached_tokens == 28
 
 
 @pytest.mark.parametrize("what", ["abort", "retract", "park"])
@@ -111,8 +111,8 @@ def test_namespaces_share_nothing_and_wait_for_nobody() -> None:
     assert desk.round() == [one, other]
     third = desk.submit([*COMMON, 1], namespace=Namespace("tenant"))
     desk.round()
-    assert other.kv.cached_tokens == 0
-    assert third.kv.cached_tokens == 16
+    assert other.output.cached_tokens == 0
+    assert third.output.cached_tokens == 16
 
 
 # -- preemption --------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_a_request_that_waits_for_a_prefix_displaces_nobody() -> None:
     desk.resolve()
     desk.plan()
     assert low.recovery.retractions == 1
-    assert follower.kv.cached_tokens == 16
+    assert follower.output.cached_tokens == 16
     desk.resolve()
     desk.finish()
     assert leader.finished
@@ -339,7 +339,7 @@ def test_a_request_retracted_before_its_last_token_is_read_still_ends() -> None:
     desk.scheduler.queues.retract(ending)
     assert desk.plan() == [eldest], "there is nothing left to compute for it"
     desk.resolve()
-    assert ending.finish_reason == "length"
+    assert ending.output.finish_reason == "length"
     assert ending.output_ids == [42, 42]
     desk.finish()
     check_idle(desk.scheduler)
@@ -363,9 +363,9 @@ def test_what_led_to_bad_logits_is_not_shared(retracted: bool) -> None:
         desk.scheduler.queues.retract(spoiled)
     tokens = [BAD_LOGITS if row.request is spoiled else 42 for row in last.rows]
     desk.scheduler.resolve(last, Outcome(tokens))
-    assert isinstance(spoiled.error, FloatingPointError)
+    assert isinstance(spoiled.output.error, FloatingPointError)
     again = desk.submit(prompt)
     desk.round()
-    assert again.kv.cached_tokens == 0
+    assert again.output.cached_tokens == 0
     desk.finish()
     audit(desk.scheduler)

@@ -18,10 +18,11 @@ from aioinfer.scheduling.audit import audit, check, check_idle
 from aioinfer.scheduling.block_batch import BlockBatch
 from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.request import Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.sequence import Sequence, SequenceState
 from aioinfer.scheduling.step import Outcome, Step
 from tests.scheduling.paper import STOP, PaperDevice, Script
+from tests.sequences import new_sequence
 from tests.tiers import SECONDS, SIMULATION, grid, rest
 
 SIZES = ((4, 4), (4, 8), (2, 4), (8, 8), (1, 2))
@@ -54,18 +55,20 @@ class World:
         self.script = script
         self.window = window
         self.flights: deque[tuple[Step, Any]] = deque()
-        self.requests: list[Request] = []
+        self.requests: list[Sequence] = []
         self.rounds: dict[int, int] = {}
 
-    def submit(self, prompt: list[int], max_tokens: int, **options: Any) -> Request:
-        request = Request(
+    def submit(self, prompt: list[int], max_tokens: int, **options: Any) -> Sequence:
+        request = new_sequence(
             len(self.requests) + 1,
             prompt,
             SamplingParams(max_tokens=max_tokens, logprobs=0, diffusion=DiffusionParams()),
             seed=0,
             stop_ids=frozenset({STOP}),
             max_length=len(prompt) + max_tokens,
-            cursor=partial(BlockCursor, block_size=self.script.size, monotone=not self.script.edits),
+            parts={
+                "cursor": partial(BlockCursor, block_size=self.script.size, monotone=not self.script.edits)
+            },
             **options,
         )
         self.requests.append(request)
@@ -106,15 +109,15 @@ class World:
         assert not self.scheduler.queues.has_unfinished, "nothing can be planned, and somebody waits"
         check_idle(self.scheduler)
 
-    def verify(self, request: Request) -> None:
+    def verify(self, request: Sequence) -> None:
         """What has come is what the plainest decoder says, or the beginning of it."""
         prompt = list(request.prompt_ids)
         ids, steps = self.script.generate(prompt, request.max_length - len(prompt))
         count = len(request.output_ids)
         assert request.output_ids == ids[:count], request
         assert request.cursor.step_map == steps[:count], request
-        assert len(request.logprobs) == count
-        if request.finish_reason in ("stop", "length"):
+        assert len(request.output.logprobs) == count
+        if request.output.finish_reason in ("stop", "length"):
             assert count == len(ids), request
 
 
@@ -133,7 +136,7 @@ def test_a_request_generates_what_the_plain_decoder_says(
                 request = world.submit(prompt, max_tokens)
                 world.run()
                 world.verify(request)
-                assert request.finish_reason in ("stop", "length")
+                assert request.output.finish_reason in ("stop", "length")
 
 
 def _world(chance: random.Random) -> World:
@@ -163,7 +166,7 @@ def _world(chance: random.Random) -> World:
 
 
 def _live(world: World, chance: random.Random, moves: int) -> None:
-    scheduler, parked = world.scheduler, list[Request]()
+    scheduler, parked = world.scheduler, list[Sequence]()
     for _ in range(moves):
         what = chance.random()
         if what < 0.25:
@@ -190,7 +193,7 @@ def _live(world: World, chance: random.Random, moves: int) -> None:
         elif what < 0.96 and parked:
             scheduler.queues.unpark(parked.pop())
         elif what < 0.98:
-            running = [r for r in world.requests if r.state is RequestState.RUNNING]
+            running = [r for r in world.requests if r.state is SequenceState.RUNNING]
             if len(running) > 1:
                 scheduler.queues.retract(chance.choice(running))
         else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from aioinfer.scheduling.audit import check_idle
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import Outcome
 from tests.scheduling.desk import Desk
 
@@ -22,7 +22,7 @@ def resolve_one(desk: Desk, token: int = 42) -> None:
     desk.scheduler.resolve(step, Outcome([token] * step.num_rows))
 
 
-def decoding(window: int) -> tuple[Desk, Request]:
+def decoding(window: int) -> tuple[Desk, Sequence]:
     """A request in every step of a full window."""
     desk = Desk(prefix_cache=False)
     request = desk.submit(9, 40)
@@ -60,7 +60,7 @@ def test_a_stopped_requests_memory_is_free_one_step_earlier(window: int) -> None
     """The step that brought the end is none of those to wait for."""
     desk, request = decoding(window)
     resolve_one(desk, STOP)
-    assert request.finish_reason == "stop"
+    assert request.output.finish_reason == "stop"
     assert steps_until_free(desk, window) == window
 
 

@@ -11,8 +11,8 @@ import pytest
 from aioinfer.config import policy_names
 from aioinfer.scheduling.admission import Admitter, PrefixLeaders, StepBudget
 from aioinfer.scheduling.audit import check_idle
-from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.reserve import Outlook
+from aioinfer.scheduling.sequence import Sequence
 from tests.scheduling.desk import Desk
 from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
 
@@ -24,14 +24,14 @@ class Watched(Admitter):
 
     __slots__ = ("held_back", "order", "ranks")
 
-    def choose(self, budget: StepBudget, room: int, outlook: Outlook, urgent: Request | None = None) -> Any:
+    def choose(self, budget: StepBudget, room: int, outlook: Outlook, urgent: Sequence | None = None) -> Any:
         overdue, order = self._overdue(), list(self._policy.order())
         if urgent is None:
             self.order = sorted(order, key=lambda request: request is not overdue)
             self.ranks = {each.key: self._policy.rank(each) for each in order}
         return super().choose(budget, room, outlook, urgent)
 
-    def _candidates(self, first: Request | None) -> Iterator[tuple[Request, Request | None]]:
+    def _candidates(self, first: Sequence | None) -> Iterator[tuple[Sequence, Sequence | None]]:
         for request, leader in super()._candidates(first):
             if leader is not None:
                 self.held_back.append(request)
@@ -201,7 +201,7 @@ def test_a_request_that_waits_for_a_prefix_keeps_its_slot(policy: str, admission
     low = desk.submit(3, 50)
     while not held.output_ids:
         assert low not in desk.round()
-    assert held.kv.cached_tokens == 32
+    assert held.output.cached_tokens == 32
     desk.finish()
 
 
@@ -214,7 +214,7 @@ def test_a_request_that_waits_for_a_prefix_keeps_its_pages(admission: str) -> No
     low = desk.submit(44, 50)
     while not held.output_ids:
         assert low not in desk.round()
-    assert held.kv.cached_tokens == 32
+    assert held.output.cached_tokens == 32
     desk.finish()
 
 
@@ -249,7 +249,7 @@ def favoured(desk: Desk, policy: str) -> None:
     desk.submit([*cached, desk._key], 3 if policy != "lof" else 30, priority=1, routing_key="hot")
 
 
-def rounds_of_others(desk: Desk, victim: Request, most: int) -> int:
+def rounds_of_others(desk: Desk, victim: Sequence, most: int) -> int:
     """Rounds in which others were admitted while the victim waited."""
     admitted, others = desk.scheduler.queues.counters, 0
     for _ in range(most):
@@ -357,7 +357,7 @@ def test_a_plan_looks_at_a_bounded_part_of_the_queue(
     looks = []
     mark = PrefixLeaders.mark
 
-    def counted(self: PrefixLeaders, request: Request) -> object | None:
+    def counted(self: PrefixLeaders, request: Sequence) -> object | None:
         looks.append(request.key)
         return mark(self, request)
 

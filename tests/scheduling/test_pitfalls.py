@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,10 @@ from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import NO_TOKEN
 from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.request import Request
 from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import Outcome, Step
+from tests.sequences import new_sequence
 
 PAGE = 4
 
@@ -49,9 +50,9 @@ class Bench:
         self.packer = Packer(TokenPacker(3 * running), 3 * running, pages, PAGE)
         self._key = 0
 
-    def request(self, prompt: int, max_tokens: int = 100, **params: Any) -> Request:
+    def request(self, prompt: int, max_tokens: int = 100, **params: Any) -> Sequence:
         self._key += 1
-        request = Request(
+        request = new_sequence(
             self._key,
             [1000 * self._key + at for at in range(prompt)],
             SamplingParams(max_tokens=max_tokens, **params),
@@ -67,7 +68,7 @@ class Bench:
         assert step is not None
         return step, self.packer.pack(step)
 
-    def resolve(self, step: Step, token: int = 42) -> list[Request]:
+    def resolve(self, step: Step, token: int = 42) -> list[Sequence]:
         tokens = [token if row.samples else NO_TOKEN for row in step.rows]
         return self.scheduler.resolve(step, Outcome(tokens))
 
@@ -196,7 +197,7 @@ def test_7_padding_is_not_the_end() -> None:
         assert request.output_ids == [0] * count
     step, _ = bench.plan()
     bench.resolve(step, token=7)
-    assert request.finish_reason == "stop"
+    assert request.output.finish_reason == "stop"
 
 
 def test_8_every_sequence_of_a_step_is_sampled_at_its_own_last_row() -> None:
@@ -271,7 +272,7 @@ def test_a_request_is_never_scheduled_past_its_known_end() -> None:
     bench.resolve(first)
     assert bench.scheduler.plan() is None
     bench.resolve(second)
-    assert request.finish_reason == "length"
+    assert request.output.finish_reason == "length"
     assert len(request.output_ids) == 2
 
 
@@ -281,7 +282,7 @@ def test_a_late_token_for_a_request_that_ended_is_dropped_and_counted() -> None:
     first, _ = bench.plan()
     second, _ = bench.plan()
     bench.resolve(first, token=7)
-    assert request.finish_reason == "stop"
+    assert request.output.finish_reason == "stop"
     assert bench.memory.pages.fenced == 1, "the second step still writes into the page"
     assert bench.resolve(second) == []
     assert request.output_ids == [7]
@@ -310,7 +311,7 @@ def test_retraction_waits_for_fenced_pages_instead_of_emptying_the_engine() -> N
 def test_a_retracted_request_keeps_its_tokens_and_prefills_them() -> None:
     bench = Bench(pages=4)
     old, young = bench.request(prompt=PAGE + 1), bench.request(prompt=PAGE - 1)
-    seen: list[Sequence[int]] = []
+    seen: list[abc.Sequence[int]] = []
     for token in range(100, 120):
         step, _ = bench.plan()
         seen += [row.ids for row in step.rows if row.request is young and row.ids]
@@ -336,7 +337,7 @@ def test_a_step_that_fails_ends_its_own_requests_only() -> None:
     later, _ = bench.plan()
     error = RuntimeError("boom")
     assert bench.scheduler.fail(step, error) == [inside]
-    assert inside.error is error
+    assert inside.output.error is error
     bench.resolve(later)
     assert not outside.finished
     assert outside.output_ids == [42]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import abc
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections import abc
+from collections.abc import Hashable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -19,8 +20,9 @@ from aioinfer.errors import ConfigError, StepFailed
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import SORT_LIMIT, Policy, Ranked, policy_class
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.testing import FakeEngine
+from tests.sequences import new_sequence
 
 PAGE = 2
 
@@ -32,15 +34,17 @@ class Queue:
         self.memory = Memory(PageAllocator(64, PAGE), SlotPool(8))
         self.policy: Policy = policy_class(policy)(self.memory, seed)
 
-    def add(self, key: int, prompt: Sequence[int] = (1,), max_tokens: int = 4, **options: object) -> Request:
-        request = Request(
+    def add(
+        self, key: int, prompt: abc.Sequence[int] = (1,), max_tokens: int = 4, **options: object
+    ) -> Sequence:
+        request = new_sequence(
             key, prompt, SamplingParams(max_tokens=max_tokens), seed=0, stop_ids=frozenset(),
             max_length=len(prompt) + max_tokens, **options,  # type: ignore[arg-type]
         )  # fmt: skip
         self.policy.add(request)
         return request
 
-    def cache(self, ids: Sequence[int], namespace: Hashable = COMMON) -> None:
+    def cache(self, ids: abc.Sequence[int], namespace: Hashable = COMMON) -> None:
         tree, pages = self.memory.tree, self.memory.pages
         assert tree is not None
         lock = tree.lock(b"", namespace)
@@ -63,7 +67,7 @@ def test_a_policy_has_the_name_that_a_config_calls_it(name: str) -> None:
 
 def test_a_config_may_hold_a_policy_of_the_applications_own() -> None:
     class LongestPrompt(Ranked):
-        def rank(self, request: Request) -> int:
+        def rank(self, request: Sequence) -> int:
             return -len(request.prompt_ids)
 
     queue = Queue(EngineConfig(policy=LongestPrompt).policy)
@@ -73,20 +77,20 @@ def test_a_config_may_hold_a_policy_of_the_applications_own() -> None:
     assert queue.keys == [2, 1, 3]
 
 
-@pytest.mark.parametrize("policy", [dict, Request])
+@pytest.mark.parametrize("policy", [dict, Sequence])
 async def test_a_class_that_is_no_policy_is_refused_when_the_engine_starts(policy: type) -> None:
     engine = FakeEngine(config=EngineConfig(model="fake", policy=policy))
     with pytest.raises(ConfigError, match=r"policy must be a subclass of aioinfer\.scheduling"):
         await engine.start()
 
 
-class Abstract(Policy, abc.ABC):
-    @abc.abstractmethod
-    def cost(self, request: Request) -> int: ...
+class Abstract(Policy, ABC):
+    @abstractmethod
+    def cost(self, request: Sequence) -> int: ...
 
 
 class Concrete(Abstract):
-    def cost(self, request: Request) -> int:
+    def cost(self, request: Sequence) -> int:
         return 1
 
 
@@ -115,7 +119,7 @@ async def test_a_policy_that_cannot_be_made_is_named_when_the_engine_starts(poli
 
 async def test_what_a_policy_raises_for_an_arrival_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     class Unranked(Ranked):
-        def rank(self, request: Request) -> int:
+        def rank(self, request: Sequence) -> int:
             raise KeyError("tenant")
 
     config = EngineConfig(model="fake", num_pages=64, policy=Unranked)
@@ -245,7 +249,7 @@ def test_requests_of_equal_rank_follow_each_other(policy: str) -> None:
 
 def test_a_policy_that_names_no_equals_is_obeyed_to_the_letter() -> None:
     class NewestFirst(Policy):
-        def order(self) -> Iterator[Request]:
+        def order(self) -> Iterator[Sequence]:
             return reversed(self._arrivals.values())
 
     queue = Queue("fcfs")

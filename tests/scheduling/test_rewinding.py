@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 
 import pytest
 
 from aioinfer.sampling.outcomes import DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.audit import audit, check_idle
-from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.sequence import Sequence, SequenceState
 from aioinfer.scheduling.step import Outcome, Row, Step
 from tests.scheduling.test_pitfalls import Bench
 
 
-def bring(bench: Bench, step: Step, token: int, forced: Sequence[int] = ()) -> list[Request]:
+def bring(bench: Bench, step: Step, token: int, forced: abc.Sequence[int] = ()) -> list[Sequence]:
     """Resolve a step with one row."""
     assert step.num_rows == 1
     return bench.scheduler.resolve(step, Outcome([token], {0: forced} if forced else {}))
@@ -24,7 +24,7 @@ def only(step: Step) -> Row:
     return row
 
 
-def started(**options: int) -> tuple[Bench, Request]:
+def started(**options: int) -> tuple[Bench, Sequence]:
     """A request with its first token, 42."""
     bench = Bench(**options)
     request = bench.request(prompt=6, max_tokens=20)
@@ -79,14 +79,14 @@ def test_forced_tokens_are_computed_in_one_row() -> None:
     ("forced", "left", "reason"), [([50, 7, 51], [50, 7], "stop"), (range(50, 90), range(50, 69), "length")]
 )
 def test_forced_tokens_end_where_any_others_would(
-    forced: Sequence[int], left: Sequence[int], reason: str
+    forced: abc.Sequence[int], left: abc.Sequence[int], reason: str
 ) -> None:
     bench, request = started(prefix_cache=True)
     step, _ = bench.plan()
     behind, _ = bench.plan()
     assert bring(bench, step, FORCED, forced) == [request]
     assert request.output_ids == [42, *left]
-    assert request.finish_reason == reason
+    assert request.output.finish_reason == reason
     bring(bench, behind, DEFERRED)
     check_idle(bench.scheduler)
     # What was never computed is not offered to others.
@@ -98,7 +98,7 @@ def test_forced_tokens_find_their_pages_or_wait_for_them() -> None:
     other = bench.request(prompt=4, max_tokens=8)
     step, _ = bench.plan()
     bench.resolve(step)
-    assert other.state is RequestState.RUNNING
+    assert other.state is SequenceState.RUNNING
     step, _ = bench.plan()
     tokens = [FORCED if row.request is eldest else 42 for row in step.rows]
     (at,) = [at for at, row in enumerate(step.rows) if row.request is eldest]
@@ -107,7 +107,7 @@ def test_forced_tokens_find_their_pages_or_wait_for_them() -> None:
     for _ in range(3):
         step, _ = bench.plan()
         audit(bench.scheduler)
-        assert other.state is RequestState.WAITING
+        assert other.state is SequenceState.WAITING
         assert eldest.recovery.retractions == 0
         if any(row.request is eldest for row in step.rows):
             break
@@ -167,6 +167,6 @@ def test_the_last_token_by_length_may_be_deferred() -> None:
     assert bring(bench, last, DEFERRED) == []
     assert not request.finished
     bench.resolve(bench.plan()[0])
-    assert request.finish_reason == "length"
+    assert request.output.finish_reason == "length"
     assert len(request.output_ids) == 20
     check_idle(bench.scheduler)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import DEFERRED, FORCED
 from aioinfer.scheduling.audit import check_idle
-from aioinfer.scheduling.request import Request
 from tests.scheduling.cells import PAGE, bring, cell, course, desk, rows
+from tests.sequences import new_sequence
 
 
 def test_a_deferred_row_comes_again_from_the_last_snapshot() -> None:
@@ -163,7 +163,7 @@ def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole_and_leaves_a_snaps
     ids = list(range(100, 111))
     at.submit(ids)
     at.finish()
-    request = Request(
+    request = new_sequence(
         7, ids, SamplingParams(max_tokens=9, prompt_logprobs=0), seed=0, stop_ids=frozenset(), max_length=20
     )
     at.scheduler.submit(request)

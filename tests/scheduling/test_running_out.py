@@ -10,7 +10,7 @@ import pytest
 from aioinfer.sampling.outcomes import BAD_LOGITS, FORCED
 from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.recovery import StepCap
-from aioinfer.scheduling.request import Request, RequestState
+from aioinfer.scheduling.sequence import Sequence, SequenceState
 from aioinfer.scheduling.step import NO_ROWS, Outcome, Row, Step
 from tests.scheduling.test_pitfalls import Bench
 
@@ -19,7 +19,7 @@ class Shortage(RuntimeError):
     """What the device raised."""
 
 
-def run_out(bench: Bench, step: Step, *, capped: bool = False) -> list[Request]:
+def run_out(bench: Bench, step: Step, *, capped: bool = False) -> list[Sequence]:
     """Unless it is about the cap, the next step may have as much again."""
     failed = bench.scheduler.run_out(step, Shortage())
     if not capped:
@@ -33,7 +33,7 @@ def only(step: Step) -> Row:
     return row
 
 
-def started(**options: Any) -> tuple[Bench, Request]:
+def started(**options: Any) -> tuple[Bench, Sequence]:
     """A request with its first token, 42."""
     bench = Bench(**options)
     request = bench.request(prompt=6, max_tokens=20)
@@ -91,7 +91,7 @@ def test_a_second_time_without_a_token_in_between_ends_one_of_them() -> None:
         assert not long.finished
         failed = run_out(bench, bench.plan()[0])
     assert failed == [long]
-    assert isinstance(long.error, Shortage)
+    assert isinstance(long.output.error, Shortage)
     while not short.output_ids:
         bench.resolve(bench.plan()[0])
     bench.scheduler.finish(short, "abort")
@@ -165,7 +165,7 @@ def test_a_request_that_has_ended_meanwhile_stays_ended() -> None:
     step, _ = bench.plan()
     bench.scheduler.finish(request, "abort")
     assert run_out(bench, step) == []
-    assert request.state is RequestState.FINISHED
+    assert request.state is SequenceState.FINISHED
     check_idle(bench.scheduler)
 
 

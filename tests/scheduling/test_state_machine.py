@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -20,8 +21,8 @@ from aioinfer.scheduling.cursor import TokenCursor
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.recovery import StepCap
-from aioinfer.scheduling.request import ParkedFor, Request, RequestState
 from aioinfer.scheduling.scheduler import Scheduler
+from aioinfer.scheduling.sequence import ParkedFor, Sequence, SequenceState
 from aioinfer.scheduling.step import Outcome, Row, Step
 from aioinfer.scheduling.token_batch import TokenBatch
 from tests.planted_bugs import assert_found
@@ -76,7 +77,7 @@ def cached_pages_without_fence(patch: pytest.MonkeyPatch) -> None:
 def release_by_token_count(patch: pytest.MonkeyPatch) -> None:
     release = Memory.release
 
-    def by_tokens(self: Memory, request: Request) -> None:
+    def by_tokens(self: Memory, request: Sequence) -> None:
         del request.kv.pages[max(request.kv.cached_pages, self.pages.pages_for(request.known)) :]
         release(self, request)
 
@@ -105,7 +106,7 @@ def unlocked_twice(patch: pytest.MonkeyPatch) -> None:
 def late_token_delivered(patch: pytest.MonkeyPatch) -> None:
     resolve = Scheduler.resolve
 
-    def late(self: Scheduler, step: Step, outcome: Outcome) -> list[Request]:
+    def late(self: Scheduler, step: Step, outcome: Outcome) -> list[Sequence]:
         for row, token in zip(step.rows, outcome.tokens, strict=True):
             if row.samples and row.request.finished:
                 row.request.output_ids.append(token)
@@ -130,8 +131,8 @@ def chunk_of_a_former_life_commits(patch: pytest.MonkeyPatch) -> None:
     resolve_chunk = token_batch._resolve_chunk
 
     def former(
-        step: Step, row: Row, token: int, forced: Sequence[int], queues: RequestQueues
-    ) -> Sequence[Request]:
+        step: Step, row: Row, token: int, forced: abc.Sequence[int], queues: RequestQueues
+    ) -> abc.Sequence[Sequence]:
         if not row.request.finished and not row.samples:
             row.request.cursor.commit_prefill(row.kv_length, last=False)
             if row.request.kv.lock is not None:
@@ -146,7 +147,7 @@ def chunk_of_a_former_life_commits(patch: pytest.MonkeyPatch) -> None:
 def column_stays_when_its_row_moves(patch: pytest.MonkeyPatch) -> None:
     remove = TokenBatch.remove
 
-    def half(self: TokenBatch, request: Request) -> None:
+    def half(self: TokenBatch, request: Sequence) -> None:
         index = request.cursor.row
         before = self._columns[:, index].copy()
         remove(self, request)
@@ -157,7 +158,7 @@ def column_stays_when_its_row_moves(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def new_pages_not_told(patch: pytest.MonkeyPatch) -> None:
-    def only_capacity(self: TokenBatch, request: Request) -> None:
+    def only_capacity(self: TokenBatch, request: Sequence) -> None:
         self.capacity[request.cursor.row] = len(request.kv.pages) * self._page_size
 
     patch.setattr(TokenBatch, "changed_pages", only_capacity)
@@ -167,7 +168,7 @@ def new_pages_not_told(patch: pytest.MonkeyPatch) -> None:
 def exchanged_pages_not_told(patch: pytest.MonkeyPatch) -> None:
     commit = Memory.commit
 
-    def silent(self: Memory, request: Request, fence: int) -> bool:
+    def silent(self: Memory, request: Sequence, fence: int) -> bool:
         sent = request.kv.sent_pages
         commit(self, request, fence)
         request.kv.sent_pages = sent
@@ -185,8 +186,8 @@ def namespaces_mixed_up(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def parked_ones_go_on(patch: pytest.MonkeyPatch) -> None:
-    def park(self: RequestQueues, request: Request, waits: ParkedFor) -> None:
-        if not request.finished and request.state is RequestState.RUNNING:
+    def park(self: RequestQueues, request: Sequence, waits: ParkedFor) -> None:
+        if not request.finished and request.state is SequenceState.RUNNING:
             request.parked_for |= {waits}
 
     patch.setattr(RequestQueues, "park", park)
@@ -214,8 +215,8 @@ def junk_behind_a_step_that_ran_out_is_delivered(patch: pytest.MonkeyPatch) -> N
 
 @mutant
 def tokens_in_flight_outlive_their_step(patch: pytest.MonkeyPatch) -> None:
-    def half(self: RequestQueues, request: Request) -> None:
-        if request.state is RequestState.RUNNING:
+    def half(self: RequestQueues, request: Sequence) -> None:
+        if request.state is SequenceState.RUNNING:
             self.retract(request)
 
     patch.setattr(RequestQueues, "start_over", half)
@@ -225,8 +226,8 @@ def tokens_in_flight_outlive_their_step(patch: pytest.MonkeyPatch) -> None:
 def only_running_requests_run_out(patch: pytest.MonkeyPatch) -> None:
     start_over = RequestQueues.start_over
 
-    def running_only(self: RequestQueues, request: Request) -> None:
-        if request.state is RequestState.RUNNING:
+    def running_only(self: RequestQueues, request: Sequence) -> None:
+        if request.state is SequenceState.RUNNING:
             start_over(self, request)
 
     patch.setattr(RequestQueues, "start_over", running_only)
@@ -234,8 +235,8 @@ def only_running_requests_run_out(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def a_chunk_of_a_former_life_runs_out(patch: pytest.MonkeyPatch) -> None:
-    def all_that_run(step: Step) -> list[Request]:
-        running = [each for each in step.requests if each.state is RequestState.RUNNING]
+    def all_that_run(step: Step) -> list[Sequence]:
+        running = [each for each in step.requests if each.state is SequenceState.RUNNING]
         return [request for request in running if step.id > request.recovery.void_until]
 
     patch.setattr(scheduling, "struck", all_that_run)
@@ -245,7 +246,7 @@ def a_chunk_of_a_former_life_runs_out(patch: pytest.MonkeyPatch) -> None:
 def running_out_is_forgiven_for_ever(patch: pytest.MonkeyPatch) -> None:
     run_out = Scheduler.run_out
 
-    def forgiving(self: Scheduler, step: Step, error: BaseException) -> list[Request]:
+    def forgiving(self: Scheduler, step: Step, error: BaseException) -> list[Sequence]:
         for request in step.requests:
             request.recovery.ran_out_at = -1
         return run_out(self, step, error)
@@ -257,7 +258,7 @@ def running_out_is_forgiven_for_ever(patch: pytest.MonkeyPatch) -> None:
 def running_out_is_never_forgiven(patch: pytest.MonkeyPatch) -> None:
     run_out = Scheduler.run_out
 
-    def unforgiving(self: Scheduler, step: Step, error: BaseException) -> list[Request]:
+    def unforgiving(self: Scheduler, step: Step, error: BaseException) -> list[Sequence]:
         for request in step.requests:
             if request.recovery.ran_out_at >= 0:
                 request.recovery.ran_out_at = request.known
@@ -292,7 +293,7 @@ class Scarce(Crowded):
 
     @precondition(lambda self: self.flights)
     @rule(luck=TOKENS)
-    def run_out_again(self, luck: Sequence[int]) -> None:
+    def run_out_again(self, luck: abc.Sequence[int]) -> None:
         """As soon as a request that ran out has got on."""
         self.run_out()
         behind = {key: life.ran_out_at for key, life in self.lives.items() if life.ran_out_at is not None}

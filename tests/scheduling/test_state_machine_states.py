@@ -10,9 +10,9 @@ from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from aioinfer.cache.fenced import FencedPool
-from aioinfer.cache.radix import RadixTree
-from aioinfer.cache.snapshots import Snapshot, SnapshotPool, SnapshotTree
-from aioinfer.scheduling.request import Request
+from aioinfer.cache.radix import RadixTree, Snapshot
+from aioinfer.cache.snapshots import SnapshotPool, SnapshotTree
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.states import StateCells
 from tests.planted_bugs import assert_found
 from tests.scheduling.machine import SchedulerMachine
@@ -106,7 +106,7 @@ def shared_before_it_resolved(patch: pytest.MonkeyPatch) -> None:
     cells = StateCells.cells
 
     def early(
-        self: StateCells, request: Request, start: int, stop: int, step_id: int, *, last: bool
+        self: StateCells, request: Sequence, start: int, stop: int, step_id: int, *, last: bool
     ) -> tuple[int, int]:
         found = cells(self, request, start, stop, step_id, last=last)
         states, lock = request.kv.states, request.kv.lock
@@ -121,7 +121,7 @@ def shared_before_it_resolved(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def the_slower_of_two_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    def settle(self: StateCells, request: Request) -> None:
+    def settle(self: StateCells, request: Sequence) -> None:
         states, lock = request.kv.states, request.kv.lock
         while states is not None and states.taken and states.taken[0].position <= request.cursor.committed:
             assert self.tree is not None
@@ -133,7 +133,7 @@ def the_slower_of_two_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @mutant
 def what_is_private_is_lost_with_its_request(patch: pytest.MonkeyPatch) -> None:
-    def release(self: StateCells, request: Request) -> None:
+    def release(self: StateCells, request: Sequence) -> None:
         self._leave_source(request)
         request.kv.states = None
 
@@ -145,7 +145,7 @@ def the_row_behind_a_snapshot_reads_the_slot(patch: pytest.MonkeyPatch) -> None:
     cells = StateCells.cells
 
     def forgetful(
-        self: StateCells, request: Request, start: int, stop: int, step_id: int, *, last: bool
+        self: StateCells, request: Sequence, start: int, stop: int, step_id: int, *, last: bool
     ) -> tuple[int, int]:
         read, write = cells(self, request, start, stop, step_id, last=last)
         return min(read, request.kv.slot), write

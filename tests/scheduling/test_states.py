@@ -75,7 +75,7 @@ def test_the_same_prompt_starts_from_the_snapshot() -> None:
     at.finish()
     again = at.submit(ids)
     assert course(at, again) == [(8, 11, "kept", "slot")]
-    assert again.kv.cached_tokens == 8
+    assert again.output.cached_tokens == 8
     assert at.memory.snapshot_hits == 1
 
 
@@ -90,7 +90,7 @@ def test_where_prompts_part_the_second_leaves_a_snapshot_for_the_third() -> None
         (12, 16, "kept", "kept"),
         (16, 19, "kept", "slot"),
     ]
-    assert second.kv.cached_tokens == 0, "pages without a state behind them are of no use"
+    assert second.output.cached_tokens == 0, "pages without a state behind them are of no use"
     third = at.submit([*common, 80, 81])
     assert course(at, third) == [(12, 14, "kept", "slot")]
     at.finish()
@@ -103,7 +103,7 @@ def test_whoever_waits_for_a_prefix_says_where_it_ends() -> None:
     common = list(range(100, 113))
     requests = [at.submit([*common, *range(20 * number, 20 * number + 9)]) for number in range(1, 5)]
     at.finish()
-    assert [request.kv.cached_tokens for request in requests] == [0, 12, 12, 12]
+    assert [request.output.cached_tokens for request in requests] == [0, 12, 12, 12]
     assert at.memory.pages.fenced == 0
     check_idle(at.scheduler)
 
@@ -113,7 +113,7 @@ def test_those_that_part_later_are_heard_one_after_the_other() -> None:
     ids = list(range(100, 140))
     requests = [at.submit([*ids[:length], *range(length, length + 5)]) for length in (40, 8, 16, 24)]
     at.finish()
-    assert [request.kv.cached_tokens for request in requests] == [0, 8, 16, 24]
+    assert [request.output.cached_tokens for request in requests] == [0, 8, 16, 24]
 
 
 def test_one_that_is_told_too_late_holds_nobody_for_ever() -> None:
@@ -124,7 +124,7 @@ def test_one_that_is_told_too_late_holds_nobody_for_ever() -> None:
     at.plan()
     late = at.submit([*common, 7, 8, 9])
     at.finish()
-    assert first.finish_reason == late.finish_reason == "length"
+    assert first.output.finish_reason == late.output.finish_reason == "length"
 
 
 def test_the_output_of_a_request_is_found_by_the_next_turn() -> None:
@@ -146,7 +146,7 @@ def test_without_snapshots_nothing_is_matched_and_chunks_are_not_cut() -> None:
         for _ in range(2):
             request = at.submit(ids)
             assert course(at, request) == [(0, 20, "empty", "slot")]
-            assert request.kv.cached_tokens == 0
+            assert request.output.cached_tokens == 0
             at.finish()
         check_idle(at.scheduler)
         assert at.memory.pages.free == at.memory.pages.total
@@ -275,7 +275,7 @@ def test_bad_logits_take_back_what_an_earlier_life_left_behind_the_snapshot() ->
     bring(at, 42)
     at.plan()
     bring(at, BAD_LOGITS)
-    assert request.finish_reason == "abort"
+    assert request.output.finish_reason == "abort"
     assert at.memory.tree.match(request.token_key(0, 20)) == 0
     check_idle(at.scheduler)
 

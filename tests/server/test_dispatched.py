@@ -118,7 +118,7 @@ async def test_chats_and_completions_whole_and_streamed(tmp_path: Any) -> None:
             texts[chunk.choices[0].index] += chunk.choices[0].text
         assert texts == ["Once."] * 4
         assert [len(each.requests) for each in served.engines] == [4, 4, 3]  # type: ignore[attr-defined]
-        assert not served.dispatcher._started()._open
+        assert not served.dispatcher._started().open
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -134,7 +134,7 @@ async def test_refusals_have_their_status_before_a_stream_begins(tmp_path: Any, 
             with pytest.raises(openai.APIStatusError) as refused:
                 await served.client.chat.completions.create(**asked)
             assert refused.value.status_code == (404 if "model" in body else 400)
-        assert not served.dispatcher._started()._open
+        assert not served.dispatcher._started().open
 
 
 async def test_the_other_routes(tmp_path: Any) -> None:

@@ -254,12 +254,12 @@ async def test_a_client_that_reads_nothing_and_then_all_gets_all(
         # Others are not disturbed.
         async with session.post(f"{served.url}/v1/completions", json={**ENDLESS, "max_tokens": 50}) as other:
             ((alone, _),) = joined(events(await other.text()), 1)
-        streams = [outlet.cell.request for outlet in outlets[:n]]
+        cells = [outlet.cell for outlet in outlets[:n]]
         if max_lag is None:
-            await until(lambda: all(request.ended for request in streams))
+            await until(lambda: all(cell.output.ended for cell in cells))
         else:
-            await until(lambda: all(request.parked for request in streams))
-            assert not any(request.ended for request in streams)
+            await until(lambda: all(cell.parked for cell in cells))
+            assert not any(cell.output.ended for cell in cells)
         unsent = [outlet.transport.get_write_buffer_size() for outlet in outlets[:1]]
         assert max(unsent) < (1 << 16) + (1 << 12) * 8
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
@@ -341,7 +341,7 @@ async def test_a_client_that_never_reads_is_dropped(serving: Serving, outlets: l
         await asyncio.to_thread(stalled.sendall, asked)
         await until(lambda: len(outlets) == 32)
         await until(lambda: idle(served))
-        reasons = {outlet.cell.request.finish_reason for outlet in outlets}
+        reasons = {outlet.cell.output.finish_reason for outlet in outlets}
         assert "abort" in reasons
         stalled.close()
 
@@ -415,9 +415,10 @@ class FakeEvents:
 
 
 def fake_outlet(lane: ExpressLane, written: list[Any]) -> ExpressOutlet:
-    text = SimpleNamespace(enabled=True, pieces=[])
-    request = SimpleNamespace(text=text, token_times=[], parked_for=set())
-    cell = SimpleNamespace(request=request, taken_pieces=0, taken_ids=0, outlet=None, blocked=False)
+    output = SimpleNamespace(has_text=True, pieces=[], token_times=[])
+    cell = SimpleNamespace(
+        output=output, taken_pieces=0, taken_ids=0, outlet=None, blocked=False, parked=False
+    )
     stream: Any = SimpleNamespace(cell=cell)
     outlet = lane.outlet(stream, PlainEvent('{"t":', "}", "delta"), FakeEvents(written))  # type: ignore[arg-type]
     assert outlet is not None
@@ -426,8 +427,8 @@ def fake_outlet(lane: ExpressLane, written: list[Any]) -> ExpressOutlet:
 
 
 def push(outlet: ExpressOutlet, *pieces: str) -> None:
-    outlet.cell.request.text.pieces.extend(pieces)
-    outlet.cell.request.token_times.extend(0.0 for _ in pieces)
+    outlet.cell.output.pieces.extend(pieces)
+    outlet.cell.output.token_times.extend(0.0 for _ in pieces)
 
 
 async def test_a_frame_is_a_chunk_with_one_event() -> None:

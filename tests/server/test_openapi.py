@@ -16,8 +16,8 @@ from jsonschema import Draft202012Validator
 import aioinfer
 from aioinfer.chat.bodies import Object
 from aioinfer.errors import InvalidRequest
-from aioinfer.loop.options import RequestOptions
 from aioinfer.params import BOUNDS
+from aioinfer.request import Request
 from aioinfer.server import create_app, setup
 from aioinfer.server.openai.fields import ALIASES, PARAMS, ChatBody
 from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk, Models
@@ -178,7 +178,7 @@ def test_what_the_schema_refuses_the_server_refuses(body: dict[str, Any]) -> Non
     if next(iter(body)) == "messages" and body["messages"]:
         return  # the tokenizer refuses these
     with pytest.raises(InvalidRequest):
-        RequestOptions(**chat(**{"messages": USER, **body}).scheduling)
+        Request(**chat(**{"messages": USER, **body}).scheduling)
 
 
 def test_a_body_with_every_kind_of_field_fits_the_schema() -> None:

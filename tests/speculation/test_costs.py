@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.speculation import Speculation
 from aioinfer.scheduling.step import NO_ROWS, Generating, Step
 from aioinfer.speculation.costs import StepCosts
 from aioinfer.speculation.drafter import DraftRequest
 from aioinfer.speculation.drafting import Drafting, DraftSource, UsualRates
+from tests.sequences import new_sequence
 
 
 class Always:
@@ -23,15 +24,15 @@ class Always:
     def __init__(self) -> None:
         self.asked = 0
 
-    def propose(self, request: DraftRequest, most: int) -> Sequence[int]:
+    def propose(self, request: DraftRequest, most: int) -> abc.Sequence[int]:
         self.asked += 1
         return [5] * most
 
 
-def requests(count: int) -> list[Request]:
+def requests(count: int) -> list[Sequence]:
     made = []
     for key in range(1, count + 1):
-        request = Request(key, [1, 2, 3], SamplingParams(), seed=0, stop_ids=frozenset(), max_length=1000)
+        request = new_sequence(key, [1, 2, 3], SamplingParams(), max_length=1000)
         request.drafting = Drafting(DraftRequest(np.asarray([1, 2, 3], np.int32)))
         made.append(request)
     return made
@@ -51,12 +52,12 @@ def once(speculation: Speculation, positions: int, took: float, *, drafts: bool)
     speculation.observe(Step(1, generating, (), positions), took)
 
 
-def chosen(speculation: Speculation, batch: list[Request], room: int = 1000) -> list[int]:
+def chosen(speculation: Speculation, batch: list[Sequence], room: int = 1000) -> list[int]:
     found = speculation.drafts(batch, [request.known - 1 for request in batch], room)
     return [len(found.get(row, ())) for row in range(len(batch))]
 
 
-def rate(request: Request, right: float) -> None:
+def rate(request: Sequence, right: float) -> None:
     """The request's drafts have been right that often for long."""
     assert request.drafting is not None
     request.drafting._rates[DraftSource.TEXT] = right
@@ -143,7 +144,7 @@ def test_in_many_short_rows_few_are_asked_in_a_step_and_all_in_turn() -> None:
     asked: list[int] = []
 
     class Noting(Always):
-        def propose(self, request: DraftRequest, most: int) -> Sequence[int]:
+        def propose(self, request: DraftRequest, most: int) -> abc.Sequence[int]:
             asked.append(id(request))
             return super().propose(request, most)
 

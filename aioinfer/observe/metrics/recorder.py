@@ -33,7 +33,7 @@ from aioinfer.observe.observers import Observer
 
 if TYPE_CHECKING:
     from aioinfer.observe.stats import EngineStats
-    from aioinfer.scheduling.request import Request
+    from aioinfer.request import Output
     from aioinfer.scheduling.step import Step
 
 __all__ = ["CAUSES", "FINISH_REASONS", "Recorder", "Snapshot", "cause_of"]
@@ -127,22 +127,22 @@ class Recorder(Observer):
 
     # -- as Observer ----------------------------------------------------------------------------
 
-    def ended(self, request: Request) -> None:
+    def ended(self, output: Output) -> None:
         """O(1) in its tokens."""
-        reason = request.finish_reason or "abort"
-        if reason == "abort" or request.error is not None:
+        reason = output.finish_reason or "abort"
+        if reason == "abort" or output.error is not None:
             reason = "abort"
-            cause = cause_of(request.error)
+            cause = cause_of(output.error)
             self.aborts[cause] += 1
-            self.rejections += isinstance(request.error, Rejected)
+            self.rejections += isinstance(output.error, Rejected)
         self.finished[reason] += 1
-        arrival, admitted, finished = request.arrival, request.admitted_at, request.finished_at
-        times = request.computed_times
-        if request.key:
-            self.prompt_tokens.observe(len(request.prompt_ids))
+        arrival, admitted, finished = output.arrival, output.admitted_at, output.finished_at
+        times = output.computed_times
+        if output.accepted:
+            self.prompt_tokens.observe(len(output.prompt_ids))
             self.output_tokens.observe(len(times))
-            if request.params.max_tokens is not None:
-                self.max_tokens.observe(request.params.max_tokens)
+            if output.request.params.max_tokens is not None:
+                self.max_tokens.observe(output.request.params.max_tokens)
         if admitted is not None:
             self.queued.observe(admitted - arrival)
             if finished is not None:

@@ -6,7 +6,7 @@ from collections import Counter
 
 from aioinfer.cache.radix import Node
 from aioinfer.scheduling.policy import CacheAware
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 
 __all__ = ["DfsWeight"]
 
@@ -15,8 +15,8 @@ class DfsWeight(CacheAware):
     """Depth first through the tree of prefixes, branches with most waiting requests first, so that those
     that share a prefix follow each other."""
 
-    def arrange(self) -> list[Request]:
-        at: dict[Node | None, list[Request]] = {}
+    def arrange(self) -> list[Sequence]:
+        at: dict[Node | None, list[Sequence]] = {}
         weight: Counter[Node] = Counter()
         below: dict[Node | None, dict[Node, None]] = {}
         for request in self:
@@ -26,7 +26,7 @@ class DfsWeight(CacheAware):
                 weight[node] += 1
                 below.setdefault(node.parent, {})[node] = None
                 node = node.parent
-        arranged: list[Request] = []
+        arranged: list[Sequence] = []
         stack: list[Node | None] = [None]
         while stack:
             here = stack.pop()
@@ -37,5 +37,5 @@ class DfsWeight(CacheAware):
             stack += branches
         return arranged
 
-    def match(self, request: Request) -> Node | None:
+    def match(self, request: Sequence) -> Node | None:
         return self._memory.lookup(request)[1]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aioinfer.scheduling.policy import Policy
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 
 __all__ = ["Fcfs"]
 
@@ -11,5 +11,5 @@ __all__ = ["Fcfs"]
 class Fcfs(Policy):
     """First come, first served. All are of one rank: packing may let short ones go before long ones."""
 
-    def rank(self, request: Request) -> None:
+    def rank(self, request: Sequence) -> None:
         return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aioinfer.scheduling.policy import Ranked
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 
 __all__ = ["Lof"]
 
@@ -11,5 +11,5 @@ __all__ = ["Lof"]
 class Lof(Ranked):
     """Longest output first: long ones start early, so that a batch of jobs ends together."""
 
-    def rank(self, request: Request) -> int:
+    def rank(self, request: Sequence) -> int:
         return request.length - request.max_length

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from aioinfer.scheduling.policy import Ranked
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 
 __all__ = ["Priority"]
 
@@ -11,9 +11,9 @@ __all__ = ["Priority"]
 class Priority(Ranked):
     """Larger ``priority`` first. Strictly: a lower one waits for as long as higher ones come."""
 
-    def rank(self, request: Request) -> int:
+    def rank(self, request: Sequence) -> int:
         return -request.priority
 
-    def eldest(self) -> Request | None:
+    def eldest(self) -> Sequence | None:
         """Of those with the largest priority only: never before a more important one."""
         return self._ranked.peekitem(0)[1] if self._ranked else None

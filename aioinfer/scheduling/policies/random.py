@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from aioinfer.scheduling.policy import Ranked
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 
 __all__ = ["Random"]
 
@@ -13,5 +13,5 @@ __all__ = ["Random"]
 class Random(Ranked):
     """A lottery; the same seed draws the same order."""
 
-    def rank(self, request: Request) -> bytes:
+    def rank(self, request: Sequence) -> bytes:
         return hashlib.blake2b(b"%d %d" % (self._seed, request.key), digest_size=8).digest()

@@ -10,7 +10,7 @@ from sortedcontainers import SortedDict
 
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Policy
-from aioinfer.scheduling.request import Request
+from aioinfer.scheduling.sequence import Sequence
 
 __all__ = ["RoutingKey"]
 
@@ -23,12 +23,12 @@ class RoutingKey(Policy):
         self._running: Counter[str] = Counter()
         self._groups: dict[str, SortedDict] = {}
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Sequence) -> None:
         super().add(request)
         if request.routing_key is not None:
             self._groups.setdefault(request.routing_key, SortedDict())[request.place] = request
 
-    def remove(self, request: Request) -> None:
+    def remove(self, request: Sequence) -> None:
         super().remove(request)
         if request.routing_key is not None:
             group = self._groups[request.routing_key]
@@ -36,20 +36,20 @@ class RoutingKey(Policy):
             if not group:
                 del self._groups[request.routing_key]
 
-    def started(self, request: Request) -> None:
+    def started(self, request: Sequence) -> None:
         if request.routing_key is not None:
             self._running[request.routing_key] += 1
 
-    def stopped(self, request: Request) -> None:
+    def stopped(self, request: Sequence) -> None:
         if request.routing_key is not None:
             self._running[request.routing_key] -= 1
             if not self._running[request.routing_key]:
                 del self._running[request.routing_key]
 
-    def rank(self, request: Request) -> str | None:
+    def rank(self, request: Sequence) -> str | None:
         return request.routing_key if request.routing_key in self._running else None
 
-    def order(self) -> Iterator[Request]:
+    def order(self) -> Iterator[Sequence]:
         waiting = [(-count, key) for key, count in self._running.items() if key in self._groups]
         favoured = {key for _, key in waiting}
         first = chain.from_iterable(self._groups[key].values() for _, key in sorted(waiting))

@@ -14,8 +14,8 @@ from aioinfer.chat.bodies import CLIENTS, NO, OFF, Items, Object, Refused, TextO
 from aioinfer.chat.fields import ChosenTool, GrammarFields, Message, StructuredOutputs, Tool
 from aioinfer.chat.tools import MAX_TOOLS
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.loop.options import MAX_LABEL
 from aioinfer.params import BOUNDS, MOST, DiffusionParams, SamplingParams
+from aioinfer.request import MAX_LABEL
 
 __all__ = [
     "ALIASES",

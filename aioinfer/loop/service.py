@@ -1,0 +1,421 @@
+"""Service: accepts requests and ends their streams, whatever computes them.
+
+An engine's :class:`~aioinfer.loop.runtime.Runtime` is one, and a dispatcher's ``Dispatching``. The way of a
+request is :meth:`Service.generate`, then :meth:`Service._prepare`, top to bottom; what differs is in
+the abstract methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+
+from aioinfer.config import EngineConfig
+from aioinfer.errors import (
+    AioInferError,
+    EngineClosed,
+    EngineError,
+    EngineFailed,
+    InvalidRequest,
+    Rejected,
+    RequestError,
+    TimedOut,
+    WrongLoop,
+)
+from aioinfer.loop.intake import Intake
+from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource
+from aioinfer.loop.resumption import check, take
+from aioinfer.observe.observers import Observers
+from aioinfer.params import SamplingParams
+from aioinfer.request import Output, Request
+from aioinfer.resuming.record import StreamCheckpoint
+from aioinfer.stream import Stream, StreamCell
+
+if TYPE_CHECKING:
+    from aioinfer.execution.device import DeviceInfo
+    from aioinfer.loop.checks import Checks
+    from aioinfer.text.tokenizer import Tokenizer
+
+__all__ = ["EngineState", "OpenRequest", "Service", "asyncio_loop", "require_loop", "running_loop"]
+
+_log = logging.getLogger("aioinfer")
+
+
+class EngineState(Enum):
+    """``NEW -> STARTING -> RUNNING -> DRAINING -> CLOSED``; from RUNNING to FAILED if the device is lost."""
+
+    NEW = "new"
+    STARTING = "starting"
+    RUNNING = "running"
+    DRAINING = "draining"
+    FAILED = "failed"
+    CLOSED = "closed"
+
+
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """The running loop, if there is one."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def asyncio_loop() -> asyncio.AbstractEventLoop:
+    """The running loop. Raises WrongLoop where there is none, under trio for example."""
+    loop = running_loop()
+    if loop is None:
+        raise WrongLoop(
+            "an engine runs on an asyncio event loop, and none is running here. Under trio, say, "
+            "start it in a thread of its own with asyncio.run, and use its threadsafe() from here; without "
+            "any loop, use LLM"
+        )
+    return loop
+
+
+def require_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Raise WrongLoop unless ``loop`` is the running one."""
+    running = running_loop()
+    if running is not loop:
+        where = "there is no running loop here" if running is None else "this is another one"
+        raise WrongLoop(
+            f"the engine belongs to the event loop that started it, and {where}. Start and use it in one "
+            "asyncio.run, on that thread; with pytest-asyncio, give the fixture that starts it and the tests "
+            "the same loop_scope"
+        )
+
+
+class OpenRequest:
+    """A request from its acceptance to its end."""
+
+    __slots__ = ("cell", "least_tokens", "output", "preparing")
+
+    def __init__(self, cell: StreamCell) -> None:
+        self.cell = cell
+        self.output = cell.output
+        #: tokenizes its prompt; None: that is done
+        self.preparing: asyncio.Task[None] | None = None
+        #: its prompt has at least this many tokens
+        self.least_tokens = 0
+
+
+_Opened = TypeVar("_Opened", bound=OpenRequest)
+
+
+class Service(ABC, Generic[_Opened]):
+    """Belongs to the loop on which it is made: all methods but :meth:`source`, :meth:`abandon` and
+    :meth:`abandon_later` are called there. Streams know it as their owner."""
+
+    #: in messages
+    kind: ClassVar[str] = "engine"
+    #: the text of a checkpoint is made here, and not by what computes the request
+    replays: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        info: DeviceInfo,
+        tokenizer: Tokenizer | None,
+        checks: Checks,
+        intake: Intake,
+        clock: Callable[[], float],
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.state = EngineState.RUNNING
+        self.config = config
+        self.info = info
+        self.tokenizer = tokenizer
+        self.checks = checks
+        self.clock = clock
+        self._intake = intake
+        #: empty unless asked for
+        self.observers = Observers()
+        #: in the order of their acceptance
+        self.open: dict[StreamCell, _Opened] = {}
+        #: requests whose prompts are not tokenized yet, and the tokens that these have at least
+        self.arriving, self._arriving_tokens = 0, 0
+        #: set while closing waits for the open requests
+        self._drained: asyncio.Future[None] | None = None
+
+    # -- the way of a request -------------------------------------------------------------------
+
+    def source(
+        self,
+        prompt: Prompt,
+        template_kwargs: Mapping[str, Any] | None = None,
+        form: PromptForm | None = None,
+    ) -> PromptSource:
+        """A prompt, checked and copied; one that was made here already is returned unchanged. On any thread.
+        Raises InvalidRequest."""
+        return PromptSource.of(prompt, self.tokenizer, self.info, template_kwargs, form)
+
+    def generate(
+        self, prompt: PromptSource, request: Request, checkpoint: StreamCheckpoint | None = None
+    ) -> Stream:
+        """Queue a request, at once or when its prompt is tokenized, with the output that a checkpoint has.
+        Raises InvalidRequest, Rejected."""
+        params, least = request.params, prompt.least_tokens
+        self.checks.check(params, request.pooling, least)
+        if checkpoint is not None:
+            check(checkpoint, self.info, self.checks.stop_ids(params))
+            least += len(checkpoint.token_ids)
+        cell = StreamCell(Output(request, self.clock()))
+        opened = self._opened(cell, checkpoint)
+        worked_out = params.worked_out or (self.replays and checkpoint is not None)
+        try:
+            self._check_queue(least, self.arriving, self._arriving_tokens)
+            if prompt.ids is not None and not worked_out:
+                self._accept(opened, self._complete(prompt.ids, params, None), checkpoint)
+        except BaseException as error:
+            if isinstance(error, Rejected):
+                self.observers.rejected()
+            self._left(opened)
+            raise
+        self.open[cell] = opened
+        if not cell.output.accepted:
+            opened.least_tokens = least
+            self.arriving += 1
+            self._arriving_tokens += least
+            preparing = self._prepare(opened, prompt, checkpoint, worked_out=worked_out)
+            opened.preparing = self.loop.create_task(preparing, name="aioinfer-preparing")
+        if self.observers:
+            self.observers.opened(cell.output, chat=prompt.chat)
+        self._set_timer(opened, "waiting", request.waiting_timeout)
+        return Stream(self, cell)
+
+    async def _prepare(
+        self,
+        opened: _Opened,
+        prompt: PromptSource,
+        checkpoint: StreamCheckpoint | None,
+        *,
+        worked_out: bool,
+    ) -> None:
+        """Tokenize the prompt and compile grammars on worker threads, and queue the request. Cancelled when
+        the request ends."""
+        params = opened.output.request.params
+        refused: BaseException
+        try:
+            ids = await self._intake.encode(prompt)
+            if worked_out:
+                prepared = await self._intake.work_out(self._complete, ids, params, checkpoint)
+            else:
+                prepared = self._complete(ids, params, None)
+            self._arrived(opened)
+            resumed = 0 if checkpoint is None else len(checkpoint.token_ids)
+            self._check_queue(len(prepared.prompt_ids) + resumed)
+            self._accept(opened, prepared, checkpoint)
+        except asyncio.CancelledError:
+            if not opened.output.finished:
+                self.end(opened, None)  # the loop is about to be closed
+            raise
+        except (RequestError, EngineError) as error:
+            refused = error
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as cause:  # panics of libraries in Rust are no Exceptions
+            refused = InvalidRequest("prompt", f"could not be tokenized: {cause!r}")
+            refused.__cause__ = cause
+        else:
+            opened.cell.notify()
+            return
+        self._arrived(opened)
+        opened.output.refuse(refused)
+        self._ended(opened)
+
+    def _arrived(self, opened: _Opened) -> None:
+        """Note that the prompt of a request is tokenized, or that it is not wanted any more. Idempotent."""
+        if opened.preparing is not None:
+            opened.preparing = None
+            self.arriving -= 1
+            self._arriving_tokens -= opened.least_tokens
+
+    def _check_queue(self, tokens: int, arriving: int = 0, arriving_tokens: int = 0) -> None:
+        """Raise Rejected if a request with this many tokens is too much for the queue."""
+        waiting, known = self.queued
+        waiting, known = waiting + arriving, known + arriving_tokens
+        if waiting >= self.config.max_queued_requests:
+            raise Rejected(f"{waiting} requests are waiting already (max_queued_requests)")
+        if known and known + tokens > self.config.max_queued_tokens:
+            raise Rejected(f"{known} prompt tokens are waiting already (max_queued_tokens)")
+
+    async def encode(self, prompt: PromptSource) -> Sequence[int]:
+        """The token ids of a prompt. Raises InvalidRequest, EngineClosed."""
+        return await self._intake.encode(prompt)
+
+    async def decode(self, ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of token ids. Raises InvalidRequest."""
+        return await self._intake.decode(
+            self.tokenizer, ids, self.info.vocab_size, skip_special_tokens=skip_special_tokens
+        )
+
+    # -- what computes the requests -------------------------------------------------------------
+
+    @abstractmethod
+    def _opened(self, cell: StreamCell, checkpoint: StreamCheckpoint | None) -> _Opened:
+        """A request that arrives now. Raises InvalidRequest."""
+
+    @abstractmethod
+    def _complete(
+        self, ids: Sequence[int], params: SamplingParams, checkpoint: StreamCheckpoint | None
+    ) -> Prepared:
+        """Work out what a request needs besides its prompt, on any thread. Raises InvalidRequest."""
+
+    @abstractmethod
+    def _accept(self, opened: _Opened, prepared: Prepared, checkpoint: StreamCheckpoint | None) -> None:
+        """Queue a request whose prompt is tokenized. Raises InvalidRequest, Rejected, EngineError."""
+
+    @property
+    @abstractmethod
+    def queued(self) -> tuple[int, int]:
+        """Requests that wait to be computed, and their tokens; without those that arrive."""
+
+    @abstractmethod
+    def _abort(self, opened: _Opened, error: RequestError | EngineError | None) -> None:
+        """Have nothing more computed for a request; its output has its end then."""
+
+    def _left(self, opened: _Opened) -> None:
+        """Give back what a request holds that has ended, or was not queued."""
+
+    @abstractmethod
+    def _failed_error(self) -> EngineFailed:
+        """A new exception that says why it is FAILED."""
+
+    # -- as StreamOwner -------------------------------------------------------------------------
+
+    def check_loop(self) -> None:
+        """Raise WrongLoop on any other loop than its own; once it is closed, any loop will do."""
+        if self.state is not EngineState.CLOSED:
+            require_loop(self.loop)
+
+    def check_serving(self) -> None:
+        """Raise WrongLoop, EngineFailed or EngineClosed unless requests are accepted here and now."""
+        self.check_loop()
+        if self.state is EngineState.FAILED:
+            raise self._failed_error()
+        if self.state is not EngineState.RUNNING:
+            raise EngineClosed(f"the {self.kind} is {self.state.value}")
+
+    def abandon(self, cell: StreamCell) -> None:
+        """End a request whose consumer closed its stream, on any loop and thread."""
+        if running_loop() is self.loop:
+            self._abandon(cell)
+        else:
+            self.abandon_later(cell)
+
+    def abandon_later(self, cell: StreamCell) -> None:
+        """The same for a stream that was garbage-collected, on any thread, and maybe amid a step."""
+        if self.state is not EngineState.CLOSED:
+            try:
+                self.loop.call_soon_threadsafe(self._abandon, cell)
+            except RuntimeError:
+                pass  # the loop is closed, and nothing runs any more
+
+    def _abandon(self, cell: StreamCell) -> None:
+        opened = self.open.get(cell)
+        if opened is not None and not cell.output.ended:
+            self.end(opened, None)
+
+    @abstractmethod
+    def caught_up(self, cell: StreamCell) -> None:
+        """Continue a request that was parked for its consumer, who has read enough."""
+
+    def checkpoint(self, cell: StreamCell) -> StreamCheckpoint:
+        """How far a request has come. Raises RuntimeError."""
+        return take(cell, self.info)
+
+    # -- endings --------------------------------------------------------------------------------
+
+    def _set_timer(self, opened: _Opened, phase: str, seconds: float | None) -> None:
+        """End a request in so many seconds, None for never."""
+        if seconds is not None and not opened.output.finished:
+            opened.cell.timer = self.loop.call_later(seconds, self._expire, opened, phase)
+
+    def _expire(self, opened: _Opened, phase: str) -> None:
+        opened.cell.timer = None
+        self.end(opened, TimedOut(phase, getattr(opened.output.request, f"{phase}_timeout")))
+
+    def end(self, opened: _Opened, error: RequestError | EngineError | None) -> None:
+        """End a request, whatever its state."""
+        if opened.preparing is not None:
+            opened.output.refuse(error)
+        else:
+            self._abort(opened, error)
+        self._ended(opened)
+
+    def _end_all(self, make_error: Callable[[], EngineError]) -> None:
+        for opened in list(self.open.values()):
+            output = opened.output
+            try:
+                self.end(opened, make_error())
+            except Exception:
+                _log.exception("%r could not be aborted cleanly", output)
+            if not output.ended:
+                output.refuse(make_error())
+                self._ended(opened)
+            if output.error is not None and not isinstance(output.error, AioInferError):
+                output.error = make_error()  # it ended with what was raised, and was not reported
+        self._set_drained()
+
+    def _ended(self, opened: _Opened) -> None:
+        """Report a request that has ended. Idempotent."""
+        if self.open.pop(opened.cell, None) is not None and self.observers:
+            self.observers.ended(opened.output)
+        preparing = opened.preparing
+        self._arrived(opened)
+        if preparing is not None:
+            preparing.cancel()
+        self._left(opened)
+        opened.cell.cancel_timer()
+        opened.cell.notify()
+        if self._drained is not None and not self._busy:
+            self._set_drained()
+
+    @property
+    def _busy(self) -> bool:
+        """Requests are open that closing waits for."""
+        return bool(self.open)
+
+    @property
+    def closed(self) -> bool:
+        """Nothing more comes from it."""
+        return self.state is EngineState.CLOSED
+
+    @property
+    def closing(self) -> bool:
+        """Nothing may begin any more."""
+        return self.state in (EngineState.DRAINING, EngineState.CLOSED)
+
+    def check_open(self) -> None:
+        """Raise EngineClosed when nothing may begin any more."""
+        if self.closing:
+            raise EngineClosed(f"the {self.kind} was closed")
+
+    async def _drain(self, seconds: float) -> None:
+        """Wait for the open requests."""
+        count = len(self.open)
+        _log.info("closing waits up to %g s for %d request%s", seconds, count, "s" * (count > 1))
+        self._drained = self.loop.create_future()
+        timer = self.loop.call_later(seconds, self._set_drained)
+        try:
+            await self._drained
+        finally:
+            timer.cancel()
+
+    def cut_short(self) -> None:
+        """Do not wait for the open requests any longer."""
+        self._set_drained()
+
+    def _set_drained(self) -> None:
+        if self._drained is not None and not self._drained.done():
+            self._drained.set_result(None)
+
+    # -- observing ------------------------------------------------------------------------------
+
+    @property
+    def unread(self) -> int:
+        """Tokens that the readers of open streams have not taken; O(open streams)."""
+        return sum(cell.unread for cell in list(self.open))
