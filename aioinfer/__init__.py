@@ -14,10 +14,12 @@ from aioinfer._version import __version__ as __version__
 
 if TYPE_CHECKING:
     from aioinfer.chat.results import ChatDelta, ChatResult, ToolCall
-    from aioinfer.chats import ChatStream
+    from aioinfer.client.chats import ChatStream
+    from aioinfer.client.disconnects import until_disconnected
+    from aioinfer.client.mapping import ResultMap
     from aioinfer.config import EngineConfig, ServerConfig
-    from aioinfer.disconnects import until_disconnected
-    from aioinfer.embedding import Embedding
+    from aioinfer.embeddings.embedding import Embedding
+    from aioinfer.embeddings.scoring import Scores
     from aioinfer.engine import Engine, EngineState
     from aioinfer.errors import (
         AioInferError,
@@ -36,13 +38,11 @@ if TYPE_CHECKING:
         WrongLoop,
     )
     from aioinfer.llm import LLM
-    from aioinfer.mapping import ResultMap
     from aioinfer.observe.stats import EngineStats
     from aioinfer.outputs import AdapterInfo, Chunk, Draft, RequestMetrics, Result, Usage
     from aioinfer.params import DiffusionParams, Grammar, SamplingParams
     from aioinfer.pooling import Pooling
     from aioinfer.resuming.record import StreamCheckpoint
-    from aioinfer.scoring import Scores
     from aioinfer.stream import Stream
 
 # No output unless the application configures logging; the root logger belongs to the application.
@@ -55,13 +55,13 @@ _HOME = {
     "ChatDelta": "chat.results",
     "ChatResult": "chat.results",
     "ToolCall": "chat.results",
-    "ChatStream": "chats",
+    "ChatStream": "client.chats",
     "Chunk": "outputs",
     "ConfigError": "errors",
     "ConstraintFailed": "errors",
     "DiffusionParams": "params",
     "Draft": "outputs",
-    "Embedding": "embedding",
+    "Embedding": "embeddings.embedding",
     "Engine": "engine",
     "EngineClosed": "errors",
     "EngineConfig": "config",
@@ -78,9 +78,9 @@ _HOME = {
     "RequestError": "errors",
     "RequestMetrics": "outputs",
     "Result": "outputs",
-    "ResultMap": "mapping",
+    "ResultMap": "client.mapping",
     "SamplingParams": "params",
-    "Scores": "scoring",
+    "Scores": "embeddings.scoring",
     "ServerConfig": "config",
     "StepFailed": "errors",
     "Stream": "stream",
@@ -88,7 +88,7 @@ _HOME = {
     "TimedOut": "errors",
     "Usage": "outputs",
     "WrongLoop": "errors",
-    "until_disconnected": "disconnects",
+    "until_disconnected": "client.disconnects",
 }
 
 __all__ = [

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from aioinfer.cache.namespace import Namespace
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.checkpoint.sentences import Sentences
+from aioinfer.client.engine_like import EngineLike
+from aioinfer.client.threadsafe import ThreadsafeEngine
 from aioinfer.config import EngineConfig
-from aioinfer.engine_like import EngineLike
 from aioinfer.errors import EngineClosed, EngineError
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.execution.opening import Opening
@@ -36,7 +37,6 @@ from aioinfer.observe.tracing import require_api
 from aioinfer.outputs import AdapterInfo
 from aioinfer.params import SamplingParams
 from aioinfer.request import check_timeout
-from aioinfer.threadsafe import ThreadsafeEngine
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher

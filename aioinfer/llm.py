@@ -21,20 +21,20 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from aioinfer.checkpoint.sentences import Sentences
+from aioinfer.client.mapping import MapProgress, ResultMap
 from aioinfer.config import EngineConfig
-from aioinfer.embedding import EmbeddingOptions
+from aioinfer.embeddings.embedding import EmbeddingOptions
+from aioinfer.embeddings.scoring import ScoreOptions, Scores
 from aioinfer.engine import Engine
 from aioinfer.errors import EngineClosed, InvalidRequest
 from aioinfer.execution.device import Device
 from aioinfer.loop import factory
 from aioinfer.loop.options import Prompt, is_one, pooling_params
 from aioinfer.loop.updating import UpdateMode, WeightSource, frozen
-from aioinfer.mapping import MapProgress, ResultMap
 from aioinfer.observe.stats import EngineStats
 from aioinfer.outputs import AdapterInfo, Chunk, Result
 from aioinfer.params import SamplingParams, inherited
 from aioinfer.request import RequestOptions
-from aioinfer.scoring import ScoreOptions, Scores
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:

@@ -35,18 +35,10 @@ LAYERS: list[set[str]] = [
     {"llm"},
     # what an application holds: the engine in its event loop
     {"engine"},
-    # what both kinds have that an application starts
-    {"engine_like"},
-    # an engine for other threads
-    {"threadsafe"},
-    # what an engine takes: the part of it that makes requests
-    {"requests"},
+    # what an application calls of an engine or a dispatcher, on any thread
+    {"client"},
     # scores and embeddings: what many requests pool
-    {"scoring"},
-    {"pooled"},
-    {"embedding"},
-    # chats and maps in this process: what reads streams
-    {"chats", "mapping"},
+    {"embeddings"},
     # messages, tools and response formats of chats, and the parts of answers
     {"chat"},
     # the loop: admission of requests, driver of steps
@@ -69,14 +61,13 @@ LAYERS: list[set[str]] = [
     {"params", "config", "pooling"},
     # tokenizers and grammars; pages and the prefix tree; compiled kernels
     # config values from text, variables and files
-    {"text", "cache", "native", "settings"},
+    {"text", "cache", "native"},
     # where a model comes from, and how its files are read; copies and checks of a caller's data
     {"checkpoint", "inputs"},
     # exceptions, results, parts found by file name
     {"errors", "outputs", "plugins"},
-    # work that ends with its client; work on threads of low priority
-    # locks by name, waiting that is not cut short; the version of the package
-    {"disconnects", "low_priority", "waiting", "_version"},
+    # the version of the package
+    {"_version"},
 ]
 
 #: Circles of imports that are still there, by the modules in them. The list only shrinks.

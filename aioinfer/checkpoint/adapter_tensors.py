@@ -14,9 +14,9 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
+from aioinfer.checkpoint.low_priority import at_low_priority
 from aioinfer.checkpoint.regular import open_regular
 from aioinfer.errors import ConfigError, shown
-from aioinfer.low_priority import at_low_priority
 
 if TYPE_CHECKING:
     import torch

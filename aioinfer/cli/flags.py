@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from aioinfer.config import GROUPS, parse_setting, value_names
-from aioinfer.settings import BOOLEANS, field_options
+from aioinfer.config.values import BOOLEANS, field_options
 
 __all__ = ["COMMON", "Formatter", "Parser", "add_common", "add_settings", "read_settings"]
 

@@ -19,7 +19,7 @@ from aioinfer.cli.terminal import Progress, interrupted, started
 from aioinfer.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
-    from aioinfer.engine_like import EngineLike
+    from aioinfer.client.engine_like import EngineLike
     from aioinfer.server.http.listening import Bound
 
 __all__ = ["serve_model"]

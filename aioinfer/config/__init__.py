@@ -10,7 +10,7 @@ from aioinfer.config.engine import PAGE_SIZE, SPECULATION, EngineConfig, policy_
 from aioinfer.config.options import GROUPS
 from aioinfer.config.replica import ReplicaConfig
 from aioinfer.config.server import ServerConfig, is_loopback
-from aioinfer.settings import load_settings, parse_setting, value_names
+from aioinfer.config.values import load_settings, parse_setting, value_names
 
 __all__ = [
     "GROUPS",

@@ -20,8 +20,8 @@ from aioinfer.config.options import (
     option,
     register,
 )
+from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError
-from aioinfer.settings import shown
 
 __all__ = ["PAGE_SIZE", "EngineConfig", "policy_names"]
 

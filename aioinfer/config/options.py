@@ -10,9 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar, cast
 
-from aioinfer.errors import ConfigError
-from aioinfer.inputs import keep_plain
-from aioinfer.settings import (
+from aioinfer.config.values import (
     check_type,
     field_options,
     load_settings,
@@ -21,6 +19,8 @@ from aioinfer.settings import (
     shown_bound,
     warn_of_variables,
 )
+from aioinfer.errors import ConfigError
+from aioinfer.inputs import keep_plain
 
 __all__ = [
     "AT_LEAST_ONE",

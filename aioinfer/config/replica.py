@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from aioinfer.config.options import Settings, check_fields, option, register
+from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError
-from aioinfer.settings import shown
 
 __all__ = ["ReplicaConfig"]
 

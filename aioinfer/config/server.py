@@ -17,8 +17,8 @@ from aioinfer.config.options import (
     option,
     register,
 )
+from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError
-from aioinfer.settings import shown
 
 __all__ = ["ServerConfig", "is_loopback"]
 

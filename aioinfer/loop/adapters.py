@@ -8,7 +8,7 @@ between two steps.
                                                                         the old one drains
                                           remove ◄───────────────────── behind the last step that read it
 
-Nobody waits for a load but its caller, and later loads of the same name. Which version a request has is
+A load blocks only its caller and later loads of the same name. Which version a request has is
 decided in :mod:`aioinfer.scheduling.adapters`.
 """
 
@@ -17,12 +17,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakValueDictionary
 
 from aioinfer.errors import (
     AioInferError,
@@ -36,6 +35,7 @@ from aioinfer.errors import (
 )
 from aioinfer.execution.device import Device, DeviceLost
 from aioinfer.inputs import plain
+from aioinfer.loop.waiting import NamedLocks
 from aioinfer.outputs import AdapterInfo
 from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion, check_adapter_name
 
@@ -96,7 +96,7 @@ class AdapterLoads:
         #: raises unless the engine serves
         self.check_serving: Callable[[], None] = lambda: None
         #: one load or unload of a name at a time, in the order of the calls
-        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._turns = NamedLocks()
         self._closed: asyncio.Future[None] = self._loop.create_future()
         #: done when a slot has come back; None: nothing waits
         self._freed: asyncio.Future[None] | None = None
@@ -110,7 +110,8 @@ class AdapterLoads:
         check_adapter_name(name, self._model)
         self._registry.begin(name)
         try:
-            async with self._turn(name):
+            async with self._turns[name]:
+                self._check_open()
                 prepared = await self._read(where)
                 return (await self._install(name, where, prepared)).info
         finally:
@@ -126,19 +127,11 @@ class AdapterLoads:
         """As :meth:`aioinfer.Engine.unload_adapter`."""
         name = plain(name)
         check_adapter_name(name, "")
-        async with self._turn(name):
+        async with self._turns[name]:
+            self._check_open()
             if name not in self._registry.loaded:
                 raise self._registry.not_loaded(name)
             self._registry.retire(name)
-
-    @asynccontextmanager
-    async def _turn(self, name: str) -> AsyncIterator[None]:
-        lock = self._turns.get(name)
-        if lock is None:
-            lock = self._turns[name] = asyncio.Lock()
-        async with lock:
-            self._check_open()
-            yield
 
     def _check_open(self) -> None:
         """Raise EngineClosed, EngineFailed."""

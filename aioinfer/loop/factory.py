@@ -10,10 +10,10 @@ from aioinfer.checkpoint.files import Checkpoint, checkpoint_at
 from aioinfer.checkpoint.locate import Progress, locate
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import SPECULATION, EngineConfig
+from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.execution.device import Device, DeviceInfo
 from aioinfer.params import SamplingParams
-from aioinfer.settings import shown
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher

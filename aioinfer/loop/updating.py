@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from aioinfer.errors import Cancelled, ConfigError, EngineClosed, EngineError, EngineFailed, shown
 from aioinfer.execution.device import Device, UpdatableDevice
+from aioinfer.loop.waiting import finish
 from aioinfer.scheduling.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -124,10 +125,13 @@ class Updates:
         task = loop.create_task(self._update(frozen(source), mode, version), name="aioinfer-updating")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        await _until_done(task, lambda: task is self._installing or task.cancel())
-        if task.cancelled():
-            raise EngineClosed("the engine was closed during an update of its weights")
-        return task.result()
+        try:
+            return await finish(task, lambda: task is self._installing or task.cancel())
+        except asyncio.CancelledError:
+            caller = asyncio.current_task()
+            if task.cancelled() and caller is not None and not caller.cancelling():
+                raise EngineClosed("the engine was closed during an update of its weights") from None
+            raise
 
     async def _update(self, given: Any, mode: UpdateMode, version: int | None) -> int:
         async with self._turn:
@@ -148,8 +152,7 @@ class Updates:
         prepare = await self._launcher.call(lambda device: updatable(device).prepare_weights)
         stopped = threading.Event()
         reading = self._intake.read_weights(prepare, given, partial(_go_on, stopped))
-        await _until_done(reading, stopped.set)
-        return reading.result()
+        return await finish(reading, stopped.set)
 
     async def _until_ended(self) -> None:
         """Until no request is left that has begun."""
@@ -202,22 +205,6 @@ class Updates:
         """Wait for the others; the launch thread has ended."""
         if self._tasks:
             await asyncio.wait(self._tasks)
-
-
-async def _until_done(work: asyncio.Future[Any], stop: Callable[[], object]) -> None:
-    """Wait for what must not be left while it runs. Cancelled, call ``stop``, once, and raise at its end."""
-    cancelled: asyncio.CancelledError | None = None
-    while not work.done():
-        try:
-            await asyncio.wait([work])
-        except asyncio.CancelledError as error:
-            if cancelled is None:
-                stop()
-            cancelled = error
-    if cancelled is not None:
-        if not work.cancelled():
-            work.exception()  # retrieved: often that of having been stopped
-        raise cancelled
 
 
 def _go_on(stopped: threading.Event) -> None:

@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError
-from aioinfer.settings import shown
 
 __all__ = ["check_numbers"]
 

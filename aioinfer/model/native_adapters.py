@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from aioinfer.checkpoint.adapter import AdapterFiles
+from aioinfer.checkpoint.low_priority import at_low_priority
 from aioinfer.errors import ConfigError
-from aioinfer.low_priority import at_low_priority
 from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.model.adapters.targets import AdapterTargets, LowRank
 from aioinfer.native.arguments import AdaptedLayer, LowRankTarget

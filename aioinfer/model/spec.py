@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from aioinfer.checkpoint.hub import Progress
+from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError
-from aioinfer.settings import shown
 
 if TYPE_CHECKING:
     import torch

@@ -19,6 +19,7 @@ import torch
 
 from aioinfer.checkpoint.files import Directory
 from aioinfer.checkpoint.tensors import Tensors
+from aioinfer.config.values import first_line
 from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.modules import adapt_modules, watch_modules
 from aioinfer.model.attention.base import Attention, AttentionParams
@@ -30,7 +31,6 @@ from aioinfer.model.rope import longest
 from aioinfer.model.selfcheck import check_paged, record
 from aioinfer.model.spec import ModelSpec, Progress, eos_token_ids
 from aioinfer.model.weights import RandomWeights
-from aioinfer.settings import first_line
 
 if TYPE_CHECKING:
     from aioinfer.model.spec import Recipe

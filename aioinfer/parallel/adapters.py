@@ -15,10 +15,10 @@ from aioinfer.errors import AioInferError, ConfigError, EngineClosed, EngineFail
 from aioinfer.loop.adapters import checked_path
 from aioinfer.loop.resumption import check_adapter
 from aioinfer.loop.service import Service
+from aioinfer.loop.waiting import NamedLocks, finish
 from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.placing import Placing
 from aioinfer.scheduling.adapters import adapter_not_loaded, check_adapter_name
-from aioinfer.waiting import NamedLocks, finish
 
 if TYPE_CHECKING:
     from aioinfer.parallel.replica import Replica

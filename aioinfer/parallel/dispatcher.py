@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, get_args
 
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.checkpoint.sentences import Sentences
+from aioinfer.client.engine_like import EngineLike
+from aioinfer.client.threadsafe import ThreadsafeEngine
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine, EngineState
-from aioinfer.engine_like import EngineLike
 from aioinfer.errors import ConfigError, EngineClosed, EngineError, shown
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
@@ -33,7 +34,6 @@ from aioinfer.parallel.stats import DispatcherStats, add_counts, with_counts
 from aioinfer.parallel.supervisor import Supervisor
 from aioinfer.params import SamplingParams
 from aioinfer.request import check_timeout
-from aioinfer.threadsafe import ThreadsafeEngine
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from aioinfer.errors import EngineError
+from aioinfer.loop.waiting import finish
 from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import ReplicaState
-from aioinfer.waiting import finish
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import Progress

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest
 from aioinfer.loop.clock import clock_of
+from aioinfer.loop.waiting import finish
 from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
 from aioinfer.parallel import messages
 from aioinfer.parallel.connection import BEAT, MISSES, PATIENCE, Connect, Connection, connector
@@ -21,7 +22,6 @@ from aioinfer.parallel.reading import request_of
 from aioinfer.parallel.record import Attempt, Record
 from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
 from aioinfer.parallel.rows import unpacked
-from aioinfer.waiting import finish
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress

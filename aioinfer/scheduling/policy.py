@@ -19,10 +19,10 @@ from typing import Any, Self
 from sortedcontainers import SortedDict
 
 from aioinfer import plugins
+from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.sequence import Sequence
-from aioinfer.settings import shown
 
 __all__ = ["CacheAware", "Policy", "Ranked", "make_policy", "policy_class"]
 

@@ -13,9 +13,10 @@ from pydantic import Field
 
 from aioinfer.chat.bodies import Object, field
 from aioinfer.checkpoint.adapter import ADAPTER_FILES
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig
-from aioinfer.engine_like import EngineLike
 from aioinfer.errors import ConfigError, InvalidRequest, OutOfMemory, RequestError, renamed, shown
+from aioinfer.loop.waiting import NamedLocks
 from aioinfer.scheduling.adapters import ADAPTER_NOT_FOUND, LONGEST_NAME
 from aioinfer.server.confinement import LONGEST_PATH, Confined
 from aioinfer.server.generation import Generation
@@ -23,7 +24,6 @@ from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.http.records import record_of
 from aioinfer.server.openai.protocol import read
 from aioinfer.server.openapi.endpoints import Endpoint, Route
-from aioinfer.waiting import NamedLocks
 
 __all__ = ["AdapterRoutes", "Adapters", "LoadBody", "UnloadBody"]
 

@@ -16,8 +16,8 @@ from aiohttp.typedefs import Handler, Middleware
 from pydantic import Field
 
 from aioinfer.chat.bodies import Object, admit, field
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig, is_loopback
-from aioinfer.engine_like import EngineLike
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.server.adapters import Adapters, LoadBody, UnloadBody
 from aioinfer.server.confinement import Confined

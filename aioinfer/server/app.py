@@ -14,9 +14,9 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig
 from aioinfer.engine import EngineState
-from aioinfer.engine_like import EngineLike
 from aioinfer.errors import ConfigError
 from aioinfer.server.admin import ADMIN_HOST, admin_application
 from aioinfer.server.asgi import AsgiApplication

@@ -21,9 +21,9 @@ from aiohttp.http import RawRequestMessage
 from multidict import CIMultiDict, CIMultiDictProxy
 from yarl import URL
 
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig
 from aioinfer.engine import EngineState
-from aioinfer.engine_like import EngineLike
 from aioinfer.errors import AioInferError
 from aioinfer.loop.service import asyncio_loop
 from aioinfer.server.http.failures import Failure

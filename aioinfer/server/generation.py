@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from aioinfer.chat.answers import AnswerReader
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig
-from aioinfer.engine_like import EngineLike
 from aioinfer.errors import Rejected, RequestError
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import Chunk, Result, Usage

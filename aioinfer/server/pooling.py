@@ -9,11 +9,11 @@ from typing import Any
 
 from aiohttp import web
 
+from aioinfer.client.engine_like import EngineLike
+from aioinfer.client.pooled_calls import listing
 from aioinfer.config import ServerConfig
-from aioinfer.engine_like import EngineLike
+from aioinfer.embeddings.scoring import Scores
 from aioinfer.errors import RequestError, renamed
-from aioinfer.pooled import listing
-from aioinfer.scoring import Scores
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import Pieces, whole_response

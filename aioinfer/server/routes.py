@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from aiohttp import web
 
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig
-from aioinfer.engine_like import EngineLike
 from aioinfer.errors import ConfigError
 from aioinfer.observe.tracing import within
 from aioinfer.server.adapters import AdapterRoutes

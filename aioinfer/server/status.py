@@ -13,9 +13,9 @@ from aiohttp import web
 from typing_extensions import TypedDict
 
 from aioinfer._version import __version__
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig
 from aioinfer.engine import EngineState
-from aioinfer.engine_like import EngineLike
 from aioinfer.errors import EngineClosed
 from aioinfer.outputs import AdapterInfo
 from aioinfer.server.http.access import WebAccess

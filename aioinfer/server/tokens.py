@@ -15,9 +15,9 @@ from typing_extensions import TypedDict
 from aioinfer.chat.bodies import NO, Object, Refused, field, later
 from aioinfer.chat.door import conversation
 from aioinfer.chat.fields import Message
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig
 from aioinfer.engine import Prompt
-from aioinfer.engine_like import EngineLike
 from aioinfer.errors import EngineClosed, InvalidRequest
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.pace import Pace

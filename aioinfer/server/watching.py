@@ -9,9 +9,9 @@ from typing import Any
 
 from aiohttp import hdrs, web
 
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig
 from aioinfer.engine import EngineState
-from aioinfer.engine_like import EngineLike
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Lane, Timeline, now
 from aioinfer.server.http.access import WebAccess

@@ -16,9 +16,9 @@ import statistics
 import time
 from typing import Any
 
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.engine_like import EngineLike
 from aioinfer.execution.device import DeviceLost, Flight
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice

@@ -13,7 +13,7 @@ import typing
 from typing import Any
 
 from aioinfer.config import GROUPS, EngineConfig, ReplicaConfig, ServerConfig
-from aioinfer.settings import shown_bound
+from aioinfer.config.values import shown_bound
 from tests.docs.pages import ROOT
 
 __all__ = ["PAGE", "rewritten"]

@@ -16,8 +16,8 @@ import transformers
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from aioinfer import LLM, Engine, EngineConfig, InvalidRequest, Pooling, SamplingParams
+from aioinfer.embeddings.scoring import _JUDGE
 from aioinfer.errors import ConfigError
-from aioinfer.scoring import _JUDGE
 from tests.compiled import require_native
 from tests.model.checkpoints import VOCAB, make_checkpoint, make_model
 from tests.tiers import FURTHER, SECONDS, grid, rest

@@ -10,7 +10,7 @@ import pytest
 
 from aioinfer import LLM, EngineConfig, InvalidRequest, Pooling, Rejected, SamplingParams, StepFailed
 from aioinfer.checkpoint.sentences import Sentences
-from aioinfer.embedding import normalized
+from aioinfer.embeddings.embedding import normalized
 from aioinfer.parallel import Dispatcher
 from aioinfer.stream import Stream
 from tests.engine.conftest import Gate, MakeEngine

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from aioinfer import LLM, EngineConfig, InvalidRequest, Pooling, SamplingParams, StepFailed, TimedOut
-from aioinfer.embedding import normalized
+from aioinfer.embeddings.embedding import normalized
 from aioinfer.execution.launcher import InlineLauncher
 from aioinfer.parallel import Dispatcher
 from aioinfer.pooling import KINDS

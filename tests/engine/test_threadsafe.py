@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import pytest
 
 from aioinfer import EngineConfig, errors
+from aioinfer.client.threadsafe import ThreadsafeEngine
 from aioinfer.testing import Answer, FakeEngine
-from aioinfer.threadsafe import ThreadsafeEngine
 from tests.engine.test_chat import CALLING, USER, freed, weather
 from tests.tiers import SECONDS, rest
 

@@ -21,8 +21,8 @@ from aioinfer import (
     EngineStats,
     InvalidRequest,
 )
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.engine import Engine
-from aioinfer.engine_like import EngineLike
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.replica import ReplicaState
 from tests.observe.scrapes import read_text, scrape, values

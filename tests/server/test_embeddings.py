@@ -16,7 +16,7 @@ import numpy as np
 import openai
 import pytest
 
-from aioinfer.embedding import Embedding, normalized
+from aioinfer.embeddings.embedding import Embedding, normalized
 from aioinfer.outputs import Usage
 from aioinfer.pooling import Pooling
 from aioinfer.server.openai.embeddings import EmbeddingCall, RerankBody, embeddings_answer

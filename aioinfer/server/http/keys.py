@@ -18,9 +18,9 @@ from typing import Any
 from aiohttp import web
 
 from aioinfer.config import ServerConfig
+from aioinfer.config.values import read_yaml, shown
 from aioinfer.errors import ConfigError
 from aioinfer.server.http.failures import Failure, Refused
-from aioinfer.settings import read_yaml, shown
 
 __all__ = ["Key", "Keys", "check_name", "digest_of", "new_key"]
 

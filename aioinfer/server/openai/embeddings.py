@@ -14,10 +14,10 @@ from pydantic import BeforeValidator, Field
 from typing_extensions import TypedDict
 
 from aioinfer.chat.bodies import CLIENTS, NO, Items, Object, Refused, TextOr, admit, field
-from aioinfer.embedding import Embedding
+from aioinfer.embeddings.embedding import Embedding
+from aioinfer.embeddings.scoring import ScoreMethod, Scores
 from aioinfer.errors import InvalidRequest
 from aioinfer.loop.options import Prompt
-from aioinfer.scoring import ScoreMethod, Scores
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import Pieces
 from aioinfer.server.openai.fields import Label, Model, Priority, Seconds, as_list, prompts

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig
-from aioinfer.engine_like import EngineLike
 from aioinfer.server.http.access import WebAccess
 from aioinfer.server.http.keys import Keys
 from aioinfer.server.openapi.endpoints import Endpoint

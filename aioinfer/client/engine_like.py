@@ -6,24 +6,24 @@ from abc import abstractmethod
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from aioinfer.client.requests import Requests
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.loop.service import EngineState
 from aioinfer.loop.updating import UpdateMode, WeightSource
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
-from aioinfer.requests import Requests
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
+    from aioinfer.client.threadsafe import ThreadsafeEngine
     from aioinfer.observe.metrics.measuring import Measuring
-    from aioinfer.threadsafe import ThreadsafeEngine
 
 __all__ = ["EngineLike"]
 
 
 class EngineLike(Requests):
-    """Takes requests, as :class:`~aioinfer.requests.Requests`, is started and closed, and can be observed."""
+    """Takes requests, as :class:`Requests` says, is started and closed, and can be observed."""
 
     # -- life -----------------------------------------------------------------------------------
 

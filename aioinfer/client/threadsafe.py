@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack, cast
 
 from aioinfer.chat.asking import chat_request
 from aioinfer.chat.results import ChatDelta, ChatResult
-from aioinfer.chats import ChatStream
-from aioinfer.embedding import input_form, inputs_of, of_input, source_form
+from aioinfer.client.chats import ChatStream
+from aioinfer.embeddings.embedding import input_form, inputs_of, of_input, source_form
 from aioinfer.errors import EngineClosed, InvalidRequest, Rejected, RequestError, WrongLoop, renamed
 from aioinfer.loop.options import Prompt
 from aioinfer.loop.updating import Updatable, UpdateMode, WeightSource, frozen
@@ -31,9 +31,9 @@ from aioinfer.request import RequestOptions
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
+    from aioinfer.client.requests import Requests
+    from aioinfer.embeddings.scoring import Scores
     from aioinfer.loop.service import Service
-    from aioinfer.requests import Requests
-    from aioinfer.scoring import Scores
 
 __all__ = ["RemoteStream", "ThreadsafeEngine"]
 

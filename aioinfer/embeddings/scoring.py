@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from aioinfer.checkpoint.sentences import Sentences
-from aioinfer.embedding import EmbeddingForm
+from aioinfer.embeddings.embedding import EmbeddingForm
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.loop.options import PromptForm
 from aioinfer.outputs import Result, Usage

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any, Literal, Unpack
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.chat.asking import ChatRequest, chat_request
 from aioinfer.chat.functions import Tool
-from aioinfer.chats import ChatStream
 from aioinfer.checkpoint.sentences import Sentences
+from aioinfer.client.chats import ChatStream
+from aioinfer.client.mapping import MapProgress, OnError, Prompts, ResultMap
+from aioinfer.client.pooled_calls import PooledCall
 from aioinfer.config import EngineConfig
-from aioinfer.embedding import EmbeddingForm, inputs_of, source_form
+from aioinfer.embeddings.embedding import EmbeddingForm, inputs_of, source_form
+from aioinfer.embeddings.scoring import ScoreMethod, Scores, score_job
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource, check_chat, pooling_params
-from aioinfer.mapping import MapProgress, OnError, Prompts, ResultMap
 from aioinfer.outputs import AdapterInfo
 from aioinfer.params import SamplingParams, Schema, inherited
-from aioinfer.pooled import PooledCall
 from aioinfer.pooling import Pooling
 from aioinfer.request import JobOptions, Request, RequestOptions
 from aioinfer.resuming.record import StreamCheckpoint, options_of
-from aioinfer.scoring import ScoreMethod, Scores, score_job
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
@@ -390,9 +390,9 @@ class Requests(ABC):
         """How well each document answers a query; ``query`` may be a list with one for each document.
 
         Args:
-            method: "classifier", "judge" or "cosine"; see :mod:`aioinfer.scoring`. Default: the classifier's
-                head if the model has one; "cosine" for embedding models; else "judge", with the template of
-                Qwen3-Reranker.
+            method: "classifier", "judge" or "cosine"; see :mod:`aioinfer.embeddings.scoring`. Default: the
+                classifier's head if the model has one; "cosine" for embedding models; else "judge", with the
+                template of Qwen3-Reranker.
             instruction: what makes a document fit, for the template's ``{instruction}``.
             template: a text with ``{query}`` and ``{document}``, which a judge or a classifier reads.
             progress, options: as of :meth:`embed`.

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from aioinfer.client.mapping import MapProgress, ResultMap
 from aioinfer.config import EngineConfig
-from aioinfer.embedding import of_input
+from aioinfer.embeddings.embedding import of_input
 from aioinfer.errors import AioInferError, Rejected, StepFailed
 from aioinfer.loop.options import Prompt, PromptSource
-from aioinfer.mapping import MapProgress, ResultMap
 from aioinfer.outputs import Result
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Embeddings and scores: what becomes of pooled hidden states."""
