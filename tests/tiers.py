@@ -28,7 +28,6 @@ __all__ = [
     "FURTHER",
     "INTERPRETER",
     "LONG",
-    "PLANTED_BUG",
     "PROGRAM",
     "RACES",
     "SECONDS",
@@ -58,7 +57,6 @@ nightly = pytest.mark.nightly
 SECONDS = "takes longer than a tenth of a second, and there are thousands of tests"
 PROGRAM = "runs a program from its start"
 # ... and of nightly.
-PLANTED_BUG = "a planted bug must be found: a test of the tests"
 EXACT = "exact distributions, combination by combination"
 INTERPRETER = "Triton's interpreter: takes seconds, or is a further point of a grid of sizes and types"
 SLOW_MODEL = "a whole model in Triton's interpreter takes ten seconds and more"

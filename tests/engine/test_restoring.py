@@ -7,21 +7,19 @@ import json
 import math
 import random
 from collections import abc
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
 
-from aioinfer import AioInferError, EngineClosed, InvalidRequest, StreamCheckpoint
+from aioinfer import EngineClosed, InvalidRequest, StreamCheckpoint
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.loop.resumption import Resumption
 from aioinfer.outputs import Result
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams
 from aioinfer.pooling import Pooling
-from aioinfer.request import Output
 from examples.training.tasks import TASKS, held_out
 from tests.engine.conftest import MakeEngine
 from tests.model.harness import require
@@ -175,70 +173,6 @@ async def cut_everywhere(make_engine: MakeEngine, window: int) -> None:
     ):
         assert await continue_all(one, other, asked, identical=True) > 100
         assert other.stats().retractions
-
-
-def changed(**values: Any) -> Callable[[pytest.MonkeyPatch], None]:
-    """A bug: some fields of every checkpoint are others."""
-    read = StreamCheckpoint.from_json
-
-    def plant(patch: pytest.MonkeyPatch) -> None:
-        def other(text: str) -> StreamCheckpoint:
-            found = read(text)
-            return replace(found, **{name: make(found) for name, make in values.items()})
-
-        patch.setattr(StreamCheckpoint, "from_json", other)
-
-    return plant
-
-
-def folded(patch: pytest.MonkeyPatch) -> None:
-    """The output becomes a part of the prompt."""
-    changed(
-        prompt_token_ids=lambda it: [*it.prompt_token_ids, *it.token_ids],
-        token_ids=lambda it: [],
-        logprobs=lambda it: [],
-        delivered_tokens=lambda it: 0,
-        delivered_characters=lambda it: 0,
-    )(patch)
-
-
-def untimed(patch: pytest.MonkeyPatch) -> None:
-    """The tokens that were there count as new ones."""
-    begin = Resumption.begin
-
-    def wrong(self: Resumption, output: Output) -> None:
-        begin(self, output)
-        output.token_times.clear()
-
-    patch.setattr(Resumption, "begin", wrong)
-
-
-BUGS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
-    "another seed": changed(seed=lambda it: it.seed + 1),
-    "a token less": changed(
-        token_ids=lambda it: it.token_ids[:-1],
-        logprobs=lambda it: it.logprobs[:-1],
-        delivered_tokens=lambda it: min(it.delivered_tokens, max(0, len(it.token_ids) - 1)),
-    ),
-    "delivered again": changed(delivered_tokens=lambda it: 0),
-    "text again": changed(delivered_characters=lambda it: 0),
-    "no penalties": changed(
-        params=lambda it: it.params.changed(presence_penalty=0.0, repetition_penalty=1.0)
-    ),
-    "no end": changed(params=lambda it: it.params.changed(max_tokens=None)),
-    "folded": folded,
-    "untimed": untimed,
-}
-
-
-@pytest.mark.parametrize("bug", BUGS)
-async def test_planted_bugs_are_found(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, bug: str
-) -> None:
-    BUGS[bug](monkeypatch)
-    with pytest.raises((AssertionError, AioInferError, TimeoutError)):
-        async with asyncio.timeout(20):  # one that never ends is found, too
-            await cut_everywhere(make_engine, 1)
 
 
 async def test_an_engine_draws_the_seed_once(make_engine: MakeEngine) -> None:

@@ -12,14 +12,11 @@ import pytest
 from aioinfer.config import EngineConfig
 from aioinfer.llm import LLM
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.scheduling.memory import Memory
-from aioinfer.scheduling.sequence import Sequence
-from aioinfer.scheduling.states import StateCells
 from aioinfer.scheduling.step import Row
 from tests.engine.conftest import MakeEngine
-from tests.engine.simulation import settle, simulate
+from tests.engine.simulation import settle
 from tests.engine.test_transparency import retract_every, toy_requests
-from tests.tiers import PLANTED_BUG, SECONDS, grid, nightly, rest
+from tests.tiers import SECONDS, grid, rest
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -114,55 +111,3 @@ async def test_the_log_says_how_many_states_are_kept(make_engine: MakeEngine) ->
     async with make_engine() as engine:
         assert engine.info.num_snapshots is None
         assert "recurrent" not in engine.info.decisions
-
-
-# -- planted bugs --------------------------------------------------------------------------------------
-
-Patch = Callable[[pytest.MonkeyPatch], None]
-MUTANTS: dict[str, Patch] = {}
-
-
-def mutant(patch: Patch) -> Patch:
-    MUTANTS[patch.__name__] = patch
-    return patch
-
-
-@mutant
-def states_are_rewound_like_keys(patch: pytest.MonkeyPatch) -> None:
-    def rewind(self: Memory, request: Sequence, computed: int) -> int:
-        return computed
-
-    patch.setattr(Memory, "rewind", rewind)
-
-
-@mutant
-def a_rewound_request_reads_its_slot(patch: pytest.MonkeyPatch) -> None:
-    rewind = StateCells.rewind
-
-    def forgetful(self: StateCells, request: Sequence, computed: int) -> int:
-        computed = rewind(self, request, computed)
-        self._leave_source(request)
-        return computed
-
-    patch.setattr(StateCells, "rewind", forgetful)
-
-
-@mutant
-def cached_pages_are_written_again(patch: pytest.MonkeyPatch) -> None:
-    def rewind(self: Memory, request: Sequence, computed: int) -> int:
-        return computed if self.states is None else self.states.rewind(request, computed)
-
-    patch.setattr(Memory, "rewind", rewind)
-
-
-@nightly(PLANTED_BUG)
-@pytest.mark.parametrize("name", MUTANTS)
-def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    MUTANTS[name](monkeypatch)
-
-    def all_are_lawful() -> None:
-        for seed in range(400):
-            simulate(seed, 40)
-
-    with pytest.raises(BaseExceptionGroup):
-        all_are_lawful()
