@@ -23,7 +23,6 @@ ALLOWED = {
     "engine/test_intake.py": "looks for a condition",
     "engine/test_llm.py": "a step that takes longer than the deadline",
     "joining.py": "looks for a condition",
-    "parallel/test_failover.py": "a planted bug may never end",
     "test_chance.py": "names them",
     "server/test_adversity.py": "a device with slow steps",
     "text/merging_schemas.py": "sets a limit of memory by what there is",

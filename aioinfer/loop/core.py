@@ -139,21 +139,6 @@ class Core:
         batch = self._generation.batch(memory, config, speculation)
         return Scheduler(memory, config, batch, whole_prompts=info.whole_prompts)
 
-    def start_over(self) -> None:
-        """Forget all requests and all KV, for a scheduler that an exception left half changed. No step may be
-        in flight."""
-        scheduler = self._new_scheduler()
-        # Devices expect rising ids.
-        newest = self.scheduler.queues.last_step
-        scheduler.queues.last_step = newest
-        scheduler.weight_version = self.weight_version
-        scheduler.memory.resolved(newest)
-        self.adapters.forget_requests(newest)
-        self.scheduler = scheduler
-        self.ended, self.admitted, self._newest_step = [], [], newest
-        count, self.texts = self.texts.output_tokens, self._new_texts()
-        self.texts.output_tokens = count
-
     @property
     def weight_version(self) -> int:
         """Of the weights that compute the next step."""

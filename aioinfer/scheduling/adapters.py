@@ -228,12 +228,6 @@ class AdapterRegistry:
             for version in list(self._draining.values()):
                 self._leave_if_idle(version)
 
-    def forget_requests(self, step_id: int) -> None:
-        """All requests are gone, and all steps up to this one have resolved."""
-        for version in (*self.loaded.values(), *self._draining.values()):
-            version.users.clear()
-        self.resolved(step_id)
-
     def _leave_if_idle(self, version: AdapterVersion) -> None:
         if version.users or version.fence > self._resolved or version.slot not in self._draining:
             return

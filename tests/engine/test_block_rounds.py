@@ -11,7 +11,6 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import StepFailed
 from aioinfer.execution.launcher import ThreadLauncher
-from aioinfer.loop.driver import Driver
 from aioinfer.outputs import Chunk
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.step import Step
@@ -59,11 +58,6 @@ async def test_rounds_go_on_in_place_until_somebody_wants_something(
     gate: Gate, what: str, forwards: int
 ) -> None:
     assert await first_forwards(gate, what) == forwards
-
-
-async def test_a_driver_that_does_not_interrupt_is_found(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Driver, "wake", Driver._again)
-    assert await first_forwards(gate, "arrival") > 1
 
 
 def test_a_draft_that_is_gone_when_it_is_asked_for_is_no_chunk() -> None:

@@ -15,7 +15,6 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.execution.launcher import ThreadLauncher
-from aioinfer.execution.opening import Opening, OpeningCancelled
 from aioinfer.loop import factory
 from aioinfer.native import bindings
 from aioinfer.params import SamplingParams
@@ -255,20 +254,6 @@ async def test_a_start_that_compiles_can_be_cancelled(
     for worker in workers.read_text().split() if workers.exists() else []:
         while alive(int(worker)):
             pass
-
-
-def test_an_opening_passes_on_what_is_new_until_it_is_cancelled() -> None:
-    told: list[tuple[str, int, int]] = []
-    opening = Opening(lambda *state: told.append(state))
-    for done in (0, 0, 1, 1, 0):
-        opening("weights", done, 2)
-    assert told == [("weights", 0, 2), ("weights", 1, 2), ("weights", 0, 2)]
-    Opening(None)("weights", 0, 2)
-    opening.cancel()
-    for _ in range(2):
-        with pytest.raises(OpeningCancelled):
-            opening("weights", 1, 2)
-    assert len(told) == 3
 
 
 @rest(PROGRAM)

@@ -90,12 +90,6 @@ def given_params() -> dict[str, Any]:
     }
 
 
-def make_llm() -> LLM:
-    config = EngineConfig(model="toy", page_size=4, num_pages=256, max_running_requests=8)
-    device = ToyDevice(num_pages=256, page_size=4, num_slots=config.num_slots)
-    return LLM(config, device=lambda _: device, tokenizer=lambda _: Rendering())
-
-
 @pytest.mark.parametrize("change", CHANGES)
 async def test_a_prompt_changed_after_the_call_changes_nothing(make_engine: MakeEngine, change: str) -> None:
     async with make_engine(tokenizer=Rendering, num_pages=256) as engine:
@@ -112,20 +106,6 @@ async def test_a_prompt_changed_after_the_call_changes_nothing(make_engine: Make
             everywhere(value, CHANGES[change])
         assert [(await stream).token_ids for stream in streams] == wanted
         assert (await streams[0]).prompt_token_ids == IDS
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_prompt_changed_after_it_was_added_changes_nothing(change: str) -> None:
-    with make_llm() as llm:
-        wanted = [llm.generate([each], SHORT, progress=False)[0].token_ids for each in (IDS, chat())]
-        ids, messages, params = list(IDS), chat(), given_params()
-        keys = [llm.add_request(ids, SHORT), llm.add_request(messages, SHORT)]
-        for value in (ids, messages, params):
-            everywhere(value, CHANGES[change])
-        results = {}
-        while llm.has_unfinished():
-            results |= llm.step()
-        assert [results[key].token_ids for key in keys] == wanted
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from aioinfer import LLM, DiffusionParams, EngineConfig, SamplingParams
+from aioinfer import DiffusionParams, EngineConfig, SamplingParams
 from aioinfer.loop.core import Core
 from aioinfer.loop.options import Prepared
 from aioinfer.loop.texts import Texts
@@ -353,15 +352,6 @@ async def test_stats_count_rounds_and_what_they_bring(make_engine: MakeEngine) -
     # Three blocks of two rounds each; the last one is not committed.
     assert stats.rounds == device.block_rounds == 8
     assert stats.tokens_per_round == 23 / 8
-
-
-def test_the_synchronous_twin_generates_blocks() -> None:
-    device = scripted()
-    make: Callable[[EngineConfig], Any] = lambda _: device  # noqa: E731
-    with LLM(EngineConfig(model="scripted"), device=make, tokenizer=lambda _: ToyTokenizer()) as llm:
-        results = llm.generate([PROMPT, [9]], params(logprobs=0), progress=False)
-    assert [each.token_ids for each in results] == [expected(device, p, params()) for p in (PROMPT, [9])]
-    assert all(len(each.step_map or ()) == len(each.token_ids) for each in results)
 
 
 async def test_an_engine_without_a_tokenizer_drafts_tokens(make_engine: MakeEngine) -> None:

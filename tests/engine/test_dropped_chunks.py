@@ -87,46 +87,12 @@ def test_a_stream_dropped_during_a_step_leaves_the_others(
         until_idle(llm)
 
 
-@pytest.mark.parametrize("place", ["launch", "wait"])
-def test_a_stream_dropped_during_a_step_leaves_the_requests_of_step(place: str) -> None:
-    llm, device = make_llm(overlap_steps=1)
-    with llm:
-        held = begun(llm)
-        key = llm.add_request(PROMPT, SHORT)
-        device.hooks[place] = lambda: drop(held)
-        results = {}
-        for _ in range(50):
-            results |= llm.step()
-            if not llm.has_unfinished():
-                break
-        assert {key: result.token_ids for key, result in results.items()} == {
-            key: toy_generate(PROMPT, SHORT)
-        }
-        check_idle(llm._core.scheduler)
-
-
 def until_idle(llm: LLM) -> None:
     """Streams that are dropped end in a later turn of the engine's loop."""
     while llm._core.scheduler.queues.has_unfinished:
         pass
     llm.generate(PROMPT, SHORT, progress=False)
     check_idle(llm._core.scheduler)
-
-
-def test_a_stream_dropped_while_the_last_steps_are_read_leaves_nothing() -> None:
-    llm, device = make_llm(overlap_steps=2)
-    with llm:
-        held, others = begun(llm), begun(llm)
-        ended = llm.stream(PROMPT, SHORT)
-        while next(ended).finish_reason is None:
-            pass
-        others.append(ended)  # it stands at its last chunk
-        del ended
-        first = others.pop(0)
-        drop(held)
-        device.hooks["wait"] = lambda: drop(others)
-        del first
-        until_idle(llm)
 
 
 def test_a_stream_dropped_between_two_calls_is_ended_by_the_next() -> None:

@@ -97,16 +97,6 @@ def test_where_asyncio_does_not_run_the_error_says_what_to_do() -> None:
     assert engine.state.value == "new"
 
 
-def test_a_running_engine_is_not_used_where_asyncio_does_not_run() -> None:
-    engine = FakeEngine("x")
-    with asyncio.Runner() as runner:
-        runner.run(engine.start())
-        for call in (lambda: engine.generate("a"), lambda: engine.chat([{"role": "user", "content": "x"}])):
-            with pytest.raises(errors.WrongLoop, match="no running loop here"):
-                call()
-        runner.run(engine.aclose())
-
-
 FIXTURE = """
 import pytest, pytest_asyncio
 from aioinfer.testing import FakeEngine

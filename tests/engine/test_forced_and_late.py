@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -281,92 +281,12 @@ def test_forced_tokens_are_told_once_and_make_the_rows_behind_void() -> None:
     assert not masks.collect([GrammarRow(0, state, 9, known=True)], 4).outcomes
 
 
-def test_too_few_forced_tokens_are_sampled_like_any_others() -> None:
-    masks = GrammarWorker(threaded=False)
-    state = state_of(FakeMatcher([11, 12]), 5, least_forced=3)
-    masks.advance([GrammarRow(0, state, 5, known=False)], [1])
-    assert not masks.collect([GrammarRow(0, state, 6, known=False)], 1).outcomes
-
-
-def test_a_row_of_a_request_that_lost_a_step_does_not_wait_for_ever() -> None:
-    """Its token was never sampled, so no mask will come."""
-    masks = GrammarWorker(3600.0)
-    lost, fine = state_of(FakeMatcher(), 5), state_of(FakeMatcher(), 5)
-    rows = [GrammarRow(0, lost, 6, known=False), GrammarRow(1, fine, 5, known=False)]
-    assert masks.collect(rows, 2).outcomes == {0: DEFERRED}
-    assert masks.collect(rows[:1], 1).outcomes == {0: DEFERRED}
-
-
-def test_a_slow_grammar_works_beside_the_others() -> None:
-    masks = GrammarWorker(0.001)
-    slow, quick = FakeMatcher(), FakeMatcher()
-    states = [state_of(slow, 5), state_of(quick, 5)]
-    slow.hold.clear()
-    masks.advance([GrammarRow(0, states[0], 5, known=False)], [1])
-    slow.arrived.wait()  # from now on it is its time that passes, and not that of a thread's start
-    assert masks.collect([GrammarRow(0, states[0], 6, known=False)], 1).outcomes == {0: DEFERRED}
-    assert states[0].slow
-    slow.hold.set()
-    while masks.collect([GrammarRow(0, states[0], 6, known=True)], 1).outcomes:
-        pass
-    # It took long, so its next turn is on the other thread, where it may take as long as it likes.
-    slow.hold.clear()
-    masks.advance([GrammarRow(at, state, 6, known=False) for at, state in enumerate(states)], [1, 1])
-    patient = GrammarWorker(3600.0)
-    patient._changed = masks._changed
-    rows = [GrammarRow(0, states[0], 7, known=False), GrammarRow(1, states[1], 6, known=False)]
-    assert patient.collect(rows, 2).outcomes == {0: DEFERRED}
-    assert quick.accepted == [1]
-    slow.hold.set()
-    masks.close()
-
-
-def test_a_step_of_nothing_but_slow_grammars_waits_for_the_first_of_them() -> None:
-    """Without a mask none of its rows could sample."""
-
-    class ReleasesWhenAwaited(threading.Condition):
-        def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-            matcher.hold.set()
-            return super().wait_for(predicate, timeout)
-
-    masks = GrammarWorker(3600.0)
-    masks._changed = ReleasesWhenAwaited()
-    matcher, stuck = FakeMatcher(), FakeMatcher()
-    states = [state_of(matcher, 5), state_of(stuck, 5)]
-    for each in (matcher, stuck):
-        each.hold.clear()
-    for state in states:
-        state.slow = True
-    masks.advance([GrammarRow(at, state, 5, known=False) for at, state in enumerate(states)], [1, 1])
-    rows = [GrammarRow(at, state, 6, known=False) for at, state in enumerate(states)]
-    # Beside a row that can sample, the slow ones are left out at once.
-    assert masks.collect(rows, 3).outcomes == {0: DEFERRED, 1: DEFERRED}
-    assert not matcher.accepted
-    rows = [GrammarRow(at, state, 6, known=True) for at, state in enumerate(states)]
-    assert masks.collect(rows, 2).outcomes == {1: DEFERRED}
-    stuck.hold.set()
-    masks.close()
-
-
 def test_a_token_that_is_not_allowed_fails_its_own_row() -> None:
     masks = GrammarWorker(threaded=False)
     states = [state_of(FakeMatcher(), 5), state_of(FakeMatcher(), 5)]
     masks.advance([GrammarRow(at, state, 5, known=False) for at, state in enumerate(states)], [95, 2])
     rows = [GrammarRow(at, state, 6, known=False) for at, state in enumerate(states)]
     assert masks.collect(rows, 2).outcomes == {0: BAD_GRAMMAR}
-
-
-def test_a_grammar_found_slow_while_work_is_handed_out_hears_of_each_token_once() -> None:
-    """The worker may be done, and think it slow, before the others' work is handed out."""
-    masks = GrammarWorker(0.0)
-    states = [state_of(FakeMatcher(), 5), state_of(FakeMatcher(), 5)]
-    masks._workers.put = masks._work  # type: ignore[method-assign]
-    for position, token in enumerate((1, 2, 3), 5):
-        masks.advance(
-            [GrammarRow(at, state, position, known=False) for at, state in enumerate(states)], [token] * 2
-        )
-    assert [state.matcher.accepted for state in states] == [[1, 2, 3]] * 2  # type: ignore[attr-defined]
-    assert [state.position for state in states] == [8, 8]
 
 
 def test_who_shares_a_turn_with_a_stuck_grammar_gets_its_mask() -> None:

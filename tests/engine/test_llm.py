@@ -19,8 +19,6 @@ from aioinfer.llm import LLM
 from aioinfer.outputs import Chunk
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.audit import check_idle
-from aioinfer.scheduling.policy import Policy
-from aioinfer.scheduling.sequence import Sequence
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
@@ -93,24 +91,6 @@ def test_a_message_is_no_batch_of_prompts(kind: Any) -> None:
 def test_more_prompts_than_the_queue_takes_are_fed_as_it_empties() -> None:
     with make_llm(max_queued_requests=3) as llm:
         answers(llm, [[number, 2] for number in range(1, 40)])
-
-
-def test_a_policy_that_does_not_queue_a_request_fails_that_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fault(self: Policy, request: Sequence) -> None:
-        raise ValueError("not this one")
-
-    with make_llm() as llm:
-        key = llm.add_request(PROMPTS[0], SHORT)
-        llm.step()
-        with monkeypatch.context() as patch:
-            patch.setattr(type(llm._core.scheduler.queues.waiting), "add", fault)
-            with pytest.raises(errors.StepFailed, match=r"could not be queued: .*not this one"):
-                llm.add_request(PROMPTS[1], SHORT)
-        found = {}
-        while llm.has_unfinished():
-            found |= llm.step()
-        assert found[key].token_ids == toy_generate(PROMPTS[0], SHORT)
-        answers(llm)
 
 
 def test_an_aborted_request_is_not_returned_and_gives_everything_back() -> None:
@@ -196,22 +176,6 @@ def test_a_request_that_runs_too_long_is_raised_and_the_others_go_on() -> None:
             key: toy_generate(PROMPTS[1], LONG)
         }
         check_idle(llm._core.scheduler)
-        answers(llm)
-
-
-def test_a_request_that_waits_too_long_is_raised() -> None:
-    with make_llm(max_running_requests=1) as llm:
-        running = llm.add_request(PROMPTS[0], LONG)
-        llm.step()
-        llm.add_request(PROMPTS[1], SHORT, waiting_timeout=0.01)
-        until_one_is_late(llm)
-        found: dict[int, Any] = {}
-        with pytest.raises(errors.TimedOut, match=r"0\.01 s waiting"):
-            while True:
-                found |= llm.step()
-        while llm.has_unfinished():
-            found |= llm.step()
-        assert list(found) == [running]
         answers(llm)
 
 

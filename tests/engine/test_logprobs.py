@@ -12,7 +12,6 @@ import pytest
 from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.llm import LLM
 from aioinfer.outputs import Result, TokenLogprob
 from aioinfer.params import Grammar, SamplingParams
 from tests.engine.conftest import MakeEngine
@@ -183,13 +182,6 @@ async def test_there_is_one_record_per_token_whatever_happens(
 
         await asyncio.gather(*[one(number) for number in range(8)], *[without(number) for number in range(8)])
         assert not every or engine.stats().retractions > 0
-
-
-def test_the_synchronous_twin_reports_them_too() -> None:
-    with LLM(EngineConfig(threads=1)) as llm:
-        (result,) = llm.generate([PROMPT], SamplingParams(temperature=0, max_tokens=3, logprobs=1))
-        assert result.logprobs is not None
-        assert [each.top[0][0] for each in result.logprobs] == result.token_ids
 
 
 def test_how_many_are_wanted_is_checked() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.errors import OutOfMemory, StepFailed
+from aioinfer.errors import OutOfMemory
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
@@ -22,7 +22,6 @@ from aioinfer.loop.options import Prepared
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.request import Output, Request
 from aioinfer.scheduling.step import Step
-from aioinfer.text.grammar import GrammarState
 from examples.training.tasks import held_out
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
@@ -30,7 +29,7 @@ from tests.engine.test_forced_and_late import SCHEMA
 from tests.engine.test_launchers import AsynchronousToy
 from tests.engine.test_transparency import MODES, toy_requests
 from tests.tiers import SECONDS, grid, rest
-from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys import ToyDevice, toy_generate
 from tests.toys.device import toy_logprob
 
 
@@ -166,21 +165,6 @@ async def test_deadlines_run_on_from_the_first_step(make_engine: MakeEngine) -> 
         engine._started().admitted = lambda request: admitted.append(request.key)  # type: ignore[method-assign]
         await _run(engine, [1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
     assert len(admitted) == 1
-
-
-@pytest.mark.parametrize("window", [0, 1, 2])
-def test_the_synchronous_twin_tries_again_too(window: int) -> None:
-    requests = toy_requests()
-    config = EngineConfig(model="toy", page_size=4, max_running_requests=4, overlap_steps=window)
-    fault = RunsOut(*range(6, 600, 60))
-    device = toy(config, fault=fault)
-    with LLM(config, device=lambda _: device, tokenizer=lambda _: ToyTokenizer()) as llm:
-        found = llm.generate([prompt for prompt, _ in requests], [params for _, params in requests])
-        ids = [result.token_ids for result in found]
-        assert ids == [toy_generate(prompt, each, seed=each.seed or 0) for prompt, each in requests]
-        fault.always = lambda step: True
-        with pytest.raises(OutOfMemory):
-            llm.generate([[1, 2]])
 
 
 def test_logprobs_of_a_prompt_that_were_computed_from_nothing_are_not_recorded() -> None:
@@ -378,12 +362,3 @@ async def test_toy_grammars_are_the_same_whichever_step_runs_out(
         fault = RunsOut(at)
         assert await _constrained_ids(make_engine, window, **{when: fault}) == wanted
         assert fault.raised == 1
-
-
-async def test_a_grammar_that_keeps_what_was_lost_is_found(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The test has teeth."""
-    monkeypatch.setattr(GrammarState, "restarted", lambda self, output_ids: self)
-    with pytest.raises(StepFailed, match="its grammar is at position"):
-        await test_toy_grammars_are_the_same_whichever_step_runs_out(make_engine, 2, "late_fault")

@@ -102,23 +102,6 @@ def test_sizes_that_did_not_occur_and_blocks_are_planned_at_once() -> None:
         assert pace.spare(other, launched=1.0, now=1.0) <= 0
 
 
-def test_a_step_begins_when_the_one_before_has_ended() -> None:
-    pace = Pace()
-    pace.landed(some(), launched=0.0, now=1.0, delay=0.0)
-    pace.landed(some(), launched=0.2, now=2.0, delay=0.0)
-    assert pace.spare(some(), launched=1.1, now=2.0) == pytest.approx(0.995)
-    assert pace.spare(some(), launched=1.1, now=2.99) <= 0
-
-
-def test_the_shortest_of_late_counts_and_is_slowly_forgotten() -> None:
-    pace = Pace()
-    for at, seconds in enumerate([0.5, 0.1]):
-        pace.landed(some(), launched=at, now=at + seconds, delay=0.0)
-    assert pace.spare(some(), launched=9, now=9) == pytest.approx(0.095)
-    pace.landed(some(), launched=9, now=9.5, delay=0.0)
-    assert pace.spare(some(), launched=10, now=10) == pytest.approx(0.195)
-
-
 def test_a_loop_that_is_late_gets_its_steps_planned_earlier_until_it_is_not() -> None:
     pace = Pace()
     pace.landed(some(), launched=0.0, now=0.1, delay=0.0)

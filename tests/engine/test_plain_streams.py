@@ -10,16 +10,8 @@ from typing import Any
 import pytest
 
 import aioinfer
-from aioinfer import errors
-from aioinfer.config import EngineConfig
-from aioinfer.loop.core import Core
-from aioinfer.loop.options import Prepared
-from aioinfer.loop.texts import Texts
 from aioinfer.outputs import Chunk
 from aioinfer.params import SamplingParams
-from aioinfer.request import Output, Request
-from aioinfer.scheduling.sequence import Sequence
-from aioinfer.stream import StreamCell
 from aioinfer.text.tokenizer import HFTokenizer
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle
@@ -126,54 +118,6 @@ async def test_the_short_way_through_a_stream_gives_the_same_chunks(
             assert found[0] == found[1]
 
 
-@pytest.mark.parametrize(
-    "given",
-    [{"logprobs": 0}, {"stop_regex": "zzz"}, {"logprobs": 2, "stop": "zzz"}],
-)
-async def test_streams_with_more_than_text_and_ids_are_not_plain(
-    make_engine: MakeEngine, given: dict[str, Any]
-) -> None:
-    async with make_engine() as engine:
-        stream = engine.generate(PROMPT, SamplingParams(**FREE, **given))
-        assert not stream._cell.output.plain
-        chunks = [chunk async for chunk in stream]
-        assert sum(len(chunk.token_ids) for chunk in chunks) == 40
-        if "logprobs" in given:
-            assert all(len(chunk.logprobs or ()) == len(chunk.token_ids) for chunk in chunks)
-
-
-async def test_streams_of_engines_without_a_tokenizer_are_not_plain(make_engine: MakeEngine) -> None:
-    async with make_engine(tokenizer=None) as engine:
-        assert not engine.generate(PROMPT, SamplingParams(**FREE))._cell.output.plain
-
-
-async def test_a_stream_is_plain_when_its_prompt_is_tokenized(make_engine: MakeEngine) -> None:
-    async with make_engine() as engine:
-        stream = engine.generate("text", SamplingParams(**FREE))
-        output = stream.cell.output
-        assert not output.plain
-        assert [chunk async for chunk in stream][-1].finish_reason == "length"
-        assert output.plain
-
-
-def test_a_stream_read_without_a_loop_says_so(make_engine: MakeEngine) -> None:
-    async def begin() -> Any:
-        engine = make_engine(launch_mode="inline")
-        await engine.start()
-        stream = engine.generate(PROMPT, SamplingParams(**FREE))
-        await anext(stream)
-        return engine, stream
-
-    runner = asyncio.Runner()
-    with runner:
-        engine, stream = runner.run(begin())
-        reading = stream.__anext__()
-        with pytest.raises(errors.WrongLoop):
-            reading.send(None)
-        assert not stream.done
-        runner.run(engine.aclose())
-
-
 async def test_a_reader_that_is_cancelled_and_read_at_once_has_left(
     make_engine: MakeEngine, gate: Gate
 ) -> None:
@@ -195,99 +139,13 @@ async def test_a_reader_that_is_cancelled_and_read_at_once_has_left(
         await settle(engine)
 
 
-# -- one pass over the texts of a step --------------------------------------------------------------------
-
-
-class Desk:
-    """A core, resolving step by step."""
-
-    def __init__(self, tokenizer: Any, device: ToyDevice) -> None:
-        self.device = device
-        config = EngineConfig(model="toy", page_size=4, num_pages=200, overlap_steps=0, seed=1)
-        self.core = Core(config, device.open(), tokenizer, float)
-        self.requests: list[Sequence] = []
-
-    def submit(self, prompt: list[int], params: SamplingParams) -> None:
-        cell = StreamCell(Output(Request(params=params)))
-        self.requests.append(self.core.submit(cell.output, Prepared(prompt, None), cell))
-
-    def run(self) -> list[list[tuple[Any, ...]]]:
-        """What is known of every request after each step."""
-        found = []
-        while (step := self.core.plan()) is not None:
-            updated = self.core.resolve(step, self.device.launch(self.device.prepare(step)).wait())
-            found.append([self.known(request, updated) for request in self.requests])
-        return [*found, [(self.core.texts.output_tokens,)]]
-
-    def known(self, request: Sequence, updated: list[Sequence]) -> tuple[Any, ...]:
-        output = [*request.output_ids], [*request.text.pieces], len(request.output.token_times)
-        return (
-            request.key,
-            *output,
-            request.output.finish_reason,
-            request.output.stop_reason,
-            request in updated,
-        )
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_one_pass_does_what_a_call_per_token_does(
-    tokenizer: HFTokenizer, seed: int, monkeypatch: pytest.MonkeyPatch
+async def test_a_token_without_an_entry_has_the_text_of_none(
+    make_engine: MakeEngine, tokenizer: HFTokenizer
 ) -> None:
-    def desk() -> Desk:
-        dice = random.Random(seed)
-        made = Desk(tokenizer, byte_level_device(tokenizer, num_pages=200, num_slots=40))
-        for _ in range(8):
-            prompt = [dice.randrange(tokenizer.vocab_size) for _ in range(dice.randint(1, 9))]
-            made.submit(prompt, params_of(dice))
-        return made
-
-    calls = 0
-    advanced = Texts.advanced
-
-    def counted(*given: Any) -> None:
-        nonlocal calls
-        calls += 1
-        advanced(*given)
-
-    monkeypatch.setattr(Texts, "advanced", counted)
-    short, few = desk().run(), calls
-    calls = 0
-
-    def each(self: Texts, requests: Any, now: float) -> None:
-        for request in requests:
-            self.advanced(request, now)
-
-    monkeypatch.setattr(Texts, "all_advanced", each)
-    assert desk().run() == short
-    assert few < calls
-
-
-def test_a_token_without_an_entry_goes_the_ordinary_way(tokenizer: HFTokenizer) -> None:
     """The vocabulary of a model is often larger than that of its tokenizer."""
-    device = ToyDevice(vocab_size=3 * tokenizer.vocab_size, num_pages=200, num_slots=40)
-    desk = Desk(tokenizer, device)
-    for first in range(4):
-        desk.submit([first + 1], SamplingParams(**FREE))
-    desk.run()
-    for request in desk.requests:
-        assert any(token >= tokenizer.vocab_size for token in request.output_ids)
-        whole = text_behind(tokenizer, list(request.prompt_ids), request.output_ids, skip=True)
-        assert request.text.text == whole
-
-
-def test_a_negative_token_fails_its_request_alone(tokenizer: HFTokenizer) -> None:
-    """None comes from a device; a look-up would take it for one from the end of the vocabulary."""
-    desk = Desk(tokenizer, byte_level_device(tokenizer, num_pages=200, num_slots=40))
-    desk.submit([1], SamplingParams(**FREE))
-    desk.submit([2], SamplingParams(**FREE))
-    bad, good = desk.requests
-    step = desk.core.plan()
-    assert step is not None
-    desk.core.resolve(step, desk.device.launch(desk.device.prepare(step)).wait())
-    for request in desk.requests:
-        request.output_ids.append(-1 if request is bad else 65)
-    desk.core.texts.all_advanced([bad, good], 0.0)
-    assert isinstance(bad.output.error, errors.StepFailed)
-    assert good.output.error is None
-    assert len(good.output.token_times) == 2
+    device = ToyDevice(vocab_size=3 * tokenizer.vocab_size, num_pages=200, num_slots=17)
+    async with make_engine(tokenizer=lambda: tokenizer, device=device, num_pages=200) as engine:
+        results = [await engine.generate([first + 1], SamplingParams(**FREE)) for first in range(4)]
+    for first, result in enumerate(results):
+        assert any(token >= tokenizer.vocab_size for token in result.token_ids)
+        assert result.text == text_behind(tokenizer, [first + 1], result.token_ids, skip=True)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from aioinfer import LLM, EngineConfig, InvalidRequest, Pooling, Rejected, SamplingParams, StepFailed
+from aioinfer import InvalidRequest, Pooling, Rejected, SamplingParams, StepFailed
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.embeddings.embedding import normalized
 from aioinfer.parallel import Dispatcher
 from aioinfer.stream import Stream
 from tests.engine.conftest import Gate, MakeEngine
 from tests.parallel.toys import Toy, virtual
-from tests.toys import ToyDevice, ToyTokenizer
+from tests.toys import ToyTokenizer
 from tests.toys.adapters import ToyAdapter, write_toy_adapter
 from tests.toys.pooling import toy_pooled
 
@@ -225,16 +225,6 @@ async def test_special_tokens_stay_around_a_text_that_is_cut(make_engine: MakeEn
         assert list(found.prompt_token_ids) == [1, *part[:4], 2]
         short = await engine.embed("abc", truncate_prompt_tokens=6)
         assert list(short.prompt_token_ids) == [1, *ToyTokenizer().encode("abc"), 2]
-
-
-def test_the_synchronous_engine_cuts_inputs_likewise() -> None:
-    config = EngineConfig(model="toy", page_size=4, num_pages=64, max_running_requests=4)
-    with LLM(config, device=lambda _: ToyDevice(), tokenizer=lambda _: ToyTokenizer()) as llm:
-        llm._engine.sentences = SHORT
-        with pytest.raises(InvalidRequest, match="made for 8"):
-            llm.embed([*range(1, 10)])
-        found = llm.embed([*range(1, 20)], truncate_prompt_tokens=8)
-    assert found.vector.tolist() == toy_pooled([*range(1, 9)], LAST).tolist()
 
 
 async def test_a_prompt_without_an_output_may_fill_the_context(make_engine: MakeEngine) -> None:

@@ -7,13 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from aioinfer import errors
 from aioinfer.engine import Engine
-from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle
-from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys import toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 SYSTEM = list(range(1, 33))
@@ -110,28 +108,3 @@ async def test_a_flushed_cache_is_empty_for_those_who_come_after(make_engine: Ma
         assert (await reader).token_ids == toy_generate([*SYSTEM, 41], SHORT)
         assert await ask(engine, [*SYSTEM, 42]) == 0
         await settle(engine)
-
-
-async def test_labels_are_checked(make_engine: MakeEngine) -> None:
-    async with make_engine() as engine:
-        for field, value in (
-            ("cache_salt", 7),
-            ("cache_salt", "x" * 300),
-            ("routing_key", 7),
-            ("priority", "high"),
-            ("priority", True),
-            ("max_lag", 0),
-            ("max_lag", 1.5),
-        ):
-            with pytest.raises(errors.InvalidRequest, match=field):
-                engine.generate([1], SHORT, **{field: value})
-
-
-def test_the_synchronous_twin_shares_too() -> None:
-    with LLM(device=lambda _: ToyDevice(page_size=16), tokenizer=lambda _: ToyTokenizer()) as llm:
-        first, second = (llm.generate([[*SYSTEM, 40]], SHORT)[0] for _ in range(2))
-        assert (first.usage.cached_tokens, second.usage.cached_tokens) == (0, 32)
-        llm.add_request([*SYSTEM, 40], SHORT, cache_salt="other", priority=3)
-        while llm.has_unfinished():
-            for result in llm.step().values():
-                assert result.usage.cached_tokens == 0

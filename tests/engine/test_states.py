@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from aioinfer.config import EngineConfig
-from aioinfer.llm import LLM
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.scheduling.step import Row
 from tests.engine.conftest import MakeEngine
@@ -67,17 +66,6 @@ async def test_toy_ids_do_not_depend_on_snapshots(
             await settle(engine)
         for (prompt, params), result in zip(requests, results, strict=True):
             assert result.token_ids == toy_generate(prompt, params, seed=params.seed or 0), (number, prompt)
-
-
-def test_the_synchronous_twin_has_states_too() -> None:
-    config = EngineConfig(model="toy", page_size=4, max_running_requests=4, state_snapshot_tokens=1)
-    device = ToyDevice(num_slots=config.num_slots, snapshots=2)
-    with LLM(config, device=lambda _: device, tokenizer=lambda _: ToyTokenizer()) as llm:
-        for _ in range(2):
-            (result,) = llm.generate([SYSTEM], SHORT)
-            assert result.token_ids == toy_generate(SYSTEM, SHORT)
-        assert result.usage.cached_tokens == 28
-        assert (llm.stats().snapshots_cached, llm.stats().snapshot_hits) == (1, 1)
 
 
 async def test_requests_that_arrive_together_compute_a_common_prefix_once(make_engine: MakeEngine) -> None:

@@ -9,9 +9,7 @@ import pytest
 import regex
 
 from aioinfer import errors
-from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.llm import LLM
 from aioinfer.loop import driver
 from aioinfer.loop.core import Core
 from aioinfer.loop.texts import Texts
@@ -22,7 +20,7 @@ from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.text.letters import Letters
 from tests.tiers import SECONDS, rest
-from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys import ToyTokenizer, toy_generate
 
 
 class Walls(ToyTokenizer):
@@ -295,22 +293,3 @@ async def test_more_stops_than_configured_are_refused_by_name(make_engine: MakeE
             with pytest.raises(errors.InvalidRequest, match=f"{field}.*max_stop") as refused:
                 engine.generate([1], SamplingParams(**stops))
             assert refused.value.field == field
-
-
-def test_without_a_loop_a_step_searches_all_of_its_text() -> None:
-    def device(config: EngineConfig) -> ToyDevice:
-        return ToyDevice(num_pages=256, page_size=4, num_slots=config.num_slots)
-
-    config = EngineConfig(model="toy", page_size=4, num_pages=256, max_running_requests=8)
-    params = [
-        SamplingParams(seed=number, max_tokens=40, ignore_eos=True, stop_regex=PATTERNS[number % 4])
-        for number in range(20)
-    ]
-    with LLM(config, device=device, tokenizer=lambda _: ToyTokenizer()) as llm:
-        found = llm.generate([[number, 2] for number in range(20)], params, progress=False)
-    for number, result in enumerate(found):
-        text = ToyTokenizer().decode(result.token_ids)
-        match = regex.search(PATTERNS[number % 4], text)
-        assert result.text == (text if match is None else text[: match.start()])
-        assert result.finish_reason == ("length" if match is None else "stop")
-    assert {result.finish_reason for result in found} == {"stop", "length"}

@@ -13,14 +13,13 @@ import pytest
 from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.llm import LLM
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.text.grammar import Compiler
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.engine.test_transparency import retract_every
 from tests.tiers import SECONDS, grid, rest
-from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys import toy_generate
 
 SCHEMAS_PER_RUN = 40
 
@@ -315,9 +314,3 @@ async def test_one_compilation_serves_all_who_ask_at_a_time(make_engine: MakeEng
         for stream in streams:
             assert set((await stream).text) <= set("cd")
         assert len(calls) == 1
-
-
-def test_the_synchronous_twin_is_constrained_too() -> None:
-    with LLM(device=lambda _: ToyDevice(page_size=16), tokenizer=lambda _: ToyTokenizer()) as llm:
-        params = SamplingParams(max_tokens=9, grammar=Grammar("choice", '["bccb"]'))
-        assert llm.generate([[1, 2]], params)[0].text == "bccb"

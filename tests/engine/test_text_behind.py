@@ -18,7 +18,7 @@ from aioinfer.loop.runtime import Runtime
 from aioinfer.loop.texts import Texts
 from aioinfer.params import SamplingParams
 from aioinfer.request import Output, Request
-from aioinfer.scheduling.audit import audit, check_idle
+from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.sequence import ParkedFor, Sequence
 from aioinfer.scheduling.step import Step
@@ -146,54 +146,6 @@ def test_an_error_behind_a_stop_that_is_found_later_is_none(failure: str) -> Non
     result = desk.request.output.result()
     assert (desk.request.output.error, result.finish_reason, result.stop_reason) == (None, "stop", first)
     assert (result.text, result.token_ids) == ("", IDS[:1])
-
-
-def test_an_abort_overrides_an_error_that_is_pending() -> None:
-    desk = Desk(searched())
-    flights = desk.plan(2)
-    desk.resolve(*flights[0])
-    desk.give_up(flights[1][0])
-    late = errors.TimedOut("running", 1.0)
-    assert desk.core.abort(desk.request, late)
-    assert desk.request.output.ended
-    assert desk.request.output.error is late
-    assert desk.core.texts.catch_up() == []
-    assert not desk.core.abort(desk.request)
-
-
-def test_starting_over_leaves_nothing_of_the_time_before() -> None:
-    """Whatever a core keeps is named here; all else is that of a new one."""
-    kept = {
-        "_arrivals", "_config", "_drafter", "_generation", "_next_key", "_preparing", "_seeds",
-        "_usual_rates", "checks", "adapters", "clock", "holding_back", "info", "tokenizer",
-    }  # fmt: skip
-    desk = Desk(searched())
-    flights = desk.plan(3)
-    desk.resolve(*flights[0])
-    core = desk.core
-    core.ended.append(desk.request)
-    before = {name: getattr(core, name) for name in Core.__slots__}
-    tokens = core.texts.output_tokens = 7
-    core.start_over()
-    for name in Core.__slots__:
-        if name in kept:
-            assert getattr(core, name) is before[name], name
-    assert (core.ended, core.admitted) == ([], [])
-    assert core.scheduler is not before["scheduler"]
-    assert core.texts is not before["texts"]
-    assert core.texts.behind == {}
-    assert core.texts.raised is None
-    assert core.texts.output_tokens == tokens
-    assert kept | {"ended", "admitted", "scheduler", "texts", "_newest_step"} == set(Core.__slots__)
-    check_idle(core.scheduler)
-    assert core.plan() is None
-    again = core.submit(Output(Request(params=FREE)), Prepared(PROMPT, None))
-    newest = flights[-1][0].id
-    assert core._newest_step == newest
-    (step, result), *_ = desk.plan(1)
-    assert step.id == newest + 1
-    core.resolve(step, result)
-    assert again.output_ids == IDS[:1]
 
 
 @pytest.fixture
@@ -327,7 +279,7 @@ async def test_a_fault_in_reporting_a_text_that_has_caught_up_costs_its_request_
 
 
 async def test_a_policy_that_does_not_queue_a_request_fails_that_one(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with make_engine() as engine:
         running = engine.generate(PROMPT, FREE)
@@ -343,6 +295,7 @@ async def test_a_policy_that_does_not_queue_a_request_fails_that_one(
                 engine.generate(PROMPT, FREE)
             with pytest.raises(errors.StepFailed, match=r"could not be queued: .*not this one"):
                 await engine.generate("text", FREE)
+        assert "could not be queued" in caplog.text
         assert engine.stats().waiting == engine.stats().arriving == engine.stats().shelved == 0
         assert engine._core.scheduler.queues.queued_tokens == 0
         assert (await engine.generate(PROMPT, FREE)).token_ids == IDS

@@ -131,6 +131,27 @@ async def test_what_a_policy_raises_for_an_arrival_is_logged_once(caplog: pytest
     assert "KeyError: 'tenant'" in caplog.text
 
 
+class Silent(Policy):
+    """Offers nothing while ``quiet``."""
+
+    quiet = True
+
+    def order(self) -> Iterator[Sequence]:
+        return iter(()) if self.quiet else super().order()
+
+
+async def test_a_policy_that_offers_nothing_ends_the_requests_that_wait() -> None:
+    async with FakeEngine("xyz", config=EngineConfig(model="fake", num_pages=64, policy=Silent)) as engine:
+        with pytest.raises(StepFailed) as caught:
+            await engine.generate("a")
+        assert "silent" in str(caught.value.__cause__)
+        Silent.quiet = False
+        try:
+            assert len((await engine.generate("a")).text) == 3
+        finally:
+            Silent.quiet = True
+
+
 @pytest.mark.parametrize("policy", ["no-such", Queue("fcfs").policy, 5])
 def test_a_policy_is_a_known_name_or_a_class(policy: Any) -> None:
     with pytest.raises(ConfigError, match="policy must be one of"):
