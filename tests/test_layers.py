@@ -70,11 +70,6 @@ LAYERS: list[set[str]] = [
     {"_version"},
 ]
 
-#: Circles of imports that are still there, by the modules in them. The list only shrinks.
-CIRCLES: list[set[str]] = [
-    {"parallel.placing", "parallel.policies", "parallel.record", "parallel.replica"},
-]
-
 #: rooms in pure Python: neither they nor what they import load these at module level
 PURE = ("scheduling", "cache")
 HEAVY = {"torch", "asyncio"}
@@ -190,9 +185,7 @@ def test_modules_import_no_circle() -> None:
         for module in graph
         if module in seen[module]
     }
-    known = {frozenset(circle) for circle in CIRCLES}
-    assert not circles - known, f"new circles: {[sorted(circle) for circle in circles - known]}"
-    assert not known - circles, f"ended, to be removed from CIRCLES: {list(map(sorted, known - circles))}"
+    assert not circles, list(map(sorted, circles))
 
 
 def test_imports_point_downwards() -> None:

@@ -24,9 +24,7 @@ from aioinfer.parallel import messages
 from aioinfer.parallel.connection import BEAT, Connection
 from aioinfer.parallel.frames import FrameError
 from aioinfer.parallel.reading import Reading
-from aioinfer.parallel.record import Ending
-from aioinfer.parallel.replica import Rows
-from aioinfer.parallel.rows import packed
+from aioinfer.parallel.rows import Ending, Rows, packed
 from aioinfer.parallel.sent_errors import SentError, sendable
 from aioinfer.stream import Outlet, Stream
 

@@ -36,10 +36,19 @@ from aioinfer.loop.options import Prepared
 from aioinfer.loop.preparing import Preparing
 from aioinfer.loop.service import EngineState, Service
 from aioinfer.parallel.adapters import ReplicaAdapters
-from aioinfer.parallel.placing import Placement, Placing, Wanted, has_adapter, makes_the_same
+from aioinfer.parallel.placing import Placement, Placing, has_adapter, makes_the_same
 from aioinfer.parallel.queue import RecordQueue
-from aioinfer.parallel.record import Attempt, Diverged, Ending, Record, Unwanted
-from aioinfer.parallel.replica import Replica, ReplicaState, Rows, close_all
+from aioinfer.parallel.record import Record
+from aioinfer.parallel.replica import (
+    Attempt,
+    Diverged,
+    Replica,
+    ReplicaState,
+    Unwanted,
+    Wanted,
+    close_all,
+)
+from aioinfer.parallel.rows import Ending, Rows
 from aioinfer.parallel.weights import ReplicaWeights
 from aioinfer.params import SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
@@ -94,6 +103,8 @@ class Dispatching(Service[Record]):
         self._seeds = random.Random(config.seed)
         self._keys, self._arrivals = 0, 0
         self._attempts = 0
+        #: what computes a record now
+        self.attempts: dict[Record, Attempt] = {}
         self.adapters = ReplicaAdapters(self, placing, self.adapted)
         self.weights = ReplicaWeights(self, placing, self.adapted)
         #: a pump is scheduled
@@ -135,9 +146,13 @@ class Dispatching(Service[Record]):
 
     def caught_up(self, cell: StreamCell) -> None:
         cell.parked = False
-        record = self.open.get(cell)
-        if record is not None and record.attempt is not None:
-            record.attempt.replica.caught_up(record.attempt)
+        if cell in self.open:
+            self._caught_up(self.open[cell])
+
+    def _caught_up(self, record: Record) -> None:
+        attempt = self.attempts.get(record)
+        if attempt is not None:
+            attempt.replica.caught_up(attempt)
 
     # -- the pump -------------------------------------------------------------------------------
 
@@ -224,7 +239,7 @@ class Dispatching(Service[Record]):
             raise
         self.queue.remove(record)
         record.cell.cancel_timer()
-        record.attempt = attempt
+        self.attempts[record] = attempt
         if not record.output.token_ids:
             record.output.numerics = placement.replica.info.numerics
             record.output.adapter_fingerprint = placement.replica.fingerprint_of(record.request.adapter)
@@ -260,8 +275,8 @@ class Dispatching(Service[Record]):
         """The replica parks what its consumer does not read, as far as it knows; here is how far that is."""
         if cell.lags:
             cell.parked = True
-        elif record.attempt is not None:
-            record.attempt.replica.caught_up(record.attempt)
+        else:
+            self._caught_up(record)
 
     def _take(self, attempt: Attempt, rows: Rows) -> bool:
         record = attempt.record
@@ -273,6 +288,8 @@ class Dispatching(Service[Record]):
             self.placing.admitted(attempt, rows.cached_tokens)
         if rows.adapter_fingerprint and not record.output.token_ids:
             record.output.adapter_fingerprint = rows.adapter_fingerprint
+        if rows.weight_version is not None:
+            attempt.replica.note_version(rows.weight_version)
         more = attempt.bring(rows)
         if rows.prompt_logprobs and len(rows.prompt_logprobs) > len(record.output.prompt_logprobs):
             record.output.prompt_logprobs[:] = rows.prompt_logprobs
@@ -363,8 +380,8 @@ class Dispatching(Service[Record]):
 
     def _leave(self, attempt: Attempt, *, abort: bool = False) -> None:
         attempt.ended = True
-        if attempt.record.attempt is attempt:
-            attempt.record.attempt = None
+        if self.attempts.get(attempt.record) is attempt:
+            del self.attempts[attempt.record]
         self.placing.ended(attempt)
         self._pump_soon()
         if self._emptied is not None and not self._emptied.done():
@@ -427,7 +444,7 @@ class Dispatching(Service[Record]):
     # -- endings --------------------------------------------------------------------------------
 
     def _abort(self, record: Record, error: RequestError | EngineError | None) -> None:
-        attempt = record.attempt
+        attempt = self.attempts.get(record)
         if attempt is not None:
             self._leave(attempt, abort=True)
         record.finish(Ending("abort", error=error), self.clock())
@@ -442,6 +459,7 @@ class Dispatching(Service[Record]):
         for record in self.open.values():
             record.finish(Ending("abort", error=EngineClosed("the event loop was closed")), self.clock())
         self.open.clear()
+        self.attempts.clear()
         self._intake.close()
         self.observers.closed()
 

@@ -14,8 +14,9 @@ from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer
 from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.reading import Reading, request_of
-from aioinfer.parallel.record import Attempt, Record
-from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
+from aioinfer.parallel.record import Record
+from aioinfer.parallel.replica import Attempt, Replica, ReplicaEvents, ReplicaState
+from aioinfer.parallel.rows import Rows
 from aioinfer.stream import Outlet, Stream
 
 if TYPE_CHECKING:

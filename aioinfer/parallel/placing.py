@@ -10,31 +10,16 @@ from aioinfer.cache.radix import token_key
 from aioinfer.errors import EngineFailed
 from aioinfer.parallel.policies import Candidate, RoutingPolicy
 from aioinfer.parallel.prefixes import PAGE, take_away
-from aioinfer.parallel.record import Attempt, Record
-from aioinfer.parallel.replica import Replica, ReplicaState
+from aioinfer.parallel.record import Record
+from aioinfer.parallel.replica import Attempt, Replica, ReplicaState, Wanted
 
-__all__ = ["Placement", "Placing", "Wanted", "has_adapter", "makes_the_same"]
+__all__ = ["Placement", "Placing", "has_adapter", "makes_the_same"]
 
 #: steps of prefill that a replica may have in its own queue
 _STEPS = 2
 #: hashes of a prompt's prefixes, at most
 _MOST_PAGES = 512
 _READY = ReplicaState.READY
-
-
-class Wanted(NamedTuple):
-    """Arithmetic and weights that an output must go on with."""
-
-    #: by which arithmetic, and by which version of the weights its last token was computed
-    numerics: str
-    weights: int
-
-    def __str__(self) -> str:
-        return "the same arithmetic" + (f" and the weights of version {self.weights}" if self.weights else "")
-
-    def is_of(self, replica: Replica) -> bool:
-        """A replica has it, as far as that is known."""
-        return replica.info.numerics == self.numerics and replica.weight_version == self.weights
 
 
 class Placement(NamedTuple):

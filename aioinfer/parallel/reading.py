@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Protocol
 
-from aioinfer.parallel.record import Ending, Record
-from aioinfer.parallel.replica import Rows
+from aioinfer.parallel.record import Record
+from aioinfer.parallel.rows import Ending, Rows
 from aioinfer.request import Request
 from aioinfer.stream import Outlet, Stream, when_ended
 

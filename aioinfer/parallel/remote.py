@@ -19,9 +19,9 @@ from aioinfer.parallel.connection import BEAT, MISSES, PATIENCE, Connect, Connec
 from aioinfer.parallel.frames import FrameError
 from aioinfer.parallel.prefixes import PAGE, RememberedPages
 from aioinfer.parallel.reading import request_of
-from aioinfer.parallel.record import Attempt, Record
-from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
-from aioinfer.parallel.rows import unpacked
+from aioinfer.parallel.record import Record
+from aioinfer.parallel.replica import Attempt, Replica, ReplicaEvents, ReplicaState
+from aioinfer.parallel.rows import Rows, unpacked
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress

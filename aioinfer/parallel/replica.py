@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from aioinfer.errors import ConfigError
 from aioinfer.parallel.prefixes import take_away
@@ -20,11 +20,30 @@ if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
     from aioinfer.loop.updating import UpdateMode, WeightSource
     from aioinfer.observe.stats import EngineStats
-    from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
-    from aioinfer.parallel.record import Attempt, Ending, Record
+    from aioinfer.outputs import AdapterInfo
+    from aioinfer.parallel.record import Record
+    from aioinfer.parallel.rows import Rows
     from aioinfer.resuming.record import StreamCheckpoint
 
-__all__ = ["Load", "Replica", "ReplicaEvents", "ReplicaState", "Rows", "close_all"]
+__all__ = [
+    "Attempt",
+    "Diverged",
+    "Load",
+    "Replica",
+    "ReplicaEvents",
+    "ReplicaState",
+    "Unwanted",
+    "Wanted",
+    "close_all",
+]
+
+
+class Diverged(Exception):
+    """An attempt brought other tokens or another text than the record has."""
+
+
+class Unwanted(Exception):
+    """An attempt goes on with other weights than it must."""
 
 
 class ReplicaState(Enum):
@@ -35,58 +54,6 @@ class ReplicaState(Enum):
     DRAINING = "draining"
     LOST = "lost"
     CLOSED = "closed"
-
-
-class Rows:
-    """What a step brought one attempt, or several steps did. Lists are as long as ``ids`` or empty."""
-
-    __slots__ = ("adapter_fingerprint", "admitted_at", "at", "cached_tokens", "draft", "ending", "first",
-                 "identical", "ids", "logprobs", "prompt_logprobs", "steps", "text", "times",
-                 "weight_version")  # fmt: skip
-
-    def __init__(
-        self,
-        first: int,
-        at: int,
-        ids: Sequence[int] = (),
-        text: str = "",
-        times: Sequence[float] = (),
-        *,
-        admitted_at: float | None = None,
-        cached_tokens: int = 0,
-        identical: bool = True,
-        logprobs: Sequence[TokenLogprob] = (),
-        prompt_logprobs: Sequence[TokenLogprob] = (),
-        steps: Sequence[int] = (),
-        draft: Callable[[], Draft | None] | None = None,
-        ending: Ending | None = None,
-        weight_version: int | None = None,
-        adapter_fingerprint: str = "",
-    ) -> None:
-        #: index in the output of the first of ``ids``, and in its text of the first character of ``text``
-        self.first = first
-        self.at = at
-        self.ids = ids
-        self.text = text
-        #: when the loop read them
-        self.times = times
-        self.admitted_at = admitted_at
-        self.cached_tokens = cached_tokens
-        #: the output is that of an undisturbed request
-        self.identical = identical
-        self.logprobs = logprobs
-        #: all that are known by now
-        self.prompt_logprobs = prompt_logprobs
-        #: of a diffusion model, the rounds that wrote the tokens
-        self.steps = steps
-        #: makes the newest draft; None: there is no new one
-        self.draft = draft
-        #: nothing follows. It comes with the last tokens: an output is never complete and without its end
-        self.ending = ending
-        #: of the weights that computed the tokens; None: those of the rows before
-        self.weight_version = weight_version
-        #: of the files of the adapter that computes them; empty: none, or as of the rows before
-        self.adapter_fingerprint = adapter_fingerprint
 
 
 class ReplicaEvents(Protocol):
@@ -153,6 +120,21 @@ class Load:
         del self.attempts[attempt.number]
         self.tokens -= attempt.tokens
         take_away(self.pages, attempt.pages)
+
+
+class Wanted(NamedTuple):
+    """Arithmetic and weights that an output must go on with."""
+
+    #: by which arithmetic, and by which version of the weights its last token was computed
+    numerics: str
+    weights: int
+
+    def __str__(self) -> str:
+        return "the same arithmetic" + (f" and the weights of version {self.weights}" if self.weights else "")
+
+    def is_of(self, replica: Replica) -> bool:
+        """A replica has it, as far as that is known."""
+        return replica.info.numerics == self.numerics and replica.weight_version == self.weights
 
 
 class Replica(ABC):
@@ -296,6 +278,112 @@ class Replica(ABC):
 
     def __repr__(self) -> str:
         return f"<Replica {self.name} {self.state.value} requests={self.load.requests}>"
+
+
+class Attempt:
+    """One replica's work on a record. When it has ended, nothing more that comes from it counts.
+
+    It says where in the output its tokens and its text are, so one that begins again after a loss, or is
+    heard twice, is compared with the record and adds only what is new::
+
+        record     t0 t1 t2 t3 t4                    delivered, or to be delivered
+        attempt    t0 t1 t2 t3 t4 | lost
+        attempt        t2 t3 t4 t5 t6                t2 to t4 must be the same; t5 and t6 are new
+    """
+
+    __slots__ = ("ended", "handle", "number", "pages", "record", "replica", "resumes", "tokens",
+                 "uncached", "wanted", "weight_version")  # fmt: skip
+
+    def __init__(self, record: Record, replica: Replica, number: int) -> None:
+        """``number``: rises with every attempt of a dispatcher."""
+        self.record = record
+        self.replica = replica
+        self.number = number
+        #: the output has begun before
+        self.resumes = bool(record.output.token_ids)
+        #: what it must go on with, until its first token is there
+        self.wanted: Wanted | None = None
+        self.ended = False
+        #: what the replica knows it by
+        self.handle: Any = None
+        #: of the replica's load: tokens in all, those to compute before the first one, hashes of its prefixes
+        self.tokens = 0
+        self.uncached = 0
+        #: of the weights that computed what it has brought last; None: unknown
+        self.weight_version: int | None = None
+        self.pages: Sequence[int] = ()
+
+    def bring(self, rows: Rows) -> bool:
+        """Compare what a step brought with the record, and append what is new there; whether anything is.
+        Raises Unwanted, Diverged, and ValueError for rows that leave a gap."""
+        if rows.weight_version is not None:
+            self.weight_version = rows.weight_version
+        if self.wanted is not None:
+            if rows.ids and self.weight_version not in (None, self.wanted.weights):
+                raise Unwanted
+            if not rows.ids and rows.ending is None:
+                return self._bring_text(rows.at, rows.text)  # what computes it is not known yet
+            self.wanted = None
+        if not rows.identical:
+            self.record.output.identical = False
+        tokens = self._bring_tokens(rows)
+        return self._bring_text(rows.at, rows.text) or tokens
+
+    def _bring_tokens(self, rows: Rows) -> bool:
+        output, ids, first = self.record.output, rows.ids, rows.first
+        version = output.weight_version if self.weight_version is None else self.weight_version
+        known = len(output.token_ids) - first
+        if known < 0:
+            raise ValueError(f"tokens from {first} on, where there are {len(output.token_ids)}")
+        if known and ids:
+            there = output.token_ids[first : first + len(ids)]
+            if there != list(ids[: len(there)]):
+                raise Diverged(f"the tokens from {first} on are others than those that were delivered")
+        if not output.token_ids and version != output.weight_version:
+            output.weight_version = version  # scores and vectors have no tokens
+            output.prompt_logprobs.clear()
+        if len(ids) <= known:
+            return False
+        if version != output.weight_version:
+            output.note_switch(output.weight_version)
+            output.weight_version = version
+        output.token_ids += ids[known:] if known else ids
+        output.token_times += rows.times[known:] if known else rows.times
+        if rows.logprobs and output.request.params.logprobs is not None:
+            output.logprobs += rows.logprobs[known:]
+        if rows.steps and output.step_map is not None:
+            output.step_map += rows.steps[known:]
+        return True
+
+    def _bring_text(self, at: int, text: str) -> bool:
+        record, known = self.record, self.record.characters - at
+        if known < 0:
+            raise ValueError(f"text from {at} on, where there is {record.characters}")
+        if known and text:
+            there = record.output.text[at : at + len(text)]
+            if there != text[: len(there)]:
+                raise Diverged(f"the text from {at} on is another one than that which was delivered")
+        if len(text) <= known:
+            return False
+        new = text[known:] if known else text
+        record.characters += len(new)
+        if record.cell.delivered:
+            self._split(new)
+        else:
+            record.output.pieces.append(new)
+        return True
+
+    def _split(self, new: str) -> None:
+        """Add text, of which the part that was delivered before the restoring is a piece of its own."""
+        record = self.record
+        pieces = record.output.pieces
+        text = "".join([*pieces, new])
+        pieces[:] = [
+            piece for piece in (text[: record.cell.delivered], text[record.cell.delivered :]) if piece
+        ]
+        if len(text) >= record.cell.delivered:
+            record.cell.delivered = 0
+        record.cell.taken_pieces = 1
 
 
 async def close_all(replicas: Iterable[Replica]) -> None:

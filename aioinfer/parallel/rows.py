@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -12,15 +12,88 @@ from msgspec import Meta
 
 from aioinfer.outputs import Draft, FinishReason, TokenLogprob
 from aioinfer.parallel.frames import FrameError
-from aioinfer.parallel.record import Ending
-from aioinfer.parallel.replica import Rows
 from aioinfer.parallel.sent_errors import SentError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Row", "packed", "unpacked"]
+__all__ = ["Ending", "Row", "Rows", "packed", "unpacked"]
+
+
+class Ending:
+    """How an attempt ended, when it was not lost."""
+
+    __slots__ = ("error", "finish_reason", "pooled", "predicted", "stop_reason")
+
+    def __init__(
+        self,
+        finish_reason: Any,
+        stop_reason: str | int | None = None,
+        error: BaseException | None = None,
+        predicted: tuple[int, int] = (0, 0),
+        pooled: Any = None,
+    ) -> None:
+        self.finish_reason = finish_reason
+        self.stop_reason = stop_reason
+        self.error = error
+        #: tokens of the prediction that were right, and that were not
+        self.predicted = predicted
+        #: of a request that pools, what it pooled
+        self.pooled = pooled
+
+
+class Rows:
+    """What a step brought one attempt, or several steps did. Lists are as long as ``ids`` or empty."""
+
+    __slots__ = ("adapter_fingerprint", "admitted_at", "at", "cached_tokens", "draft", "ending", "first",
+                 "identical", "ids", "logprobs", "prompt_logprobs", "steps", "text", "times",
+                 "weight_version")  # fmt: skip
+
+    def __init__(
+        self,
+        first: int,
+        at: int,
+        ids: Sequence[int] = (),
+        text: str = "",
+        times: Sequence[float] = (),
+        *,
+        admitted_at: float | None = None,
+        cached_tokens: int = 0,
+        identical: bool = True,
+        logprobs: Sequence[TokenLogprob] = (),
+        prompt_logprobs: Sequence[TokenLogprob] = (),
+        steps: Sequence[int] = (),
+        draft: Callable[[], Draft | None] | None = None,
+        ending: Ending | None = None,
+        weight_version: int | None = None,
+        adapter_fingerprint: str = "",
+    ) -> None:
+        #: index in the output of the first of ``ids``, and in its text of the first character of ``text``
+        self.first = first
+        self.at = at
+        self.ids = ids
+        self.text = text
+        #: when the loop read them
+        self.times = times
+        self.admitted_at = admitted_at
+        self.cached_tokens = cached_tokens
+        #: the output is that of an undisturbed request
+        self.identical = identical
+        self.logprobs = logprobs
+        #: all that are known by now
+        self.prompt_logprobs = prompt_logprobs
+        #: of a diffusion model, the rounds that wrote the tokens
+        self.steps = steps
+        #: makes the newest draft; None: there is no new one
+        self.draft = draft
+        #: nothing follows. It comes with the last tokens: an output is never complete and without its end
+        self.ending = ending
+        #: of the weights that computed the tokens; None: those of the rows before
+        self.weight_version = weight_version
+        #: of the files of the adapter that computes them; empty: none, or as of the rows before
+        self.adapter_fingerprint = adapter_fingerprint
+
 
 _Count = Annotated[int, Meta(ge=0)]
 _Logprob = tuple[int, float, tuple[tuple[int, float], ...]]

@@ -11,8 +11,9 @@ from typing import Any
 
 from aioinfer.errors import EngineFailed
 from aioinfer.parallel import Dispatcher
-from aioinfer.parallel.record import Ending, Record
+from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import ReplicaState
+from aioinfer.parallel.rows import Ending
 from aioinfer.testing import VirtualLoop
 from tests.engine.simulation import lifetime, settle
 from tests.engine.worlds import World

@@ -16,7 +16,18 @@ from aioinfer.errors import ConfigError, EngineFailed, InvalidRequest
 from aioinfer.parallel import Dispatcher
 from tests.parallel.framed import FramedDispatcher, FramedReplica
 from tests.parallel.test_complaints import end, turn
-from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, expected, prompt, record, toys, virtual
+from tests.parallel.toys import (
+    ENDLESS,
+    PARAMS,
+    STEP,
+    Toy,
+    attempt_of,
+    expected,
+    prompt,
+    record,
+    toys,
+    virtual,
+)
 from tests.toys.adapters import ToyAdapter, write_toy_adapter
 
 Make = Callable[[str], Path]
@@ -143,7 +154,7 @@ async def test_requests_go_only_where_their_adapter_is(kind: Kind, make: Make) -
         await dispatcher._replicas[1].load_adapter("a", str(make("1")))
         streams = [dispatcher.generate(prompt(number), PARAMS, adapter="a") for number in range(4)]
         await turn()
-        attempts = [record(each).attempt for each in streams]
+        attempts = [attempt_of(each) for each in streams]
         assert {each.replica.name for each in attempts if each is not None} == {"local-1"}
         for number, stream in enumerate(streams):
             assert (await stream).token_ids == wanted(number, make("1"))
@@ -170,7 +181,7 @@ async def test_an_output_goes_on_with_the_same_files_only(kind: Kind, make: Make
         await dispatcher.load_adapter("a", make("2"))
         with pytest.raises(InvalidRequest, match="checkpoint: adapter: 'a' was loaded here from other"):
             dispatcher.restore(checkpoint)
-        attempt = record(lost).attempt
+        attempt = attempt_of(lost)
         assert attempt is not None
         engines[int(attempt.replica.name[-1])].lose()
         with pytest.raises(EngineFailed, match="adapter"):

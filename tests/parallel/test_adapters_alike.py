@@ -18,7 +18,7 @@ from aioinfer.parallel.policies import Candidate
 from aioinfer.parallel.replica import Replica
 from tests.parallel.framed import FramedReplica
 from tests.parallel.test_adapters import Kind, Make, ask, both, framed, held_by, make, wanted
-from tests.parallel.toys import PARAMS, STEP, Toy, expected, prompt, record, sent, toys, virtual
+from tests.parallel.toys import PARAMS, STEP, Toy, attempt_of, expected, prompt, record, sent, toys, virtual
 from tests.toys.adapters import ToyAdapter
 
 __all__ = ["make"]
@@ -103,7 +103,7 @@ async def test_an_output_is_of_the_adapter_that_has_computed_it(make: Make) -> N
         replica = await replaced_on_the_way(dispatcher, engines[0], make("2"))
         stream = dispatcher.generate(prompt(0), PARAMS, adapter="a")
         await asyncio.sleep(4 * STEP)
-        assert record(stream).attempt.replica is replica  # type: ignore[union-attr]
+        assert attempt_of(stream).replica is replica
         replica.sockets[1].release()
         while not record(stream).output.token_ids:
             await asyncio.sleep(STEP / 10)

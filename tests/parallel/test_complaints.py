@@ -19,7 +19,7 @@ from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import Replica, ReplicaState
 from aioinfer.stream import Stream
 from tests.parallel.test_policies import Bare, choice
-from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, prompt, record, sent, toys, virtual
+from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, attempt_of, prompt, sent, toys, virtual
 from tests.tiers import SECONDS, points, rest
 
 EVEN = ("round_robin", "total_requests", "total_tokens", "prefix")
@@ -111,14 +111,14 @@ async def test_a_miss_does_not_ask_how_large_caches_are() -> None:
         busy += [dispatcher.generate([*prompt(100, 400), number], ENDLESS) for number in range(3)]
         await asyncio.sleep(5 * STEP)
         for replica in dispatcher._replicas:
-            load = sum(record(each).attempt.replica is replica for each in busy)  # type: ignore[union-attr]
+            load = sum(attempt_of(each).replica is replica for each in busy)
             assert load == replica.load.requests
         least = min(dispatcher._replicas, key=lambda each: each.load.requests)
         cached = engines[0].stats().pages_cached
         assert cached > 20 * 100
         cold = [dispatcher.generate(prompt(number, 100), ENDLESS) for number in range(200, 220)]
         assert await placed(dispatcher, cold[:1])
-        first = record(cold[0]).attempt
+        first = attempt_of(cold[0])
         assert first is not None
         assert first.replica is least
         assert max((await placed(dispatcher, cold)).values()) <= 11, "and later ones go to both"
@@ -137,14 +137,14 @@ async def test_affinity_fades_and_does_not_break_off() -> None:
             common = prompt(1, length)
             home = dispatcher.generate(common, PARAMS)
             await turn()
-            attempt = record(home).attempt
+            attempt = attempt_of(home)
             assert attempt is not None
             await home
             streams: list[Stream] = []
             for number in range(64):
                 streams.append(dispatcher.generate([*common, number], ENDLESS))
                 await asyncio.sleep(2 * STEP)
-                there = record(streams[-1]).attempt
+                there = attempt_of(streams[-1])
                 assert there is not None
                 if there.replica is not attempt.replica:
                     break
@@ -211,7 +211,7 @@ async def test_a_long_prompt_counts_by_its_tokens(policy: str) -> None:
         await placed(dispatcher, [long])
         short = [dispatcher.generate(prompt(number, 100), PARAMS) for number in range(1, 21)]
         await placed(dispatcher, short)
-        attempt = record(long).attempt
+        attempt = attempt_of(long)
         assert attempt is not None
         assert attempt.replica.load.requests == 1, "all short ones go to the other one"
         await asyncio.gather(long, *short)
@@ -252,7 +252,7 @@ async def test_replicas_share_nothing() -> None:
             streams = [dispatcher.generate(prompt(number), PARAMS) for number in range(9)]
             await placed(dispatcher, streams)
             engines[0].launcher.hung = hangs
-            others = [each for each in streams if record(each).attempt.replica.name != "local-0"]  # type: ignore[union-attr]
+            others = [each for each in streams if attempt_of(each).replica.name != "local-0"]
             read = await asyncio.gather(*map(times, others))
             found.append([[round(at - base, 9) for at in each] for each in read])
             assert len(others) == 6

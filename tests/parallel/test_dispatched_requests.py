@@ -24,7 +24,18 @@ from aioinfer.parallel import Dispatcher
 from aioinfer.params import Grammar
 from aioinfer.testing import Answer, FakeEngine
 from tests.parallel.test_complaints import end, turn
-from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, expected, prompt, record, sent, toys, virtual
+from tests.parallel.toys import (
+    ENDLESS,
+    PARAMS,
+    STEP,
+    Toy,
+    attempt_of,
+    expected,
+    prompt,
+    sent,
+    toys,
+    virtual,
+)
 from tests.tiers import SECONDS, rest
 from tests.toys import ToyTokenizer
 
@@ -178,7 +189,7 @@ async def test_the_running_deadline_goes_on_while_a_stream_waits_for_another_rep
         await asyncio.sleep(0.1)
         engines[0].lose()
         await turn()
-        assert record(lost).attempt is None, "the other replica has no room for it"
+        assert attempt_of(lost) is None, "the other replica has no room for it"
         with pytest.raises(TimedOut) as late:
             await lost
         assert late.value.phase == "running"

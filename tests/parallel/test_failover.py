@@ -18,15 +18,15 @@ from aioinfer.execution.device import DeviceLost
 from aioinfer.outputs import Result
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.local import LocalReplica
-from aioinfer.parallel.record import Attempt, Diverged
-from aioinfer.parallel.replica import Rows
+from aioinfer.parallel.replica import Attempt, Diverged
+from aioinfer.parallel.rows import Rows
 from aioinfer.params import SamplingParams
 from aioinfer.stream import Stream
 from aioinfer.testing import TimedLauncher
 from examples.training.tasks import TASKS, held_out
 from tests.engine.test_restoring import DIFFUSION, KINDS, same
 from tests.model.harness import require
-from tests.parallel.toys import record, virtual
+from tests.parallel.toys import attempt_of, record, virtual
 from tests.tiers import SECONDS, grid, rest
 from tests.toys import ToyDevice, ToyTokenizer
 
@@ -63,12 +63,6 @@ def lose(replica: Any, cause: str = "it is gone") -> None:
     runtime.lost(DeviceLost(cause))
 
 
-def attempt_of(stream: Stream) -> Attempt:
-    found = record(stream)
-    assert found.attempt is not None
-    return found.attempt
-
-
 async def interrupted(
     dispatcher: Dispatcher, prompt: Any, params: SamplingParams, at: int
 ) -> tuple[Result, str, list[int], bool]:
@@ -80,9 +74,9 @@ async def interrupted(
     async def loses() -> None:
         nonlocal lost
         while not found.output.ended:
-            if found.attempt is not None and len(found.output.token_ids) >= at:
+            if (attempt := dispatcher._started().attempts.get(found)) and len(found.output.token_ids) >= at:
                 lost = True
-                lose(found.attempt.replica)
+                lose(attempt.replica)
                 return
             await asyncio.sleep(0.0002)
 
@@ -160,7 +154,7 @@ async def test_a_request_ends_with_the_second_replica_that_is_lost_at_the_same_t
         for _ in range(5):
             await anext(stream)
         lose(attempt_of(stream).replica, "first")
-        while record(stream).attempt is None or not _begun(stream):  # type: ignore[attr-defined]
+        while attempt_of(stream) is None or not _begun(stream):
             await asyncio.sleep(0.0001)
         lose(attempt_of(stream).replica, "second")
         with pytest.raises(EngineFailed, match="first; second") as failed:
@@ -187,7 +181,7 @@ async def test_a_stream_outlives_as_many_replicas_as_it_has_tokens_between() -> 
         losses, ids = 0, list[int]()
         async for chunk in stream:
             ids += chunk.token_ids
-            if len(ids) > 8 * (losses + 1) and record(stream).attempt is not None:  # type: ignore[attr-defined]
+            if len(ids) > 8 * (losses + 1) and attempt_of(stream) is not None:
                 lost = attempt_of(stream).replica
                 lose(lost)
                 await dispatcher.restart(lost.name)
@@ -285,7 +279,7 @@ async def test_replicas_that_are_lost_before_they_begin_with_a_request_are_not_a
     async with Dispatcher([toy(number) for number in range(6)]) as dispatcher:
         stream = dispatcher.generate([1, 2, 3], SamplingParams(max_tokens=60, ignore_eos=True))
         while not stream.done:
-            if record(stream).attempt is not None:  # type: ignore[attr-defined]
+            if attempt_of(stream) is not None:
                 lose(attempt_of(stream).replica)
             await asyncio.sleep(0.0001)
         with pytest.raises(EngineFailed, match="4 replicas were lost before they had begun"):

@@ -38,9 +38,7 @@ from aioinfer.parallel.messages import (
     Welcome,
     encoded,
 )
-from aioinfer.parallel.record import Ending
-from aioinfer.parallel.replica import Rows
-from aioinfer.parallel.rows import packed, unpacked
+from aioinfer.parallel.rows import Ending, Rows, packed, unpacked
 from aioinfer.parallel.sent_errors import SentError
 from aioinfer.params import DiffusionParams, Grammar
 from aioinfer.pooling import Pooling

@@ -14,7 +14,7 @@ from aioinfer.parallel import Candidate, Dispatcher, RoutingPolicy
 from aioinfer.parallel.policies import POLICIES, routing_policy
 from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import Load, Replica
-from tests.parallel.toys import PARAMS, Toy, expected, prompt, record, sent, toys, virtual
+from tests.parallel.toys import PARAMS, Toy, attempt_of, expected, prompt, sent, toys, virtual
 from tests.tiers import SECONDS, rest
 
 #: those that spread equal requests evenly
@@ -51,7 +51,7 @@ async def test_follow_up_turns_go_where_their_pages_are() -> None:
             streams = [dispatcher.generate(ids, PARAMS) for ids in talks]
             await turn()
             for home, stream in zip(homes, streams, strict=True):
-                attempt = record(stream).attempt
+                attempt = attempt_of(stream)
                 assert attempt is not None
                 home.add(attempt.replica.name)
                 if turn_number:
@@ -98,13 +98,13 @@ async def test_the_salts_of_other_tenants_do_not_attract() -> None:
         for salt in ("", "one", "two", "three"):
             stream = dispatcher.generate(ids, PARAMS, cache_salt=salt)
             await turn()
-            attempt = record(stream).attempt
+            attempt = attempt_of(stream)
             assert attempt is not None
             assert attempt.uncached == 400, "cached or on its way, it is another tenant's"
             await stream
         again = dispatcher.generate(ids, PARAMS, cache_salt="two")
         await turn()
-        attempt = record(again).attempt
+        attempt = attempt_of(again)
         assert attempt is not None
         assert attempt.uncached < 8
         await again
@@ -119,7 +119,7 @@ async def test_hash_keeps_keys_together_and_in_bounds() -> None:
             key = f"user-{number % 20}"
             stream = dispatcher.generate(prompt(number), PARAMS, routing_key=key)
             await turn()
-            attempt = record(stream).attempt
+            attempt = attempt_of(stream)
             assert attempt is not None
             homes.setdefault(key, set()).add(attempt.replica.name)
             await stream

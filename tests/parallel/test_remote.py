@@ -14,8 +14,7 @@ from aioinfer.errors import EngineError
 from aioinfer.parallel.frames import frame
 from aioinfer.parallel.messages import Abort, Adapted, Hello, Lost, StepRows, Welcome, encoded
 from aioinfer.parallel.remote import SocketReplica
-from aioinfer.parallel.replica import Rows
-from aioinfer.parallel.rows import packed
+from aioinfer.parallel.rows import Rows, packed
 from tests.parallel.served import (
     TOKEN,
     VOCAB,

@@ -15,7 +15,18 @@ from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.replica import ReplicaState
 from aioinfer.testing import FakeEngine
 from tests.parallel.test_complaints import end, turn
-from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, expected, prompt, record, sent, toys, virtual
+from tests.parallel.toys import (
+    ENDLESS,
+    PARAMS,
+    STEP,
+    Toy,
+    attempt_of,
+    expected,
+    prompt,
+    sent,
+    toys,
+    virtual,
+)
 from tests.tiers import SECONDS, rest
 
 
@@ -332,7 +343,7 @@ async def test_a_stream_that_goes_on_has_no_gap_and_nothing_twice() -> None:
             ids += chunk.token_ids
             text += chunk.text
             logprobs += chunk.logprobs or []
-            if len(ids) == 17 and (attempt := record(stream).attempt) is not None:
+            if len(ids) == 17 and (attempt := attempt_of(stream)) is not None:
                 attempt.replica.engine.lose()  # type: ignore[attr-defined]
         found = stream.result()
         assert (ids, text, logprobs) == (wanted.token_ids, wanted.text, wanted.logprobs)

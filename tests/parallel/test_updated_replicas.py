@@ -18,7 +18,7 @@ from aioinfer.outputs import TokenLogprob
 from aioinfer.parallel import Dispatcher
 from aioinfer.testing import TimedLauncher
 from tests.parallel.framed import FramedDispatcher, FramedReplica
-from tests.parallel.toys import PARAMS, STEP, Toy, prompt, record, sent, toys, virtual
+from tests.parallel.toys import PARAMS, STEP, Toy, attempt_of, prompt, record, sent, toys, virtual
 from tests.toys import ToyTokenizer, toy_generate
 from tests.toys.blocks import ScriptedDevice
 
@@ -45,7 +45,7 @@ async def test_a_stream_that_two_versions_wrote_says_that_it_is_not_identical(ki
         await engines[0].update_weights({"weights": 1})
         stream = dispatcher.generate(prompt(0), LONG)
         await asyncio.sleep(6.5 * STEP)
-        attempt = record(stream).attempt
+        attempt = attempt_of(stream)
         assert attempt is not None
         assert attempt.replica.name == "local-0"
         assert record(stream).output.weight_version == 1
@@ -64,7 +64,7 @@ async def test_an_output_that_must_be_identical_goes_on_with_the_same_weights_on
         stream = dispatcher.generate(prompt(0), LONG)
         await asyncio.sleep(6.5 * STEP)
         for number in (0, 2):
-            attempt = record(stream).attempt
+            attempt = attempt_of(stream)
             assert attempt is not None
             assert attempt.replica.name == f"local-{number}"
             engines[number].lose()
@@ -89,9 +89,7 @@ async def test_an_output_that_must_be_identical_leaves_a_replica_that_was_update
         await engines[-1].update_weights({"weights": 1})
         engines[0].lose()
         await asyncio.sleep(3.5 * STEP)
-        found = record(stream)
-        attempt = found.attempt
-        assert attempt is not None
+        found, attempt = record(stream), attempt_of(stream)
         assert attempt.replica is updated
         assert updated.weight_version == 0, "nothing has come of the update"
         updated.sockets[1].release()
@@ -212,7 +210,7 @@ async def test_logprobs_of_a_prompt_that_were_sent_before_an_update_are_all_sent
         await asyncio.sleep(STEP)
         assert 0 < len(record(stream).output.prompt_logprobs) < 63
         # Those of a toy are the same with all weights.
-        sent = record(stream).attempt.handle.prompt_logprobs  # type: ignore[union-attr]
+        sent = attempt_of(stream).handle.prompt_logprobs
         sent[:] = [TokenLogprob(each.token_id, -1.0) for each in sent]
         await engines[0].update_weights({"weights": 1})
         result, wanted = await stream, await dispatcher.generate(prompt(0, 64), SCORED)

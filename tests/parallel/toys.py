@@ -21,7 +21,19 @@ from aioinfer.stream import Stream
 from aioinfer.testing import TimedLauncher, VirtualLoop
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
-__all__ = ["ENDLESS", "PARAMS", "Toy", "expected", "held", "prompt", "record", "sent", "toys", "virtual"]
+__all__ = [
+    "ENDLESS",
+    "PARAMS",
+    "Toy",
+    "attempt_of",
+    "expected",
+    "held",
+    "prompt",
+    "record",
+    "sent",
+    "toys",
+    "virtual",
+]
 
 _P = ParamSpec("_P")
 
@@ -108,6 +120,12 @@ def record(stream: Stream) -> Record:
     return found
 
 
+def attempt_of(stream: Stream) -> Any:
+    """The attempt that computes a stream now, or None."""
+    owner: Any = stream._owner
+    return owner.attempts.get(record(stream))
+
+
 def held(replica: Replica) -> int:
     """Requests that were sent to a replica and have not ended."""
     return replica.load.requests
@@ -115,5 +133,5 @@ def held(replica: Replica) -> int:
 
 def sent(dispatcher: Dispatcher, streams: Sequence[Stream]) -> Counter[str]:
     """How many of these streams are on each replica; without a replica under ""."""
-    names = [attempt.replica.name if (attempt := record(each).attempt) else "" for each in streams]
+    names = [attempt.replica.name if (attempt := attempt_of(each)) else "" for each in streams]
     return Counter({replica.name: 0 for replica in dispatcher._replicas}) + Counter(names)

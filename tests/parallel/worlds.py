@@ -14,10 +14,10 @@ from aioinfer.errors import AioInferError, EngineFailed
 from aioinfer.execution.device import DeviceLost
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.local import LocalReplica
-from aioinfer.parallel.placing import Wanted
 from aioinfer.parallel.policies import POLICIES
-from aioinfer.parallel.record import Attempt, Ending, Record
-from aioinfer.parallel.replica import Replica, ReplicaEvents, ReplicaState, Rows
+from aioinfer.parallel.record import Record
+from aioinfer.parallel.replica import Attempt, Replica, ReplicaEvents, ReplicaState, Wanted
+from aioinfer.parallel.rows import Ending, Rows
 from aioinfer.params import SamplingParams
 from aioinfer.testing import TimedLauncher
 from tests.engine.worlds import (
@@ -226,7 +226,7 @@ def longer_params(rng: random.Random) -> SamplingParams:
 def check_loads(dispatcher: Dispatcher) -> None:
     """What is counted of each replica is what its attempts have."""
     running = dispatcher._started()
-    attempts = {record.attempt for record in running.open.values() if record.attempt is not None}
+    attempts = {*running.attempts.values()}
     counted: set[Attempt] = set()
     for replica in dispatcher._replicas:
         load = replica.load
@@ -246,7 +246,7 @@ def check_loads(dispatcher: Dispatcher) -> None:
     for record in running.open.values():
         assert isinstance(record, Record)
         assert len(record.losses) < 2
-        assert (record.attempt is None) or record.queued is None
+        assert record not in running.attempts or record.queued is None
 
 
 async def disturb(world: World, dispatcher: Dispatcher) -> None:
