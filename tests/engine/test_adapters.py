@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
-from aioinfer import LLM, EngineConfig, StreamCheckpoint, errors
+from aioinfer import EngineConfig, StreamCheckpoint, errors
 from aioinfer.engine import Engine
 from aioinfer.execution.device import DeviceInfo
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.params import SamplingParams
 from aioinfer.testing import FakeEngine
+from tests.engine.making import make_llm
 from tests.parallel.toys import STEP, Toy, virtual
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 from tests.toys.adapters import ToyAdapter, write_toy_adapter
@@ -479,15 +480,9 @@ async def test_records_say_something_of_adapters_only_where_there_is_one() -> No
 # -- without a loop ------------------------------------------------------------------------------------
 
 
-def make_llm(**settings: Any) -> tuple[LLM, ToyDevice]:
-    config = EngineConfig(model="toy", page_size=4, **settings)
-    device = ToyDevice(num_pages=512, max_adapters=config.adapter_slots, num_slots=config.num_slots)
-    return LLM(config, device=lambda _: device, tokenizer=lambda _: ToyTokenizer()), device
-
-
 def test_an_llm_has_adapters(make: Make) -> None:
-    llm, device = make_llm(max_adapters=1, adapters=f"a={make('1')}")
-    with llm:
+    device = ToyDevice(num_pages=512, max_adapters=2)
+    with make_llm(device=device, num_pages=512, max_adapters=1, adapters=f"a={make('1')}") as llm:
         (result,) = llm.generate(PROMPT, PARAMS, adapter="a", progress=False)
         assert result.token_ids == wanted(make("1"))
         assert llm.generate(PROMPT, PARAMS, progress=False)[0].token_ids == wanted(None)

@@ -82,9 +82,3 @@ async def test_where_nothing_is_left_only_that_request_fails() -> None:
                 SamplingParams(allowed_token_ids=[1, 2], ignore_eos=True, max_tokens=9, bad_words=everything),
             )
         assert (await beside).token_ids == plain.token_ids
-
-
-async def test_ids_beyond_the_vocabulary_are_refused() -> None:
-    async with Engine(EngineConfig(threads=1)) as engine:
-        with pytest.raises(errors.InvalidRequest, match="bad_words"):
-            await engine.generate(PROMPT, SamplingParams(bad_words=[[1, 864]]))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.config import EngineConfig, ServerConfig
+from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.loop.factory import load_tokenizer
@@ -40,15 +40,6 @@ def test_a_template_that_cannot_be_used_is_a_config_error(tmp_path: Path) -> Non
             rendered(setting)
     with pytest.raises(ConfigError, match=r"^chat_template must"):
         EngineConfig(chat_template=" ")
-
-
-def test_it_is_set_by_flag_environment_and_file(tmp_path: Path) -> None:
-    file = tmp_path / "settings.yaml"
-    file.write_text("chat_template: a.jinja\ntool_call_parser: hermes\nport: 1\n")
-    assert EngineConfig.load(file, {}).chat_template == "a.jinja"
-    assert EngineConfig.load(file, {}).tool_call_parser == "hermes"
-    assert EngineConfig.load(file, {"AIOINFER_CHAT_TEMPLATE": "b.jinja"}).chat_template == "b.jinja"
-    assert ServerConfig.load(file, {}).port == 1
 
 
 async def test_the_parsers_follow_the_template() -> None:

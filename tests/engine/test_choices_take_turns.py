@@ -8,12 +8,10 @@ from itertools import pairwise
 
 import pytest
 
-from aioinfer import errors
 from aioinfer.config import EngineConfig, policy_names
 from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
 from aioinfer.testing import TimedLauncher, VirtualLoop
-from tests.engine.conftest import MakeEngine
 from tests.toys import ToyDevice
 
 STEP = 0.01
@@ -62,13 +60,3 @@ def test_a_job_of_many_parts_does_not_keep_others_waiting(policy: str, take_turn
         assert all(one < other for one, other in pairwise(before))
     else:
         assert before == [PARTS] * 5
-
-
-@pytest.mark.parametrize("value", [-1, 2**31, 1.0, True, None, "1"])
-async def test_a_place_that_is_no_number_of_requests_is_refused(
-    make_engine: MakeEngine, value: object
-) -> None:
-    async with make_engine() as engine:
-        with pytest.raises(errors.InvalidRequest) as refused:
-            engine.generate([1, 2], queue_behind=value)  # type: ignore[arg-type]
-        assert refused.value.field == "queue_behind"

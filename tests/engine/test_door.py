@@ -19,13 +19,12 @@ import numpy as np
 import pytest
 
 from aioinfer import errors
-from aioinfer.config import EngineConfig
-from aioinfer.llm import LLM
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams
 from tests.engine.asking import KeepingTokenizer
 from tests.engine.conftest import MakeEngine
+from tests.engine.making import make_llm
 from tests.sequences import sequence_of
-from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys import ToyTokenizer, toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -401,6 +400,5 @@ async def test_engine_and_llm_use_the_defaults_of_the_model(make_engine: MakeEng
         stream = engine.generate([1, 2, 3], SamplingParams(max_tokens=7, temperature=1.0))
         assert sequence_of(stream).params.temperature == 1.0
         assert sequence_of(stream).params.top_k == 3
-    config = EngineConfig(model=str(tmp_path), page_size=4)
-    with LLM(config, device=lambda _: ToyDevice(), tokenizer=lambda _: ToyTokenizer()) as llm:
+    with make_llm(model=str(tmp_path)) as llm:
         assert llm.generate([1, 2, 3], SamplingParams(max_tokens=7), progress=False)[0].token_ids == wanted

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from aioinfer.config import EngineConfig
 from aioinfer.execution.device import Flight, StepResult
 from aioinfer.llm import LLM
 from aioinfer.outputs import Chunk
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.audit import check_idle
-from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.engine.making import make_llm
+from tests.toys import ToyDevice, toy_generate
 
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -46,12 +46,6 @@ class _HookedFlight:
         return self._flight.wait()
 
 
-def make_llm(**settings: Any) -> tuple[LLM, HookedDevice]:
-    config = EngineConfig(model="toy", page_size=4, num_pages=64, max_running_requests=4, **settings)
-    device = HookedDevice(num_pages=64, page_size=4, num_slots=config.num_slots)
-    return LLM(config, device=lambda _: device, tokenizer=lambda _: ToyTokenizer()), device
-
-
 def begun(llm: LLM) -> list[Iterator[Chunk]]:
     """A stream that is being read, and the only reference to it."""
     stream = llm.stream([1, 2, 3], LONG)
@@ -76,8 +70,8 @@ def drop_on_a_thread(held: list[Any]) -> None:
 def test_a_stream_dropped_during_a_step_leaves_the_others(
     leave: Callable[[list[Any]], None], place: str, overlap_steps: int
 ) -> None:
-    llm, device = make_llm(overlap_steps=overlap_steps)
-    with llm:
+    device = HookedDevice()
+    with make_llm(device=device, overlap_steps=overlap_steps) as llm:
         held = begun(llm)
         device.hooks[place] = lambda: leave(held)
         (result,) = llm.generate(PROMPT, SHORT, progress=False)
@@ -96,8 +90,7 @@ def until_idle(llm: LLM) -> None:
 
 
 def test_a_stream_dropped_between_two_calls_is_ended_by_the_next() -> None:
-    llm, _ = make_llm(max_queued_requests=1)
-    with llm:
+    with make_llm(max_queued_requests=1) as llm:
         held = begun(llm)
         waiting = begun(llm)
         drop_on_a_thread(held)
@@ -111,8 +104,8 @@ def test_a_stream_dropped_between_two_calls_is_ended_by_the_next() -> None:
 
 
 def test_streams_dropped_by_several_threads_at_once_leave_nothing() -> None:
-    llm, device = make_llm(overlap_steps=1)
-    with llm:
+    device = HookedDevice()
+    with make_llm(device=device, overlap_steps=1) as llm:
         held = [begun(llm) for _ in range(3)]
 
         def leave() -> None:

@@ -182,14 +182,6 @@ def test_the_score_of_a_classifier_is_what_its_files_make_of_the_logit(tmp_path:
             assert llm.score("apple", ["pear"]).scores == [pytest.approx(wanted, rel=1e-3, abs=1e-4)]
 
 
-def test_a_base_model_that_sees_what_follows_is_refused(tmp_path: Path) -> None:
-    make_checkpoint("gemma3", tmp_path)
-    change: dict[str, Any] = {"architectures": ["Gemma3TextModel"], "use_bidirectional_attention": True}
-    rewrite(tmp_path, without_prefix, **change)
-    with pytest.raises(ConfigError, match="attends to what follows"):
-        LLM(config(tmp_path))
-
-
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model", "Other"])
 def test_a_model_that_is_not_causal_is_refused_by_any_name(tmp_path: Path, architecture: str) -> None:
     make_checkpoint("qwen3", tmp_path)

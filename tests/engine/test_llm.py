@@ -14,24 +14,16 @@ from typing import Any
 import pytest
 
 from aioinfer import errors
-from aioinfer.config import EngineConfig
 from aioinfer.llm import LLM
 from aioinfer.outputs import Chunk
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.audit import check_idle
-from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.engine.making import make_llm
+from tests.toys import ToyTokenizer, toy_generate
 
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11]]
-
-
-def make_llm(fault: Any = None, **settings: Any) -> LLM:
-    config = EngineConfig(
-        **{"model": "toy", "page_size": 4, "num_pages": 64, "max_running_requests": 4, **settings}
-    )
-    device = ToyDevice(num_pages=64, page_size=4, num_slots=config.num_slots, fault=fault)
-    return LLM(config, device=lambda _: device, tokenizer=lambda _: ToyTokenizer())
 
 
 def answers(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams = SHORT) -> None:
@@ -188,7 +180,7 @@ def test_answers_have_deadlines_by_argument_or_config(where: str) -> None:
         if step.id == slow[0]:
             time.sleep(0.02)  # a step that takes longer than the deadline
 
-    with make_llm(fault, **(given if where == "config" else {})) as llm:
+    with make_llm(fault=fault, **(given if where == "config" else {})) as llm:
         options = given if where == "argument" else {}
         with pytest.raises(errors.TimedOut, match=r"0\.01 s running"):
             llm.generate(PROMPTS, LONG, progress=False, **options)
@@ -210,7 +202,7 @@ def test_a_failed_step_ends_the_requests_of_the_call() -> None:
         if step.id == 4:
             raise ZeroDivisionError
 
-    with make_llm(fault) as llm:
+    with make_llm(fault=fault) as llm:
         with pytest.raises(errors.StepFailed) as caught:
             llm.generate(PROMPTS, LONG, progress=False)
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -226,7 +218,7 @@ def test_an_interrupt_leaves_a_usable_object_and_no_request(overlap_steps: int) 
         if step.id == at:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
-    with make_llm(fault, overlap_steps=overlap_steps) as llm:
+    with make_llm(fault=fault, overlap_steps=overlap_steps) as llm:
         for stop in (1, 2, 3, 5, 8, 13):
             at = llm._core.scheduler.queues.last_step + stop
             with pytest.raises(KeyboardInterrupt):

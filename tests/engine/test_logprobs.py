@@ -95,21 +95,6 @@ def check(found: TokenLogprob, token: int, wanted: Any, top: int) -> None:
         assert value == pytest.approx(float(wanted[likely]), abs=1e-4)
 
 
-async def test_the_hot_cache_gives_the_same_logprobs_as_the_cold_one() -> None:
-    params = SamplingParams(temperature=0, max_tokens=8, logprobs=2, prompt_logprobs=1)
-    plain = SamplingParams(temperature=0, max_tokens=8)
-    async with Engine(EngineConfig(dtype="float32", threads=1)) as engine:
-        cold = await engine.generate(PROMPT, params)
-        assert (await engine.generate(PROMPT, plain)).usage.cached_tokens == 32
-        hot = await engine.generate(PROMPT, params)
-        assert hot.usage.cached_tokens == 0, "what is to be scored is computed"
-        assert hot.token_ids == cold.token_ids
-        for name in ("logprobs", "prompt_logprobs"):
-            found = [each.logprob for each in getattr(hot, name) if each is not None]
-            wanted = [each.logprob for each in getattr(cold, name) if each is not None]
-            assert found == pytest.approx(wanted, abs=1e-5)
-
-
 @rest(SECONDS)
 @pytest.mark.parametrize(("window", "page_size"), [(0, 16), (2, 4)])
 async def test_hot_and_cold_are_those_of_transformers_whoever_else_runs(window: Any, page_size: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from aioinfer import LLM, EngineConfig, InvalidRequest, Pooling, SamplingParams, StepFailed, TimedOut
+from aioinfer import EngineConfig, InvalidRequest, Pooling, SamplingParams, StepFailed, TimedOut
 from aioinfer.embeddings.embedding import normalized
 from aioinfer.execution.launcher import InlineLauncher
 from aioinfer.parallel import Dispatcher
@@ -18,6 +18,7 @@ from aioinfer.pooling import KINDS
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.testing import FakeEngine
 from tests.engine.conftest import Gate, MakeEngine
+from tests.engine.making import make_llm
 from tests.engine.simulation import retract_one
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 from tests.toys.blocks import ScriptedDevice
@@ -233,8 +234,7 @@ async def test_an_embedding_survives_the_loss_of_its_replica(make_engine: MakeEn
 
 
 def test_the_synchronous_engine_embeds_and_scores() -> None:
-    config = EngineConfig(model="toy", page_size=4, num_pages=64, max_running_requests=4)
-    with LLM(config, device=lambda _: ToyDevice(), tokenizer=lambda _: ToyTokenizer()) as llm:
+    with make_llm() as llm:
         found = llm.embed(prompts(6, 20), normalize=False)
         one = llm.embed("hello")
         assert llm.score("a", ["b", "a"], method="cosine").scores[1] == pytest.approx(1.0)
@@ -370,13 +370,6 @@ async def test_a_chat_without_an_answer_is_refused(make_engine: MakeEngine) -> N
             with pytest.raises(InvalidRequest) as refused:
                 engine.chat(messages, **options)
             assert refused.value.field == field
-
-
-async def test_a_start_of_logprobs_that_are_not_wanted_is_refused(make_engine: MakeEngine) -> None:
-    async with make_engine() as engine:
-        with pytest.raises(InvalidRequest) as refused:
-            engine.generate([1, 2, 3], SamplingParams(logprob_start_len=1))
-        assert refused.value.field == "logprob_start_len"
 
 
 @pytest.mark.parametrize("given", [5, None, 1.5, b"ab", object()])

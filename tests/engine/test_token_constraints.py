@@ -49,14 +49,6 @@ def test_what_makes_no_sense_is_refused() -> None:
             SamplingParams(**{name: value})
 
 
-@rest(SECONDS)
-async def test_ids_beyond_the_vocabulary_are_refused() -> None:
-    async with Engine(EngineConfig(threads=1)) as engine:
-        for params in (SamplingParams(logit_bias={864: 1.0}), SamplingParams(allowed_token_ids=[864])):
-            with pytest.raises(errors.InvalidRequest):
-                engine.generate(PROMPT, params)
-
-
 CAT = Grammar("choice", ["cat"])
 #: constraints that allow no first token -> the field that the refusal names
 IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [

@@ -14,8 +14,9 @@ from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from examples.training.tasks import held_out
 from tests.engine.conftest import MakeEngine
+from tests.engine.making import make_llm
 from tests.tiers import SECONDS, grid, points, rest
-from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys import toy_generate
 
 ALLOWED = range(60, 400)
 MODES = [(window, mode) for window in (0, 1, 2) for mode in ("thread", "inline")]
@@ -47,9 +48,7 @@ async def test_toy_ids_do_not_depend_on_the_window_or_the_mode(
 def test_the_synchronous_twin_gives_the_same() -> None:
     requests = toy_requests()
     for window in (0, 1, 2):
-        config = EngineConfig(model="toy", page_size=4, max_running_requests=4, overlap_steps=window)
-        device = ToyDevice(num_slots=config.num_slots)
-        with LLM(config, device=lambda _, device=device: device, tokenizer=lambda _: ToyTokenizer()) as llm:
+        with make_llm(overlap_steps=window) as llm:
             keys = [llm.add_request(prompt, params) for prompt, params in requests]
             results = {}
             while llm.has_unfinished():

@@ -17,10 +17,11 @@ from aioinfer.loop.updating import UpdateMode
 from aioinfer.scheduling.sequence import Sequence
 from aioinfer.stream import Stream
 from tests.engine.conftest import MakeEngine
+from tests.engine.making import make_llm
 from tests.engine.simulation import settle
 from tests.model.checkpoints import FAMILIES, make_model
 from tests.tiers import SECONDS, rest
-from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys import ToyDevice, toy_generate
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
@@ -414,8 +415,7 @@ async def test_from_another_thread(make_engine: MakeEngine) -> None:
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_without_a_loop(mode: Any) -> None:
-    config = EngineConfig(model="toy", page_size=4, num_pages=64, max_running_requests=1)
-    with LLM(config, device=lambda _: ToyDevice(), tokenizer=lambda _: ToyTokenizer()) as llm:
+    with make_llm(max_running_requests=1) as llm:
         running, waiting = llm.add_request(PROMPT, LONG), llm.add_request([4, 5], SHORT)
         for _ in range(10):
             llm.step()
@@ -443,15 +443,9 @@ def test_without_a_loop(mode: Any) -> None:
         assert llm.generate([PROMPT], SHORT)[0].token_ids == toy_generate(PROMPT, SHORT, weights=1)
 
 
-def make_llm(**settings: Any) -> LLM:
-    settings = {"page_size": 4, "num_pages": 64, "max_running_requests": 4, "overlap_steps": 0, **settings}
-    config = EngineConfig(model="toy", **settings)
-    return LLM(config, device=lambda _: ToyDevice(), tokenizer=lambda _: ToyTokenizer())
-
-
 def driven(params: SamplingParams, *, at: int) -> tuple[list[Chunk], Result]:
     """One request whose weights are replaced once it has ``at`` tokens: its chunks and its result."""
-    with make_llm() as llm:
+    with make_llm(overlap_steps=0) as llm:
         key = llm.add_request(PROMPT, params)
         chunks: list[Chunk] = []
         found: dict[int, Result] = {}
@@ -478,7 +472,7 @@ def test_a_stop_string_across_a_switch_still_ends_the_chunks() -> None:
 
 
 def test_chunks_of_those_that_end_while_an_update_waits_can_be_taken() -> None:
-    with make_llm() as llm:
+    with make_llm(overlap_steps=0) as llm:
         keys = [llm.add_request([*PROMPT, each], SHORT.changed(max_tokens=4 * each)) for each in (1, 2)]
         llm.step()
         taken = llm.take_chunks()
@@ -493,7 +487,7 @@ def test_chunks_of_those_that_end_while_an_update_waits_can_be_taken() -> None:
 @pytest.mark.parametrize("settings", [SamplingParams(max_tokens=0), SHORT])
 def test_logprobs_of_a_prompt_without_output_are_all_of_the_new_weights(settings: SamplingParams) -> None:
     prompt, params = [*range(1, 41)], settings.changed(prompt_logprobs=0)
-    with make_llm(chunk_size=8, max_step_tokens=32) as llm:
+    with make_llm(overlap_steps=0, chunk_size=8, max_step_tokens=32) as llm:
         key = llm.add_request(prompt, params)
         llm.step()
         llm.step()
@@ -504,7 +498,7 @@ def test_logprobs_of_a_prompt_without_output_are_all_of_the_new_weights(settings
         found: dict[int, Result] = {}
         while llm.has_unfinished():
             found |= llm.step()
-    with make_llm() as llm:
+    with make_llm(overlap_steps=0) as llm:
         llm.update_weights(weights(1))
         (wanted,) = llm.generate([prompt], params)
     assert found[key].prompt_logprobs == wanted.prompt_logprobs

@@ -84,13 +84,6 @@ def block_tables(packed: PackedStep) -> list[list[int]]:
     return table
 
 
-def test_1_a_row_advances_by_its_length_not_by_one() -> None:
-    bench = Bench()
-    request = bench.request(prompt=13)
-    step, _ = bench.plan()
-    assert request.cursor.computed == step.rows[0].length == 13
-
-
 def test_2_a_launched_chunk_is_not_planned_again_before_it_resolves() -> None:
     bench = Bench(chunk=5)
     request = bench.request(prompt=12)
@@ -100,15 +93,6 @@ def test_2_a_launched_chunk_is_not_planned_again_before_it_resolves() -> None:
         spans.append((step.rows[0].start, step.rows[0].length))
     assert spans == [(0, 4), (4, 4), (8, 4)], "chunks end at page boundaries"
     assert request.pending == 1
-
-
-def test_3_prefill_rows_take_their_chunk_of_the_prompt() -> None:
-    bench = Bench(chunk=5)
-    request = bench.request(prompt=12)
-    for start, stop in ((0, 4), (4, 8), (8, 12)):
-        step, packed = bench.plan()
-        assert step.rows[0].ids == request.prompt_ids[start:stop]
-        assert section(packed, "input_ids") == request.prompt_ids[start:stop]
 
 
 def test_4_unused_entries_of_the_block_table_belong_to_nobody() -> None:
@@ -365,16 +349,3 @@ def test_an_abort_gives_everything_back_from_any_state(state: str) -> None:
     assert bench.memory.slots.free == bench.memory.slots.total
     assert not bench.scheduler.queues.has_unfinished
     audit(bench.scheduler)
-
-
-def test_admission_is_first_come_first_served() -> None:
-    bench = Bench(running=2)
-    requests = [bench.request(prompt=3, max_tokens=1) for _ in range(5)]
-    order = []
-    for _ in range(10):
-        if not bench.scheduler.queues.has_unfinished:
-            break
-        step, _ = bench.plan()
-        order += [row.request.key for row in step.rows]
-        bench.resolve(step)
-    assert order == [request.key for request in requests]

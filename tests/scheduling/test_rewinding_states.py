@@ -80,33 +80,6 @@ def test_without_its_snapshot_a_request_begins_again_and_leaves_cached_pages_alo
     check_idle(at.scheduler)
 
 
-def test_a_request_without_room_for_its_new_pages_waits_for_them() -> None:
-    """It gave up cached pages that another request still reads."""
-    at = desk(1, pages=10, running=2)
-    ids = list(range(100, 117))
-    eldest = at.submit(ids, 8)
-    course(at, eldest)
-    other = at.submit(ids, 3)
-    at.plan()
-    at.resolve()
-    at.submit(9, 2)
-    assert other.kv.lock is not None
-    # Someone else takes the only snapshot.
-    assert at.memory.states is not None
-    assert at.memory.states.tree is not None
-    assert at.memory.states.pool is not None
-    while (oldest := at.memory.states.pool.oldest()) is not None:
-        assert oldest.node is not None
-        at.memory.states.tree._lose_end(oldest.node)
-        at.memory.states.tree.version += 1
-    at.plan()
-    bring(at, DEFERRED)
-    at.finish()
-    assert eldest.known == 25
-    assert eldest.recovery.retractions == 0, "the eldest is never retracted"
-    check_idle(at.scheduler)
-
-
 def test_a_retracted_request_continues_from_its_snapshot() -> None:
     at = desk()
     request = at.submit(11, 30)

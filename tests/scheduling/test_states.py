@@ -108,25 +108,6 @@ def test_whoever_waits_for_a_prefix_says_where_it_ends() -> None:
     check_idle(at.scheduler)
 
 
-def test_those_that_part_later_are_heard_one_after_the_other() -> None:
-    at = desk(8, share_prefix_tokens=4)
-    ids = list(range(100, 140))
-    requests = [at.submit([*ids[:length], *range(length, length + 5)]) for length in (40, 8, 16, 24)]
-    at.finish()
-    assert [request.output.cached_tokens for request in requests] == [0, 8, 16, 24]
-
-
-def test_one_that_is_told_too_late_holds_nobody_for_ever() -> None:
-    at = desk(share_prefix_tokens=8, chunk_size=8)
-    common = list(range(100, 113))
-    first = at.submit([*common, *range(30)])
-    at.plan()
-    at.plan()
-    late = at.submit([*common, 7, 8, 9])
-    at.finish()
-    assert first.output.finish_reason == late.output.finish_reason == "length"
-
-
 def test_the_output_of_a_request_is_found_by_the_next_turn() -> None:
     """Up to the boundary of the prompt at first; then a snapshot is left behind the answer, too."""
     at = desk()
@@ -152,33 +133,7 @@ def test_without_snapshots_nothing_is_matched_and_chunks_are_not_cut() -> None:
         assert at.memory.pages.free == at.memory.pages.total
 
 
-def test_a_model_without_state_has_no_cells() -> None:
-    at = desk(None)
-    at.submit(11)
-    at.plan()
-    (row,) = rows(at)
-    assert (row.start, row.length, row.state_read, row.state_write) == (0, 11, 0, 0)
-    assert at.memory.snapshots_cached == at.memory.snapshot_hits == 0
-
-
 # -- the budget ------------------------------------------------------------------------------------------
-
-
-def test_the_least_recently_used_snapshot_goes_first_and_its_pages_stay() -> None:
-    at = desk(2)
-    prompts = [list(range(100 * number, 100 * number + 11)) for number in (1, 2, 3)]
-    for prompt in (prompts[0], prompts[1], prompts[0], prompts[2]):
-        at.submit(prompt)
-        at.finish()
-    assert at.memory.snapshots_cached == 2
-    assert at.memory.tree is not None
-    hits = []
-    for prompt in prompts:
-        request = at.submit(prompt, 1)
-        assert at.memory.tree.match(request.token_key(0, 8)) == 2
-        hits.append(at.memory.lookup(request)[0])
-        at.scheduler.finish(request, "abort")
-    assert hits == [2, 0, 2]
 
 
 def test_a_snapshot_that_a_step_in_flight_reads_is_not_written() -> None:
@@ -199,35 +154,7 @@ def test_a_snapshot_that_a_step_in_flight_reads_is_not_written() -> None:
     assert course(at, third)[0] == (0, 8, "empty", "kept")
 
 
-def test_an_evicted_page_takes_the_snapshot_behind_it_along() -> None:
-    at = desk(4, pages=8)
-    ids = list(range(100, 121))
-    at.submit(ids, 2)
-    at.finish()
-    assert at.memory.snapshots_cached == 1
-    at.submit(13, 2)
-    at.finish()
-    assert at.memory.tree is not None
-    key = at.submit(ids, 2)
-    assert 0 < at.memory.tree.match(key.token_key(0, 20)) < 5
-    assert at.memory.lookup(key)[0] == 0
-    at.finish()
-    check_idle(at.scheduler)
-
-
 # -- what is not shared ----------------------------------------------------------------------------------
-
-
-def test_of_two_that_compute_the_same_one_snapshot_is_kept() -> None:
-    at = desk()
-    ids = list(range(100, 111))
-    first, second = at.submit(ids), at.submit(ids)
-    at.plan()
-    assert len({row.state_write for row in rows(at)}) == 2
-    at.finish()
-    assert first.output_ids == second.output_ids
-    assert at.memory.snapshots_cached == 1
-    check_idle(at.scheduler)
 
 
 @pytest.mark.parametrize("behind", [0, 1, 2])
