@@ -234,20 +234,24 @@ class Requests(ABC):
         Raises as :meth:`generate`, with these names, also for tools that the model's formats cannot express.
         """
         self._serving()
-        asked = chat_request(
-            self.chat_format,
-            messages,
-            inherited(params, self.default_params),
-            tools=tools,
-            tool_choice=tool_choice,
-            parallel_tool_calls=parallel_tool_calls,
-            response_format=response_format,
-            chat_template_kwargs=chat_template_kwargs,
-        )
         try:
-            prompt = self.prompt(asked.messages, chat_template_kwargs=asked.template_kwargs)
+            asked = chat_request(
+                self.chat_format,
+                messages,
+                inherited(params, self.default_params),
+                tools=tools,
+                tool_choice=tool_choice,
+                parallel_tool_calls=parallel_tool_calls,
+                response_format=response_format,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            try:
+                prompt = self.prompt(asked.messages, chat_template_kwargs=asked.template_kwargs)
+            except RequestError as error:
+                raise renamed(error, asked.names) from error.__cause__
         except RequestError as error:
-            raise renamed(error, asked.names) from error.__cause__
+            error.request_id = options.get("request_id")
+            raise
         return self.open_chat(asked, prompt, **options)
 
     def open_chat(

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import signal
 import threading
-import time
 from collections import UserDict
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -178,7 +177,7 @@ def test_answers_have_deadlines_by_argument_or_config(where: str) -> None:
 
     def fault(step: Any) -> None:
         if step.id == slow[0]:
-            time.sleep(0.02)  # a step that takes longer than the deadline
+            threading.Event().wait(0.02)  # a step that takes longer than the deadline
 
     with make_llm(fault=fault, **(given if where == "config" else {})) as llm:
         options = given if where == "argument" else {}

@@ -428,8 +428,9 @@ def test_without_a_loop(mode: Any) -> None:
                 found |= llm.step()
             except errors.Cancelled:
                 cancelled += 1
-        assert found[waiting].token_ids == toy_generate([4, 5], SHORT, weights=1)
-        assert found[waiting].weight_version == 1
+        version = found[waiting].weight_version
+        assert version == 1 or mode == "wait"
+        assert found[waiting].token_ids == toy_generate([4, 5], SHORT, weights=version)
         assert cancelled == (mode == "abort")
         if mode == "wait":
             assert found[running].token_ids == toy_generate(PROMPT, LONG)

@@ -17,7 +17,7 @@ from aioinfer.server.http.pace import Pace
 from aioinfer.server.openai.protocol import Served, parse_chat
 from aioinfer.server.openai.shapes import CHAT
 from aioinfer.text.reasoning import REASONING_PARSERS
-from aioinfer.text.tool_calls import Hermes, states
+from aioinfer.text.tool_calls import Hermes, base
 from tests.server.chats import ROME
 from tests.server.test_answers import PIECES
 from tests.server.test_large import counting_turns
@@ -27,7 +27,7 @@ ALL = [AnswerFormat(Hermes, each) for each in (None, *REASONING_PARSERS.values()
 
 @pytest.fixture(autouse=True)
 def ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(states, "new_id", lambda: "call_1")
+    monkeypatch.setattr(base, "new_id", lambda: "call_1")
 
 
 def text_of(rng: random.Random, length: int) -> str:

@@ -162,9 +162,9 @@ async def test_embeddings_and_scores_have_the_id_too(
         names: list[str] = []
         queue = served.engine._queue
 
-        def queued(serving: Any, prompt: Any, params: Any, options: Any, *rest: Any) -> Any:
-            names.append(options.request_id)
-            return queue(serving, prompt, params, options, *rest)
+        def queued(serving: Any, prompt: Any, request: Any, *rest: Any) -> Any:
+            names.append(request.request_id)
+            return queue(serving, prompt, request, *rest)
 
         monkeypatch.setattr(served.engine, "_queue", queued)
         recorder = served.engine.measuring.recorder
