@@ -21,7 +21,6 @@ ALLOWED = {
     "bench/test_peers.py": "looks in a made-up /proc; limits of what hangs on purpose",
     "cli/test_replica.py": "looks for a condition",
     "engine/test_intake.py": "looks for a condition",
-    "engine/test_llm.py": "a step that takes longer than the deadline",
     "joining.py": "looks for a condition",
     "test_chance.py": "names them",
     "server/test_adversity.py": "a device with slow steps",
