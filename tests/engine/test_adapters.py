@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,6 @@ import pytest
 
 from aioinfer import EngineConfig, StreamCheckpoint, errors
 from aioinfer.engine import Engine
-from aioinfer.execution.device import DeviceInfo
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.params import SamplingParams
 from aioinfer.testing import FakeEngine
@@ -462,21 +459,6 @@ async def test_a_checkpoint_goes_on_with_the_same_adapter_only(make: Make, tmp_p
         assert (await engine.restore(checkpoint)).token_ids == wanted(make("1"))
 
 
-@virtual
-async def test_records_say_something_of_adapters_only_where_there_is_one() -> None:
-    async with Toy() as engine:
-        stream = engine.generate(PROMPT, PARAMS)
-        await asyncio.sleep(5.5 * STEP)
-        checkpoint = stream.checkpoint()
-        record = json.loads(checkpoint.to_json())
-        assert not [name for name in record if "adapter" in name], "releases before this one can read it"
-        assert StreamCheckpoint.from_json(json.dumps(record)) == replace(
-            checkpoint, prompt_token_ids=PROMPT, token_ids=list(checkpoint.token_ids), logprobs=[],
-            prompt_logprobs=[],
-        )  # fmt: skip
-        stream.close()
-
-
 # -- without a loop ------------------------------------------------------------------------------------
 
 
@@ -517,10 +499,3 @@ async def test_a_fake_engine_takes_adapters() -> None:
         await engine.load_adapter("sql", "/anywhere")
         assert (await engine.generate("x", adapter="sql")).text == "hello"
         assert engine.requests[0].options.adapter == "sql"
-
-
-def test_devices_say_how_many_there_may_be() -> None:
-    info: DeviceInfo = ToyDevice(max_adapters=5).open()
-    assert (info.max_adapters, info.adapter_reason) == (5, "")
-    assert EngineConfig(max_adapters=16).adapter_slots == 17, "one is to replace with"
-    assert EngineConfig(max_adapters=0).adapter_slots == 0

@@ -181,27 +181,3 @@ def test_a_plain_decoder_without_a_cache_says_the_same_of_one_alone(model: Model
         assert_described(result, wanted)
     rounds = {max(steps) for _, (_, steps, _) in described}
     assert model.plain is None or len(rounds) > 2, "blocks differ in how long they take"
-
-
-@rest(SECONDS)
-@pytest.mark.parametrize("way", grid(["overlap-1"], ["sync", "fused", "everything"]))
-def test_a_plain_decoder_says_the_same_of_eight_that_come_and_go(
-    way: str, model: Model, described: Any
-) -> None:
-    """They arrive one by one, and lose slot and pages now and then."""
-    options = {**WAYS[way], "max_running_requests": 8}
-    keys: list[int] = []
-    results: dict[int, Result] = {}
-    with LLM(model.config(**options)) as llm:
-        scheduler = llm._core.scheduler
-        for count in range(10_000):
-            if count % 2 == 0 and len(keys) < len(described):
-                keys.append(llm.add_request(*described[len(keys)][0]))
-            if count % 5 == 4 and (victim := scheduler._victim()) is not None:
-                scheduler.queues.retract(victim)
-            results.update(llm.step())
-            if len(results) == len(described):
-                break
-        assert not described or scheduler.queues.counters.retractions > 3
-    for key, (_, wanted) in zip(keys, described, strict=True):
-        assert_described(results[key], wanted)

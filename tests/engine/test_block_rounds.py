@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 
 import pytest
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.errors import StepFailed
 from aioinfer.execution.launcher import ThreadLauncher
-from aioinfer.outputs import Chunk
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.step import Step
-from aioinfer.testing import TimedLauncher, VirtualLoop
 from tests.engine.conftest import Gate
 from tests.toys.blocks import ScriptedDevice
 
@@ -58,33 +54,3 @@ async def test_rounds_go_on_in_place_until_somebody_wants_something(
     gate: Gate, what: str, forwards: int
 ) -> None:
     assert await first_forwards(gate, what) == forwards
-
-
-def test_a_draft_that_is_gone_when_it_is_asked_for_is_no_chunk() -> None:
-    """The step behind it failed; the reader gets the error, and nothing empty before."""
-    config = EngineConfig(model="scripted", page_size=SIZE, max_running_requests=4, overlap_steps=0)
-    faults: list[Exception] = []
-
-    def fault(step: Step) -> None:
-        if faults:
-            raise faults.pop()
-
-    device = ScriptedDevice(num_slots=config.num_slots, mean_steps=6.0, variation=0.0, fault=fault)
-    launcher = TimedLauncher(device, lambda _: 0.01)
-    params = replace(PARAMS, diffusion=DiffusionParams(threshold=0.9, draft=True))
-
-    async def run() -> list[Chunk]:
-        chunks = []
-        async with Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: None) as engine:
-            stream = engine.generate([1], params)
-            await asyncio.sleep(0.015)
-            faults.append(ValueError("injected"))
-            await asyncio.sleep(0.02)
-            assert stream.done
-            with pytest.raises(StepFailed):
-                async for chunk in stream:
-                    chunks.append(chunk)
-        return chunks
-
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
-        assert all(chunk.token_ids for chunk in runner.run(run()))

@@ -322,19 +322,6 @@ async def test_a_chat_that_is_left_ends_its_request() -> None:
             copy.copy(chat)
 
 
-async def test_task_groups_take_chats() -> None:
-    async with FakeEngine(CALLING) as engine:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(engine.chat(USER, tools=[weather])) for _ in range(3)]
-        assert {task.result().content for task in tasks} == {"Let me look."}
-        with pytest.raises(BaseExceptionGroup) as caught:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(engine.chat(USER))
-                raise KeyError("before it began")
-        assert caught.group_contains(KeyError)
-        await freed(engine)
-
-
 @nightly(SECONDS)
 async def test_a_long_answer_is_parsed_in_turns_and_can_be_left_amid_them() -> None:
     """Whoever reads late gets much at once."""

@@ -69,11 +69,3 @@ def test_a_loop_with_a_time_of_its_own_is_asked(make_loop: Callable[[], asyncio.
     loop = make_loop()
     assert clock_of(loop) == loop.time
     loop.close()
-
-
-def test_a_loop_whose_time_is_replaced_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    loop = asyncio.SelectorEventLoop()
-    assert clock_of(loop) is time.monotonic
-    monkeypatch.setattr(loop, "time", lambda: 7.0)
-    assert clock_of(loop)() == 7.0
-    loop.close()

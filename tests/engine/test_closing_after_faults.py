@@ -76,15 +76,6 @@ async def test_a_start_without_its_thread_fails_at_once(
     await works(engine)
 
 
-async def test_a_launcher_whose_thread_could_not_be_started_has_nothing_to_wait_for(forbid: Forbid) -> None:
-    launcher = ThreadLauncher(ToyDevice())
-    forbid("aioinfer-launch")
-    with pytest.raises(RuntimeError):
-        await launcher.start()
-    async with asyncio.timeout(AT_ONCE):
-        assert await launcher.aclose()
-
-
 @pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
 async def test_a_start_without_a_completion_thread_fails_and_closes_the_device(
     forbid: Forbid, launcher: Any, own_threads: OwnThreads

@@ -17,7 +17,6 @@ from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.params import Grammar, SamplingParams
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.test_launchers import AsynchronousToy
-from tests.execution.test_workers import kill as kill_worker
 from tests.tiers import SECONDS, rest
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
@@ -102,18 +101,6 @@ async def test_an_engine_that_is_dropped_is_not_kept_by_its_threads(make_engine:
     gc.collect()
     await asyncio.to_thread(thread.join, 60)
     assert not thread.is_alive()
-
-
-async def test_a_text_worker_that_dies_is_replaced(make_engine: MakeEngine) -> None:
-    async with make_engine() as engine:
-        await engine.generate("text", SHORT)
-        workers: Any = engine._started()._intake._workers
-        threads = list(workers._workers._threads)
-        assert threads
-        for thread in threads:
-            await asyncio.to_thread(kill_worker, workers._workers, thread)
-        assert len((await engine.generate("text", SHORT)).token_ids) == 5
-        assert engine.ready
 
 
 async def test_a_text_worker_that_dies_over_a_prompt_fails_its_request(make_engine: MakeEngine) -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from aioinfer import errors
 from aioinfer.params import SamplingParams
-from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.speculation.drafter import DraftRequest
 from tests.engine.test_speculation import PROMPT, outputs, toy
 from tests.sequences import sequence_of
@@ -89,28 +88,6 @@ def test_what_cannot_propose_is_no_drafter(drafter: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("overlap", [0, 1, 2])
-def test_a_request_that_is_parked_and_unparked_amid_a_run_goes_on(
-    overlap: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plan = Scheduler.plan
-
-    def planned(self: Scheduler) -> Any:
-        step = plan(self)
-        if step is not None and step.generating.drafts:
-            for request in [*self.queues.unfinished()]:
-                self.queues.park(request)
-                self.queues.unpark(request)
-        return step
-
-    monkeypatch.setattr(Scheduler, "plan", planned)
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    for kind in ("wrong", "partly", "right"):
-        with toy(Guesser(kind, random.Random(0)), overlap_steps=overlap, max_draft_tokens=15) as llm:
-            results = llm.generate([PROMPT] * 3, params)
-        assert [result.token_ids for result in results] == [outputs(8)] * 3
-
-
 @pytest.mark.parametrize("kind", ["stop", "stop_regex", "stop_token_ids"])
 def test_drafts_behind_a_stop_are_no_accepted_predictions(kind: str) -> None:
     ids = outputs()
@@ -183,11 +160,6 @@ def test_a_prediction_that_makes_no_sense_is_refused_by_name(prediction: Any) ->
     with toy() as llm, pytest.raises(errors.InvalidRequest) as caught:
         llm.generate([PROMPT], SamplingParams(prediction=prediction))
     assert caught.value.field == "prediction"
-
-
-@pytest.mark.parametrize("prediction", ["", (), [], None])
-def test_an_empty_prediction_is_none(prediction: Any) -> None:
-    assert SamplingParams(prediction=prediction).prediction is None
 
 
 def test_a_prediction_that_is_too_long_is_cut() -> None:

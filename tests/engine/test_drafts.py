@@ -11,7 +11,6 @@ import pytest
 from aioinfer import DiffusionParams, EngineConfig, SamplingParams
 from aioinfer.loop.core import Core
 from aioinfer.loop.options import Prepared
-from aioinfer.loop.texts import Texts
 from aioinfer.outputs import Chunk, Result
 from aioinfer.request import Output, Request
 from aioinfer.scheduling.block_cursor import BlockCursor
@@ -144,53 +143,6 @@ def test_a_slow_reader_gets_the_newest_draft_and_no_older_one() -> None:
     )
     assert second.draft.token_ids == newest != first.draft.token_ids
     assert second.draft.token_ids.count(None) < first.draft.token_ids.count(None)
-
-
-def test_a_draft_is_not_behind_text_that_is_complete() -> None:
-    """A round that brings no token leaves nothing to search for stop patterns."""
-    world = Rounds(params(EDITING, stop_regex="zzzz"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Texts, "catch_up", lambda *given: [])
-        world.go(2)
-        assert not world.request.output.text_behind
-        chunk = world.cell.take()
-    assert chunk is not None
-    assert chunk.draft is not None
-
-
-def test_tokens_that_are_read_while_text_is_behind_do_not_cost_the_draft() -> None:
-    """The newest draft is delivered when the text in front of it has caught up."""
-    world = Rounds(params(stop_regex="zzzz"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Texts, "catch_up", lambda *given: [])
-        while len(world.request.output_ids) < 2 or world.request.output.draft() is None:
-            world.go()
-    texts, version = world.core.texts, world.request.output.draft_version
-    assert texts.catch_up(0.0) == []
-    chunk = world.cell.take()
-    assert chunk is not None
-    assert (len(chunk.token_ids), chunk.draft) == (1, None)
-    assert world.cell.taken_draft < version
-    assert not world.cell.ready(), "there is nothing to take"
-    assert texts.catch_up() == [world.request]
-    assert world.cell.ready()
-    chunk = world.cell.take()
-    assert chunk is not None
-    assert chunk.draft is not None
-    assert chunk.draft.start == len(world.request.output_ids)
-    assert (world.cell.taken_draft, world.cell.take()) == (version, None)
-
-
-def test_a_draft_that_nobody_has_read_is_nothing_once_its_tokens_are_final() -> None:
-    world = Rounds(params(EDITING))
-    world.go(3)
-    while not world.request.output_ids:
-        world.go()
-    chunk = world.cell.take()
-    assert chunk is not None
-    assert chunk.draft is None
-    assert chunk.token_ids == world.request.output_ids
-    assert world.cell.take() is None
 
 
 async def test_a_draft_wakes_a_waiting_consumer_once_and_one_that_awaits_the_result_never() -> None:

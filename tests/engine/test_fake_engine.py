@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -18,12 +17,8 @@ from aiohttp.test_utils import TestServer
 
 from aioinfer import EngineConfig, Grammar, SamplingParams, errors
 from aioinfer.engine import EngineState
-from aioinfer.scheduling.sequence import Sequence
-from aioinfer.scheduling.step import Row
 from aioinfer.server import create_app
 from aioinfer.testing import Answer, FakeEngine, VirtualLoop
-from aioinfer.testing.fake_device import FakeDevice, Script
-from tests.sequences import new_sequence
 from tests.tiers import PROGRAM, SECONDS, rest
 
 pytest_plugins = ["aioinfer.testing.fixtures", "pytester"]
@@ -231,25 +226,6 @@ def test_an_engine_that_is_left_running_fails_the_test(pytester: pytest.Pytester
     result = pytester.runpytest_subprocess("-p", "no:cacheprovider", "-q")
     result.assert_outcomes(passed=2, errors=1)
     result.stdout.fnmatch_lines(["*the engine was left running*"])
-
-
-def test_rows_of_a_request_that_has_ended_have_an_empty_script() -> None:
-    device = FakeDevice(EngineConfig(model="fake", num_pages=64), lambda: 0.0)
-
-    def request(key: int) -> Sequence:
-        return new_sequence(
-            key, (1,), SamplingParams(max_tokens=4), seed=0, stop_ids=frozenset({0}), max_length=5
-        )
-
-    gone = request(0)
-    row = Row(gone, 0, 0, 1, (1,), True, (), 0, None, None, None)
-    device.play(gone.output, Script(b"abc", 0.0, 0.0, None))
-    gone.output.refuse(errors.EngineClosed("over"))
-    for key in range(1, 200):
-        device.play(request(key).output, Script(b"abc", 0.0, 0.0, None))
-    assert gone.output not in device._scripts
-    assert device.seconds(SimpleNamespace(rows=[row])) == 0.0  # type: ignore[arg-type]
-    assert device._due(row)
 
 
 @rest(SECONDS)

@@ -7,7 +7,6 @@ import itertools
 import json
 from collections import UserDict
 from dataclasses import fields
-from enum import IntEnum, StrEnum
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,13 @@ import pytest
 
 from aioinfer import errors
 from aioinfer.config import EngineConfig, ServerConfig
-from aioinfer.inputs import PLAIN, freeze, plain
+from aioinfer.inputs import PLAIN, freeze
 from aioinfer.params import DiffusionParams, Grammar, SamplingParams
 from aioinfer.pooling import Pooling
 from aioinfer.request import Request
 from tests.engine.asking import KeepingTokenizer
 from tests.engine.conftest import MakeEngine
 from tests.tiers import SECONDS, rest
-from tests.toys import ToyTokenizer, toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -123,17 +121,6 @@ def test_every_field_keeps_plain_values(cls: Any, name: str) -> None:
     assert hash(found) == hash(wanted)
 
 
-def test_enumerations_are_their_values() -> None:
-    class Word(StrEnum):
-        END = "end"
-
-    class Rank(IntEnum):
-        HIGH = 9
-
-    assert Request(priority=Rank.HIGH, cache_salt=Word.END) == Request(priority=9, cache_salt="end")
-    assert {type(plain(each)) for each in (Word.END, Rank.HIGH)} == {str, int}
-
-
 # -- arrays and their scalars -----------------------------------------------------------------------
 
 
@@ -200,13 +187,6 @@ async def test_messages_and_variables_of_the_template_become_plain(
         assert messages == [{"role": "user", "content": wanted, "more": [{"a": (wanted,)}], wanted: 1}]
         assert kwargs == {"flag": wanted}
         assert kinds_within(tokenizer.seen) <= PLAIN | {list, tuple}
-
-
-async def test_text_of_a_subclass_is_a_prompt(make_engine: MakeEngine) -> None:
-    async with make_engine() as engine:
-        for prompt in (SUBCLASSES[str]("hello"), np.str_("hello")):
-            result = await engine.generate(prompt, SHORT)
-            assert result.token_ids == toy_generate(ToyTokenizer().encode("hello"), SHORT)
 
 
 @rest(SECONDS)

@@ -164,20 +164,6 @@ async def test_leaving_with_an_exception_does_not_drain(make_engine: MakeEngine)
         await stream
 
 
-async def test_closing_can_be_cancelled_and_goes_on(make_engine: MakeEngine, gate: Gate) -> None:
-    engine = make_engine(fault=gate)
-    await engine.start()
-    engine.generate(PROMPT, LONG)
-    closing = asyncio.create_task(engine.aclose())
-    await asyncio.to_thread(gate.arrived.acquire)
-    closing.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await closing
-    gate.release()
-    await engine.aclose()
-    assert engine.state is EngineState.CLOSED
-
-
 async def test_a_start_that_fails_says_why_and_can_be_tried_again(own_threads: OwnThreads) -> None:
     engine = Engine(EngineConfig(model="/nowhere/at/all"))
     for _ in range(2):
@@ -300,23 +286,6 @@ async def test_a_lost_device_ends_every_stream_at_once(make_engine: MakeEngine, 
         engine.generate(PROMPT)
     await engine.aclose()
     assert engine.state is EngineState.CLOSED
-
-
-async def test_a_device_that_hangs_for_ever_does_not_keep_the_engine_open(
-    make_engine: MakeEngine, gate: Gate, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    engine = make_engine(fault=gate)
-    await engine.start()
-    stream = engine.generate(PROMPT, LONG)
-    await asyncio.to_thread(gate.arrived.acquire)
-    launcher = engine._started().launcher
-    patient = launcher.aclose
-    monkeypatch.setattr(launcher, "aclose", lambda: patient(timeout=0.05))
-    await engine.aclose()
-    assert engine.state is EngineState.CLOSED
-    assert "left behind" in caplog.text
-    with pytest.raises(errors.EngineClosed):
-        await stream
 
 
 async def test_deadlines_end_requests_that_wait_or_run_too_long(make_engine: MakeEngine, gate: Gate) -> None:

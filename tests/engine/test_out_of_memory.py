@@ -17,10 +17,7 @@ from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.llm import LLM
-from aioinfer.loop.core import Core
-from aioinfer.loop.options import Prepared
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.request import Output, Request
 from aioinfer.scheduling.step import Step
 from examples.training.tasks import held_out
 from tests.engine.conftest import MakeEngine
@@ -30,7 +27,6 @@ from tests.engine.test_launchers import AsynchronousToy
 from tests.engine.test_transparency import MODES, toy_requests
 from tests.tiers import SECONDS, grid, rest
 from tests.toys import ToyDevice, toy_generate
-from tests.toys.device import toy_logprob
 
 
 class RunsOut:
@@ -167,38 +163,6 @@ async def test_deadlines_run_on_from_the_first_step(make_engine: MakeEngine) -> 
     assert len(admitted) == 1
 
 
-def test_logprobs_of_a_prompt_that_were_computed_from_nothing_are_not_recorded() -> None:
-    """Recorded up to 4, retracted; the chunk up to there runs out, and the next is in flight behind it."""
-    config = EngineConfig(model="toy", page_size=4, max_running_requests=4, chunk_size=4, prefix_cache=False)
-    device = toy(config)
-    core = Core(config, device.open(), None, lambda: 0.0)
-    asked = Request(params=SamplingParams(max_tokens=2, prompt_logprobs=0))
-    request = core.submit(Output(asked), Prepared(list(range(1, 14)), None))
-
-    def plan() -> tuple[Step, Any]:
-        step = core.plan()
-        assert step is not None
-        return step, device.prepare(step)
-
-    def resolve(step: Step, prepared: Any) -> None:
-        core.resolve(step, device.launch(prepared).wait())
-
-    resolve(*plan())
-    assert len(request.output.prompt_logprobs) == 4
-    core.scheduler.queues.retract(request)
-    (first, lost), behind = plan(), plan()
-    assert behind[0].prefilling[0].scores == (4, 8)
-    device.fault = RunsOut(first.id)
-    with pytest.raises(StepOutOfMemory) as caught:
-        device.launch(lost)
-    core.fail(first, caught.value)
-    resolve(*behind)
-    assert len(request.output.prompt_logprobs) == 4
-    while not request.finished:
-        resolve(*plan())
-    assert request.output.prompt_logprobs == [toy_logprob(at, request.prompt_ids[at]) for at in range(1, 13)]
-
-
 # -- grammars, penalties and logprobs on a real model --------------------------------------------------------
 
 
@@ -330,35 +294,3 @@ async def test_grammars_penalties_and_logprobs_start_over_with_their_requests(
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
     for result in (results[3], results[8]):
         assert result.finish_reason == "length" or json.loads(result.text)
-
-
-def constrained() -> list[SamplingParams]:
-    grammars = [
-        Grammar("regex", "[a-f]{20}"),
-        Grammar("regex", "[a-z ]{30}"),
-    ]
-    return [
-        SamplingParams(temperature=float(seed % 2), seed=seed, max_tokens=24, grammar=grammars[seed % 2])
-        for seed in range(4)
-    ]
-
-
-async def _constrained_ids(make_engine: MakeEngine, window: int, **faults: Any) -> list[list[int]]:
-    config = EngineConfig(model="toy", page_size=4, max_running_requests=8, overlap_steps=window)
-    device = toy(config, **faults)
-    async with make_engine(overlap_steps=window, device=device, chunk_size=4) as engine:
-        prompts = [[seed, 5, 6, 7, 8, 9, 10] for seed in range(4)]
-        return list(await asyncio.gather(*map(_run, [engine] * 4, prompts, constrained())))
-
-
-@rest(SECONDS)
-@pytest.mark.parametrize("when", ["fault", "late_fault"])
-@pytest.mark.parametrize("window", [0, 1, 2])
-async def test_toy_grammars_are_the_same_whichever_step_runs_out(
-    make_engine: MakeEngine, window: int, when: str
-) -> None:
-    wanted = await _constrained_ids(make_engine, 0)
-    for at in (1, 2, 3, 5, 9):
-        fault = RunsOut(at)
-        assert await _constrained_ids(make_engine, window, **{when: fault}) == wanted
-        assert fault.raised == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +14,6 @@ from aioinfer.embeddings.embedding import normalized
 from aioinfer.execution.launcher import InlineLauncher
 from aioinfer.parallel import Dispatcher
 from aioinfer.pooling import KINDS
-from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.testing import FakeEngine
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.making import make_llm
@@ -289,42 +287,6 @@ async def test_beside_tokens_prompts_without_an_output_take_one_chunk_of_a_step(
     assert [each.vector.tolist() for each in found] == [
         toy_pooled([index + 20] * 30, LAST).tolist() for index in range(8)
     ]
-
-
-async def test_the_last_token_of_a_stream_waits_for_one_chunk_too(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A request leaves the batch with the launch of its last token, which is in that step all the same.
-    Prompts without an output take no slots before they have rows."""
-    seen: list[tuple[bool, int, int]] = []
-    go_on, plan = threading.Event(), Scheduler.plan
-    go_on.set()
-
-    def watch(self: Scheduler) -> Any:
-        step = plan(self)
-        if step is not None:
-            rows = [row for row in step.prefilling if row.request.pooled is not None]
-            running = sum(each.pooled is not None for each in self.queues.prefilling.values())
-            seen.append((bool(step.num_generating), sum(row.length for row in rows), running - len(rows)))
-        return step
-
-    monkeypatch.setattr(Scheduler, "plan", watch)
-    settings = {"chunk_size": 16, "num_pages": 512, "max_running_requests": 32}
-    async with make_engine(fault=lambda step: go_on.wait() and None, **settings) as engine:
-        chat = engine.generate([1, 2], SamplingParams(max_tokens=40, temperature=0, ignore_eos=True))
-        await anext(aiter(chat))
-        go_on.clear()
-        embedding = asyncio.ensure_future(engine.embed([[index + 20] * 30 for index in range(40)]))
-        while len(engine._core.scheduler.queues.waiting) < 8:
-            await asyncio.sleep(0)
-        go_on.set()
-        await chat
-        await embedding
-    beside = [(tokens, idle) for generates, tokens, idle in seen if generates and tokens]
-    assert len(beside) >= 3
-    assert max(tokens for tokens, _ in beside) <= 16
-    assert max(idle for _, idle in beside) <= 1
-    assert max(tokens for generates, tokens, _ in seen if not generates) > 16
 
 
 async def test_a_step_of_prompts_alone_samples_nothing(make_engine: MakeEngine) -> None:

@@ -20,7 +20,6 @@ from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.step import NewRequestData, Row
 from aioinfer.speculation.drafter import Drafter
 from tests.engine.laws import watch_core
-from tests.engine.worlds import ended
 from tests.sequences import sequence_of
 from tests.speculation.drafters import KINDS, Guesser, name_of
 from tests.tiers import grid, scaled
@@ -136,41 +135,6 @@ def test_right_drafts_take_as_few_steps_as_there_can_be(most: int, count: int) -
     )
 
 
-def test_wrong_drafts_take_a_step_for_each_token() -> None:
-    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
-    with toy(Guesser("wrong", random.Random(0)), overlap_steps=0) as llm:
-        run(llm, [(PROMPT, params)])
-        stats = llm.stats()
-    assert stats.steps == 20
-    assert stats.accepted_tokens == 0
-    assert stats.drafted_tokens > 100
-
-
-def test_without_drafts_steps_are_plain_decodes() -> None:
-    """The launched steps are those of an engine that never drafts."""
-    steps: list[list[Any]] = []
-    seen: list[Any]
-
-    class Seeing(ToyDevice):
-        def prepare(self, step: Any) -> Any:
-            seen.append((step.id, step.generating.lengths, step.generating.drafts, step.num_tokens))
-            return super().prepare(step)
-
-    for settings in ({"speculation": "off"}, {"drafter": Guesser("none", random.Random(0))}):
-        seen = []
-        with toy(device=Seeing, **settings) as llm:
-            run(
-                llm,
-                [
-                    (PROMPT, SamplingParams(max_tokens=30, seed=1)),
-                    (PROMPT, SamplingParams(seed=2, max_tokens=9)),
-                ],
-            )
-        steps.append(seen)
-    assert steps[0] == steps[1]
-    assert all(lengths is None and not drafts for _, lengths, drafts, _ in steps[0])
-
-
 # -- ends at every offset of a run ---------------------------------------------------------------------
 
 
@@ -217,26 +181,6 @@ def test_a_stop_token_within_the_drafts_ends_the_drafts() -> None:
     assert isinstance(result, Result)
     assert result.token_ids == ids[: ids.index(ids[9]) + 1]
     assert stats.late_tokens == stats.rejected_tokens == 0
-
-
-def test_the_first_of_two_ends_in_one_run_counts() -> None:
-    ids = outputs()
-    rng = random.Random(5)
-    for _ in range(scaled(200, 40)):
-        token, text, length = (rng.randrange(2, 20) for _ in range(3))
-        params = SamplingParams(
-            temperature=0,
-            ignore_eos=True,
-            max_tokens=length + 1,
-            stop_token_ids=(ids[token],),
-            stop=(ToyTokenizer().decode(ids[text - 1 : text + 1]),),
-        )
-        with toy(Guesser("right", random.Random(0)), max_draft_tokens=rng.choice([3, 15])) as llm:
-            (result,) = run(llm, [(PROMPT, params)])
-        assert isinstance(result, Result)
-        assert (result.token_ids, result.text, result.finish_reason) == ended(ids[: length + 1], params), (
-            params
-        )
 
 
 # -- what else can end or change a run -----------------------------------------------------------------

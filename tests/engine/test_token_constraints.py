@@ -1,4 +1,4 @@
-"""Logit bias and allowed tokens: on their own rows only, and the same with any window."""
+"""Logit bias, allowed tokens and bad words: on their own rows only, and the same with any window."""
 
 from __future__ import annotations
 
@@ -135,3 +135,53 @@ async def test_the_least_repetition_penalty_keeps_logits_finite() -> None:
             assert len(result.token_ids) <= 8
     with pytest.raises(errors.InvalidRequest, match="repetition_penalty"):
         SamplingParams(repetition_penalty=1e-300)
+
+
+# -- bad words ---------------------------------------------------------------------------------------------
+
+
+def contains(ids: list[int], word: list[int]) -> bool:
+    return any(ids[at : at + len(word)] == word for at in range(len(ids)))
+
+
+@rest(SECONDS)
+@pytest.mark.parametrize("window", [0, 1, 2])
+async def test_bad_words_never_come_and_cost_others_nothing(window: Any) -> None:
+    async with Engine(EngineConfig(overlap_steps=window, threads=1, dtype="float32")) as engine:
+        ids = partial(greedy_ids, engine, PROMPT, max_tokens=24)
+        plain = await ids()
+        beside = engine.generate(PROMPT, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True))
+        for length in (1, 2, 3):
+            word = plain[4 : 4 + length]
+            other = await ids(bad_words=[word])
+            assert not contains(other, word)
+            first = next(at for at in range(24) if contains(plain[: at + 1], word))
+            assert other[:first] == plain[:first], "only where it would have come"
+        # Forbid again and again what comes instead.
+        words: list[list[int]] = []
+        for _ in range(6):
+            words.append((await ids(bad_words=words))[6:8])
+        assert len({tuple(word) for word in words}) == 6
+        seeded = {"temperature": 1.5, "seed": 3, "bad_words": words}
+        assert await ids(**seeded) == await ids(**seeded)
+        assert (await beside).token_ids == plain
+
+
+@rest(SECONDS)
+@pytest.mark.parametrize("fast_forward", [True, False])
+async def test_a_grammar_and_bad_words_hold_together(fast_forward: bool) -> None:
+    async with Engine(EngineConfig(threads=1, fast_forward=fast_forward)) as engine:
+        tokenizer = engine.tokenizer
+        assert tokenizer is not None
+        for seed in range(8):
+            params = SamplingParams(
+                temperature=1.0,
+                seed=seed,
+                max_tokens=30,
+                grammar=Grammar("regex", "(red|green|blue) (apples|pears)"),
+                bad_words=["red", tokenizer.encode_part("blue")],
+            )
+            output = await engine.generate("Which?", params)
+            assert output.text in ("green apples", "green pears") or not output.text.startswith("green")
+            spelled = tokenizer.encode_part("red")
+            assert not contains(output.token_ids, spelled)

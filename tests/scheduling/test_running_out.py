@@ -10,7 +10,7 @@ import pytest
 from aioinfer.sampling.outcomes import BAD_LOGITS, FORCED
 from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.recovery import StepCap
-from aioinfer.scheduling.sequence import Sequence, SequenceState
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import NO_ROWS, Outcome, Row, Step
 from tests.scheduling.test_pitfalls import Bench
 
@@ -118,57 +118,6 @@ def test_steps_in_flight_that_run_out_too_are_the_same_misfortune() -> None:
     assert request.recovery.retractions == other.recovery.retractions == 1
 
 
-def test_a_parked_request_starts_over_when_it_is_read() -> None:
-    bench, request = started()
-    first, second = (bench.plan()[0] for _ in range(2))
-    bench.scheduler.queues.park(request)
-    run_out(bench, first)
-    assert request.key in bench.scheduler.queues.shelved
-    assert bench.scheduler.plan() is None
-    bench.resolve(second, 50)
-    bench.scheduler.queues.unpark(request)
-    again, _ = bench.plan()
-    assert only(again).ids == [*request.prompt_ids, 42]
-    bench.resolve(again, 43)
-    assert request.output_ids == [42, 43]
-
-
-def test_a_retracted_request_loses_the_token_that_it_waits_for() -> None:
-    bench, request = started()
-    first, second = (bench.plan()[0] for _ in range(2))
-    bench.scheduler.queues.retract(request)
-    queued = bench.scheduler.queues.queued_tokens
-    run_out(bench, first)
-    assert bench.scheduler.queues.queued_tokens == queued - 2
-    bench.resolve(second, 50)
-    bench.resolve(bench.plan()[0], 43)
-    assert request.output_ids == [42, 43]
-
-
-def test_what_was_resolved_is_cached_and_what_was_not_is_not() -> None:
-    bench = Bench(chunk=4, prefix_cache=True)
-    request = bench.request(prompt=10)
-    bench.resolve(bench.plan()[0])
-    second, third = (bench.plan()[0] for _ in range(2))
-    run_out(bench, second)
-    bench.resolve(third, 50)
-    assert bench.memory.lookup(request)[0] == 1
-    while not request.output_ids:
-        step, _ = bench.plan()
-        assert only(step).start >= 4
-        bench.resolve(step)
-    assert request.output_ids == [42]
-
-
-def test_a_request_that_has_ended_meanwhile_stays_ended() -> None:
-    bench, request = started()
-    step, _ = bench.plan()
-    bench.scheduler.finish(request, "abort")
-    assert run_out(bench, step) == []
-    assert request.state is SequenceState.FINISHED
-    check_idle(bench.scheduler)
-
-
 def test_prompt_and_decodes_share_what_the_memory_holds() -> None:
     bench = Bench(running=8, budget=64)
     requests = [bench.request(prompt=8) for _ in range(8)]
@@ -204,15 +153,6 @@ def test_the_cap_halves_stays_and_recovers() -> None:
     assert len(seen) < 20
     cap.fitted()
     assert cap.tokens == 100
-
-
-def test_the_cap_is_never_less_than_a_token() -> None:
-    cap = StepCap(100)
-    for step_id in range(1, 20):
-        cap.ran_out(step_of(step_id, cap.tokens), newest=step_id)
-    assert cap.tokens == 1
-    while cap.tokens < 100:
-        cap.fitted()
 
 
 def test_who_runs_out_again_and_again_waits_longer_every_time() -> None:
