@@ -24,8 +24,8 @@ from aioinfer.parallel import messages
 from aioinfer.parallel.connection import BEAT, Connection
 from aioinfer.parallel.frames import FrameError
 from aioinfer.parallel.reading import Reading
-from aioinfer.parallel.rows import Ending, Rows, packed
-from aioinfer.parallel.sent_errors import SentError, sendable
+from aioinfer.parallel.rows import Ending, Rows
+from aioinfer.parallel.sent_errors import sendable
 from aioinfer.stream import Outlet, Stream
 
 if TYPE_CHECKING:
@@ -143,35 +143,23 @@ class _Watch(Observer):
 class _Reading(Reading):
     """Reads the stream of an attempt, which the dispatcher knows by its number."""
 
-    __slots__ = ("_admitted", "_scored", "_version", "ended", "number")
+    __slots__ = ("ended", "number")
 
     def __init__(self, session: _Session, number: int, stream: Stream, resumed: int) -> None:
         super().__init__(session, stream, resumed)
         self.number = number
         self.ended = False
-        self._admitted = False
-        #: logprobs of the prompt that were sent, and the version of the weights
-        self._scored = 0
-        self._version: int | None = None
 
     @property
     def news(self) -> bool:
         return self.ended or super().news or (self.output.admitted_at is not None and not self._admitted)
 
-    def take_new(self) -> Rows:
-        """As :meth:`take`, without what was sent before: of the version, too."""
+    def take_for_message(self, now: float) -> Rows:
+        """As :meth:`take`, with an age in place of times, since two processes need not have one clock."""
         rows = self.take(self.ending() if self.ended else None)
-        if self._admitted:
-            rows.admitted_at, rows.adapter_fingerprint = None, ""
-        self._admitted = self.output.admitted_at is not None
-        if rows.weight_version == self._version:
-            rows.weight_version = None
-        else:
-            self._version = rows.weight_version
-            if not rows.first:
-                self._scored = 0  # nothing was output, and all of them are computed again
-        rows.prompt_logprobs = rows.prompt_logprobs[self._scored :]
-        self._scored += len(rows.prompt_logprobs)
+        rows.times = ()
+        if rows.admitted_at is not None:
+            rows.admitted_at = max(0.0, now - rows.admitted_at)
         return rows
 
 
@@ -235,7 +223,7 @@ class _Session:
         while self._moved and size < _MOST:
             reading = next(iter(self._moved))
             if reading.number in self.open and reading.news:
-                found = reading.take_new()
+                found = reading.take_for_message(self._clock())
                 rows.append((reading.number, found))
                 size += len(found.ids) + len(found.text) + 20 * len(found.prompt_logprobs)
                 if found.ending is not None:
@@ -351,10 +339,10 @@ class _Session:
         if not cell.lags:
             reading.stream.caught_up()
 
-    def _send_rows(self, rows: Sequence[tuple[int, Rows]]) -> None:
+    def _send_rows(self, rows: list[tuple[int, Rows]]) -> None:
         """Send rows in one frame, or in several if that is too large."""
         try:
-            self.connection.send(messages.StepRows(packed(rows, self._clock())))
+            self.connection.send(messages.StepRows(rows))
         except FrameError as error:
             if len(rows) == 1:
                 self._drop(rows[0][0], error)
@@ -367,7 +355,7 @@ class _Session:
         """End a request whose rows cannot be sent."""
         self._abort(number)
         ending = Ending("abort", error=EngineError(f"what a step brought cannot be sent: {error}"))
-        self.connection.send(messages.StepRows(packed([(number, Rows(0, 0, ending=ending))], self._clock())))
+        self.connection.send(messages.StepRows([(number, Rows(0, 0, ending=ending))]))
 
     # -- as ReadingLane ---------------------------------------------------------------------------
 
@@ -423,8 +411,7 @@ class _Session:
             error = task.exception()
         if not self.connection.closed:
             adapters = tuple(self._agent.engine.adapters())
-            sent = None if error is None else SentError.of(error)
-            self.connection.send(messages.Adapted(number, adapters, sent))
+            self.connection.send(messages.Adapted(number, adapters, error))
 
     def _pause(self) -> None:
         task = self._loop.create_task(self._agent.engine.pause(), name="aioinfer-pausing")

@@ -249,12 +249,13 @@ class Dispatching(Service[Record]):
     def moved(self, rows: Sequence[tuple[Attempt, Rows]]) -> None:
         """As in ReplicaEvents."""
         told: list[StreamCell] = []
+        now = self.clock()
         for attempt, brought in rows:
             if attempt.ended:
                 self.late_tokens += len(brought.ids)
                 continue
             try:
-                moved = self._take(attempt, brought)
+                moved = self._take(attempt, brought, now)
                 if brought.ending is not None:
                     self._finish(attempt, brought.ending)
                 elif moved and not (told and told[-1] is attempt.record.cell):
@@ -278,9 +279,10 @@ class Dispatching(Service[Record]):
         else:
             self._caught_up(record)
 
-    def _take(self, attempt: Attempt, rows: Rows) -> bool:
+    def _take(self, attempt: Attempt, rows: Rows, now: float) -> bool:
         record = attempt.record
         if rows.admitted_at is not None:
+            attempt.admitted = True
             if record.output.admitted_at is None:
                 record.output.admitted_at = rows.admitted_at
             if not attempt.resumes:
@@ -290,9 +292,7 @@ class Dispatching(Service[Record]):
             record.output.adapter_fingerprint = rows.adapter_fingerprint
         if rows.weight_version is not None:
             attempt.replica.note_version(rows.weight_version)
-        more = attempt.bring(rows)
-        if rows.prompt_logprobs and len(rows.prompt_logprobs) > len(record.output.prompt_logprobs):
-            record.output.prompt_logprobs[:] = rows.prompt_logprobs
+        more = attempt.bring(rows, now)
         if rows.ids and attempt.uncached:
             self.placing.begun(attempt)
             self._pump_soon()

@@ -12,10 +12,10 @@ from msgspec import Meta
 
 from aioinfer.execution.device import DeviceInfo
 from aioinfer.observe.stats import EngineStats
-from aioinfer.outputs import AdapterInfo, Draft
+from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
 from aioinfer.parallel.frames import FrameError
-from aioinfer.parallel.rows import Row
-from aioinfer.parallel.sent_errors import SentError, sendable
+from aioinfer.parallel.rows import Rows, restored, sendable_part
+from aioinfer.parallel.sent_errors import sendable
 from aioinfer.request import Request, RequestOptions
 from aioinfer.resuming.params_record import params_of, record_of
 from aioinfer.resuming.record import StreamCheckpoint
@@ -32,13 +32,13 @@ _Token = Annotated[int, Meta(ge=0, lt=1 << 32)]
 def _protocol(version: int) -> str:
     """The version, and a digest of the fields of what travels as it is: releases that differ in these refuse
     each other."""
-    kinds = (DeviceInfo, EngineStats, Request, AdapterInfo, Draft)
+    kinds = (DeviceInfo, EngineStats, Request, AdapterInfo, Draft, TokenLogprob)
     text = repr([(kind.__name__, [(each.name, str(each.type)) for each in fields(kind)]) for kind in kinds])
     return f"{version}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
 #: a peer that speaks another one is refused
-PROTOCOL = _protocol(5)
+PROTOCOL = _protocol(6)
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -153,7 +153,8 @@ class Refused(Message, tag=17):
 class StepRows(Message, tag=18):
     """The output of one step or of several."""
 
-    rows: list[Row]
+    #: by the numbers of their attempts
+    rows: list[tuple[int, Rows]]
 
 
 class Stats(Message, tag=19):
@@ -186,13 +187,13 @@ class Adapted(Message, tag=23):
 
     number: int
     adapters: tuple[AdapterInfo, ...]
-    error: SentError | None = None
+    error: BaseException | None = None
 
 
 Orders: TypeAlias = Submit | Abort | Read | Pause | Resume | Flush | Ping | Adapt
 Answers: TypeAlias = StepRows | Stats | Paused | Leaving | Lost | Adapted
 
-_encoder = msgspec.msgpack.Encoder()
+_encoder = msgspec.msgpack.Encoder(enc_hook=sendable_part)
 
 
 def encoded(message: Message) -> bytes:
@@ -207,7 +208,7 @@ class Decoder:
     """Reads messages of some types."""
 
     def __init__(self, types: Any) -> None:
-        self._decode = msgspec.msgpack.Decoder(types).decode
+        self._decode = msgspec.msgpack.Decoder(types, dec_hook=restored).decode
 
     def __call__(self, payload: bytes) -> Any:
         """The message. Raises FrameError: it is none of these."""

@@ -39,16 +39,20 @@ class ReadingLane(Protocol):
 class Reading:
     """Reads the stream of one attempt: an outlet that takes tokens as well as text."""
 
-    __slots__ = ("_at", "_drafts", "_first", "_pieces", "lane", "output", "stream")
+    __slots__ = ("_admitted", "_at", "_drafts", "_first", "_pieces", "_scored", "_version", "lane", "output",
+                 "stream")  # fmt: skip
 
     def __init__(self, lane: ReadingLane, stream: Stream, resumed: int) -> None:
         """``resumed``: tokens of the output with which the stream began."""
         self.lane = lane
         self.stream = stream
         self.output = stream.cell.output
-        #: tokens, pieces and characters of its output that were taken, and the version of the newest draft
+        #: what was taken: tokens, pieces and characters of its output, logprobs of the prompt, the version of
+        #: the newest draft, and that of the weights
         self._first = resumed
-        self._pieces = self._at = self._drafts = 0
+        self._pieces = self._at = self._scored = self._drafts = 0
+        self._version: int | None = None
+        self._admitted = False
 
     def begin(self) -> None:
         """From now on, the lane is told."""
@@ -70,8 +74,8 @@ class Reading:
         return self.output.draft_version > self._drafts and not self.output.text_behind
 
     def take(self, ending: Ending | None = None) -> Rows:
-        """What is new, and the end. Of what weights of several versions have computed, that of the first of
-        them: there are news still, or the end has not come."""
+        """What is new since the last call, and the end. Where weights of several versions have computed it,
+        only that of the first of them: there are news still, or the end has not come."""
         output, first, at, redrafted = self.output, self._first, self._at, self._redrafted
         count, pieces = max(first, len(output.token_times)), len(output.pieces)
         version, switch = output.newest_version, output.switch_after(first, self._pieces)
@@ -82,31 +86,34 @@ class Reading:
         self._first, self._pieces, self._at = count, pieces, at + len(text)
         if redrafted:
             self._drafts = output.draft_version
-        steps = output.step_map
-        return Rows(
-            first,
-            at,
-            output.token_ids[first:count],
-            text,
-            output.token_times[first:count],
-            admitted_at=output.admitted_at,
-            cached_tokens=output.cached_tokens,
-            identical=output.identical,
-            weight_version=version,
-            adapter_fingerprint=output.adapter_fingerprint,
-            logprobs=() if output.request.params.logprobs is None else output.logprobs[first:count],
-            prompt_logprobs=output.prompt_logprobs,
-            steps=() if steps is None else steps[first:count],
-            draft=output.draft if redrafted else None,
-            ending=ending,
-        )
+        times = output.token_times[first:count]
+        found = Rows(first, at, output.token_ids[first:count], text, times, identical=output.identical)
+        if not self._admitted:
+            self._admitted = output.admitted_at is not None
+            found.admitted_at, found.cached_tokens = output.admitted_at, output.cached_tokens
+            found.adapter_fingerprint = output.adapter_fingerprint
+        if version != self._version:
+            self._version = found.weight_version = version
+            if not first:
+                self._scored = 0  # nothing was output, and all of them are computed again
+        if output.prompt_logprobs:
+            found.prompt_logprobs = output.prompt_logprobs[self._scored :]
+            self._scored = len(output.prompt_logprobs)
+        if output.request.params.logprobs is not None:
+            found.logprobs = output.logprobs[first:count]
+        if output.step_map is not None:
+            found.steps = output.step_map[first:count]
+        if redrafted:
+            found.draft = output.draft
+        found.ending = ending
+        return found
 
     def ending(self) -> Ending:
         """How the stream has ended."""
         output = self.output
         predicted = output.accepted_prediction, output.rejected_prediction
         pooled = output.pooled if output.error is None else None
-        return Ending(output.finish_reason, output.stop_reason, output.error, predicted, pooled)
+        return Ending(output.finish_reason or "abort", output.stop_reason, output.error, predicted, pooled)
 
     def leave(self) -> None:
         """Nothing more is wanted."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from aioinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.waiting import finish
-from aioinfer.outputs import AdapterInfo, Draft, TokenLogprob
+from aioinfer.outputs import AdapterInfo, Draft
 from aioinfer.parallel import messages
 from aioinfer.parallel.connection import BEAT, MISSES, PATIENCE, Connect, Connection, connector
 from aioinfer.parallel.frames import FrameError
@@ -21,7 +21,7 @@ from aioinfer.parallel.prefixes import PAGE, RememberedPages
 from aioinfer.parallel.reading import request_of
 from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import Attempt, Replica, ReplicaEvents, ReplicaState
-from aioinfer.parallel.rows import Rows, unpacked
+from aioinfer.parallel.rows import Rows, check
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
@@ -34,19 +34,6 @@ _log = logging.getLogger("aioinfer")
 
 #: the answer to Hello, and what follows it
 _FIRST, _ANSWERS = messages.Decoder(messages.Welcome | messages.Refused), messages.Decoder(messages.Answers)
-
-
-class _Sent:
-    """An attempt that was sent to the replica."""
-
-    __slots__ = ("admitted_at", "attempt", "prompt_logprobs", "read")
-
-    def __init__(self, attempt: Attempt, read: int) -> None:
-        self.attempt = attempt
-        self.admitted_at: float | None = None
-        self.prompt_logprobs: list[TokenLogprob] = []
-        #: tokens that the replica knows to be read
-        self.read = read
 
 
 class SocketReplica(Replica):
@@ -157,33 +144,32 @@ class SocketReplica(Replica):
         link, record = self._link, attempt.record
         if link is None or link.connection.closed:
             raise EngineFailed(f"the replica {self.name} is not connected")
-        sent = _Sent(attempt, _read(record))
+        read = _read(record)
         order = messages.Submit.of(
             attempt.number,
             record.output.prompt_ids,
             request_of(record, waiting, running),
             checkpoint,
-            sent.read,
+            read,
         )
         try:
             link.connection.send(order)
         except FrameError as error:
             raise InvalidRequest("prompt", f"the request cannot be sent to a replica: {error}") from error
-        attempt.handle = sent
-        link.sent[attempt.number] = sent
+        attempt.read = read
+        link.sent[attempt.number] = attempt
 
     def abort(self, attempt: Attempt) -> None:
-        attempt.handle = None
         link = self._link
         if link is not None and link.sent.pop(attempt.number, None) is not None:
             link.connection.send(messages.Abort(attempt.number))
 
     def begun(self, attempt: Attempt) -> bool:
-        return attempt.handle is not None and attempt.handle.admitted_at is not None
+        return attempt.admitted
 
     def caught_up(self, attempt: Attempt) -> None:
-        if self._link is not None and attempt.handle is not None:
-            self._link.tell_read(attempt.handle)
+        if self._link is not None:
+            self._link.tell_read(attempt)
 
     def cached(self, token_ids: Sequence[int], record: Record, pages: Sequence[int]) -> int:
         return self.remembered.leading(pages) * PAGE
@@ -249,7 +235,7 @@ class SocketReplica(Replica):
             raise EngineFailed(f"the replica {self.name} is not connected")
         answer = await link.adapt(name, path)
         if answer.error is not None:
-            raise answer.error.error()
+            raise answer.error
         return answer.adapters
 
     def adapted(self, adapters: Sequence[AdapterInfo]) -> None:
@@ -290,7 +276,7 @@ class _Link:
         #: what the replica is
         self.welcome: asyncio.Future[messages.Welcome] = self._loop.create_future()
         #: attempts by number
-        self.sent: dict[int, _Sent] = {}
+        self.sent: dict[int, Attempt] = {}
         #: what waits until no step is in flight
         self.pausing: list[asyncio.Future[None]] = []
         #: what waits for adapters, by number
@@ -339,7 +325,8 @@ class _Link:
         """As in End."""
         match message:
             case messages.StepRows():
-                self._rows(unpacked(message.rows, self._clock(), self._replica.info.vocab_size))
+                check(message.rows, self._replica.info.vocab_size)
+                self._rows(message.rows)
             case messages.Stats():
                 self._replica.measured(message.stats)
             case messages.Paused():
@@ -385,58 +372,42 @@ class _Link:
 
     def _rows(self, rows: list[tuple[int, Rows]]) -> None:
         found: list[tuple[Attempt, Rows]] = []
-        lagging: list[_Sent] = []
+        lagging: list[Attempt] = []
         for number, row in rows:
-            sent = self.sent.get(number)
-            if sent is None:
+            attempt = self.sent.get(number)
+            if attempt is None:
                 continue  # it is not wanted any more
-            attempt = sent.attempt
-            if (
-                row.admitted_at is not None
-                or row.prompt_logprobs
-                or row.draft
-                or row.weight_version is not None
-            ):
-                self._complete(sent, row)
+            if row.admitted_at is not None:
+                row.admitted_at = self._clock() - row.admitted_at
+                if attempt.record.request.params.prompt_logprobs is None:  # else nothing was looked for
+                    self._replica.remembered.found(attempt.pages, -(-row.cached_tokens // PAGE))
+            if row.draft is not None:
+                row.draft = _newest(row.draft(), attempt.record)
             found.append((attempt, row))
             if row.ending is not None:
                 del self.sent[number]
-                attempt.handle = None
                 self._replica.completed += row.ending.error is None
             elif attempt.record.request.max_lag is not None:
-                lagging.append(sent)
+                lagging.append(attempt)
         if found:
             self._replica.moved(found)
-        for sent in lagging:
-            self.tell_read(sent)
-
-    def _complete(self, sent: _Sent, row: Rows) -> None:
-        """Complete a row with what was sent before: logprobs of the prompt come in parts."""
-        if row.admitted_at is not None:
-            sent.admitted_at = row.admitted_at
-            if sent.attempt.record.request.params.prompt_logprobs is None:  # else nothing was looked for
-                self._replica.remembered.found(sent.attempt.pages, -(-row.cached_tokens // PAGE))
-        if row.weight_version is not None and not row.first:
-            sent.prompt_logprobs = []  # nothing was output, and others compute them
-        sent.prompt_logprobs += row.prompt_logprobs
-        row.prompt_logprobs = sent.prompt_logprobs
-        if row.draft is not None:
-            row.draft = _newest(row.draft(), sent.attempt.record)
+        for attempt in lagging:
+            self.tell_read(attempt)
 
     # -- what consumers have read -----------------------------------------------------------------
 
-    def tell_read(self, sent: _Sent) -> None:
+    def tell_read(self, attempt: Attempt) -> None:
         """Tell the replica how far the consumer has read: at half of what it may leave unread, or later when
         it has read more. The replica parks a request by what it was told."""
-        attempt, record = sent.attempt, sent.attempt.record
+        record = attempt.record
         most = record.request.max_lag
         if attempt.ended or most is None:
             return
         read = _read(record)
-        if read - sent.read > most // 2:
-            sent.read = read
+        if read - attempt.read > most // 2:
+            attempt.read = read
             self.connection.send(messages.Read(attempt.number, read))
-        elif len(record.output.token_ids) - sent.read > most // 2:
+        elif len(record.output.token_ids) - attempt.read > most // 2:
             record.cell.parked = True  # with what it reads next
 
 

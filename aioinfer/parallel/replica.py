@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
     from aioinfer.loop.updating import UpdateMode, WeightSource
     from aioinfer.observe.stats import EngineStats
-    from aioinfer.outputs import AdapterInfo
+    from aioinfer.outputs import AdapterInfo, TokenLogprob
     from aioinfer.parallel.record import Record
     from aioinfer.parallel.rows import Rows
     from aioinfer.resuming.record import StreamCheckpoint
@@ -291,8 +291,8 @@ class Attempt:
         attempt        t2 t3 t4 t5 t6                t2 to t4 must be the same; t5 and t6 are new
     """
 
-    __slots__ = ("ended", "handle", "number", "pages", "record", "replica", "resumes", "tokens",
-                 "uncached", "wanted", "weight_version")  # fmt: skip
+    __slots__ = ("admitted", "ended", "handle", "number", "pages", "prompt_logprobs", "read", "record",
+                 "replica", "resumes", "tokens", "uncached", "wanted", "weight_version")  # fmt: skip
 
     def __init__(self, record: Record, replica: Replica, number: int) -> None:
         """``number``: rises with every attempt of a dispatcher."""
@@ -304,8 +304,14 @@ class Attempt:
         #: what it must go on with, until its first token is there
         self.wanted: Wanted | None = None
         self.ended = False
-        #: what the replica knows it by
+        #: what a local replica reads it by
         self.handle: Any = None
+        #: of a remote one: tokens that it knows to be read
+        self.read = 0
+        #: it has reported its first step
+        self.admitted = False
+        #: those that it has brought
+        self.prompt_logprobs: list[TokenLogprob] = []
         #: of the replica's load: tokens in all, those to compute before the first one, hashes of its prefixes
         self.tokens = 0
         self.uncached = 0
@@ -313,7 +319,7 @@ class Attempt:
         self.weight_version: int | None = None
         self.pages: Sequence[int] = ()
 
-    def bring(self, rows: Rows) -> bool:
+    def bring(self, rows: Rows, now: float) -> bool:
         """Compare what a step brought with the record, and append what is new there; whether anything is.
         Raises Unwanted, Diverged, and ValueError for rows that leave a gap."""
         if rows.weight_version is not None:
@@ -326,10 +332,11 @@ class Attempt:
             self.wanted = None
         if not rows.identical:
             self.record.output.identical = False
-        tokens = self._bring_tokens(rows)
+        tokens = self._bring_tokens(rows, now)
+        self._bring_prompt_logprobs(rows)
         return self._bring_text(rows.at, rows.text) or tokens
 
-    def _bring_tokens(self, rows: Rows) -> bool:
+    def _bring_tokens(self, rows: Rows, now: float) -> bool:
         output, ids, first = self.record.output, rows.ids, rows.first
         version = output.weight_version if self.weight_version is None else self.weight_version
         known = len(output.token_ids) - first
@@ -348,12 +355,21 @@ class Attempt:
             output.note_switch(output.weight_version)
             output.weight_version = version
         output.token_ids += ids[known:] if known else ids
-        output.token_times += rows.times[known:] if known else rows.times
+        output.token_times += rows.times[known:] if rows.times else [now] * (len(ids) - known)
         if rows.logprobs and output.request.params.logprobs is not None:
             output.logprobs += rows.logprobs[known:]
         if rows.steps and output.step_map is not None:
             output.step_map += rows.steps[known:]
         return True
+
+    def _bring_prompt_logprobs(self, rows: Rows) -> None:
+        if rows.weight_version is not None and not rows.first:
+            self.prompt_logprobs = []  # nothing was output, and others compute them
+        if rows.prompt_logprobs:
+            self.prompt_logprobs += rows.prompt_logprobs
+            known = self.record.output.prompt_logprobs
+            if len(self.prompt_logprobs) > len(known):
+                known[:] = self.prompt_logprobs
 
     def _bring_text(self, at: int, text: str) -> bool:
         record, known = self.record, self.record.characters - at

@@ -27,11 +27,9 @@ from aioinfer.parallel.messages import (
 )
 from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import ReplicaState
-from aioinfer.parallel.rows import unpacked
 from aioinfer.request import Request
 from tests.parallel.served import (
     TOKEN,
-    VOCAB,
     Peer,
     Served,
 )
@@ -200,7 +198,7 @@ async def test_while_nobody_reads_what_is_new_stays_in_the_outputs(served: Serve
     while isinstance(found, Stats):
         found = await peer.next()
     assert isinstance(found, StepRows)
-    rows = unpacked(found.rows, 0.0, VOCAB)
+    rows = found.rows
     assert sorted(number for number, _ in rows) == [1, 2]
     for _, row in rows:
         assert (row.first, row.at, len(row.ids), len(row.logprobs)) == (0, 0, 100, 100)
@@ -221,7 +219,7 @@ async def test_rows_of_one_step_are_one_frame(served: Served) -> None:
         found = await peer.next()
         assert found is not None
         if isinstance(found, StepRows):
-            rows = unpacked(found.rows, 0.0, VOCAB)
+            rows = found.rows
             frames += 1
             ended += sum(row.ending is not None for _, row in rows)
     assert frames <= served.engine.stats().steps + 6
@@ -250,7 +248,7 @@ async def test_rows_that_are_too_large_for_one_frame_are_several(
         found = await peer.next()
         assert found is not None
         if isinstance(found, StepRows):
-            endings |= {number: row.ending for number, row in unpacked(found.rows, 0.0, VOCAB) if row.ending}
+            endings |= {number: row.ending for number, row in found.rows if row.ending}
     assert endings[1].finish_reason == endings[2].finish_reason == "length"
     assert "cannot be sent" in str(endings[3].error)
     await peer.close()

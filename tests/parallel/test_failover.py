@@ -257,10 +257,10 @@ async def test_answers_that_always_differ_at_their_end_end_the_stream(
 ) -> None:
     bring = Attempt.bring
 
-    def differs(self: Attempt, rows: Rows) -> bool:
+    def differs(self: Attempt, rows: Rows, now: float) -> bool:
         if rows.ending is not None:
             raise Diverged("for the test")
-        return bring(self, rows)
+        return bring(self, rows, now)
 
     monkeypatch.setattr(Attempt, "bring", differs)
 

@@ -38,7 +38,7 @@ from aioinfer.parallel.messages import (
     Welcome,
     encoded,
 )
-from aioinfer.parallel.rows import Ending, Rows, packed, unpacked
+from aioinfer.parallel.rows import Ending, Rows, check
 from aioinfer.parallel.sent_errors import SentError
 from aioinfer.params import DiffusionParams, Grammar
 from aioinfer.pooling import Pooling
@@ -57,9 +57,11 @@ TEXT = st.text(max_size=20)
 decode = Decoder(Hello | Welcome | Refused | Orders | Answers)
 
 
-def again(rows: list[tuple[int, Rows]], now: float = 0.0) -> list[tuple[int, Rows]]:
+def again(rows: list[tuple[int, Rows]]) -> list[tuple[int, Rows]]:
     """The rows as the other end reads them."""
-    return unpacked(decode(encoded(StepRows(packed(rows, now)))).rows, 7.0, VOCAB)
+    found: list[tuple[int, Rows]] = decode(encoded(StepRows(rows))).rows
+    check(found, VOCAB)
+    return found
 
 
 # -- frames --------------------------------------------------------------------------------------------
@@ -135,7 +137,7 @@ PARAMS = [
 ROW = Rows(
     3,
     9,
-    (5, 6),
+    [5, 6],
     " and",
     admitted_at=0.0,
     logprobs=[TokenLogprob(5, -0.5, ((5, -0.5),))] * 2,
@@ -155,14 +157,16 @@ MESSAGES: list[Message] = [
     Leaving(),
     Lost("it burns"),
     Adapt(7, "sql", b"/a \xff"),
-    Adapted(7, (ADAPTER,), SentError.of(errors.Rejected("full"))),
-    StepRows(packed([(1, ROW), (2, Rows(0, 0))], 1.0)),
+    Adapted(7, (ADAPTER,), errors.Rejected("full")),
+    StepRows([(1, ROW), (2, Rows(0, 0))]),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_a_message_comes_out_as_it_went_in(message: Message) -> None:
-    assert decode(encoded(message)) == message
+    found = decode(encoded(message))
+    assert type(found) is type(message)
+    assert encoded(found) == encoded(message)  # errors and arrays do not compare
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
@@ -179,7 +183,7 @@ def test_messages_that_are_cut_or_changed_are_messages_or_one_error(
     try:
         found = decode(bytes(changed))
         if isinstance(found, StepRows):
-            unpacked(found.rows, 0.0, VOCAB)
+            check(found.rows, VOCAB)
         elif isinstance(found, Submit):
             found.asked()
     except (FrameError, errors.InvalidRequest):
@@ -219,8 +223,8 @@ def test_lengths_inside_of_a_message_are_not_believed(header: bytes) -> None:
         ([3, 1, 2], "at most"),
         ([3, "1"], "Expected `int`"),
         ([16, {}, 8, 512, {}, True, []], "missing required field"),
-        ([18, [[1, 0, 0, [-1], "", True, None]]], ">= 0"),
-        ([18, [[1, 0, 0, [1], "", True, {"surplus": 1}]]], "unknown field `surplus`"),
+        ([18, [[1, [0, 0, [-1]]]]], ">= 0"),
+        ([18, [[1, [0, 0, [], "", [], None, 0, True, [], [], [], None, None, None, "", 1]]]], "at most"),
         ([23, 1, [], {"kind": "KeyboardInterrupt"}], "no class of errors"),
         ([23, 1, [], {"kind": "TimedOut", "phase": "sleeping"}], "Invalid enum value 'sleeping'"),
     ],
@@ -340,7 +344,7 @@ def some_rows(draw: Any) -> tuple[int, Rows]:
     row = Rows(
         draw(COUNTS),
         draw(COUNTS),
-        tuple(ids),
+        ids,
         draw(TEXT),
         admitted_at=draw(st.none() | st.floats(0, 100)),
         cached_tokens=draw(COUNTS),
@@ -358,29 +362,15 @@ def some_rows(draw: Any) -> tuple[int, Rows]:
 
 def plain(row: Rows) -> dict[str, Any]:
     """The fields that can be compared."""
-    found = {name: getattr(row, name) for name in Rows.__slots__}
-    found |= {name: list(getattr(row, name)) for name in ("ids", "logprobs", "prompt_logprobs", "steps")}
-    found["draft"] = row.draft and row.draft()
-    if (end := row.ending) is not None:
-        found["ending"] = (end.finish_reason, end.stop_reason, end.predicted)
-    for name in ("times", "admitted_at", "cached_tokens"):
-        del found[name]
-    return found
+    lists = {name: list(getattr(row, name)) for name in ("logprobs", "prompt_logprobs", "steps", "times")}
+    return msgspec.structs.asdict(row) | lists | {"draft": row.draft and row.draft()}
 
 
 @rest(SECONDS)
 @given(st.lists(some_rows(), max_size=5))
 def test_rows_come_out_as_they_went_in(rows: list[tuple[int, Rows]]) -> None:
-    found = again(rows, now=100.0)
-    assert [number for number, _ in found] == [number for number, _ in rows]
-    for (_, before), (_, after) in zip(rows, found, strict=True):
-        assert plain(after) == plain(before)
-        assert list(after.times) == [7.0] * len(before.ids)
-        if before.admitted_at is None:
-            assert after.admitted_at is None
-        else:
-            assert after.admitted_at == pytest.approx(before.admitted_at - 93.0)
-            assert after.cached_tokens == before.cached_tokens
+    found = again(rows)
+    assert [(number, plain(row)) for number, row in found] == [(number, plain(row)) for number, row in rows]
 
 
 def test_hidden_states_come_out_as_they_went_in() -> None:
@@ -388,15 +378,15 @@ def test_hidden_states_come_out_as_they_went_in() -> None:
     ((_, found),) = again([(1, Rows(0, 0, ending=Ending("length", pooled=wanted)))])
     assert found.ending is not None
     assert (found.ending.pooled == wanted).all()
-    payload = encoded(StepRows(packed([(1, Rows(0, 0, ending=Ending("length", pooled=wanted)))], 0.0)))
+    payload = encoded(StepRows([(1, Rows(0, 0, ending=Ending("length", pooled=wanted)))]))
     for shape in (b"\x92\x02\x04", b"\x92\xfe\xfd"):
-        with pytest.raises(FrameError, match="another size"):
+        with pytest.raises(FrameError, match=r"another size|>= 0"):
             decode(payload.replace(b"\x92\x02\x03", shape))
 
 
-def test_a_step_of_64_rows_is_one_kilobyte() -> None:
-    rows = [(number, Rows(100, 400, [number], " and", (0.0,))) for number in range(64)]
-    assert len(encoded(StepRows(packed(rows, 0.0)))) < 1024
+def test_a_step_of_64_rows_is_small() -> None:
+    rows = [(number, Rows(100, 400, [number], " and")) for number in range(64)]
+    assert len(encoded(StepRows(rows))) < 1700
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from aioinfer.errors import EngineError
 from aioinfer.parallel.frames import frame
 from aioinfer.parallel.messages import Abort, Adapted, Hello, Lost, StepRows, Welcome, encoded
 from aioinfer.parallel.remote import SocketReplica
-from aioinfer.parallel.rows import Rows, packed
+from aioinfer.parallel.rows import Rows
 from tests.parallel.served import (
     TOKEN,
     VOCAB,
@@ -101,7 +101,7 @@ async def test_a_load_whose_answer_does_not_name_the_adapter_fails(tmp_path: Pat
 
 async def test_a_token_outside_of_the_vocabulary_ends_that_replica(tmp_path: Path) -> None:
     welcome = await welcomed()
-    rows = frame(encoded(StepRows(packed([(1, Rows(0, 0, [VOCAB]))], 0.0))))
+    rows = frame(encoded(StepRows([(1, Rows(0, 0, [VOCAB]))])))
     replica, told = SocketReplica(str(tmp_path / "x"), "x"), Told()
     async with saying(tmp_path / "x", welcome):
         await replica.launch()

@@ -210,7 +210,7 @@ async def test_logprobs_of_a_prompt_that_were_sent_before_an_update_are_all_sent
         await asyncio.sleep(STEP)
         assert 0 < len(record(stream).output.prompt_logprobs) < 63
         # Those of a toy are the same with all weights.
-        sent = attempt_of(stream).handle.prompt_logprobs
+        sent = attempt_of(stream).prompt_logprobs
         sent[:] = [TokenLogprob(each.token_id, -1.0) for each in sent]
         await engines[0].update_weights({"weights": 1})
         result, wanted = await stream, await dispatcher.generate(prompt(0, 64), SCORED)
