@@ -119,7 +119,7 @@ class Generation:
         raw = await plain(request, await read_body(request, self._config.body_timeout, longest), longest)
         chat = engine.chat_format
         computes = fingerprint(self._model, engine.config, engine.info)
-        most = {name: getattr(engine.config, name) for name in OPTIONS}
+        most = {name: getattr(engine.config, name, None) for name in OPTIONS}
         served = Served(
             self._model,
             engine.default_params,

@@ -292,8 +292,8 @@ def parse_rerank(raw: bytes, served: Served) -> ScoreCall:
 
 
 def _options(body: _Scheduled, served: Served, *names: str) -> dict[str, Any]:
-    """Arguments of the engine: ``names``, and those for the queue and the prefix cache."""
-    given = {name: getattr(body, name) for name in (*names, "priority", "cache_salt", "routing_key")}
+    """Arguments of the engine: ``names``, and the options of its requests."""
+    given = {name: getattr(body, name) for name in names}
     given["adapter"] = served.adapter(body.model)
     return {
         **{name: value for name, value in given.items() if value is not None},

@@ -22,6 +22,7 @@ from aioinfer.chat.variables import Variables
 from aioinfer.engine import Prompt
 from aioinfer.errors import EngineClosed, InvalidRequest, renamed, renamed_field, shown
 from aioinfer.params import SamplingParams
+from aioinfer.request import RequestOptions
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.openai.diffusion import parse_diffusion
 from aioinfer.server.openai.fields import (
@@ -52,8 +53,8 @@ __all__ = [
 ]
 
 _LONGEST_INTEGER = 64
-#: options of a request that the server's own bound
-OPTIONS = ("waiting_timeout", "running_timeout", "max_lag")
+#: options of a request that are fields of a body under their own names
+OPTIONS = tuple(RequestOptions.__annotations__.keys() - {"adapter", "pooling", "queue_behind", "request_id"})
 _ObjectT = TypeVar("_ObjectT", bound=Object)
 
 
@@ -320,9 +321,7 @@ def _call(
         echo=echo,
         chat_template_kwargs=None,
         scheduling={
-            "priority": body.priority,
-            "cache_salt": body.cache_salt,
-            "routing_key": given("prompt_cache_key") if body.routing_key is None else body.routing_key,
+            "routing_key": given("prompt_cache_key"),
             "adapter": served.adapter(body.model),
             **options_of(body, served),
         },
@@ -337,7 +336,7 @@ def _call(
 
 
 def options_of(body: Object, served: Served) -> dict[str, Any]:
-    """The options of a body that the server's own bound. Raises InvalidRequest for more than these."""
+    """The options of a body. Raises InvalidRequest for more than the server's own, where these bound them."""
     found: dict[str, Any] = {}
     for name in OPTIONS:
         value, bound = getattr(body, name, None), served.most.get(name)
