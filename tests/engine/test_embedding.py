@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import subprocess
 import sys
@@ -129,16 +128,3 @@ def test_a_session_fixture_of_pytest_asyncio_works_or_says_how(pytester: pytest.
     result = pytester.runpytest_subprocess("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     result.assert_outcomes(passed=2, failed=1)
     result.stdout.fnmatch_lines(["*WrongLoop*with pytest-asyncio, give the fixture*the same loop_scope*"])
-
-
-async def test_two_engines_do_not_share_anything() -> None:
-    async with FakeEngine("a" * 50) as first, FakeEngine("b") as second:
-        stream = first.generate("x")
-        prompt = first.prompt("x")
-        with pytest.raises(errors.InvalidRequest, match="another engine"):
-            second.generate(prompt)
-        assert (await second.generate("x")).text == "b"
-        await second.aclose()
-        assert (await stream).text == "a" * 50
-        assert first.stats().finished == 1
-    assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -233,7 +233,6 @@ def test_it_loads_no_torch_and_leaves_nothing() -> None:
     code = """
 import asyncio, sys, threading
 from aioinfer.testing import FakeEngine
-from tests.sequences import new_sequence
 
 async def use():
     async with FakeEngine("Hi") as engine:

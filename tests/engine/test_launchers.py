@@ -11,7 +11,7 @@ import pytest
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine, EngineState
-from aioinfer.execution.device import DeviceLost
+from aioinfer.errors import StepFailed
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
@@ -88,16 +88,14 @@ class AsynchronousToy(ToyDevice):
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
+@pytest.mark.parametrize("mode", ["thread", "inline"])
 @pytest.mark.parametrize("window", grid([1], [0, 2]))
-async def test_an_asynchronous_device_gives_the_same_tokens(launcher: Any, window: int) -> None:
-    config = EngineConfig(
-        model="toy", page_size=4, num_pages=64, max_running_requests=4, overlap_steps=window
-    )
-    device = AsynchronousToy(num_slots=config.num_slots)
-    params = SamplingParams(temperature=0, max_tokens=30)
-    async with Engine(
-        config, launcher=lambda _: launcher(device), tokenizer=lambda _: ToyTokenizer()
+async def test_an_asynchronous_device_gives_the_same_tokens(
+    make_engine: MakeEngine, mode: str, window: int
+) -> None:
+    device, params = AsynchronousToy(), SamplingParams(temperature=0, max_tokens=30)
+    async with make_engine(
+        device=device, launch_mode=mode, max_running_requests=4, overlap_steps=window
     ) as engine:
         results = await asyncio.gather(*[_run(engine, [n, 3], params) for n in range(1, 10)])
     assert results == [toy_generate([n, 3], params) for n in range(1, 10)]
@@ -105,19 +103,16 @@ async def test_an_asynchronous_device_gives_the_same_tokens(launcher: Any, windo
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
-async def test_a_step_that_fails_on_the_device_is_found_by_its_flight(launcher: Any) -> None:
+@pytest.mark.parametrize("mode", ["thread", "inline"])
+async def test_a_step_that_fails_on_the_device_is_found_by_its_flight(
+    make_engine: MakeEngine, mode: str
+) -> None:
     def fault(step: Step) -> None:
         if step.id == 2:
             raise RuntimeError("late")
 
-    config = EngineConfig(model="toy", page_size=4, num_pages=64, max_running_requests=4)
-    device = AsynchronousToy(num_slots=config.num_slots, fault=fault)
-    async with Engine(
-        config, launcher=lambda _: launcher(device), tokenizer=lambda _: ToyTokenizer()
-    ) as engine:
-        from aioinfer.errors import StepFailed
-
+    device = AsynchronousToy(fault=fault)
+    async with make_engine(device=device, launch_mode=mode, max_running_requests=4) as engine:
         with pytest.raises(StepFailed, match="late"):
             await engine.generate([1, 2], SamplingParams(max_tokens=9, ignore_eos=True))
         params = SamplingParams(temperature=0, max_tokens=5)
@@ -207,50 +202,3 @@ async def test_the_device_goes_on_with_the_window_while_the_loop_stands_still(
         assert engine.stats().steps_in_flight == window + 1
         gate.release()
         assert len((await stream).token_ids) == 30
-
-
-SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
-
-
-async def test_a_call_is_made_on_the_launch_thread_behind_launched_steps(
-    make_engine: MakeEngine, gate: Gate
-) -> None:
-    seen: list[tuple[str, object]] = []
-    async with make_engine(fault=gate) as engine:
-        launcher = engine._started().launcher
-        stream = engine.generate([5], SHORT)
-        await asyncio.to_thread(gate.arrived.acquire)
-        call = asyncio.ensure_future(
-            launcher.call(lambda device: seen.append((threading.current_thread().name, type(device))))
-        )
-        await asyncio.sleep(0)
-        assert not seen, "the launch thread is amid a step"
-        gate.release()
-        await call
-        assert seen == [("aioinfer-launch", ToyDevice)]
-        assert (await stream).token_ids == toy_generate([5], SHORT)
-
-
-@pytest.mark.parametrize("mode", ["thread", "inline"])
-async def test_what_a_call_raises_is_raised_and_the_engine_goes_on(
-    make_engine: MakeEngine, mode: str
-) -> None:
-    def fail(device: object) -> None:
-        raise ValueError("no")
-
-    async with make_engine(launch_mode=mode) as engine:
-        with pytest.raises(ValueError, match="no"):
-            await engine._started().launcher.call(fail)
-        assert (await engine.generate([5], SHORT)).token_ids == toy_generate([5], SHORT)
-
-
-async def test_a_call_ends_when_its_thread_does(make_engine: MakeEngine) -> None:
-    engine = make_engine()
-    await engine.start()
-    launcher: Any = engine._started().launcher
-    launcher._inbox.put(42)
-    with pytest.raises(DeviceLost, match="launch thread ended"):
-        await launcher.call(lambda device: None)
-    await engine.aclose()
-    with pytest.raises(DeviceLost, match="closed"):
-        await launcher.call(lambda device: None)

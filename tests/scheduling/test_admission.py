@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from aioinfer.cache.namespace import Namespace
-from aioinfer.config import EngineConfig, policy_names
+from aioinfer.config import policy_names
 from aioinfer.sampling.outcomes import BAD_LOGITS, NO_TOKEN
 from aioinfer.scheduling.audit import audit, check_idle
-from aioinfer.scheduling.reserve import NewTokenRatio
 from aioinfer.scheduling.step import Outcome
 from tests.scheduling.desk import Desk
 
@@ -222,21 +221,6 @@ def test_the_ratio_rises_with_a_retraction_and_decays_from_there() -> None:
     assert 0.1 <= ratio.value < seen[-1]
 
 
-def test_the_ratio_never_leaves_its_bounds() -> None:
-    ratio = NewTokenRatio(
-        EngineConfig(
-            max_running_requests=1, max_step_tokens=1, chunk_size=1, new_token_ratio=0.3,
-            min_new_token_ratio=0.25, new_token_ratio_decay=0.02,
-        )
-    )  # fmt: skip
-    for _ in range(10):
-        ratio.decay()
-    assert ratio.value == 0.25
-    for _ in range(100):
-        ratio.rise()
-    assert ratio.value <= 1
-
-
 def test_an_idle_engine_forgets_what_it_learned_of_the_ratio() -> None:
     desk = Desk(pages=6, new_token_ratio=0.2, min_new_token_ratio=0.1, prefix_cache=False)
     ratio = desk.scheduler.ratio
@@ -249,17 +233,6 @@ def test_an_idle_engine_forgets_what_it_learned_of_the_ratio() -> None:
         desk.round()
     desk.submit(7, 1)
     assert ratio.value == 0.2
-
-
-def test_parked_requests_keep_the_ratio() -> None:
-    desk = Desk(new_token_ratio=0.4, min_new_token_ratio=0.1)
-    request = desk.submit(7, 9)
-    desk.round()
-    desk.scheduler.queues.park(request)
-    assert desk.round() == []
-    assert desk.scheduler.ratio.value < 0.4
-    desk.scheduler.queues.unpark(request)
-    desk.finish()
 
 
 def test_pages_for_tokens_to_come_are_kept_back() -> None:

@@ -108,23 +108,6 @@ def test_a_policy_is_obeyed(policy: str, admission: str, seeds: range) -> None:
     assert bool(passed) == may, f"{passed} were passed over"
 
 
-@pytest.mark.parametrize("policy", policy_names())
-def test_where_slots_are_short_packing_keeps_the_policys_order(policy: str) -> None:
-    """One slot, and the longest prompts first in the order: the cheapest is not let in before them."""
-    admitted: dict[str, list[int]] = {}
-    for admission in ("fifo", "pack"):
-        desk = Desk(policy, running=1, admission=admission, max_passed_over=1000, prefix_cache=False)
-        for at in range(8):
-            desk.submit(40 - 4 * at, 1 + at % 3, priority=at % 4, routing_key="aabbccdd"[at])
-        order: dict[int, None] = {}
-        while desk.scheduler.queues.has_work:
-            order.update(dict.fromkeys(request.key for request in desk.round()))
-        admitted[admission] = list(order)
-    assert admitted["pack"] == admitted["fifo"]
-    assert len(order) == 8
-    assert policy != "fcfs" or list(order) == sorted(order)
-
-
 def test_packing_never_lets_a_lower_priority_have_the_tokens_of_a_higher_one() -> None:
     desk = Desk(
         "priority", running=8, max_step_tokens=16, chunk_size=16, admission="pack", force_fifo_every=0
@@ -146,19 +129,6 @@ def test_what_the_higher_ones_leave_goes_to_the_lower_ones() -> None:
     assert step is not None
     # The chunk ends with a page.
     assert [(row.request, row.length) for row in step.prefilling] == [(high, 5), (long, 8), (short, 2)]
-
-
-def test_where_pages_are_short_a_large_request_is_not_passed_over() -> None:
-    """The tokens of the step are short as well, and packing would like the small ones."""
-    desk = Desk(pages=12, running=8, max_step_tokens=32, chunk_size=32, admission="pack", prefix_cache=False)
-    desk.submit(20, 8)
-    desk.round()
-    large, *small = [desk.submit(length, 1) for length in (36, 2, 2, 2)]
-    while not large.kv.slot:
-        assert not any(each.kv.slot or each.finished for each in small)
-        assert desk.plan()
-        desk.resolve()
-    desk.finish()
 
 
 def test_packing_lets_in_what_fits_whole_and_gives_the_rest_to_the_first() -> None:
