@@ -156,7 +156,7 @@ class _Reading(Reading):
 
     def take_for_message(self, now: float) -> Rows:
         """As :meth:`take`, with an age in place of times, since two processes need not have one clock."""
-        rows = self.take(self.ending() if self.ended else None)
+        rows = self.take(ended=self.ended)
         rows.times = ()
         if rows.admitted_at is not None:
             rows.admitted_at = max(0.0, now - rows.admitted_at)
@@ -241,7 +241,7 @@ class _Session:
         return bool(self._moved)
 
     def ended(self, cause: BaseException | None) -> None:
-        """As in End: nobody reads any more."""
+        """As in End."""
         if self._timer is not None:
             self._timer.cancel()
         if not (self._trusted or self._refused):
@@ -252,7 +252,7 @@ class _Session:
         readings, self.open = list(self.open.values()), {}
         self._moved.clear()
         for reading in readings:
-            reading.leave()
+            reading.stream.leave()
         for adapting in self._adapting.values():
             adapting.cancel()
         if self._trusted and self._agent.engine.ready:
@@ -322,12 +322,12 @@ class _Session:
         cell = stream.cell
         # Its consumer is elsewhere, and tells how far it has read.
         cell.taken_ids, cell.blocked = order.read, cell.max_lag is not None
-        reading.begin()
+        reading.begin(self._finished)
 
     def _abort(self, number: int) -> None:
         reading = self.open.pop(number, None)  # else it has ended meanwhile
         if reading is not None:
-            reading.leave()
+            reading.stream.leave()
             self._agent.emptied()
 
     def _read(self, number: int, tokens: int) -> None:
@@ -357,7 +357,7 @@ class _Session:
         ending = Ending("abort", error=EngineError(f"what a step brought cannot be sent: {error}"))
         self.connection.send(messages.StepRows([(number, Rows(0, 0, ending=ending))]))
 
-    # -- as ReadingLane ---------------------------------------------------------------------------
+    # -- as the lane of its readings ---------------------------------------------------------------
 
     def moved(self, outlets: Sequence[Outlet]) -> None:
         """As in Lane."""
@@ -366,9 +366,7 @@ class _Session:
         if not self.connection.full:
             self.connection.write_soon()
 
-    def finished(self, reading: Reading) -> None:
-        """As in ReadingLane."""
-        assert isinstance(reading, _Reading)
+    def _finished(self, reading: _Reading) -> None:
         error = reading.output.error
         if isinstance(error, (EngineFailed, EngineClosed)):
             self.lost(error.__cause__ or error)

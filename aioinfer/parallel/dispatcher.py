@@ -406,7 +406,7 @@ class Dispatcher(EngineLike):
 
         What the first engine refuses, none gets, and it is raised. Where a later one does, and when this is
         cancelled on the way, versions differ: EngineError says how, and the same call with the ``version``
-        that the others have updates those behind. While versions differ, only a checkpoint is accepted, or
+        that the others have updates the rest. While versions differ, only a checkpoint is accepted, or
         what the others have got last; tensors may be some of all.
 
         Raises ConfigError, before anything is changed, if an engine is in another process.

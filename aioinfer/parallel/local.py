@@ -70,7 +70,7 @@ class LocalReplica(Replica):
 
     @property
     def serves(self) -> bool:
-        """It computes, or finishes what it has: nobody here has closed its engine."""
+        """It computes, or finishes what it has: its engine was not closed here."""
         return self.state in (ReplicaState.READY, ReplicaState.DRAINING)
 
     # -- attempts -------------------------------------------------------------------------------
@@ -86,12 +86,12 @@ class LocalReplica(Replica):
         stream = self.engine.queue(record.output.prompt_ids, request_of(record, waiting, running), checkpoint)
         reading = _Reading(self, attempt, stream, 0 if checkpoint is None else len(checkpoint.token_ids))
         attempt.handle = reading
-        reading.begin()
+        reading.begin(self._finished)
 
     def abort(self, attempt: Attempt) -> None:
         reading, attempt.handle = attempt.handle, None
         if reading is not None:
-            reading.leave()
+            reading.stream.leave()
 
     def begun(self, attempt: Attempt) -> bool:
         return attempt.handle is not None and attempt.handle.output.admitted_at is not None
@@ -113,19 +113,17 @@ class LocalReplica(Replica):
         if rows:
             self._events.moved(rows)
 
-    def finished(self, reading: Reading) -> None:
-        """As in ReadingLane."""
+    def _finished(self, reading: _Reading) -> None:
         assert self._events is not None
-        assert isinstance(reading, _Reading)
         attempt, error = reading.attempt, reading.output.error
         if isinstance(error, (EngineFailed, EngineClosed)) or self.engine.state in _GONE:
             cause = error if error is None or error.__cause__ is None else error.__cause__
             self._events.lost(self, cause or EngineClosed("its engine was closed"))
             return
-        attempt.handle, ending = None, reading.ending()
-        rows = [reading.take(ending)]
-        while rows[-1].ending is None:
-            rows.append(reading.take(ending))
+        attempt.handle = None
+        rows = [reading.take(ended=True)]
+        while rows[-1].ending is None:  # of other weights
+            rows.append(reading.take(ended=True))
         self._events.moved([(attempt, each) for each in rows])
 
     def changed(self) -> None:
@@ -190,7 +188,7 @@ _GONE = (EngineState.FAILED, EngineState.CLOSED)
 
 
 class _Watch(Observer):
-    """Sees an engine that is lost, or closed by somebody else, while it has nothing to do."""
+    """Sees an engine that is lost, or closed elsewhere, while it has nothing to do."""
 
     def __init__(self, replica: LocalReplica) -> None:
         self._replica = replica

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Protocol
+import functools
+from collections.abc import Callable
+from typing import Self
 
 from aioinfer.parallel.record import Record
 from aioinfer.parallel.rows import Ending, Rows
 from aioinfer.request import Request
-from aioinfer.stream import Outlet, Stream, when_ended
+from aioinfer.stream import Lane, Stream, when_ended
 
-__all__ = ["Reading", "ReadingLane", "request_of"]
+__all__ = ["Reading", "request_of"]
 
 
 def request_of(record: Record, waiting: float | None, running: float | None) -> Request:
@@ -26,23 +27,13 @@ def request_of(record: Record, waiting: float | None, running: float | None) -> 
     )
 
 
-class ReadingLane(Protocol):
-    """What is told of readings, amid a step: nothing is raised."""
-
-    def moved(self, outlets: Sequence[Outlet]) -> None:
-        """As in Lane: a step has moved these."""
-
-    def finished(self, reading: Reading) -> None:
-        """Its stream has ended. Once."""
-
-
 class Reading:
     """Reads the stream of one attempt: an outlet that takes tokens as well as text."""
 
     __slots__ = ("_admitted", "_at", "_drafts", "_first", "_pieces", "_scored", "_version", "lane", "output",
                  "stream")  # fmt: skip
 
-    def __init__(self, lane: ReadingLane, stream: Stream, resumed: int) -> None:
+    def __init__(self, lane: Lane, stream: Stream, resumed: int) -> None:
         """``resumed``: tokens of the output with which the stream began."""
         self.lane = lane
         self.stream = stream
@@ -54,10 +45,11 @@ class Reading:
         self._version: int | None = None
         self._admitted = False
 
-    def begin(self) -> None:
-        """From now on, the lane is told."""
+    def begin(self, finished: Callable[[Self], None]) -> None:
+        """From now on, the lane is told what moves it, and ``finished`` called once when the stream has
+        ended, amid a step."""
         self.stream.cell.outlet = self
-        when_ended(self.stream, self._ended)
+        when_ended(self.stream, functools.partial(finished, self))
 
     @property
     def news(self) -> bool:
@@ -73,15 +65,16 @@ class Reading:
     def _redrafted(self) -> bool:
         return self.output.draft_version > self._drafts and not self.output.text_behind
 
-    def take(self, ending: Ending | None = None) -> Rows:
-        """What is new since the last call, and the end. Where weights of several versions have computed it,
-        only that of the first of them: there are news still, or the end has not come."""
+    def take(self, *, ended: bool = False) -> Rows:
+        """What is new since the last call, and the end of a stream that has ``ended``. Where weights of
+        several versions have computed it, only that of the first of them: there are news still, or the end
+        has not come."""
         output, first, at, redrafted = self.output, self._first, self._at, self._redrafted
         count, pieces = max(first, len(output.token_times)), len(output.pieces)
         version, switch = output.newest_version, output.switch_after(first, self._pieces)
         if switch is not None:
             count, pieces, version = switch
-            redrafted, ending = False, None
+            redrafted = ended = False
         text = "".join(output.pieces[self._pieces : pieces])
         self._first, self._pieces, self._at = count, pieces, at + len(text)
         if redrafted:
@@ -105,19 +98,12 @@ class Reading:
             found.steps = output.step_map[first:count]
         if redrafted:
             found.draft = output.draft
-        found.ending = ending
+        if ended:
+            found.ending = self._ending()
         return found
 
-    def ending(self) -> Ending:
-        """How the stream has ended."""
+    def _ending(self) -> Ending:
         output = self.output
         predicted = output.accepted_prediction, output.rejected_prediction
         pooled = output.pooled if output.error is None else None
         return Ending(output.finish_reason or "abort", output.stop_reason, output.error, predicted, pooled)
-
-    def leave(self) -> None:
-        """Nothing more is wanted."""
-        self.stream.leave()
-
-    def _ended(self) -> None:
-        self.lane.finished(self)

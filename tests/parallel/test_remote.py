@@ -64,6 +64,10 @@ async def saying(path: Path, welcome: bytes, *frames: bytes) -> AsyncIterator[No
         (frame(b"\x92\x13\x80"), "missing required field"),
         (frame(encoded(Abort(1))), "a message that makes no sense: Invalid value 3"),
         (frame(encoded(Lost("it burns"))), "it burns"),
+        (
+            frame(encoded(StepRows([(1, Rows(0, 0, [VOCAB]))]))),
+            f"a token {VOCAB} that is not in the vocabulary",
+        ),
     ],
 )
 async def test_what_a_replica_may_not_send_ends_that_replica(
@@ -96,20 +100,6 @@ async def test_a_load_whose_answer_does_not_name_the_adapter_fails(tmp_path: Pat
         link.connection.data_received(frame(encoded(Adapted(1, (), None))))
         with pytest.raises(EngineError, match="does not name it"):
             await load
-        await replica.aclose()
-
-
-async def test_a_token_outside_of_the_vocabulary_ends_that_replica(tmp_path: Path) -> None:
-    welcome = await welcomed()
-    rows = frame(encoded(StepRows([(1, Rows(0, 0, [VOCAB]))])))
-    replica, told = SocketReplica(str(tmp_path / "x"), "x"), Told()
-    async with saying(tmp_path / "x", welcome):
-        await replica.launch()
-        await replica.start(told)
-        assert replica._link is not None
-        replica._link.connection.data_received(rows)
-        await until(lambda: told.causes)
-        assert f"a token {VOCAB} that is not in the vocabulary" in str(told.causes[0])
         await replica.aclose()
 
 
