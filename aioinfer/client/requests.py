@@ -202,6 +202,11 @@ class Requests(ABC):
         """The way of every request; engines in tests add to it."""
         return serving.generate(prompt, request, checkpoint)
 
+    def abort(self, request_id: str) -> int:
+        """End the open requests with this name (``Stream.request_id``) and return their number; their streams
+        raise :class:`~aioinfer.Cancelled`. Raises EngineClosed, EngineFailed, WrongLoop."""
+        return self._serving().abort(request_id)
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],

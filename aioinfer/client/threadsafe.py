@@ -114,6 +114,14 @@ class ThreadsafeEngine:
 
         return RemoteStream(self, self._send(make))
 
+    def abort(self, request_id: str) -> concurrent.futures.Future[int]:
+        """As :meth:`aioinfer.Engine.abort`."""
+
+        async def end() -> int:
+            return self._engine.abort(request_id)
+
+        return self.run(end)
+
     def load_adapter(self, name: str, path: str | os.PathLike[str]) -> concurrent.futures.Future[AdapterInfo]:
         """As :meth:`aioinfer.Engine.load_adapter`; cancelling the future cancels the load. Raises
         EngineClosed, the future what it raises there."""

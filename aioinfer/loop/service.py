@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from aioinfer.config import EngineConfig
 from aioinfer.errors import (
     AioInferError,
+    Cancelled,
     EngineClosed,
     EngineError,
     EngineFailed,
@@ -345,6 +346,13 @@ class Service(ABC, Generic[_Opened]):
         else:
             self._abort(opened, error)
         self._ended(opened)
+
+    def abort(self, request_id: str) -> int:
+        """End the requests with this name, with Cancelled; returns their number. O(open requests)."""
+        named = [each for each in self.open.values() if each.output.label == request_id]
+        for opened in named:
+            self.end(opened, Cancelled("the request was aborted by its id"))
+        return len(named)
 
     def _end_all(self, make_error: Callable[[], EngineError]) -> None:
         for opened in list(self.open.values()):

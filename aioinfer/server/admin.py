@@ -50,6 +50,12 @@ class DrainBody(Object):
     timeout: Annotated[float, Field(ge=0, le=86_400)] | None = field("seconds")
 
 
+class AbortBody(Object):
+    """A body of ``/abort``."""
+
+    request_id: Annotated[str, Field(min_length=1)] = field("the id of an answer, or ``X-Request-ID``", ...)
+
+
 class LevelBody(Object):
     """A body of ``/log-level``."""
 
@@ -70,6 +76,7 @@ def admin_application(engine: EngineLike, config: ServerConfig) -> web.Applicati
             web.post("/pause", routes.pause),
             web.post("/resume", routes.resume),
             web.post("/flush", routes.flush),
+            web.post("/abort", routes.abort),
             web.post("/drain", routes.drain),
             web.post("/v1/load_lora_adapter", routes.load_adapter),
             web.post("/v1/unload_lora_adapter", routes.unload_adapter),
@@ -102,6 +109,11 @@ class _AdminRoutes:
     async def flush(self, request: web.Request) -> web.StreamResponse:
         """Forget cached prefixes."""
         return _json({"freed_pages": self._engine.flush_cache()})
+
+    async def abort(self, request: web.Request) -> web.StreamResponse:
+        """End the open requests of one id."""
+        body = await _body(request, AbortBody)
+        return _json({"aborted": self._engine.abort(body.request_id)})
 
     async def load_adapter(self, request: web.Request) -> web.StreamResponse:
         """As the server's own route."""

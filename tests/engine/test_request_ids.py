@@ -96,3 +96,17 @@ async def test_validators_run_in_the_context_of_who_reads_the_result() -> None:
         result = await engine.chat(USER, response_format=Form)
         who.set("the reader")
         assert result.parsed == ("the reader", '{"n": 1}')
+
+
+async def test_a_request_is_aborted_by_its_name() -> None:
+    async with FakeEngine("a long answer", delay=3600) as engine:
+        streams = [engine.generate("x", request_id=name) for name in ("one", "one", "two")]
+        assert engine.abort("nobody's") == 0
+        assert engine.abort("one") == 2
+        for stream in streams[:2]:
+            with pytest.raises(errors.Cancelled, match="by its id"):
+                await stream
+        assert not streams[2].done
+        assert await asyncio.wrap_future(engine.threadsafe().abort("two")) == 1
+        with pytest.raises(errors.Cancelled):
+            await streams[2]

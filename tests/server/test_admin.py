@@ -33,6 +33,7 @@ ROUTES = [
     ("POST", "/pause"),
     ("POST", "/resume"),
     ("POST", "/flush"),
+    ("POST", "/abort"),
     ("POST", "/drain"),
 ]
 
@@ -77,6 +78,17 @@ async def test_pause_and_resume(serving: Serving, path: str) -> None:
         assert await admin("POST", "/resume") == (200, {"state": "running", "paused": False})
         async with await waiting as response:
             assert response.status == 200
+
+
+async def test_a_request_is_aborted_by_its_id(serving: Serving, path: str) -> None:
+    async with administered(serving, path) as (served, admin), aiohttp.ClientSession() as session:
+        named = {"X-Request-ID": "order-7"}
+        url = f"{served.url}/v1/completions"
+        asked = asyncio.create_task(session.post(url, json={**ENDLESS, "stream": False}, headers=named))
+        await until(lambda: served.engine.stats().running)
+        assert await admin("POST", "/abort", {"request_id": "another"}) == (200, {"aborted": 0})
+        assert await admin("POST", "/abort", {"request_id": "order-7"}) == (200, {"aborted": 1})
+        assert (await asked).status >= 400
 
 
 async def test_flush_forgets_prefixes(serving: Serving, path: str) -> None:
