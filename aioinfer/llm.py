@@ -105,8 +105,7 @@ class LLM:
         await self._engine.pause()
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """What a coroutine returns on the engine's loop. An exception that interrupts the waiting cancels it,
-        and is raised at its end. Raises EngineClosed."""
+        """Run a coroutine on the engine's loop. What interrupts the wait cancels it. Raises EngineClosed."""
         if not self._stop.alive:
             work.close()
             raise EngineClosed("the LLM is closed")
@@ -117,12 +116,19 @@ class LLM:
             tasks.append(self._loop.create_task(work))
             tasks[0].add_done_callback(partial(_tell, done))
 
-        self._loop.call_soon_threadsafe(begin)
+        def stop() -> None:
+            if tasks:
+                tasks[0].cancel()
+            else:  # interrupted before that
+                work.close()
+                done.set_exception(asyncio.CancelledError())
+
         try:
+            self._loop.call_soon_threadsafe(begin)
             return done.result()
         except BaseException:
             if not done.done():
-                self._loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+                self._loop.call_soon_threadsafe(stop)
                 concurrent.futures.wait([done])
             raise
 

@@ -17,7 +17,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
 from aioinfer.params import Grammar, SamplingParams
-from aioinfer.sampling.outcomes import BAD_GRAMMAR, DEFERRED, FORCED
+from aioinfer.sampling.outcomes import BAD_GRAMMAR, DEFERRED
 from aioinfer.text.grammar import GrammarState
 from tests.engine.simulation import settle
 from tests.engine.test_transparency import retract_every
@@ -211,7 +211,7 @@ async def test_a_grammar_that_hangs_delays_only_its_own_rows(window: Any) -> Non
 
 
 class FakeBackend:
-    """Allows every token; masks of a matcher that says so are made when it is let."""
+    """Allows every token."""
 
     def fill(self, matchers: Sequence[Any], masks: Sequence[npt.NDArray[np.int32]]) -> None:
         for mask in masks:
@@ -222,9 +222,8 @@ class FakeMatcher:
     error = None
     stopped = False
 
-    def __init__(self, forced: Sequence[int] = ()) -> None:
+    def __init__(self) -> None:
         self.accepted: list[int] = []
-        self._forced = list(forced)
         self.hold = threading.Event()
         self.hold.set()
         self.arrived = threading.Event()
@@ -233,52 +232,19 @@ class FakeMatcher:
         self.arrived.set()
         self.hold.wait()
         self.accepted.append(token)
-        if self._forced and self._forced[0] == token:
-            del self._forced[0]
         return token < 90
 
     def forced(self) -> list[int]:
-        return list(self._forced)
+        return []
 
     def copy(self) -> FakeMatcher:
-        return type(self)(self._forced)
+        return type(self)()
 
 
-def state_of(matcher: FakeMatcher, position: int, least_forced: int = 0) -> GrammarState:
-    state = GrammarState(FakeBackend(), matcher, position, 40, least_forced)  # type: ignore[arg-type]
+def state_of(matcher: FakeMatcher, position: int) -> GrammarState:
+    state = GrammarState(FakeBackend(), matcher, position, 40, 0)  # type: ignore[arg-type]
     state.mask[:] = 6
     return state
-
-
-def test_rows_behind_one_that_did_not_sample_are_void() -> None:
-    masks = GrammarWorker(0.001)
-    matcher = FakeMatcher()
-    state = state_of(matcher, 5)
-    found = masks.collect([GrammarRow(0, state, 5, known=True)], 1)
-    assert not found.outcomes
-    assert found.masks.tolist() == [[6, 6]]
-    matcher.hold.clear()
-    masks.advance([GrammarRow(0, state, 5, known=True)], [1])
-    for position in (6, 7):
-        assert masks.collect([GrammarRow(0, state, position, known=False)], 2).outcomes == {0: DEFERRED}
-    matcher.hold.set()
-    while masks.collect([GrammarRow(0, state, 6, known=True)], 1).outcomes:
-        pass
-    assert matcher.accepted == [1]
-    assert state.position == 6
-    masks.close()
-
-
-def test_forced_tokens_are_told_once_and_make_the_rows_behind_void() -> None:
-    masks = GrammarWorker(threaded=False)
-    state = state_of(FakeMatcher([11, 12, 13]), 5, least_forced=3)
-    masks.advance([GrammarRow(0, state, 5, known=False)], [1])
-    assert state.position == 9
-    found = masks.collect([GrammarRow(0, state, 6, known=False)], 4)
-    assert (found.outcomes, found.forced) == ({0: FORCED}, {0: [11, 12, 13]})
-    for position in (7, 8, 9):
-        assert masks.collect([GrammarRow(0, state, position, known=False)], 4).outcomes == {0: DEFERRED}
-    assert not masks.collect([GrammarRow(0, state, 9, known=True)], 4).outcomes
 
 
 def test_a_token_that_is_not_allowed_fails_its_own_row() -> None:

@@ -33,21 +33,13 @@ def answers(llm: LLM, prompts: list[list[int]] = PROMPTS, params: SamplingParams
     check_idle(llm._core.scheduler)
 
 
-def test_a_bad_prompt_is_refused_before_anything_is_queued() -> None:
-    with make_llm() as llm:
-        with pytest.raises(errors.InvalidRequest) as caught:
-            llm.generate([[5, 6], [10**9]], LONG, progress=False)
-        assert caught.value.field == "prompts[1]"
-        assert not llm.has_unfinished()
-        assert llm.stats().admitted == 0
-        answers(llm)
-
-
 def test_a_bad_prompt_beside_other_requests_leaves_these() -> None:
     with make_llm() as llm:
         key = llm.add_request([1, 2], SHORT)
-        with pytest.raises(errors.InvalidRequest):
-            llm.generate([[5, 6], "x" * 300], progress=False)
+        with pytest.raises(errors.InvalidRequest) as caught:
+            llm.generate([[5, 6], [10**9]], progress=False)
+        assert caught.value.field == "prompts[1]"
+        assert llm.stats().admitted == 0
         answers_of_others = llm.generate([[5, 6]], SHORT, progress=False)
         assert [result.token_ids for result in answers_of_others] == [toy_generate([5, 6], SHORT)]
         found = {}
@@ -224,6 +216,28 @@ def test_an_interrupt_leaves_a_usable_object_and_no_request(overlap_steps: int) 
                 llm.generate(PROMPTS, LONG, progress=False)
             at = 0
             answers(llm)
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_interrupt_while_a_call_is_handed_over_leaves_no_request(
+    monkeypatch: pytest.MonkeyPatch, begun: bool
+) -> None:
+    with make_llm() as llm:
+        hand_over = llm._loop.call_soon_threadsafe
+
+        def interrupted(call: Any) -> None:
+            monkeypatch.undo()
+            if begun:
+                hand_over(call)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(llm._loop, "call_soon_threadsafe", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, LONG.changed(max_tokens=200), progress=False)
+        for _ in range(3):
+            stats = llm.stats()
+            assert not stats.running + stats.waiting + stats.arriving
+        answers(llm)
 
 
 def test_within_an_event_loop_and_on_another_thread_it_works_as_everywhere() -> None:

@@ -113,23 +113,6 @@ def test_a_request_whose_step_is_given_up_gets_the_text_before_it_and_then_the_e
     assert desk.request.output.result().token_ids == IDS[:2]
 
 
-def test_a_request_that_has_finished_without_all_of_its_text_can_still_be_ended_with_an_error() -> None:
-    """As one whose step could not be committed, when the engine is lost."""
-    desk = Desk(SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-    first, second = desk.plan(2)
-    assert desk.core.resolve(*first) == [desk.request]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Texts, "advanced", lambda *given: None)
-        desk.core.resolve(*second)
-    assert (desk.request.finished, desk.request.output.finish_reason) == (True, "length")
-    error = errors.EngineFailed("lost")
-    assert desk.core.abort(desk.request, error)
-    assert (desk.request.output.finish_reason, desk.request.output.error) == ("abort", error)
-    assert desk.request.output.result().token_ids == IDS[:1]
-    assert not desk.core.abort(desk.request, errors.EngineFailed("again"))
-    assert desk.request.output.error is error
-
-
 @pytest.mark.parametrize("failure", ["give up", "fail"])
 def test_an_error_behind_a_stop_that_is_found_later_is_none(failure: str) -> None:
     """Whether a request fails does not depend on how late its text is."""
