@@ -43,6 +43,7 @@ from aioinfer.parallel.replica import (
     Attempt,
     Diverged,
     Replica,
+    ReplicaEvents,
     ReplicaState,
     Unwanted,
     Wanted,
@@ -72,7 +73,7 @@ _MOST_LOSSES = 2
 _MOST_UNBEGUN = 4
 
 
-class Dispatching(Service[Record]):
+class Dispatching(Service[Record], ReplicaEvents):
     """Belongs to the loop on which it is made. Streams know it as their owner, replicas as what they report
     to, and the dispatcher as what takes requests."""
 

@@ -35,7 +35,6 @@ class LocalReplica(Replica):
     def __init__(self, engine: Engine, name: str) -> None:
         super().__init__(name)
         self.engine = engine
-        self._events: ReplicaEvents | None = None
         #: of its last start
         self._info: DeviceInfo | None = None
 
@@ -62,7 +61,7 @@ class LocalReplica(Replica):
         self._info = self.engine.info
 
     async def start(self, events: ReplicaEvents) -> None:
-        self._events = events
+        self.events = events
         self.state, self.cause = ReplicaState.READY, None
         self.engine.observe(_Watch(self))
         # The dispatcher has its own: a stream is one span, whatever becomes of its attempts.
@@ -103,7 +102,6 @@ class LocalReplica(Replica):
 
     def moved(self, outlets: Sequence[Outlet]) -> None:
         """As in Lane: a step has moved these."""
-        assert self._events is not None
         rows: list[tuple[Attempt, Rows]] = []
         for reading in cast("Sequence[_Reading]", outlets):
             if reading.stream.cell.max_lag is not None:
@@ -111,28 +109,25 @@ class LocalReplica(Replica):
             while reading.news:
                 rows.append((reading.attempt, reading.take()))
         if rows:
-            self._events.moved(rows)
+            self.events.moved(rows)
 
     def _finished(self, reading: _Reading) -> None:
-        assert self._events is not None
         attempt, error = reading.attempt, reading.output.error
         if isinstance(error, (EngineFailed, EngineClosed)) or self.engine.state in _GONE:
             cause = error if error is None or error.__cause__ is None else error.__cause__
-            self._events.lost(self, cause or EngineClosed("its engine was closed"))
+            self.events.lost(self, cause or EngineClosed("its engine was closed"))
             return
         attempt.handle = None
         rows = [reading.take(ended=True)]
         while rows[-1].ending is None:  # of other weights
             rows.append(reading.take(ended=True))
-        self._events.moved([(attempt, each) for each in rows])
+        self.events.moved([(attempt, each) for each in rows])
 
     def changed(self) -> None:
-        assert self._events is not None
-        self._events.adapted()
+        self.events.adapted()
 
     def failed(self, cause: BaseException) -> None:
-        assert self._events is not None
-        self._events.lost(self, cause)
+        self.events.lost(self, cause)
 
     # -- the engine -----------------------------------------------------------------------------
 

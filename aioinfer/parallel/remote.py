@@ -51,7 +51,6 @@ class SocketReplica(Replica):
         self.completed = 0
         #: as far as the dispatcher knows from what it has sent
         self.remembered = RememberedPages()
-        self._events: ReplicaEvents | None = None
         self._link: _Link | None = None
         self._welcome: messages.Welcome | None = None
         self._stats: EngineStats | None = None
@@ -112,7 +111,7 @@ class SocketReplica(Replica):
     async def start(self, events: ReplicaEvents) -> None:
         if self._link is None or self._link.connection.closed:
             raise EngineError(f"the replica {self.name} is not connected")
-        self._events = events
+        self.events = events
         self.state, self.cause = ReplicaState.READY, None
 
     async def aclose(self) -> None:
@@ -123,7 +122,7 @@ class SocketReplica(Replica):
     def outlive_loop(self) -> None:
         if self._link is not None:
             self._link.connection.outlive_loop()
-        self._link = self._events = None
+        self._link, self.events = None, ReplicaEvents()
 
     async def _disconnect(self) -> None:
         link, self._link = self._link, None
@@ -178,23 +177,11 @@ class SocketReplica(Replica):
         if self._stats is not None and self._known.caches:
             self.remembered.add(pages, self._stats.pages_total * (self.info.page_size or PAGE) // PAGE)
 
-    # -- as what a link reports to ----------------------------------------------------------------
-
-    def moved(self, rows: list[tuple[Attempt, Rows]]) -> None:
-        if self._events is not None:
-            self._events.moved(rows)
+    # -- statistics and weights ---------------------------------------------------------------------
 
     def measured(self, stats: EngineStats) -> None:
         self.note_version(stats.weight_version)
         self._stats = stats
-
-    def leaving(self) -> None:
-        if self._events is not None:
-            self._events.leaving(self)
-
-    def lost(self, cause: BaseException) -> None:
-        if self._events is not None:
-            self._events.lost(self, cause)
 
     no_updates = "engines in other processes are given weights there"
 
@@ -206,8 +193,7 @@ class SocketReplica(Replica):
     def note_version(self, version: int) -> None:
         if self._stats is not None and version > self._stats.weight_version:
             self._stats = dataclasses.replace(self._stats, weight_version=version)
-            if self._events is not None:
-                self._events.adapted()
+            self.events.adapted()
 
     # -- the engine -------------------------------------------------------------------------------
 
@@ -241,8 +227,7 @@ class SocketReplica(Replica):
     def adapted(self, adapters: Sequence[AdapterInfo]) -> None:
         """Note the adapters that are there now."""
         self._adapters = list(adapters)
-        if self._events is not None:
-            self._events.adapted()
+        self.events.adapted()
 
     async def pause(self) -> None:
         link = self._link
@@ -338,7 +323,7 @@ class _Link:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(message)
             case messages.Leaving():
-                self._replica.leaving()
+                self._replica.events.leaving(self._replica)
             case messages.Lost():
                 self.connection.abort(EngineFailed(message.reason))
             case messages.Welcome():
@@ -366,7 +351,7 @@ class _Link:
             self.welcome.set_exception(cause or EngineError("it has closed the connection"))
             self.welcome.exception()  # the caller that waited may have left
         elif not self.closing:
-            self._replica.lost(cause or EngineFailed("its connection was closed"))
+            self._replica.events.lost(self._replica, cause or EngineFailed("its connection was closed"))
 
     # -- rows -------------------------------------------------------------------------------------
 
@@ -390,7 +375,7 @@ class _Link:
             elif attempt.record.request.max_lag is not None:
                 lagging.append(attempt)
         if found:
-            self._replica.moved(found)
+            self._replica.events.moved(found)
         for attempt in lagging:
             self.tell_read(attempt)
 

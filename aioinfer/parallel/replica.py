@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioinfer.errors import ConfigError
 from aioinfer.parallel.prefixes import take_away
@@ -56,8 +56,9 @@ class ReplicaState(Enum):
     CLOSED = "closed"
 
 
-class ReplicaEvents(Protocol):
-    """What a replica reports, on the dispatcher's loop, perhaps amid a step: nothing is raised."""
+class ReplicaEvents:
+    """Hears what a replica reports, on the dispatcher's loop, perhaps amid a step: nothing is raised. This
+    one ignores it."""
 
     def moved(self, rows: Sequence[tuple[Attempt, Rows]]) -> None:
         """What a step brought these attempts. Ignored for those that have ended."""
@@ -146,6 +147,8 @@ class Replica(ABC):
         #: why it is LOST
         self.cause: BaseException | None = None
         self.load = Load()
+        #: where it reports, from :meth:`start` on
+        self.events = ReplicaEvents()
         #: it is given other weights: for some time it computes nothing
         self.updating = False
         #: it is closed, or about to be, and is started again

@@ -16,6 +16,7 @@ from aioinfer.parallel.agent import Agent
 from aioinfer.parallel.frames import FrameReader, frame
 from aioinfer.parallel.messages import Answers, Decoder, Message, Refused, Welcome, encoded
 from aioinfer.parallel.remote import SocketReplica
+from aioinfer.parallel.replica import ReplicaEvents
 from aioinfer.testing import TimedLauncher
 from tests.toys import ToyDevice, ToyTokenizer
 
@@ -135,7 +136,7 @@ class Peer:
             await self.writer.wait_closed()
 
 
-class Told:
+class Told(ReplicaEvents):
     """What a replica reports."""
 
     def __init__(self) -> None:
@@ -144,9 +145,6 @@ class Told:
 
     def moved(self, rows: Any) -> None:
         raise AssertionError(rows)
-
-    def adapted(self) -> None:
-        pass
 
     def leaving(self, replica: Any) -> None:
         self.left += 1

@@ -38,7 +38,7 @@ LONGEST = 60
 _DISTURBED = 2.0
 
 
-class Wire:
+class Wire(ReplicaEvents):
     """Delivers what a replica reports late, in order; at random twice."""
 
     def __init__(self, events: ReplicaEvents, dice: random.Random) -> None:
