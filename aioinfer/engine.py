@@ -363,7 +363,7 @@ class Engine(EngineLike):
 
     @property
     def measuring(self) -> Measuring:
-        """What the metrics are made of; histograms count from the first look at it on."""
+        """Source of the metrics; histograms count from the first look at it on."""
         if self._measuring is None:
             from aioinfer.observe.metrics.measuring import Measuring
 

@@ -199,7 +199,7 @@ class LLM:
         return {key: stream.result() for key, stream in ended.items()}
 
     def take_chunks(self) -> dict[int, Chunk]:
-        """What the requests have put out since the previous call, by key; also those that finished in the
+        """New output of the requests since the previous call, by key; also of those that finished in the
         latest :meth:`step`. The chunks of one request are like those of a :class:`~aioinfer.Stream`: after
         an update of the weights its last ones can take further calls, until one has ``finish_reason``."""
         return self._run(self._take()) if self._unread else {}
@@ -354,7 +354,7 @@ class LLM:
             )
 
     async def _computed(self, call: Callable[[], Coroutine[Any, Any, _T]]) -> _T:
-        """What a call returns while the engine computes."""
+        """The result of a call while the engine computes."""
         async with self._running():
             return await call()
 
@@ -394,12 +394,12 @@ class LLM:
 
     @property
     def default_params(self) -> SamplingParams:
-        """What the model recommends for outputs."""
+        """Recommendations of the model for outputs."""
         return self._engine.default_params
 
     @property
     def sentences(self) -> Sentences:
-        """What the model recommends for embeddings."""
+        """Recommendations of the model for embeddings."""
         return self._engine.sentences
 
     @property

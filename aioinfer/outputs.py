@@ -51,7 +51,7 @@ class RequestMetrics:
     admitted: float | None
     finished: float | None
     token_times: tuple[float, ...]
-    #: so many of them are of tokens that the request began with
+    #: how many of them are of tokens that the request began with
     resumed: int = 0
 
     @property
@@ -74,7 +74,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A diffusion model's provisional tokens behind the final ones.
+    """A diffusion model's provisional tokens after the final ones.
 
     A draft follows its chunk; the next chunk replaces it, even if that chunk has no draft. It ends where the
     output would: at an end token that is already known, or at the maximum length.
@@ -84,7 +84,7 @@ class Draft:
     start: int
     #: one id per position, None for an unknown one
     token_ids: tuple[int | None, ...]
-    #: the text behind the stream's text so far: text held back for a stop string, then these tokens, with a
+    #: the text after the stream's text so far: text held back for a stop string, then these tokens, with a
     #: light shade (U+2591) for each unknown one. The text of end tokens and special tokens is included if the
     #: output would include it. Stop strings are not searched
     text: str = ""

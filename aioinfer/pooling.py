@@ -1,6 +1,6 @@
 """Pooling: what is wanted of the hidden states of a prompt, of a request that computes nothing else.
 
-A hidden state is what the model has of a position behind its last norm, in front of the head. Such a request
+A hidden state is what the model has of a position after its last norm, before the head. Such a request
 is a prompt without an output: its rows share steps with those of all others, and it ends with its last chunk.
 """
 
@@ -25,7 +25,7 @@ _MOST_CHOICES = 64
 
 @dataclass(frozen=True, slots=True)
 class Pooling:
-    """What a request wants of its hidden states. Raises InvalidRequest."""
+    """Hidden states that a request wants, and their form. Raises InvalidRequest."""
 
     kind: PoolingKind = "last"
     #: of "choices": the tokens

@@ -293,7 +293,7 @@ class Output:
         return [*([None] * without), *self.prompt_logprobs]
 
     def draft(self) -> Draft | None:
-        """What may follow the output, if the caller asked for drafts and anything is known."""
+        """Tokens that may follow the output, if the caller asked for drafts and anything is known."""
         return None if self.make_draft is None or self.finished else self.make_draft()
 
     def known_ids(self, start: int, stop: int) -> list[int]:

@@ -25,7 +25,7 @@ __all__ = ["Lane", "Outlet", "Stream", "StreamCell", "tell_lanes", "when_ended"]
 
 
 class Want(Enum):
-    """What a consumer waits for."""
+    """Event that a consumer waits for."""
 
     CHUNK = "chunk"
     RESULT = "result"
@@ -154,7 +154,7 @@ class StreamCell:
         return self.max_lag is not None and self.unread > self.max_lag
 
     def ready(self) -> bool:
-        """What the waiting consumer wants is there, or the end is."""
+        """Whether the consumer may go on: what it wants is there, or the end is."""
         output = self.output
         if self.closed or output.ended:
             return True
@@ -191,7 +191,7 @@ class StreamCell:
     def take(self) -> Chunk | None:
         """Everything not taken yet, with the newest draft; None if there is nothing to deliver."""
         output = self.output
-        # Newer tokens have no text yet, and may lie behind a stop.
+        # Newer tokens have no text yet, and may lie after a stop.
         count, finished = len(output.token_times), output.ended
         # None if the block of the newest draft is gone.
         draft = None if output.text_behind else output.draft()

@@ -54,7 +54,7 @@ class Node:
         self.fence = 0
         #: no longer matched; its pages leave the tree when the last lock is released
         self.detached = False
-        #: of the recurrent state behind its last token, in a :class:`~aioinfer.cache.snapshots.SnapshotTree`
+        #: of the recurrent state after its last token, in a :class:`~aioinfer.cache.snapshots.SnapshotTree`
         self.snapshot: Snapshot | None = None
 
 

@@ -6,7 +6,7 @@ was kept at some positions, the longest of these is what can be used::
     root ─── [system prompt: 4 pages] ●──┬── [question A: 2 pages] ●── [answer A: 3 pages]
                                          └── [question B: 1 page]        ● a snapshot, at the end of a node
 
-A request that begins with the system prompt, question A and answer A finds six pages: behind them are three
+A request that begins with the system prompt, question A and answer A finds six pages: after them are three
 more, but no state. It computes these again, and leaves a snapshot where the match ended, for the next one.
 
 Where snapshots are taken, and that they are few, is from Marconi (arXiv 2411.19379).
@@ -101,8 +101,8 @@ class SnapshotTree(RadixTree):
         return node, matched
 
     def deepest(self, lock: Lock, pages: int | None = None) -> tuple[int, Node]:
-        """Of a locked prefix, or of its first ``pages``, those up to the deepest snapshot, and the node that
-        carries it; none and the root if there is no snapshot."""
+        """Number of pages up to the deepest snapshot of a locked prefix, or of its first ``pages``, and
+        the node that carries it; none and the root if there is no snapshot."""
         end = lock.num_pages
         for node in upwards(lock.node):
             if node.parent is None or (node.snapshot is not None and (pages is None or end <= pages)):
@@ -111,7 +111,7 @@ class SnapshotTree(RadixTree):
         raise AssertionError("a path without a root")
 
     def shorten(self, lock: Lock, pages: int, top: Node, fence: int) -> list[tuple[list[int], int]]:
-        """Release the end of a locked prefix: behind its first ``pages``, which end with node ``top``.
+        """Release the end of a locked prefix: after its first ``pages``, which end with node ``top``.
         ``fence`` and what is returned: as for :meth:`unlock`."""
         node = lock.node
         lock._node = top

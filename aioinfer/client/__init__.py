@@ -1,1 +1,1 @@
-"""What an application calls: requests and what makes many of them, on any thread."""
+"""Calls of an application: requests and what makes many of them, on any thread."""

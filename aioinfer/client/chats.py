@@ -31,7 +31,7 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
     """One answer of a chat in progress.
 
     * ``async for delta in chat`` yields :class:`~aioinfer.ChatDelta`; the last one carries ``finish_reason``.
-    * ``await chat`` waits for the end and returns the :class:`~aioinfer.ChatResult`, also behind some deltas;
+    * ``await chat`` waits for the end and returns the :class:`~aioinfer.ChatResult`, also after some deltas;
       so does a task made of it.
     * ``async with chat`` closes it on the way out.
 
@@ -124,7 +124,7 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
                 return delta
 
     async def _delta(self, chunk: Chunk) -> ChatDelta | None:
-        """What is new in a chunk; None if all of it is held back."""
+        """The new part of a chunk; None if all of it is held back."""
         ended = chunk.finish_reason is not None
         delta = ChatDelta(draft=chunk.draft, usage=chunk.usage)
         if self._asked.answer is None:
@@ -197,7 +197,7 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
     # -- parsing --------------------------------------------------------------------------------
 
     async def _parse(self, text: str, *, ended: bool) -> None:
-        """Give the reader more text. Other tasks get their turns behind every few thousand characters."""
+        """Give the reader more text. Other tasks get their turns after every few thousand characters."""
         reader = self._reader = self._reader or self._new_reader()
         self._reading = True
         try:
@@ -226,7 +226,7 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
         return answer.reader(end)
 
     def _take(self) -> tuple[str, str, list[ToolCallDelta]]:
-        """What the reader has made of the text since the last time; it is kept for the result, too."""
+        """Parts that the reader has made of the text since the last time; kept for the result, too."""
         assert self._reader is not None
         reasoning, content, calls = self._reader.take()
         self._reasoning.append(reasoning)

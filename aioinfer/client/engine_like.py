@@ -75,7 +75,7 @@ class EngineLike(Requests):
     @property
     @abstractmethod
     def weight_version(self) -> int:
-        """Of the weights that compute the next step. Raises EngineClosed before the start."""
+        """Version of the weights that compute the next step. Raises EngineClosed before the start."""
 
     # -- observing ------------------------------------------------------------------------------
 
@@ -116,7 +116,7 @@ class EngineLike(Requests):
     @property
     @abstractmethod
     def measuring(self) -> Measuring:
-        """What the metrics are made of; histograms count from the first look at it on."""
+        """Source of the metrics; histograms count from the first look at it on."""
 
     def register(
         self,

@@ -28,7 +28,7 @@ OnError = Literal["raise", "return"]
 Prompts = Iterable[Prompt] | AsyncIterable[Prompt]
 #: called with how many prompts are done and how many there are, None if that is not known
 MapProgress = Callable[[int, int | None], object]
-#: makes the stream of a prompt in front of which so many of the same map wait
+#: makes the stream of a prompt, by the number of prompts of the same map that wait before it
 Submit = Callable[[Prompt, int], Stream]
 
 #: prompts that are queued between two turns of the loop
@@ -40,8 +40,8 @@ _FATAL = (EngineClosed, EngineFailed, WrongLoop)
 class ResultMap(AsyncIterator[Result | AioInferError]):
     """The results of many prompts, in the order of the prompts.
 
-    Prompts are read when there is room for them: at most ``concurrency`` requests are open, and so many
-    results more are kept behind one that takes long. Nothing is read or queued while nobody iterates.
+    Prompts are read when there is room for them: at most ``concurrency`` requests are open, and as many
+    further results are kept after one that takes long. Work advances only while iterated.
 
     Leaving it aborts what is open, as with a :class:`~aioinfer.Stream`: a ``break``, an exception, a
     cancelled task, :meth:`aclose`. An iterator of prompts is left where it is, and not closed.

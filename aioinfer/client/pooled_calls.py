@@ -68,7 +68,7 @@ class PooledCall:
     async def results(
         self, inputs: Sequence[Prompt], finish: Callable[[Result], _Finished], progress: MapProgress | None
     ) -> list[_Finished]:
-        """What ``finish`` makes of the results, in order. Raises as :meth:`aioinfer.Engine.embed`."""
+        """The results, as ``finish`` returns them, in order. Raises as :meth:`aioinfer.Engine.embed`."""
         sources = await self._sources(inputs)
         return await self._computed(sources, range(len(sources)), finish, progress)
 

@@ -39,7 +39,7 @@ _MOST_CHOICES = 128
 
 
 class Requests(ABC):
-    """What an application asks of an engine: one output, a chat, choices, many outputs."""
+    """Calls that make requests: one output, a chat, choices, many outputs."""
 
     config: EngineConfig
     #: what the model recommends: for outputs, and for embeddings
@@ -58,7 +58,7 @@ class Requests(ABC):
 
     @abstractmethod
     def _serving(self) -> Service[Any]:
-        """What takes the requests. Raises EngineClosed, EngineFailed, WrongLoop."""
+        """The service that takes the requests. Raises EngineClosed, EngineFailed, WrongLoop."""
 
     def _at_once(self) -> int:
         """Requests of one call that are open at a time."""
@@ -293,7 +293,7 @@ class Requests(ABC):
 
         Args:
             prompts: any iterable or asynchronous iterable of prompts; it may be endless.
-            concurrency: so many requests are open at most, and so many further results are kept in memory;
+            concurrency: most requests that are open, and most further results that are kept in memory;
                 default: twice as many as run at a time.
             progress: ``progress(done, total)`` is called by the consumer's task; total is None if ``prompts``
                 has no length.
@@ -350,11 +350,11 @@ class Requests(ABC):
                 "mean", the mean of all, which does not read the prefix cache; "tokens", those of all tokens,
                 [tokens, dimensions] (at most 2**26 numbers). Default: as the model's files say, else "last",
                 or "mean" of an encoder.
-            dimensions: only so many of the numbers, before they are normalised.
+            dimensions: how many of the numbers are kept, before they are normalised.
             normalize: every vector has length 1. Default: as the model's files say, else True.
             prompt_name: which of the model's prompts (:attr:`sentences`) is put in front of texts; default:
                 the one that its files name, if any.
-            truncate_prompt_tokens: only so many tokens of an input's beginning are kept, those of the prompt
+            truncate_prompt_tokens: how many tokens of an input's beginning are kept, those of the prompt
                 and special ones included, and not more than the model's files say. By default an input that
                 is too long is refused.
             progress: ``progress(done, total)`` is called as inputs end.
@@ -444,7 +444,7 @@ class Requests(ABC):
         return PooledCall(self.config, source, submit, name, self._at_once())
 
     def _files_of(self, adapter: str | None) -> str:
-        """What tells the files of the adapter that new requests have by this name from others."""
+        """Fingerprint of the adapter that new requests have by this name."""
         found = () if adapter is None else self.adapters()
         return next((each.fingerprint for each in found if each.name == adapter), "")
 
@@ -499,7 +499,7 @@ class Requests(ABC):
 
         ``add_special_tokens``: whether the special tokens that the model expects around a text are added; by
         default they are, except to chats, whose template has them. Token ids are taken as they are.
-        ``truncate_prompt_tokens``: only so many tokens of the prompt's end are kept.
+        ``truncate_prompt_tokens``: how many tokens of the prompt's end are kept.
         """
         form: PromptForm | None = PromptForm(add_special_tokens, truncate_prompt_tokens)
         if form == PromptForm():

@@ -43,7 +43,7 @@ _Final = TypeVar("_Final", Result, ChatResult)
 
 
 class ThreadsafeEngine:
-    """What :meth:`aioinfer.Engine.threadsafe` returns; use it on any thread and on any loop.
+    """An engine for any thread and any loop; :meth:`aioinfer.Engine.threadsafe` returns it.
 
     Arguments are checked and copied on the calling thread, then the request goes to the engine's loop. There
     is nothing to close: it lasts as long as the engine.
@@ -216,7 +216,7 @@ class ThreadsafeEngine:
 
 
 def _kept(texts: Any) -> Any:
-    """A list of the same texts, which nobody else has; anything else unchanged."""
+    """A copy of a list of texts; anything else unchanged."""
     return list(texts) if isinstance(texts, Sequence) and not isinstance(texts, str) else texts
 
 

@@ -35,7 +35,7 @@ _KINDS: tuple[PoolingKind, ...] = ("last", "cls", "mean", "tokens")
 
 @dataclass(frozen=True, slots=True)
 class Embedding:
-    """What a model makes of one input."""
+    """The embedding of one input."""
 
     #: float32 [dimensions]; with ``pooling="tokens"`` [tokens, dimensions]
     vector: npt.NDArray[np.float32] = field(compare=False)
@@ -79,7 +79,7 @@ class EmbeddingForm:
         prompt_name: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> Self:
-        """What a caller asks for, and for the rest what the model recommends. Raises InvalidRequest."""
+        """The form that a caller asks for, completed by what the model recommends. Raises InvalidRequest."""
         pooling, dimensions, normalize, prompt_name = map(
             plain, (pooling, dimensions, normalize, prompt_name)
         )

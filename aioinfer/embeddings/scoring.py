@@ -76,7 +76,7 @@ class ScoreOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class ScoreJob:
-    """What has to be computed, and what becomes of it."""
+    """Prompts to compute, and how scores are made of their results."""
 
     prompts: list[str]
     pooling: Pooling
@@ -87,7 +87,7 @@ class ScoreJob:
     finish: Callable[[Sequence[Result]], Scores]
 
     def name(self, index: int) -> str:
-        """What the caller knows a prompt by."""
+        """The caller's name for a prompt."""
         document = self.documents[index]
         return "query" if document is None else f"documents[{document}]"
 
@@ -131,7 +131,7 @@ def score_job(
 
 
 def _method(info: DeviceInfo, sentences: Sentences) -> ScoreMethod:
-    """What the model is made for, as far as its files say."""
+    """The method that the model is made for, as far as its files say."""
     if info.num_labels:
         return "classifier"
     return "cosine" if sentences.embeds or not info.generates else "judge"

@@ -6,7 +6,7 @@ between two steps.
     caller          worker thread         launch thread                 event loop
     load(a) ──────► prepare ────────────► install, between two steps ─► publish: requests get the new version
                                                                         the old one drains
-                                          remove ◄───────────────────── behind the last step that read it
+                                          remove ◄───────────────────── after the last step that read it
 
 A load blocks only its caller and later loads of the same name. Which version a request has is
 decided in :mod:`aioinfer.scheduling.adapters`.
@@ -76,7 +76,7 @@ def read_adapter(device: Device, path: str) -> PreparedAdapter:
 
 @contextmanager
 def of_config(name: str) -> Iterator[None]:
-    """What is wrong with an adapter of the config is wrong with the config."""
+    """Raise ConfigError for what is wrong with an adapter of the config."""
     try:
         yield
     except (ConfigError, InvalidRequest) as error:
@@ -118,7 +118,7 @@ class AdapterLoads:
             self._registry.end(name)
 
     async def load_all(self, paths: Mapping[str, str]) -> None:
-        """Those of the config, by name, at the start. Raises ConfigError."""
+        """Load the adapters of the config, by name, at the start. Raises ConfigError."""
         for name, path in paths.items():
             with of_config(name):
                 await self.load(name, path)
@@ -148,7 +148,7 @@ class AdapterLoads:
             raise
 
     async def _unless_closed(self, future: asyncio.Future[_T]) -> _T:
-        """The result of a future that nobody may cancel. Raises EngineClosed, EngineFailed."""
+        """The result of a future that must not be cancelled. Raises EngineClosed, EngineFailed."""
         await asyncio.wait((future, self._closed), return_when=asyncio.FIRST_COMPLETED)
         if self._closed.done():
             self._check_open()
@@ -159,7 +159,7 @@ class AdapterLoads:
         try:
             await self._launcher.call(lambda device: device.install_adapter(slot, prepared))
         except asyncio.CancelledError:
-            # It happened or not, and what follows happens behind it.
+            # It happened or not, and what follows happens after it.
             self._start(self._empty(slot, partial(self._registry.give_back, slot)))
             raise
         except BaseException as error:

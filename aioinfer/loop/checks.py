@@ -23,7 +23,7 @@ _MOST_FLOATS = 1 << 26
 
 
 class Checks:
-    """Of one model and config."""
+    """Checks parameters against one model and config."""
 
     __slots__ = ("_config", "_generation", "_has_text", "_info")
 
@@ -88,7 +88,7 @@ class Checks:
     def check_length(
         self, params: SamplingParams, prompt_tokens: int, pooling: Pooling | None = None
     ) -> None:
-        """Raise InvalidRequest if there is no room for a token, or for ``min_tokens``, behind the prompt, or
+        """Raise InvalidRequest if there is no room for a token, or for ``min_tokens``, after the prompt, or
         if the hidden states of all its tokens are too many. Where nothing is generated, none is needed."""
         longest = self._info.max_model_len
         floats = prompt_tokens * (self._info.hidden_size or 0)

@@ -141,7 +141,7 @@ class Core:
 
     @property
     def weight_version(self) -> int:
-        """Of the weights that compute the next step."""
+        """Version of the weights that compute the next step."""
         return self.scheduler.weight_version
 
     def replace_weights(self, version: int) -> list[Sequence]:
@@ -180,8 +180,8 @@ class Core:
     # -- a request arrives ----------------------------------------------------------------------
 
     def adapter(self, request: Request, checkpoint: StreamCheckpoint | None = None) -> AdapterVersion | None:
-        """What computes a request besides the model. Raises InvalidRequest: it is not loaded, or it is not
-        what computed the output of the checkpoint."""
+        """The adapter that computes a request besides the model. Raises InvalidRequest: it is not loaded,
+        or it is not what computed the output of the checkpoint."""
         if checkpoint is not None:
             check_adapter(checkpoint, {name: each.fingerprint for name, each in self.adapters.loaded.items()})
         return None if request.adapter is None else self.adapters.find(request.adapter)
@@ -406,7 +406,7 @@ class Core:
             request = (
                 decodes[index] if index < len(decodes) else step.prefilling[index - len(decodes)].request
             )
-            # Behind the end of the output there are none.
+            # After the end of the output there are none.
             missing = len(request.output_ids) - len(request.output.logprobs)
             if missing > 0:
                 request.output.logprobs += logprobs[:missing]

@@ -38,7 +38,7 @@ _SEARCHING = 0.002
 
 
 class DriverEvents(Protocol):
-    """What a driver reports to its engine, on the loop's thread."""
+    """Events that a driver reports to its engine, on the loop's thread."""
 
     def admitted(self, request: Sequence) -> None:
         """The request has a row in a launched step for the first time."""

@@ -118,7 +118,7 @@ def default_params(config: EngineConfig, info: DeviceInfo) -> SamplingParams:
 
 
 def sentences(config: EngineConfig) -> Sentences:
-    """What the model's files say of embeddings. Blocks. Raises ConfigError."""
+    """Recommendations of the model's files for embeddings. Blocks. Raises ConfigError."""
     checkpoint = _checkpoint(config)
     return Sentences() if checkpoint is None else Sentences.of(checkpoint.path)
 
@@ -131,7 +131,7 @@ def with_end_tokens(info: DeviceInfo, tokenizer: Tokenizer | None) -> DeviceInfo
 
 
 def fingerprint(config: EngineConfig) -> str:
-    """What tells the model of a config from others. Blocks."""
+    """A text that tells the model of a config from others. Blocks."""
     from aioinfer.checkpoint.identity import digest
 
     checkpoint = _checkpoint(config)

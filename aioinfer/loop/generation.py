@@ -34,7 +34,7 @@ _TOKEN_PARAMS = (
 
 
 class Generation(Protocol):
-    """What the loop's side must know of a model's way to generate."""
+    """Parts of the loop's side that depend on a model's way to generate."""
 
     #: fields of ``generation_config.json`` that become default parameters
     recommended: tuple[str, ...]
@@ -45,7 +45,7 @@ class Generation(Protocol):
         """Raise InvalidRequest for parameters that the model cannot honour."""
 
     def cursor(self, params: SamplingParams) -> MakeCursor | None:
-        """What makes the cursor of a request; None: the default one."""
+        """A maker of cursors for a request; None: the default one."""
 
     def batch(
         self, memory: Memory, config: EngineConfig, speculation: Speculation | None = None
@@ -119,7 +119,7 @@ class BlockGeneration:
 
 
 def generation(block_size: int | None) -> Generation:
-    """Of a model with blocks of this size; None: without blocks."""
+    """Choose by the size of the model's blocks; None: without blocks."""
     if block_size is None:
         return TokenGeneration()
     return BlockGeneration(block_size)

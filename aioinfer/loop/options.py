@@ -53,7 +53,7 @@ _OF_PROMPTS = frozenset({"prompt_logprobs", "logprob_start_len"})
 
 
 class Prepared(NamedTuple):
-    """What tokenizing and compiling make of a prompt and its sampling parameters."""
+    """A tokenized prompt with what was compiled for its sampling parameters."""
 
     prompt_ids: Sequence[int]
     #: what masks the output, if anything does
@@ -70,14 +70,14 @@ class PromptForm:
 
     #: those that the model expects around a text; None: as usual, around text and not around a rendered chat
     special_tokens: bool | None = None
-    #: only so many tokens of the prompt's end are kept
+    #: number of tokens of the prompt's end that are kept
     truncate: int | None = None
     #: it is not to be computed, so it may have any number of tokens that a text of the longest prompt's
     #: length can have
     counted: bool = False
     #: of a truncated prompt the beginning is kept, with the special tokens around it
     beginning: bool = False
-    #: it may have so many tokens, because the model was made for no more; None: as many as its context has
+    #: most tokens that it may have, because the model was made for no more; None: those of its context
     longest: int | None = None
 
     def __post_init__(self) -> None:
@@ -216,7 +216,7 @@ class PromptSource:
         return self._ids
 
     def _beginning(self, tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int]:
-        """So many tokens of a text's beginning that there is room for the special ones around them."""
+        """Tokens of a text's beginning, with room for the special ones around them."""
         most = self._form.truncate
         if most is None or len(ids) <= most:
             return ids
@@ -294,7 +294,7 @@ class PromptSource:
             raise self._too_long(f"the prompt has {len(text)} characters")
 
     def _check_count(self, count: int, what: str) -> None:
-        # Whether there has to be room for a token behind it, its request says.
+        # Whether there has to be room for a token after it, its request says.
         if count > self._info.max_model_len:
             raise self._too_long(f"the prompt has {count} {what}")
 
@@ -357,8 +357,8 @@ def is_one(prompts: Any) -> bool:
 
 
 def pooling_params(params: SamplingParams) -> SamplingParams:
-    """Those of a request that only pools its prompt. Raises InvalidRequest for a parameter that would have no
-    effect."""
+    """Parameters of a request that only pools its prompt. Raises InvalidRequest for a parameter that would
+    have no effect."""
     defaults = SamplingParams()
     for name in SamplingParams.__dataclass_fields__:
         value = getattr(params, name)

@@ -52,7 +52,7 @@ class Pace:
         self._seconds[size] = took if took < known else known + (took - known) / 4
 
     def spare(self, step: Step, launched: float, now: float) -> float:
-        """Seconds until the step behind this one must be planned; 0 for now.
+        """Seconds until the step after this one must be planned; 0 for now.
 
         It is 0 for sizes that did not occur yet, for steps of blocks, which take any number of rounds, and
         where the loop's recent delays exceed what could be gained.

@@ -26,7 +26,7 @@ __all__ = ["Preparing"]
 
 
 class Preparing:
-    """Of one engine. May be used by several threads. ``drafts``: the engine has a drafter."""
+    """Prepares the requests of one engine, on several threads. ``drafts``: the engine has a drafter."""
 
     __slots__ = ("_compiler", "_compiler_lock", "_config", "_drafts", "_info", "_tokenizer")
 

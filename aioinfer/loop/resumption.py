@@ -37,7 +37,7 @@ _MOST_ROUNDS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """What a request is given before it is queued."""
+    """Output and text that a resumed request is given before it is queued."""
 
     checkpoint: StreamCheckpoint
     #: of all its tokens
@@ -97,7 +97,7 @@ class Resumption:
 
 
 def replay(grammar: GrammarState, checkpoint: StreamCheckpoint) -> GrammarState:
-    """The state of a grammar behind the output. May take long. Raises InvalidRequest: it refuses a token."""
+    """The state of a grammar after the output. May take long. Raises InvalidRequest: it refuses a token."""
     ids = checkpoint.token_ids
     tried = grammar.restarted(ids)
     tried.accept(ids)

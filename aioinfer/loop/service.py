@@ -331,7 +331,7 @@ class Service(ABC, Generic[_Opened]):
     # -- endings --------------------------------------------------------------------------------
 
     def _set_timer(self, opened: _Opened, phase: str, seconds: float | None) -> None:
-        """End a request in so many seconds, None for never."""
+        """End a request after a number of seconds, None for never."""
         if seconds is not None and not opened.output.finished:
             opened.cell.timer = self.loop.call_later(seconds, self._expire, opened, phase)
 

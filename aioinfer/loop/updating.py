@@ -6,9 +6,9 @@
     (a worker thread)  ─►  (mode "wait" only)  ─►   (the driver holds) ─► (the launch thread) ─►
     steps go on            steps go on              steps end             no step
 
-Nothing is changed before everything was checked; from the retraction on, an update is completed, whoever is
-cancelled, or the engine has failed. Whatever happens, who asked for it is not told before nothing is read any
-more of what it gave.
+Nothing is changed before everything was checked; from the retraction on, an update is completed, whichever
+task is cancelled, or the engine has failed. Whatever happens, who asked for it is not told before nothing
+is read any more of what it gave.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Updatable(Protocol):
 
 
 def frozen(source: WeightSource) -> Path | list[tuple[object, object]]:
-    """What was given, so that the caller may go on with its dict or generator; the tensors are the caller's.
-    Raises ConfigError."""
+    """A copy of what was given, so that the caller may go on with its dict or generator; the tensors are
+    the caller's. Raises ConfigError."""
     if isinstance(source, (str, PathLike)):
         return Path(source)
     if isinstance(source, Mapping):
@@ -88,7 +88,7 @@ def updatable(device: Device) -> UpdatableDevice:
 
 
 class Updates:
-    """Those of one engine, one after the other, in the order in which they are asked for. On its loop."""
+    """Updates of one engine's weights, in the order in which they are asked for. On its loop."""
 
     def __init__(
         self,

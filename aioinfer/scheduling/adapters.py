@@ -2,7 +2,7 @@
 
 A *version* is what one load made: its uid, its slot, its files. A name leads to one version at a time. What
 replaces it, or takes the name away, retires it: no new request finds it, those that have it keep it, and its
-slot comes back behind the last step that could read it::
+slot comes back after the last step that could read it::
 
               reserve()              publish()                retire()
      free ─────────────► reserved ──────────────► loaded ────────────────► draining
@@ -63,7 +63,7 @@ def adapter_not_loaded(
 
 
 class AdapterVersion:
-    """What one load of a name made. Requests hold it from their acceptance to their end."""
+    """The result of one load of a name. Requests hold it from their acceptance to their end."""
 
     __slots__ = ("fence", "fingerprint", "name", "num_bytes", "path", "rank", "retired", "slot", "uid",
                  "users")  # fmt: skip
@@ -133,7 +133,7 @@ class AdapterRegistry:
     # -- names ----------------------------------------------------------------------------------
 
     def find(self, name: str) -> AdapterVersion:
-        """What a new request with this name gets. Raises InvalidRequest."""
+        """The version that a new request with this name gets. Raises InvalidRequest."""
         version = self.loaded.get(name)
         if version is None:
             raise self.not_loaded(name, "adapter")

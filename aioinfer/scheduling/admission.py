@@ -56,11 +56,11 @@ class StepBudget:
         return self.whole(min(self.tokens, prefill, self._chunk_size))
 
     def whole(self, tokens: int) -> int:
-        """Of so many tokens, those that make whole units."""
+        """Round a number of tokens down to whole units."""
         return tokens - tokens % self._unit
 
     def share(self, cost: int) -> int:
-        """Of the tokens that a request has to compute, those that one chunk may have."""
+        """Number of the tokens to compute that one chunk may have."""
         return min(cost, self._chunk_size)
 
     def most(self) -> int:
@@ -110,7 +110,7 @@ class PrefixLeaders:
         self._marks: dict[int, object] = {}
 
     def mark(self, request: Sequence) -> object | None:
-        """What two requests have in common if one should wait for the other; None if not worth it."""
+        """The common prefix of two requests if one should wait for the other; None if not worth it."""
         if not self._pages or not request.kv.cacheable:
             return None
         hit, node = self._memory.shared(request)
@@ -189,7 +189,7 @@ class Admitter:
         self, budget: StepBudget, room: int, outlook: Outlook, urgent: Sequence | None = None
     ) -> list[tuple[Sequence, int]]:
         """Up to ``room`` requests in the order in which they are admitted, each with the tokens it may have.
-        One that cannot be admitted holds up those behind it. An ``urgent`` one goes alone."""
+        One that cannot be admitted holds up those after it. An ``urgent`` one goes alone."""
         if urgent is not None:
             return [] if urgent.pending else [(urgent, self._memory.uncached(urgent))]
         config, overdue = self._config, self._overdue()
@@ -271,7 +271,7 @@ class Admitter:
 class _Look:
     """A look into the queue in its order, as far as slots and pages go.
 
-    Requests that are held back for a prefix are not found, but keep their slot and pages: those behind them
+    Requests that are held back for a prefix are not found, but keep their slot and pages: those after them
     find what these leave.
     """
 
@@ -291,7 +291,7 @@ class _Look:
         self._claimed = False
         #: requests with the tokens that each would have to compute
         self.found: list[tuple[Sequence, int]] = []
-        #: the first one behind them, for which there may be no pages
+        #: the first one after them, for which there may be no pages
         self.blocked: tuple[Sequence, int] | None = None
 
     def advance(self) -> bool:

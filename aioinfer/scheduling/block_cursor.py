@@ -15,8 +15,9 @@ __all__ = ["BlockCursor", "RowInFlight"]
 
 #: weight of the newest round in a request's pace
 _NEWEST = 0.5
-#: A block is expected to be done when a round at so many times the pace would finish it. A block computed in
-#: vain costs as many positions as a commit in a row of its own, and that one costs a round on top.
+#: A block is expected to be done when a round at this multiple of the pace would finish it. A block
+#: computed in vain costs as many positions as a commit in a row of its own, and that one costs a round on
+#: top.
 _BOLDNESS = 1.5
 
 
@@ -181,7 +182,7 @@ class BlockCursor(Cursor):
         (row,) = self.flights
         if row.stop <= start:
             return start, 1  # the row in flight commits what came before
-        # The result of the row in flight is not known yet. The row behind it continues the same block, and is
+        # The result of the row in flight is not known yet. The row after it continues the same block, and is
         # its commit if the block is done by then; or it has a second block, which is then not void.
         if not self._ends_soon(start, pace):
             return start, 1

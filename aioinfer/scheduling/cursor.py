@@ -28,7 +28,7 @@ __all__ = ["Cursor", "PrefillCursor", "TokenCursor"]
 
 
 class Cursor(ABC):
-    """What tokens and blocks have in common. It refers to the request's lists, not to the request: a
+    """Base of token and block cursors. It refers to the request's lists, not to the request: a
     reference cycle would keep finished requests until the garbage collector runs."""
 
     __slots__ = (
@@ -110,7 +110,7 @@ class Cursor(ABC):
 
     @property
     def resume(self) -> BlockState | None:
-        """What the device must know besides the tokens to continue in a new slot."""
+        """State besides the tokens from which the device continues in a new slot."""
         return None
 
     @property
@@ -124,8 +124,8 @@ class Cursor(ABC):
 
     @abstractmethod
     def chunk(self, start: int, length: int) -> tuple[int, bool, int]:
-        """What a prefill chunk of ``length`` positions from ``start`` on is: how many tokens of it the host
-        knows, whether it generates, and how many blocks follow the known tokens. Launches it."""
+        """Launch a prefill chunk of ``length`` positions from ``start``; returns how many tokens of it the
+        host knows, whether it generates, and how many blocks follow the known tokens."""
 
     def commit_prefill(self, positions: int, *, last: bool) -> None:
         """A prefill chunk that ends after ``positions`` has resolved."""
@@ -142,7 +142,7 @@ class Cursor(ABC):
         self.relay_ready = self.prefilled = False
 
     def shorten(self, tokens: int) -> None:  # noqa: B027 - blocks bring what they are
-        """A launched row has brought so many tokens less than it could have."""
+        """Note that a launched row brought ``tokens`` less than it could have."""
 
     def score(self, stop: int) -> tuple[int, int] | None:
         """Positions up to ``stop`` whose next token of the prompt has to be scored; marks them scored."""
@@ -249,7 +249,7 @@ class TokenCursor(Cursor):
         self._sampled = computed + 1 - self._prompt_length
 
     def shorten(self, tokens: int) -> None:
-        """The row that verifies drafts has brought so many tokens less than it could have; nothing of the
+        """Note that the row that verifies drafts brought ``tokens`` less than it could have; nothing of the
         request is in flight."""
         self.verifying = 0
         if self.column is not None:

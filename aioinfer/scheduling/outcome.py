@@ -13,7 +13,7 @@ __all__ = ["Outcome"]
 
 @dataclass(slots=True)
 class Outcome:
-    """What a scheduler is told of a step that was computed; a device's StepResult tells more."""
+    """Results of a computed step, as the scheduler reads them; a device's StepResult has more."""
 
     #: one entry per row: the sampled token, or one of :mod:`aioinfer.sampling.outcomes`
     tokens: list[int]
@@ -24,7 +24,7 @@ class Outcome:
     #: forwards that the step took
     rounds: int = 1
     #: by row, of those with drafts that sampled: its tokens, from the one in ``tokens`` on. The last entry
-    #: may be one of the outcomes, which then stands for the token behind the others
+    #: may be one of the outcomes, which then stands for the token after the others
     runs: dict[int, list[int]] = field(default_factory=dict)
     #: by row, of those that pool: what was pooled, as the request's Pooling says
     pooled: dict[int, Any] = field(default_factory=dict)

@@ -181,7 +181,7 @@ class CacheAware(Policy):
         return None if self._by_arrival else self.match(request)
 
     def match(self, request: Sequence) -> Any:
-        """What is equal for requests of equal rank. All are equal that are not sorted."""
+        """A value that is equal for requests of equal rank. All are equal that are not sorted."""
         return request.key
 
     def arrange(self) -> list[Sequence]:

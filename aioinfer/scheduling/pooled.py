@@ -14,7 +14,7 @@ __all__ = ["Pooled"]
 
 
 class Pooled:
-    """What has been pooled of one request so far: chunk after chunk, in order."""
+    """Parts that were pooled of one request so far: chunk after chunk, in order."""
 
     __slots__ = ("_parts", "_whole", "pooling")
 
@@ -24,7 +24,8 @@ class Pooled:
         self._parts: list[npt.NDArray[Any]] = []
 
     def add(self, part: npt.NDArray[Any]) -> None:
-        """Of the next chunk; of "mean", the float64 sum over its positions. Raises FloatingPointError."""
+        """Add the part of the next chunk; of "mean", the float64 sum over its positions. Raises
+        FloatingPointError."""
         import numpy as np  # a device has imported it
 
         if not np.isfinite(part).all():
@@ -43,8 +44,8 @@ class Pooled:
         self._parts.clear()
 
     def result(self, positions: int) -> npt.NDArray[np.float32] | None:
-        """Of a request that has ended after so many positions: float32 [hidden], of "tokens" [positions,
-        hidden], of "classes" [classes], of "choices" [tokens]. None if nothing was pooled."""
+        """The whole of a request that has ended after ``positions``: float32 [hidden], of "tokens"
+        [positions, hidden], of "classes" [classes], of "choices" [tokens]. None if nothing was pooled."""
         import numpy as np
 
         if not self._parts:

@@ -187,7 +187,7 @@ class RequestQueues:
             self.shelved[request.key] = request
 
     def unpark(self, request: Sequence, waits: ParkedFor = ParkedFor.READER) -> None:
-        """What a request waited for has come: go on where :meth:`park` stopped, if that was all."""
+        """Go on where :meth:`park` stopped, if the request waits for nothing else."""
         if request.finished or waits not in request.parked_for:
             return
         request.parked_for -= {waits}
@@ -319,7 +319,7 @@ class RequestQueues:
             self._enqueue(request)
 
     def shorten(self, request: Sequence, tokens: int) -> None:
-        """What a launched row has brought is so many tokens less than it could have been."""
+        """Note that a launched row brought ``tokens`` less than it could have."""
         if request.state is SequenceState.WAITING and request.key not in self.shelved:
             self.queued_tokens -= tokens
         request.cursor.shorten(tokens)

@@ -1,4 +1,4 @@
-"""Recovery: the size of steps after one ran out of memory, and the results of the steps behind it."""
+"""Recovery: the size of steps after one ran out of memory, and the results of the steps after it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MOST_PATIENCE = 4096
 class StepCap:
     """How many tokens a step may have: all that the limits allow, until one runs out of memory.
 
-    Then half of what that step had, for so many steps that did fit, and from there an eighth more with each
-    one. Repeated shortages are remembered: every time the cap stays down for twice as many steps as the time
-    before, up to a bound; steps without a cap count that down again.
+    Then half of what that step had, for a number of steps that did fit, and from there an eighth more with
+    each one. Repeated shortages are remembered: every time the cap stays down for twice as many steps as
+    the time before, up to a bound; steps without a cap count that down again.
     """
 
     __slots__ = ("_least", "_left", "_most", "_newest", "_patience", "tokens")

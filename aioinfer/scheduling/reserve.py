@@ -36,12 +36,12 @@ class NewTokenRatio:
         self.value += (1 - self.value) / 2
 
     def reset(self) -> None:
-        """What was learned from requests that are gone says nothing about the next ones."""
+        """Forget what was learned from requests that are gone."""
         self.value = self._first
 
 
 class Reserve:
-    """What so many running requests may still need, if so many tokens may still come in all."""
+    """Pages that running requests may still need, by their number and the tokens that may still come."""
 
     __slots__ = ("_clip", "_memory", "_ratio", "_running", "_tokens")
 

@@ -319,7 +319,7 @@ class Scheduler:
     # -- memory ---------------------------------------------------------------------------------
 
     def _reserve(self) -> Reserve:
-        """What is kept back for the running requests."""
+        """Pages that are kept back for the running requests."""
         batch, clip = self.queues.batch, self.config.clip_new_tokens
         reserve = Reserve(self.memory, self.ratio.value, clip, len(batch), batch.expected_tokens(clip))
         for request in self.queues.prefilling.values():

@@ -30,22 +30,22 @@ _log = logging.getLogger("aioinfer")
 FEW = 8
 #: what verifying must promise to bring in tokens per second, as a factor, before it is worth a try
 _WORTH = 1.03
-#: once in so many steps a request is asked for drafts although they are not expected to pay
+#: number of steps in which a request is asked once for drafts that are not expected to pay
 _PROBE = 16
 #: what asking a drafter takes, in seconds, and the share of a step that may go into it
 _ASKING = 1e-5
 _ASKING_SHARE = 0.02
-#: where not all are asked and no drafts are worth it, only one in so many steps asks at all
+#: where not all are asked and no drafts are worth it, number of steps of which one asks at all
 _LONGEST_PAUSE = 16
 #: steps for which a request whose drafts were verified is asked before others: overlap takes it out of one
 _WARM = 3
 #: drafts that are less likely than this to be right are never verified
 _LEAST = 0.02
-#: so many equal tokens before a draft say more than fewer do
+#: number of equal tokens before a draft that say more than fewer do
 _LONG = 4
 #: numbers of drafts that are looked at to see whether any would pay
 _SOME = (1, 3, 7, 15)
-#: how many of them are expected to be right, by the chance of each one behind right ones
+#: how many of them are expected to be right, by the chance of each one after right ones
 _EXPECTED = [
     (chance, [chance * (1 - chance**count) / (1 - chance) for count in _SOME])
     for chance in (_LEAST, 0.05, *(tenth / 10 for tenth in range(1, 10)), 0.95, 0.99)
@@ -53,7 +53,8 @@ _EXPECTED = [
 
 
 class Speculation:
-    """Of one scheduler. ``adaptive``: verify as many drafts as pay; else all that are proposed."""
+    """Decides how many drafts to verify. ``adaptive``: verify as many drafts as pay; else all that are
+    proposed."""
 
     __slots__ = (
         *("_behind", "_catch_up", "_decodes", "_drafter", "_first", "_hot", "_length", "_most", "_pause"),
@@ -139,7 +140,7 @@ class Speculation:
         return chosen
 
     def draft_inputs(self, decodes: Generating) -> list[DraftInput]:
-        """What a draft model computes in a step with these rows, whose drafts were chosen."""
+        """Inputs of a draft model in a step with these rows, whose drafts were chosen."""
         found: list[DraftInput] = []
         if not self._catch_up:
             return found
@@ -194,7 +195,7 @@ class Speculation:
         return dict.fromkeys([*again, *(row % rows for row in range(first, first + count))])
 
     def _proposal(self, request: Sequence, drafting: Drafting, start: int, most: int) -> abc.Sequence[int]:
-        """What may follow position ``start``, whose own token the host may not know yet."""
+        """Drafts for the positions after ``start``, whose own token the host may not know yet."""
         pending = start + 1 - request.known
         if request.grammar is not None:
             position, forced = request.grammar.suggested
@@ -207,7 +208,7 @@ class Speculation:
         try:
             for proposed in self._drafter.propose(drafting.request, most + pending)[pending : most + pending]:
                 token = operator.index(proposed)
-                # Behind an end there is nothing to verify.
+                # After an end there is nothing to verify.
                 if not 0 <= token < self._vocab_size or token in request.stop_ids:
                     break
                 ids.append(token)

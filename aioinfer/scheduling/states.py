@@ -55,8 +55,8 @@ class StateCells:
     # -- the life of a request ------------------------------------------------------------------
 
     def admitted(self, request: Sequence, matched: int) -> None:
-        """A request got its lock and starts behind it; ``matched`` pages of its tokens are cached, those
-        without a state behind them included."""
+        """Start a request after the end of its lock; ``matched`` pages of its tokens are cached, those
+        without a state after them included."""
         kv = request.kv
         kv.states = StateSnapshots()
         if kv.lock is None:
@@ -121,7 +121,7 @@ class StateCells:
         return read, write
 
     def settle(self, request: Sequence) -> None:
-        """What the request has computed was offered to others: offer its snapshots there, too."""
+        """Offer a request's snapshots to others, after its pages."""
         states = request.kv.states
         if states is None or not states.taken:
             return
@@ -143,7 +143,7 @@ class StateCells:
         request.kv.partings = {}
 
     def rewind(self, request: Sequence, computed: int) -> int:
-        """Let a running request continue from a state behind at most ``computed`` positions; returns behind
+        """Let a running request continue from a state after at most ``computed`` positions; returns after
         how many. What is in flight for it is void."""
         self._let_go(request)
         request.kv.states = StateSnapshots()
@@ -170,8 +170,8 @@ class StateCells:
             self.hits += 1
 
     def _want(self, request: Sequence, start: int, *positions: int) -> None:
-        """Snapshots at these positions and at the last page boundary with a token behind it, as far as each
-        saves enough behind ``start`` and the one before it."""
+        """Snapshots at these positions and at the last page boundary with a token after it, as far as each
+        saves enough after ``start`` and the one before it."""
         states = request.kv.states
         assert states is not None
         last = (request.known - 1) // self._page_size * self._page_size

@@ -4,12 +4,11 @@ A step has two parts. ``generating`` are rows whose input lives in the slot on t
 computed by the step before: a token each, or blocks. They are kept as columns, because most rows of most
 steps are of this kind. ``prefilling`` are rows whose tokens the host knows. A token is a block of one::
 
-    q_len      input                                                        result
-    1          relay[slot]                                                  the token behind it
-    1 + k      relay[slot], then k drafts                                   the tokens behind those that are
-    right B, 2B      blocks[slot], and of a diffusion model the block behind it   the block after one more
-    round chunk      tokens that the host knows                                   the token behind them, or
-    none
+    q_len    input                                             result
+    1        relay[slot]                                       the next token
+    1 + k    relay[slot], then k drafts                        the tokens after the right ones
+    B, 2B    blocks[slot], perhaps with the block after it     the block after one more round
+    chunk    tokens that the host knows                        the next token, or none
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class MultiStepBudget:
 
 @dataclass(frozen=True, slots=True)
 class NewRequestData:
-    """What the device side must know when a request takes a slot; rides on its first row there."""
+    """Facts that the device side needs when a request takes a slot; sent with its first row there."""
 
     params: SamplingParams
     seed: int
@@ -103,14 +102,14 @@ def new_request_data(request: Sequence) -> NewRequestData | None:
 class Row:
     """One unit of work: compute ``length`` positions of one request from ``start`` on.
 
-    The positions are ``ids``, whose tokens the host knows, and behind them ``blocks`` units that live in the
+    The positions are ``ids``, whose tokens the host knows, and after them ``blocks`` units that live in the
     slot on the device. For tokens a unit is one position; a row has either ids (a prefill chunk) or one unit
     (a decode, which reads the relay). For a diffusion model a unit is a block, and a row may have both::
 
-        blocks   positions behind ``ids``
+        blocks   positions after ``ids``
         0        none: a prefill chunk
         1        a block to denoise; of the slot's block if that is final and lies before it, a new one
-        2        the slot's block, and behind it the next: if the first is final by now, this forward
+        2        the slot's block, and after it the next: if the first is final by now, this forward
                  commits it and denoises the second, else it denoises the first and the second is void
     """
 
@@ -120,7 +119,7 @@ class Row:
     length: int
     #: tokens at the row's first positions
     ids: abc.Sequence[int]
-    #: the row generates: a token is sampled behind its last position, or a block is denoised
+    #: the row generates: a token is sampled after its last position, or a block is denoised
     samples: bool
     #: pages that joined or changed in the request's page table since its last row, and where they go
     new_pages: abc.Sequence[int]
@@ -149,7 +148,7 @@ class Row:
 
     @property
     def table_update(self) -> TableUpdate:
-        """What changed in the page table of the row's slot; perhaps nothing."""
+        """The change in the page table of the row's slot; perhaps none."""
         return self.slot, self.first_new_page, self.new_pages
 
     @property
@@ -159,13 +158,13 @@ class Row:
 
 
 class DraftInput(NamedTuple):
-    """What a draft model computes of one request in a step, for its KV."""
+    """Positions of one request that a draft model computes in a step, for its KV."""
 
     slot: int
     #: the first position, and the tokens from there on
     start: int
     ids: abc.Sequence[int]
-    #: the row whose own token follows and whose drafts are drawn behind it; -1: none
+    #: the row whose own token follows and whose drafts are drawn after it; -1: none
     row: int
 
 

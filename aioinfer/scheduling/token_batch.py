@@ -148,7 +148,7 @@ class TokenBatch:
     # -- plan -----------------------------------------------------------------------------------
 
     def may_plan(self, *, in_flight: bool) -> bool:
-        # Behind a step that verifies, only the requests without drafts could have a row. Where these are few,
+        # After a step that verifies, only the requests without drafts could have a row. Where these are few,
         # all advance faster together.
         return self._num_verifying * FEW < max(1, len(self.requests))
 
@@ -360,7 +360,7 @@ class TokenBatch:
 def _resolve_chunk(
     step: Step, row: Row, token: int, forced: abc.Sequence[int], queues: RequestQueues
 ) -> abc.Sequence[Sequence]:
-    """Commit a prefill chunk, and the token behind it if it was the last one."""
+    """Commit a prefill chunk, and the token after it if it was the last one."""
     request = row.request
     if row.ends and step.id <= request.recovery.void_until:
         return ()  # it has begun again since

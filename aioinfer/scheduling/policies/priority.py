@@ -15,5 +15,5 @@ class Priority(Ranked):
         return -request.priority
 
     def eldest(self) -> Sequence | None:
-        """Of those with the largest priority only: never before a more important one."""
+        """The eldest of those with the largest priority: never before a more important one."""
         return self._ranked.peekitem(0)[1] if self._ranked else None
