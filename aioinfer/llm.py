@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import dataclasses
 import itertools
 import logging
 import os
@@ -79,7 +80,9 @@ class LLM:
         ones in tests; ``drafter`` proposes tokens in place of ``config.speculation``."""
         self.config = config if config is not None else EngineConfig()
         launcher = factory.make_launcher if device is None else _inline(device)
-        self._engine = Engine(self.config, launcher=launcher, tokenizer=tokenizer, drafter=drafter)
+        # The loop has nothing else to do: steps are launched on its thread.
+        inline = dataclasses.replace(self.config, launch_mode="inline")
+        self._engine = Engine(inline, launcher=launcher, tokenizer=tokenizer, drafter=drafter)
         self._loop = asyncio.new_event_loop()
         # It does not refer to this object: one that is dropped is closed.
         self._thread = threading.Thread(

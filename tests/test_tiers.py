@@ -49,7 +49,7 @@ def test_what_has_changed_has_its_tests(tmp_path: Path) -> None:
     for _ in range(2):
         for name in (
             "aioinfer/cache/radix.py",
-            "aioinfer/client/mapping.py",
+            "aioinfer/stream.py",
             "tests/server/test_sse.py",
             "README.md",
         ):

@@ -103,7 +103,9 @@ LOOPS = ("asyncio", "uvloop")
 TESTS_OF = {
     "bundled": "tests/engine/",
     "chat": "tests/server/",
+    "client": "tests/engine/",
     "config": "tests/test_",
+    "embeddings": "tests/engine/",
     "loop": "tests/engine/",
     "resuming": "tests/engine/",
     "testing": "tests/engine/",
