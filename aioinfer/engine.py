@@ -263,7 +263,7 @@ class Engine(EngineLike):
     def cached_tokens(
         self, token_ids: Sequence[int], *, cache_salt: str = "", adapter: str | None = None
     ) -> int:
-        """How many of these tokens, from the first on, are in the prefix cache at this moment.
+        """The number of these tokens, from the first on, that are in the prefix cache at this moment.
 
         Raises InvalidRequest, EngineClosed, EngineFailed, WrongLoop.
         """
@@ -329,8 +329,8 @@ class Engine(EngineLike):
 
     @property
     def weight_version(self) -> int:
-        """How often the weights were replaced since the start, or the version that was given then. Raises
-        EngineClosed before the start."""
+        """The number of times the weights were replaced since the start, or the version that was given
+        then. Raises EngineClosed before the start."""
         return self._core.weight_version
 
     # -- observing ------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ class StreamOwner(Protocol):
         """Continue a request that was parked for its consumer, who has read enough. On the engine's loop."""
 
     def checkpoint(self, cell: StreamCell) -> StreamCheckpoint:
-        """How far the request has come. Raises RuntimeError."""
+        """A checkpoint of the request so far. Raises RuntimeError."""
 
 
 class _Callback:
@@ -298,8 +298,8 @@ class Stream(Coroutine[Any, Any, Result]):
         return self._cell.output.result()
 
     def checkpoint(self) -> StreamCheckpoint:
-        """How far the request has come, for :meth:`aioinfer.Engine.restore`: also when it was aborted, or the
-        engine failed or was closed. Does not wait.
+        """A checkpoint of the request so far, for :meth:`aioinfer.Engine.restore`: also when it was aborted,
+        or the engine failed or was closed. Does not wait.
 
         Raises RuntimeError before the prompt is tokenized, when the output is complete, and for what
         generates nothing: scores and embeddings.

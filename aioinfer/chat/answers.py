@@ -273,7 +273,7 @@ def _cut(text: str) -> Iterator[str]:
 
 
 def joined(deltas: Sequence[ToolCallDelta]) -> Iterator[ToolCallDelta]:
-    """Whole calls, each as one delta, of all deltas of an answer."""
+    """The calls, each as one delta, from all deltas of an answer."""
     first: ToolCallDelta | None = None
     arguments: list[str] = []
     for at, delta in enumerate(deltas):

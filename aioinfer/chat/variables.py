@@ -51,7 +51,7 @@ class Variables:
             raise InvalidRequest(field, UNREAD, code="unsupported_parameter")
 
     def effort(self, value: Any, field: str, *, wish: bool = False) -> Any:
-        """How much the model thinks, for a template that reads it; for others "none" switches thinking off,
+        """The amount of thinking, for a template that reads it; for others "none" switches thinking off,
         and any other value is refused, or left out if it is a ``wish``. Returns what the model is told."""
         names = self._chat.template_names
         if names is None or "reasoning_effort" in names:

@@ -87,7 +87,7 @@ class Tensors(Protocol):
         mapped file."""
 
     def rounding(self, name: str) -> Rounding | None:
-        """How a matrix is quantised, if :meth:`quantised` can return it; None for anything else."""
+        """The quantisation of a matrix, if :meth:`quantised` can return it; None for anything else."""
         return None
 
     def quantised(self, name: str) -> QuantisedMatrix:

@@ -82,7 +82,7 @@ class EngineLike(Requests):
     @property
     @abstractmethod
     def state(self) -> EngineState:
-        """Where it is between its start and its end."""
+        """The state of the engine between its start and its end."""
 
     @property
     def closed(self) -> bool:

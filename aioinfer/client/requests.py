@@ -396,7 +396,7 @@ class Requests(ABC):
         progress: MapProgress | None = None,
         **options: Unpack[JobOptions],
     ) -> Scores:
-        """How well each document answers a query; ``query`` may be a list with one for each document.
+        """Scores of documents for a query; ``query`` may be a list with one for each document.
 
         Args:
             method: "classifier", "judge" or "cosine"; see :mod:`aioinfer.embeddings.scoring`. Default: the

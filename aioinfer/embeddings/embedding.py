@@ -46,7 +46,7 @@ class Embedding:
 
 
 class EmbeddingOptions(TypedDict, total=False):
-    """How :meth:`aioinfer.Engine.embed` is to embed."""
+    """Options of :meth:`aioinfer.Engine.embed`."""
 
     pooling: Literal["last", "cls", "mean", "tokens"] | None
     dimensions: int | None
@@ -57,7 +57,7 @@ class EmbeddingOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingForm:
-    """How inputs become embeddings."""
+    """The way from inputs to embeddings."""
 
     pooling: Pooling
     dimensions: int | None
@@ -121,8 +121,8 @@ class EmbeddingForm:
 
 
 def input_form(sentences: Sentences, truncate: Any = None) -> PromptForm | None:
-    """How inputs become tokens: only so many as the model was made for, or cut to ``truncate`` of their
-    beginning and these. Raises InvalidRequest."""
+    """The way from inputs to tokens: at most as many as the model was made for, or cut to the first
+    ``truncate`` of them. Raises InvalidRequest."""
     longest, truncate = sentences.max_tokens, plain(truncate)
     if truncate is None:
         return None if longest is None else PromptForm(longest=longest)
@@ -131,7 +131,7 @@ def input_form(sentences: Sentences, truncate: Any = None) -> PromptForm | None:
 
 
 def source_form(prompt: Prompt, form: PromptForm | None) -> PromptForm | None:
-    """That of an input; what was made before has one already."""
+    """The form of an input; None for one that has its form already."""
     return None if isinstance(prompt, PromptSource) else form
 
 

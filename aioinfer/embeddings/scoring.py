@@ -67,7 +67,7 @@ class Scores:
 
 
 class ScoreOptions(TypedDict, total=False):
-    """How :meth:`aioinfer.Engine.score` is to score."""
+    """Options of :meth:`aioinfer.Engine.score`."""
 
     method: ScoreMethod | None
     instruction: str | None
@@ -103,7 +103,7 @@ def score_job(
     instruction: str | None = None,
     template: str | None = None,
 ) -> ScoreJob:
-    """How these documents are scored; arguments as of :meth:`aioinfer.Engine.score`. Raises
+    """A plan to score these documents; arguments as of :meth:`aioinfer.Engine.score`. Raises
     InvalidRequest."""
     pairs = _pairs(query, documents)
     if method is None:

@@ -1,4 +1,4 @@
-"""How a model generates: token by token, or block by block. Asked once, when the model is known.
+"""The ways in which a model generates: token by token, or block by block. Chosen once per model.
 
 What follows from the answer for requests and their scheduling is here, behind one protocol; what follows for
 computing is in :mod:`aioinfer.execution.decoding`.

@@ -66,7 +66,7 @@ class Prepared(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PromptForm:
-    """How a prompt becomes token ids. Raises InvalidRequest, by the name of the engine's argument."""
+    """The way from a prompt to token ids. Raises InvalidRequest, by the name of the engine's argument."""
 
     #: those that the model expects around a text; None: as usual, around text and not around a rendered chat
     special_tokens: bool | None = None

@@ -208,7 +208,7 @@ def _check_state(
 
 
 def take(cell: StreamCell, info: DeviceInfo) -> StreamCheckpoint:
-    """How far a request has come. Raises RuntimeError before its prompt is tokenized, if its output is
+    """A checkpoint of a request so far. Raises RuntimeError before its prompt is tokenized, if its output is
     complete, and if it has none: what only scores or pools a prompt starts anew."""
     output = cell.output
     request, params = output.request, output.request.params

@@ -325,7 +325,7 @@ class Service(ABC, Generic[_Opened]):
         """Continue a request that was parked for its consumer, who has read enough."""
 
     def checkpoint(self, cell: StreamCell) -> StreamCheckpoint:
-        """How far a request has come. Raises RuntimeError."""
+        """A checkpoint of a request so far. Raises RuntimeError."""
         return take(cell, self.info)
 
     # -- endings --------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ Connect: TypeAlias = Callable[[Callable[[], asyncio.Protocol]], Awaitable[Any]]
 
 
 def connector(address: str) -> Connect:
-    """How to connect to ``HOST:PORT``, or to the path of a Unix socket. Raises ConfigError."""
+    """A function that connects to ``HOST:PORT``, or to the path of a Unix socket. Raises ConfigError."""
     host, _, port = address.rpartition(":")
     is_path = "/" in address
     if not is_path and not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):

@@ -210,6 +210,6 @@ class _Reading(Reading):
         self.attempt = attempt
 
     def mirror(self) -> None:
-        """What the consumer has not read is unread here, too."""
+        """Unread output of the consumer is unread here, too."""
         own, consumer = self.stream.cell, self.attempt.record.cell
         own.taken_ids, own.blocked = consumer.taken_ids, not consumer.reading

@@ -171,7 +171,7 @@ def has_adapter(replica: Replica, record: Record, sent: bool = False) -> bool:
 
 
 def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequence[int]) -> tuple[int, int]:
-    """How many of the known tokens it has, and has or is about to have for another request."""
+    """The number of known tokens that it has, and has or is about to have for another request."""
     pooling = record.request.pooling
     if pooling is not None and pooling.whole:  # all of it is computed
         return 0, 0

@@ -41,7 +41,7 @@ class RememberedPages:
             self._pages.popitem(last=False)
 
     def leading(self, pages: Sequence[int]) -> int:
-        """How many of a prompt's first pages are there."""
+        """The number of a prompt's first pages that are there."""
         for count, page in enumerate(pages):
             if page not in self._pages:
                 return count

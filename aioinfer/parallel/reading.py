@@ -16,7 +16,7 @@ __all__ = ["Reading", "request_of"]
 
 
 def request_of(record: Record, waiting: float | None, running: float | None) -> Request:
-    """What an attempt at a record is queued with; ``waiting`` and ``running``: seconds that are left."""
+    """The request that an attempt at a record is queued with; ``waiting``, ``running``: seconds left."""
     return dataclasses.replace(
         record.request,
         params=record.params,
@@ -66,9 +66,9 @@ class Reading:
         return self.output.draft_version > self._drafts and not self.output.text_behind
 
     def take(self, *, ended: bool = False) -> Rows:
-        """What is new since the last call, and the end of a stream that has ``ended``. Where weights of
-        several versions have computed it, only that of the first of them: there are news still, or the end
-        has not come."""
+        """The output that is new since the last call, and the end of a stream that has ``ended``. If weights
+        of several versions have computed it, only that of the first of them; the rest and the end are
+        for further calls."""
         output, first, at, redrafted = self.output, self._first, self._at, self._redrafted
         count, pieces = max(first, len(output.token_times)), len(output.pieces)
         version, switch = output.newest_version, output.switch_after(first, self._pieces)

@@ -61,7 +61,7 @@ class ReplicaEvents:
     one ignores it."""
 
     def moved(self, rows: Sequence[tuple[Attempt, Rows]]) -> None:
-        """What a step brought these attempts. Ignored for those that have ended."""
+        """Take the new output of these attempts. Ignored for those that have ended."""
 
     def leaving(self, replica: Replica) -> None:
         """It is about to end: its streams should go on elsewhere."""
@@ -207,7 +207,7 @@ class Replica(ABC):
 
     @abstractmethod
     def cached(self, token_ids: Sequence[int], record: Record, pages: Sequence[int]) -> int:
-        """Of these tokens of a record, how many from the first on have their KV there, as far as that is
+        """The number of tokens of a record, from the first on, that have their KV there, as far as that is
         known; ``pages``: hashes of their prefixes, of PAGE tokens more each."""
 
     def remember(self, pages: Sequence[int]) -> None:
@@ -235,7 +235,7 @@ class Replica(ABC):
         """As :meth:`aioinfer.Engine.adapters`; none of one that does not serve."""
 
     def fingerprint_of(self, name: str | None) -> str:
-        """Of the files of an adapter; empty for none, and for one that it has not."""
+        """The fingerprint of an adapter's files; empty for none, and for one that it has not."""
         return "" if name is None else next((e.fingerprint for e in self.adapters() if e.name == name), "")
 
     def has(self, name: str, fingerprint: str = "") -> bool:

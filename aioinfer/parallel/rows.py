@@ -22,7 +22,7 @@ _Count = Annotated[int, Meta(ge=0)]
 
 
 class Ending(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
-    """How an attempt ended, when it was not lost."""
+    """The end of an attempt that was not lost."""
 
     finish_reason: FinishReason
     stop_reason: str | int | None = None
@@ -34,7 +34,7 @@ class Ending(msgspec.Struct, omit_defaults=True, forbid_unknown_fields=True):
 
 
 class Rows(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
-    """What a step brought one attempt, or several steps did. Lists are as long as ``ids`` or empty."""
+    """New output of one attempt, from one step or several. Lists are as long as ``ids`` or empty."""
 
     #: index in the output of the first of ``ids``, and in its text of the first character of ``text``
     first: _Count

@@ -81,7 +81,7 @@ class BlockCursor(Cursor):
 
     @property
     def block_start(self) -> int:
-        """Where the first block begins that is not final, as far as is known."""
+        """The start of the first block that is not final, as far as is known."""
         return self.known // self.block_size * self.block_size
 
     @property

@@ -119,7 +119,7 @@ class Cursor(ABC):
         return None
 
     def prefill_stop(self, *, mixed: bool) -> int:
-        """Where the prefill of this sequence ends."""
+        """The position at which the prefill of this sequence ends."""
         return self.length
 
     @abstractmethod

@@ -113,7 +113,7 @@ class Memory:
         return request.length - self.lookup(request)[0] * self.pages.page_size
 
     def cached_tokens(self, token_ids: abc.Sequence[int], namespace: Hashable) -> int:
-        """How many of these tokens are cached, from the first on."""
+        """The number of these tokens that are cached, from the first on."""
         if self.tree is None:
             return 0
         return self.tree.match(token_key(token_ids), namespace) * self.pages.page_size

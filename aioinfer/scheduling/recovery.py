@@ -16,7 +16,7 @@ _MOST_PATIENCE = 4096
 
 
 class StepCap:
-    """How many tokens a step may have: all that the limits allow, until one runs out of memory.
+    """The number of tokens a step may have: all that the limits allow, until one runs out of memory.
 
     Then half of what that step had, for a number of steps that did fit, and from there an eighth more with
     each one. Repeated shortages are remembered: every time the cap stays down for twice as many steps as

@@ -241,7 +241,7 @@ class Speculation:
         return [UNDRAWN] * most
 
     def _least_chance(self, rows: int) -> float:
-        """How likely a draft must be right for any number of them to pay."""
+        """The probability with which a draft must be right for any number of them to pay."""
         token = self._decodes.of(rows) / rows
         needed = [self._verifies.of(rows + count) / token - rows for count in _SOME]
         for chance, tokens in _EXPECTED:

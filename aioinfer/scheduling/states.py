@@ -86,8 +86,8 @@ class StateCells:
             kv.states.wanted.add(low * size)
 
     def stop(self, request: Sequence, start: int, stop: int) -> int | None:
-        """Where a chunk from ``start`` on should end so that a snapshot can be taken there, before
-        ``stop``; None if nowhere, or if there is no cell for one."""
+        """The position before ``stop`` at which a chunk from ``start`` on should end for a snapshot to be
+        taken there; None if nowhere, or if there is no cell for one."""
         states = request.kv.states
         assert states is not None
         if not states.wanted:

@@ -49,8 +49,8 @@ TableUpdate = tuple[int, int, abc.Sequence[int]]
 
 
 class MultiStepBudget:
-    """How many rounds a device may compute before it answers: it goes on with the same rows while no block of
-    the step gets done and no request wants to join.
+    """The number of rounds that a device may compute before it answers: it goes on with the same rows while
+    no block of the step gets done and no request wants to join.
 
     Written on the loop's thread, read on the device's.
     """
@@ -153,7 +153,7 @@ class Row:
 
     @property
     def output_index(self) -> int:
-        """How many output tokens precede the one this row samples."""
+        """The number of output tokens that precede the one this row samples."""
         return self.kv_length - len(self.request.prompt_ids)
 
 

@@ -80,7 +80,7 @@ class Generation:
             self._metrics.called(n)
 
     async def count(self, request: web.Request, parse: Callable[[bytes, Served], Call]) -> int:
-        """How many tokens the prompt of a request has."""
+        """The number of tokens in the prompt of a request."""
         with self.tokenizing(request):
             call, _ = await self.parsed(request, parse)
             try:

@@ -76,7 +76,7 @@ def _next_place(tokens: _Ids, text: _Ids, at: int) -> int | None:
 
 
 def _places(text: _Ids, token: np.int32) -> npt.NDArray[np.int64]:
-    """Where ``text`` has ``token``, rising; the newest places, if there are many."""
+    """The places of ``token`` in ``text``, rising; the newest places, if there are many."""
     recent = max(0, len(text) - _RECENT)
     found = np.flatnonzero(text[recent:] == token) + recent
     if recent and len(found) < _PLACES:

@@ -123,7 +123,7 @@ class Format(ABC):
         """The weight, float32."""
 
     def rounding(self, stored: Stored) -> Rounding | None:
-        """How :meth:`matrix` returns it; None if it cannot, and :meth:`read` has to do."""
+        """The form in which :meth:`matrix` returns it; None if it cannot, and :meth:`read` has to do."""
         return None
 
     def matrix(self, stored: Stored) -> QuantisedMatrix:

@@ -105,7 +105,7 @@ _Block = Annotated[Any, tagged(*_BLOCKS.values(), pick=_BLOCKS.get, unknown=_uns
 
 
 class LaterEffort(Object):
-    """How much the model thinks from a system message on."""
+    """The amount of thinking from a system message on."""
 
     effort: _Effort | None = field("as in `output_config` of the body; the last one counts")
 

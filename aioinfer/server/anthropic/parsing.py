@@ -98,7 +98,7 @@ def _tools(body: MessagesBody, loaded: set[str], names: dict[str, str]) -> list[
 
 
 def _names(at: str, field: str) -> dict[str, str]:
-    """Where the parts of a function come from."""
+    """The fields of the body that the parts of a function come from."""
     return {at: field, f"{at}.function": field, f"{at}.function.parameters": f"{field}.input_schema"}
 
 

@@ -87,7 +87,7 @@ class EventStream(Watched):
 
     @property
     def transport(self) -> asyncio.Transport | None:
-        """Where frames of events may be written directly, after :meth:`open`; None if nowhere."""
+        """The transport to write frames of events to after :meth:`open`; None if there is none."""
         plain = self._chunked and hdrs.CONTENT_ENCODING not in self.response.headers
         return self._request.transport if plain and self._open else None
 

@@ -1,1 +1,1 @@
-"""What those who run a server need of it: metrics."""
+"""Metrics, for operators of a server."""

@@ -216,7 +216,7 @@ class Reasoning(
         "context": Refused(("auto", "all_turns"), "what of it is in input"),
     },
 ):
-    """How much the model thinks."""
+    """The amount of thinking."""
 
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = field(
         "a wish: goes to the chat template as `reasoning_effort`, if that reads it; `none` switches "

@@ -246,7 +246,7 @@ class JsonObject:
         return not self._depth
 
     def end(self, text: str) -> int | None:
-        """Where the object ends in the next piece, or None if it continues. A ``<`` outside strings, which is
+        """The end of the object in the next piece, or None if it continues. A ``<`` outside strings, which is
         not JSON, also ends it: it can be a closing tag."""
         at = 1 if self._escaped and text else 0
         self._escaped = self._escaped and not text
