@@ -370,15 +370,15 @@ class Service(ABC, Generic[_Opened]):
 
     def _ended(self, opened: _Opened) -> None:
         """Report a request that has ended. Idempotent."""
-        if self.open.pop(opened.cell, None) is not None and self.observers:
-            self.observers.ended(opened.output)
-        preparing = opened.preparing
+        if opened.preparing is not None:
+            opened.preparing.cancel()
         self._arrived(opened)
-        if preparing is not None:
-            preparing.cancel()
         self._left(opened)
         opened.cell.cancel_timer()
         opened.cell.notify()
+        # Last: one that could not be reported is still open, and ends with the engine.
+        if self.open.pop(opened.cell, None) is not None and self.observers:
+            self.observers.ended(opened.output)
         if self._drained is not None and not self._busy:
             self._set_drained()
 
