@@ -93,6 +93,7 @@ def sendable_part(value: Any) -> Any:
         return _Array(value.shape, value.astype("<f4").tobytes())
     if callable(value):
         return value()
+    # As msgspec asks of an encoder's hook: the fields of messages have no other types.
     raise NotImplementedError(f"a {type(value).__name__} in a message")
 
 

@@ -392,6 +392,7 @@ class _Writer(AbstractStreamWriter):
         """Nothing: the server does that."""
 
     def enable_compression(self, encoding: str = "deflate", strategy: int | None = None) -> None:
+        """Refused: no handler of ours compresses; the application's own server or middleware does."""
         raise NotImplementedError("compression of responses")
 
 

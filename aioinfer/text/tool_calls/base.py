@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -56,7 +57,7 @@ def new_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-class ToolCallParser:
+class ToolCallParser(ABC):
     """Text in, content and calls out; the concatenation does not depend on how the text is split.
 
     Never raises, and every character of the text is either content or part of a call; line breaks around a
@@ -100,17 +101,17 @@ class ToolCallParser:
         self._state: Callable[[], bool] = self._text
 
     @staticmethod
+    @abstractmethod
     def in_template(template: str) -> bool:
         """A chat template writes calls in this format."""
-        raise NotImplementedError
 
     @staticmethod
+    @abstractmethod
     def write(function: str, schema: Mapping[str, Any], rules: Rules) -> str:
         """The form of a call of ``function``, as a part of a rule: arguments obey their schema.
 
         Raises ValueError for a schema that cannot be written.
         """
-        raise NotImplementedError
 
     @staticmethod
     def group(call: str, most: int) -> str:
@@ -164,9 +165,9 @@ class ToolCallParser:
         self._tag = len(self._tentative)
         return self._go(at + len(self.opening), self._head)
 
+    @abstractmethod
     def _head(self) -> bool:
         """Parse what follows the opening tag."""
-        raise NotImplementedError
 
     def _arguments(self) -> bool:
         """Parse arguments that are written as JSON."""
