@@ -230,14 +230,15 @@ def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, An
 def _draw_seeds(name: str) -> None:
     """Engines of a test whose config has no seed draw the same ones in every run: its outcome is no dice."""
     from aioinfer.loop import core
-    from aioinfer.parallel import queue
+    from aioinfer.parallel import dispatching
 
     made = itertools.count()
 
     def dice(seed: int | None = None) -> random.Random:
         return random.Random(f"{name} {next(made)}" if seed is None else seed)
 
-    for module in (core, queue):
+    for module in (core, dispatching):
+        assert hasattr(module, "random"), f"{module.__name__} draws no seeds any more: find what does"
         module.random = SimpleNamespace(Random=dice)  # type: ignore[attr-defined]
 
 

@@ -144,7 +144,8 @@ async def test_the_other_routes(tmp_path: Any) -> None:
         for path in ("/health", "/readyz", "/ping"):
             assert await served.get(path) == (200, {"status": "ok"})
         assert (await served.get("/debug/trace"))[0] == 200
-        await served.client.completions.create(model="toy", prompt="abc", max_tokens=5)
+        asked: Any = {"max_tokens": 5, "extra_body": {"ignore_eos": True}}
+        await served.client.completions.create(model="toy", prompt="abc", **asked)
         status, text = await served.get("/metrics")
         series = values(read_text(text))
         labels = frozenset({"model_name": "toy", "engine": "0"}.items())
