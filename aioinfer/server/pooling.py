@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
 
 from aiohttp import web
 
@@ -15,8 +14,7 @@ from aioinfer.config import ServerConfig
 from aioinfer.embeddings.scoring import Scores
 from aioinfer.errors import RequestError, renamed
 from aioinfer.server.generation import Generation
-from aioinfer.server.http.pace import Pace
-from aioinfer.server.http.pieces import Pieces, whole_response
+from aioinfer.server.http.pieces import json_response, whole_response
 from aioinfer.server.http.records import Record, record_of
 from aioinfer.server.openai.embeddings import (
     EMBEDDING_ENDPOINT,
@@ -73,14 +71,16 @@ class PoolingRoutes:
         with record.admitted():
             call, _ = await self._generation.parsed(request, parse_score, batch=True)
             name = record.call = f"score-{record.id}"
-            return await self._json(request, score_answer(call, await self._scores(request, call), name))
+            answer = score_answer(call, await self._scores(request, call), name)
+            return await json_response(request, answer, self._config.send_timeout)
 
     async def rerank(self, request: web.Request) -> web.StreamResponse:
         record = record_of(request)
         with record.admitted():
             call, _ = await self._generation.parsed(request, parse_rerank, batch=True)
             name = record.call = f"rerank-{record.id}"
-            return await self._json(request, rerank_answer(call, await self._scores(request, call), name))
+            answer = rerank_answer(call, await self._scores(request, call), name)
+            return await json_response(request, answer, self._config.send_timeout)
 
     async def _scores(self, request: web.Request, call: ScoreCall) -> Scores:
         record = record_of(request)
@@ -104,8 +104,3 @@ class PoolingRoutes:
                 yield
         finally:
             self._engine.timeline.request(record.id, record.started, record.output_tokens)
-
-    async def _json(self, request: web.Request, found: Mapping[str, Any]) -> web.Response:
-        pieces = Pieces()
-        await pieces.add_json(dict(found), Pace())
-        return whole_response(request, pieces.end(), self._config.send_timeout)

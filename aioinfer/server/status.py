@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import PurePath
 from typing import Literal
@@ -42,38 +43,18 @@ class Version(TypedDict):
     version: str
 
 
-_NOT_SERVING = {503: "No requests are accepted, or steps do not finish."}
-
 HEALTH = Endpoint(
     "GET",
     "/health",
     "Whether requests are accepted",
     answer=Health,
-    answers=_NOT_SERVING,
+    answers={503: "No requests are accepted, or steps do not finish."},
     open=True,
     tag="status",
 )
 TRACE = Endpoint("GET", "/debug/trace", "The latest steps as a Chrome trace", answer={}, tag="status")
-_READY = Endpoint(
-    "GET",
-    "/readyz",
-    "Whether requests are accepted",
-    answer=Health,
-    answers=_NOT_SERVING,
-    open=True,
-    place="root",
-    tag="status",
-)
-_PING = Endpoint(
-    "GET",
-    "/ping",
-    "Whether requests are accepted, for SageMaker",
-    answer=Health,
-    answers=_NOT_SERVING,
-    open=True,
-    place="root",
-    tag="status",
-)
+_READY = replace(HEALTH, path="/readyz", place="root")
+_PING = replace(_READY, path="/ping", summary="Whether requests are accepted, for SageMaker")
 _LIVE = Endpoint("GET", "/livez", "The process is alive", answer=Live, open=True, place="root", tag="status")
 _VERSION = Endpoint("GET", "/version", "The version of aioinfer", answer=Version, place="root", tag="status")
 _MODELS = Endpoint("GET", "/models", "The served model and its adapters, as a list", answer=Models)

@@ -20,8 +20,7 @@ from aioinfer.config import ServerConfig
 from aioinfer.engine import Prompt
 from aioinfer.errors import EngineClosed, InvalidRequest
 from aioinfer.server.generation import Generation
-from aioinfer.server.http.pace import Pace
-from aioinfer.server.http.pieces import Pieces, whole_response
+from aioinfer.server.http.pieces import json_response
 from aioinfer.server.openai.fields import ChatTemplateFields, Model, TokenId
 from aioinfer.server.openai.protocol import Served, check_count, read, variables_of
 from aioinfer.server.openapi.endpoints import Endpoint, Route
@@ -162,14 +161,14 @@ class Tokens:
             "tokens": ids,
             "token_strs": strings,
         }
-        return await self._json(request, found)
+        return await json_response(request, found, self._config.send_timeout)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         with self._generation.tokenizing(request):
             ids, _ = await self._generation.parsed(request, _parse_detokenize)
             async with self._generation.watched(request):
                 text = await self._engine.detokenize(ids, skip_special_tokens=False)
-            return await self._json(request, {"prompt": text})
+            return await json_response(request, {"prompt": text}, self._config.send_timeout)
 
     async def info(self, request: web.Request) -> web.StreamResponse:
         if not self._engine.ready:
@@ -188,7 +187,7 @@ class Tokens:
             "chat_template": templates[0] if templates else None,
             **({} if described is None else described()),
         }
-        return await self._json(request, found)
+        return await json_response(request, found, self._config.send_timeout)
 
     def _strings(self, ids: Sequence[int]) -> list[str]:
         """As the vocabulary writes the tokens; as text if the tokenizer does not tell."""
@@ -199,11 +198,6 @@ class Tokens:
             found: list[str] = written(ids)
             return found
         return [tokenizer.decode([each], skip_special_tokens=False) for each in ids]
-
-    async def _json(self, request: web.Request, found: Mapping[str, Any]) -> web.Response:
-        pieces = Pieces()
-        await pieces.add_json(dict(found), Pace())
-        return whole_response(request, pieces.end(), self._config.send_timeout)
 
 
 def _parse_tokenize(raw: bytes, served: Served) -> _Asked:

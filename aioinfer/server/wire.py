@@ -15,21 +15,12 @@ from typing import NamedTuple, Protocol
 from aioinfer.chat.answers import AnswerReader
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.server.http.failures import Failure
+from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import Call, Served
 from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["AnswerContext", "AnswerWriter", "Events", "PlainEvent", "Wire"]
-
-
-class Events(Protocol):
-    """The events of a response. Both methods wait while the client reads slowly, and raise ClientGone."""
-
-    async def send(self, data: str, name: str | None = None) -> None:
-        """One event, with the field ``event`` if it has a name."""
-
-    async def end(self, data: str | None = None) -> None:
-        """The end of the response, after one more event if there is ``data``."""
+__all__ = ["AnswerContext", "AnswerWriter", "PlainEvent", "Wire"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +50,7 @@ class PlainEvent:
 class AnswerWriter(Protocol):
     """Writes the answer to one call: :meth:`whole`, or from :meth:`open` to :meth:`close` or :meth:`fail`."""
 
-    async def open(self, events: Events) -> None:
+    async def open(self, events: EventStream) -> None:
         """Send the events before the first token."""
 
     def plain(self, index: int) -> PlainEvent | None:
@@ -67,13 +58,13 @@ class AnswerWriter(Protocol):
         each and depends on nothing but the chunk's text; it may then be written without a call of
         :meth:`chunk`. None: call :meth:`chunk`. Asked once, after :meth:`open`."""
 
-    async def chunk(self, index: int, chunk: Chunk, events: Events) -> None:
+    async def chunk(self, index: int, chunk: Chunk, events: EventStream) -> None:
         """Output of choice ``index``. Of one choice, chunks come in order."""
 
-    async def close(self, usages: Sequence[Usage], events: Events) -> None:
+    async def close(self, usages: Sequence[Usage], events: EventStream) -> None:
         """Send the events after the last chunk; ``usages`` are those of the choices. Ends the events."""
 
-    async def fail(self, failure: Failure, events: Events) -> None:
+    async def fail(self, failure: Failure, events: EventStream) -> None:
         """The same for an answer that failed: clients must not take it for complete."""
 
     async def whole(self, results: Sequence[Result]) -> list[bytes]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -12,10 +11,10 @@ import pytest
 
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine
-from aioinfer.server import serve
 from tests.browser.chromium import NONE, OPTIONS, find
 from tests.engine.conftest import Gate
-from tests.server.conftest import Serving
+from tests.server.conftest import Serving, run_server
+from tests.server.conftest import gate as gate
 from tests.server.conftest import serving as serving
 from tests.server.test_adversity import idle, until
 from tests.tiers import PROGRAM
@@ -71,20 +70,8 @@ def open_page(browser: Browser) -> OpenPage:
 async def bundled(model: str, **settings: Any) -> AsyncIterator[str]:
     """The base URL of a server of a bundled model."""
     engine = Engine(EngineConfig(model=model, threads=1, dtype="float32", **settings))
-    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    stop = asyncio.Event()
-    async with engine:
-        task = asyncio.create_task(serve(engine, ServerConfig(port=0), stop=stop, ready=started.set_result))
-        yield await started
-        stop.set()
-        await task
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.release()
+    async with engine, run_server(engine, ServerConfig(port=0)) as running:
+        yield running.url
 
 
 async def ask(page: Page, text: str, **fields: str) -> None:

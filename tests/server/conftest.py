@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +14,7 @@ import anthropic
 import openai
 import pytest
 
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.device import Device
@@ -22,6 +23,8 @@ from aioinfer.server import serve
 from aioinfer.server.http import connections as watched
 from aioinfer.server.http.connections import Connections
 from aioinfer.server.http.keys import Key
+from tests.engine.conftest import Gate
+from tests.server.calls import Http, Reply, http
 from tests.server.raw import Raw
 from tests.toys import ToyDevice, ToyTokenizer
 
@@ -33,14 +36,54 @@ def without_certificates() -> openai.DefaultAsyncHttpxClient:
 
 
 @dataclass
-class Served:
-    """A running server."""
+class Running:
+    """A server and its task."""
 
-    engine: Engine
-    device: Any
     url: str
     stop: asyncio.Event
     task: asyncio.Task[None]
+
+
+@asynccontextmanager
+async def run_server(engine: EngineLike, config: ServerConfig, **options: Any) -> AsyncIterator[Running]:
+    """What ``serve`` runs, from the moment in which it accepts requests. It closes the engine at its end."""
+    loop = asyncio.get_running_loop()
+    started: asyncio.Future[str] = loop.create_future()
+    stop = asyncio.Event()
+    task = loop.create_task(serve(engine, config, stop=stop, ready=started.set_result, **options))
+    first: list[asyncio.Future[Any]] = [task, started]
+    await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+    if task.done():
+        task.result()
+    try:
+        yield Running(started.result(), stop, task)
+    finally:
+        stop.set()
+        await task
+
+
+@dataclass
+class Served:
+    """A running server over the toy device."""
+
+    engine: Engine
+    device: Any
+    running: Running
+    http: Http
+
+    async def get(self, path: str, **headers: str) -> Reply:
+        return await self.http.get(path, **headers)
+
+    async def post(self, path: str, body: Any, **headers: str) -> Reply:
+        return await self.http.post(path, body, **headers)
+
+    @property
+    def url(self) -> str:
+        return self.running.url
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
 
     def client(self, *, strict: bool = True, **options: Any) -> openai.AsyncOpenAI:
         """A client that checks every answer against its types. (Streamed completions need ``strict=False``:
@@ -83,24 +126,25 @@ def serving() -> Serving:
         engine = Engine(
             config, launcher=lambda _: ThreadLauncher(served), tokenizer=lambda _: tokenizer or ToyTokenizer()
         )
-        loop = asyncio.get_running_loop()
-        started: asyncio.Future[str] = loop.create_future()
-        stop = asyncio.Event()
-        server_config = ServerConfig(port=0, **{"drain_timeout": 60.0, **(server or {})})
-        task = loop.create_task(serve(engine, server_config, stop=stop, ready=started.set_result))
-        first: list[asyncio.Future[Any]] = [task, started]
-        await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            task.result()
-        try:
-            yield Served(engine, served, started.result(), stop, task)
-        finally:
-            if hasattr(fault, "release"):
-                fault.release()
-            stop.set()
-            await task
+        async with run_server(
+            engine, ServerConfig(port=0, **{"drain_timeout": 60.0, **(server or {})})
+        ) as running:
+            try:
+                async with http(running.url) as calls:
+                    yield Served(engine, served, running, calls)
+            finally:
+                if hasattr(fault, "release"):
+                    fault.release()
 
     return run
+
+
+@pytest.fixture
+def gate() -> Iterator[Gate]:
+    """Holds the steps of a device."""
+    gate = Gate()
+    yield gate
+    gate.release()
 
 
 Connect = Callable[[Served], Awaitable[Raw]]
@@ -112,8 +156,7 @@ async def connect() -> AsyncIterator[Connect]:
     opened: list[Raw] = []
 
     async def connect(served: Served) -> Raw:
-        port = int(served.url.rsplit(":", 1)[1])
-        opened.append(Raw(*await asyncio.open_connection("127.0.0.1", port)))
+        opened.append(Raw(*await asyncio.open_connection("127.0.0.1", served.port)))
         return opened[-1]
 
     yield connect
@@ -149,6 +192,11 @@ def still(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(defaults, "clock", lambda: 0.0)
 
 
+def site(client: openai.AsyncOpenAI) -> str:
+    """The address of the server of a client."""
+    return str(client.base_url).removesuffix("/v1/")
+
+
 Bundled = Callable[..., AbstractAsyncContextManager[openai.AsyncOpenAI]]
 
 
@@ -172,32 +220,24 @@ def bundled(model_with_tools: Path) -> Bundled:
     @asynccontextmanager
     async def run(
         model: Path | None = None,
-        api_key: str | None = None,
         server: dict[str, Any] | None = None,
         **settings: Any,
     ) -> AsyncIterator[openai.AsyncOpenAI]:
         settings = {"model": str(model or model_with_tools), "tool_call_parser": "hermes", **settings}
         engine = Engine(EngineConfig(threads=1, dtype="float32", **settings))
-        loop = asyncio.get_running_loop()
-        started: asyncio.Future[str] = loop.create_future()
-        stop = asyncio.Event()
-        config = ServerConfig(
-            **{"port": 0, "served_model_name": "tiny-chat", "api_key": api_key, **(server or {})}
-        )
-        async with engine:
-            task = loop.create_task(serve(engine, config, stop=stop, ready=started.set_result))
-            try:
-                async with openai.AsyncOpenAI(
-                    base_url=f"{await started}/v1",
-                    api_key=api_key or "none",
-                    max_retries=0,
-                    http_client=without_certificates(),
-                    _strict_response_validation=True,
-                ) as client:
-                    yield client
-            finally:
-                stop.set()
-                await task
+        config = ServerConfig(**{"port": 0, "served_model_name": "tiny-chat", **(server or {})})
+        async with (
+            engine,
+            run_server(engine, config) as running,
+            openai.AsyncOpenAI(
+                base_url=f"{running.url}/v1",
+                api_key="none",
+                max_retries=0,
+                http_client=without_certificates(),
+                _strict_response_validation=True,
+            ) as client,
+        ):
+            yield client
 
     return run
 
@@ -220,7 +260,7 @@ def messages(bundled: Bundled) -> Messages:
         async with (
             bundled(model, **server) as other,
             anthropic.AsyncAnthropic(
-                base_url=str(other.base_url).removesuffix("/v1/"),
+                base_url=site(other),
                 api_key="none",
                 max_retries=0,
                 _strict_response_validation=True,

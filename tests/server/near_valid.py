@@ -9,6 +9,7 @@ from typing import Any
 
 from aioinfer.chat.bodies import Object
 from aioinfer.server.anthropic.fields import CountTokensBody, MessagesBody
+from aioinfer.server.openai.embeddings import EmbeddingBody, RerankBody, ScoreBody
 from aioinfer.server.openai.fields import ChatBody, CompletionBody
 from aioinfer.server.openapi.document import body_schema
 from aioinfer.server.responses.fields import LOGPROBS, ResponsesBody
@@ -26,6 +27,16 @@ _KINDS: Mapping[str, type[Object]] = {
     "responses": ResponsesBody,
     "messages": MessagesBody,
     "messages/count_tokens": CountTokensBody,
+    "embeddings": EmbeddingBody,
+    "score": ScoreBody,
+    "rerank": RerankBody,
+}
+_WIRES = [*_KINDS][2:]
+#: what the bodies of calls for no tokens need
+_PLAIN: Mapping[str, dict[str, Any]] = {
+    "embeddings": {"input": "a cat"},
+    "score": {"text_1": "a", "text_2": ["yes", "no"]},
+    "rerank": {"query": "a", "documents": ["yes", "no"]},
 }
 
 _Random = random.Random
@@ -215,11 +226,13 @@ def chat_request(rng: _Random) -> tuple[str, dict[str, Any]]:
 
 def wire_request(rng: _Random) -> tuple[str, dict[str, Any]]:
     """A path of the other protocols, and a body."""
-    path = rng.choice(["responses", "messages", "messages", "messages/count_tokens"])
+    path = rng.choice([*_WIRES, "responses", "messages", "messages"])
     body = _body(rng, path)
     if path == "responses":
         body = {"max_output_tokens": rng.randint(1, 5), "stream": rng.random() < 0.7, **body}
         plain: dict[str, Any] = {"input": rng.choice(_WORDS)}
+    elif path in _PLAIN:
+        plain = _PLAIN[path]
     else:
         body |= {"stream": rng.random() < 0.7} if path == "messages" else {}
         plain = {"messages": [{"role": "user", "content": rng.choice(_WORDS)}]}

@@ -7,7 +7,6 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
-import aiohttp
 import openai
 import pytest
 
@@ -15,8 +14,8 @@ from aioinfer import SamplingParams
 from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.server.confinement import Confined
-from tests.server.conftest import Serving
-from tests.server.test_admin import administered
+from tests.server.calls import Http, http
+from tests.server.conftest import Served, Serving
 from tests.tiers import SECONDS, rest
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 from tests.toys.adapters import ToyAdapter, write_toy_adapter
@@ -40,53 +39,43 @@ def wanted(path: Path | None) -> str:
 BODY = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 
 
-async def complete(session: aiohttp.ClientSession, model: str) -> tuple[int, Any]:
-    async with session.post("/v1/completions", json={**BODY, "model": model}) as response:
-        found = await response.json()
-        return response.status, found["choices"][0]["text"] if response.status == 200 else found["error"]
+async def complete(served: Served, model: str) -> tuple[int, Any]:
+    reply = await served.post("/v1/completions", {**BODY, "model": model})
+    return reply.status, reply.json()["choices"][0]["text"] if reply.status == 200 else reply.error
 
 
-async def post(session: aiohttp.ClientSession, path: str, **body: Any) -> tuple[int, Any]:
-    async with session.post(path, json=body) as response:
-        if response.status == 200:
-            assert response.content_type == "text/plain"
-            return 200, await response.text()
-        return response.status, (await response.json())["error"]
+async def post(client: Served | Http, path: str, **body: Any) -> tuple[int, Any]:
+    reply = await client.post(path, body)
+    if reply.status == 200:
+        assert reply.type == "text/plain"
+        return 200, reply.text
+    return reply.status, reply.error
 
 
 async def test_an_adapter_is_loaded_selected_replaced_and_unloaded(serving: Serving, tmp_path: Path) -> None:
     one, two = (write_toy_adapter(tmp_path / name, name) for name in ("one", "two"))
-    async with (
-        serving(server={"lora_root": str(tmp_path)}, device=device()) as served,
-        aiohttp.ClientSession(served.url) as session,
-    ):
-        assert (await complete(session, "sql"))[1]["code"] == "model_not_found"
-        assert await post(session, LOAD, lora_name="sql", lora_path="one") == (
-            *(200, "Success: the LoRA adapter 'sql' was added."),
-        )
-        assert await complete(session, "sql") == (200, wanted(one))
-        assert await complete(session, "toy") == (200, wanted(None))
-        status, error = await post(session, LOAD, lora_name="sql", lora_path="two")
+    added, replaced, removed = (
+        (200, f"Success: the LoRA adapter 'sql' was {what}.") for what in ("added", "replaced", "removed")
+    )
+    async with serving(server={"lora_root": str(tmp_path)}, device=device()) as served:
+        assert (await complete(served, "sql"))[1]["code"] == "model_not_found"
+        assert await post(served, LOAD, lora_name="sql", lora_path="one", load_inplace=True) == added
+        assert await complete(served, "sql") == (200, wanted(one))
+        assert await complete(served, "toy") == (200, wanted(None))
+        status, error = await post(served, LOAD, lora_name="sql", lora_path="two")
         assert (status, error["param"]) == (400, "lora_name")
         assert "load_inplace" in error["message"]
-        assert (await post(session, LOAD, lora_name="sql", lora_path=str(two), load_inplace=True))[0] == 200
-        assert await complete(session, "sql") == (200, wanted(two))
-        async with session.get("/v1/models") as response:
-            models = await response.json()
-        assert (
-            [each["id"] for each in models["data"]]
-            == ["toy", "sql"]
-            == [models["first_id"], models["last_id"]]
-        )
+        assert await post(served, LOAD, lora_name="sql", lora_path=str(two), load_inplace=True) == replaced
+        assert await complete(served, "sql") == (200, wanted(two))
+        models = (await served.get("/v1/models")).json()
+        assert [each["id"] for each in models["data"]] == ["toy", "sql"]
+        assert (models["first_id"], models["last_id"]) == ("toy", "sql")
         assert (models["data"][1]["parent"], models["data"][1]["root"]) == ("toy", "two")
-        async with session.get("/v1/models/sql") as response:
-            assert await response.json() == models["data"][1]
-        assert await post(session, UNLOAD, lora_name="sql") == (
-            *(200, "Success: the LoRA adapter 'sql' was removed."),
-        )
-        status, error = await post(session, UNLOAD, lora_name="sql")
+        assert (await served.get("/v1/models/sql")).json() == models["data"][1]
+        assert await post(served, UNLOAD, lora_name="sql") == removed
+        status, error = await post(served, UNLOAD, lora_name="sql")
         assert (status, error["param"], error["code"]) == (404, "lora_name", "adapter_not_found")
-        assert (await complete(session, "sql"))[0] == 404
+        assert (await complete(served, "sql"))[0] == 404
 
 
 @rest(SECONDS)
@@ -123,43 +112,35 @@ async def test_every_protocol_selects_an_adapter_by_the_name_of_the_model(
 
 
 async def test_without_a_root_nothing_is_loaded(serving: Serving, tmp_path: Path) -> None:
-    async with (
-        serving(device=device(), adapters=f"a={write_toy_adapter(tmp_path / 'a', 'a')}") as served,
-        aiohttp.ClientSession(served.url) as session,
-    ):
+    adapters = f"a={write_toy_adapter(tmp_path / 'a', 'a')}"
+    async with serving(device=device(), adapters=adapters) as served:
         for path, body in (
             (LOAD, {"lora_name": "x", "lora_path": str(tmp_path)}),
             (UNLOAD, {"lora_name": "a"}),
         ):
-            status, error = await post(session, path, **body)
+            status, error = await post(served, path, **body)
             assert (status, error["code"]) == (403, "lora_root_not_set")
         assert [each.name for each in served.engine.adapters()] == ["a"]
 
 
-async def test_the_routes_need_a_key_where_others_do(serving: Serving, tmp_path: Path) -> None:
-    write_toy_adapter(tmp_path / "one", "one")
-    config = {"lora_root": str(tmp_path), "api_key": "secret"}
+async def test_the_routes_need_a_key_where_others_do(serving: Serving, root: Path) -> None:
+    config = {"lora_root": str(root), "api_key": "secret"}
     async with serving(server=config, device=device()) as served:
-        async with aiohttp.ClientSession(served.url) as session:
-            assert (await post(session, LOAD, lora_name="a", lora_path="one"))[0] == 401
-            assert (await post(session, UNLOAD, lora_name="a"))[0] == 401
-        headers = {"Authorization": "Bearer secret"}
-        async with aiohttp.ClientSession(served.url, headers=headers) as session:
-            assert (await post(session, LOAD, lora_name="a", lora_path="one"))[0] == 200
+        assert (await post(served, LOAD, lora_name="a", lora_path="one"))[0] == 401
+        assert (await post(served, UNLOAD, lora_name="a"))[0] == 401
+        async with http(served.url, Authorization="Bearer secret") as client:
+            assert (await post(client, LOAD, lora_name="a", lora_path="one"))[0] == 200
 
 
-async def test_operators_load_on_their_own_socket(serving: Serving, tmp_path: Path) -> None:
-    write_toy_adapter(tmp_path / "one", "one")
+async def test_operators_load_on_their_own_socket(serving: Serving, root: Path) -> None:
     path = f"/tmp/aioinfer-adapters-{os.getpid()}"
-    config = {"lora_root": str(tmp_path)}
-    async with administered(serving, path, config, device=device()) as (served, _):
-        connector = aiohttp.UnixConnector(path)
-        async with aiohttp.ClientSession("http://localhost", connector=connector) as session:
-            assert (await post(session, LOAD, lora_name="a", lora_path="one"))[0] == 200
-            assert [each.name for each in served.engine.adapters()] == ["a"]
-            assert (await post(session, LOAD, lora_name="a", lora_path="one", more=1))[0] == 400
-            assert (await post(session, UNLOAD, lora_name="a"))[0] == 200
-            assert (await post(session, UNLOAD, lora_name="a"))[0] == 404
+    config = {"lora_root": str(root), "admin_uds": path}
+    async with serving(server=config, device=device()) as served, http(f"unix:{path}") as client:
+        assert (await post(client, LOAD, lora_name="a", lora_path="one"))[0] == 200
+        assert [each.name for each in served.engine.adapters()] == ["a"]
+        assert (await post(client, LOAD, lora_name="a", lora_path="one", more=1))[0] == 400
+        assert (await post(client, UNLOAD, lora_name="a"))[0] == 200
+        assert (await post(client, UNLOAD, lora_name="a"))[0] == 404
 
 
 BAD: list[tuple[dict[str, Any], str, str]] = [
@@ -200,17 +181,14 @@ def root(tmp_path: Path) -> Path:
 
 
 async def test_every_bad_body_gets_one_clear_error_and_changes_nothing(serving: Serving, root: Path) -> None:
-    async with (
-        serving(server={"lora_root": str(root)}, device=device()) as served,
-        aiohttp.ClientSession(served.url) as session,
-    ):
+    async with serving(server={"lora_root": str(root)}, device=device()) as served:
         for body, param, message in BAD:
-            status, error = await post(session, LOAD, **body)
+            status, error = await post(served, LOAD, **body)
             assert (status, error["param"]) == (400, param), (body, error)
             assert message in error["message"]
             assert str(root.parent / "outside") not in error["message"]
         assert served.engine.adapters() == []
-        assert (await post(session, LOAD, lora_name="a", lora_path="stays"))[0] == 200
+        assert (await post(served, LOAD, lora_name="a", lora_path="stays"))[0] == 200
 
 
 def test_paths_are_confined_to_the_root(root: Path) -> None:
@@ -225,12 +203,9 @@ def test_paths_are_confined_to_the_root(root: Path) -> None:
 
 
 async def test_more_than_max_adapters_are_refused(serving: Serving, root: Path) -> None:
-    async with (
-        serving(server={"lora_root": str(root)}, device=device(), max_adapters=1) as served,
-        aiohttp.ClientSession(served.url) as session,
-    ):
-        assert (await post(session, LOAD, lora_name="a", lora_path="one"))[0] == 200
-        status, error = await post(session, LOAD, lora_name="b", lora_path="one")
+    async with serving(server={"lora_root": str(root)}, device=device(), max_adapters=1) as served:
+        assert (await post(served, LOAD, lora_name="a", lora_path="one"))[0] == 200
+        status, error = await post(served, LOAD, lora_name="b", lora_path="one")
         assert (status, "max_adapters (1)" in error["message"]) == (400, True)
 
 
@@ -245,7 +220,7 @@ def test_a_root_is_a_path() -> None:
 async def test_links_of_files_out_of_the_root_and_pipes_are_refused_before_they_are_read(
     serving: Serving, root: Path
 ) -> None:
-    """Links within the root are files as any, as in a hub's cache."""
+    """Links within the root are files as any, as in a hub's cache. What else there is does not matter."""
     outside, bad = root.parent / "outside", {"out": "leads outside", "pipe": "no regular", "loops": "cannot"}
     (root / "blob").write_bytes((outside / "adapter_config.json").read_bytes())
     for name in (*bad, "within", "weights", "zero"):
@@ -254,32 +229,19 @@ async def test_links_of_files_out_of_the_root_and_pipes_are_refused_before_they_
     os.mkfifo(root / "pipe" / "adapter_config.json")
     (root / "loops" / "adapter_config.json").symlink_to("adapter_config.json")
     (root / "within" / "adapter_config.json").symlink_to("../blob")
+    (root / "within" / "adapter_old").mkdir()
+    os.mkfifo(root / "within" / "adapter_pipe")
     write_toy_adapter(root / "weights", "x")
     (root / "weights" / "adapter_model.safetensors").symlink_to(outside / "adapter_config.json")
     (root / "zero" / "adapter_config.json").symlink_to("/dev/zero")
-    async with (
-        serving(server={"lora_root": str(root)}, device=device()) as served,
-        aiohttp.ClientSession(served.url) as session,
-    ):
+    async with serving(server={"lora_root": str(root)}, device=device()) as served:
         for name, message in (bad | {"weights": "leads outside", "zero": "leads outside"}).items():
-            status, error = await post(session, LOAD, lora_name="a", lora_path=name)
+            status, error = await post(served, LOAD, lora_name="a", lora_path=name)
             assert (status, error["param"]) == (400, "lora_path"), error
             assert message in error["message"]
             assert str(root.parent) not in error["message"]
         assert served.engine.adapters() == []
-        assert (await post(session, LOAD, lora_name="a", lora_path="within"))[0] == 200
-
-
-async def test_other_things_beside_the_files_of_an_adapter_do_not_matter(
-    serving: Serving, root: Path
-) -> None:
-    (root / "one" / "adapter_old").mkdir()
-    os.mkfifo(root / "one" / "adapter_pipe")
-    async with (
-        serving(server={"lora_root": str(root)}, device=device()) as served,
-        aiohttp.ClientSession(served.url) as session,
-    ):
-        assert (await post(session, LOAD, lora_name="a", lora_path="one"))[0] == 200
+        assert (await post(served, LOAD, lora_name="a", lora_path="within"))[0] == 200
 
 
 async def test_what_an_engine_says_of_an_adapter_does_not_tell_where_the_root_is(
@@ -290,11 +252,8 @@ async def test_what_an_engine_says_of_an_adapter_does_not_tell_where_the_root_is
 
     toy = device()
     toy.prepare_adapter = prepare  # type: ignore[method-assign]
-    async with (
-        serving(server={"lora_root": str(root)}, device=toy) as served,
-        aiohttp.ClientSession(served.url) as session,
-    ):
-        status, error = await post(session, LOAD, lora_name="a", lora_path="one")
+    async with serving(server={"lora_root": str(root)}, device=toy) as served:
+        status, error = await post(served, LOAD, lora_name="a", lora_path="one")
     assert status == 400
     assert "is broken" in error["message"]
     assert str(root) not in error["message"]
@@ -302,35 +261,8 @@ async def test_what_an_engine_says_of_an_adapter_does_not_tell_where_the_root_is
 
 async def test_of_several_loads_of_a_name_at_once_one_adds_it(serving: Serving, root: Path) -> None:
     write_toy_adapter(root / "two", "two")
-    async with (
-        serving(server={"lora_root": str(root)}, device=device()) as served,
-        aiohttp.ClientSession(served.url) as session,
-    ):
-        paths = ("one", "two", "one")
-        answers = await asyncio.gather(
-            *(post(session, LOAD, lora_name="a", lora_path=path) for path in paths)
-        )
+    async with serving(server={"lora_root": str(root)}, device=device()) as served:
+        loads = [post(served, LOAD, lora_name="a", lora_path=path) for path in ("one", "two", "one")]
+        answers = await asyncio.gather(*loads)
         assert sorted(status for status, _ in answers) == [200, 400, 400]
         assert {error["param"] for status, error in answers if status == 400} == {"lora_name"}
-
-
-async def test_the_answer_says_whether_a_name_was_replaced(serving: Serving, root: Path) -> None:
-    async with (
-        serving(server={"lora_root": str(root)}, device=device()) as served,
-        aiohttp.ClientSession(served.url) as session,
-    ):
-        body: dict[str, Any] = {"lora_name": "a", "lora_path": "one", "load_inplace": True}
-        assert (await post(session, LOAD, **body))[1] == "Success: the LoRA adapter 'a' was added."
-        assert (await post(session, LOAD, **body))[1] == "Success: the LoRA adapter 'a' was replaced."
-
-
-@rest(SECONDS)
-async def test_the_document_of_the_routes_has_the_limit_of_a_key(serving: Serving) -> None:
-    async with (
-        serving() as served,
-        aiohttp.ClientSession(served.url) as session,
-        session.get("/openapi.json") as response,
-    ):
-        paths = (await response.json())["paths"]
-    assert {"403", "429"} <= paths[LOAD]["post"]["responses"].keys()
-    assert "429" in paths[UNLOAD]["post"]["responses"]

@@ -10,19 +10,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
 from aioinfer.config import ServerConfig
 from aioinfer.engine import EngineState
-from aioinfer.server import serve
 from aioinfer.server.http.listening import bind_all
-from tests.server.conftest import Served, Serving
-from tests.server.test_adversity import ENDLESS, gate, until
+from tests.engine.conftest import Gate
+from tests.server.calls import Http, http
+from tests.server.conftest import Served, Serving, run_server
+from tests.server.test_adversity import ENDLESS, PATH, until
 from tests.server.test_mounting import make_engine
 from tests.tiers import SECONDS, rest
-
-__all__ = ["gate"]
 
 BODY = {**ENDLESS, "stream": False, "max_tokens": 5}
 ROUTES = [
@@ -41,14 +39,13 @@ ROUTES = [
 class Admin:
     """A client of the admin routes."""
 
-    def __init__(self, session: aiohttp.ClientSession) -> None:
-        self._session = session
+    def __init__(self, client: Http) -> None:
+        self._client = client
 
-    async def __call__(self, method: str, path: str, body: Any = None, **options: Any) -> tuple[int, Any]:
-        url = f"http://localhost{path}"
-        async with self._session.request(method, url, json=body, **options) as response:
-            assert response.headers["x-request-id"]
-            return response.status, await response.json()
+    async def __call__(self, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any]:
+        reply = await self._client(method, path, body, **headers)
+        assert reply.headers["x-request-id"]
+        return reply.status, reply.json()
 
 
 @pytest.fixture
@@ -62,29 +59,26 @@ async def administered(
 ) -> AsyncIterator[tuple[Served, Admin]]:
     async with (
         serving(server={"admin_uds": path, **(server or {})}, **options) as served,
-        aiohttp.ClientSession(connector=aiohttp.UnixConnector(path)) as session,
+        http(f"unix:{path}") as client,
     ):
-        yield served, Admin(session)
+        yield served, Admin(client)
 
 
 async def test_pause_and_resume(serving: Serving, path: str) -> None:
-    async with administered(serving, path) as (served, admin), aiohttp.ClientSession() as session:
+    async with administered(serving, path) as (served, admin):
         assert await admin("POST", "/pause") == (200, {"state": "running", "paused": True})
-        waiting = asyncio.create_task(session.post(f"{served.url}/v1/completions", json=BODY))
+        waiting = asyncio.create_task(served.post(PATH, BODY))
         await until(lambda: served.engine.stats().waiting == 1)
         status, stats = await admin("GET", "/stats")
         assert status == 200
         assert (stats["paused"], stats["waiting"], stats["steps"]) == (True, 1, 0)
         assert await admin("POST", "/resume") == (200, {"state": "running", "paused": False})
-        async with await waiting as response:
-            assert response.status == 200
+        assert (await waiting).status == 200
 
 
 async def test_a_request_is_aborted_by_its_id(serving: Serving, path: str) -> None:
-    async with administered(serving, path) as (served, admin), aiohttp.ClientSession() as session:
-        named = {"X-Request-ID": "order-7"}
-        url = f"{served.url}/v1/completions"
-        asked = asyncio.create_task(session.post(url, json={**ENDLESS, "stream": False}, headers=named))
+    async with administered(serving, path) as (served, admin):
+        asked = asyncio.create_task(served.post(PATH, {**ENDLESS, "stream": False}, X_Request_ID="order-7"))
         await until(lambda: served.engine.stats().running)
         assert await admin("POST", "/abort", {"request_id": "another"}) == (200, {"aborted": 0})
         assert await admin("POST", "/abort", {"request_id": "order-7"}) == (200, {"aborted": 1})
@@ -92,12 +86,10 @@ async def test_a_request_is_aborted_by_its_id(serving: Serving, path: str) -> No
 
 
 async def test_flush_forgets_prefixes(serving: Serving, path: str) -> None:
-    async with administered(serving, path) as (served, admin), aiohttp.ClientSession() as session:
-        body = {**BODY, "prompt": list(range(1, 40))}
+    async with administered(serving, path) as (served, admin):
         for cached in (False, True):
-            async with session.post(f"{served.url}/v1/completions", json=body) as response:
-                usage = (await response.json())["usage"]
-                assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) == cached
+            usage = (await served.post(PATH, {**BODY, "prompt": [*range(1, 40)]})).json()["usage"]
+            assert (usage["prompt_tokens_details"]["cached_tokens"] > 0) == cached
         await until(lambda: served.engine.stats().pages_cached > 0)
         status, answer = await admin("POST", "/flush")
         assert status == 200
@@ -106,34 +98,28 @@ async def test_flush_forgets_prefixes(serving: Serving, path: str) -> None:
 
 
 async def test_drain_waits_for_open_requests_and_accepts_no_more(
-    serving: Serving, path: str, gate: Any
+    serving: Serving, path: str, gate: Gate
 ) -> None:
-    async with (
-        administered(serving, path, fault=gate) as (served, admin),
-        aiohttp.ClientSession() as session,
-    ):
-        url = f"{served.url}/v1/completions"
-        running = asyncio.create_task(session.post(url, json=BODY))
+    async with administered(serving, path, fault=gate) as (served, admin):
+        running = asyncio.create_task(served.post(PATH, BODY))
         await until(lambda: served.engine.stats().running == 1)
         draining = asyncio.create_task(admin("POST", "/drain", {"timeout": 60}))
         await until(lambda: served.engine.state is EngineState.DRAINING)
-        async with session.post(url, json=BODY) as response:
-            assert response.status == 503
+        assert (await served.post(PATH, BODY)).status == 503
         assert not draining.done()
         gate.release()
         assert (await running).status == 200
         status, answer = await draining
         assert (status, answer["state"]) == (200, "closed")
         # The process serves on, so that a load balancer sees why.
-        async with session.get(f"{served.url}/health") as response:
-            assert response.status == 503
+        assert (await served.get("/health")).status == 503
         assert (await admin("POST", "/pause"))[0] == 503
 
 
 async def test_a_paused_engine_can_be_drained(serving: Serving, path: str) -> None:
-    async with administered(serving, path) as (served, admin), aiohttp.ClientSession() as session:
+    async with administered(serving, path) as (served, admin):
         await admin("POST", "/pause")
-        waiting = asyncio.create_task(session.post(f"{served.url}/v1/completions", json=BODY))
+        waiting = asyncio.create_task(served.post(PATH, BODY))
         await until(lambda: served.engine.stats().waiting == 1)
         assert (await admin("POST", "/drain"))[0] == 200
         assert (await waiting).status == 200
@@ -141,10 +127,9 @@ async def test_a_paused_engine_can_be_drained(serving: Serving, path: str) -> No
 
 @rest(SECONDS)
 async def test_the_trace_of_the_next_seconds(serving: Serving, path: str) -> None:
-    async with administered(serving, path) as (served, admin), aiohttp.ClientSession() as session:
+    async with administered(serving, path) as (served, admin):
         collecting = asyncio.create_task(admin("GET", "/trace?seconds=0.3"))
-        async with session.post(f"{served.url}/v1/completions", json=BODY) as response:
-            assert response.status == 200
+        assert (await served.post(PATH, BODY)).status == 200
         status, trace = await collecting
         assert status == 200
         assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X", "b", "e"}
@@ -168,25 +153,20 @@ async def test_the_log_level_of_the_package(serving: Serving, path: str) -> None
         own.setLevel(before[1])
 
 
-@pytest.mark.parametrize(
-    "body", [[], {"timeout": -1}, {"timeout": "9"}, {"timeout": True}, {"seconds": 1}, 7]
-)
-async def test_a_wrong_body_is_refused_and_nothing_is_done(serving: Serving, path: str, body: Any) -> None:
+async def test_a_wrong_body_is_refused_and_nothing_is_done(serving: Serving, path: str) -> None:
+    bodies = ([], {"timeout": -1}, {"timeout": "9"}, {"timeout": True}, {"seconds": 1}, 7, b"{")
     async with administered(serving, path) as (served, admin):
-        status, answer = await admin("POST", "/drain", body)
-        assert status == 400
-        assert answer["error"]["type"] == "invalid_request_error"
-        status, _ = await admin("POST", "/drain", data=b"{")
-        assert status == 400
+        for body in bodies:
+            status, answer = await admin("POST", "/drain", body)
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error"), body
         assert served.engine.ready
 
 
 async def test_admin_routes_are_on_no_other_socket(serving: Serving, path: str) -> None:
-    async with administered(serving, path) as (served, admin), aiohttp.ClientSession() as session:
+    async with administered(serving, path) as (served, admin):
         for method, route in ROUTES:
             for prefix in ("", "/v1", "/admin"):
-                async with session.request(method, served.url + prefix + route) as response:
-                    assert response.status == 404
+                assert (await served.http(method, prefix + route)).status == 404
         assert served.engine.ready
         assert not served.engine.stats().paused
         # Nor are the public routes on this one.
@@ -194,20 +174,18 @@ async def test_admin_routes_are_on_no_other_socket(serving: Serving, path: str) 
         assert (await admin("GET", "/pause"))[0] == 405
 
 
-@pytest.mark.parametrize(("method", "route"), ROUTES)
-async def test_no_page_and_nobody_without_the_key_may_use_them(
-    serving: Serving, path: str, method: str, route: str
-) -> None:
+async def test_no_page_and_nobody_without_the_key_may_use_them(serving: Serving, path: str) -> None:
     async with administered(serving, path, {"admin_key": "secret", "api_key": "other"}) as (served, admin):
-        for headers, status in (
-            ({}, 401),
-            ({"Authorization": "Bearer other"}, 401),
-            ({"Authorization": "Bearer secret", "Origin": "http://localhost"}, 403),
-            ({"Authorization": "Bearer secret", "Host": "evil.example"}, 403),
-        ):
-            found, answer = await admin(method, route, headers=headers)
-            assert found == status, headers
-            assert answer["error"]["message"]
+        for method, route in ROUTES:
+            for headers, status in (
+                ({}, 401),
+                ({"Authorization": "Bearer other"}, 401),
+                ({"Authorization": "Bearer secret", "Origin": "http://localhost"}, 403),
+                ({"Authorization": "Bearer secret", "Host": "evil.example"}, 403),
+            ):
+                found, answer = await admin(method, route, **headers)
+                assert found == status, (route, headers)
+                assert answer["error"]["message"]
         assert served.engine.ready
         assert not served.engine.stats().paused
 
@@ -219,19 +197,12 @@ async def test_the_admin_port_is_on_loopback() -> None:
     (admin,) = bound.admin
     host, port = admin.getsockname()
     assert host == "127.0.0.1"
-    stop, ready = asyncio.Event(), asyncio.get_running_loop().create_future()
-    async with make_engine() as engine:
-        task = asyncio.create_task(serve(engine, config, stop=stop, ready=ready.set_result, sockets=bound))
-        try:
-            await ready
-            async with (
-                aiohttp.ClientSession() as session,
-                session.get(f"http://127.0.0.1:{port}/stats") as response,
-            ):
-                assert (await response.json())["state"] == "running"
-        finally:
-            stop.set()
-            await task
+    async with (
+        make_engine() as engine,
+        run_server(engine, config, sockets=bound),
+        http(f"http://127.0.0.1:{port}") as client,
+    ):
+        assert (await client.get("/stats")).json()["state"] == "running"
     assert admin.fileno() == -1
 
 
@@ -242,11 +213,10 @@ async def test_without_settings_there_is_no_such_socket() -> None:
 
 
 async def test_weights_are_loaded_from_their_root_only(serving: Serving, path: str, tmp_path: Path) -> None:
-    """Without a root there is no such route."""
+    """Without a root there is no such route. Paths are confined as those of adapters are; of a directory,
+    everything below has to be a regular file there."""
     async with administered(serving, path) as (_, admin):
         assert (await admin("POST", "/update_weights", {"path": "a"}))[0] == 404
-    (tmp_path / "link").symlink_to("/etc")
-    (tmp_path / "loop").symlink_to("loop")
     for name in ("x", "linked", "deeper", "piped"):
         (tmp_path / name).mkdir()
     (tmp_path / "linked" / "config.json").symlink_to("/etc/passwd")
@@ -256,13 +226,7 @@ async def test_weights_are_loaded_from_their_root_only(serving: Serving, path: s
         for given, message in (
             ({}, "path: is missing"),
             ({"path": "../x"}, "path: '../x' lies outside of weights_root"),
-            ({"path": "/etc"}, "path: '/etc' lies outside of weights_root"),
-            ({"path": "link/x"}, "path: 'link/x' lies outside of weights_root"),
-            ({"path": "loop"}, "path: "),
             ({"path": "\ud800"}, "path: "),
-            ({"path": "a\0b"}, "path: has a NUL character"),
-            ({"path": "y" * 5000}, "path: is longer than 4096"),
-            ({"path": "nothing"}, "path: there is nothing at 'nothing' in weights_root"),
             ({"path": "linked"}, "path: 'config.json' is a link that leads outside of weights_root"),
             ({"path": "deeper"}, "path: 'out' is a link that leads outside of weights_root"),
             ({"path": "piped"}, "path: 'model.safetensors' is no regular file"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -13,21 +12,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
-from aiohttp import web
 
-from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.scheduling.step import Step
-from aioinfer.server import setup
 from tests.engine.conftest import Gate
 from tests.server.conftest import Served, Serving
 from tests.tiers import PROGRAM, SECONDS, rest
-from tests.toys import ToyDevice, ToyTokenizer
+from tests.toys import ToyTokenizer
 
+PATH = "/v1/completions"
 CHAT: Any = [{"role": "user", "content": "Hello there"}]
 #: a long completion without an end token
 ENDLESS: dict[str, Any] = {
@@ -38,13 +33,6 @@ ENDLESS: dict[str, Any] = {
     "temperature": 0,
     "stream": True,
 }
-
-
-@pytest.fixture
-def gate() -> Any:
-    gate = Gate()
-    yield gate
-    gate.release()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -65,14 +53,13 @@ async def test_a_client_that_disconnects_is_aborted_while_its_step_is_held(
     serving: Serving, gate: Gate, phase: str, stream: bool
 ) -> None:
     settings = {"max_running_requests": 1, "chunk_size": 2, "max_step_tokens": 2, "overlap_steps": 0}
-    async with serving(fault=gate, **settings) as served, aiohttp.ClientSession() as session:
-        url = f"{served.url}/v1/completions"
+    async with serving(fault=gate, **settings) as served:
         blocker = None
         if phase == "queued":
             blocker = served.engine.generate([9], None)
             await until(lambda: served.engine.stats().running == 1)
         body = {**ENDLESS, "stream": stream, "prompt": list(range(1, 8))}
-        request = asyncio.create_task(_post(session, url, body))
+        request = asyncio.create_task(served.post(PATH, body))
         steps = {"queued": 0, "prefill": 1, "decode": 6}[phase]
         gate.step(steps)
         if phase == "queued":
@@ -107,12 +94,9 @@ async def test_a_client_that_disconnects_while_calls_are_parsed(
         "tools": [{"type": "function", "function": {"name": "f"}}],
     }
     formats = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-    async with (
-        serving(fault=gate, **formats, tokenizer=tokenizer, overlap_steps=0) as served,
-        aiohttp.ClientSession() as session,
-    ):
+    async with serving(fault=gate, **formats, tokenizer=tokenizer, overlap_steps=0) as served:
         gate.step(6)
-        response = await session.post(f"{served.url}/v1/chat/completions", json=body)
+        response = await served.http.session.post("/v1/chat/completions", json=body)
         await until(lambda: served.engine.stats().steps >= 6)
         told = b""
         while b"content" not in told:
@@ -128,11 +112,6 @@ async def test_a_client_that_disconnects_while_calls_are_parsed(
 def slow(step: Step) -> None:
     """A device with slow steps."""
     time.sleep(0.002)
-
-
-async def _post(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> str:
-    async with session.post(url, json=body) as response:
-        return await response.text()
 
 
 CLIENT = """
@@ -164,8 +143,7 @@ async def test_clients_killed_with_signal_9_leave_nothing_behind(serving: Servin
             left.wait()
 
     async with serving(fault=until_they_left) as served:
-        port = int(served.url.rsplit(":", 1)[1])
-        command = [sys.executable, "-c", CLIENT, str(port), "20", json.dumps(ENDLESS)]
+        command = [sys.executable, "-c", CLIENT, str(served.port), "20", json.dumps(ENDLESS)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             try:
                 assert process.stdout is not None
@@ -180,44 +158,6 @@ async def test_clients_killed_with_signal_9_leave_nothing_behind(serving: Servin
         async with served.client() as client:
             answer = await client.completions.create(model="toy", prompt="abc", max_tokens=3)
             assert answer.usage is not None
-
-
-@rest(SECONDS)
-async def test_a_client_that_stops_reading_affects_no_other(serving: Serving) -> None:
-    async with serving(server={"send_timeout": 0.5, "ping_interval": 0.1}, num_pages=8192) as served:
-        port = int(served.url.rsplit(":", 1)[1])
-        # A tiny receive buffer, and a request for far more text than socket buffers hold.
-        stalled = socket.socket()
-        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        await asyncio.to_thread(stalled.connect, ("127.0.0.1", port))
-        body = json.dumps({**ENDLESS, "n": 100}).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(body)}\r\n\r\n"
-        await asyncio.to_thread(stalled.sendall, head.encode() + body)
-        await until(lambda: served.engine.stats().running > 0)
-        async with served.client() as client:
-            for _ in range(3):
-                answer = await client.completions.create(
-                    model="toy", prompt="abc", max_tokens=5, temperature=0
-                )
-                assert answer.choices[0].finish_reason
-        # The engine does not wait for the client: the requests continue, and the client is dropped.
-        await until(lambda: idle(served))
-        stalled.close()
-
-
-@rest(SECONDS)
-async def test_pings_are_sent_in_silence(serving: Serving, gate: Gate) -> None:
-    async with (
-        serving(fault=gate, server={"ping_interval": 0.05}) as served,
-        aiohttp.ClientSession() as session,
-        session.post(f"{served.url}/v1/completions", json=ENDLESS) as response,
-    ):
-        assert response.status == 200
-        assert response.headers["Content-Type"].startswith("text/event-stream")
-        lines = [await response.content.readline() for _ in range(6)]
-        assert lines[0].startswith(b":"), "headers and a first byte leave before the first token"
-        assert lines.count(b": ping\n") >= 2
 
 
 async def test_a_full_queue_is_429_with_retry_after(serving: Serving, gate: Gate) -> None:
@@ -237,20 +177,15 @@ async def test_a_full_queue_is_429_with_retry_after(serving: Serving, gate: Gate
 
 
 async def test_draining_is_503_while_running_streams_finish(serving: Serving, gate: Gate) -> None:
-    async with serving(fault=gate) as served, served.client() as client:
-        running = asyncio.create_task(
-            client.chat.completions.create(model="toy", messages=CHAT, max_tokens=5, temperature=0)
-        )
+    async with serving(fault=gate) as served:
+        running = asyncio.create_task(served.post(PATH, {**ENDLESS, "max_tokens": 5, "stream": False}))
         await until(lambda: served.engine.stats().running == 1)
-        served.stop.set()
+        served.running.stop.set()
         await until(lambda: not served.engine.ready)
-        with pytest.raises(openai.InternalServerError) as caught:
-            await client.chat.completions.create(model="toy", messages=CHAT)
-        assert caught.value.status_code == 503
-        async with aiohttp.ClientSession() as session, session.get(f"{served.url}/health") as health:
-            assert health.status == 503
+        assert (await served.post(PATH, ENDLESS)).status == 503
+        assert (await served.get("/health")).status == 503
         gate.release()
-        assert (await running).choices[0].finish_reason == "length"
+        assert (await running).json()["choices"][0]["finish_reason"] == "length"
 
 
 async def test_a_step_that_fails_ends_the_stream_with_an_error_and_without_done(serving: Serving) -> None:
@@ -258,30 +193,23 @@ async def test_a_step_that_fails_ends_the_stream_with_an_error_and_without_done(
         if step.id == 4:
             raise RuntimeError("secret internals")
 
-    async with serving(fault=fault) as served, aiohttp.ClientSession() as session:
-        async with session.post(f"{served.url}/v1/completions", json=ENDLESS) as response:
-            text = await response.text()
-        events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+    async with serving(fault=fault) as served:
+        reply = await served.post(PATH, ENDLESS)
         # Clients that know no errors in a stream take [DONE] for the end of a whole answer.
-        assert "[DONE]" not in events
-        assert json.loads(events[-1])["error"]["type"] == "server_error"
+        assert "[DONE]" not in reply.text
+        events = reply.events()
+        assert events[-1]["error"]["type"] == "server_error"
         assert sum("error" in event for event in events) == 1
-        assert "secret" not in text
-        # the openai client raises it
-        async with served.client() as client:
-            answer = await client.completions.create(model="toy", prompt="a", max_tokens=3)
-            assert answer.choices[0].text
+        assert "secret" not in reply.text
+        assert (await served.post(PATH, {**ENDLESS, "max_tokens": 3})).text.endswith("[DONE]\n\n")
 
 
 async def test_a_device_that_hangs_turns_health_to_503(serving: Serving, gate: Gate) -> None:
-    async with (
-        serving(fault=gate, server={"stall_timeout": 60.0}) as served,
-        aiohttp.ClientSession() as session,
-    ):
+    async with serving(fault=gate, server={"stall_timeout": 60.0}) as served:
 
         async def health() -> tuple[int, str]:
-            async with session.get(f"{served.url}/health") as response:
-                return response.status, (await response.json())["status"]
+            reply = await served.get("/health")
+            return reply.status, reply.json()["status"]
 
         def set_back_by_a_minute() -> None:
             driver: Any = served.engine._started().driver
@@ -301,18 +229,13 @@ async def test_a_device_that_hangs_turns_health_to_503(serving: Serving, gate: G
 
 
 async def test_a_lost_device_turns_health_to_503(serving: Serving) -> None:
-    async with serving() as served, served.client() as client:
-        served.device.lost = True
+    def fault(step: Step) -> None:
+        raise RuntimeError("gone")
 
-        def fault(step: Step) -> None:
-            raise RuntimeError("gone")
-
-        served.device.fault = fault
-        with pytest.raises(openai.InternalServerError) as caught:
-            await client.chat.completions.create(model="toy", messages=CHAT)
-        assert caught.value.status_code == 503
-        async with aiohttp.ClientSession() as session, session.get(f"{served.url}/health") as health:
-            assert health.status == 503
+    async with serving() as served:
+        served.device.lost, served.device.fault = True, fault
+        assert (await served.post("/v1/chat/completions", {"messages": CHAT})).status == 503
+        assert (await served.get("/health")).status == 503
 
 
 @pytest.mark.parametrize(
@@ -341,83 +264,11 @@ async def test_a_lost_device_turns_health_to_503(serving: Serving) -> None:
     ],
 )
 async def test_malformed_bodies_are_a_400(serving: Serving, body: bytes, status: int) -> None:
-    fresh = aiohttp.TCPConnector(force_close=True)
-    async with (
-        serving(server={"max_body_mib": 0.5}) as served,
-        aiohttp.ClientSession(connector=fresh) as session,
-    ):
-        headers = {"Content-Type": "application/json"}
-        async with session.post(f"{served.url}/v1/completions", data=body, headers=headers) as response:
-            assert response.status == status
-            assert set((await response.json())["error"]) == {"message", "type", "param", "code"}
-        async with session.post(f"{served.url}/v1/chat/completions", data=body, headers=headers) as response:
-            assert response.status == status
-
-
-async def test_unknown_routes_and_methods_are_json_errors(serving: Serving) -> None:
-    async with serving() as served, aiohttp.ClientSession() as session:
-        for method, path, status in (("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)):
-            async with session.request(method, served.url + path) as response:
-                assert response.status == status
-                assert "error" in await response.json()
-
-
-async def test_the_api_key_guards_every_route_but_health(serving: Serving) -> None:
-    async with serving(server={"api_key": "schlüssel"}) as served, aiohttp.ClientSession() as session:
-        for key in (None, "wrong", "schlüsse", "schlüssell", "\udcff"):
-            headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            for method, path in (
-                ("GET", "/v1/models"),
-                ("GET", "/v1/models/toy"),
-                ("POST", "/v1/completions"),
-                ("POST", "/v1/chat/completions"),
-            ):
-                try:
-                    async with session.request(method, served.url + path, headers=headers) as response:
-                        assert response.status == 401
-                except UnicodeEncodeError:
-                    assert key == "\udcff"
-        async with session.get(f"{served.url}/health") as response:
-            assert response.status == 200
-        good = {"Authorization": "Bearer schlüssel"}
-        async with session.get(f"{served.url}/v1/models", headers=good) as response:
-            assert response.status == 200
-
-
-@rest(SECONDS)
-async def test_the_routes_can_be_mounted_in_an_existing_application() -> None:
-    """Disconnects are detected without handler cancellation, too."""
-    config = EngineConfig(model="toy", page_size=4, num_pages=2048)
-    device = ToyDevice(num_pages=2048, num_slots=config.num_slots)
-    device.fault = slow
-    engine = Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: ToyTokenizer())
-    app = web.Application()
-
-    async def own(request: web.Request) -> web.Response:
-        return web.Response(text="mine")
-
-    app.router.add_get("/", own)
-    setup(app, engine, prefix="/llm/v1")
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-        async with aiohttp.ClientSession() as session:
-            async with session.get(url) as response:
-                assert await response.text() == "mine"
-            for stream in (True, False):
-                leaving = asyncio.create_task(
-                    _post(session, f"{url}/llm/v1/completions", {**ENDLESS, "stream": stream})
-                )
-                await until(lambda: engine.stats().running == 1)
-                leaving.cancel()
-                await asyncio.wait([leaving])
-                await until(lambda: engine.stats().running == 0)
-    finally:
-        await runner.cleanup()
-    assert not engine.ready
+    async with serving(server={"max_body_mib": 0.5}) as served:
+        for path in (PATH, "/v1/chat/completions"):
+            reply = await served.post(path, body, Connection="close")
+            assert reply.status == status
+            assert set(reply.error) == {"message", "type", "param", "code"}
 
 
 @rest(PROGRAM)
@@ -457,17 +308,13 @@ def _served_url(process: subprocess.Popen[bytes]) -> str:
 @rest(SECONDS)
 async def test_a_request_of_many_choices_lets_others_go_between(serving: Serving) -> None:
     body = {"prompt": [1, 2, 3], "max_tokens": 20, "ignore_eos": True, "temperature": 0}
-    async with serving(max_running_requests=1) as served, aiohttp.ClientSession() as session:
-        url = f"{served.url}/v1/completions"
-        many = asyncio.create_task(session.post(url, json={**body, "n": 64}))
+    async with serving(max_running_requests=1) as served:
+        many = asyncio.create_task(served.post(PATH, {**body, "n": 64}))
         while served.engine.stats().waiting < 32:
             await asyncio.sleep(0)
-        async with session.post(url, json=body) as response:
-            assert response.status == 200
-            alone = (await response.json())["choices"][0]["text"]
+        alone = (await served.post(PATH, body)).json()["choices"][0]["text"]
         assert not many.done()
-        async with await many as response:
-            assert [choice["text"] for choice in (await response.json())["choices"]] == [alone] * 64
+        assert [choice["text"] for choice in (await many).json()["choices"]] == [alone] * 64
 
 
 @rest(SECONDS)
@@ -479,10 +326,9 @@ async def test_an_unexpected_error_is_a_500_without_details_and_a_log_line(
 
     async with serving() as served:
         monkeypatch.setattr(Engine, "generate", broken)
-        async with served.client() as client:
-            with pytest.raises(openai.InternalServerError) as caught:
-                await client.chat.completions.create(model="toy", messages=CHAT)
-    assert "secret" not in str(caught.value)
+        reply = await served.post("/v1/chat/completions", {"messages": CHAT})
+    assert (reply.status, reply.error["type"]) == (500, "server_error")
+    assert "secret" not in reply.text
     [record] = [each for each in caplog.records if each.levelname == "ERROR"]
     assert record.exc_info is not None
     assert record.exc_info[0] is ZeroDivisionError

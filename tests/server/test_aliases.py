@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-import aiohttp
 import openai
 import pytest
 
@@ -49,12 +48,8 @@ async def test_an_answer_has_the_name_that_was_asked_for(serving: Serving) -> No
 
 
 async def test_without_a_name_the_first_one_answers(serving: Serving) -> None:
-    async with serving(server=NAMES) as served, aiohttp.ClientSession() as session:
-        async with session.post(
-            f"{served.url}/v1/completions", json={"prompt": "a", "max_tokens": 1}
-        ) as answer:
-            assert (await answer.json())["model"] == "big"
-        async with session.get(f"{served.url}/v1/models/small") as answer:
-            assert (await answer.json())["id"] == "small"
-        async with session.get(f"{served.url}/v1/models/toy") as answer:
-            assert answer.status == 404
+    async with serving(server=NAMES) as served:
+        reply = await served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+        assert reply.json()["model"] == "big"
+        assert (await served.get("/v1/models/small")).json()["id"] == "small"
+        assert (await served.get("/v1/models/toy")).status == 404

@@ -9,33 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioinfer.chat.answers import AnswerFormat, ChatFormat
-from aioinfer.chat.tools import parse_tools
-from aioinfer.params import SamplingParams
+from aioinfer.chat.answers import AnswerFormat
 from aioinfer.text.reasoning import REASONING_PARSERS, ReasoningParser
-from aioinfer.text.tool_calls import PARSERS, Hermes, Qwen3Coder, ToolCallParser
-from aioinfer.text.tool_calls.raw_values import Signatures
+from aioinfer.text.tool_calls import PARSERS, Hermes
 from tests.server.chats import ROME
 from tests.text.call_formats import FORMATS as CALLS
 from tests.tiers import SECONDS, rest, scaled
 
 PIECES = [
-    "<think>",
-    "</think>",
-    "[THINK]",
-    "[/THINK]",
-    "<|channel|>analysis<|message|>",
+    *("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel|>analysis<|message|>"),
     "<|end|><|start|>assistant<|channel|>final<|message|>",
-    "<tool_call>",
-    "</tool_call>",
-    ROME,
-    ROME[:40],
-    '{"name": "f", "arguments": {',
-    "}}",
-    "\n",
-    '"',
-    "<",
-    "hm ",
+    *("<tool_call>", "</tool_call>", ROME, ROME[:40], '{"name": "f", "arguments": {', "}}"),
+    *("\n", '"', "<", "hm "),
 ]
 FORMATS = [
     AnswerFormat(tools, reasoning)
@@ -96,7 +81,6 @@ def test_any_cuts_give_the_same_message(answer: AnswerFormat, data: st.DataObjec
     check(answer, text, [*text, ""])
 
 
-@rest(SECONDS)
 @pytest.mark.parametrize("reasoning", REASONING_PARSERS.values(), ids=REASONING_PARSERS)
 def test_reasoning_content_and_calls(reasoning: type[ReasoningParser]) -> None:
     answer = AnswerFormat(Hermes, reasoning)
@@ -107,19 +91,9 @@ def test_reasoning_content_and_calls(reasoning: type[ReasoningParser]) -> None:
     assert message["content"].strip("\n") == "One moment."
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
     assert reason == "tool_calls"
-    for first, second in itertools.combinations(range(0, len(text), 3), 2):
-        check(answer, text, [text[:first], text[first:second], text[second:]])
+    check(answer, text, [*text, ""])
 
 
-def test_the_types_of_arguments_are_found_with_the_request() -> None:
-    tools = parse_tools([{"type": "function", "function": {"name": "f"}}])
-    for parser, wanted in ((Qwen3Coder, True), (Hermes, False)):
-        _, answer = ChatFormat(parser).apply(SamplingParams(), tools)
-        assert answer is not None
-        assert isinstance(answer.functions, Signatures) == wanted
-
-
-@rest(SECONDS)
 def test_messages_of_gpt_oss() -> None:
     call = CALLS["harmony"].tell("weather", {"city": "Rome"})
     again = "<|end|><|start|>assistant"
@@ -130,8 +104,7 @@ def test_messages_of_gpt_oss() -> None:
     assert (message["reasoning_content"], message["content"]) == ("I call.", "One moment.")
     assert [made["function"]["arguments"] for made in message["tool_calls"]] == ['{"city": "Rome"}']
     assert reason == "tool_calls"
-    for first, second in itertools.combinations(range(0, len(text), 3), 2):
-        check(answer, text, [text[:first], text[first:second], text[second:]])
+    check(answer, text, [*text, ""])
     message, reason = whole(answer, f"{thoughts}<|channel|>final<|message|>It is sunny.")
     assert (message["reasoning_content"], message["content"], reason) == ("I call.", "It is sunny.", "stop")
 
@@ -147,8 +120,7 @@ def test_an_answer_longer_than_a_piece() -> None:
 
 
 def test_without_tools_calls_are_text() -> None:
-    parser: type[ToolCallParser] | None = None
     for reasoning in REASONING_PARSERS.values():
-        message, reason = whole(AnswerFormat(parser, reasoning), f"{reasoning.closing}{ROME}")
+        message, reason = whole(AnswerFormat(None, reasoning), f"{reasoning.closing}{ROME}")
         assert ROME in message["content"]
         assert reason == "stop"

@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from aioinfer.config import ServerConfig
-from aioinfer.server import serve
 from aioinfer.testing import Answer, FakeEngine
+from tests.server.conftest import run_server
 from tests.server.programs.environments import NONE, node_module
 from tests.server.test_programs import failures
 from tests.tiers import PROGRAM, nightly
@@ -49,16 +49,8 @@ async def served(*calls: tuple[str, Mapping[str, Any]]) -> AsyncIterator[tuple[s
     config = ServerConfig(
         port=0, served_model_name=NAMES, access_log=True, access_log_format="json", drain_timeout=60.0
     )
-    loop = asyncio.get_running_loop()
-    started: asyncio.Future[str] = loop.create_future()
-    stop = asyncio.Event()
-    async with FakeEngine(answer) as engine:
-        task = loop.create_task(serve(engine, config, stop=stop, ready=started.set_result))
-        try:
-            yield await started, engine
-        finally:
-            stop.set()
-            await task
+    async with FakeEngine(answer) as engine, run_server(engine, config) as running:
+        yield running.url, engine
 
 
 async def run(command: list[str | Path], home: Path, **settings: str) -> list[Any]:

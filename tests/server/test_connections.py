@@ -9,11 +9,10 @@ import math
 import random
 import resource
 import socket
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from functools import partial
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
@@ -33,23 +32,13 @@ COMPLETION = {**ENDLESS, "stream": False, "max_tokens": 3}
 
 
 @pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.release()
-
-
-@pytest.fixture
-def unhandled() -> Iterator[list[dict[str, Any]]]:
-    """What the loop's exception handler is called with, exceptions that were never retrieved included."""
+async def unhandled() -> AsyncIterator[None]:
+    """Nothing reaches the loop's exception handler, exceptions that were never retrieved included."""
     found: list[dict[str, Any]] = []
-    yield found
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
+    yield
     gc.collect()
     assert not found
-
-
-def collect(found: list[dict[str, Any]]) -> None:
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -308,12 +297,12 @@ async def test_malformed_connections_log_one_line_in_all(
 
 
 @rest(SECONDS)
+@pytest.mark.usefixtures("unhandled")
 async def test_clients_that_disconnect_at_any_time_are_not_logged(
-    serving: Serving, connect: Connect, caplog: pytest.LogCaptureFixture, unhandled: list[dict[str, Any]]
+    serving: Serving, connect: Connect, caplog: pytest.LogCaptureFixture
 ) -> None:
     seed = 7
     chance = random.Random(seed)
-    collect(unhandled)
 
     def fault(step: Step) -> None:
         if step.id % 50 == 49:
@@ -435,16 +424,3 @@ async def test_many_requests_are_looked_at_in_slices() -> None:
     assert max(each.looks for each in watched) <= 4
     for each in watched:
         watcher.remove(each)
-
-
-async def test_the_access_log_has_a_line_per_request(
-    serving: Serving, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO, "aioinfer.access")
-    for wanted in (False, True):
-        async with serving(server={"access_log": wanted}) as served, aiohttp.ClientSession() as session:
-            async with session.get(f"{served.url}/v1/models") as response:
-                assert response.status == 200
-            lines = [each.getMessage() for each in caplog.records if each.name == "aioinfer.access"]
-    assert len(lines) == 1
-    assert lines[0].startswith('127.0.0.1 "GET /v1/models HTTP/1.1" 200 ')

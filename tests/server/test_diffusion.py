@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from aioinfer.config import EngineConfig
@@ -15,6 +14,7 @@ from aioinfer.loop import factory
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.server.openai.protocol import Call, Served, parse_completion
 from aioinfer.text.output import UNKNOWN
+from tests.server.calls import Reply
 from tests.server.conftest import Serving
 from tests.tiers import SECONDS, rest
 from tests.toys import ToyTokenizer
@@ -91,37 +91,25 @@ async def test_completions_have_drafts_on_request_only(serving: Serving) -> None
 
 async def test_the_config_names_the_algorithm_of_requests_that_name_none(serving: Serving) -> None:
     """Over HTTP and in process."""
-    ask = {**ASK, "prompt": "abc"}
-    ways: dict[str, dict[str, Any]] = {
-        "default": {},
-        "draft": {"draft": True},
-        "own": {"algorithm": "static_steps"},
-        "other": {"algorithm": "factor"},
-        "sure": {"threshold": 1.0},
-    }
-    static: dict[str, Any] = {"algorithm": "static_steps"}
-    expected = {"default": static, "draft": static, "own": static, "other": ways["other"]}
 
-    async def steps_of(configured: dict[str, Any], asked: dict[str, Any]) -> tuple[Any, Any]:
+    async def steps_of(asked: dict[str, Any], **configured: Any) -> Any:
         prompt = ToyTokenizer().encode("abc")
-        async with serving(device=device(), **configured) as served, served.client(strict=False) as client:
-            body = {**EXTRA, "diffusion": {**asked, "step_map": True}}
-            said = await client.completions.create(**ask, extra_body=body)
+        async with serving(device=device(), **configured) as served:
+            body = {**ASK, **EXTRA, "prompt": "abc", "diffusion": {**asked, "step_map": True}}
+            said = (await served.post("/v1/completions", body)).json()["choices"][0]["step_map"]
             params = SamplingParams(
                 temperature=0, max_tokens=30, ignore_eos=True, diffusion=DiffusionParams(**asked)
             )
-            result = await served.engine.generate(prompt, params)
-        return (said.choices[0].model_extra or {})["step_map"], list(result.step_map or ())
+            assert said == list((await served.engine.generate(prompt, params)).step_map or ())
+        return said
 
-    for name, wanted in expected.items():
-        by_http, in_process = await steps_of({"diffusion_algorithm": "static_steps"}, ways[name])
-        alone, _ = await steps_of({}, wanted)
-        assert by_http == in_process == alone, name
-    # At 1 each round writes one token, as static_steps does.
-    by_http, in_process = await steps_of({"diffusion_threshold": 1.0}, {})
-    assert by_http == in_process == (await steps_of({}, ways["sure"]))[0] != (await steps_of({}, {}))[0]
-    by_http, in_process = await steps_of({"diffusion_threshold": 1.0}, {"threshold": 0.95})
-    assert by_http == in_process == (await steps_of({}, {}))[0]
+    static = {"algorithm": "static_steps"}
+    for asked, same in (({}, static), ({"draft": True}, static), ({"algorithm": "factor"}, None)):
+        assert await steps_of(asked, diffusion_algorithm="static_steps") == await steps_of(same or asked)
+    # At 1 each round writes one token.
+    plain = await steps_of({})
+    assert await steps_of({}, diffusion_threshold=1.0) == await steps_of({"threshold": 1.0}) != plain
+    assert await steps_of({"threshold": 0.95}, diffusion_threshold=1.0) == plain
 
 
 @pytest.mark.parametrize(
@@ -176,39 +164,35 @@ REFUSED: list[tuple[str, Any, str]] = [
 
 @rest(SECONDS)
 async def test_unsupported_diffusion_fields_are_a_400(serving: Serving) -> None:
-    async with serving(device=device()) as served, served.client() as client:
+    chat = {**ASK, "messages": CHAT}
+    async with serving(device=device()) as served:
 
-        async def refusal(**body: Any) -> Any:
-            with pytest.raises(openai.BadRequestError) as caught:
-                await client.chat.completions.create(
-                    **ASK, messages=CHAT, stream=bool(len(str(body)) % 2), extra_body=body
-                )
-            return caught.value.body
+        async def ask(**fields: Any) -> Reply:
+            return await served.post("/v1/chat/completions", {**chat, **fields})
 
         for value, named in BAD:
-            error = await refusal(diffusion=value)
-            assert (error["param"].split(".")[0], named in error["message"]) == ("diffusion", True), error
+            reply = await ask(diffusion=value)
+            assert (reply.status, reply.error["param"].split(".")[0]) == (400, "diffusion")
+            assert named in reply.error["message"]
         for field, value, param in REFUSED:
-            error = await refusal(**{field: value, "logprobs": field == "top_logprobs"})
-            assert (error["param"], "diffusion model" in error["message"]) == (param, True), error
-        with pytest.raises(openai.BadRequestError) as echoed:
-            await client.completions.create(**ASK, prompt="abc", echo=True, logprobs=0)
-        assert echoed.value.param == "echo"
+            reply = await ask(**{field: value, "logprobs": field == "top_logprobs"})
+            assert reply.refusal == (400, param)
+            assert "diffusion model" in reply.error["message"]
+        reply = await served.post("/v1/completions", {**ASK, "prompt": "abc", "echo": True, "logprobs": 0})
+        assert reply.refusal == (400, "echo")
         assert served.engine.stats().admitted == 0
         for nothing in (None, {}, {"threshold": None, "step_map": None}):
-            body = {**EXTRA, "diffusion": nothing, "frequency_penalty": 0, "logit_bias": {}, "logprobs": True}
-            answer = await client.chat.completions.create(**ASK, messages=CHAT, extra_body=body)
-            assert answer.usage is not None
-            assert answer.usage.completion_tokens == 30
-            assert answer.choices[0].logprobs is not None
-            assert len(answer.choices[0].logprobs.content or ()) == 30
+            neutral = {"frequency_penalty": 0, "logit_bias": {}, "logprobs": True}
+            answer = (await ask(**EXTRA, **neutral, diffusion=nothing)).json()
+            assert answer["usage"]["completion_tokens"] == 30
+            assert len(answer["choices"][0]["logprobs"]["content"]) == 30
 
 
 async def test_an_autoregressive_model_refuses_diffusion_fields(serving: Serving) -> None:
-    async with serving() as served, served.client() as client:
-        with pytest.raises(openai.BadRequestError, match="not a diffusion model") as caught:
-            await client.chat.completions.create(**ASK, messages=CHAT, extra_body={"diffusion": {}})
-        assert caught.value.param == "diffusion"
+    async with serving() as served:
+        reply = await served.post("/v1/chat/completions", {**ASK, "messages": CHAT, "diffusion": {}})
+    assert reply.refusal == (400, "diffusion")
+    assert "not a diffusion model" in reply.error["message"]
 
 
 def test_fields_of_a_body_override_the_models_defaults() -> None:

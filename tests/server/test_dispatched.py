@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import aiohttp
 import openai
 import pytest
 from aiohttp import web
@@ -19,11 +18,13 @@ from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.parallel import Dispatcher
-from aioinfer.server import asgi_app, create_app, serve
+from aioinfer.server import asgi_app, create_app
 from aioinfer.testing import Answer, FakeEngine
 from tests.asgi import Exchange
+from tests.engine.conftest import Gate
 from tests.observe.scrapes import read_text, values
-from tests.server.conftest import without_certificates
+from tests.server.calls import Http, http
+from tests.server.conftest import run_server, without_certificates
 from tests.tiers import SECONDS, rest
 from tests.toys import ToyDevice, ToyTokenizer
 from tests.toys.adapters import write_toy_adapter
@@ -55,31 +56,24 @@ def lose(engine: Engine) -> None:
     engine._runtime.lost(RuntimeError("it is gone"))
 
 
+@dataclass
 class Site:
     """A running server over a dispatcher, and clients of it."""
 
-    def __init__(self, engines: list[Engine], dispatcher: Dispatcher, url: str, path: str) -> None:
-        self.engines = engines
-        self.dispatcher = dispatcher
-        self.url = url
-        self._path = path
-        self.client: Any = openai.AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="none", max_retries=0, http_client=without_certificates()
-        )
+    engines: list[Any]
+    dispatcher: Dispatcher
+    client: Any
+    _public: Http
+    _admin: Http
 
     async def get(self, path: str) -> tuple[int, Any]:
-        async with aiohttp.ClientSession() as session, session.get(self.url + path) as response:
-            text = await response.text()
-            return response.status, json.loads(text) if response.content_type == "application/json" else text
+        reply = await self._public.get(path)
+        return reply.status, reply.json() if reply.type == "application/json" else reply.text
 
     async def admin(self, method: str, path: str) -> Any:
-        connector = aiohttp.UnixConnector(self._path)
-        async with (
-            aiohttp.ClientSession(connector=connector) as session,
-            session.request(method, f"http://localhost{path}") as response,
-        ):
-            assert response.status == 200, await response.text()
-            return await response.json()
+        reply = await self._admin(method, path)
+        assert reply.status == 200, reply.text
+        return reply.json()
 
 
 @asynccontextmanager
@@ -87,17 +81,19 @@ async def site(tmp_path: Any, engines: list[Engine], **settings: Any) -> AsyncIt
     dispatcher = Dispatcher(engines, policy="round_robin")
     path = str(tmp_path / "admin")
     config = ServerConfig(port=0, drain_timeout=60.0, admin_uds=path, **settings)
-    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    stop = asyncio.Event()
-    serving = asyncio.ensure_future(serve(dispatcher, config, stop=stop, ready=started.set_result))
-    made = Site(engines, dispatcher, await started, path)
-    try:
-        yield made
-    finally:
-        await made.client.close()
-        stop.set()
-        await serving
-        assert all(each.closed for each in engines)
+    async with (
+        run_server(dispatcher, config) as running,
+        http(running.url) as public,
+        http(f"unix:{path}") as admin,
+        openai.AsyncOpenAI(
+            base_url=f"{running.url}/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=without_certificates(),
+        ) as client,
+    ):
+        yield Site(engines, dispatcher, client, public, admin)
+    assert all(each.closed for each in engines)
 
 
 async def test_chats_and_completions_whole_and_streamed(tmp_path: Any) -> None:
@@ -111,13 +107,13 @@ async def test_chats_and_completions_whole_and_streamed(tmp_path: Any) -> None:
             pieces = [chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices]
             assert "".join(pieces) == "Hello, world."
         for served_engine in served.engines:
-            served_engine.answers = "Once."  # type: ignore[attr-defined]
+            served_engine.answers = "Once."
         stream = await served.client.completions.create(model="fake", prompt=["a", "b"], stream=True, n=2)
         texts = ["", "", "", ""]
         async for chunk in stream:
             texts[chunk.choices[0].index] += chunk.choices[0].text
         assert texts == ["Once."] * 4
-        assert [len(each.requests) for each in served.engines] == [4, 4, 3]  # type: ignore[attr-defined]
+        assert [len(each.requests) for each in served.engines] == [4, 4, 3]
         assert not served.dispatcher._started().open
 
 
@@ -198,11 +194,8 @@ async def test_readiness_says_degraded_while_one_is_left_and_503_with_none(tmp_p
         await served.client.completions.create(model="toy", prompt="abc", max_tokens=5)
 
 
-async def test_one_replica_that_hangs_does_not_make_the_others_unready(tmp_path: Any) -> None:
+async def test_one_replica_that_hangs_does_not_make_the_others_unready(tmp_path: Any, gate: Gate) -> None:
     """Seen elsewhere: an orchestrator kills all for one that hangs."""
-    from tests.engine.conftest import Gate
-
-    gate = Gate()
     engines = [toy(gate), toy()]
     async with site(tmp_path, engines, stall_timeout=0.05) as served:
         held = served.dispatcher.generate([1, 2], SamplingParams(max_tokens=2, ignore_eos=True))

@@ -6,14 +6,13 @@ import asyncio
 import base64
 import hashlib
 import json
-from io import BytesIO
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import jsonschema
 import numpy as np
-import openai
 import pytest
 
 from aioinfer.embeddings.embedding import Embedding, normalized
@@ -40,8 +39,21 @@ def wanted(text: str | list[int], pooling: Pooling = MEAN) -> np.ndarray[Any, An
 
 
 async def post(served: Served, path: str, **body: Any) -> tuple[int, Any]:
-    async with aiohttp.ClientSession(served.url) as session, session.post(path, json=body) as response:
-        return response.status, await response.json()
+    reply = await served.post(path, body)
+    return reply.status, reply.json()
+
+
+@pytest.fixture
+def embedder(serving: Serving) -> Serving:
+    """A server whose model is made for embeddings, so that it scores by them."""
+
+    @asynccontextmanager
+    async def run(**options: Any) -> AsyncIterator[Served]:
+        async with serving(**options) as served:
+            served.engine.sentences = type(served.engine.sentences)(stated=True, embeds=True)
+            yield served
+
+    return run
 
 
 async def test_the_openai_client_gets_the_embeddings_of_texts_and_ids_in_order(serving: Serving) -> None:
@@ -73,35 +85,43 @@ async def test_base64_has_the_bits_of_the_numbers_and_dimensions_are_cut_first(s
     assert np.array_equal(raw["data"][0]["embedding"], toy_pooled(ids, Pooling()))
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({}, "input"),
-        ({"input": ""}, "input"),
-        ({"input": []}, "input"),
-        ({"input": ["a", ""]}, "input[1]"),
-        ({"input": [["a"]]}, "input[0]"),
-        ({"input": [[1], [70]]}, "input[1]"),
-        ({"input": [1, "a"]}, "input"),
-        ({"input": ["a"] * 2049}, "input"),
-        ({"input": "a", "encoding_format": "hex"}, "encoding_format"),
-        ({"input": "a", "dimensions": 4}, "dimensions"),
-        ({"input": "a", "dimensions": 0}, "dimensions"),
-        ({"input": "a", "pooling": "tokens"}, "pooling"),
-        ({"input": "a", "normalize": 1}, "normalize"),
-        ({"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
-        ({"input": "a", "prompt_name": "query"}, "prompt_name"),
-        ({"input": "a", "prompt_name": []}, "prompt_name"),
-        ({"input": "a", "prompt_name": {"a": 1}}, "prompt_name"),
-        ({"input": "a", "stream": True}, "stream"),
-        ({"input": "a" * 5000}, "input"),
-        ({"input": ["a", "a" * 5000]}, "input[1]"),
-    ],
-)
-async def test_what_is_wrong_with_a_body_is_named(serving: Serving, body: Any, param: str) -> None:
-    async with serving() as served:
-        status, answer = await post(served, "/v1/embeddings", **body)
-        assert (status, answer["error"]["param"]) == (400, param), answer
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("embeddings", {}, "input"),
+    ("embeddings", {"input": ""}, "input"),
+    ("embeddings", {"input": []}, "input"),
+    ("embeddings", {"input": ["a", ""]}, "input[1]"),
+    ("embeddings", {"input": [["a"]]}, "input[0]"),
+    ("embeddings", {"input": [[1], [70]]}, "input[1]"),
+    ("embeddings", {"input": [1, "a"]}, "input"),
+    ("embeddings", {"input": ["a"] * 2049}, "input"),
+    ("embeddings", {"input": "a", "encoding_format": "hex"}, "encoding_format"),
+    ("embeddings", {"input": "a", "dimensions": 4}, "dimensions"),
+    ("embeddings", {"input": "a", "dimensions": 0}, "dimensions"),
+    ("embeddings", {"input": "a", "pooling": "tokens"}, "pooling"),
+    ("embeddings", {"input": "a", "normalize": 1}, "normalize"),
+    ("embeddings", {"input": "a", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ("embeddings", {"input": "a", "prompt_name": "query"}, "prompt_name"),
+    ("embeddings", {"input": "a", "prompt_name": {"a": 1}}, "prompt_name"),
+    ("embeddings", {"input": "a", "stream": True}, "stream"),
+    ("embeddings", {"input": ["a", "a" * 5000]}, "input[1]"),
+    ("embeddings", {"input": "a", "model": "other"}, "model"),
+    ("score", {"text_1": ["a", "b"], "text_2": ["a"]}, "text_1"),
+    ("rerank", {"query": "a", "documents": []}, "documents"),
+    ("rerank", {"query": "a", "documents": ["b", 3]}, "documents[1]"),
+    ("rerank", {"query": "a", "documents": ["b", {"text": "c", "title": "d"}]}, "documents[1].title"),
+    ("rerank", {"query": "", "documents": ["b"]}, "query"),
+    ("rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
+    ("rerank", {"query": "a", "documents": ["b", "c" * 5000]}, "documents[1]"),
+    ("rerank", {"query": "a", "documents": ["b"], "instruction": "x"}, "instruction"),
+    ("rerank", {"documents": ["b"]}, "query"),
+]
+
+
+async def test_what_is_wrong_with_a_body_is_named(embedder: Serving) -> None:
+    async with embedder() as served:
+        for path, body, param in REFUSED:
+            reply = await served.post(f"/v1/{path}", body)
+            assert reply.refusal == (404 if param == "model" else 400, param), body
         assert served.engine.stats().running == served.engine.stats().waiting == 0
 
 
@@ -113,89 +133,38 @@ async def test_inputs_are_cut_on_demand(serving: Serving) -> None:
     assert cut == whole
 
 
-async def test_another_model_is_not_found(serving: Serving) -> None:
-    async with serving() as served, served.client(strict=False) as client:
-        with pytest.raises(openai.NotFoundError):
-            await client.embeddings.create(model="other", input="a")
-
-
-@rest(SECONDS)
-async def test_a_batch_needs_no_more_of_the_queue_than_there_is(serving: Serving) -> None:
-    async with (
-        serving(max_running_requests=4, max_queued_requests=3) as served,
-        served.client(strict=False) as client,
-    ):
-        inputs = [[index % 60 + 1, 3] for index in range(200)]
-        found = await client.embeddings.create(model="toy", input=inputs)
-        assert served.engine.stats().admitted == 200
-    for ids, each in zip(inputs, found.data, strict=True):
-        assert np.array_equal(np.asarray(each.embedding, np.float32), wanted(ids, Pooling()))
-
-
 @rest(SECONDS)
 async def test_many_inputs_that_are_as_long_as_the_context_are_one_call(serving: Serving) -> None:
-    def body() -> BytesIO:
-        return BytesIO(json.dumps({"input": inputs}).encode())
-
-    headers = {"Content-Type": "application/json"}
-    async with serving(max_running_requests=4) as served, aiohttp.ClientSession(served.url) as session:
+    async with serving(max_running_requests=4) as served:
         text = "a" * (served.engine.info.max_model_len // 2)
         inputs = [f"{text}{index}" for index in range((11 << 17) // len(text))]
-        async with session.post("/v1/embeddings", data=body(), headers=headers) as response:
-            answer = await response.json()
-            assert response.status == 200, answer
-        assert len(answer["data"]) == len(inputs)
-    async with (
-        serving(server={"max_body_mib": 1.0}) as served,
-        aiohttp.ClientSession(served.url) as session,
-        session.post("/v1/embeddings", data=body(), headers=headers) as response,
-    ):
-        assert response.status == 413
-
-
-async def test_a_client_that_leaves_withdraws_its_inputs(serving: Serving) -> None:
-    gate = Gate()
-    async with serving(fault=gate, max_running_requests=4) as served:
-        async with aiohttp.ClientSession(served.url) as session:
-            body = {"input": [[index % 60 + 1] for index in range(64)]}
-            asking = asyncio.create_task(session.post("/v1/embeddings", json=body))
-            await asyncio.to_thread(gate.arrived.acquire)
-            asking.cancel()
-            await asyncio.wait([asking])
-        gate.release()
-        while served.engine.stats().running + served.engine.stats().waiting:
-            await asyncio.sleep(0)
-        assert served.engine.stats().admitted < 64
-        status, _ = await post(served, "/v1/embeddings", input="a")
-    assert status == 200
+        status, answer = await post(served, "/v1/embeddings", input=inputs)
+        assert (status, len(answer["data"])) == (200, len(inputs))
+    async with serving(server={"max_body_mib": 1.0}) as served:
+        assert (await post(served, "/v1/embeddings", input=inputs))[0] == 413
 
 
 @pytest.mark.parametrize("path", ["/v1/score", "/score"])
-async def test_scores_are_cosines_in_the_order_of_the_texts(serving: Serving, path: str) -> None:
-    async with serving() as served:
-        served.engine.sentences = type(served.engine.sentences)(stated=True, embeds=True)
+async def test_scores_are_cosines_in_the_order_of_the_texts(embedder: Serving, path: str) -> None:
+    async with embedder() as served:
         _, answer = await post(served, path, text_1="hello", text_2=["hello", "other"])
         _, pairs = await post(served, path, text_1=["a", "b"], text_2=["a", "c"])
-        status, refused = await post(served, path, text_1=["a", "b"], text_2=["a"])
     query, other = wanted("hello", Pooling()), wanted("other", Pooling())
     assert [each["score"] for each in answer["data"]] == pytest.approx([1.0, float(query @ other)], rel=1e-6)
     assert [each["index"] for each in answer["data"]] == [0, 1]
     assert answer["usage"]["prompt_tokens"] == 10  # each text once
     assert pairs["data"][0]["score"] == pytest.approx(1.0)
-    assert (status, refused["error"]["param"]) == (400, "text_1")
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/rerank"])
-async def test_reranking_gives_the_best_first(serving: Serving, path: str) -> None:
+async def test_reranking_gives_the_best_first(embedder: Serving, path: str) -> None:
     documents = ["one", "two", "three", {"text": "query"}]
-    async with serving() as served:
-        served.engine.sentences = type(served.engine.sentences)(stated=True, embeds=True)
+    async with embedder() as served:
         _, answer = await post(served, path, query="query", documents=documents, top_n=3)
         _, bare = await post(served, path, query="query", documents=documents, return_documents=False)
     results = answer["results"]
     assert len(results) == 3
-    assert results[0]["index"] == 3
-    assert results[0]["document"] == {"text": "query"}
+    assert (results[0]["index"], results[0]["document"]) == (3, {"text": "query"})
     scores = [each["relevance_score"] for each in bare["results"]]
     assert scores == sorted(scores, reverse=True)
     assert [each["relevance_score"] for each in results] == scores[:3]
@@ -209,54 +178,22 @@ async def test_a_model_without_a_head_for_yes_and_no_is_refused_as_a_judge(servi
     assert "yes and no" in answer["error"]["message"]
 
 
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        ({"query": "a", "documents": []}, "documents"),
-        ({"query": "a", "documents": ["b", 3]}, "documents[1]"),
-        ({"query": "a", "documents": ["b", {"text": "c", "title": "d"}]}, "documents[1].title"),
-        ({"query": "", "documents": ["b"]}, "query"),
-        ({"query": "a", "documents": ["b"], "top_n": 0}, "top_n"),
-        ({"query": "a", "documents": ["b", "c" * 5000]}, "documents[1]"),
-        ({"query": "a", "documents": ["b"], "instruction": "x"}, "instruction"),
-        ({"documents": ["b"]}, "query"),
-    ],
-)
-async def test_what_is_wrong_with_a_reranking_is_named(serving: Serving, body: Any, param: str) -> None:
-    async with serving() as served:
-        served.engine.sentences = type(served.engine.sentences)(stated=True, embeds=True)
-        status, answer = await post(served, "/v1/rerank", **body)
-    assert (status, answer["error"]["param"]) == (400, param), answer
-
-
 async def test_a_completion_without_tokens_scores_its_prompt(serving: Serving) -> None:
-    async with serving() as served, served.client(strict=False) as client:
-        scored = await client.completions.create(
-            model="toy", prompt=[3, 4, 5, 6], max_tokens=0, echo=True, logprobs=0
-        )
-        longer = await client.completions.create(
-            model="toy", prompt=[3, 4, 5, 6], max_tokens=1, echo=True, logprobs=0, temperature=0
-        )
-        late = await client.completions.create(
-            model="toy",
-            prompt=[3, 4, 5, 6],
-            max_tokens=0,
-            echo=True,
-            logprobs=0,
-            extra_body={"logprob_start_len": 2},
-        )
-    (choice,), (other,) = scored.choices, longer.choices
-    assert choice.finish_reason == "length"
-    assert scored.usage is not None
-    assert scored.usage.completion_tokens == 0
-    assert choice.logprobs is not None
-    assert other.logprobs is not None
-    assert other.logprobs.token_logprobs is not None
-    assert choice.logprobs.token_logprobs == other.logprobs.token_logprobs[:4]
-    assert choice.logprobs.tokens == ToyTokenizer()._pieces[3:7]
-    assert late.choices[0].logprobs is not None
-    assert late.choices[0].logprobs.tokens == choice.logprobs.tokens
-    assert late.choices[0].logprobs.token_logprobs == [None, None, *choice.logprobs.token_logprobs[2:]]
+    body = {"prompt": [3, 4, 5, 6], "max_tokens": 0, "echo": True, "logprobs": 0, "temperature": 0}
+    async with serving() as served:
+
+        async def scored(**more: Any) -> Any:
+            return (await served.post("/v1/completions", {**body, **more})).json()
+
+        answer = await scored()
+        longer, late = await scored(max_tokens=1), await scored(logprob_start_len=2)
+    (choice,) = answer["choices"]
+    logprobs = choice["logprobs"]["token_logprobs"]
+    assert (choice["finish_reason"], answer["usage"]["completion_tokens"]) == ("length", 0)
+    assert choice["logprobs"]["tokens"] == ToyTokenizer()._pieces[3:7]
+    assert longer["choices"][0]["logprobs"]["token_logprobs"][:4] == logprobs
+    assert late["choices"][0]["logprobs"]["tokens"] == choice["logprobs"]["tokens"]
+    assert late["choices"][0]["logprobs"]["token_logprobs"] == [None, None, *logprobs[2:]]
 
 
 @pytest.mark.parametrize("form", ["float", "base64"])
@@ -299,9 +236,8 @@ def keyed(directory: Path) -> dict[str, Any]:
 HEADERS = {"Authorization": "Bearer k"}
 
 
-async def left(session: aiohttp.ClientSession) -> int:
-    async with session.get("/v1/models") as response:
-        return int(response.headers["x-ratelimit-remaining-tokens"])
+async def left(served: Served) -> int:
+    return int((await served.get("/v1/models", **HEADERS)).headers["x-ratelimit-remaining-tokens"])
 
 
 @pytest.mark.parametrize(
@@ -314,37 +250,30 @@ async def left(session: aiohttp.ClientSession) -> int:
 )
 @pytest.mark.usefixtures("still")
 async def test_what_a_call_that_fails_has_computed_is_charged(
-    serving: Serving, tmp_path: Path, path: str, body: Any
+    embedder: Serving, tmp_path: Path, path: str, body: Any
 ) -> None:
-    async with (
-        serving(server=keyed(tmp_path), max_running_requests=1) as served,
-        aiohttp.ClientSession(served.url, headers=HEADERS) as session,
-    ):
-        served.engine.sentences = type(served.engine.sentences)(stated=True, embeds=True)
-        async with session.post(path, json=body) as response:
-            assert response.status == 400
+    async with embedder(server=keyed(tmp_path), max_running_requests=1) as served:
+        assert (await served.post(path, body, **HEADERS)).status == 400
         computed = served.engine.stats().prefill_tokens
         assert computed > 9000
-        assert await left(session) <= 60_000 - computed
+        assert await left(served) <= 60_000 - computed
 
 
 @pytest.mark.usefixtures("still")
-async def test_a_client_that_leaves_is_charged_for_its_inputs(serving: Serving, tmp_path: Path) -> None:
-    gate = Gate()
-    async with (
-        serving(server=keyed(tmp_path), fault=gate, max_running_requests=4) as served,
-        aiohttp.ClientSession(served.url, headers=HEADERS) as session,
-    ):
-        async with aiohttp.ClientSession(served.url, headers=HEADERS) as leaving:
-            body = {"input": [[index + 1] * 4000 for index in range(16)]}
-            asking = asyncio.create_task(leaving.post("/v1/embeddings", json=body))
-            await asyncio.to_thread(gate.arrived.acquire)
-            asking.cancel()
-            await asyncio.wait([asking])
+async def test_a_client_that_leaves_withdraws_its_inputs_and_is_charged_for_them(
+    serving: Serving, tmp_path: Path, gate: Gate
+) -> None:
+    async with serving(server=keyed(tmp_path), fault=gate, max_running_requests=4) as served:
+        body = {"input": [[index + 1] * 4000 for index in range(16)]}
+        asking = asyncio.create_task(served.post("/v1/embeddings", body, **HEADERS))
+        await asyncio.to_thread(gate.arrived.acquire)
+        asking.cancel()
+        await asyncio.wait([asking])
         gate.release()
         while served.engine.stats().running + served.engine.stats().waiting:
             await asyncio.sleep(0)
-        while await left(session) >= 50_000:  # it is charged behind the last of them
+        assert served.engine.stats().admitted < 16
+        while await left(served) >= 50_000:  # it is charged after the last of them
             pass
 
 
@@ -359,9 +288,10 @@ def test_documents_of_a_reranking_have_a_text_and_nothing_else_in_the_schema() -
 
 @nightly(SIMULATION)
 async def test_2048_inputs_in_one_call(serving: Serving) -> None:
+    """More than the queue has places for."""
     inputs = [[index % 60 + 1, index // 60 + 1, 5] for index in range(2048)]
-    async with serving(max_running_requests=64) as served, served.client(strict=False) as client:
-        found = await client.embeddings.create(model="toy", input=inputs)
-    assert [each.index for each in found.data] == [*range(2048)]
-    for ids, each in zip(inputs, found.data, strict=True):
-        assert np.array_equal(np.asarray(each.embedding, np.float32), wanted(ids, Pooling()))
+    async with serving(max_running_requests=64, max_queued_requests=3) as served:
+        _, found = await post(served, "/v1/embeddings", input=inputs)
+    assert [each["index"] for each in found["data"]] == [*range(2048)]
+    for ids, each in zip(inputs, found["data"], strict=True):
+        assert np.array_equal(np.asarray(each["embedding"], np.float32), wanted(ids, Pooling()))

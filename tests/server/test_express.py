@@ -9,7 +9,6 @@ import random
 import socket
 import struct
 import sys
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,7 @@ from aioinfer.server.wire import PlainEvent
 from tests.engine.conftest import Gate
 from tests.server.conftest import Served, Serving
 from tests.server.raw import request as raw_request
-from tests.server.test_adversity import ENDLESS, idle, slow, until
+from tests.server.test_adversity import ENDLESS, PATH, idle, slow, until
 from tests.tiers import SECONDS, grid, rest, scaled
 
 CHAT = [{"role": "user", "content": "Hello there"}]
@@ -43,13 +42,6 @@ def outlets(monkeypatch: pytest.MonkeyPatch) -> list[ExpressOutlet]:
     original = ExpressLane.outlet
     monkeypatch.setattr(ExpressLane, "outlet", outlet)
     return made
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.release()
 
 
 def events(text: str) -> list[Any]:
@@ -104,8 +96,17 @@ def read_to_end(client: socket.socket) -> bytes:
     return bytes(response)
 
 
-async def port_and_body(served: Served, **body: Any) -> tuple[int, bytes]:
-    return int(served.url.rsplit(":", 1)[1]), raw_request("POST", "/v1/completions", {**ENDLESS, **body})
+def request_of(**body: Any) -> bytes:
+    return raw_request("POST", PATH, {**ENDLESS, **body})
+
+
+async def stalled_client(served: Served, **body: Any) -> socket.socket:
+    """A client that has asked, with a tiny buffer, and reads nothing."""
+    stalled = socket.socket()
+    stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    await asyncio.to_thread(stalled.connect, ("127.0.0.1", served.port))
+    await asyncio.to_thread(stalled.sendall, request_of(**body))
+    return stalled
 
 
 # -- the text law --------------------------------------------------------------------------------------
@@ -138,17 +139,12 @@ async def test_streams_say_what_whole_answers_say(serving: Serving, outlets: lis
     sys.stdout.write(f"seed {seed}\n")
     rng = random.Random(seed)
     calls = [call_of(rng) for _ in range(scaled(300))]
-    async with serving() as served, aiohttp.ClientSession() as session:
-
-        async def ask(path: str, body: dict[str, Any]) -> str:
-            async with session.post(f"{served.url}/v1/{path}", json=body) as response:
-                assert response.status == 200, await response.text()
-                return await response.text()
+    async with serving() as served:
 
         async def compare(path: str, body: dict[str, Any]) -> None:
             streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
-            at_once = json.loads(await ask(path, body))
-            found = events(await ask(path, streamed))
+            at_once = (await served.post(f"/v1/{path}", body)).json()
+            found = events((await served.post(f"/v1/{path}", streamed)).text)
             assert joined(found, body["n"]) == whole(at_once), f"seed {seed}"
             usage = found[-1]["usage"]
             assert all(event["usage"] is None for event in found[:-1])
@@ -168,14 +164,13 @@ async def test_events_are_those_of_the_ordinary_path_but_for_their_text(
     plain = {**ENDLESS, "max_tokens": 40, "request_id": "same", "stream_options": {"include_usage": True}}
     chat = {name: value for name, value in plain.items() if name != "prompt"} | {"messages": CHAT}
     answers = []
-    async with serving(prefix_cache=False) as served, aiohttp.ClientSession() as session:
+    async with serving(prefix_cache=False) as served:
         for path, asked in (("completions", plain), ("chat/completions", chat)):
             for express_too in (True, False):
                 with monkeypatch.context() as patch:
                     if not express_too:
                         patch.setattr(OpenAIAnswer, "plain", lambda self, index: None)
-                    async with session.post(f"{served.url}/v1/{path}", json=asked) as response:
-                        found = events(await response.text())
+                    found = events((await served.post(f"/v1/{path}", asked)).text)
                 texts = joined(found, 1)
                 for event in found:
                     event.pop("created")
@@ -201,18 +196,12 @@ async def test_events_are_those_of_the_ordinary_path_but_for_their_text(
 async def test_other_streams_are_written_chunk_by_chunk(
     serving: Serving, outlets: list[ExpressOutlet], more: dict[str, Any]
 ) -> None:
-    path = "completions"
-    body = {**ENDLESS, "max_tokens": 5, **more}
+    path, body = PATH, {**ENDLESS, "max_tokens": 5, **more}
     if "tools" in more:
-        path, body["messages"] = "chat/completions", CHAT
+        path, body["messages"] = "/v1/chat/completions", CHAT
         del body["prompt"]
-    async with (
-        serving(tool_call_parser="hermes") as served,
-        aiohttp.ClientSession() as session,
-        session.post(f"{served.url}/v1/{path}", json=body) as response,
-    ):
-        assert response.status == 200, await response.text()
-        assert joined(events(await response.text()), 1)[0][1] == "length"
+    async with serving(tool_call_parser="hermes") as served:
+        assert joined(events((await served.post(path, body)).text), 1)[0][1] == "length"
     assert outlets == []
 
 
@@ -220,12 +209,11 @@ async def test_a_client_of_http_1_0_gets_the_same_text(
     serving: Serving, outlets: list[ExpressOutlet]
 ) -> None:
     async with serving() as served:
-        port, asked = await port_and_body(served, max_tokens=40)
         answers = []
         for version in (b"1.1", b"1.0"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            close = b"Connection: close\r\n"
-            writer.write(asked.replace(b"HTTP/1.1\r\n", b"HTTP/" + version + b"\r\n" + close, 1))
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            begin = b"HTTP/" + version + b"\r\nConnection: close\r\n"
+            writer.write(request_of(max_tokens=40).replace(b"HTTP/1.1\r\n", begin, 1))
             response = await reader.read()
             writer.close()
             chunked = version == b"1.1"
@@ -244,16 +232,12 @@ async def test_a_client_that_reads_nothing_and_then_all_gets_all(
     serving: Serving, outlets: list[ExpressOutlet], max_lag: int | None
 ) -> None:
     n, length = 24, 1000
-    async with serving(num_pages=16384, max_lag=max_lag) as served, aiohttp.ClientSession() as session:
-        port, asked = await port_and_body(served, max_tokens=length, n=n)
-        stalled = socket.socket()
-        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        await asyncio.to_thread(stalled.connect, ("127.0.0.1", port))
-        await asyncio.to_thread(stalled.sendall, asked)
+    async with serving(num_pages=16384, max_lag=max_lag) as served:
+        stalled = await stalled_client(served, max_tokens=length, n=n)
         await until(lambda: any(outlet.cell.blocked for outlet in outlets))
         # Others are not disturbed.
-        async with session.post(f"{served.url}/v1/completions", json={**ENDLESS, "max_tokens": 50}) as other:
-            ((alone, _),) = joined(events(await other.text()), 1)
+        other = await served.post(PATH, {**ENDLESS, "max_tokens": 50})
+        ((alone, _),) = joined(events(other.text), 1)
         cells = [outlet.cell for outlet in outlets[:n]]
         if max_lag is None:
             await until(lambda: all(cell.output.ended for cell in cells))
@@ -280,15 +264,12 @@ async def test_clients_that_leave_in_any_way_give_everything_back(
     seed = random.randrange(1 << 32)
     sys.stdout.write(f"seed {seed}\n")
     rng = random.Random(seed)
-    async with serving(fault=slow, max_running_requests=64) as served, aiohttp.ClientSession() as session:
-        port, asked = await port_and_body(served)
-        staying = asyncio.create_task(
-            session.post(f"{served.url}/v1/completions", json={**ENDLESS, "max_tokens": 200})
-        )
+    async with serving(fault=slow, max_running_requests=64) as served:
+        staying = asyncio.create_task(served.post(PATH, {**ENDLESS, "max_tokens": 200}))
 
         async def leave(how: str) -> None:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            writer.write(asked)
+            reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+            writer.write(request_of())
             await reader.readexactly(rng.choice([1, 300, 2000, 9000]))
             if how == "reset":
                 linger = struct.pack("ii", 1, 0)
@@ -300,8 +281,7 @@ async def test_clients_that_leave_in_any_way_give_everything_back(
             writer.close()
 
         await asyncio.gather(*[leave(how) for how in ("reset", "close", "half") * scaled(10)])
-        async with await staying as response:
-            assert joined(events(await response.text()), 1)[0][1] == "length"
+        assert joined(events((await staying).text), 1)[0][1] == "length"
         await until(lambda: idle(served))
         await until(lambda: served.engine.stats().pages_in_use == 0)
     logged = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
@@ -309,40 +289,39 @@ async def test_clients_that_leave_in_any_way_give_everything_back(
 
 
 @rest(SECONDS)
-async def test_pings_are_sent_while_the_engine_is_paused(
-    serving: Serving, outlets: list[ExpressOutlet]
+async def test_pings_are_sent_before_the_first_token_and_in_later_silence(
+    serving: Serving, outlets: list[ExpressOutlet], gate: Gate
 ) -> None:
     async with (
-        serving(server={"ping_interval": 0.05}) as served,
-        aiohttp.ClientSession() as session,
-        session.post(f"{served.url}/v1/completions", json={**ENDLESS, "max_tokens": 300}) as response,
+        serving(server={"ping_interval": 0.05}, fault=gate) as served,
+        served.http.session.post(PATH, json={**ENDLESS, "max_tokens": 20}) as response,
+        asyncio.timeout(60),
     ):
+        lines: list[bytes] = []
+        while lines.count(b": ping\n") < 2:
+            lines.append(await response.content.readline())
+        assert lines[0].startswith(b":"), "headers and a first byte leave before the first token"
+        assert not any(line.startswith(b"data:") for line in lines)
+        gate.step(6)
         while b"data:" not in await response.content.readline():
             pass
-        driver: Any = served.engine._started().driver
-        await driver.pause()
         pings = 0
-        async with asyncio.timeout(60):
-            while pings < 3:
-                pings += await response.content.readline() == b": ping\n"
-        driver.resume()
-        rest = await response.text()
-        assert rest.endswith("data: [DONE]\n\n")
+        while pings < 3:
+            pings += await response.content.readline() == b": ping\n"
+        gate.release()
+        assert (await response.text()).endswith("data: [DONE]\n\n")
     assert len(outlets) == 1
 
 
 @rest(SECONDS)
 async def test_a_client_that_never_reads_is_dropped(serving: Serving, outlets: list[ExpressOutlet]) -> None:
     async with serving(server={"send_timeout": 0.3}, max_lag=64, num_pages=8192) as served:
-        port, asked = await port_and_body(served, n=32)
-        stalled = socket.socket()
-        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        await asyncio.to_thread(stalled.connect, ("127.0.0.1", port))
-        await asyncio.to_thread(stalled.sendall, asked)
+        stalled = await stalled_client(served, n=32)
         await until(lambda: len(outlets) == 32)
+        # The engine does not wait for it: others are answered.
+        assert (await served.post(PATH, {**ENDLESS, "max_tokens": 5})).status == 200
         await until(lambda: idle(served))
-        reasons = {outlet.cell.output.finish_reason for outlet in outlets}
-        assert "abort" in reasons
+        assert "abort" in {outlet.cell.output.finish_reason for outlet in outlets}
         stalled.close()
 
 
@@ -350,12 +329,10 @@ async def test_a_client_that_never_reads_is_dropped(serving: Serving, outlets: l
 async def test_a_row_that_cannot_be_written_ends_alone(
     serving: Serving, outlets: list[ExpressOutlet], caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with serving(fault=slow) as served, aiohttp.ClientSession() as session:
+    async with serving(fault=slow) as served:
 
         async def ask(number: int) -> str:
-            body = {**ENDLESS, "max_tokens": 100, "prompt": [number, 2]}
-            async with session.post(f"{served.url}/v1/completions", json=body) as response:
-                return await response.text()
+            return (await served.post(PATH, {**ENDLESS, "max_tokens": 100, "prompt": [number, 2]})).text
 
         asking = [asyncio.create_task(ask(number)) for number in range(1, 4)]
         await until(lambda: len(outlets) == 3)
@@ -374,9 +351,8 @@ async def test_a_row_that_cannot_be_written_ends_alone(
 async def test_the_access_log_counts_all_bytes(serving: Serving, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "aioinfer.access")
     async with serving(server={"access_log": True}) as served:
-        port, asked = await port_and_body(served, max_tokens=40)
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(asked)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(request_of(max_tokens=40))
         response = await reader.readuntil(b"\r\n0\r\n\r\n")
         writer.close()
         await until(lambda: any(each.name == "aioinfer.access" for each in caplog.records))
@@ -408,10 +384,9 @@ class FakeTransport:
 class FakeEvents:
     def __init__(self, written: list[Any]) -> None:
         self.transport = FakeTransport(written)
-        self.bytes = 0
 
     def wrote(self, size: int, now: float) -> None:
-        self.bytes += size
+        """The bytes of a frame are counted elsewhere."""
 
 
 def fake_outlet(lane: ExpressLane, written: list[Any]) -> ExpressOutlet:
@@ -429,22 +404,6 @@ def fake_outlet(lane: ExpressLane, written: list[Any]) -> ExpressOutlet:
 def push(outlet: ExpressOutlet, *pieces: str) -> None:
     outlet.cell.output.pieces.extend(pieces)
     outlet.cell.output.token_times.extend(0.0 for _ in pieces)
-
-
-async def test_a_frame_is_a_chunk_with_one_event() -> None:
-    lane, written = ExpressLane(), []  # type: ignore[var-annotated]
-    outlet = fake_outlet(lane, written)
-    push(outlet, "é\n", '"')
-    lane.moved((outlet, outlet))
-    assert written == [], "not amid a step"
-    await asyncio.sleep(0)
-    ((_, frame),) = written
-    head, _, event = frame.partition(b"\r\n")
-    assert event == b'event: delta\ndata: {"t":"\\u00e9\\n\\""}\n\n\r\n'
-    assert int(head, 16) == len(event) - 2
-    assert (outlet.cell.taken_pieces, outlet.cell.taken_ids) == (2, 2)
-    events: Any = outlet.events
-    assert events.bytes == len(frame)
 
 
 async def test_many_frames_are_written_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -505,6 +464,7 @@ async def test_an_outlet_that_its_handler_took_back_writes_nothing() -> None:
     outlet = fake_outlet(lane, written)
     push(outlet, "a")
     lane.moved((outlet,))
+    assert written == [], "not amid a step"
     outlet.cell.outlet = None
     await asyncio.sleep(0)
     assert written == []

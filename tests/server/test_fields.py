@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from aioinfer.chat.answers import ChatFormat
-from aioinfer.chat.bodies import Object, admit
-from aioinfer.chat.fields import Message, StructuredOutputs, Tool
+from aioinfer.chat.bodies import Object
 from aioinfer.chat.messages import parse_messages
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import SamplingParams
+from aioinfer.server.http.failures import Refused
 from aioinfer.server.openai.fields import ChatBody, CompletionBody
 from aioinfer.server.openai.protocol import Call, Served, parse_chat, parse_completion
 from aioinfer.text.template import names_read
@@ -124,12 +124,9 @@ def test_what_a_completion_does_not_honour_is_refused_by_name(field: str, value:
 
 
 def test_unknown_fields_have_their_own_code() -> None:
-    for table, code in (
-        ({"temprature": 1}, "unknown_parameter"),
-        ({"typical_p": 0.2}, "unsupported_parameter"),
-    ):
+    for field, code in (("temprature", "unknown_parameter"), ("typical_p", "unsupported_parameter")):
         with pytest.raises(InvalidRequest) as caught:
-            chat(**table)
+            chat(**{field: 0.2})
         assert caught.value.code == code
 
 
@@ -289,16 +286,11 @@ def test_calls_that_a_grammar_requires_need_no_template(choice: Any) -> None:
     assert parse_chat(json.dumps(body).encode(), served).params.structure
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        b'{"messages": [{"role": "user", "content": "a"}], "n": 1, "n": 2}',
-        b'{"messages": [{"role": "user", "content": "a", "content": "b"}]}',
-    ],
-)
-def test_a_key_that_is_there_twice_is_refused(raw: bytes) -> None:
-    with pytest.raises(InvalidRequest, match="twice in one object"):
-        parse_chat(raw, SERVED)
+def test_a_key_that_is_there_twice_is_refused() -> None:
+    message = b'{"messages": [{"role": "user", "content": "a"%s}]%s}'
+    for raw in (message % (b"", b', "n": 1, "n": 2'), message % (b', "content": "b"', b"")):
+        with pytest.raises(InvalidRequest, match="twice in one object"):
+            parse_chat(raw, SERVED)
 
 
 def test_the_names_that_a_template_reads() -> None:
@@ -356,9 +348,6 @@ def test_values_in_errors_are_bounded_and_nesting_is_safe() -> None:
             assert len(str(caught.value)) < 500
 
 
-#: a conversation with a call, and a message of openai's client that is sent back
-
-
 #: what clients send on their own, besides the fields that every test has
 CLIENTS: dict[str, dict[str, Any]] = {
     "openai": {"user": "u", "store": False, "service_tier": "auto", "metadata": {"a": "b"}},
@@ -382,13 +371,6 @@ def test_what_clients_send_on_their_own_is_accepted(client: str) -> None:
     assert chat(model="toy", **CLIENTS[client]).prompts
 
 
-@pytest.mark.parametrize("kind", [Message, Tool, StructuredOutputs])
-def test_objects_refuse_what_they_do_not_know(kind: type[Object]) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        admit(kind, {"nothing": 1}, "a[0]")
-    assert (caught.value.field, caught.value.code) == ("a[0].nothing", "unknown_parameter")
-
-
 def test_neutral_values_are_compared_as_json() -> None:
     assert chat(length_penalty=1).params == chat(length_penalty=1.0).params == chat().params
     for value in (True, "1", [1]):
@@ -400,8 +382,6 @@ def test_neutral_values_are_compared_as_json() -> None:
 
 @pytest.mark.parametrize("model", ["", "gpt-4", 5, [], {}, "x" * 100_000])
 def test_only_the_served_name_is_a_model(model: Any) -> None:
-    from aioinfer.server.http.failures import Refused
-
     with pytest.raises(Refused) as caught:
         chat(model=model)
     assert (caught.value.failure.status, caught.value.failure.code) == (404, "model_not_found")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -17,68 +15,11 @@ from aioinfer.server.http.pace import Pace
 from aioinfer.server.openai.protocol import Served, parse_chat
 from aioinfer.server.openai.shapes import CHAT
 from aioinfer.text.reasoning import REASONING_PARSERS
-from aioinfer.text.tool_calls import Hermes, base
+from aioinfer.text.tool_calls import Hermes
 from tests.server.chats import ROME
-from tests.server.test_answers import PIECES
 from tests.server.test_large import counting_turns
 
 ALL = [AnswerFormat(Hermes, each) for each in (None, *REASONING_PARSERS.values())]
-
-
-@pytest.fixture(autouse=True)
-def ids(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "new_id", lambda: "call_1")
-
-
-def text_of(rng: random.Random, length: int) -> str:
-    parts: list[str] = []
-    while sum(map(len, parts)) < length:
-        parts.append(rng.choice([*PIECES, "\n" * 70, " " * 70, "x" * rng.randrange(9000)]))
-    return "".join(parts)
-
-
-def at_once(answer: AnswerFormat, chunks: list[str]) -> list[dict[str, Any]]:
-    """The deltas as the parsers give them: reasoning of a whole chunk, and content by 4096 characters."""
-    assert answer.reasoning is not None
-    assert answer.tools is not None
-    thoughts, tools, deltas = answer.reasoning(), answer.tools(), []
-    for at, chunk in enumerate(chunks):
-        ended = at == len(chunks) - 1
-        reasoning, content = thoughts.push(chunk)
-        if ended:
-            last = thoughts.finish()
-            reasoning, content = reasoning + last[0], content + last[1]
-        parsed = [tools.push(content[start : start + 4096]) for start in range(0, len(content), 4096)]
-        if ended:
-            parsed.append(tools.finish())
-        deltas += [{"reasoning_content": reasoning}] * bool(reasoning)
-        text = "".join(each.content for each in parsed)
-        deltas += [{"content": text}] * bool(text)
-        for call in [call for each in parsed for call in each.calls]:
-            function: dict[str, Any] = {"arguments": call.arguments}
-            body: dict[str, Any] = {"index": call.index, "function": function}
-            if call.id is not None:
-                function = {"name": call.name, "arguments": call.arguments}
-                body = {"index": call.index, "id": call.id, "type": "function", "function": function}
-            deltas.append({"tool_calls": [body]})
-    return deltas
-
-
-@pytest.mark.parametrize("answer", ALL[1:], ids=REASONING_PARSERS)
-def test_the_deltas_are_those_of_text_that_is_parsed_at_once(answer: AnswerFormat) -> None:
-    seed = random.randrange(1 << 32)
-    sys.stdout.write(f"seed {seed}\n")
-    rng = random.Random(seed)
-    for _ in range(40):
-        chunks = [text_of(rng, rng.choice([1, 100, 30_000])) for _ in range(rng.randint(1, 4))]
-        if rng.random() < 0.5:
-            chunks[0] = "<think>" + chunks[0]
-        reader, found = answer.reader(), []
-        for at, chunk in enumerate(chunks):
-            for _ in reader.read(chunk, ended=at == len(chunks) - 1):
-                pass
-            found += [*reader.deltas()]
-        assert found == at_once(answer, chunks)
 
 
 @pytest.mark.parametrize("answer", ALL, ids=["none", *REASONING_PARSERS])

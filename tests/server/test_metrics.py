@@ -7,7 +7,6 @@ import shutil
 import subprocess
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from opentelemetry import trace
@@ -27,34 +26,23 @@ OPENMETRICS = {"Accept": "application/openmetrics-text; version=1.0.0, text/plai
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
-async def get(served: Served, path: str = "/metrics", **headers: str) -> tuple[int, str, str]:
-    """Status, content type and body."""
-    async with (
-        aiohttp.ClientSession() as session,
-        session.get(f"{served.url}{path}", headers=headers) as response,
-    ):
-        return response.status, response.headers["Content-Type"], await response.text()
-
-
 async def ask(served: Served, **body: Any) -> None:
-    async with aiohttp.ClientSession() as session:
-        question = {"model": "toy", "messages": MESSAGES, "max_tokens": 5, "ignore_eos": True, **body}
-        async with session.post(f"{served.url}/v1/chat/completions", json=question) as response:
-            assert response.status == 200, await response.text()
-            await response.read()
+    question = {"model": "toy", "messages": MESSAGES, "max_tokens": 5, "ignore_eos": True, **body}
+    assert (await served.post("/v1/chat/completions", question)).status == 200
 
 
 async def test_a_scrape_has_what_was_served_in_both_formats(serving: Serving) -> None:
     async with serving(server={"served_model_name": "a/b"}) as served:
         await ask(served, model="a/b", n=3)
         await ask(served, model="a/b", stream=True)
-        status, kind, text = await get(served)
-        assert (status, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
-        series = values(read_text(text))
+        scrape = await served.get("/metrics")
+        assert (scrape.status, scrape.headers["Content-Type"]) == (
+            *(200, "text/plain; version=0.0.4; charset=utf-8"),
+        )
+        series = values(read_text(scrape.text))
         own = {"model_name": "a/b", "engine": "0"}
-        stats = served.engine.stats()
         for name, value in (
-            ("aioinfer_output_tokens_total", stats.output_tokens),
+            ("aioinfer_output_tokens_total", served.engine.stats().output_tokens),
             ("vllm:generation_tokens_total", 20),
             ("aioinfer_request_choices_sum", 4),
             ("vllm:request_params_n_count", 2),
@@ -62,45 +50,35 @@ async def test_a_scrape_has_what_was_served_in_both_formats(serving: Serving) ->
             ("aioinfer_stream_backlog_tokens", 0),
         ):
             assert series[name, frozenset(own.items())] == value, name
-        status, kind, opened = await get(served, **OPENMETRICS)
-        assert (status, kind) == (200, "application/openmetrics-text; version=1.0.0; charset=utf-8")
-        assert opened.endswith("# EOF\n")
-        assert values(read_openmetrics(opened)).keys() == series.keys()
-
-
-@pytest.mark.parametrize(
-    "accept",
-    ["text/plain; version=abc", "application/openmetrics-text; version=x", "a/b; version=1.x.0", ";;,"],
-)
-async def test_an_accept_that_makes_no_sense_gets_some_format(serving: Serving, accept: str) -> None:
-    async with serving() as served:
-        status, _, text = await get(served, Accept=accept)
-        assert (status, "aioinfer_steps_total" in text) == (200, True)
+        opened = await served.get("/metrics", **OPENMETRICS)
+        kind = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+        assert (opened.status, opened.headers["Content-Type"]) == (200, kind)
+        assert opened.text.endswith("# EOF\n")
+        assert values(read_openmetrics(opened.text)).keys() == series.keys()
+        for nonsense in ("text/plain; version=abc", "application/openmetrics-text; version=x", ";;,"):
+            scrape = await served.get("/metrics", Accept=nonsense)
+            assert (scrape.status, "aioinfer_steps_total" in scrape.text) == (200, True)
 
 
 async def test_the_names_of_vllm_and_the_route_can_be_left_out(serving: Serving) -> None:
     async with serving(server={"vllm_metrics": False}) as served:
-        _, _, text = await get(served)
+        text = (await served.get("/metrics")).text
         assert "aioinfer_steps_total" in text
         assert "vllm" not in text
     async with serving(server={"metrics": False}) as served:
-        assert (await get(served))[0] == 404
+        assert (await served.get("/metrics")).status == 404
         await ask(served)
         assert served.engine._measuring is None
 
 
-async def test_metrics_need_the_key_where_there_is_one(serving: Serving) -> None:
+async def test_metrics_are_for_those_with_the_key_or_on_this_machine(serving: Serving) -> None:
     async with serving(server={"api_key": "secret"}) as served:
-        assert (await get(served))[0] == 401
-        assert (await get(served, Authorization="Bearer wrong"))[0] == 401
-        assert (await get(served, Authorization="Bearer secret"))[0] == 200
-
-
-async def test_without_a_key_pages_of_other_sites_get_nothing(serving: Serving) -> None:
+        for key, status in (("wrong", 401), ("secret", 200)):
+            assert (await served.get("/metrics", Authorization=f"Bearer {key}")).status == status
     async with serving() as served:
-        assert (await get(served, Origin="https://evil.example"))[0] == 403
-        assert (await get(served, Host="rebound.example"))[0] == 403
-        assert (await get(served, Host="127.0.0.1"))[0] == 200
+        assert (await served.get("/metrics", Origin="https://evil.example")).status == 403
+        assert (await served.get("/metrics", Host="rebound.example")).status == 403
+        assert (await served.get("/metrics", Host="127.0.0.1")).status == 200
 
 
 async def test_a_mounted_engine_has_its_metrics_beside_its_health() -> None:
@@ -127,7 +105,7 @@ async def test_scrapes_while_requests_run_are_whole_and_never_fall(serving: Serv
         asking = [asyncio.create_task(ask(served, max_tokens=40, stream=stream)) for stream in streamed]
         before: dict[Any, float] = {}
         while not all(task.done() for task in asking):
-            families = read_text((await get(served))[2])
+            families = read_text((await served.get("/metrics")).text)
             counting = values(family for family in families if family.type in ("counter", "histogram"))
             assert not [key for key, value in before.items() if counting[key] < value]
             before = counting
@@ -138,9 +116,8 @@ async def test_a_scrape_of_an_engine_that_is_closed_is_empty_and_no_error(servin
     async with serving() as served:
         await ask(served)
         await served.engine.aclose()
-        status, _, text = await get(served)
-        assert status == 200
-        assert not values(read_text(text))
+        scrape = await served.get("/metrics")
+        assert (scrape.status, values(read_text(scrape.text))) == (200, {})
 
 
 @rest(SECONDS)
@@ -151,12 +128,10 @@ async def test_spans_of_calls_belong_to_the_trace_of_their_client(
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-    async with serving(tracing=True) as served, aiohttp.ClientSession() as session:
+    async with serving(tracing=True) as served:
         for headers in ({"traceparent": parent, "x-request-id": "mine"}, {}):
             body = {"model": "toy", "messages": MESSAGES, "max_tokens": 2, "n": 2, "ignore_eos": True}
-            url = f"{served.url}/v1/chat/completions"
-            async with session.post(url, json=body, headers=headers) as response:
-                assert response.status == 200
+            assert (await served.post("/v1/chat/completions", body, **headers)).status == 200
     spans = exporter.get_finished_spans()
     traces = [f"{span.context.trace_id:032x}" for span in spans]
     assert traces[:2] == ["0af7651916cd43dd8448eb211c80319c"] * 2

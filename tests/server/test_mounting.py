@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 
@@ -19,18 +18,13 @@ from aioinfer.errors import ConfigError
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.server import create_app, setup
 from tests.engine.conftest import Gate
-from tests.server.test_adversity import ENDLESS, until
+from tests.server.calls import Http, Reply, http
+from tests.server.test_adversity import ENDLESS, slow, until
+from tests.tiers import SECONDS, rest
 from tests.toys import ToyDevice, ToyTokenizer
 
 BODY = {**ENDLESS, "max_tokens": 4}
 BOTH = ("/a/v1", "/b/v1")
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.release()
 
 
 def make_engine(fault: Any = None) -> Engine:
@@ -51,9 +45,15 @@ async def running(app: web.Application) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def complete(session: aiohttp.ClientSession, url: str, **fields: Any) -> tuple[int, str]:
-    async with session.post(f"{url}/completions", json={**BODY, **fields}) as response:
-        return response.status, await response.text()
+@asynccontextmanager
+async def application(app: web.Application) -> AsyncIterator[Http]:
+    """A client of an application that runs."""
+    async with running(app) as url, http(url) as client:
+        yield client
+
+
+async def complete(client: Http, prefix: str, **fields: Any) -> Reply:
+    return await client.post(f"{prefix}/completions", {**BODY, **fields})
 
 
 async def test_two_engines_are_mounted_started_and_closed() -> None:
@@ -61,16 +61,13 @@ async def test_two_engines_are_mounted_started_and_closed() -> None:
     engines = [make_engine(), make_engine()]
     for engine, prefix in zip(engines, BOTH, strict=True):
         setup(app, engine, prefix)
-    async with running(app) as url, aiohttp.ClientSession() as session:
+    async with application(app) as client:
         for engine, prefix in zip(engines, BOTH, strict=True):
             before = engine.stats().finished
-            status, text = await complete(session, url + prefix)
-            assert status == 200
-            assert text.endswith("data: [DONE]\n\n")
+            assert (await complete(client, prefix)).text.endswith("data: [DONE]\n\n")
             assert engine.stats().finished == before + 1
             for path in ("/health", "/debug/trace"):
-                async with session.get(url + prefix.removesuffix("/v1") + path) as response:
-                    assert response.status == 200
+                assert (await client.get(prefix.removesuffix("/v1") + path)).status == 200
     assert [engine.state for engine in engines] == [EngineState.CLOSED] * 2
 
 
@@ -80,10 +77,23 @@ async def test_an_engine_can_have_two_prefixes_and_may_be_started_already() -> N
     for prefix in BOTH:
         setup(app, engine, prefix)
     async with engine:
-        async with running(app) as url, aiohttp.ClientSession() as session:
+        async with application(app) as client:
             for prefix in BOTH:
-                assert (await complete(session, url + prefix))[0] == 200
+                assert (await complete(client, prefix)).status == 200
         assert engine.ready, "the application closes only what it has started"
+
+
+@rest(SECONDS)
+@pytest.mark.parametrize("stream", [True, False])
+async def test_disconnects_are_noticed_where_handlers_are_not_cancelled(stream: bool) -> None:
+    engine, app = make_engine(slow), web.Application()
+    setup(app, engine)
+    async with application(app) as client:
+        leaving = asyncio.create_task(complete(client, "/v1", max_tokens=4000, stream=stream))
+        await until(lambda: engine.stats().running == 1)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        await until(lambda: engine.stats().running == 0)
 
 
 @pytest.mark.parametrize(
@@ -139,20 +149,19 @@ async def test_a_shutdown_lets_streams_finish_and_refuses_new_requests(gate: Gat
     if not whole:
         setup(app, engines[0], "/v1")
     setup(app, engines[1], "/b/v1")
-    async with running(app) as url, aiohttp.ClientSession() as session:
-        streams = [asyncio.create_task(complete(session, f"{url}/v1", stream=each)) for each in (True, False)]
+    async with application(app) as client:
+        streams = [asyncio.create_task(complete(client, "/v1", stream=each)) for each in (True, False)]
         await until(lambda: engines[0].stats().running + engines[0].stats().waiting == 2)
         stopping = asyncio.create_task(app.shutdown())
         # All engines drain at the same time.
         await until(lambda: not any(engine.ready for engine in engines))
         for prefix in ("/v1", "/b/v1"):
-            assert (await complete(session, url + prefix))[0] == 503
+            assert (await complete(client, prefix)).status == 503
         assert not stopping.done()
         gate.release()
         streamed, entire = await asyncio.gather(*streams)
-        assert streamed[0] == entire[0] == 200
-        assert streamed[1].endswith("data: [DONE]\n\n")
-        assert json.loads(entire[1])["choices"][0]["finish_reason"] == "length"
+        assert streamed.text.endswith("data: [DONE]\n\n")
+        assert entire.json()["choices"][0]["finish_reason"] == "length"
         await stopping
 
 
@@ -160,13 +169,13 @@ async def test_the_time_to_drain_is_bounded(gate: Gate) -> None:
     engine = make_engine(gate)
     app = web.Application()
     setup(app, engine, config=ServerConfig(drain_timeout=0.05))
-    async with running(app) as url, aiohttp.ClientSession() as session:
-        stream = asyncio.create_task(complete(session, f"{url}/v1"))
+    async with application(app) as client:
+        stream = asyncio.create_task(complete(client, "/v1"))
         await until(lambda: engine.stats().running == 1)
         closing = asyncio.create_task(app.shutdown())
-        _, text = await stream
-        assert '"error"' in text
-        assert "[DONE]" not in text
+        reply = await stream
+        assert '"error"' in reply.text
+        assert "[DONE]" not in reply.text
         gate.release()
         await closing
 
@@ -175,23 +184,16 @@ async def test_the_time_to_drain_is_bounded(gate: Gate) -> None:
 async def test_the_application_bounds_bodies(most: int) -> None:
     app = web.Application(client_max_size=most)
     setup(app, make_engine())
-    url = "/v1/completions"
     body = json.dumps({"prompt": [1, 2], "max_tokens": 1}).encode().ljust(1001)
-    async with running(app) as base, aiohttp.ClientSession(base) as session:
-        headers = {"Content-Type": "application/json"}
-        bodies: list[tuple[Any, dict[str, str]]] = [
-            (body, {}),
-            (parts(body), {}),
-            (gzip.compress(body), {"Content-Encoding": "gzip"}),
-        ]
-        for data, more in bodies:
-            async with session.post(url, data=data, headers=headers | more) as response:
+
+    async def parts() -> AsyncIterator[bytes]:
+        """Without a length."""
+        for at in range(0, len(body), 100):
+            yield body[at : at + 100]
+
+    async with application(app) as client:
+        for data, more in ((body, {}), (parts(), {}), (gzip.compress(body), {"Content-Encoding": "gzip"})):
+            headers = {"Content-Type": "application/json", **more}
+            async with client.session.post("/v1/completions", data=data, headers=headers) as response:
                 assert response.status == (413 if most else 200)
-        async with session.post(url, data=body[:1000], headers=headers) as response:
-            assert response.status == 200
-
-
-async def parts(body: bytes) -> AsyncIterator[bytes]:
-    """A body without a length."""
-    for at in range(0, len(body), 100):
-        yield body[at : at + 100]
+        assert (await client.post("/v1/completions", body[:1000])).status == 200

@@ -14,16 +14,17 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
 import pytest
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
 
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine
-from aioinfer.server import serve
 from aioinfer.server.anthropic.endpoints import COUNT_ENDPOINT, MESSAGES_ENDPOINT
+from aioinfer.server.openai.embeddings import EMBEDDING_ENDPOINT, RERANK_ENDPOINT, SCORE_ENDPOINT
 from aioinfer.server.responses.endpoints import RESPONSES_ENDPOINT
+from tests.server.calls import http
+from tests.server.conftest import run_server
 from tests.server.event_order import MessageOrder, ResponseOrder
 from tests.server.near_valid import SCHEMAS, chat_request, wire_request
 from tests.server.test_openapi import violations
@@ -56,7 +57,7 @@ MANY_WIRES = [(5_000, "tiny-chat", None), (1_500, "tiny-chat", "qwen3")]
 @pytest.mark.parametrize(
     ("count", "model", "reasoning"), points(WIRES, MANY_WIRES, "thousands of requests take half a minute")
 )
-async def test_so_are_those_of_responses_and_messages(
+async def test_so_are_those_of_other_protocols(
     count: int, model: str, reasoning: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     await answer(wire_request, check_wires, count, model, reasoning, caplog)
@@ -74,7 +75,7 @@ async def answer(
     reasoning: str | None,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Sends so many requests to a server, and checks what it answers and that it logs nothing."""
+    """Send this number of requests to a server; check what it answers, and that it logs nothing."""
     seed = int(os.environ.get("AIOINFER_TEST_SEED", random.randrange(2**32)))
     sys.stdout.write(f"seed {seed}: AIOINFER_TEST_SEED repeats it\n")
     rng = random.Random(seed)
@@ -83,28 +84,19 @@ async def answer(
     caplog.set_level(logging.WARNING)
     formats = {"tool_call_parser": "hermes", "reasoning_parser": reasoning}
     engine = Engine(EngineConfig(model=model, threads=1, num_pages=2048, **formats))
-    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    stop = asyncio.Event()
     config = ServerConfig(port=0, served_model_name="tiny-chat")
-    async with engine, aiohttp.ClientSession() as session:
-        server = asyncio.create_task(serve(engine, config, stop=stop, ready=started.set_result))
-        url = await started
+    async with engine, run_server(engine, config) as running, http(running.url) as client:
 
         async def ask() -> None:
             for path, body in work:
-                async with session.post(f"{url}/v1/{path}", json=body) as response:
-                    text = await response.text()
-                statuses[response.status] += 1
-                check(response.status, text, path, body)
+                reply = await client.post(f"/v1/{path}", body)
+                statuses[reply.status] += 1
+                check(reply.status, reply.text, path, body)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(_AT_ONCE):
-                    group.create_task(ask())
-            assert engine.stats().running == 0
-        finally:
-            stop.set()
-            await server
+        async with asyncio.TaskGroup() as group:
+            for _ in range(_AT_ONCE):
+                group.create_task(ask())
+        assert engine.stats().running == 0
     sys.stdout.write(f"{dict(statuses)}\n")
     assert [record.getMessage() for record in caplog.records] == []
     assert min(statuses[200], statuses[400]) > count // 10
@@ -136,7 +128,8 @@ def check(status: int, text: str, path: str, body: dict[str, Any]) -> None:
         assert top in body or top in ("messages", "prompt", "n", "tools", "tool_choice"), told
 
 
-ENDPOINTS = {each.path[1:]: each for each in (RESPONSES_ENDPOINT, MESSAGES_ENDPOINT, COUNT_ENDPOINT)}
+POOLED = (EMBEDDING_ENDPOINT, SCORE_ENDPOINT, RERANK_ENDPOINT)
+ENDPOINTS = {each.path[1:]: each for each in (RESPONSES_ENDPOINT, MESSAGES_ENDPOINT, COUNT_ENDPOINT, *POOLED)}
 
 
 def check_wires(status: int, text: str, path: str, body: dict[str, Any]) -> None:
@@ -158,7 +151,7 @@ def check_wires(status: int, text: str, path: str, body: dict[str, Any]) -> None
             return
         # Constraints that turn out to allow nothing.
         named = order.error.get("param") or order.error["message"]
-    elif path == "responses":
+    elif not path.startswith("messages"):
         error = json.loads(text)["error"]
         assert error["type"] == "invalid_request_error", told
         named = error["param"]
@@ -169,5 +162,5 @@ def check_wires(status: int, text: str, path: str, body: dict[str, Any]) -> None
         assert kind == ("not_found_error" if status == 404 else "invalid_request_error"), told
         named = given["error"]["message"]
     top = "model" if status == 404 else re.split(r"[.\[:,]", named)[0]
-    wanted = {"input", "messages", "max_tokens", "body"}
+    wanted = {"input", "messages", "max_tokens", "body", "text_1", "text_2", "query", "documents"}
     assert top in body or top in wanted, told

@@ -62,24 +62,6 @@ async def test_a_streamed_chat_has_one_role_one_reason_and_usage(serving: Servin
     assert all(chunk.usage is None for chunk in chunks[:-1])
 
 
-async def test_the_synchronous_client_works_too(serving: Serving) -> None:
-    async with serving() as served:
-
-        def ask() -> tuple[str | None, str]:
-            with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
-                whole = client.chat.completions.create(
-                    model="toy", messages=CHAT, temperature=0, max_tokens=20
-                )
-                with client.chat.completions.create(
-                    model="toy", messages=CHAT, temperature=0, max_tokens=20, stream=True
-                ) as stream:
-                    parts = [chunk.choices[0].delta.content or "" for chunk in stream]
-                return whole.choices[0].message.content, "".join(parts)
-
-        whole, streamed = await asyncio.to_thread(ask)
-    assert whole == streamed == expected(ToyTokenizer().encode_chat(CHAT), 20)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 async def test_completions_take_text_lists_and_token_ids(serving: Serving, stream: bool) -> None:
     ids = [5, 6, 7]
@@ -135,8 +117,6 @@ async def test_bad_words_go_with_the_body(serving: Serving) -> None:
                 model="toy", prompt="abc", max_tokens=12, temperature=0, extra_body={"bad_words": words}
             )
 
-        with pytest.raises(openai.BadRequestError, match="bad_words"):
-            await ask("word")
         assert (await ask([])).choices[0].text == expected(ToyTokenizer().encode("abc"), 12)
         other = await ask([plain[3:5]])
         assert other.choices[0].text != expected(ToyTokenizer().encode("abc"), 12)
@@ -162,15 +142,6 @@ async def test_echo_puts_the_prompt_first(serving: Serving) -> None:
     assert answer.choices[0].text == "abc" + expected(ToyTokenizer().encode("abc"), 5)
 
 
-async def test_models_are_listed(serving: Serving) -> None:
-    async with serving() as served, served.client() as client:
-        models = [model.id async for model in client.models.list()]
-        assert models == ["toy"]
-        assert (await client.models.retrieve("toy")).id == "toy"
-        with pytest.raises(openai.NotFoundError):
-            await client.models.retrieve("other")
-
-
 async def test_a_stop_pattern_ends_a_streamed_answer(serving: Serving) -> None:
     whole = expected(ToyTokenizer().encode("abc"), 30)
     pattern = f"{whole[4]}.?{whole[6]}"
@@ -192,45 +163,32 @@ async def test_a_stop_pattern_ends_a_streamed_answer(serving: Serving) -> None:
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-@rest(SECONDS)
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
+async def test_a_bad_argument_is_a_400_that_names_it(serving: Serving) -> None:
+    """Found at parsing, at tokenizing or at compiling."""
+    refused: list[tuple[dict[str, Any], str]] = [
         ({"temperature": -1}, "temperature"),
-        ({"temperature": float("1e9")}, "temperature"),
-        ({"top_p": 0}, "top_p"),
-        ({"max_tokens": 0}, "max_tokens"),
         ({"stop": ["a"] * 99}, "stop"),
         ({"n": 1000}, "n"),
         ({"messages": []}, "messages"),
         ({"logprobs": True, "top_logprobs": 50}, "top_logprobs"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"logit_bias": {"5": 300}}, "logit_bias"),
         ({"extra_body": {"bad_words": [""]}}, "bad_words"),
+        ({"extra_body": {"bad_words": "word"}}, "bad_words"),
+        ({"extra_body": {"priority": "high"}}, "priority"),
         ({"extra_body": {"stop_regex": "("}}, "stop_regex"),
-        ({"extra_body": {"stop_regex": {"a": 1}}}, "stop_regex"),
+        ({"extra_body": {"guided_regex": "("}}, "guided_regex"),
         ({"extra_body": {"guided_json": 7}}, "guided_json"),
         ({"extra_body": {"stop_token_ids": [10**6]}}, "stop_token_ids"),
         ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
-    ],
-)
-async def test_a_bad_argument_is_a_400_that_names_it(
-    serving: Serving, change: dict[str, Any], param: str
-) -> None:
+    ]
     async with serving() as served, served.client() as client:
-        for stream in (False, True):
-            with pytest.raises(openai.BadRequestError) as caught:
-                await client.chat.completions.create(
-                    **{"model": "toy", "messages": CHAT, "stream": stream, **change}
-                )
-            assert caught.value.param == param
-
-
-async def test_an_unknown_model_is_a_404(serving: Serving) -> None:
-    async with serving() as served, served.client() as client:
-        with pytest.raises(openai.NotFoundError) as caught:
-            await client.chat.completions.create(model="gpt-4", messages=CHAT)
-    assert caught.value.code == "model_not_found"
+        for change, param in refused:
+            for stream in (False, True):
+                with pytest.raises(openai.BadRequestError) as caught:
+                    await client.chat.completions.create(
+                        **{"model": "toy", "messages": CHAT, "stream": stream, **change}
+                    )
+                assert caught.value.param == param
 
 
 @rest(SECONDS)
@@ -268,8 +226,6 @@ async def test_cached_tokens_are_reported_and_salts_keep_tenants_apart(serving: 
         assert await cached() == (prompt - 1) // 4 * 4
         assert await cached(cache_salt="mine") == 0
         assert await cached(cache_salt="mine", priority=1, prompt_cache_key="x") > 0
-        with pytest.raises(openai.BadRequestError, match="priority"):
-            await cached(priority="high")
 
 
 async def test_logprobs_come_with_every_token_of_a_chat(serving: Serving) -> None:
@@ -291,8 +247,6 @@ async def test_logprobs_come_with_every_token_of_a_chat(serving: Serving) -> Non
         assert [entry.logprob for entry in streamed] == [entry.logprob for entry in logprobs.content]
         with pytest.raises(openai.BadRequestError, match="top_logprobs"):
             await client.chat.completions.create(**{**ask, "logprobs": False}, top_logprobs=3)
-        with pytest.raises(openai.BadRequestError, match="logprobs"):
-            await client.chat.completions.create(**ask, top_logprobs=21)
 
 
 async def test_logprobs_of_an_echoed_prompt(serving: Serving) -> None:
@@ -333,8 +287,6 @@ async def test_response_formats_constrain_the_answer(serving: Serving) -> None:
         ):
             with pytest.raises(openai.BadRequestError, match="response_format"):
                 await text(response_format=bad)
-        with pytest.raises(openai.BadRequestError, match="guided_regex"):
-            await text(extra_body={"guided_regex": "("})
         with pytest.raises(openai.BadRequestError, match="combined"):
             await text(
                 response_format={"type": "json_schema", "json_schema": schema},

@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import aiohttp
 import pytest
 from aiohttp import web
 from jsonschema import Draft202012Validator
@@ -22,9 +21,10 @@ from aioinfer.server import create_app, setup
 from aioinfer.server.openai.fields import ALIASES, PARAMS, ChatBody
 from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk, Models
 from aioinfer.server.openapi.document import body_schema, schema_of
-from tests.server.conftest import Bundled, Serving
+from tests.server.calls import Http, http
+from tests.server.conftest import Bundled, Serving, site
 from tests.server.test_fields import chat, completion
-from tests.server.test_mounting import make_engine, running
+from tests.server.test_mounting import application, make_engine
 from tests.tiers import SECONDS, rest
 
 USER = [{"role": "user", "content": "abc"}]
@@ -42,19 +42,28 @@ def operations(document: Mapping[str, Any]) -> set[tuple[str, str]]:
     return {(method.upper(), path) for path, found in document["paths"].items() for method in found}
 
 
-async def fetched(url: str) -> Any:
-    async with aiohttp.ClientSession() as session, session.get(url) as response:
-        assert response.status == 200
-        assert response.content_type == "application/json"
-        return await response.json()
+async def fetched(client: Http, path: str = "/openapi.json") -> Any:
+    reply = await client.get(path)
+    assert (reply.status, reply.type) == (200, "application/json")
+    return reply.json()
 
 
 async def test_every_route_of_a_server_is_in_its_document() -> None:
     app = create_app(make_engine())
-    async with running(app) as url:
-        document = await fetched(f"{url}/openapi.json")
+    async with application(app) as client:
+        document = await fetched(client)
     assert operations(document) == routes_of(app)
-    assert {"/v1/chat/completions", "/v1/models/{model}", "/health", "/docs"} <= document["paths"].keys()
+    paths = document["paths"]
+    assert {"/v1/chat/completions", "/v1/models/{model}", "/health", "/docs"} <= paths.keys()
+    assert {"403", "429"} <= paths["/v1/load_lora_adapter"]["post"]["responses"].keys()
+    schemas = document["components"]["schemas"]
+    for schema in schemas.values():
+        Draft202012Validator.check_schema(schema)
+    references = set(re.findall(r'"\$ref": "([^"]+)"', json.dumps(document)))
+    assert references <= {f"#/components/schemas/{name}" for name in schemas}
+    assert len(references) > 10
+    names = [found["operationId"] for path in paths.values() for found in path.values()]
+    assert len(set(names)) == len(names)
 
 
 async def test_mounted_engines_have_documents_of_their_own() -> None:
@@ -63,45 +72,27 @@ async def test_mounted_engines_have_documents_of_their_own() -> None:
     setup(app, make_engine(), "/b/v1", health=None)
     outer = web.Application()
     outer.add_subapp("/llm/", app)
-    async with running(outer) as url:
-        first = await fetched(f"{url}/llm/a/v1/openapi.json")
-        second = await fetched(f"{url}/llm/b/v1/openapi.json")
-        async with aiohttp.ClientSession() as session:
-            base = first["servers"][0]["url"]
-            assert base == "/llm"
-            async with session.get(f"{url}{base}/a/health") as response:
-                assert response.status == 200
+    async with application(outer) as client:
+        first = await fetched(client, "/llm/a/v1/openapi.json")
+        second = await fetched(client, "/llm/b/v1/openapi.json")
+        base = first["servers"][0]["url"]
+        assert base == "/llm"
+        assert (await client.get(f"{base}/a/health")).status == 200
     assert operations(first) | operations(second) == {
         (method, path.removeprefix("/llm")) for method, path in routes_of(app)
     }
     assert not operations(first) & operations(second)
 
 
-@rest(SECONDS)
-async def test_the_document_is_well_formed() -> None:
-    async with running(create_app(make_engine())) as url:
-        document = await fetched(f"{url}/openapi.json")
-    schemas = document["components"]["schemas"]
-    for schema in schemas.values():
-        Draft202012Validator.check_schema(schema)
-    references = set(re.findall(r'"\$ref": "([^"]+)"', json.dumps(document)))
-    assert references <= {f"#/components/schemas/{name}" for name in schemas}
-    assert len(references) > 10
-    names = [found["operationId"] for path in document["paths"].values() for found in path.values()]
-    assert len(set(names)) == len(names)
-
-
 @pytest.mark.parametrize("keyed", [False, True])
 async def test_the_document_and_the_page_need_no_key(serving: Serving, keyed: bool) -> None:
     async with serving(server={"api_key": "secret"} if keyed else {}) as served:
-        document = await fetched(f"{served.url}/openapi.json")
-        async with aiohttp.ClientSession() as session, session.get(f"{served.url}/docs") as response:
-            page = await response.text()
-            assert response.content_type == "text/html"
-            assert "default-src 'none'" in response.headers["Content-Security-Policy"]
+        document, page = await fetched(served.http), await served.get("/docs")
+    assert (page.status, page.type) == (200, "text/html")
+    assert "default-src 'none'" in page.headers["Content-Security-Policy"]
     assert document["security"] == ([{"key": []}] if keyed else [{}, {"key": []}])
     # Nothing from outside.
-    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(""", page)
+    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(""", page.text)
 
 
 # -- requests ------------------------------------------------------------------------------------------
@@ -234,21 +225,18 @@ COMPLETIONS: list[dict[str, Any]] = [
 @rest(SECONDS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_answers_have_the_declared_types(bundled: Bundled, stream: bool) -> None:
-    async with bundled() as client, aiohttp.ClientSession(str(client.base_url)) as session:
+    options = {"stream": True, "stream_options": {"include_usage": True}} if stream else {}
+    async with bundled() as model, http(site(model)) as client:
         for path, bodies, whole, event in (
             ("chat/completions", CHATS, ChatAnswer, ChatChunk),
             ("completions", COMPLETIONS, CompletionAnswer, CompletionChunk),
         ):
             for body in bodies:
                 given = {"messages": USER} if whole is ChatAnswer else {}
-                options = {"stream_options": {"include_usage": True}} if stream else {}
-                sent = {"max_tokens": 8, **given, **body, "stream": stream, **options}
-                async with session.post(path, json=sent) as response:
-                    text = await response.text()
-                    assert response.status == 200, text
-                answers = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
-                for answer in answers if stream else [text]:
-                    assert not violations(event if stream else whole, json.loads(answer)), answer
+                reply = await client.post(f"/v1/{path}", {"max_tokens": 8, **given, **body, **options})
+                assert reply.status == 200, reply.text
+                for answer in reply.events() if stream else [reply.json()]:
+                    assert not violations(event if stream else whole, answer), answer
 
 
 def test_completions_are_parsed_as_their_schema_says() -> None:
@@ -261,44 +249,32 @@ MONITORED = ("/health", "/readyz", "/ping", "/livez")
 
 
 async def test_monitors_ask_without_a_key_and_by_any_name(serving: Serving) -> None:
-    async with serving(server={"api_key": "secret"}) as served, aiohttp.ClientSession(served.url) as session:
+    async with serving(server={"api_key": "secret"}) as served:
         for path in MONITORED:
-            async with session.get(path, headers={"Host": "pod-7.internal"}) as response:
-                assert (response.status, await response.json()) == (200, {"status": "ok"})
+            reply = await served.get(path, Host="pod-7.internal")
+            assert (reply.status, reply.json()) == (200, {"status": "ok"})
         for path in ("/version", "/tokenizer_info", "/v1/models"):
-            async with session.get(path) as response:
-                assert response.status == 401
+            assert (await served.get(path)).status == 401
 
 
 async def test_a_process_without_a_serving_engine_is_alive_and_not_ready() -> None:
     engine = make_engine()
-    async with running(create_app(engine)) as url:
+    async with application(create_app(engine)) as client:
         await engine.aclose()
-        found = {}
-        async with aiohttp.ClientSession(url) as session:
-            for path in MONITORED:
-                async with session.get(path) as response:
-                    found[path] = response.status
-            for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
-                async with session.post(path, json=body) as response:
-                    assert response.status == 503
-            async with session.get("/tokenizer_info") as response:
-                assert response.status == 503
-            async with session.get("/v1/models") as response:
-                assert violations(Models, await response.json()) == []
-    assert found == {"/health": 503, "/readyz": 503, "/ping": 503, "/livez": 200}
+        found = {path: (await client.get(path)).status for path in (*MONITORED, "/tokenizer_info")}
+        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
+            assert (await client.post(path, body)).status == 503
+        assert not violations(Models, (await client.get("/v1/models")).json())
+    assert found == {**dict.fromkeys((*MONITORED, "/tokenizer_info"), 503), "/livez": 200}
 
 
 async def test_the_model_is_described_in_full(serving: Serving) -> None:
     before = int(time.time())
-    async with serving() as served, aiohttp.ClientSession(served.url) as session:
-        async with session.get("/v1/models") as response:
-            models = await response.json()
-        async with session.get("/v1/models/toy") as response:
-            assert await response.json() == models["data"][0]
-        async with session.get("/version") as response:
-            assert await response.json() == {"version": aioinfer.__version__}
-    assert violations(Models, models) == []
+    async with serving() as served:
+        models = (await served.get("/v1/models")).json()
+        assert (await served.get("/v1/models/toy")).json() == models["data"][0]
+        assert (await served.get("/version")).json() == {"version": aioinfer.__version__}
+    assert not violations(Models, models)
     model = models["data"][0]
     assert before <= model["created"] <= time.time()
     assert (model["root"], model["parent"], model["max_model_len"]) == ("toy", None, 4096)

@@ -4,48 +4,33 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
-from urllib.parse import urljoin, urlsplit
+from urllib.parse import urljoin
 
-import aiohttp
 import pytest
 from aiohttp import web
 
 from aioinfer.errors import ConfigError
 from aioinfer.server import create_app, setup
 from tests.server.conftest import Serving
-from tests.server.test_mounting import make_engine, running
+from tests.server.test_mounting import application, make_engine
 from tests.toys.blocks import ScriptedDevice
 
 
-async def get(session: aiohttp.ClientSession, url: str, **headers: str) -> tuple[aiohttp.ClientResponse, str]:
-    async with session.get(url, headers={k.replace("_", "-"): v for k, v in headers.items()}) as response:
-        return response, await response.text()
-
-
-def policy_of(response: aiohttp.ClientResponse) -> dict[str, str]:
-    return dict(part.split(" ", 1) for part in response.headers["Content-Security-Policy"].split("; "))
-
-
-# -- the page ------------------------------------------------------------------------------------------
-
-
 async def test_the_page_needs_no_key_and_runs_nothing_but_its_own_script(serving: Serving) -> None:
-    async with serving(server={"api_key": "secret"}) as served, aiohttp.ClientSession() as session:
-        response, html = await get(session, f"{served.url}/")
-        assert (response.status, response.content_type, response.charset) == (200, "text/html", "utf-8")
-        models, _ = await get(session, f"{served.url}/v1/models")
-        assert models.status == 401
-    policy = policy_of(response)
+    async with serving(server={"api_key": "secret"}) as served:
+        reply = await served.get("/")
+        assert (reply.status, reply.headers["Content-Type"]) == (200, "text/html; charset=utf-8")
+    html = reply.text
+    policy = dict(part.split(" ", 1) for part in reply.headers["Content-Security-Policy"].split("; "))
     for name in ("script", "style"):
         (content,) = re.findall(f"<{name}[^>]*>(.*?)</{name}>", html, re.DOTALL)
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
         assert policy[f"{name}-src"] == f"'sha256-{digest}'"
     assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
     assert (policy["connect-src"], policy["require-trusted-types-for"]) == ("'self'", "'script'")
-    assert response.headers["X-Content-Type-Options"] == "nosniff"
-    assert response.headers["Referrer-Policy"] == "no-referrer"
+    assert reply.headers["X-Content-Type-Options"] == "nosniff"
+    assert reply.headers["Referrer-Policy"] == "no-referrer"
     # Nothing comes from elsewhere, texts of models become text nodes, and keys are kept in the tab only.
     for banned in ("http:", "https:", "url(", "@import", "style=", "javascript:", "{{"):
         assert banned not in html
@@ -57,17 +42,15 @@ async def test_the_page_needs_no_key_and_runs_nothing_but_its_own_script(serving
 
 async def test_a_page_of_another_name_does_not_reach_it(serving: Serving) -> None:
     """DNS rebinding."""
-    async with serving() as served, aiohttp.ClientSession() as session:
+    async with serving() as served:
         for path in ("/", "/debug/steps"):
-            response, text = await get(session, served.url + path, Host="evil.example")
-            assert response.status == 403
-            assert json.loads(text)["error"]["code"] == "host_not_allowed"
+            reply = await served.get(path, Host="evil.example")
+            assert (reply.status, reply.error["code"]) == (403, "host_not_allowed")
 
 
 async def test_it_can_be_turned_off(serving: Serving) -> None:
-    async with serving(server={"playground": False}) as served, aiohttp.ClientSession() as session:
-        response, _ = await get(session, f"{served.url}/")
-        assert response.status == 404
+    async with serving(server={"playground": False}) as served:
+        assert (await served.get("/")).status == 404
 
 
 async def test_an_application_has_it_where_it_asks_with_links_to_its_own_engine() -> None:
@@ -79,17 +62,16 @@ async def test_an_application_has_it_where_it_asks_with_links_to_its_own_engine(
     setup(app, make_engine(), prefix="/d/v1", health=None, playground="/d/")
     outer = web.Application()
     outer.add_subapp("/llm/", app)  # as behind a proxy
-    async with running(outer) as url, aiohttp.ClientSession() as session:
+    async with application(outer) as client:
         for page in ("/llm/b/try", "/llm/c/"):
-            _, html = await get(session, url + page)
+            html = (await client.get(page)).text
             for name, path in (("api", "models"), ("steps", "")):
                 (link,) = re.findall(f'data-{name}="([^"]*)"', html)
-                there = urljoin(url + page, f"{link}/{path}".rstrip("/"))
-                assert urlsplit(there).path.startswith(page[:7])
-                async with session.get(there) as response:
+                there = urljoin(page, f"{link}/{path}".rstrip("/"))
+                assert there.startswith(page[:7])
+                async with client.session.get(there) as response:  # the feed has no end
                     assert response.status == 200
-        _, html = await get(session, f"{url}/llm/d/")
-        assert 'data-steps=""' in html
+        assert 'data-steps=""' in (await client.get("/llm/d/")).text
 
 
 def test_a_path_that_is_none_or_taken_is_refused() -> None:
@@ -102,7 +84,6 @@ def test_a_path_that_is_none_or_taken_is_refused() -> None:
 
 
 async def test_the_model_says_whether_it_writes_in_blocks(serving: Serving) -> None:
-    device = ScriptedDevice(num_slots=512, num_pages=512)
-    async with serving(device=device) as served, aiohttp.ClientSession() as session:
-        _, text = await get(session, f"{served.url}/v1/models/toy")
-        assert json.loads(text)["block_size"] == served.engine.info.block_size > 1
+    async with serving(device=ScriptedDevice(num_slots=512, num_pages=512)) as served:
+        model = (await served.get("/v1/models/toy")).json()
+        assert model["block_size"] == served.engine.info.block_size > 1

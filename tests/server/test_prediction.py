@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import aiohttp
-import pytest
-
-from tests.server.conftest import Bundled, Served, Serving
+from tests.server.conftest import Bundled, Serving
 from tests.tiers import SECONDS, rest
 
+PATH = "/v1/chat/completions"
 STORY: Any = [{"role": "user", "content": "Write a short story about Mira."}]
 
 
@@ -49,46 +47,31 @@ async def test_the_openai_client_reads_how_much_of_a_prediction_was_right(bundle
         assert usage.completion_tokens_details.accepted_prediction_tokens == 0
 
 
-@pytest.mark.parametrize(
-    ("prediction", "param"),
-    [
-        ("text", "prediction"),
-        ([], "prediction"),
-        ({"content": "x"}, "prediction.type"),
-        ({"type": "text", "content": "x"}, "prediction.type"),
-        ({"type": "content"}, "prediction.content"),
-        ({"type": "content", "content": 5}, "prediction.content"),
-        ({"type": "content", "content": [5]}, "prediction.content[0]"),
-        (
-            {"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "image"}]},
-            "prediction.content[1].type",
-        ),
-        ({"type": "content", "content": [{"type": "text", "text": 1}]}, "prediction.content[0].text"),
-        ({"type": "content", "content": "x", "more": 1}, "prediction.more"),
-        ({"type": "content", "content": "\ud800"}, "prediction"),
-    ],
-)
-async def test_a_prediction_of_another_form_is_refused_by_its_field(
-    serving: Serving, prediction: Any, param: str
-) -> None:
+REFUSED: list[tuple[Any, str]] = [
+    ("text", ""),
+    ([], ""),
+    ({"content": "x"}, ".type"),
+    ({"type": "text", "content": "x"}, ".type"),
+    ({"type": "content"}, ".content"),
+    ({"type": "content", "content": 5}, ".content"),
+    ({"type": "content", "content": [5]}, ".content[0]"),
+    ({"type": "content", "content": [{"type": "text", "text": "a"}, {"type": "x"}]}, ".content[1].type"),
+    ({"type": "content", "content": [{"type": "text", "text": 1}]}, ".content[0].text"),
+    ({"type": "content", "content": "x", "more": 1}, ".more"),
+    ({"type": "content", "content": "\ud800"}, ""),
+]
+
+
+async def test_a_prediction_of_another_form_is_refused_by_its_field(serving: Serving) -> None:
     async with serving() as served:
-        answer = await _post(served, {"messages": STORY, "prediction": prediction})
-    assert answer["error"]["param"] == param
+        for prediction, where in REFUSED:
+            reply = await served.post(PATH, {"messages": STORY, "prediction": prediction})
+            assert reply.refusal == (400, f"prediction{where}")
 
 
 async def test_an_empty_or_far_too_long_prediction_is_accepted(serving: Serving) -> None:
+    more = [{"prediction": {"type": "content", "content": each}} for each in ("", [], "word " * 50_000)]
     async with serving() as served:
-        for content in ("", [], "word " * 50_000):
-            prediction = {"type": "content", "content": content}
-            answer = await _post(served, {"messages": STORY, "prediction": prediction, "max_tokens": 3})
-            assert answer["choices"], answer
-        answer = await _post(served, {"messages": STORY, "speculate": False, "max_tokens": 3})
-        assert answer["choices"], answer
-
-
-async def _post(served: Served, body: Any) -> Any:
-    async with (
-        aiohttp.ClientSession() as session,
-        session.post(f"{served.url}/v1/chat/completions", json={"model": "toy", **body}) as response,
-    ):
-        return await response.json()
+        for fields in (*more, {"speculate": False}):
+            reply = await served.post(PATH, {"messages": STORY, "max_tokens": 3, **fields})
+            assert reply.json()["choices"]

@@ -12,7 +12,7 @@ import pytest
 from aioinfer.params import SamplingParams
 from aioinfer.text.harmony import TAGS
 from aioinfer.text.reasoning import REASONING_PARSERS
-from tests.server.chats import TOOLS, USER, Answer, add_tags, both
+from tests.server.chats import TOOLS, Answer, add_tags, both
 from tests.server.conftest import Bundled, Serving
 from tests.tiers import SECONDS, grid, rest
 from tests.toys import ToyTokenizer, toy_generate
@@ -151,15 +151,12 @@ async def test_a_grammar_begins_where_the_prompt_ends(
 
 @pytest.fixture
 def in_channels(directory: Path) -> Path:
-    """The bundled model with the tags of gpt-oss and a template that knows them. Its own end token, which has
-    the name of one of them, gets another."""
+    """The bundled model with the tags of gpt-oss. Its own end token, which has the name of one of them, gets
+    another."""
     for file in (*directory.glob("*.json"), *directory.glob("*.jinja")):
         file.write_text(file.read_text().replace("<|end|>", "<|over|>"))
     template = directory / "chat_template.jinja"
-    seen = "{% set seen = namespace(thinking='') %}{% for m in messages %}"
-    seen += "{% if m.thinking %}{% set seen.thinking = m.thinking %}{% endif %}{% endfor %}"
-    opens = "{{ '<|channel|>analysis<|message|>' if seen.thinking == 'open' }}"
-    template.write_text(seen + template.read_text() + opens)
+    template.write_text(template.read_text() + "{{ '<|channel|>analysis<|message|>' if false }}")
     return directory
 
 
@@ -187,24 +184,3 @@ async def test_answers_in_the_channels_of_gpt_oss(
                 assert answer.calls
                 assert answer.finish_reason == "tool_calls"
                 assert "<|" not in f"{answer.content}{answer.reasoning}"
-
-
-@rest(SECONDS)
-async def test_the_template_of_gpt_oss_gets_reasoning_as_thinking(
-    bundled: Bundled, in_channels: Path
-) -> None:
-    options: Any = {"temperature": 0, "max_tokens": 9, "logit_bias": {"1": -100}}
-    async with bundled(in_channels, reasoning_parser="auto", tool_call_parser="auto") as client:
-
-        async def ask(**message: Any) -> Answer:
-            earlier = {"role": "assistant", "content": "42", **message}
-            (answer,) = await both(client, messages=[USER, earlier, USER], **options)
-            return answer
-
-        for field in ("reasoning_content", "reasoning", "thinking"):
-            answer = await ask(**{field: "open"})
-            assert (bool(answer.reasoning), bool(answer.content)) == (True, False)
-        answer = await ask(reasoning_content="other")
-        assert (bool(answer.reasoning), bool(answer.content)) == (False, True)
-        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
-        assert (await ask(reasoning_content="open", tool_calls=[call], content=None)).reasoning

@@ -7,19 +7,17 @@ import json
 import logging
 from typing import Any
 
-import aiohttp
 import anthropic
 import pytest
 from aiohttp import web
 
 from aioinfer.server import setup
+from tests.engine.conftest import Gate
 from tests.server.conftest import Connect, Serving
 from tests.server.raw import request
-from tests.server.test_adversity import ENDLESS, gate, until
+from tests.server.test_adversity import ENDLESS, PATH, until
 from tests.server.test_keys import opened
-from tests.server.test_mounting import make_engine, running
-
-__all__ = ["gate"]
+from tests.server.test_mounting import application, make_engine
 
 BODY = {**ENDLESS, "stream": False, "max_tokens": 5}
 ID = "x-request-id"
@@ -32,64 +30,55 @@ ID = "x-request-id"
     ("method", "path", "body", "status"),
     [
         ("GET", "/health", None, 200),
-        ("GET", "/v1/models", None, 200),
         ("GET", "/v1/models/other", None, 404),
         ("GET", "/nowhere", None, 404),
         ("DELETE", "/v1/models", None, 405),
         ("GET", "/debug/trace", None, 200),
-        ("POST", "/v1/completions", BODY, 200),
-        ("POST", "/v1/completions", {**BODY, "stream": True}, 200),
-        ("POST", "/v1/completions", {**BODY, "max_tokens": -1}, 400),
-        ("POST", "/v1/completions", {**BODY, "stream": True, "prompt": [1] * 5000}, 400),
+        ("POST", PATH, BODY, 200),
+        ("POST", PATH, {**BODY, "stream": True}, 200),
+        ("POST", PATH, {**BODY, "max_tokens": -1}, 400),
+        ("POST", PATH, {**BODY, "stream": True, "prompt": [1] * 5000}, 400),
     ],
 )
 async def test_every_response_has_the_id(
     serving: Serving, method: str, path: str, body: Any, status: int
 ) -> None:
-    async with serving() as served, aiohttp.ClientSession() as session:
+    async with serving() as served:
         for given in ("abc-123", None):
             headers = {} if given is None else {ID: given}
-            async with session.request(method, served.url + path, json=body, headers=headers) as response:
-                assert response.status == status
-                name = response.headers[ID]
-                assert name == given if given else len(name) == 32
-                text = await response.text()
-            if path.endswith("completions") and status == 200:
+            reply = await served.http(method, path, body, **headers)
+            assert reply.status == status
+            name = reply.headers[ID]
+            assert name == given if given else len(name) == 32
+            if status >= 400:
+                assert reply.error["message"]
+            elif body is not None:
                 # The answer's id says which request it belongs to.
-                assert f'"cmpl-{name}"' in text
+                assert f'"cmpl-{name}"' in reply.text
 
 
-@pytest.mark.parametrize("given", ["", "a b", "x" * 129, "é", 'a"b', "a\tb"])
-async def test_an_id_that_is_long_or_not_plain_is_replaced(serving: Serving, given: str) -> None:
-    async with (
-        serving() as served,
-        aiohttp.ClientSession() as session,
-        session.get(f"{served.url}/v1/models", headers={ID: given}) as response,
-    ):
-        assert response.status == 200
-        assert len(response.headers[ID]) == 32
+async def test_an_id_that_is_long_or_not_plain_is_replaced(serving: Serving) -> None:
+    async with serving() as served:
+        for given in ("", "a b", "x" * 129, "é", 'a"b', "a\tb"):
+            reply = await served.get("/v1/models", **{ID: given})
+            assert (reply.status, len(reply.headers[ID])) == (200, 32)
 
 
 async def test_the_body_may_name_the_answer_otherwise(serving: Serving) -> None:
-    async with serving() as served, aiohttp.ClientSession() as session:
-        body = {**BODY, "request_id": "mine"}
-        async with session.post(
-            f"{served.url}/v1/completions", json=body, headers={ID: "of-proxy"}
-        ) as answer:
-            assert answer.headers[ID] == "of-proxy"
-            assert (await answer.json())["id"] == "cmpl-mine"
+    async with serving() as served:
+        reply = await served.post(PATH, {**BODY, "request_id": "mine"}, **{ID: "of-proxy"})
+    assert (reply.headers[ID], reply.json()["id"]) == ("of-proxy", "cmpl-mine")
 
 
-async def test_refusals_before_every_handler_have_an_id(serving: Serving, connect: Connect) -> None:
-    async with serving(server={"api_key": "k"}) as served, aiohttp.ClientSession() as session:
+async def test_refusals_before_every_handler_have_an_id(serving: Serving) -> None:
+    async with serving(server={"api_key": "k"}) as served:
         for path, headers, status in (
             ("/v1/models", {}, 401),
             ("/v1/models", {"Origin": "https://evil.example"}, 403),
             ("/health", {"Expect": "nonsense"}, 417),
         ):
-            async with session.get(served.url + path, headers={**headers, ID: "id-7"}) as response:
-                assert response.status == status
-                assert response.headers[ID] == "id-7"
+            reply = await served.get(path, **headers, **{ID: "id-7"})
+            assert (reply.status, reply.headers[ID]) == (status, "id-7")
 
 
 async def test_a_mounted_engine_has_ids_and_its_application_is_left_alone() -> None:
@@ -100,47 +89,37 @@ async def test_a_mounted_engine_has_ids_and_its_application_is_left_alone() -> N
     app.router.add_get("/own", own)
     for prefix in ("/a/v1", "/b/v1"):
         setup(app, make_engine(), prefix)
-    async with running(app) as url, aiohttp.ClientSession() as session:
+    async with application(app) as client:
         for path, status in (("/a/v1/models", 200), ("/b/v1/models/other", 404)):
-            async with session.get(url + path, headers={ID: "given"}) as response:
-                assert response.status == status
-                assert response.headers.getall(ID) == ["given"]
-        async with session.get(f"{url}/own", headers={ID: "given"}) as response:
-            assert ID not in response.headers
+            reply = await client.get(path, **{ID: "given"})
+            assert (reply.status, reply.headers.getall(ID)) == (status, ["given"])
+        reply = await client.get("/own", **{ID: "given"})
+        assert (reply.text, ID in reply.headers) == ("own", False)
 
 
-async def test_the_client_reads_the_id(serving: Serving) -> None:
-    async with serving() as served, served.client() as client:
-        answer = await client.completions.create(
-            model="toy", prompt="a", max_tokens=3, extra_headers={ID: "from-client"}
-        )
-        assert answer._request_id == "from-client"
-        assert answer.id == "cmpl-from-client"
-
-
-async def test_anthropics_client_reads_the_id(serving: Serving) -> None:
-    """In another header, and in the objects of errors."""
+async def test_the_clients_read_the_id(serving: Serving) -> None:
+    """Anthropic's in another header, and in the objects of errors."""
     message: Any = {"model": "toy", "max_tokens": 3, "messages": [{"role": "user", "content": "a"}]}
     async with (
         serving() as served,
-        anthropic.AsyncAnthropic(base_url=served.url, api_key="k", max_retries=0) as client,
+        served.client() as client,
+        anthropic.AsyncAnthropic(base_url=served.url, api_key="k", max_retries=0) as other,
     ):
-        answer = await client.messages.create(**message, extra_headers={ID: "from-client"})
-        assert answer._request_id == "from-client"
+        chat: Any = client.chat.completions.create
+        for create in (chat, other.messages.create):
+            answer = await create(**message, extra_headers={ID: "from-client"})
+            assert answer._request_id == "from-client"
         with pytest.raises(anthropic.BadRequestError) as refused:
-            await client.messages.create(**{**message, "max_tokens": -1}, extra_headers={ID: "second"})
-        assert refused.value.request_id == "second"
+            await other.messages.create(**{**message, "max_tokens": -1}, extra_headers={ID: "second"})
         body: Any = refused.value.body
-        assert body["request_id"] == "second"
+        assert refused.value.request_id == body["request_id"] == "second"
 
 
 async def test_the_trace_names_requests(serving: Serving) -> None:
-    async with serving() as served, aiohttp.ClientSession() as session:
+    async with serving() as served:
         for name in ("first", "second"):
-            async with session.post(f"{served.url}/v1/completions", json=BODY, headers={ID: name}) as answer:
-                assert answer.status == 200
-        async with session.get(f"{served.url}/debug/trace") as answer:
-            events = (await answer.json())["traceEvents"]
+            assert (await served.post(PATH, BODY, **{ID: name})).status == 200
+        events = (await served.get("/debug/trace")).json()["traceEvents"]
     begun = {event["id"]: event for event in events if event["ph"] == "b"}
     ended = {event["id"]: event for event in events if event["ph"] == "e"}
     assert [event["name"] for event in begun.values()] == ["first", "second"]
@@ -158,7 +137,7 @@ async def test_embeddings_and_scores_have_the_id_too(
         "score": {"text_1": "a", "text_2": ["b", "c"], "method": "cosine"},
         "rerank": {"query": "a", "documents": ["b", "c"], "method": "cosine"},
     }
-    async with serving() as served, aiohttp.ClientSession(served.url) as session:
+    async with serving() as served:
         names: list[str] = []
         queue = served.engine._queue
 
@@ -170,13 +149,10 @@ async def test_embeddings_and_scores_have_the_id_too(
         recorder = served.engine.measuring.recorder
         assert recorder is not None
         for route, body in calls.items():
-            async with session.post(f"/v1/{route}", json=body, headers={ID: f"of-{route}"}) as answer:
-                assert answer.status == 200
-                if route != "embeddings":
-                    assert (await answer.json())["id"] == f"{route}-of-{route}"
+            reply = await served.post(f"/v1/{route}", body, **{ID: f"of-{route}"})
+            assert reply.json().get("id", f"{route}-of-{route}") == f"{route}-of-{route}"
         assert names == ["of-embeddings"] * 2 + ["of-score"] * 3 + ["of-rerank"] * 3
-        async with session.get("/debug/trace") as answer:
-            events = (await answer.json())["traceEvents"]
+        events = (await served.get("/debug/trace")).json()["traceEvents"]
         assert [each["name"] for each in events if each["ph"] == "b"] == [f"of-{route}" for route in calls]
         assert sum(recorder.n.counts) == 3
 
@@ -194,16 +170,11 @@ LOG = {"access_log": True, "access_log_format": "json"}
 
 
 async def test_a_line_has_what_a_call_cost(serving: Serving, lines: Any) -> None:
-    async with (
-        serving(server={**LOG, "api_key": "k"}) as served,
-        aiohttp.ClientSession(headers={"User-Agent": "test/1", "Authorization": "Bearer k"}) as session,
-    ):
+    async with serving(server={**LOG, "api_key": "k"}) as served:
+        headers = {"User-Agent": "test/1", "Authorization": "Bearer k"}
         for stream in (False, True):
             body = {**BODY, "stream": stream, "n": 2}
-            async with session.post(
-                f"{served.url}/v1/completions?secret=1", json=body, headers={ID: f"id-{stream}"}
-            ) as response:
-                await response.read()
+            await served.post(f"{PATH}?secret=1", body, **headers, **{ID: f"id-{stream}"})
         await until(lambda: len(lines()) == 2)
     for line, stream in zip(lines(), (False, True), strict=True):
         entry = json.loads(line)
@@ -226,11 +197,11 @@ async def test_a_line_has_what_a_call_cost(serving: Serving, lines: Any) -> None
         }
 
 
-async def test_a_line_says_how_a_call_ended(serving: Serving, lines: Any, gate: Any) -> None:
-    async with serving(server=LOG, fault=gate) as served, aiohttp.ClientSession() as session:
-        url = f"{served.url}/v1/completions"
+async def test_a_line_says_how_a_call_ended(serving: Serving, lines: Any, gate: Gate) -> None:
+    async with serving(server=LOG, fault=gate) as served:
         for stream in (True, False):
-            leaving = asyncio.create_task(session.post(url, json={**ENDLESS, "stream": stream}))
+            asked = {**ENDLESS, "stream": stream}
+            leaving = asyncio.create_task(served.http.session.post(PATH, json=asked))
             await until(lambda: opened(served) == 1)
             if stream:
                 gate.step(2)
@@ -241,17 +212,14 @@ async def test_a_line_says_how_a_call_ended(serving: Serving, lines: Any, gate: 
             await until(lambda: opened(served) == 0)
         await until(lambda: len(lines()) == 2)
         gate.release()
-        async with session.post(url, json={**BODY, "model": "other"}) as response:
-            assert response.status == 404
-        async with session.post(url, json={**BODY, "request_id": "mine"}, headers={ID: "x"}) as response:
-            assert response.status == 200
+        assert (await served.post(PATH, {**BODY, "model": "other"})).status == 404
+        assert (await served.post(PATH, {**BODY, "request_id": "mine"}, **{ID: "x"})).status == 200
         await until(lambda: len(lines()) == 4)
     streamed, whole, refused, good = map(json.loads, lines())
     assert streamed["finish_reason"] == whole["finish_reason"] == "disconnect"
     assert "finish_reason" not in refused
     assert refused["status"] == 404
-    assert good["call"] == "cmpl-mine"
-    assert good["id"] == "x"
+    assert (good["call"], good["id"]) == ("cmpl-mine", "x")
 
 
 async def test_an_engine_that_fails_amid_a_stream_is_an_error_in_the_log(
@@ -261,13 +229,17 @@ async def test_an_engine_that_fails_amid_a_stream_is_an_error_in_the_log(
         if step.id >= 3:
             raise ValueError("planted")
 
-    async with serving(server=LOG, fault=fails) as served, aiohttp.ClientSession() as session:
+    async with serving(server=LOG, fault=fails) as served:
         for stream in (True, False):
-            body = {**ENDLESS, "stream": stream}
-            async with session.post(f"{served.url}/v1/completions", json=body) as response:
-                await response.read()
+            await served.post(PATH, {**ENDLESS, "stream": stream})
         await until(lambda: len(lines()) == 2)
     assert [json.loads(line)["finish_reason"] for line in lines()] == ["error", "error"]
+
+
+async def test_there_is_no_line_without_the_setting(serving: Serving, lines: Any) -> None:
+    async with serving() as served:
+        assert (await served.post(PATH, BODY)).status == 200
+    assert lines() == []
 
 
 @pytest.mark.parametrize("form", ["text", "json"])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError
 from aioinfer.server.http.connections import Connections
 from aioinfer.server.http.tls import tls_context
+from tests.server.calls import Http, http
 from tests.server.conftest import Serving, age
 from tests.server.test_adversity import ENDLESS, until
 
@@ -52,50 +55,44 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
     return Files(tmp_path_factory.mktemp("tls"))
 
 
+@asynccontextmanager
+async def trusting(files: Files, url: str, *, certificate: bool = False) -> AsyncIterator[Http]:
+    connector = aiohttp.TCPConnector(ssl=files.client(certificate=certificate))
+    async with aiohttp.ClientSession(url, connector=connector) as session:
+        yield Http(session)
+
+
 @pytest.mark.parametrize("one_file", [False, True])
 async def test_a_server_with_tls(serving: Serving, files: Files, one_file: bool) -> None:
     server = {"tls_certificate": files.certificate, "tls_key": files.key}
     if one_file:
         server = {"tls_certificate": files.both}
-    async with serving(server=server) as served:
+    async with serving(server=server) as served, trusting(files, served.url) as client:
         assert served.url.startswith("https://127.0.0.1:")
-        connector = aiohttp.TCPConnector(ssl=files.client())
-        async with aiohttp.ClientSession(connector=connector) as session:
-            for stream in (True, False):
-                body = {**BODY, "stream": stream}
-                async with session.post(f"{served.url}/v1/completions", json=body) as response:
-                    assert response.status == 200
-                    assert "length" in await response.text()
-            # A page of this server is of its origin.
-            headers = {"Origin": served.url}
-            async with session.get(f"{served.url}/v1/models", headers=headers) as response:
-                assert response.status == 200
-        async with aiohttp.ClientSession() as session:
-            with pytest.raises(aiohttp.ClientConnectorCertificateError):
-                await session.get(f"{served.url}/v1/models")
+        for stream in (True, False):
+            assert "length" in (await client.post("/v1/completions", {**BODY, "stream": stream})).text
+        # A page of this server is of its origin.
+        assert (await client.get("/v1/models", Origin=served.url)).status == 200
+        with pytest.raises(aiohttp.ClientConnectorCertificateError):
+            await served.get("/v1/models")
+        async with http(served.url.replace("https", "http")) as plain:
             with pytest.raises(aiohttp.ClientError):
-                await session.get(served.url.replace("https", "http") + "/v1/models")
+                await plain.get("/v1/models")
 
 
 async def test_clients_need_a_certificate_where_an_authority_is_named(serving: Serving, files: Files) -> None:
     server = {"tls_certificate": files.both, "tls_ca": files.ca}
     async with serving(server=server) as served:
-        for own, let_in in ((True, True), (False, False)):
-            connector = aiohttp.TCPConnector(ssl=files.client(certificate=own))
-            async with aiohttp.ClientSession(connector=connector) as session:
-                if let_in:
-                    async with session.get(f"{served.url}/health") as response:
-                        assert response.status == 200
-                else:
-                    with pytest.raises((aiohttp.ClientError, ssl.SSLError, ConnectionError)):
-                        async with session.get(f"{served.url}/health") as response:
-                            await response.read()
+        async with trusting(files, served.url, certificate=True) as client:
+            assert (await client.get("/health")).status == 200
+        async with trusting(files, served.url) as client:
+            with pytest.raises((aiohttp.ClientError, ssl.SSLError, ConnectionError)):
+                await client.get("/health")
 
 
 async def test_a_client_that_begins_no_handshake_is_not_waited_for(serving: Serving, files: Files) -> None:
     async with serving(server={"tls_certificate": files.both, "header_timeout": 0.05}) as served:
-        port = int(served.url.rsplit(":", 1)[1])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         assert await reader.read() == b""
         writer.close()
 
@@ -106,17 +103,13 @@ async def test_connections_are_limited_and_watched_as_without_tls(
     """A client that sends no request behind its handshake."""
     server = {"tls_certificate": files.both, "header_timeout": 600.0, "max_connections": 2}
     async with serving(server=server) as served:
-        port = int(served.url.rsplit(":", 1)[1])
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=files.client())
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port, ssl=files.client())
         await until(lambda: len(connections[0]) == 1)
         age(connections[0])
         assert await reader.read() == b""
         writer.close()
-        async with (
-            aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=files.client())) as session,
-            session.get(f"{served.url}/health") as response,
-        ):
-            assert response.status == 200
+        async with trusting(files, served.url) as client:
+            assert (await client.get("/health")).status == 200
 
 
 async def test_tls_on_a_unix_socket(serving: Serving, files: Files) -> None:
@@ -132,60 +125,40 @@ async def test_tls_on_a_unix_socket(serving: Serving, files: Files) -> None:
     assert not await asyncio.to_thread(os.path.exists, path)
 
 
-def broken(files: Files, directory: Path, case: str) -> dict[str, Any]:
-    empty = directory / "empty.pem"
+def broken(files: Files, directory: Path) -> list[tuple[dict[str, Any], str]]:
+    """Settings, and what is wrong with their files."""
+    empty, other, locked = (directory / f"{name}.pem" for name in ("empty", "other", "locked"))
     empty.touch()
-    match case:
-        case "no certificate":
-            return {"tls_certificate": "/no/such.pem", "tls_key": files.key}
-        case "no key":
-            return {"tls_certificate": files.certificate, "tls_key": "/no/such.pem"}
-        case "key missing in the file":
-            return {"tls_certificate": files.certificate}
-        case "empty":
-            return {"tls_certificate": str(empty), "tls_key": files.key}
-        case "swapped":
-            return {"tls_certificate": files.key, "tls_key": files.certificate}
-        case "another's key":
-            other = directory / "other.pem"
-            trustme.CA().issue_cert("x.example").private_key_pem.write_to_path(other)
-            return {"tls_certificate": files.certificate, "tls_key": str(other)}
-        case "encrypted":
-            locked = directory / "locked.pem"
-            key = serialization.load_pem_private_key(Path(files.key).read_bytes(), None)
-            secret = serialization.BestAvailableEncryption(b"password")
-            form = serialization.PrivateFormat.PKCS8
-            locked.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, secret))
-            return {"tls_certificate": files.certificate, "tls_key": str(locked)}
-        case "empty authority":
-            return {"tls_certificate": files.both, "tls_ca": str(empty)}
-    raise AssertionError(case)
+    trustme.CA().issue_cert("x.example").private_key_pem.write_to_path(other)
+    key = serialization.load_pem_private_key(Path(files.key).read_bytes(), None)
+    secret = serialization.BestAvailableEncryption(b"password")
+    form = serialization.PrivateFormat.PKCS8
+    locked.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, secret))
+    own, missing = {"tls_certificate": files.certificate}, "/no/such.pem"
+    unread = "hold no certificate and key in PEM format"
+    return [
+        ({"tls_certificate": missing, "tls_key": files.key}, f"tls_certificate: {missing}: No such file"),
+        ({**own, "tls_key": missing}, f"tls_key: {missing}: No such file"),
+        (own, unread),
+        ({"tls_certificate": str(empty), "tls_key": files.key}, unread),
+        ({"tls_certificate": files.key, "tls_key": files.certificate}, unread),
+        ({**own, "tls_key": str(other)}, "is not the key of the certificate"),
+        ({**own, "tls_key": str(locked)}, "is encrypted: give a key without a password"),
+        ({"tls_certificate": files.both, "tls_ca": str(empty)}, "holds no certificates in PEM format"),
+    ]
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        ("no certificate", "tls_certificate: /no/such.pem: No such file or directory"),
-        ("no key", "tls_key: /no/such.pem: No such file or directory"),
-        ("key missing in the file", "hold no certificate and key in PEM format"),
-        ("empty", "hold no certificate and key in PEM format"),
-        ("swapped", "hold no certificate and key in PEM format"),
-        ("another's key", "is not the key of the certificate"),
-        ("encrypted", "is encrypted: give a key without a password"),
-        ("empty authority", "holds no certificates in PEM format"),
-    ],
-)
 def test_files_that_cannot_be_used_are_one_plain_line(
-    files: Files, tmp_path: Path, case: str, message: str, capsys: pytest.CaptureFixture[str]
+    files: Files, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = broken(files, tmp_path, case)
-    with pytest.raises(ConfigError, match=message):
-        tls_context(ServerConfig(**given))
-    flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", value)]
-    assert main(["serve", "/no/such/model", "--port", "0", *flags]) == 2
-    complaint = capsys.readouterr().err
-    assert message in complaint
-    assert complaint.count("\n") == 1
+    for given, message in broken(files, tmp_path):
+        with pytest.raises(ConfigError, match=message):
+            tls_context(ServerConfig(**given))
+        flags = [text for name, value in given.items() for text in (f"--{name.replace('_', '-')}", value)]
+        assert main(["serve", "/no/such/model", "--port", "0", *flags]) == 2
+        complaint = capsys.readouterr().err
+        assert message in complaint
+        assert complaint.count("\n") == 1
 
 
 def test_a_key_without_a_certificate_is_refused() -> None:

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from typing import Any
 
-import aiohttp
 import pytest
 
 from aioinfer.config import EngineConfig
@@ -14,7 +13,8 @@ from aioinfer.engine import Engine
 from aioinfer.errors import EngineClosed, InvalidRequest
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.server.tokens import Detokenized, Tokenized, TokenizerInfo
-from tests.server.conftest import Bundled, Serving
+from tests.server.calls import http
+from tests.server.conftest import Bundled, Serving, site
 from tests.server.test_openapi import violations
 from tests.tiers import SECONDS, rest
 from tests.toys import ToyDevice, ToyTokenizer
@@ -22,72 +22,69 @@ from tests.toys import ToyDevice, ToyTokenizer
 USER = [{"role": "user", "content": "abc"}]
 
 
-async def asked(session: aiohttp.ClientSession, path: str, body: Any = None) -> tuple[int, Any]:
-    method = "GET" if body is None else "POST"
-    async with session.request(method, path, json=body) as response:
-        return response.status, await response.json()
-
-
 async def test_a_text_becomes_tokens_and_text_again(bundled: Bundled) -> None:
-    async with bundled() as client, aiohttp.ClientSession(str(client.base_url)[:-3]) as session:
-        status, found = await asked(session, "tokenize", {"prompt": "Once upon", "return_token_strs": True})
-        assert (status, violations(Tokenized, found)) == (200, [])
+    async with bundled() as model, http(site(model)) as client:
+        asked = {"prompt": "Once upon", "return_token_strs": True}
+        found = (await client.post("/tokenize", asked)).json()
+        assert not violations(Tokenized, found)
         assert found["count"] == len(found["tokens"]) == len(found["token_strs"]) > 1
-        status, bare = await asked(session, "tokenize", {"prompt": "Once upon", "add_special_tokens": False})
+        asked = {"prompt": "Once upon", "add_special_tokens": False}
+        bare = (await client.post("/tokenize", asked)).json()
         assert bare["token_strs"] is None
         assert found["tokens"][-bare["count"] :] == bare["tokens"]
-        status, text = await asked(session, "detokenize", {"tokens": bare["tokens"]})
-        assert (status, text, violations(Detokenized, text)) == (200, {"prompt": "Once upon"}, [])
-        status, info = await asked(session, "tokenizer_info")
-        assert (status, violations(TokenizerInfo, info)) == (200, [])
+        text = (await client.post("/detokenize", {"tokens": bare["tokens"]})).json()
+        assert text == {"prompt": "Once upon"}
+        assert not violations(Detokenized, text)
+        info = (await client.get("/tokenizer_info")).json()
+        assert not violations(TokenizerInfo, info)
         assert found["max_model_len"] == info["max_model_len"]
 
 
 async def test_a_chat_has_the_tokens_that_generating_counts(bundled: Bundled) -> None:
-    async with bundled() as client, aiohttp.ClientSession(str(client.base_url)[:-3]) as session:
-        answer = await client.chat.completions.create(model="tiny-chat", messages=USER, max_tokens=1)  # type: ignore[arg-type]
-        assert answer.usage is not None
-        _, found = await asked(session, "tokenize", {"messages": USER})
-        assert found["count"] == answer.usage.prompt_tokens
-        _, unanswered = await asked(session, "tokenize", {"messages": USER, "add_generation_prompt": False})
+    async with bundled() as model, http(site(model)) as client:
+        answer = (await client.post("/v1/chat/completions", {"messages": USER, "max_tokens": 1})).json()
+        found = (await client.post("/tokenize", {"messages": USER})).json()
+        assert found["count"] == answer["usage"]["prompt_tokens"]
+        asked = {"messages": USER, "add_generation_prompt": False}
+        unanswered = (await client.post("/tokenize", asked)).json()
         assert unanswered["tokens"] == found["tokens"][: unanswered["count"]] != found["tokens"]
 
 
 async def test_counting_goes_beyond_the_context_and_ends_where_no_prompt_could(serving: Serving) -> None:
-    async with serving() as served, aiohttp.ClientSession(served.url) as session:
+    async with serving() as served:
         limit = served.engine.info.max_model_len
         longest = (served.engine.tokenizer or ToyTokenizer()).longest_token or 1
-        status, found = await asked(session, "/tokenize", {"prompt": "a" * (longest * (limit - 1))})
-        assert status == 200
-        status, found = await asked(session, "/tokenize", {"prompt": "a" * (longest * limit + 1)})
-        assert (status, found["error"]["code"]) == (400, "context_length_exceeded")
+        assert (await served.post("/tokenize", {"prompt": "a" * (longest * (limit - 1))})).status == 200
+        reply = await served.post("/tokenize", {"prompt": "a" * (longest * limit + 1)})
+        assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
 
 
-@rest(SECONDS)
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        ("tokenize", {}, "messages"),
-        ("tokenize", {"prompt": ""}, "prompt"),
-        ("tokenize", {"prompt": [1, 2]}, "prompt"),
-        ("tokenize", {"prompt": "a", "messages": USER}, "messages"),
-        ("tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
-        ("tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
-        ("tokenize", {"prompt": "a", "truncate": 1}, "truncate"),
-        ("tokenize", {"messages": USER, "chat_template": "x"}, "chat_template"),
-        ("detokenize", {}, "tokens"),
-        ("detokenize", {"tokens": "abc"}, "tokens"),
-        ("detokenize", {"tokens": [1, "2"]}, "tokens"),
-        ("detokenize", {"tokens": [True]}, "tokens"),
-        ("detokenize", {"tokens": [1 << 40]}, "tokens"),
-        ("detokenize", {"tokens": [-1]}, "tokens"),
-        ("detokenize", {"tokens": [1], "skip": True}, "skip"),
-    ],
-)
-async def test_what_is_wrong_is_named(serving: Serving, path: str, body: Any, param: str) -> None:
-    async with serving() as served, aiohttp.ClientSession(served.url) as session:
-        status, found = await asked(session, f"/{path}", body)
-    assert (status, found["error"]["param"]) == (400, param), found
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("tokenize", {}, "messages"),
+    ("tokenize", {"prompt": ""}, "prompt"),
+    ("tokenize", {"prompt": [1, 2]}, "prompt"),
+    ("tokenize", {"prompt": "a", "messages": USER}, "messages"),
+    ("tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+    ("tokenize", {"prompt": "a", "add_special_tokens": 1}, "add_special_tokens"),
+    ("tokenize", {"prompt": "a", "truncate": 1}, "truncate"),
+    ("tokenize", {"messages": USER, "chat_template": "x"}, "chat_template"),
+    ("tokenize", {"prompt": "a", "model": "other"}, "model"),
+    ("detokenize", {}, "tokens"),
+    ("detokenize", {"tokens": "abc"}, "tokens"),
+    ("detokenize", {"tokens": [1, "2"]}, "tokens"),
+    ("detokenize", {"tokens": [True]}, "tokens"),
+    ("detokenize", {"tokens": [1 << 40]}, "tokens"),
+    ("detokenize", {"tokens": [-1]}, "tokens"),
+    ("detokenize", {"tokens": [1], "skip": True}, "skip"),
+    ("detokenize", {"tokens": [1], "model": "other"}, "model"),
+]
+
+
+async def test_what_is_wrong_is_named(serving: Serving) -> None:
+    async with serving() as served:
+        for path, body, param in REFUSED:
+            reply = await served.post(f"/{path}", body)
+            assert reply.refusal == (404 if param == "model" else 400, param), body
 
 
 @pytest.mark.parametrize("path", ["tokenize", "detokenize"])
@@ -102,22 +99,15 @@ async def test_what_wants_tokens_only_is_counted_against_its_key_and_all_others(
         return [1] if path == "tokenize" else "x"
 
     body = {"prompt": "x"} if path == "tokenize" else {"tokens": [1]}
-    async with serving(max_queued_requests=2) as served, aiohttp.ClientSession(served.url) as session:
+    async with serving(max_queued_requests=2) as served:
         monkeypatch.setattr(served.engine, path, wait, raising=False)
-        first = [asyncio.create_task(asked(session, f"/{path}", body)) for _ in range(2)]
+        first = [asyncio.create_task(served.post(f"/{path}", body)) for _ in range(2)]
         for _ in first:
             await began.acquire()
-        status, found = await asked(session, f"/{path}", body)
-        assert (status, "max_queued_requests" in found["error"]["message"]) == (429, True)
+        reply = await served.post(f"/{path}", body)
+        assert (reply.status, "max_queued_requests" in reply.error["message"]) == (429, True)
         free.set()
-        assert [(await each)[0] for each in first] == [200] * 2
-
-
-async def test_another_model_has_no_tokens_here(serving: Serving) -> None:
-    async with serving() as served, aiohttp.ClientSession(served.url) as session:
-        for path, body in (("/tokenize", {"prompt": "a"}), ("/detokenize", {"tokens": [1]})):
-            status, found = await asked(session, path, {**body, "model": "other"})
-            assert (status, found["error"]["code"]) == (404, "model_not_found")
+        assert [(await each).status for each in first] == [200] * 2
 
 
 # -- in process ----------------------------------------------------------------------------------------

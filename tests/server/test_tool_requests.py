@@ -108,71 +108,62 @@ def named(name: Any) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"tools": {}}, "tools"),
-        ({"tools": [1]}, "tools[0]"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "function"}]}, "tools[0].function"),
-        ({"tools": [tool("a b", {})]}, "tools[0].function.name"),
-        ({"tools": [tool("", {})]}, "tools[0].function.name"),
-        ({"tools": [tool("x" * 65, {})]}, "tools[0].function.name"),
-        ({"tools": [tool("x\n", {})]}, "tools[0].function.name"),
-        ({"tools": [TOOLS[0], tool("weather", {})]}, "tools[1].function.name"),
-        ({"tools": [tool("x", [])]}, "tools[0].function.parameters"),
-        ({"tools": [tool("x", {"type": "string"})]}, "tools[0].function.parameters.type"),
-        ({"tools": [tool("x", {}, description=1)]}, "tools[0].function.description"),
-        ({"tools": [tool("x", {}, strict="yes")]}, "tools[0].function.strict"),
-        ({"tools": [tool(f"x{at}", {}) for at in range(129)]}, "tools"),
-        ({"tool_choice": "any"}, "tool_choice"),
-        ({"tool_choice": 1}, "tool_choice"),
-        ({"tool_choice": {"type": "custom"}}, "tool_choice.type"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
-        ({"tool_choice": named(None)}, "tool_choice.function.name"),
-        ({"tool_choice": named("nothing")}, "tool_choice.function.name"),
-        ({"tools": None, "tool_choice": "auto"}, "tool_choice"),
-        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
-        ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice"),
-        ({"tool_choice": named("weather"), "extra_body": {"guided_regex": "a"}}, "tool_choice"),
-        ({"tool_choice": "required", "tools": [tool("x", {"enum": ["y" * 70_000]})]}, "tools"),
-        ({"tools": [tool("x", {"properties": 1})]}, "tools[0].function.parameters.properties"),
-        ({"tool_choice": "required", "tools": [tool("x", {"properties": {"a": {"type": "b"}}})]}, "tools"),
-        ({"tools": [tool("x", {"properties": {"a": {"type": "b"}}}, strict=True)]}, "tools"),
-        ({"tool_choice": "required", "tools": [tool("x", DEEP)]}, "tools"),
-        ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "chat_template_kwargs"),
-        ({"extra_body": {"chat_template_kwargs": {"messages": []}}}, "chat_template_kwargs"),
-        ({"functions": [{"name": "f"}]}, "functions"),
-        (
-            {"messages": [USER, {"role": "tool", "tool_call_id": 1, "content": ""}]},
-            "messages[1].tool_call_id",
-        ),
-        ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
-        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0].function"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]},
-            "messages[0].tool_calls[0].function.name",
-        ),
-        (
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 1}}]}
-                ]
-            },
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-    ],
-    ids=lambda value: str(value)[:60],
-)
-async def test_invalid_tools_are_refused(serving: Serving, change: dict[str, Any], param: str) -> None:
-    async with serving(**HERMES) as served, served.client() as client:
-        for stream in (False, True):
-            with pytest.raises(openai.BadRequestError) as caught:
-                await client.chat.completions.create(
-                    **{"model": "toy", "messages": [USER], "tools": TOOLS, "stream": stream, **change}
-                )
-            assert caught.value.param == param
+def called(**function: Any) -> dict[str, Any]:
+    """The call of a message."""
+    return {"messages": [{"role": "assistant", "tool_calls": [{"function": function}]}]}
+
+
+WRONG = {"properties": {"a": {"type": "b"}}}
+REQUIRED = {"tool_choice": "required"}
+FUNCTION = "messages[0].tool_calls[0].function"
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"tools": {}}, "tools"),
+    ({"tools": [1]}, "tools[0]"),
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [tool("a b", {})]}, "tools[0].function.name"),
+    ({"tools": [tool("", {})]}, "tools[0].function.name"),
+    ({"tools": [tool("x" * 65, {})]}, "tools[0].function.name"),
+    ({"tools": [tool("x\n", {})]}, "tools[0].function.name"),
+    ({"tools": [TOOLS[0], tool("weather", {})]}, "tools[1].function.name"),
+    ({"tools": [tool("x", [])]}, "tools[0].function.parameters"),
+    ({"tools": [tool("x", {"type": "string"})]}, "tools[0].function.parameters.type"),
+    ({"tools": [tool("x", {}, description=1)]}, "tools[0].function.description"),
+    ({"tools": [tool("x", {}, strict="yes")]}, "tools[0].function.strict"),
+    ({"tools": [tool(f"x{at}", {}) for at in range(129)]}, "tools"),
+    ({"tool_choice": "any"}, "tool_choice"),
+    ({"tool_choice": 1}, "tool_choice"),
+    ({"tool_choice": {"type": "custom"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function"),
+    ({"tool_choice": named(None)}, "tool_choice.function.name"),
+    ({"tool_choice": named("nothing")}, "tool_choice.function.name"),
+    ({"tools": None, "tool_choice": "auto"}, "tool_choice"),
+    ({"tools": [], **REQUIRED}, "tool_choice"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ({**REQUIRED, "response_format": {"type": "json_object"}}, "tool_choice"),
+    ({"tool_choice": named("weather"), "guided_regex": "a"}, "tool_choice"),
+    ({**REQUIRED, "tools": [tool("x", {"enum": ["y" * 70_000]})]}, "tools"),
+    ({"tools": [tool("x", {"properties": 1})]}, "tools[0].function.parameters.properties"),
+    ({**REQUIRED, "tools": [tool("x", WRONG)]}, "tools"),
+    ({"tools": [tool("x", WRONG, strict=True)]}, "tools"),
+    ({**REQUIRED, "tools": [tool("x", DEEP)]}, "tools"),
+    ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"messages": [USER, {"role": "tool", "tool_call_id": 1, "content": ""}]}, "messages[1].tool_call_id"),
+    ({"messages": [{"role": "assistant", "tool_calls": {}}]}, "messages[0].tool_calls"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, FUNCTION),
+    (called(), f"{FUNCTION}.name"),
+    (called(name="f", arguments=1), f"{FUNCTION}.arguments"),
+]
+
+
+async def test_invalid_tools_are_refused(serving: Serving) -> None:
+    async with serving(**HERMES) as served:
+        for change, param in REFUSED:
+            for stream in (False, True):
+                body = {"messages": [USER], "tools": TOOLS, "stream": stream, **change}
+                assert (await served.post("/v1/chat/completions", body)).refusal == (400, param), change
 
 
 async def test_without_a_parser_tools_are_refused(serving: Serving) -> None:
@@ -194,15 +185,13 @@ async def test_a_schema_beyond_max_grammar_depth_is_refused_by_its_field(serving
     ending = {"type": "object", **deep}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": ending}}
     cases: list[tuple[str, dict[str, Any]]] = [
-        ("tools", {"tools": [tool("f", ending)], "tool_choice": "required"}),
+        ("tools", {"tools": [tool("f", ending)], **REQUIRED}),
         ("tools", {"tools": [tool("f", ending, strict=True)], "stream": True}),
         ("response_format", {"response_format": form}),
-        ("guided_grammar", {"extra_body": {"guided_grammar": f"start: %json {json.dumps(ending)}"}}),
+        ("guided_grammar", {"guided_grammar": f"start: %json {json.dumps(ending)}"}),
     ]
-    formats = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-    async with serving(**formats, max_grammar_depth=8) as served, served.client() as client:
+    async with serving(**HERMES, reasoning_parser="qwen3", max_grammar_depth=8) as served:
         for param, options in cases:
-            given: dict[str, Any] = {"model": "toy", "messages": [USER], "max_tokens": 1, **options}
-            with pytest.raises(openai.BadRequestError, match="more than 8 levels deep") as refused:
-                await client.chat.completions.create(**given)
-            assert refused.value.param == param
+            reply = await served.post("/v1/chat/completions", {"messages": [USER], **options})
+            assert reply.refusal == (400, param)
+            assert "more than 8 levels deep" in reply.error["message"]

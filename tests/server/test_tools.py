@@ -12,7 +12,6 @@ import pytest
 from aioinfer.text.tool_calls import PARSERS
 from tests.server.chats import ROME, SCHEMAS, TOOLS, USER, WEATHER, Answer, add_tags, both, tool
 from tests.server.conftest import Bundled
-from tests.text.call_formats import written
 from tests.tiers import SECONDS, grid, rest, thinned
 
 #: a format of JSON, and one of its own
@@ -154,20 +153,6 @@ async def test_the_clients_own_accumulation_of_deltas(bundled: Bundled) -> None:
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("name", PARSERS)
-async def test_calls_that_the_model_writes_by_itself(bundled: Bundled, name: str) -> None:
-    calls = [("weather", {"city": "Rome", "days": 1}), ("lists", {"items": ["a", "b"]})]
-    extra = {"guided_choice": [written(name, calls)]}
-    async with bundled(tool_call_parser=name) as client:
-        (answer,) = await both(client, tools=TOOLS, temperature=0, extra_body=extra)
-        (other,) = await both(client, temperature=0, extra_body=extra)
-    answer.check()
-    assert [(called, json.loads(arguments)) for called, arguments in answer.calls] == calls
-    assert (answer.content, answer.finish_reason) == (None, "tool_calls")
-    assert other == Answer(extra["guided_choice"][0], finish_reason="stop")
-
-
-@rest(SECONDS)
 @pytest.mark.parametrize("name", thinned(PARSERS, 3))
 @pytest.mark.parametrize("special", [False, True])
 async def test_special_tokens_of_a_format_reach_its_parser(
@@ -185,9 +170,6 @@ async def test_special_tokens_of_a_format_reach_its_parser(
 async def test_tags_that_are_tokens(bundled: Bundled, directory: Path, special: bool) -> None:
     tags = add_tags(directory, "<tool_call>", "</tool_call>", special=special)
     async with bundled(directory) as client:
-        for answer in await both(client, tools=TOOLS, tool_choice="required", seed=3, n=3, max_tokens=900):
-            answer.check()
-            assert (answer.content, answer.finish_reason) == (None, "tool_calls")
         # The model calls a strict function: the grammar constrains the arguments to its schema.
         (answer,) = await both(
             client,

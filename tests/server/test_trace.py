@@ -6,7 +6,6 @@ import asyncio
 import json
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from aioinfer.cli.main import main
@@ -27,12 +26,11 @@ async def trace(url: str, *options: str) -> int:
 
 
 async def test_the_trace_of_a_server(serving: Serving) -> None:
-    async with serving() as served, aiohttp.ClientSession() as session:
+    async with serving() as served:
         await work(served)
-        async with session.get(f"{served.url}/debug/trace") as answer:
-            assert answer.status == 200
-            assert answer.content_type == "application/json"
-            steps = by_step(read_trace(await answer.text()))
+        reply = await served.get("/debug/trace")
+        assert (reply.status, reply.type) == (200, "application/json")
+        steps = by_step(read_trace(reply.text))
         assert len(steps) == served.engine.stats().steps >= 20
         for step in steps.values():
             check_order(step)
@@ -41,9 +39,7 @@ async def test_the_trace_of_a_server(serving: Serving) -> None:
 async def test_the_trace_requires_the_api_key(
     serving: Serving, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async with serving(server={"api_key": "secret"}) as served, aiohttp.ClientSession() as session:
-        async with session.get(f"{served.url}/debug/trace") as answer:
-            assert answer.status == 401
+    async with serving(server={"api_key": "secret"}) as served:
         file = tmp_path / "trace.json"
         assert await trace(served.url, "-o", str(file)) == 1
         assert "401" in capsys.readouterr().err

@@ -20,8 +20,9 @@ from aioinfer.server.anthropic.parsing import parse_message
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import Pieces, json_text
+from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.protocol import Call
-from aioinfer.server.wire import AnswerContext, Events, PlainEvent, Wire
+from aioinfer.server.wire import AnswerContext, PlainEvent, Wire
 
 __all__ = ["MESSAGES_WIRE", "MessagesAnswer", "arguments_of"]
 
@@ -43,7 +44,7 @@ class MessagesAnswer:
         self._omitted = {"reasoning"} if call.repeated.get("display") == "omitted" else set()
         self._last: Chunk | None = None
 
-    async def open(self, events: Events) -> None:
+    async def open(self, events: EventStream) -> None:
         usage = _usage(self._context.usage(0))
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
         await _send(events, "message_start", f'"message":{json.dumps(message)}')
@@ -52,7 +53,7 @@ class MessagesAnswer:
     def plain(self, index: int) -> PlainEvent | None:
         return None  # events are numbered, or their parts begin and end
 
-    async def chunk(self, index: int, chunk: Chunk, events: Events | None) -> None:
+    async def chunk(self, index: int, chunk: Chunk, events: EventStream | None) -> None:
         pace = Pace()
         reader = self._context.readers[index]
         if reader is not None:
@@ -62,7 +63,7 @@ class MessagesAnswer:
         await self._take(steps, events, pace)
         self._last = chunk
 
-    async def close(self, usages: Sequence[Usage], events: Events) -> None:
+    async def close(self, usages: Sequence[Usage], events: EventStream) -> None:
         await self._take(self._parts.end(), events, Pace())
         delta = json.dumps(self._stop(usages[0]))
         usage = json.dumps(await self._usage(usages[0]))
@@ -70,7 +71,7 @@ class MessagesAnswer:
         await events.send('{"type": "message_stop"}', "message_stop")
         await events.end()
 
-    async def fail(self, failure: Failure, events: Events) -> None:
+    async def fail(self, failure: Failure, events: EventStream) -> None:
         await events.send(json.dumps(error_body(failure)), "error")
         await events.end()
 
@@ -84,7 +85,7 @@ class MessagesAnswer:
         await pieces.add_json(self._message(content, self._stop(result.usage), usage), pace)
         return pieces.end()
 
-    async def _take(self, steps: Iterable[Step], events: Events | None, pace: Pace) -> None:
+    async def _take(self, steps: Iterable[Step], events: EventStream | None, pace: Pace) -> None:
         """Sends the events of parts, if there is a stream. Of parts that are omitted, those of their text are
         left out."""
         for step in steps:
@@ -135,7 +136,7 @@ class MessagesAnswer:
         return {**_usage(usage), "output_tokens_details": {"thinking_tokens": thoughts}}
 
 
-async def _send(events: Events, kind: str, members: str) -> None:
+async def _send(events: EventStream, kind: str, members: str) -> None:
     await events.send(f'{{"type":"{kind}",{members}}}', kind)
 
 

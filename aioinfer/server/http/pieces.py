@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any
@@ -15,7 +15,7 @@ from aiohttp.payload import Payload
 
 from aioinfer.server.http.pace import Pace
 
-__all__ = ["PIECE", "Pieces", "PiecesPayload", "cut", "json_text", "whole_response"]
+__all__ = ["PIECE", "Pieces", "PiecesPayload", "cut", "json_response", "json_text", "whole_response"]
 
 #: characters, or values of a list, that are converted at once
 PIECE = 1 << 15
@@ -120,6 +120,13 @@ class PiecesPayload(Payload):
                 self._give_up()
                 raise ConnectionResetError(f"the client has not read for {self._timeout:g} s") from None
             await pace()
+
+
+async def json_response(request: web.Request, value: Mapping[str, Any], timeout: float) -> web.Response:
+    """``value`` as the JSON of a response, which may be large. As :func:`whole_response`."""
+    pieces = Pieces()
+    await pieces.add_json(dict(value), Pace())
+    return whole_response(request, pieces.end(), timeout)
 
 
 def whole_response(request: web.Request, pieces: Sequence[bytes], timeout: float) -> web.Response:

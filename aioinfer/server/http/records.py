@@ -13,32 +13,21 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from aioinfer.outputs import FinishReason, RequestMetrics, Usage
 from aioinfer.server.http.keys import Key
+from aioinfer.stream import Stream
 
-__all__ = ["REQUEST_ID", "Output", "Record", "add_headers", "record_of", "recorded"]
+__all__ = ["REQUEST_ID", "Record", "add_headers", "record_of", "recorded"]
 
 #: the header of requests and of responses
 REQUEST_ID = "x-request-id"
 _ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 #: choices of a call whose times are read
 _LOOKED_AT = 8
-
-
-class Output(Protocol):
-    """The attributes of an engine's stream that a record reads."""
-
-    @property
-    def usage(self) -> Usage: ...
-    @property
-    def metrics(self) -> RequestMetrics: ...
-    @property
-    def finish_reason(self) -> FinishReason | None: ...
 
 
 @dataclass(slots=True)
@@ -74,7 +63,7 @@ class Record:
             self.key.leave(self.prompt_tokens + self.output_tokens)
 
     @contextlib.contextmanager
-    def counting(self, streams: Sequence[Output], choices: int) -> Iterator[None]:
+    def counting(self, streams: Sequence[Stream], choices: int) -> Iterator[None]:
         """Count the tokens of ``streams`` when the block is left, in any way; ``choices`` per prompt."""
         how = "error"
         try:
@@ -85,7 +74,7 @@ class Record:
         finally:
             self._count(streams, choices, how)
 
-    def _count(self, streams: Sequence[Output], choices: int, how: str) -> None:
+    def _count(self, streams: Sequence[Stream], choices: int, how: str) -> None:
         reasons: list[str] = []
         for index, stream in enumerate(streams):
             usage = stream.usage

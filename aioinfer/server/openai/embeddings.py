@@ -311,27 +311,16 @@ async def embeddings_answer(call: EmbeddingCall, found: Sequence[Embedding]) -> 
     for index, each in enumerate(found):
         if index:
             pieces.add(", ")
-        await pieces.add_json(_object(index, each, as_bytes=call.base64), pace)
+        vector = _base64(each) if call.base64 else each.vector.tolist()
+        await pieces.add_json({"object": "embedding", "index": index, "embedding": vector}, pace)
     rest = {"model": call.model, "usage": _usage(each.usage for each in found)}
     pieces.add("], ")
     pieces.add(json.dumps(rest)[1:])
     return pieces.end()
 
 
-def _object(index: int, embedding: Embedding, *, as_bytes: bool) -> dict[str, Any]:
-    found: EmbeddingObject = {
-        "object": "embedding",
-        "index": index,
-        "embedding": _encoded(embedding, as_bytes=as_bytes),
-    }
-    return dict(found)
-
-
-def _encoded(embedding: Embedding, *, as_bytes: bool) -> list[float] | str:
-    if as_bytes:
-        return base64.b64encode(embedding.vector.astype("<f4", copy=False).tobytes()).decode()
-    numbers: list[float] = embedding.vector.tolist()
-    return numbers
+def _base64(embedding: Embedding) -> str:
+    return base64.b64encode(embedding.vector.astype("<f4", copy=False).tobytes()).decode()
 
 
 def score_answer(call: ScoreCall, found: Scores, name: str) -> ScoreAnswer:

@@ -428,9 +428,7 @@ class ChatBody(
     top_logprobs: _TopLogprobs | None = field("number of likely alternatives")
     enable_thinking: bool | None = field("switches thinking on or off, as the chat template can")
     think: bool | None = field("Ollama's name of `enable_thinking`")
-    thinking: (
-        Annotated[bool, BeforeValidator(_switched, json_schema_input_type=bool | ThinkingSwitch)] | None
-    ) = field("the same, also as an object")
+    thinking: _Switch | None = field("the same, also as an object")
     include_reasoning: bool = field("false: the reasoning is left out of the answer", True)
     separate_reasoning: bool = field("false: the reasoning stays in the content", True)
 

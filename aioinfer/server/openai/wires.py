@@ -15,7 +15,8 @@ from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.params import SamplingParams
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.pace import Pace
-from aioinfer.server.http.pieces import Pieces, cut
+from aioinfer.server.http.pieces import cut, json_text
+from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.fields import ChatBody, CompletionBody
 from aioinfer.server.openai.logprobs import divided
 from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
@@ -23,7 +24,7 @@ from aioinfer.server.openai.protocol import Call, parse_chat, parse_completion
 from aioinfer.server.openai.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.openai.whole import whole_answer
 from aioinfer.server.openapi.endpoints import Endpoint
-from aioinfer.server.wire import AnswerContext, Events, PlainEvent, Wire
+from aioinfer.server.wire import AnswerContext, PlainEvent, Wire
 from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -53,12 +54,12 @@ class OpenAIAnswer:
         #: output tokens of every choice so far
         self._sent = [0 for _ in choices]
 
-    async def open(self, events: Events) -> None:
+    async def open(self, events: EventStream) -> None:
         pace, shape = Pace(), self._shape
         for index, echo in enumerate(self._echoes):
             prompt_ids = None
             if self._call.token_ids and not (shape.prompt_beside and index):
-                prompt_ids = await _ids(self._context.prompt_ids(index), pace)
+                prompt_ids = await json_text(list(self._context.prompt_ids(index)), pace)
             if shape.opening is not None or echo or prompt_ids is not None:
                 for piece in cut(echo):
                     await events.send(shape.first(self._call, index, piece, prompt_ids))
@@ -74,7 +75,7 @@ class OpenAIAnswer:
         before, after = self._shape.around_text(call, index)
         return PlainEvent(before, after)
 
-    async def chunk(self, index: int, chunk: Chunk, events: Events) -> None:
+    async def chunk(self, index: int, chunk: Chunk, events: EventStream) -> None:
         pace = Pace()
         reader, logprobs = self._context.readers[index], self._logprobs[index]
         for part in divided(chunk):
@@ -94,12 +95,12 @@ class OpenAIAnswer:
                 await events.send(event)
                 await pace()
 
-    async def close(self, usages: Sequence[Usage], events: Events) -> None:
+    async def close(self, usages: Sequence[Usage], events: EventStream) -> None:
         if self._call.include_usage:
             await events.send(self._shape.usage(self._call, usage_body(usages, self._call)))
         await events.end(_DONE)
 
-    async def fail(self, failure: Failure, events: Events) -> None:
+    async def fail(self, failure: Failure, events: EventStream) -> None:
         # Without [DONE]: clients that know no errors would take the answer for complete.
         await events.send(json.dumps(failure.body()))
         await events.end()
@@ -117,13 +118,6 @@ class OpenAIAnswer:
         self._sent[index] += len(chunk.token_ids)
         usage = replace(self._context.usage(index), completion_tokens=self._sent[index])
         return usage_body([usage], self._call)
-
-
-async def _ids(ids: Sequence[int], pace: Pace) -> str:
-    """Token ids as JSON."""
-    pieces = Pieces()
-    await pieces.add_json(list(ids), pace)
-    return b"".join(pieces.end()).decode()
 
 
 async def _echoes(call: Call, tokenizer: Tokenizer | None) -> list[str]:

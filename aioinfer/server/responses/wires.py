@@ -16,12 +16,13 @@ from aioinfer.server.answers import as_chunk, deltas_of, thinking_tokens
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import cut, json_text
+from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.logprobs import ChatLogprobs, divided
 from aioinfer.server.openai.protocol import Call
 from aioinfer.server.responses import objects
 from aioinfer.server.responses.objects import ITEM
 from aioinfer.server.responses.parsing import parse_response
-from aioinfer.server.wire import AnswerContext, Events, PlainEvent, Wire
+from aioinfer.server.wire import AnswerContext, PlainEvent, Wire
 
 __all__ = ["RESPONSES_WIRE", "ResponsesAnswer"]
 
@@ -42,7 +43,7 @@ class ResponsesAnswer:
         self._finish: str | None = None
         self._common: str | None = None
 
-    async def open(self, events: Events) -> None:
+    async def open(self, events: EventStream) -> None:
         response = await self._response("in_progress")
         for kind in ("response.created", "response.in_progress"):
             await self._send(events, kind, f'"response":{response}')
@@ -50,7 +51,7 @@ class ResponsesAnswer:
     def plain(self, index: int) -> PlainEvent | None:
         return None  # events are numbered, or their parts begin and end
 
-    async def chunk(self, index: int, chunk: Chunk, events: Events | None) -> None:
+    async def chunk(self, index: int, chunk: Chunk, events: EventStream | None) -> None:
         pace = Pace()
         for part in divided(chunk):
             scores = ""
@@ -65,12 +66,12 @@ class ResponsesAnswer:
                 await self._take(self._parts.text(part.text), events, pace, scores)
         self._finish = chunk.finish_reason
 
-    async def close(self, usages: Sequence[Usage], events: Events) -> None:
+    async def close(self, usages: Sequence[Usage], events: EventStream) -> None:
         kind, response = await self._ended(usages[0], events)
         await self._send(events, f"response.{kind}", f'"response":{response}')
         await events.end()
 
-    async def fail(self, failure: Failure, events: Events) -> None:
+    async def fail(self, failure: Failure, events: EventStream) -> None:
         error = {name: failure.body()["error"][name] for name in ("code", "message", "param")}
         await self._send(events, "error", json.dumps(error)[1:-1])
         response = await self._response("failed", failure=failure)
@@ -82,7 +83,7 @@ class ResponsesAnswer:
         _, response = await self._ended(results[0].usage, None)
         return [piece.encode("ascii") for piece in cut(response)]
 
-    async def _ended(self, usage: Usage, events: Events | None) -> tuple[str, str]:
+    async def _ended(self, usage: Usage, events: EventStream | None) -> tuple[str, str]:
         """Ends the last item; returns how the response ended, and the whole of it."""
         pace = Pace()
         whole = self._finish == "stop"
@@ -106,7 +107,7 @@ class ResponsesAnswer:
     async def _take(
         self,
         steps: Iterable[Step],
-        events: Events | None,
+        events: EventStream | None,
         pace: Pace,
         scores: str = "",
         status: str = "completed",
@@ -124,7 +125,7 @@ class ResponsesAnswer:
                     await self._end(step.part, events, pace, status)
             await pace()
 
-    async def _begin(self, part: Part, events: Events | None) -> None:
+    async def _begin(self, part: Part, events: EventStream | None) -> None:
         self._scores = []
         if events is None:
             return
@@ -134,13 +135,13 @@ class ResponsesAnswer:
             content = objects.content_part(part.kind, '""', "")
             await self._send(events, "response.content_part.added", f'{self._at(part)},"part":{content}')
 
-    async def _more(self, step: Step, events: Events, pace: Pace, scores: str) -> None:
+    async def _more(self, step: Step, events: EventStream, pace: Pace, scores: str) -> None:
         delta = f'{self._at(step.part)},"delta":{await json_text(step.text, pace)}'
         if step.part.kind == "text":
             delta += f',"logprobs":[{scores}]'
         await self._send(events, f"response.{_deltas(step.part)}.delta", delta)
 
-    async def _end(self, part: Part, events: Events | None, pace: Pace, status: str) -> None:
+    async def _end(self, part: Part, events: EventStream | None, pace: Pace, status: str) -> None:
         text = await json_text(part.text, pace)
         scores = ",".join(self._scores)
         item = objects.item(part, self._id(part), status, text, scores)
@@ -165,7 +166,7 @@ class ResponsesAnswer:
         content = "" if part.kind == "call" else ',"content_index":0'
         return f'"item_id":"{self._id(part)}","output_index":{part.index}{content}'
 
-    async def _send(self, events: Events, kind: str, members: str) -> None:
+    async def _send(self, events: EventStream, kind: str, members: str) -> None:
         number, self._number = self._number, self._number + 1
         await events.send(f'{{"type":"{kind}","sequence_number":{number},{members}}}', kind)
 
