@@ -163,4 +163,5 @@ def check_wires(status: int, text: str, path: str, body: dict[str, Any]) -> None
         named = given["error"]["message"]
     top = "model" if status == 404 else re.split(r"[.\[:,]", named)[0]
     wanted = {"input", "messages", "max_tokens", "body", "text_1", "text_2", "query", "documents"}
+    wanted |= {"method"}  # the one that the model is made for
     assert top in body or top in wanted, told
