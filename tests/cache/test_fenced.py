@@ -14,7 +14,6 @@ from hypothesis.stateful import (
 )
 
 from aioinfer.cache.fenced import FencedPool
-from aioinfer.cache.pages import PageAllocator
 from tests.tiers import SECONDS, rest, scaled
 
 
@@ -79,13 +78,3 @@ SETTINGS = settings(
 @rest(SECONDS)
 def test_the_pool_behaves_like_the_naive_model() -> None:
     run_state_machine_as_test(PoolMachine, settings=SETTINGS)  # type: ignore[no-untyped-call]
-
-
-def test_pages_round_up() -> None:
-    pages = PageAllocator(4, 16)
-    assert [pages.pages_for(count) for count in (0, 1, 16, 17, 64)] == [0, 1, 1, 2, 4]
-
-
-def test_item_zero_is_nobodys() -> None:
-    pool = FencedPool(3)
-    assert sorted(pool.take(3)) == [1, 2, 3]

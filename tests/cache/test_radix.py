@@ -306,14 +306,6 @@ def test_long_runs_part_at_the_right_page() -> None:
     assert radix.token_key([1]) == (1).to_bytes(4, "little")
 
 
-def test_a_run_is_evicted_from_its_end() -> None:
-    tree = RadixTree(PAGE)
-    lock = tree.lock(b"")
-    tree.extend(lock, token_key([0, 0, 0, 0]), [1, 2])
-    tree.unlock(lock, 0)
-    assert tree.evict(2, 0) == [2, 1]
-
-
 def test_both_halves_of_a_split_keep_the_fence() -> None:
     """Step 5, which has not resolved, reads two pages. Their node is split, and the lower half is forgotten
     while a request that was never in a step holds the upper one."""

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections import abc
 from typing import Any
 
-from aioinfer.sampling.outcomes import NO_TOKEN
-from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.sequence import Sequence
-from aioinfer.scheduling.step import Outcome, Row
+from aioinfer.scheduling.step import Row
 from tests.scheduling.desk import Desk
 
 PAGE = 4
@@ -50,8 +48,4 @@ def course(at: Desk, request: Sequence, steps: int = 20) -> list[tuple[int, int,
 
 def bring(at: Desk, token: int, forced: abc.Sequence[int] = ()) -> None:
     """Resolve the oldest step, all of whose sampling rows bring this."""
-    step = at.flights.pop(0)
-    tokens = [token if row.samples else NO_TOKEN for row in step.rows]
-    sampled = [index for index, row in enumerate(step.rows) if row.samples]
-    at.scheduler.resolve(step, Outcome(tokens, {index: list(forced) for index in sampled if forced}))
-    audit(at.scheduler)
+    at.bring(at.flights.pop(0), token, forced)

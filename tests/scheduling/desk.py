@@ -14,12 +14,15 @@ from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.sequence import Sequence
-from aioinfer.scheduling.step import Outcome, Step
+from aioinfer.scheduling.step import Outcome, Row, Step
 from tests.sequences import new_sequence
+
+#: the id that ends every request of a desk
+STOP = 7
 
 
 class Desk:
-    """A scheduler with a prefix cache, driven one step at a time; every token is 42."""
+    """A scheduler with a prefix cache, driven one step at a time; tokens are 42 unless a test says others."""
 
     def __init__(
         self,
@@ -58,10 +61,30 @@ class Desk:
         ids = [1000 * self._key + at for at in range(prompt)] if isinstance(prompt, int) else prompt
         params = SamplingParams(max_tokens=max_tokens)
         request = new_sequence(
-            self._key, ids, params, seed=0, stop_ids=frozenset(), max_length=len(ids) + max_tokens, **options
+            self._key,
+            ids,
+            params,
+            stop_ids=frozenset({STOP}),
+            max_length=len(ids) + max_tokens,
+            **options,
         )
         self.scheduler.submit(request)
         return request
+
+    def launch(self) -> Step:
+        """The next step, which there must be; it is not among the ``flights``."""
+        step = self.scheduler.plan()
+        audit(self.scheduler)
+        assert step is not None
+        return step
+
+    def bring(self, step: Step, token: int = 42, forced: abc.Sequence[int] = ()) -> list[Sequence]:
+        """Resolve a step all of whose sampling rows bring this; the requests that have got something."""
+        tokens = [token if row.samples else NO_TOKEN for row in step.rows]
+        at = [index for index, row in enumerate(step.rows) if row.samples and forced]
+        moved = self.scheduler.resolve(step, Outcome(tokens, {index: list(forced) for index in at}))
+        audit(self.scheduler)
+        return moved
 
     def plan(self) -> list[Sequence]:
         """Launch a step; the requests that have a row in it."""
@@ -74,9 +97,7 @@ class Desk:
 
     def resolve(self) -> None:
         while self.flights:
-            step = self.flights.pop(0)
-            self.scheduler.resolve(step, Outcome([42 if row.samples else NO_TOKEN for row in step.rows]))
-        audit(self.scheduler)
+            self.bring(self.flights.pop(0))
 
     def round(self) -> list[Sequence]:
         """One step from plan to resolve."""
@@ -91,3 +112,9 @@ class Desk:
                 return steps
             assert self.round(), "nothing is in flight, nothing is planned, and a request waits"
         raise AssertionError("the requests keep each other from ending")
+
+
+def only(step: Step) -> Row:
+    """Of a step that has one."""
+    (row,) = step.rows
+    return row

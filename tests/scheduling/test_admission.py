@@ -8,7 +8,7 @@ import pytest
 
 from aioinfer.cache.namespace import Namespace
 from aioinfer.config import policy_names
-from aioinfer.sampling.outcomes import BAD_LOGITS, NO_TOKEN
+from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.scheduling.audit import audit, check_idle
 from aioinfer.scheduling.step import Outcome
 from tests.scheduling.desk import Desk
@@ -26,44 +26,31 @@ def test_one_computes_a_shared_prefix_and_the_others_find_it() -> None:
     assert [request.output.cached_tokens for request in requests] == [0, 16, 16]
 
 
-def test_the_others_wait_while_the_prefix_is_in_flight() -> None:
-    desk = Desk()
-    leader, follower = desk.submit([*COMMON, 100], 9), desk.submit([*COMMON, 101], 9)
-    assert desk.plan() == [leader]
-    assert desk.plan() == [leader], "the leader decodes, and its prefix has not resolved"
-    assert desk.plan() == [leader]
+SPLIT = [*COMMON, *range(300, 312)]
+
+
+@pytest.mark.parametrize(
+    ("shared", "chunk_size", "launched"),
+    [(COMMON, 64, 3), ([*COMMON, *range(16, 32)], 8, 5), (SPLIT, 64, 2)],
+    ids=["whole", "in chunks", "where a cached prefix is split"],
+)
+def test_the_others_wait_while_a_prefix_is_in_flight(
+    shared: list[int], chunk_size: int, launched: int
+) -> None:
+    """The leader, which decodes already, still leads; also when its first chunk has resolved."""
+    desk = Desk(chunk_size=chunk_size)
+    if shared is SPLIT:
+        desk.submit([*COMMON, *range(200, 208)], 1)
+        desk.finish()
+    leader, follower = desk.submit([*shared, 100], 9), desk.submit([*shared, 101], 9)
+    for _ in range(launched):
+        assert desk.plan() == [leader]
+    if chunk_size == 8:
+        desk.bring(desk.flights.pop(0))
+        assert desk.plan() == [leader], "the rest of the prefix is being computed"
     desk.resolve()
     assert desk.plan() == [leader, follower]
-    assert follower.output.cached_tokens == 16
-
-
-def test_the_others_wait_while_the_last_chunks_of_a_prefix_are_in_flight() -> None:
-    """The leader is fully launched when its first chunk resolves; it still leads."""
-    desk = Desk(chunk_size=8)
-    leader = desk.submit([*COMMON, *range(16, 32), 100], 9)
-    follower = desk.submit([*COMMON, *range(16, 32), 101], 9)
-    for _ in range(5):
-        assert desk.plan() == [leader]
-    first = desk.flights.pop(0)
-    desk.scheduler.resolve(first, Outcome([NO_TOKEN]))
-    assert desk.plan() == [leader], "the rest of the prefix is being computed"
-    desk.resolve()
-    desk.plan()
-    assert follower.output.cached_tokens == 32
-
-
-def test_the_others_wait_where_a_cached_prefix_is_split() -> None:
-    """What is cached goes on differently: the leader splits its node, and the others must notice."""
-    desk = Desk()
-    desk.submit([*COMMON, *range(200, 208)], 1)
-    desk.finish()
-    shared = [*COMMON, *range(300, 312)]
-    leader, follower = desk.submit([*shared, 100], 9), desk.submit([*shared, 101], 9)
-    assert desk.plan() == [leader]
-    assert desk.plan() == [leader]
-    desk.resolve()
-    desk.plan()
-    assert follower.output.cached_tokens == 28
+    assert follower.output.cached_tokens == len(shared)
 
 
 @pytest.mark.parametrize("what", ["abort", "retract", "park"])
@@ -300,21 +287,6 @@ def test_parked_requests_give_way_to_those_that_can_run() -> None:
         desk.scheduler.queues.unpark(request)
     desk.finish()
     assert all(len(request.output_ids) == 4 for request in parked)
-    check_idle(desk.scheduler)
-
-
-def test_a_request_retracted_before_its_last_token_is_read_still_ends() -> None:
-    desk = Desk()
-    eldest, ending = desk.submit(4, 9), desk.submit(4, 2)
-    desk.plan()
-    desk.plan()
-    assert ending.length == ending.max_length
-    desk.scheduler.queues.retract(ending)
-    assert desk.plan() == [eldest], "there is nothing left to compute for it"
-    desk.resolve()
-    assert ending.output.finish_reason == "length"
-    assert ending.output_ids == [42, 42]
-    desk.finish()
     check_idle(desk.scheduler)
 
 

@@ -6,10 +6,7 @@ import pytest
 
 from aioinfer.scheduling.audit import check_idle
 from aioinfer.scheduling.sequence import Sequence
-from aioinfer.scheduling.step import Outcome
-from tests.scheduling.desk import Desk
-
-STOP = 7
+from tests.scheduling.desk import STOP, Desk
 
 
 def fill(desk: Desk, window: int) -> None:
@@ -17,19 +14,13 @@ def fill(desk: Desk, window: int) -> None:
         pass
 
 
-def resolve_one(desk: Desk, token: int = 42) -> None:
-    step = desk.flights.pop(0)
-    desk.scheduler.resolve(step, Outcome([token] * step.num_rows))
-
-
 def decoding(window: int) -> tuple[Desk, Sequence]:
     """A request in every step of a full window."""
     desk = Desk(prefix_cache=False)
     request = desk.submit(9, 40)
-    request.stop_ids = frozenset({STOP})
     for _ in range(5):
         fill(desk, window)
-        resolve_one(desk)
+        desk.bring(desk.flights.pop(0))
     fill(desk, window)
     assert len(desk.flights) == window + 1
     return desk, request
@@ -40,7 +31,7 @@ def steps_until_free(desk: Desk, window: int) -> int:
     pages, resolved = desk.memory.pages, 0
     while pages.free < pages.total or desk.memory.slots.free < desk.memory.slots.total:
         assert desk.flights, "nothing is in flight, and something is not free"
-        resolve_one(desk)
+        desk.bring(desk.flights.pop(0))
         resolved += 1
         fill(desk, window)
     check_idle(desk.scheduler)
@@ -59,7 +50,7 @@ def test_an_aborted_requests_memory_is_free_when_the_window_has_resolved(window:
 def test_a_stopped_requests_memory_is_free_one_step_earlier(window: int) -> None:
     """The step that brought the end is none of those to wait for."""
     desk, request = decoding(window)
-    resolve_one(desk, STOP)
+    desk.bring(desk.flights.pop(0), STOP)
     assert request.output.finish_reason == "stop"
     assert steps_until_free(desk, window) == window
 
@@ -71,5 +62,5 @@ def test_a_request_of_known_length_leaves_nothing_behind(window: int) -> None:
     request = desk.submit(9, 4)
     while not request.finished:
         fill(desk, window)
-        resolve_one(desk)
+        desk.bring(desk.flights.pop(0))
     assert steps_until_free(desk, window) == 0

@@ -108,17 +108,6 @@ def test_a_policy_is_obeyed(policy: str, admission: str, seeds: range) -> None:
     assert bool(passed) == may, f"{passed} were passed over"
 
 
-def test_packing_never_lets_a_lower_priority_have_the_tokens_of_a_higher_one() -> None:
-    desk = Desk(
-        "priority", running=8, max_step_tokens=16, chunk_size=16, admission="pack", force_fifo_every=0
-    )
-    low = [desk.submit(3) for _ in range(3)]
-    long = desk.submit(40, priority=9)
-    equal = desk.submit(4, priority=9)
-    assert desk.plan() == [long, equal], "equals share the step, and nothing is left for the others"
-    assert not any(each.kv.slot for each in low)
-
-
 def test_what_the_higher_ones_leave_goes_to_the_lower_ones() -> None:
     desk = Desk(
         "priority", running=8, max_step_tokens=16, chunk_size=16, admission="pack", force_fifo_every=0
@@ -149,39 +138,24 @@ def test_packing_fills_the_step_with_chunks_of_long_prompts() -> None:
     assert desk.flights[-1].num_tokens == 64
 
 
-def test_in_order_the_first_takes_the_whole_step() -> None:
-    desk = Desk(max_step_tokens=16, chunk_size=16, admission="fifo")
-    long, _ = desk.submit(40), desk.submit(5)
-    assert desk.round() == [long]
-
-
 # -- what else could take a place --------------------------------------------------------------------
 
 COMMON = list(range(16))
 
 
 @pytest.mark.parametrize("admission", ["fifo", "pack"])
-@pytest.mark.parametrize("policy", ["fcfs", "priority"])
-def test_a_request_that_waits_for_a_prefix_keeps_its_slot(policy: str, admission: str) -> None:
-    """One of lower priority would hold the slot long after the prefix is there."""
-    desk = Desk(policy, running=2, chunk_size=8, admission=admission)
-    desk.submit([*COMMON, *COMMON, 100], 9, priority=9)
+@pytest.mark.parametrize(
+    ("policy", "short"), [("fcfs", "slots"), ("priority", "slots"), ("priority", "pages")]
+)
+def test_a_request_that_waits_for_a_prefix_keeps_its_place(policy: str, short: str, admission: str) -> None:
+    """One of lower priority would hold the slot, or the pages, long after the prefix is there."""
+    limits = {"running": 2} if short == "slots" else {"running": 8, "pages": 24}
+    desk = Desk(policy, chunk_size=8, admission=admission, **limits)
+    desk.submit([*COMMON, *COMMON, 100], 9 if short == "slots" else 4, priority=9)
     desk.round()
-    held = desk.submit([*COMMON, *COMMON, 101], 2, priority=9)
-    low = desk.submit(3, 50)
-    while not held.output_ids:
-        assert low not in desk.round()
-    assert held.output.cached_tokens == 32
-    desk.finish()
-
-
-@pytest.mark.parametrize("admission", ["fifo", "pack"])
-def test_a_request_that_waits_for_a_prefix_keeps_its_pages(admission: str) -> None:
-    desk = Desk("priority", running=8, pages=24, chunk_size=8, admission=admission)
-    desk.submit([*COMMON, *COMMON, 100], 4, priority=9)
-    desk.round()
-    held = desk.submit([*COMMON, *COMMON, *range(200, 216)], 2, priority=9)
-    low = desk.submit(44, 50)
+    rest = [101] if short == "slots" else range(200, 216)
+    held = desk.submit([*COMMON, *COMMON, *rest], 2, priority=9)
+    low = desk.submit(3 if short == "slots" else 44, 50)
     while not held.output_ids:
         assert low not in desk.round()
     assert held.output.cached_tokens == 32
@@ -197,15 +171,13 @@ def test_of_the_parked_the_least_important_loses_its_place() -> None:
     waiting = desk.submit(4, 2)
     assert waiting in desk.round()
     assert [each.recovery.retractions for each in (high, low, newest)] == [0, 1, 0]
-    second = desk.submit(4, 2)
-    desk.round()
-    third = desk.submit(4, 2)
-    desk.round()
+    for _ in range(2):
+        desk.submit(4, 2)
+        desk.round()
     assert newest.recovery.retractions >= high.recovery.retractions
     for request in (high, low, newest):
         desk.scheduler.queues.unpark(request)
     desk.finish()
-    assert all(each.finished for each in (second, third, high, low, newest))
 
 
 # -- bounds on waiting -------------------------------------------------------------------------------

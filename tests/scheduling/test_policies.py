@@ -77,13 +77,6 @@ def test_a_config_may_hold_a_policy_of_the_applications_own() -> None:
     assert queue.keys == [2, 1, 3]
 
 
-@pytest.mark.parametrize("policy", [dict, Sequence])
-async def test_a_class_that_is_no_policy_is_refused_when_the_engine_starts(policy: type) -> None:
-    engine = FakeEngine(config=EngineConfig(model="fake", policy=policy))
-    with pytest.raises(ConfigError, match=r"policy must be a subclass of aioinfer\.scheduling"):
-        await engine.start()
-
-
 class Abstract(Policy, ABC):
     @abstractmethod
     def cost(self, request: Sequence) -> int: ...
@@ -92,13 +85,6 @@ class Abstract(Policy, ABC):
 class Concrete(Abstract):
     def cost(self, request: Sequence) -> int:
         return 1
-
-
-async def test_a_policy_may_be_made_of_an_abstract_class_and_not_be_one() -> None:
-    async with FakeEngine("x", config=EngineConfig(model="fake", num_pages=64, policy=Concrete)) as engine:
-        assert (await engine.generate("a")).text == "x"
-    with pytest.raises(ConfigError, match=r"the policy Abstract is abstract: it lacks cost"):
-        await FakeEngine(config=EngineConfig(model="fake", num_pages=64, policy=Abstract)).start()
 
 
 class Fails(Policy):
@@ -110,11 +96,27 @@ class TakesNothing(Policy):
     def __init__(self) -> None: ...
 
 
-@pytest.mark.parametrize(("policy", "cause"), [(Fails, "no table"), (TakesNothing, "positional argument")])
-async def test_a_policy_that_cannot_be_made_is_named_when_the_engine_starts(policy: type, cause: str) -> None:
-    engine = FakeEngine(config=EngineConfig(model="fake", num_pages=64, policy=policy))
-    with pytest.raises(ConfigError, match=f"the policy {policy.__name__} could not be made: .*{cause}"):
-        await engine.start()
+def fake(policy: type, **answers: Any) -> FakeEngine:
+    return FakeEngine(**answers, config=EngineConfig(model="fake", num_pages=64, policy=policy))
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (dict, r"policy must be a subclass of aioinfer\.scheduling"),
+        (Sequence, r"policy must be a subclass of aioinfer\.scheduling"),
+        (Abstract, "the policy Abstract is abstract: it lacks cost"),
+        (Fails, "the policy Fails could not be made: .*no table"),
+        (TakesNothing, "the policy TakesNothing could not be made: .*positional argument"),
+    ],
+)
+async def test_a_class_that_makes_no_policy_is_refused_when_the_engine_starts(
+    policy: type, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await fake(policy).start()
+    async with fake(Concrete, answers="x") as engine:
+        assert (await engine.generate("a")).text == "x"
 
 
 async def test_what_a_policy_raises_for_an_arrival_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -122,8 +124,7 @@ async def test_what_a_policy_raises_for_an_arrival_is_logged_once(caplog: pytest
         def rank(self, request: Sequence) -> int:
             raise KeyError("tenant")
 
-    config = EngineConfig(model="fake", num_pages=64, policy=Unranked)
-    async with FakeEngine("x", config=config) as engine:
+    async with fake(Unranked, answers="x") as engine:
         with caplog.at_level(logging.ERROR, "aioinfer"), pytest.raises(StepFailed, match="tenant"):
             await engine.generate("a")
     (record,) = caplog.records
@@ -141,7 +142,7 @@ class Silent(Policy):
 
 
 async def test_a_policy_that_offers_nothing_ends_the_requests_that_wait() -> None:
-    async with FakeEngine("xyz", config=EngineConfig(model="fake", num_pages=64, policy=Silent)) as engine:
+    async with fake(Silent, answers="xyz") as engine:
         with pytest.raises(StepFailed) as caught:
             await engine.generate("a")
         assert "silent" in str(caught.value.__cause__)
@@ -248,15 +249,19 @@ def test_a_long_queue_is_not_sorted(policy: str) -> None:
     assert len(queue.keys) == SORT_LIMIT
 
 
-@pytest.mark.parametrize("policy", policy_names())
-def test_requests_of_equal_rank_follow_each_other(policy: str) -> None:
+def filled(policy: str, count: int) -> tuple[Queue, list[Sequence]]:
     queue = Queue(policy)
     queue.cache([1, 2, 3, 4])
     prompts = [[1, 2, 3, 4, 5], [1, 2, 9], [7], [1, 2, 3, 4]]
-    requests = [
+    return queue, [
         queue.add(key, prompts[key % 4], 1 + key % 5, routing_key="ab"[key % 2], priority=key % 3)
-        for key in range(1, 25)
+        for key in range(1, count + 1)
     ]
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_requests_of_equal_rank_follow_each_other(policy: str) -> None:
+    queue, requests = filled(policy, 24)
     for request in requests[:3]:
         queue.policy.remove(request)
         queue.policy.started(request)
@@ -282,13 +287,7 @@ def test_a_policy_that_names_no_equals_is_obeyed_to_the_letter() -> None:
 
 @pytest.mark.parametrize("policy", policy_names())
 def test_every_policy_orders_exactly_those_that_wait(policy: str) -> None:
-    queue = Queue(policy)
-    queue.cache([1, 2, 3, 4])
-    prompts = [[1, 2, 3, 4, 5], [1, 2, 9], [7], [1, 2, 3, 4]]
-    requests = [
-        queue.add(key, prompts[key % 4], key, routing_key="ab"[key % 2], priority=key % 3)
-        for key in range(1, 13)
-    ]
+    queue, requests = filled(policy, 12)
     assert sorted(queue.keys) == list(range(1, 13))
     for request in requests[::2]:
         queue.policy.remove(request)

@@ -93,19 +93,6 @@ def test_a_retracted_request_continues_from_its_snapshot() -> None:
     check_idle(at.scheduler)
 
 
-def test_memory_that_runs_out_in_mid_prompt_leaves_nothing_private() -> None:
-    at = desk(2)
-    request = at.submit(11)
-    at.plan()
-    at.plan()
-    at.scheduler.run_out(at.flights.pop(0), MemoryError())
-    bring(at, 42)
-    assert not at.memory.snapshots_cached
-    at.finish()
-    assert request.output_ids == [42] * 4
-    check_idle(at.scheduler)
-
-
 def test_a_parked_prompt_goes_on_from_its_snapshot() -> None:
     at = desk(1)
     request = at.submit(11)
@@ -117,18 +104,6 @@ def test_a_parked_prompt_goes_on_from_its_snapshot() -> None:
         at.round()
     at.scheduler.queues.unpark(request)
     assert course(at, request) == [(8, 11, "kept", "slot")]
-
-
-def test_a_parked_output_goes_on_from_its_slot() -> None:
-    at = desk()
-    request = at.submit(11, 9)
-    course(at, request)
-    at.scheduler.queues.park(request)
-    assert not at.plan()
-    at.scheduler.queues.unpark(request)
-    at.plan()
-    (row,) = rows(at)
-    assert (row.start, row.state_read, row.state_write) == (11, request.kv.slot, request.kv.slot)
 
 
 def test_a_prompt_whose_logprobs_are_wanted_is_computed_whole_and_leaves_a_snapshot() -> None:

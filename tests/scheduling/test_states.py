@@ -42,20 +42,6 @@ def test_chunks_that_end_elsewhere_leave_their_state_in_the_slot() -> None:
     ]
 
 
-def test_with_steps_in_flight_a_chunk_reads_what_the_one_before_it_will_write() -> None:
-    at = desk()
-    request = at.submit(11)
-    at.plan()
-    at.plan()
-    at.plan()
-    (first,), (last,), (decode,) = (flight.rows for flight in at.flights)
-    assert first.state_write == last.state_read > at.memory.slots.total
-    assert last.state_write == decode.state_read == decode.state_write == request.kv.slot
-    assert not at.memory.snapshots_cached, "nobody else may read it before it is there"
-    at.resolve()
-    assert at.memory.snapshots_cached == 1
-
-
 def test_a_snapshot_that_saves_little_is_not_worth_a_step() -> None:
     at = desk(snapshot_tokens=8)
     common = list(range(100, 112))
@@ -172,23 +158,6 @@ def test_what_is_flushed_while_it_is_computed_is_not_found(behind: int) -> None:
     assert course(at, again) == [(0, 8, "empty", "kept"), (8, 11, "kept", "slot")]
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_step_that_failed_leaves_no_snapshot(failing: int) -> None:
-    at = desk()
-    request = at.submit(11)
-    at.plan()
-    at.plan()
-    at.plan()
-    for _ in range(failing):
-        bring(at, 42)
-    at.scheduler.fail(at.flights.pop(0), RuntimeError())
-    assert request.finished
-    while at.flights:
-        bring(at, 42)
-    assert not at.memory.snapshots_cached
-    check_idle(at.scheduler)
-
-
 def test_bad_logits_take_back_what_an_earlier_life_left_behind_the_snapshot() -> None:
     at = desk()
     request = at.submit(11, 30)
@@ -204,17 +173,4 @@ def test_bad_logits_take_back_what_an_earlier_life_left_behind_the_snapshot() ->
     bring(at, BAD_LOGITS)
     assert request.output.finish_reason == "abort"
     assert at.memory.tree.match(request.token_key(0, 20)) == 0
-    check_idle(at.scheduler)
-
-
-def test_a_request_that_ends_in_mid_prompt_gives_back_its_snapshot() -> None:
-    at = desk(2)
-    request = at.submit(11)
-    at.plan()
-    at.plan()
-    at.scheduler.finish(request, "abort")
-    assert at.memory.states is not None
-    assert at.memory.states.pool is not None
-    assert (at.memory.states.pool.private, at.memory.states.pool.fenced) == (0, 1)
-    at.resolve()
     check_idle(at.scheduler)
