@@ -203,14 +203,6 @@ async def test_the_end_of_a_long_request_costs_a_turn_of_the_loop_no_more_than_a
 # -- engines -------------------------------------------------------------------------------------------
 
 
-async def test_an_engine_that_nobody_measures_has_no_observer() -> None:
-    async with toy_engine() as engine:
-        assert engine._runtime is not None
-        assert not engine._runtime.observers
-        assert engine._measuring is None
-        await engine.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
-
-
 async def calls_of(requests: int, *, measured: bool) -> tuple[int, int]:
     """Calls of what observes, while so many requests get 40 tokens each side by side; and steps."""
     count = 0
@@ -304,15 +296,10 @@ async def test_the_backlog_is_what_open_streams_have_not_read() -> None:
         assert snapshot is not None
         unread = slow.usage.completion_tokens
         assert snapshot.backlog == unread > 7
-        waiting = asyncio.ensure_future(_whole(slow))
-        await waiting
+        await slow
         after = measuring.snapshot()
         assert after is not None
         assert after.backlog == 0
-
-
-async def _whole(stream: Any) -> Any:
-    return await stream
 
 
 class Broken(Observer):

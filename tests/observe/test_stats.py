@@ -6,12 +6,10 @@ import dataclasses
 
 import pytest
 
-from aioinfer import EngineConfig, EngineStats, SamplingParams
-from aioinfer.engine import Engine
-from aioinfer.execution.launcher import InlineLauncher
+from aioinfer import EngineStats, SamplingParams
 from aioinfer.scheduling.counters import SchedulerCounters
 from tests.engine.simulation import settle
-from tests.toys import ToyDevice, ToyTokenizer
+from tests.observe.scrapes import toy_engine
 
 
 def test_every_counter_of_the_scheduler_is_published() -> None:
@@ -23,11 +21,7 @@ def test_every_counter_of_the_scheduler_is_published() -> None:
 
 
 async def test_a_snapshot_is_complete_and_frozen() -> None:
-    config = EngineConfig(model="toy", page_size=4, num_pages=64)
-    device = ToyDevice(num_slots=config.num_slots)
-    async with Engine(
-        config, launcher=lambda _: InlineLauncher(device), tokenizer=lambda _: ToyTokenizer()
-    ) as engine:
+    async with toy_engine(launch_mode="inline") as engine:
         before = engine.stats()
         await engine.generate([1, 2, 3], SamplingParams(max_tokens=4, ignore_eos=True))
         await settle(engine)
