@@ -175,7 +175,9 @@ class Engine(EngineLike):
         )
         self.default_params, self.sentences, self._chat_format = defaults, sentences, chat_format
         runtime = Runtime(config, core, launcher, intake, adapters)
-        observing.observe(runtime, self.config, self._measuring)
+        if self._measuring is not None:
+            runtime.measure(self._measuring)
+        observing.observe(runtime, self.config, runtime.stats)
         _log.info("started: %s", info.decisions)
         return runtime
 
@@ -369,7 +371,7 @@ class Engine(EngineLike):
 
             self._measuring = Measuring()
             if self._runtime is not None and self._loop is not None:
-                observing.measure(self._runtime, self._measuring)
+                self._runtime.measure(self._measuring)
         return self._measuring
 
     def observe(self, observer: Observer) -> None:

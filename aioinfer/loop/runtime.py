@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineClosed, EngineError, EngineFailed, RequestError, StepFailed
 from aioinfer.loop.driver import Driver
+from aioinfer.loop.observing import measure
 from aioinfer.loop.options import Prepared
 from aioinfer.loop.pacing import Pace
 from aioinfer.loop.service import EngineState, OpenRequest, Service
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from aioinfer.loop.adapters import AdapterLoads
     from aioinfer.loop.core import Core
     from aioinfer.loop.intake import Intake
+    from aioinfer.observe.metrics.measuring import Measuring
 
 __all__ = ["Runtime"]
 
@@ -283,9 +285,10 @@ class Runtime(Service[_Open]):
             adapters_draining=self.core.adapters.draining,
         )
 
-    def measured(self) -> tuple[EngineStats, int]:
-        """The same, and the tokens that the readers of open streams have not taken; O(open streams)."""
-        return self.stats(), self.unread
+    def measure(self, measuring: Measuring) -> None:
+        """Begin to record what the metrics are made of."""
+        policy = self.core.scheduler.queues.waiting.name
+        measure(self, measuring, policy, lambda: (self.stats(), self.unread))
 
 
 def _cell(sequence: Sequence) -> StreamCell:

@@ -19,12 +19,12 @@ from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import ConfigError, EngineClosed, EngineError, shown
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
+from aioinfer.loop.observing import observe
 from aioinfer.loop.service import asyncio_loop, require_loop
 from aioinfer.loop.updating import UpdateMode, WeightSource
 from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.dispatching import Dispatching, OnLoss
 from aioinfer.parallel.local import LocalReplica
-from aioinfer.parallel.observing import follow, measure, observe
 from aioinfer.parallel.placing import Placing
 from aioinfer.parallel.policies import RoutingPolicy, routing_policy
 from aioinfer.parallel.remote_replicas import remote_replicas
@@ -160,7 +160,7 @@ class Dispatcher(EngineLike):
         self._supervisor = Supervisor(self.restart)
         self._running.when_lost = self._supervisor.lost
         if self._measuring is not None:
-            measure(self._measuring, running, self.config, self._counted)
+            running.measure(self._measuring, self._counted)
         observe(running, self.config, self._counted)
 
     async def _begin(self, loop: asyncio.AbstractEventLoop, progress: Progress | None) -> Dispatching:
@@ -319,7 +319,7 @@ class Dispatcher(EngineLike):
         if replica not in running.placing.replicas:
             running.placing.replicas.append(replica)
         if self._measuring is not None:
-            follow(running, replica)
+            replica.follow(running.observers)
         if self._paused:
             await replica.pause()
         running.joined()
@@ -483,7 +483,7 @@ class Dispatcher(EngineLike):
 
             self._measuring = Measuring()
             if self._running is not None and not self._running.closed:
-                measure(self._measuring, self._running, self.config, self._counted)
+                self._running.measure(self._measuring, self._counted)
         return self._measuring
 
     def _counted(self) -> DispatcherStats:

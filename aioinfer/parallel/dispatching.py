@@ -32,6 +32,7 @@ from aioinfer.errors import (
 )
 from aioinfer.loop.checks import Checks
 from aioinfer.loop.intake import Intake
+from aioinfer.loop.observing import measure
 from aioinfer.loop.options import Prepared
 from aioinfer.loop.preparing import Preparing
 from aioinfer.loop.service import EngineState, Service
@@ -57,6 +58,8 @@ from aioinfer.stream import StreamCell, tell_lanes
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
+    from aioinfer.observe.metrics.measuring import Measuring
+    from aioinfer.observe.stats import EngineStats
     from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["Dispatching", "OnLoss"]
@@ -94,8 +97,8 @@ class Dispatching(Service[Record], ReplicaEvents):
         super().__init__(config, info, tokenizer, Checks(config, info, tokenizer), intake, clock)
         self.placing = placing
         self.on_loss = on_loss
-        #: counts of streams that went on elsewhere, of attempts that brought something else, of late rows
-        self.resumed, self.diverged, self.late_tokens = 0, 0, 0
+        #: counts of streams that went on elsewhere, and of attempts that brought something else
+        self.resumed, self.diverged = 0, 0
         #: seconds from a loss to the next token, of streams that have that, in all
         self.resume_seconds = 0.0
         #: finds what is wrong with a request before an engine has it
@@ -253,8 +256,7 @@ class Dispatching(Service[Record], ReplicaEvents):
         now = self.clock()
         for attempt, brought in rows:
             if attempt.ended:
-                self.late_tokens += len(brought.ids)
-                continue
+                continue  # with its replica, over rows before
             try:
                 moved = self._take(attempt, brought, now)
                 if brought.ending is not None:
@@ -265,7 +267,9 @@ class Dispatching(Service[Record], ReplicaEvents):
                 self._leave(attempt, abort=True)
                 self._again(attempt.record)
             except Diverged as error:
-                self._diverged(attempt, error)
+                _log.error("%s on %s: %s", attempt.record, attempt.replica.name, error)
+                self.diverged += 1
+                self._lose(attempt, error, begun=True)
             except ValueError as error:
                 self.lost(attempt.replica, error)
         for cell in tell_lanes(told):
@@ -295,7 +299,7 @@ class Dispatching(Service[Record], ReplicaEvents):
             attempt.replica.note_version(rows.weight_version)
         more = attempt.bring(rows, now)
         if rows.ids and attempt.uncached:
-            self.placing.begun(attempt)
+            attempt.replica.load.admitted(attempt, 0)  # its prompt is computed
             self._pump_soon()
         if more and record.lost_at is not None:
             self.resume_seconds += self.clock() - record.lost_at
@@ -338,11 +342,6 @@ class Dispatching(Service[Record], ReplicaEvents):
         self._pump_soon()
         if self.when_lost is not None:
             self.when_lost(replica)
-
-    def _diverged(self, attempt: Attempt, error: Diverged) -> None:
-        _log.error("%s on %s: %s", attempt.record, attempt.replica.name, error)
-        self.diverged += 1
-        self._lose(attempt, error, begun=True)
 
     def _lose(self, attempt: Attempt, cause: BaseException, *, begun: bool = False) -> None:
         """Give up a lost attempt: its stream goes on elsewhere, or fails."""
@@ -453,6 +452,12 @@ class Dispatching(Service[Record], ReplicaEvents):
     def _ended(self, record: Record) -> None:
         self.queue.remove(record)
         super()._ended(record)
+
+    def measure(self, measuring: Measuring, stats: Callable[[], EngineStats]) -> None:
+        """Begin to measure requests, and steps of replicas on this loop."""
+        measure(self, measuring, str(self.config.policy), lambda: (stats(), self.unread))
+        for replica in self.placing.ready:
+            replica.follow(self.observers)
 
     def outlive_loop(self) -> None:
         """The loop was closed before the dispatcher."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import EngineClosed, EngineFailed
-from aioinfer.observe.observers import Observer
+from aioinfer.observe.observers import Observer, Observers
 from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer
 from aioinfer.outputs import AdapterInfo
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from aioinfer.loop.updating import UpdateMode, WeightSource
     from aioinfer.observe.stats import EngineStats
     from aioinfer.resuming.record import StreamCheckpoint
+    from aioinfer.scheduling.step import Step
 
 __all__ = ["LocalReplica"]
 
@@ -66,11 +67,6 @@ class LocalReplica(Replica):
         self.engine.observe(_Watch(self))
         # The dispatcher has its own: a stream is one span, whatever becomes of its attempts.
         self.engine._started().observers.dismiss(Tracer, Reporter)
-
-    @property
-    def serves(self) -> bool:
-        """It computes, or finishes what it has: its engine was not closed here."""
-        return self.state in (ReplicaState.READY, ReplicaState.DRAINING)
 
     # -- attempts -------------------------------------------------------------------------------
 
@@ -123,12 +119,6 @@ class LocalReplica(Replica):
             rows.append(reading.take(ended=True))
         self.events.moved([(attempt, each) for each in rows])
 
-    def changed(self) -> None:
-        self.events.adapted()
-
-    def failed(self, cause: BaseException) -> None:
-        self.events.lost(self, cause)
-
     # -- the engine -----------------------------------------------------------------------------
 
     def cached(self, token_ids: Sequence[int], record: Record, pages: Sequence[int]) -> int:
@@ -142,6 +132,9 @@ class LocalReplica(Replica):
             return self.engine.stats()
         except EngineClosed:
             return None  # it is starting
+
+    def follow(self, observers: Observers) -> None:
+        self.engine.observe(_Steps(observers))
 
     def adapters(self) -> list[AdapterInfo]:
         return self.engine.adapters() if self.engine.ready else []
@@ -190,14 +183,25 @@ class _Watch(Observer):
         self._loop = asyncio.get_running_loop()
 
     def changed(self) -> None:
-        self._replica.changed()
+        self._replica.events.adapted()
 
     def failed(self, cause: BaseException) -> None:
-        self._replica.failed(cause)
+        self._replica.events.lost(self._replica, cause)
 
     def closed(self) -> None:
-        if self._replica.serves and not self._loop.is_closed():
-            self._replica.failed(EngineClosed("its engine was closed"))
+        serves = self._replica.state in (ReplicaState.READY, ReplicaState.DRAINING)
+        if serves and not self._loop.is_closed():  # it was not closed here
+            self.failed(EngineClosed("its engine was closed"))
+
+
+class _Steps(Observer):
+    """Passes on the steps of an engine."""
+
+    def __init__(self, observers: Observers) -> None:
+        self._observers = observers
+
+    def stepped(self, step: Step, lag: float) -> None:
+        self._observers.stepped(step, lag)
 
 
 class _Reading(Reading):

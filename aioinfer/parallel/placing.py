@@ -106,10 +106,6 @@ class Placing:
         if attempt.uncached:
             attempt.replica.load.admitted(attempt, max(1, attempt.record.known - cached_tokens))
 
-    def begun(self, attempt: Attempt) -> None:
-        """Count an attempt's first token."""
-        attempt.replica.load.begun(attempt)
-
     def ended(self, attempt: Attempt) -> None:
         """Count an attempt no longer."""
         replica, begun = attempt.replica, not attempt.uncached

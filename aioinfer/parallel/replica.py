@@ -19,6 +19,7 @@ from aioinfer.parallel.prefixes import take_away
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
     from aioinfer.loop.updating import UpdateMode, WeightSource
+    from aioinfer.observe.observers import Observers
     from aioinfer.observe.stats import EngineStats
     from aioinfer.outputs import AdapterInfo, TokenLogprob
     from aioinfer.parallel.record import Record
@@ -101,10 +102,6 @@ class Load:
         self._compute(attempt, attempt.uncached)
         self.pages.update(attempt.pages)
 
-    def begun(self, attempt: Attempt) -> None:
-        """Its first token is there: its prompt is computed."""
-        self.admitted(attempt, 0)
-
     def admitted(self, attempt: Attempt, uncached: int) -> None:
         """It has to compute this many tokens, and not the number that was assumed."""
         self._compute(attempt, uncached - attempt.uncached)
@@ -117,7 +114,7 @@ class Load:
 
     def remove(self, attempt: Attempt) -> None:
         """Do not count an attempt any more."""
-        self.begun(attempt)
+        self.admitted(attempt, 0)
         del self.attempts[attempt.number]
         self.tokens -= attempt.tokens
         take_away(self.pages, attempt.pages)
@@ -218,6 +215,10 @@ class Replica(ABC):
     def stats(self) -> EngineStats | None:
         """None: unknown, of one that is lost, for example."""
 
+    def follow(self, observers: Observers) -> None:
+        """Report the steps of an engine on this loop to these, too."""
+        return
+
     @abstractmethod
     async def pause(self) -> None:
         """As :meth:`aioinfer.Engine.pause`."""
@@ -286,8 +287,8 @@ class Replica(ABC):
 class Attempt:
     """One replica's work on a record. When it has ended, nothing more that comes from it counts.
 
-    It says where in the output its tokens and its text are, so one that begins again after a loss, or is
-    heard twice, is compared with the record and adds only what is new::
+    It says where in the output its tokens and its text are, so one that begins again after a loss is
+    compared with the record and adds only what is new::
 
         record     t0 t1 t2 t3 t4                    delivered, or to be delivered
         attempt    t0 t1 t2 t3 t4 | lost
