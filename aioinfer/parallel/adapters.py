@@ -59,7 +59,7 @@ class ReplicaAdapters:
             try:
                 info = await self._load(name, path, had)
             except BaseException:
-                await finish(_undo(name, had))
+                await finish(asyncio.gather(*(_give_back(each, name, info) for each, info in had.items())))
                 raise
             self._loaded[name] = info
             self._changed()
@@ -182,10 +182,6 @@ class ReplicaAdapters:
 def _lacks(replica: Replica, done: dict[Replica, AdapterInfo]) -> bool:
     info = done.get(replica)
     return info is None or not replica.has(info.name, info.fingerprint)
-
-
-async def _undo(name: str, had: dict[Replica, AdapterInfo | None]) -> None:
-    await asyncio.gather(*(_give_back(replica, name, info) for replica, info in had.items()))
 
 
 async def _give_back(replica: Replica, name: str, info: AdapterInfo | None) -> None:

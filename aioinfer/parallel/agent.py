@@ -190,7 +190,7 @@ class _Session:
 
     def connected(self) -> None:
         """As in End."""
-        self._timer = self._loop.call_later(_PATIENCE, self._no_hello)
+        self._timer = self._loop.call_later(_PATIENCE, self.connection.abort)
 
     def received(self, message: messages.Hello | messages.Orders) -> None:
         """As in End."""
@@ -287,9 +287,6 @@ class _Session:
         assert self._timer is not None
         self._timer.cancel()
         self._timer = self._loop.call_later(BEAT, self._beat)
-
-    def _no_hello(self) -> None:
-        self.connection.abort()
 
     def _beat(self) -> None:
         """Send statistics, which also say that the replica is alive."""

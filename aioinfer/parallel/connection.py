@@ -69,7 +69,9 @@ class Connection(asyncio.Protocol):
         self._frames = FrameReader(HANDSHAKE_LIMIT)
         self._transport: asyncio.Transport | None = None
         self._out: list[bytes] = []
-        self._due = self._full = False
+        self._due = False
+        #: the socket takes nothing at the moment: messages would wait in memory
+        self.full = False
         self._cause: BaseException | None = None
         #: a frame has come since this was last set to False
         self.heard = False
@@ -94,10 +96,10 @@ class Connection(asyncio.Protocol):
             self.abort(error)
 
     def pause_writing(self) -> None:
-        self._full = True
+        self.full = True
 
     def resume_writing(self) -> None:
-        self._full = False
+        self.full = False
         self.write_soon()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -109,11 +111,6 @@ class Connection(asyncio.Protocol):
             self._end.ended(self._cause)
 
     # -- for its end ------------------------------------------------------------------------------
-
-    @property
-    def full(self) -> bool:
-        """The socket takes nothing at the moment: messages would wait in memory."""
-        return self._full
 
     def trust(self, decode: Decoder) -> None:
         """From now on, frames may be long, and ``decode`` reads them."""
@@ -134,12 +131,12 @@ class Connection(asyncio.Protocol):
     def _write(self) -> None:
         more = False
         if not (self.closed or self._transport is None):
-            more = not self._full and self._end.fill()
+            more = not self.full and self._end.fill()
             if self._out:
                 data, self._out = b"".join(self._out), []
                 self._transport.write(data)
         self._due = False
-        if more and not self._full:  # else it is called when the socket takes more
+        if more and not self.full:  # else it is called when the socket takes more
             self.write_soon()
 
     def finish(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from aioinfer.observe.metrics import histograms
@@ -56,13 +57,7 @@ def _stat(kind: str, name: str, help: str, field: str = "", *, unit: str = "", l
     return Value(f"aioinfer_{name}", kind, help, read, unit, label or None, field)
 
 
-def _gauge(name: str, help: str, field: str = "", **more: str) -> Value:
-    return _stat("gauge", name, help, field, **more)
-
-
-def _counter(name: str, help: str, field: str = "", **more: str) -> Value:
-    return _stat("counter", name, help, field, **more)
-
+_gauge, _counter = partial(_stat, "gauge"), partial(_stat, "counter")
 
 #: values of EngineState, the first two of which have no statistics
 _STATES = ("new", "starting", "running", "draining", "failed", "closed")
@@ -253,17 +248,11 @@ def _vllm(kind: str, name: str, help: str, read: _Read, label: str | None = None
     return Value(f"vllm:{name}", kind, help, read, label=label)
 
 
-def _latency(name: str, help: str, histogram: str) -> Distribution:
-    return Distribution(f"vllm:{name}", help, histogram, bounds=histograms.VLLM_LATENCY)
+def _full(name: str, help: str, histogram: str, bounds: Sequence[float] | None = None) -> Distribution:
+    return Distribution(f"vllm:{name}", help, histogram, bounds=bounds)
 
 
-def _gaps(name: str, help: str, histogram: str) -> Distribution:
-    return Distribution(f"vllm:{name}", help, histogram, bounds=histograms.VLLM_GAP)
-
-
-def _full(name: str, help: str, histogram: str) -> Distribution:
-    return Distribution(f"vllm:{name}", help, histogram)
-
+_latency, _gaps = partial(_full, bounds=histograms.VLLM_LATENCY), partial(_full, bounds=histograms.VLLM_GAP)
 
 #: metrics that boards for vLLM query, with its labels and bounds
 VLLM: tuple[Value | Distribution, ...] = (
