@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
+
 from aioinfer.engine import Engine
-from aioinfer.execution.device import DeviceLost
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.agent import Agent
 from aioinfer.parallel.connection import Connection
 from aioinfer.parallel.remote import SocketReplica
+from tests.parallel.toys import lose_engine
 
 
 class MemorySocket(asyncio.Transport):
@@ -136,9 +138,7 @@ class FramedReplica(SocketReplica):
             served.close()
         else:
             self.sockets[1].abort()
-        runtime = self.engine._runtime
-        assert runtime is not None
-        runtime.lost(DeviceLost("the device is lost"))
+        lose_engine(self.engine)
 
     def hang(self) -> None:
         """For so long that it must be noticed."""
@@ -162,3 +162,16 @@ class FramedDispatcher(Dispatcher):
 
     def _replica_of(self, engine: Engine, name: str) -> Any:
         return FramedReplica(engine, name, self._dice)
+
+
+def local(engines: Sequence[Engine], policy: Any = "round_robin", **options: Any) -> Dispatcher:
+    return Dispatcher(engines, policy=policy, **options)
+
+
+def framed(engines: Sequence[Engine], policy: Any = "round_robin", **options: Any) -> Dispatcher:
+    return FramedDispatcher(engines, policy=policy, dice=random.Random(3), **options)
+
+
+Kind = Callable[..., Dispatcher]
+#: replicas on the loop of the dispatcher, and behind sockets
+both = pytest.mark.parametrize("kind", [local, framed])

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from aioinfer import SamplingParams
-from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.agent import Agent
@@ -17,30 +16,18 @@ from aioinfer.parallel.frames import FrameReader, frame
 from aioinfer.parallel.messages import Answers, Decoder, Message, Refused, Welcome, encoded
 from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import ReplicaEvents
-from aioinfer.testing import TimedLauncher
-from tests.toys import ToyDevice, ToyTokenizer
+from tests.parallel.toys import Toy
 
 VOCAB = 40
-LONGEST = 400
 TOKEN = "not a secret"
 
 
 def toy(seconds: float = 0.0, **settings: Any) -> Engine:
     """A toy of which each step takes so long."""
-    config = EngineConfig(model="toy", page_size=4, max_running_requests=8, seed=1, **settings)
-
-    def launcher(_: EngineConfig) -> TimedLauncher:
-        device = ToyDevice(
-            num_pages=1000,
-            page_size=4,
-            num_slots=config.num_slots,
-            vocab_size=VOCAB,
-            max_model_len=LONGEST,
-            snapshots=None,
-        )
-        return TimedLauncher(device, lambda _: seconds)
-
-    return Engine(config, launcher=launcher, tokenizer=lambda _: ToyTokenizer(VOCAB))
+    return Toy(
+        seconds=lambda _: seconds, longest=400, vocab_size=VOCAB, num_pages=1000, max_running_requests=8,
+        seed=1, **settings,
+    )  # fmt: skip
 
 
 class Served(SocketReplica):

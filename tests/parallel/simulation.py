@@ -40,6 +40,7 @@ async def run_world(world: World, dispatcher: Dispatcher, lifetimes: int) -> Non
     assert not running.open, "a stream has not ended"
     assert not len(running.queue)
     assert not running.queue.tokens
+    assert not running.placing._sharing
     for replica in dispatcher._replicas:
         assert not replica.load.requests
         assert replica.load.backlog == replica.load.tokens == replica.load.resuming == 0
@@ -50,7 +51,6 @@ async def run_world(world: World, dispatcher: Dispatcher, lifetimes: int) -> Non
     check_loads(dispatcher)
     check_sums(dispatcher)
     world.counts["moved"] += running.resumed
-    world.counts["late tokens"] += running.late_tokens
     assert not running.diverged
     await dispatcher.aclose()
 
@@ -74,12 +74,11 @@ def simulate(seed: int, lifetimes: int) -> World:
     world, dispatcher = make_dispatcher_world(seed)
 
     def once(self: Record, ending: Ending, now: float) -> None:
-        record = self
-        assert not record.output.finished, "a stream ended twice"
+        assert not self.output.finished, "a stream ended twice"
         if isinstance(ending.error, EngineFailed):
-            assert may_fail(dispatcher, record, ending.error), f"{record} failed: {ending.error}"
+            assert may_fail(dispatcher, self), f"{self} failed: {ending.error}"
             world.counts["streams lost"] += 1
-        finish(record, ending, now)
+        finish(self, ending, now)
 
     loop = VirtualLoop(seed, shuffle=seed % 2 == 1, executor_delay=0.003)
     raised: list[dict[str, Any]] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,18 +14,20 @@ from aioinfer import StreamCheckpoint
 from aioinfer.engine import EngineState
 from aioinfer.errors import ConfigError, EngineFailed, InvalidRequest
 from aioinfer.parallel import Dispatcher
-from tests.parallel.framed import FramedDispatcher, FramedReplica
-from tests.parallel.test_complaints import end, turn
+from tests.parallel.framed import FramedReplica, Kind, both, framed
 from tests.parallel.toys import (
     ENDLESS,
     PARAMS,
     STEP,
     Toy,
     attempt_of,
+    end,
     expected,
     prompt,
     record,
+    sent,
     toys,
+    turn,
     virtual,
 )
 from tests.toys.adapters import ToyAdapter, write_toy_adapter
@@ -46,18 +48,6 @@ def wanted(number: int, path: Path) -> list[int]:
     return expected(prompt(number), PARAMS, ToyAdapter.read(path).key)
 
 
-def local(engines: list[Toy], **options: Any) -> Dispatcher:
-    return Dispatcher(engines, **options)
-
-
-def framed(engines: list[Toy], **options: Any) -> Dispatcher:
-    return FramedDispatcher(engines, dice=random.Random(3), **options)
-
-
-Kind = Callable[..., Dispatcher]
-both = pytest.mark.parametrize("kind", [local, framed])
-
-
 async def loaded(engine: Toy, count: int) -> None:
     """So many adapters are on its device when nothing is in flight."""
     await asyncio.sleep(5 * STEP)
@@ -69,7 +59,7 @@ async def loaded(engine: Toy, count: int) -> None:
 @virtual
 async def test_every_replica_loads_replaces_and_unloads(kind: Kind, make: Make) -> None:
     engines = toys(3)
-    async with kind(engines, policy="round_robin") as dispatcher:
+    async with kind(engines) as dispatcher:
         info = await dispatcher.load_adapter("a", make("1"))
         assert (info.name, info.rank, info.path) == ("a", 8, str(make("1")))
         names = ["a", None] * 6
@@ -83,9 +73,7 @@ async def test_every_replica_loads_replaces_and_unloads(kind: Kind, make: Make) 
         assert await ask(dispatcher, 1) == wanted(1, make("2"))
         await dispatcher.load_adapter("b", make("3"))
         assert [each.name for each in dispatcher.adapters()] == ["a", "b"]
-        assert dispatcher.stats().adapters_loaded == (
-            6 if kind is local else dispatcher.stats().adapters_loaded
-        )
+        assert kind is framed or dispatcher.stats().adapters_loaded == 6
         await dispatcher.unload_adapter("a")
         with pytest.raises(InvalidRequest, match="'a' is not loaded; there are: 'b'") as refused:
             dispatcher.generate(prompt(1), PARAMS, adapter="a")
@@ -101,7 +89,7 @@ async def test_every_replica_loads_replaces_and_unloads(kind: Kind, make: Make) 
 @virtual
 async def test_a_stream_goes_on_with_its_adapter_where_a_replica_is_lost(kind: Kind, make: Make) -> None:
     engines = toys(2)
-    async with kind(engines, policy="round_robin") as dispatcher:
+    async with kind(engines) as dispatcher:
         await dispatcher.load_adapter("a", make("1"))
         streams = [dispatcher.generate(prompt(number), PARAMS, adapter="a") for number in range(4)]
         await asyncio.sleep(4.5 * STEP)
@@ -115,7 +103,7 @@ async def test_a_stream_goes_on_with_its_adapter_where_a_replica_is_lost(kind: K
 @virtual
 async def test_a_replica_that_starts_again_has_what_the_others_have(kind: Kind, make: Make) -> None:
     engines = toys(2)
-    async with kind(engines, policy="round_robin") as dispatcher:
+    async with kind(engines) as dispatcher:
         await dispatcher.load_adapter("a", make("1"))
         await dispatcher.restart("local-0")
         await loaded(engines[0], 1)
@@ -126,22 +114,36 @@ async def test_a_replica_that_starts_again_has_what_the_others_have(kind: Kind, 
 
 
 @both
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [(None, "q_proj: has another shape"), ("3", "its files differ between the replicas")],
+)
 @virtual
-async def test_what_one_replica_refuses_none_has(kind: Kind, make: Make) -> None:
+async def test_what_one_replica_refuses_none_has(
+    kind: Kind, make: Make, other: str | None, message: str
+) -> None:
+    """``other``: instead, it has other files under the same path."""
     engines = toys(3)
     async with kind(engines) as dispatcher:
         await dispatcher.load_adapter("a", make("1"))
+        load, path = engines[1].load_adapter, str(make("2"))
 
-        def prepare(path: Path) -> Any:
-            raise ConfigError("q_proj: has another shape")
+        async def differs(name: str, asked: Any) -> Any:
+            if asked != path:
+                return await load(name, asked)
+            if other is None:
+                raise ConfigError(message)
+            return dataclasses.replace(await load(name, make(other)), path=path)
 
-        engines[1].device.prepare_adapter = prepare  # type: ignore[method-assign]
+        engines[1].load_adapter = differs  # type: ignore[method-assign]
         for name in ("b", "a"):
-            with pytest.raises(ConfigError, match="q_proj: has another shape"):
-                await dispatcher.load_adapter(name, make("2"))
+            with pytest.raises(ConfigError, match=message):
+                await dispatcher.load_adapter(name, path)
         assert [each.name for each in dispatcher.adapters()] == ["a"]
+        assert held_by(engines) == [str(make("1"))] * 3
         for engine in engines:
             await loaded(engine, 1)
+        assert await ask(dispatcher, 1) == wanted(1, make("1"))
         with pytest.raises(InvalidRequest):
             await dispatcher.load_adapter("", make("2"))
 
@@ -150,12 +152,11 @@ async def test_what_one_replica_refuses_none_has(kind: Kind, make: Make) -> None
 @virtual
 async def test_requests_go_only_where_their_adapter_is(kind: Kind, make: Make) -> None:
     engines = toys(3)
-    async with kind(engines, policy="round_robin") as dispatcher:
+    async with kind(engines) as dispatcher:
         await dispatcher._replicas[1].load_adapter("a", str(make("1")))
         streams = [dispatcher.generate(prompt(number), PARAMS, adapter="a") for number in range(4)]
         await turn()
-        attempts = [attempt_of(each) for each in streams]
-        assert {each.replica.name for each in attempts if each is not None} == {"local-1"}
+        assert sent(dispatcher, streams)["local-1"] == 4
         for number, stream in enumerate(streams):
             assert (await stream).token_ids == wanted(number, make("1"))
         stream = dispatcher.generate(prompt(1), ENDLESS, adapter="a")
@@ -169,7 +170,7 @@ async def test_requests_go_only_where_their_adapter_is(kind: Kind, make: Make) -
 @virtual
 async def test_an_output_goes_on_with_the_same_files_only(kind: Kind, make: Make) -> None:
     engines = toys(2)
-    async with kind(engines, policy="round_robin") as dispatcher:
+    async with kind(engines) as dispatcher:
         await dispatcher.load_adapter("a", make("1"))
         stream = dispatcher.generate(prompt(0), PARAMS, adapter="a")
         await asyncio.sleep(4.5 * STEP)
@@ -181,9 +182,7 @@ async def test_an_output_goes_on_with_the_same_files_only(kind: Kind, make: Make
         await dispatcher.load_adapter("a", make("2"))
         with pytest.raises(InvalidRequest, match="checkpoint: adapter: 'a' was loaded here from other"):
             dispatcher.restore(checkpoint)
-        attempt = attempt_of(lost)
-        assert attempt is not None
-        engines[int(attempt.replica.name[-1])].lose()
+        engines[int(attempt_of(lost).replica.name[-1])].lose()
         with pytest.raises(EngineFailed, match="adapter"):
             await lost
 
@@ -233,7 +232,7 @@ async def test_a_draining_replica_finishes_what_has_an_adapter_that_is_gone(
     kind: Kind, make: Make, replaced: bool, steps: float
 ) -> None:
     engines = toys(2)
-    async with kind(engines, policy="round_robin") as dispatcher:
+    async with kind(engines) as dispatcher:
         await dispatcher.load_adapter("a", make("1"))
         streams = [dispatcher.generate(prompt(number), PARAMS, adapter="a") for number in range(2)]
         await asyncio.sleep(steps * STEP)
@@ -294,7 +293,7 @@ async def test_a_load_that_the_last_replicas_are_lost_in_fails_and_so_do_request
 @virtual
 async def test_where_what_was_replaced_cannot_come_back_the_name_goes(kind: Kind, make: Make) -> None:
     engines = toys(2)
-    async with kind(engines, policy="round_robin") as dispatcher:
+    async with kind(engines) as dispatcher:
         await dispatcher.load_adapter("a", make("1"))
 
         def refuse(path: Path) -> Any:

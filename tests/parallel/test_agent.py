@@ -28,11 +28,7 @@ from aioinfer.parallel.messages import (
 from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import ReplicaState
 from aioinfer.request import Request
-from tests.parallel.served import (
-    TOKEN,
-    Peer,
-    Served,
-)
+from tests.parallel.served import TOKEN, Peer, Served
 from tests.parallel.waiting import until
 from tests.tiers import SECONDS, rest
 

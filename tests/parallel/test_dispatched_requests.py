@@ -23,20 +23,19 @@ from aioinfer import (
 from aioinfer.parallel import Dispatcher
 from aioinfer.params import Grammar
 from aioinfer.testing import Answer, FakeEngine
-from tests.parallel.test_complaints import end, turn
 from tests.parallel.toys import (
     ENDLESS,
     PARAMS,
     STEP,
     Toy,
     attempt_of,
+    end,
     expected,
     prompt,
-    sent,
     toys,
+    turn,
     virtual,
 )
-from tests.tiers import SECONDS, rest
 from tests.toys import ToyTokenizer
 
 
@@ -59,17 +58,6 @@ async def test_requests_wait_in_the_dispatcher_and_not_in_a_replica() -> None:
         assert (stats.running, stats.waiting, stats.waiting_tokens) == (4, 6, 6 * 16)
         await end(streams)
         assert dispatcher.stats().waiting == 0
-
-
-@virtual
-async def test_a_replica_that_joins_has_work_at_once() -> None:
-    async with Dispatcher(toys(1, max_running_requests=2)) as dispatcher:
-        streams = [dispatcher.generate(prompt(number), ENDLESS) for number in range(6)]
-        await asyncio.sleep(5 * STEP)
-        await dispatcher.add(Toy(max_running_requests=2))
-        await turn()
-        assert sent(dispatcher, streams) == {"local-0": 2, "local-1": 2, "": 2}
-        await end(streams)
 
 
 @pytest.mark.parametrize("policy", ["round_robin", "prefix", "p2c"])
@@ -280,25 +268,6 @@ async def _read(stream: AsyncIterator[Any]) -> None:
         pass
 
 
-@rest(SECONDS)
-@virtual
-async def test_a_thousand_that_leave_at_once_leave_nothing() -> None:
-    engines = toys(3)
-    async with Dispatcher(engines) as dispatcher:
-        streams = [dispatcher.generate(prompt(number % 7), ENDLESS) for number in range(1000)]
-        await asyncio.sleep(3 * STEP)
-        for stream in streams:
-            stream.close()
-        await asyncio.sleep(2.5 * STEP)
-        for engine in engines:
-            stats = engine.stats()
-            assert (stats.running, stats.waiting, stats.pages_private) == (0, 0, 0)
-        running = dispatcher._started()
-        assert not running.open
-        assert not running.placing._sharing
-        assert (len(running.queue), running.queue.tokens) == (0, 0)
-
-
 @virtual
 async def test_a_stream_that_was_closed_before_its_prompt_was_tokenized() -> None:
     async with Dispatcher(toys(2)) as dispatcher:
@@ -363,22 +332,6 @@ async def test_what_a_replica_raises_ends_only_that_request() -> None:
         assert not any(each.load.requests for each in dispatcher._replicas)
         dispatcher._replicas[0].engine.answers = None  # type: ignore[attr-defined]
         assert not dispatcher._started().open
-
-
-@virtual
-async def test_what_a_step_raises_ends_only_its_requests() -> None:
-    def fault(step: Any) -> None:
-        if any(row.request.output.label == "bad" for row in step.rows):
-            raise ValueError("not this row")
-
-    async with Dispatcher(toys(2, fault=fault), policy="round_robin") as dispatcher:
-        labels = ["a", "bad", "c", "d"]
-        results = await ends(*(dispatcher.generate(prompt(3), PARAMS, request_id=each) for each in labels))
-        failed = [label for label, each in zip(labels, results, strict=True) if isinstance(each, StepFailed)]
-        assert "bad" in failed
-        assert len(failed) <= 2, "the other replica has nothing to do with it"
-        assert dispatcher.ready
-        assert not dispatcher.degraded
 
 
 # -- the rest of the surface ---------------------------------------------------------------------------

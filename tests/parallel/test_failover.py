@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,59 +15,60 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError, EngineFailed
 from aioinfer.execution.device import DeviceLost
-from aioinfer.outputs import Result
+from aioinfer.outputs import Result, TokenLogprob
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.local import LocalReplica
 from aioinfer.parallel.replica import Attempt, Diverged
 from aioinfer.parallel.rows import Rows
 from aioinfer.params import SamplingParams
 from aioinfer.stream import Stream
-from aioinfer.testing import TimedLauncher
 from examples.training.tasks import TASKS, held_out
 from tests.engine.test_restoring import DIFFUSION, KINDS, same
 from tests.model.harness import require
-from tests.parallel.toys import attempt_of, record, virtual
+from tests.parallel.toys import Toy, attempt_of, lose_engine, record, virtual
 from tests.tiers import SECONDS, grid, rest
-from tests.toys import ToyDevice, ToyTokenizer
-
-LONGEST = 96
 
 
 def toy(seed: int, **settings: Any) -> Engine:
     """Seconds of its steps are dice."""
-    config = EngineConfig(
-        model="toy",
+    dice = random.Random(seed)
+    return Toy(
+        seconds=lambda _: dice.choice([0.001, 0.01]),
+        longest=96,
         seed=seed,
         page_size=(4, 8)[seed % 2],
+        num_pages=64,
         overlap_steps=(0, 2)[seed % 2],
         deterministic=True,
         max_running_requests=8,
         **settings,
     )
-    dice = random.Random(seed)
-
-    def launcher(_: EngineConfig) -> TimedLauncher:
-        device = ToyDevice(
-            num_pages=64, page_size=config.page_size, num_slots=config.num_slots, max_model_len=LONGEST
-        )
-        return TimedLauncher(device, lambda _: dice.choice([0.001, 0.01]))
-
-    return Engine(config, launcher=launcher, tokenizer=lambda _: ToyTokenizer())
 
 
 def lose(replica: Any, cause: str = "it is gone") -> None:
-    """Its device does not answer any more."""
-    assert isinstance(replica, LocalReplica)
-    runtime = replica.engine._runtime
-    assert runtime is not None
-    runtime.lost(DeviceLost(cause))
+    lose_engine(replica.engine, DeviceLost(cause))
+
+
+#: a result, and what was read of it: text, ids and logprobs
+Found = tuple[Result, str, list[int], list[TokenLogprob]]
+
+
+async def read(stream: Stream, moved: Callable[[int], None] = lambda count: None) -> Found:
+    """``moved`` is told of the tokens of each chunk."""
+    text, ids, logprobs = "", list[int](), list[TokenLogprob]()
+    async for chunk in stream:
+        text += chunk.text
+        ids += chunk.token_ids
+        logprobs += chunk.logprobs or ()
+        moved(len(chunk.token_ids))
+    return stream.result(), text, ids, logprobs
 
 
 async def interrupted(
     dispatcher: Dispatcher, prompt: Any, params: SamplingParams, at: int
-) -> tuple[Result, str, list[int], bool]:
-    """The result of a stream whose replica is lost once it has ``at`` tokens, what was read, and whether
-    it was lost at all. The replica is there again afterwards."""
+) -> tuple[Found, bool]:
+    """A stream whose replica is lost once it has ``at`` tokens, and whether it was lost at all. It comes back
+    afterwards."""
     stream = dispatcher.generate(prompt, params)
     found, lost = record(stream), False
 
@@ -81,15 +82,19 @@ async def interrupted(
             await asyncio.sleep(0.0002)
 
     losing = asyncio.ensure_future(loses())
-    text, ids = "", list[int]()
-    async for chunk in stream:
-        text += chunk.text
-        ids += chunk.token_ids
+    whole = await read(stream)
     await losing
     for each in dispatcher.stats().replicas:
         if each.state == "lost":
             await dispatcher.restart(each.name)
-    return stream.result(), text, ids, lost
+    return whole, lost
+
+
+def check_same(found: Found, wanted: Result) -> None:
+    result, *chunks = found
+    same(result, wanted)
+    assert chunks == [wanted.text, wanted.token_ids, wanted.logprobs or []]
+    assert result.identical
 
 
 def toy_requests() -> list[tuple[list[int], SamplingParams]]:
@@ -124,12 +129,11 @@ async def lose_everywhere(every: int = 1) -> int:
             wanted = await dispatcher.generate(prompt, params)
             for at in range(0, len(wanted.token_ids), every):
                 running._seeds.setstate(seeds)
-                found, text, ids, lost = await interrupted(dispatcher, prompt, params, at)
-                same(found, wanted)
-                assert (text, ids) == (wanted.text, wanted.token_ids)
-                assert found.identical
-                assert found.resumed == 0
-                assert list(found.metrics.token_times) == sorted(found.metrics.token_times)  # type: ignore[union-attr]
+                found, lost = await interrupted(dispatcher, prompt, params, at)
+                check_same(found, wanted)
+                assert found[0].resumed == 0
+                times = found[0].metrics.token_times  # type: ignore[union-attr]
+                assert list(times) == sorted(times)
                 losses += lost
         assert running.diverged == 0
         assert running.resumed >= losses / 2
@@ -315,77 +319,50 @@ async def test_replicas_that_drain_go_on_after_a_pause() -> None:
 # -- real models ---------------------------------------------------------------------------------------
 
 
-async def lose_some(
-    engines: Sequence[Engine], asked: Sequence[tuple[Any, SamplingParams]], rounds: int
-) -> int:
-    """All requests at once, and a replica is lost amid them; how many streams went on elsewhere."""
-    async with Dispatcher(engines) as dispatcher:
-        running = dispatcher._started()
-        wanted = await asyncio.gather(*[dispatcher.generate(*each) for each in asked])
-        total = sum(len(result.token_ids) for result in wanted)
-        most, read, victim = 0, 0, dispatcher._replicas[0]
-
-        async def consume(each: tuple[Any, SamplingParams]) -> tuple[Result, str, list[int]]:
-            nonlocal read
-            stream, text, ids = dispatcher.generate(*each), "", list[int]()
-            async for chunk in stream:
-                text += chunk.text
-                ids += chunk.token_ids
-                before, read = read, read + len(chunk.token_ids)
-                if before < most <= read:
-                    lose(victim)
-            return stream.result(), text, ids
-
-        for turn in range(rounds):
-            most, read = total * (turn + 1) // (rounds + 2), 0
-            victim = dispatcher._replicas[turn % len(engines)]
-            found = await asyncio.gather(*[consume(each) for each in asked])
-            for (result, text, ids), undisturbed in zip(found, wanted, strict=True):
-                same(result, undisturbed)
-                assert (text, ids) == (undisturbed.text, undisturbed.token_ids)
-                assert result.identical
-            await dispatcher.restart(victim.name)
-        assert running.diverged == 0
-        return running.resumed
-
-
-def chat_engines() -> list[Engine]:
-    return [
-        Engine(EngineConfig(threads=1, deterministic=True, page_size=16)),
-        Engine(EngineConfig(threads=2, deterministic=True, page_size=32, overlap_steps=0)),
-    ]
-
-
-def chat_requests() -> list[tuple[Any, SamplingParams]]:
+def chat() -> tuple[list[dict[str, Any]], list[tuple[Any, SamplingParams]]]:
+    """Settings of engines that differ, and every kind of request."""
     prompts = [held_out(task, 1)[-1].messages for task in sorted(TASKS)]
-    return [
+    asked = [
         (prompts[number % len(prompts)], SamplingParams(**{"seed": number, "max_tokens": 32, **kind}))
         for number, kind in enumerate(KINDS.values())
     ]
+    return [{"threads": 1, "page_size": 16}, {"threads": 2, "page_size": 32, "overlap_steps": 0}], asked
 
 
-def diffusion_engines() -> list[Engine]:
-    shared: dict[str, Any] = {"model": "tiny-diffusion", "threads": 1, "deterministic": True}
-    return [Engine(EngineConfig(**shared)), Engine(EngineConfig(**shared, page_size=32))]
-
-
-def diffusion_requests() -> list[tuple[Any, SamplingParams]]:
-    return [
+def diffusion() -> tuple[list[dict[str, Any]], list[tuple[Any, SamplingParams]]]:
+    asked = [
         (f"copy: {word}\n", SamplingParams(seed=number, max_tokens=40, ignore_eos=True, **kind))
         for number, kind in enumerate(DIFFUSION.values())
         for word in ("banana", "a longer text to copy")
     ]
+    settings = {"model": "tiny-diffusion", "threads": 1}
+    return [settings, settings | {"page_size": 32}], asked
 
 
 @rest(SECONDS)
 @pytest.mark.parametrize("rounds", grid([2], [8]))
-async def test_every_kind_of_request_to_the_bundled_model_goes_on(rounds: int) -> None:
+@pytest.mark.parametrize("kinds", [chat, diffusion])
+async def test_every_kind_of_request_to_a_bundled_model_goes_on(kinds: Any, rounds: int) -> None:
+    """All at once, and a replica is lost amid them."""
     require("native")
-    assert await lose_some(chat_engines(), chat_requests(), rounds) > rounds
+    settings, asked = kinds()
+    engines = [Engine(EngineConfig(**each, deterministic=True)) for each in settings]
+    async with Dispatcher(engines) as dispatcher:
+        wanted = await asyncio.gather(*[dispatcher.generate(*each) for each in asked])
+        total, victim = sum(len(result.token_ids) for result in wanted), dispatcher._replicas[0]
+        at = seen = 0
 
+        def moved(count: int) -> None:
+            nonlocal seen
+            before, seen = seen, seen + count
+            if before < at <= seen:
+                lose(victim)
 
-@rest(SECONDS)
-@pytest.mark.parametrize("rounds", grid([2], [8]))
-async def test_blocks_go_on_too(rounds: int) -> None:
-    require("native")
-    assert await lose_some(diffusion_engines(), diffusion_requests(), rounds) > rounds
+        for turn in range(rounds):
+            at, seen, victim = total * (turn + 1) // (rounds + 2), 0, dispatcher._replicas[turn % 2]
+            found = await asyncio.gather(*[read(dispatcher.generate(*each), moved) for each in asked])
+            for each, undisturbed in zip(found, wanted, strict=True):
+                check_same(each, undisturbed)
+            await dispatcher.restart(victim.name)
+        assert dispatcher.stats().diverged == 0
+        assert dispatcher.stats().resumed > rounds

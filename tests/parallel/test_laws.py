@@ -25,7 +25,7 @@ def test_random_lifetimes_keep_every_law(block: int) -> None:
     # The worlds are worth something only if all this did occur.
     for happening in (
         "finished", "left", "cancelled", "dropped", "never read", "timed out", "replicas lost", "restarts",
-        "replicas rolled", "moved", "zombies", "late tokens", "streams lost", "worlds with a wire",
+        "replicas rolled", "replicas that hang", "moved", "streams lost", "worlds with frames",
     ):  # fmt: skip
         assert counts[happening] > 0, (happening, counts)
 

@@ -129,23 +129,13 @@ async def test_a_child_that_ends_is_an_error_with_its_status() -> None:
     assert replica.pid is None
 
 
-async def test_a_start_that_is_cancelled_ends_the_child() -> None:
+async def test_a_start_that_is_cancelled_ends_the_child(directory: Path) -> None:
+    """Its directory, which is for its user only, is gone with it."""
     replica = ProcessReplica(CONFIG, "it")
     program(replica, "import time; time.sleep(600)")
     launching = asyncio.ensure_future(replica.launch())
     await until(lambda: replica.pid)
     child = psutil.Process(replica.pid)
-    launching.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await launching
-    assert not child.is_running()
-
-
-async def test_the_directory_of_a_child_is_for_its_user_only(directory: Path) -> None:
-    replica = ProcessReplica(CONFIG, "it")
-    program(replica, "import sys; sys.stdin.read()")
-    launching = asyncio.ensure_future(replica.launch())
-    await until(lambda: replica.pid)
     (name,) = os.listdir(directory)
     private = directory / name
     assert private.stat().st_mode & 0o777 == 0o700
@@ -153,7 +143,9 @@ async def test_the_directory_of_a_child_is_for_its_user_only(directory: Path) ->
     assert settings["deterministic"] is True
     assert settings["socket"] == str(private / "socket")
     launching.cancel()
-    await asyncio.wait([launching])
+    with pytest.raises(asyncio.CancelledError):
+        await launching
+    assert not child.is_running()
 
 
 async def test_if_one_child_does_not_start_none_does() -> None:

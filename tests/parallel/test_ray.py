@@ -254,21 +254,6 @@ async def test_replicas_are_placed_and_ended_by_one_keeper(
     }.items()  # fmt: skip
 
 
-async def test_those_that_wait_for_a_keeper_have_one_failure(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = f"""
-        open({str(directory / "starts")!r}, "a").write("x")
-        say(why="no")
-    """
-    found = cluster(source, monkeypatch)
-    actors = [found.actor() for _ in range(5)]
-    ends = await asyncio.gather(*(found.place(each, {}, "") for each in actors), return_exceptions=True)
-    assert all(isinstance(each, HostUnavailable) for each in ends)
-    assert (directory / "starts").read_text() == "x"
-    await asyncio.gather(*(found.end(each, kill=True) for each in actors))
-
-
 async def test_a_keeper_that_was_lost_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     found = cluster(KEEPING, monkeypatch)
     first, second = found.actor(), found.actor()
@@ -366,12 +351,16 @@ async def test_a_dispatcher_is_closed_while_a_replica_waits_for_a_place(
     await local.aclose()
 
 
-async def test_a_dispatcher_without_a_cluster_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("aioinfer.parallel.on_ray.cluster.has_ray", lambda: True)
+async def test_a_dispatcher_without_a_cluster_does_not_start(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All its replicas wait for one keeper."""
+    starts = directory / "starts"
+    played: Any = cluster(f"open({str(starts)!r}, 'a').write('x'); say(why='no')", monkeypatch)
     dispatcher = Dispatcher(processes=3, ray="10.0.0.1:6379", config=CONFIG)
-    played: Any = cluster("say(why='no')", monkeypatch)
     for replica in dispatcher._replicas:
         replica._cluster = played  # type: ignore[attr-defined]
     with pytest.raises(HostUnavailable, match="no Ray cluster"):
         await dispatcher.start()
     assert dispatcher.closed
+    assert starts.read_text() == "x"

@@ -11,48 +11,41 @@ from pathlib import Path
 import pytest
 
 from aioinfer.errors import EngineError
+from aioinfer.parallel.connection import Connection
 from aioinfer.parallel.frames import frame
 from aioinfer.parallel.messages import Abort, Adapted, Hello, Lost, StepRows, Welcome, encoded
 from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.rows import Rows
-from tests.parallel.served import (
-    TOKEN,
-    VOCAB,
-    Peer,
-    Served,
-    Told,
-    toy,
-)
+from tests.parallel.served import TOKEN, VOCAB, Peer, Served, Told, toy
 from tests.parallel.waiting import until
 from tests.tiers import SECONDS, rest
 
 # -- a replica that says anything ----------------------------------------------------------------------
 
 
-async def welcomed() -> bytes:
-    """What the replica of a toy says first."""
-    async with toy() as engine:
-        return frame(encoded(Welcome(engine.info, 8, 512, engine.stats())))
-
-
 @contextlib.asynccontextmanager
-async def saying(path: Path, welcome: bytes, *frames: bytes) -> AsyncIterator[None]:
-    """A replica that sends these, and stays."""
+async def started(path: Path) -> AsyncIterator[tuple[SocketReplica, Told, Connection]]:
+    """A started replica that has said what it is and no more; what it has reported, and its connection."""
+    async with toy() as engine:
+        welcome = frame(encoded(Welcome(engine.info, 8, 512, engine.stats())))
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             await reader.read(100)
             writer.write(welcome)
-            for each in frames:
-                writer.write(each)
             await reader.read()
         finally:
             writer.close()
 
-    server = await asyncio.start_unix_server(answer, path)
+    server = await asyncio.start_unix_server(answer, path / "x")
+    replica, told = SocketReplica(str(path / "x"), "x"), Told()
+    await replica.launch()
+    await replica.start(told)
+    assert replica._link is not None
     try:
-        yield
+        yield replica, told, replica._link.connection
     finally:
+        await replica.aclose()
         server.close()
 
 
@@ -73,34 +66,20 @@ async def saying(path: Path, welcome: bytes, *frames: bytes) -> AsyncIterator[No
 async def test_what_a_replica_may_not_send_ends_that_replica(
     tmp_path: Path, data: bytes, message: str
 ) -> None:
-    welcome = await welcomed()
-    replica, told = SocketReplica(str(tmp_path / "x"), "x"), Told()
-    async with saying(tmp_path / "x", welcome):
-        await replica.launch()
-        await replica.start(told)
-        link = replica._link
-        assert link is not None
-        link.connection.data_received(data)
+    async with started(tmp_path) as (_, told, connection):
+        connection.data_received(data)
         await until(lambda: told.causes)
         assert message in str(told.causes[0])
-        await replica.aclose()
     assert len(told.causes) == 1
 
 
 async def test_a_load_whose_answer_does_not_name_the_adapter_fails(tmp_path: Path) -> None:
-    welcome = await welcomed()
-    replica, told = SocketReplica(str(tmp_path / "x"), "x"), Told()
-    async with saying(tmp_path / "x", welcome):
-        await replica.launch()
-        await replica.start(told)
-        link = replica._link
-        assert link is not None
+    async with started(tmp_path) as (replica, _, connection):
         load = asyncio.ensure_future(replica.load_adapter("a", "/a"))
         await asyncio.sleep(0)
-        link.connection.data_received(frame(encoded(Adapted(1, (), None))))
+        connection.data_received(frame(encoded(Adapted(1, (), None))))
         with pytest.raises(EngineError, match="does not name it"):
             await load
-        await replica.aclose()
 
 
 @pytest.fixture
@@ -122,14 +101,9 @@ async def test_a_replica_without_work_is_alive(quick: None, served: Served) -> N
 
 
 async def test_silence_is_noticed(quick: None, tmp_path: Path) -> None:
-    welcome = await welcomed()
-    replica, told = SocketReplica(str(tmp_path / "x"), "x"), Told()
-    async with saying(tmp_path / "x", welcome):
-        await replica.launch()
-        await replica.start(told)
+    async with started(tmp_path) as (_, told, _):
         await until(lambda: told.causes)
         assert "no frame for 0.06 s" in str(told.causes[0])
-        await replica.aclose()
 
 
 @rest(SECONDS)

@@ -14,20 +14,26 @@ from aioinfer.engine import EngineState
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.replica import ReplicaState
 from aioinfer.testing import FakeEngine
-from tests.parallel.test_complaints import end, turn
 from tests.parallel.toys import (
-    ENDLESS,
     PARAMS,
     STEP,
     Toy,
-    attempt_of,
     expected,
     prompt,
     sent,
     toys,
+    turn,
     virtual,
 )
 from tests.tiers import SECONDS, rest
+
+
+class Slow(Toy):
+    """Takes a second to start."""
+
+    async def start(self, progress: Any = None) -> None:
+        await asyncio.sleep(1.0)
+        await super().start(progress)
 
 
 class Load:
@@ -94,41 +100,27 @@ async def test_replicas_come_and_go_under_load_and_nothing_fails() -> None:
 @rest(SECONDS)
 @virtual
 async def test_a_restart_takes_the_time_of_a_start_and_no_stream_waits_for_it() -> None:
-    class Slow(Toy):
-        async def start(self, progress: Any = None) -> None:
-            await asyncio.sleep(5.0)
-            await super().start(progress)
-
     engines = [Slow(), Slow()]
     async with Dispatcher(engines) as dispatcher:
         load = Load(dispatcher)
         await asyncio.sleep(0.2)
         restarting = asyncio.ensure_future(dispatcher.restart("local-0"))
-        await asyncio.sleep(1.0)
+        await turn()
+        for wrong in (dispatcher.restart, dispatcher.remove):  # it drains
+            with pytest.raises(ConfigError, match="already"):
+                await wrong("local-0")
+        await asyncio.sleep(0.2)
         assert dispatcher._replicas[0].state is ReplicaState.STARTING
         assert (dispatcher.ready, dispatcher.degraded) == (True, True)
         before = load.finished
-        await asyncio.sleep(1.0)
-        assert load.finished > before + 50
+        await asyncio.sleep(0.6)
+        assert load.finished > before + 30
         for wrong in (dispatcher.restart, dispatcher.remove):
             with pytest.raises(ConfigError, match="already"):
                 await wrong("local-0")
         await restarting
         assert await load.stop()
         assert [each.launches for each in engines] == [2, 1]
-
-
-@virtual
-async def test_of_two_that_change_the_same_replica_one_is_refused() -> None:
-    async with Dispatcher(toys(2)) as dispatcher:
-        stream = dispatcher.generate([1, 2], ENDLESS)
-        await asyncio.sleep(3 * STEP)
-        calls = [dispatcher.restart("local-0"), dispatcher.restart("local-0"), dispatcher.remove("local-0")]
-        results = await asyncio.gather(*calls, return_exceptions=True)
-        assert results[0] is None
-        assert all(isinstance(each, ConfigError) for each in results[1:])
-        assert dispatcher.stats().ready_replicas == 2
-        await end([stream])
 
 
 @virtual
@@ -170,24 +162,6 @@ async def test_while_the_last_one_leaves_another_can_join() -> None:
         assert dispatcher.stats().ready_replicas == 1
 
 
-@rest(SECONDS)
-@virtual
-async def test_restart_brings_a_lost_one_back() -> None:
-    engines = toys(2)
-    async with Dispatcher(engines) as dispatcher:
-        load = Load(dispatcher)
-        for _ in range(4):
-            await asyncio.sleep(0.2)
-            engines[0].lose()
-            assert dispatcher.degraded
-            await asyncio.sleep(0.1)
-            await dispatcher.restart("local-0")
-            assert not dispatcher.degraded
-            assert dispatcher.stats().replicas[0].cause is None
-        assert await load.stop() > 50
-        assert engines[0].launches == 5
-
-
 @virtual
 async def test_requests_wait_while_the_only_replica_restarts() -> None:
     async with Dispatcher(toys(1)) as dispatcher:
@@ -214,7 +188,8 @@ async def test_a_restart_that_fails_is_a_loss() -> None:
         with pytest.raises(ConfigError, match="checkpoint is gone"):
             await dispatcher.restart()
         first = dispatcher.stats().replicas[0]
-        assert (first.state, first.cause) == ("lost", "config: the checkpoint is gone") or first.cause
+        assert first.state == "lost"
+        assert "the checkpoint is gone" in (first.cause or "")
         assert dispatcher.ready
         assert await load.stop()
         await dispatcher.remove("local-0")
@@ -223,11 +198,6 @@ async def test_a_restart_that_fails_is_a_loss() -> None:
 
 @virtual
 async def test_streams_wait_for_a_restart_when_the_others_are_lost_meanwhile() -> None:
-    class Slow(Toy):
-        async def start(self, progress: Any = None) -> None:
-            await asyncio.sleep(1.0)
-            await super().start(progress)
-
     engines = [Slow(), Toy()]
     async with Dispatcher(engines) as dispatcher:
         params = SamplingParams(max_tokens=50, ignore_eos=True, temperature=0)
@@ -245,18 +215,6 @@ async def test_streams_wait_for_a_restart_when_the_others_are_lost_meanwhile() -
 
 @virtual
 async def test_closing_while_a_replica_starts_leaves_no_engine_behind() -> None:
-    class Slow(Toy):
-        async def start(self, progress: Any = None) -> None:
-            await super().start(progress)
-            await asyncio.sleep(1.0)
-
-        @property
-        def state(self) -> EngineState:
-            state = super().state
-            return EngineState.STARTING if state is EngineState.RUNNING and self.slow else state
-
-        slow = False
-
     for action in ("restart", "add", "cancel"):
         engines: Sequence[Toy] = [Slow(), Toy()]
         dispatcher = Dispatcher(engines)
@@ -328,29 +286,6 @@ async def test_what_is_wrong_is_refused_before_anything_changes() -> None:
 
 
 # -- losses --------------------------------------------------------------------------------------------
-
-
-@virtual
-async def test_a_stream_that_goes_on_has_no_gap_and_nothing_twice() -> None:
-    engines = toys(3)
-    params = SamplingParams(max_tokens=40, ignore_eos=True, temperature=0, logprobs=1, prompt_logprobs=0)
-    async with Toy() as alone:
-        wanted = await alone.generate(prompt(5), params)
-    async with Dispatcher(engines) as dispatcher:
-        stream = dispatcher.generate(prompt(5), params)
-        ids, text, logprobs = [], "", []
-        async for chunk in stream:
-            ids += chunk.token_ids
-            text += chunk.text
-            logprobs += chunk.logprobs or []
-            if len(ids) == 17 and (attempt := attempt_of(stream)) is not None:
-                attempt.replica.engine.lose()  # type: ignore[attr-defined]
-        found = stream.result()
-        assert (ids, text, logprobs) == (wanted.token_ids, wanted.text, wanted.logprobs)
-        assert (found.token_ids, found.text) == (wanted.token_ids, wanted.text)
-        assert found.prompt_logprobs == wanted.prompt_logprobs
-        assert dispatcher.stats().resumed == 1
-        assert 0 < dispatcher.stats().resume_seconds < 5 * STEP
 
 
 async def test_scripted_engines_fail_over_in_the_tests_of_an_application() -> None:

@@ -14,14 +14,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, EngineFailed
 from aioinfer.parallel.replica import ReplicaState
 from aioinfer.params import Grammar
-from tests.parallel.served import (
-    PARAMS,
-    Served,
-    ServedDispatcher,
-    Told,
-    dispatching,
-    toy,
-)
+from tests.parallel.served import PARAMS, Served, Told, dispatching, toy
 from tests.parallel.waiting import until
 from tests.tiers import SECONDS, rest
 from tests.toys.pooling import toy_pooled
@@ -90,24 +83,6 @@ async def test_the_first_step_of_a_request_is_told_before_it_brings_anything(tmp
         stream.close()
 
 
-async def test_deadlines_are_those_of_the_request(tmp_path: Path) -> None:
-    async with dispatching(tmp_path, toy(0.02)) as dispatcher:
-        with pytest.raises(errors.TimedOut) as caught:
-            await dispatcher.generate([1, 2, 3], PARAMS, running_timeout=0.05)
-        assert (caught.value.phase, caught.value.seconds) == ("running", 0.05)
-
-
-async def test_a_stream_that_is_closed_ends_in_the_replica(tmp_path: Path) -> None:
-    async with dispatching(tmp_path, toy(0.001)) as dispatcher:
-        engine = dispatcher.replicas[0].engine
-        stream = dispatcher.generate([1, 2, 3], SamplingParams(seed=1, ignore_eos=True, max_tokens=300))
-        await anext(stream)
-        assert engine.stats().running == 1
-        stream.close()
-        await until(lambda: not engine.stats().running)
-        assert not dispatcher.replicas[0].agent.session.open  # type: ignore[union-attr]
-
-
 # -- readers -------------------------------------------------------------------------------------------
 
 
@@ -146,16 +121,6 @@ async def test_a_reader_of_some_of_it_is_never_forgotten(tmp_path: Path) -> None
 
 
 # -- the rest ------------------------------------------------------------------------------------------
-
-
-async def test_a_dispatcher_can_be_closed_twice_and_started_again(tmp_path: Path) -> None:
-    dispatcher = ServedDispatcher([toy()], tmp_path)
-    for _ in range(2):
-        await dispatcher.start()
-        assert len((await dispatcher.generate([1, 2, 3], PARAMS)).token_ids) == 60
-        await dispatcher.aclose()
-        await dispatcher.aclose()
-        assert dispatcher.closed
 
 
 @rest(SECONDS)

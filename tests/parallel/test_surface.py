@@ -26,8 +26,7 @@ from aioinfer.engine import Engine
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.replica import ReplicaState
 from tests.observe.scrapes import read_text, scrape, values
-from tests.parallel.test_complaints import end, turn
-from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, prompt, toys, virtual
+from tests.parallel.toys import ENDLESS, PARAMS, STEP, Toy, end, prompt, toys, turn, virtual
 from tests.tiers import SECONDS, rest
 
 # -- surface -------------------------------------------------------------------------------------------
@@ -139,18 +138,6 @@ async def test_metrics_are_shown_until_the_dispatcher_is_closed() -> None:
 
 
 STATES = tuple(state.value for state in ReplicaState)
-
-
-@virtual
-async def test_every_family_is_well_formed() -> None:
-    registry = CollectorRegistry()
-    async with Dispatcher(toys(2)) as dispatcher:
-        dispatcher.register(registry)
-        await dispatcher.generate([1, 2], PARAMS)
-        names = [family.name for family in read_text(generate_latest(registry).decode())]
-    assert len(set(names)) == len(names)
-    wanted = ("resumed", "resume_seconds", "diverged", "replicas")
-    assert {f"aioinfer_{name}" for name in wanted} <= {*names}
 
 
 @virtual

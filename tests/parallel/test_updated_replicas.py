@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -15,26 +14,13 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError, EngineError, EngineFailed
 from aioinfer.outputs import TokenLogprob
-from aioinfer.parallel import Dispatcher
 from aioinfer.testing import TimedLauncher
-from tests.parallel.framed import FramedDispatcher, FramedReplica
+from tests.parallel.framed import FramedReplica, Kind, both, framed, local
 from tests.parallel.toys import PARAMS, STEP, Toy, attempt_of, prompt, record, sent, toys, virtual
 from tests.toys import ToyTokenizer, toy_generate
 from tests.toys.blocks import ScriptedDevice
 
 LONG = SamplingParams(max_tokens=60, ignore_eos=True, temperature=0)
-
-
-def local(engines: list[Toy], **options: Any) -> Dispatcher:
-    return Dispatcher(engines, policy="round_robin", **options)
-
-
-def framed(engines: list[Toy], **options: Any) -> Dispatcher:
-    return FramedDispatcher(engines, policy="round_robin", dice=random.Random(3), **options)
-
-
-both = pytest.mark.parametrize("kind", [local, framed])
-Kind = Callable[..., Dispatcher]
 
 
 @both
@@ -45,9 +31,7 @@ async def test_a_stream_that_two_versions_wrote_says_that_it_is_not_identical(ki
         await engines[0].update_weights({"weights": 1})
         stream = dispatcher.generate(prompt(0), LONG)
         await asyncio.sleep(6.5 * STEP)
-        attempt = attempt_of(stream)
-        assert attempt is not None
-        assert attempt.replica.name == "local-0"
+        assert attempt_of(stream).replica.name == "local-0"
         assert record(stream).output.weight_version == 1
         engines[0].lose()
         result = await stream
@@ -64,9 +48,7 @@ async def test_an_output_that_must_be_identical_goes_on_with_the_same_weights_on
         stream = dispatcher.generate(prompt(0), LONG)
         await asyncio.sleep(6.5 * STEP)
         for number in (0, 2):
-            attempt = attempt_of(stream)
-            assert attempt is not None
-            assert attempt.replica.name == f"local-{number}"
+            assert attempt_of(stream).replica.name == f"local-{number}"
             engines[number].lose()
             if number == 0:
                 await asyncio.sleep(6.5 * STEP)

@@ -15,8 +15,8 @@ from aioinfer.engine import Engine
 from aioinfer.execution.device import DeviceLost
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.record import Record
-from aioinfer.parallel.replica import Replica
 from aioinfer.scheduling.step import Step
+from aioinfer.speculation.drafter import Drafter
 from aioinfer.stream import Stream
 from aioinfer.testing import TimedLauncher, VirtualLoop
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
@@ -26,12 +26,15 @@ __all__ = [
     "PARAMS",
     "Toy",
     "attempt_of",
+    "end",
     "expected",
-    "held",
+    "lose_engine",
+    "placed",
     "prompt",
     "record",
     "sent",
     "toys",
+    "turn",
     "virtual",
 ]
 
@@ -64,9 +67,12 @@ class Toy(Engine):
         longest: int = 4096,
         vocab_size: int = 64,
         fault: Callable[[Step], None] | None = None,
-        tokenizer: Callable[[], Any] = ToyTokenizer,
+        tokenizer: Callable[[], Any] | None = None,
+        seconds: Callable[[Step], float] = lambda step: STEP + PER_TOKEN * step.num_tokens,
+        drafter: Drafter | None = None,
         **settings: Any,
     ) -> None:
+        """``seconds``: those that a step takes."""
         defaults = {
             "model": "toy",
             "page_size": 4,
@@ -89,15 +95,21 @@ class Toy(Engine):
                 fault=fault,
                 max_adapters=config.adapter_slots,
             )
-            self.launcher = TimedLauncher(self.device, lambda step: STEP + PER_TOKEN * step.num_tokens)
+            self.launcher = TimedLauncher(self.device, seconds)
             return self.launcher
 
-        super().__init__(config, launcher=launcher, tokenizer=lambda _: tokenizer())
+        make = tokenizer or functools.partial(ToyTokenizer, vocab_size)
+        super().__init__(config, launcher=launcher, tokenizer=lambda _: make(), drafter=drafter)
 
     def lose(self, cause: Exception | None = None) -> None:
         """Its device is gone."""
-        assert self._runtime is not None
-        self._runtime.lost(cause or DeviceLost("the device is lost"))
+        lose_engine(self, cause)
+
+
+def lose_engine(engine: Engine, cause: Exception | None = None) -> None:
+    """Its device does not answer any more."""
+    assert engine._runtime is not None
+    engine._runtime.lost(cause or DeviceLost("the device is lost"))
 
 
 def toys(count: int, **settings: Any) -> list[Toy]:
@@ -126,12 +138,26 @@ def attempt_of(stream: Stream) -> Any:
     return owner.attempts.get(record(stream))
 
 
-def held(replica: Replica) -> int:
-    """Requests that were sent to a replica and have not ended."""
-    return replica.load.requests
-
-
 def sent(dispatcher: Dispatcher, streams: Sequence[Stream]) -> Counter[str]:
     """How many of these streams are on each replica; without a replica under ""."""
     names = [attempt.replica.name if (attempt := attempt_of(each)) else "" for each in streams]
     return Counter({replica.name: 0 for replica in dispatcher._replicas}) + Counter(names)
+
+
+async def turn() -> None:
+    """The dispatcher has sent what it can."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def placed(dispatcher: Dispatcher, streams: Sequence[Stream]) -> Counter[str]:
+    """Where the streams are, once all of them are somewhere."""
+    while (found := sent(dispatcher, streams))[""]:
+        await turn()
+    return found
+
+
+async def end(streams: Sequence[Stream]) -> None:
+    for stream in streams:
+        stream.close()
+    await asyncio.sleep(10 * STEP)
