@@ -2,8 +2,8 @@
 
 The interpreter takes much that the compiler does not. Here the kernels' own launchers are called with CPU
 tensors, a stand-in for Triton's driver names the target, and launches stop after compiling. Prints one
-JSON object per kernel compiled: what it takes, and in which step of which shape. The argument is the compute
-capability without its point: 90 is Hopper's.
+JSON object per kernel compiled: what it takes, and in which step of which shape. Arguments: the compute
+capability without its point, 90 is Hopper's; and "float8" for the kernels for floats of 8 bits, or "plain".
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import KernelInterface
 
+from aioinfer.checkpoint.tensors import Float8Matrix
 from aioinfer.model.adapters.triton_adapters import TritonAdapters
 from aioinfer.model.attention import triton_decode, triton_heads
 from aioinfer.model.attention.base import AttentionParams
@@ -31,21 +32,25 @@ from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.triton_attention import TritonAttention
 from aioinfer.model.attention.triton_heads import rotate_and_store
 from aioinfer.model.batch import Batch
+from aioinfer.model.float8 import rounded_matrix
+from aioinfer.model.float8_linear import Float8Linear
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.linear import TorchLinear
-from aioinfer.model.moe.experts import ExpertWeights
+from aioinfer.model.moe.experts import ExpertWeights, Float8ExpertWeights
+from aioinfer.model.moe.float8_experts import Float8Experts
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
 from aioinfer.model.moe.triton_experts import TritonExperts
-from aioinfer.model.moe.triton_routing import TritonRouter
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations import triton_operations
 from aioinfer.model.operations.triton_operations import TritonOperations
 from aioinfer.model.rope import Rotary
+from aioinfer.model.triton_float8 import EVERY_TUNING, round_rows
 from aioinfer.model.triton_linear import TritonLinear
 from aioinfer.model.weights import RandomWeights, StoredMatrix
 from tests.model.adapters import factors, write_adapter
 
 CPU = torch.device("cpu")
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
 class Driver:
@@ -126,56 +131,50 @@ def ints(values: list[int], shift: int) -> torch.Tensor:
 def step(rows: list[tuple[int, int]], num_decodes: int, page_size: int, rng: random.Random) -> Batch:
     q_lens, kv_lens = [q for q, _ in rows], [kv for _, kv in rows]
     tokens, width = sum(q_lens), -(-max(kv_lens) // page_size)
-    ids = ints([0] * tokens, rng.randrange(2))
+    ids, ends = ints([0] * tokens, rng.randrange(2)), torch.tensor([0, *q_lens]).cumsum(0).tolist()
+    table = ints([0] * (width * len(rows)), rng.randrange(2)).view(len(rows), width)
+    cu_q, kv_len = (ints(values, rng.randrange(2)) for values in (ends, kv_lens))
     return Batch(
-        input_ids=ids,
-        positions=ids,
-        slot_mapping=ids,
-        cu_q=ints(torch.tensor([0, *q_lens]).cumsum(0).tolist(), rng.randrange(2)),
-        kv_len=ints(kv_lens, rng.randrange(2)),
-        block_table=ints([0] * (width * len(rows)), rng.randrange(2)).view(len(rows), width),
-        logits_rows=ids[:0],
-        q_lens=q_lens,
-        kv_lens=kv_lens,
-        num_decodes=num_decodes,
+        ids, ids, ids, cu_q, kv_len, table, ids[:0], q_lens=q_lens, kv_lens=kv_lens, num_decodes=num_decodes
     )
 
 
 def compile_steps(
     name: str,
-    heads: int,
-    kv_heads: int,
     head_dim: int,
-    page_size: int,
-    capability: tuple[int, int] = (9, 0),
+    dtype: torch.dtype,
+    heads: tuple[int, int] = (32, 8),
+    page_size: int = 64,
+    *,
+    normed: int = 0,
+    float8: bool = False,
     invariant: bool = False,
     **options: Any,
 ) -> None:
-    """Steps of many sizes; whatever is not constant must not compile again."""
-    dtype = options.pop("dtype")
-    pool = KVPool([KVShape(kv_heads, head_dim)], num_pages=1, page_size=page_size, dtype=dtype, device=CPU)
-    attention = TritonAttention(pool, capability=capability, invariant=invariant)
-    operations = TritonOperations()
-    normed = options.pop("normed")
-    norm = HeadNorm(torch.empty(heads + kv_heads, head_dim, dtype=dtype), 1e-6) if normed else None
-    params = AttentionParams(0.1, **options)
-    rng = random.Random(0)
+    """Steps of many sizes; whatever is not constant must not compile again. ``normed``: how many heads of a
+    token are, queries first."""
+    queries, kv_heads = heads
+    shape = [KVShape(kv_heads, head_dim)]
+    pool = KVPool(shape, num_pages=1, page_size=page_size, dtype=dtype, device=CPU, float8=float8)
+    attention = TritonAttention(pool, capability=divmod(int(sys.argv[1]), 10), invariant=invariant)
+    operations, params, rng = TritonOperations(), AttentionParams(0.1, **options), random.Random(0)
+    norm = HeadNorm(torch.empty(normed, head_dim, dtype=dtype), 1e-6) if normed else None
     recorder = Recorder(name)
-    for at in range(12):
-        recorder.step = at
+    for recorder.step in range(12):
+        at = recorder.step
         # The first two steps have it all: both kinds of rows, contexts of one split and of several.
         decodes = [(1, rng.randint(300, 4000) if at % 2 else 200)] * (at * 5 % 17 + 1)
         chunks = [(17 + at, 17 + at)] * (1 if at < 2 else rng.randrange(4))
         batch = step(decodes + chunks, len(decodes), page_size, rng)
-        qkv = torch.empty(len(batch.input_ids), heads + 2 * kv_heads, head_dim, dtype=dtype)
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        qkv = torch.empty(len(batch.input_ids), queries + 2 * kv_heads, head_dim, dtype=dtype)
+        q, k, v = qkv.split((queries, kv_heads, kv_heads), dim=1)
         attention(0, q, k, v, batch, params)
         factors = torch.empty(len(qkv), 1, head_dim, dtype=dtype)
         attention.fused(0, qkv, norm, Rotary(factors, factors), batch, params)
-        hidden = torch.empty(len(qkv), heads * head_dim, dtype=dtype)
-        for delta in (None, hidden):
+        hidden = torch.empty(len(qkv), queries * head_dim, dtype=dtype)
+        for delta in () if float8 else (None, hidden):
             operations.add_norm(hidden, delta, Norm(hidden[0], 1e-6))
-        operations.gate_mul(hidden, "silu")
+            operations.gate_mul(hidden, "silu")
 
 
 def compile_heads(name: str, heads: int, kv_heads: int, head_dim: int, rotated: int) -> None:
@@ -190,27 +189,51 @@ def compile_heads(name: str, heads: int, kv_heads: int, head_dim: int, rotated: 
         rotate_and_store(qkv, norm, Rotary(factors, factors), pool, pool.clone(), slots)
 
 
-def compile_experts(name: str, dtype: torch.dtype, num_experts: int, hidden: int, middle: int) -> None:
-    """Steps of many sizes, of one token and of thousands."""
-    recorder = Recorder(name)
-    gate_up = torch.empty(num_experts, 2 * middle, hidden, dtype=dtype, device="meta")
-    down = torch.empty(num_experts, hidden, middle, dtype=dtype, device="meta")
-    experts = TritonExperts(ExpertWeights(gate_up, down))
-    routers = [
-        TritonRouter(SoftmaxRouter(gate_up[:, 0], 8, True)),
-        TritonRouter(
-            GroupedSigmoidRouter(gate_up[:, 0].float(), gate_up[:, 0, 0].float(), 8, 8, 4, True, 2.5)
-        ),
-    ]
+def compile_experts(
+    name: str,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int],
+    blocks: tuple[tuple[int, int], tuple[int, int]] | None = None,
+) -> None:
+    """Steps of many sizes, of one token and of thousands. ``sizes``: experts, hidden, middle; ``blocks``: of
+    gate and up and of down, in floats of 8 bits."""
+    count, hidden, middle = sizes
+    shapes = (2 * middle, hidden), (hidden, middle)
+    recorder, routers = Recorder(name), []
+    if blocks is None:
+        gate_up, down = (torch.empty(count, *shape, dtype=dtype, device="meta") for shape in shapes)
+        experts: Any = TritonExperts(ExpertWeights(gate_up, down))
+        gates, bias = gate_up[:, 0], gate_up[:, 0, 0].float()
+        routers = [
+            SoftmaxRouter(gates, 8, True),
+            GroupedSigmoidRouter(gates.float(), bias, 8, 8, 4, True, 2.5),
+        ]
+    else:
+        matrices = [
+            Float8Matrix(
+                torch.empty(count, rows, inner, dtype=torch.float8_e4m3fn, device="meta"),
+                torch.empty(count, -(-rows // height), -(-inner // width), device="meta"),
+                (height, width),
+            )
+            for (rows, inner), (height, width) in zip(shapes, blocks, strict=True)
+        ]
+        experts = Float8Experts(Float8ExpertWeights(*matrices))
     rng = random.Random(0)
-    for at in range(12):
-        recorder.step = at
-        tokens = (1, 8 * num_experts, rng.randrange(2, 64))[min(at, 2)]
-        x = torch.empty(tokens, hidden, dtype=dtype)
-        weights = torch.empty(tokens, 8, dtype=dtype)
+    for recorder.step in range(12):
+        tokens = (1, 8 * count, rng.randrange(2, 64))[min(recorder.step, 2)]
+        x, weights = torch.empty(tokens, hidden, dtype=dtype), torch.empty(tokens, 8, dtype=dtype)
         for router in routers:
             router(x)
         experts(x, weights, ints([0] * (8 * tokens), rng.randrange(2)).view(tokens, 8))
+
+
+def compile_products(name: str, dtype: torch.dtype, outputs: int, inner: int, block: tuple[int, int]) -> None:
+    """Steps with one of every tuning, then of sizes that must not compile again."""
+    matrix = rounded_matrix(torch.zeros(outputs, inner), block)
+    linear, recorder = Float8Linear(matrix, torch.zeros(outputs, dtype=dtype)), Recorder(name)
+    for recorder.step, rows in enumerate((*EVERY_TUNING, 1, 3, 20, 31, 50, 200, 1000)):
+        linear(torch.empty(rows, inner, dtype=dtype))
+        round_rows(torch.empty(rows, inner, dtype=dtype))
 
 
 def compile_linear(name: str, dtype: torch.dtype, outputs: int, inner: int) -> None:
@@ -262,46 +285,45 @@ def compile_adapters(name: str, dtype: torch.dtype, rows: list[int], inputs: int
                 linear(torch.empty(len(batch.input_ids), inputs, dtype=dtype))
 
 
-def compile_for(capability: tuple[int, int]) -> None:
-    """What depends on the GPU: the largest tiles of each kernel."""
-    bf16 = torch.bfloat16
+def compile_plain() -> None:
+    compile_steps("qwen3-8b", 128, BF16, page_size=16, normed=40)
+    for head_dim in (64, 80, 256):
+        compile_steps(f"{head_dim}", head_dim, BF16, (16, 8), normed=24)
     for head_dim in (64, 80, 128, 256):
-        for dtype in (bf16, torch.float32):
-            name = f"{head_dim}-{str(dtype).removeprefix('torch.')}"
-            compile_steps(name, 32, 8, head_dim, 64, capability, dtype=dtype, normed=True)
-    compile_steps("capped", 16, 8, 256, 64, capability, dtype=bf16, normed=False, window=100, soft_cap=50.0)
-    compile_steps("blocks", 16, 4, 128, 64, capability, dtype=torch.float16, normed=False, block=32)
-    compile_steps("invariant", 32, 8, 128, 64, capability, True, dtype=bf16, normed=True)
-    for dtype in (bf16, torch.float32):
-        compile_linear(f"linear-{dtype}", dtype, 4096, 4096)
-    compile_experts("qwen3-30b-a3b", bf16, 128, 2048, 768)
-    compile_adapters("adapters-qkv", bf16, [4096, 1024, 1024], 4096)
+        compile_steps(f"{head_dim}-float32", head_dim, F32, (16, 8))
+    compile_steps("capped", 80, F16, (14, 2), window=100, soft_cap=50.0, block=32)
+    compile_steps("invariant", 128, BF16, normed=40, invariant=True)
+    compile_heads("llada2-mini", 16, 4, 128, 64)
+    compile_linear("linear", BF16, 4096, 4096)
+    compile_linear("linear-float32", F32, 70, 200)
+    compile_experts("qwen3-30b-a3b", BF16, (128, 2048, 768))
+    compile_experts("experts-float32", F32, (16, 200, 72))
+    compile_adapters("adapters-qkv", BF16, [4096, 1024, 1024], 4096)
+    compile_adapters("adapters-odd", F32, [72], 200)
+
+
+def compile_float8() -> None:
+    compile_products("rows", BF16, 4096, 4096, (1, 4096))
+    compile_products("blocks", BF16, 6144, 4096, (128, 128))
+    compile_products("sums", F16, 1024, 3072, (1, 3072))
+    compile_products("products-float32", F32, 100, 200, (40, 200))
+    compile_experts("experts-blocks", BF16, (128, 2048, 768), ((128, 128), (128, 128)))
+    compile_experts("experts-rows", F16, (256, 2048, 512), ((1, 2048), (1, 512)))
+    compile_experts("experts-float32", F32, (16, 200, 72), ((40, 200), (1, 72)))
+    compile_steps("kv", 128, BF16, normed=40, float8=True)
+    compile_steps("kv-capped", 80, F16, float8=True, window=100, soft_cap=50.0)
+    compile_steps("kv-large", 256, BF16, normed=48, float8=True)
+    compile_steps("kv-half", 64, F16, float8=True)
 
 
 def main() -> None:
-    architecture = int(sys.argv[1])
-    triton.runtime.driver.set_active(Driver(architecture))
+    architecture, kind = sys.argv[1:]
+    triton.runtime.driver.set_active(Driver(int(architecture)))
     early: list[Any] = [triton_decode, triton_heads, triton_operations]
     for module in early:
         # These ask the device of their tensors, which here is a CPU.
-        module.launches_early = lambda device: architecture == 90
-    if architecture != 90:
-        compile_for(divmod(architecture, 10))
-        return
-    compile_steps("qwen3-8b", 32, 8, 128, 16, dtype=torch.bfloat16, normed=True)
-    compile_steps(
-        "capped", 14, 2, 80, 64, dtype=torch.float16, normed=False, window=100, soft_cap=50.0, block=32
-    )  # fmt: skip
-    compile_heads("llada2-mini", 16, 4, 128, 64)
-    compile_steps("256", 16, 8, 256, 64, dtype=torch.bfloat16, normed=False)
-    compile_steps("256-float32", 16, 8, 256, 64, dtype=torch.float32, normed=False)
-    compile_steps("invariant", 32, 8, 128, 64, dtype=torch.bfloat16, normed=True, invariant=True)
-    compile_linear("linear", torch.bfloat16, 4096, 4096)
-    compile_linear("linear-odd", torch.float32, 70, 200)
-    compile_experts("qwen3-30b-a3b", torch.bfloat16, 128, 2048, 768)
-    compile_experts("float32-odd", torch.float32, 16, 200, 72)
-    compile_adapters("adapters-qkv", torch.bfloat16, [4096, 1024, 1024], 4096)
-    compile_adapters("adapters-odd", torch.float32, [72], 200)
+        module.launches_early = lambda device: architecture == "90"
+    (compile_float8 if kind == "float8" else compile_plain)()
 
 
 if __name__ == "__main__":

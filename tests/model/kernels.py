@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import os
 import random
 import subprocess
@@ -21,6 +22,12 @@ from typing import Any
 
 import pytest
 import torch
+
+from aioinfer.model.attention.base import Attention, AttentionParams
+from aioinfer.model.attention.pool import KVPool, KVShape
+from aioinfer.model.batch import Batch
+from aioinfer.model.heads import HeadNorm
+from aioinfer.model.rope import Rotary
 
 _ROOT = Path(__file__).parents[2]
 #: bytes of a thread's stack that a kernel may use: a dozen registers, by target and release of Triton
@@ -180,6 +187,27 @@ class Problem:
         table, ends, kv_len = (tensor.to(device) for tensor in (table, ends, kv_len))
         return cls(q, keys, values, table, ends, kv_len, q_lens, kv_lens)
 
+    def part(self, row: int, start: int = 0, stop: int | None = None, width: int | None = None) -> Problem:
+        """Tokens [start, stop) of a row as a chunk that ends there, alone in its batch. ``width``: of its
+        page table."""
+        stop = self.q_lens[row] if stop is None else stop
+        begin, count = int(self.cu_q[row]), stop - start
+        kv = self.kv_lens[row] - self.q_lens[row] + stop
+        ends, lens = (torch.tensor(values, device=self.q.device) for values in ([0, count], [kv]))
+        table = self.block_table[row : row + 1, :width]
+        q = self.q[begin + start : begin + stop]
+        return Problem(q, self.keys, self.values, table, ends, lens, [count], [kv])
+
+    def some(self, rows: Sequence[int]) -> Problem:
+        """Some of the rows, in another order."""
+        each = [self.part(row) for row in rows]
+        ends = torch.tensor([0, *(part.q_lens[0] for part in each)], device=self.q.device).cumsum(0)
+        q, table, kv_len = (
+            torch.cat([getattr(part, name) for part in each]) for name in ("q", "block_table", "kv_len")
+        )
+        lens = [[lens[row] for row in rows] for lens in (self.q_lens, self.kv_lens)]
+        return Problem(q, self.keys, self.values, table, ends, kv_len, *lens)
+
     def expected(
         self,
         scale: float,
@@ -211,6 +239,64 @@ class Problem:
                     result[token] = torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(v)], v)
                 token += 1
         return result
+
+
+class Setup:
+    """A step over a pool in which the step's own keys and values are still missing."""
+
+    def __init__(self, task: Problem, num_decodes: int) -> None:
+        page_size = task.keys.shape[1]
+        cells = []
+        for pages, q_len, kv_len in zip(task.block_table.tolist(), task.q_lens, task.kv_lens, strict=True):
+            cells += [
+                pages[at // page_size] * page_size + at % page_size for at in range(kv_len - q_len, kv_len)
+            ]
+        self.task = task
+        self.slots = torch.tensor(cells, device=task.q.device)
+        self.k, self.v = (store.flatten(0, 1)[self.slots] for store in (task.keys, task.values))
+        self.num_decodes = num_decodes
+
+    def pool(self) -> KVPool:
+        task = self.task
+        pages, page_size, kv_heads, head_dim = task.keys.shape
+        pool = KVPool(
+            [KVShape(kv_heads, head_dim)] * 2,
+            num_pages=pages - 1, page_size=page_size, dtype=task.keys.dtype, device=task.keys.device,
+        )  # fmt: skip
+        for stores, given in ((pool.keys, task.keys), (pool.values, task.values)):
+            # The other layer's memory is none of this layer's business.
+            stores[0].fill_(math.nan)
+            stores[1].copy_(given)
+            stores[1].flatten(0, 1)[self.slots] = math.nan
+        return pool
+
+    def batch(self) -> Batch:
+        task = self.task
+        ids = torch.zeros(len(task.q), dtype=torch.int64, device=task.q.device)
+        return Batch(
+            ids, ids, self.slots, task.cu_q, task.kv_len, task.block_table, ids[:0],
+            q_lens=task.q_lens, kv_lens=task.kv_lens, num_decodes=self.num_decodes,
+        )  # fmt: skip
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """In two of three setups none."""
+        heads = self.task.q.shape[1]
+        return torch.linspace(-3, 3, heads, device=self.task.q.device) if heads % 3 == 0 else None
+
+    def run(self, attention: Attention, params: AttentionParams) -> torch.Tensor:
+        task = self.task
+        return attention(1, task.q, self.k, self.v, self.batch(), params, self.sinks)
+
+    def run_fused(self, attention: Attention, norm: HeadNorm | None, params: AttentionParams) -> torch.Tensor:
+        """The same heads as a projection, at positions of their own."""
+        qkv = torch.cat((self.task.q, self.k, self.v), dim=1)
+        generator = torch.Generator().manual_seed(0)
+        angles = torch.randn(len(qkv), 1, qkv.shape[2], generator=generator)
+        rotary = None
+        if qkv.shape[1] % 5:
+            rotary = Rotary(*(f(angles).to(qkv) for f in (torch.cos, torch.sin)))
+        return attention.fused(1, qkv, norm, rotary, self.batch(), params, self.sinks)
 
 
 def assert_close(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:

@@ -3,164 +3,78 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
 import pytest
 import torch
 
 from aioinfer.model.attention import sdpa
 from aioinfer.model.attention.base import AttentionParams
-from aioinfer.model.attention.pool import KVPool, KVShape
+from aioinfer.model.attention.pool import KVPool, KVScales, KVShape
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
-from tests.model.harness import build_batch
+from tests.model.kernels import Problem, Setup, normal
 
-CPU = torch.device("cpu")
-HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
 CAUSAL = AttentionParams(0.3)
+#: (q_len, kv_len): three decodes, a fresh prompt of one token, a chunk
+MIXED = [(1, 5), (1, 33), (1, 70), (1, 1), (9, 16)]
+#: blocks at some depth of their sequences, and rows that begin and end within one
+BLOCKS = [(32, 64), (32, 32), (34, 61), (4, 5), (4, 8), (2, 5)]
 
 
-class Bench:
-    """A pool and sequences in it, with their keys and values kept in the open."""
-
-    def __init__(self, page_size: int, lengths: Sequence[int], dtype: torch.dtype = torch.float32) -> None:
-        pages = [-(-length // page_size) for length in lengths]
-        self.page_size = page_size
-        self.dtype = dtype
-        self.pool = KVPool(
-            [KVShape(KV_HEADS, HEAD_DIM)],
-            num_pages=sum(pages) + 2,
-            page_size=page_size,
-            dtype=dtype,
-            device=CPU,
-        )
-        free = list(range(1, sum(pages) + 3))
-        random.Random(0).shuffle(free)
-        self.tables = [[free.pop() for _ in range(count)] for count in pages]
-        generator = torch.Generator().manual_seed(1)
-        self.q, self.k, self.v = (
-            [torch.randn(length, heads, HEAD_DIM, generator=generator).to(dtype) for length in lengths]
-            for heads in (HEADS, KV_HEADS, KV_HEADS)
-        )
-
-    def spoil(self) -> None:
-        """NaN in every cell, as requests that went wrong leave it; then sequences write their own."""
-        self.pool.keys[0].fill_(float("nan"))
-        self.pool.values[0].fill_(float("nan"))
-
-    def store(self, sequence: int, stop: int) -> None:
-        """Positions before ``stop`` are there from earlier steps."""
-        if stop == 0:
-            return
-        table = self.tables[sequence]
-        cells = [table[at // self.page_size] * self.page_size + at % self.page_size for at in range(stop)]
-        self.pool.write(0, torch.tensor(cells), self.k[sequence][:stop], self.v[sequence][:stop])
-
-    def attend(
-        self,
-        rows: Sequence[tuple[int, int, int]],
-        num_decodes: int,
-        params: AttentionParams = CAUSAL,
-        sinks: torch.Tensor | None = None,
-    ) -> list[torch.Tensor]:
-        """Rows (sequence, start, stop) in one step; the output of each."""
-        for sequence, start, _ in rows:
-            self.store(sequence, start)
-        batch = build_batch(
-            [([0] * (stop - start), start, self.tables[at]) for at, start, stop in rows],
-            self.page_size,
-            num_decodes=num_decodes,
-        )
-        q, k, v = (
-            torch.cat([source[at][start:stop] for at, start, stop in rows])
-            for source in (self.q, self.k, self.v)
-        )
-        output = SDPAAttention(self.pool)(0, q, k, v, batch, params, sinks)
-        return list(output.split([stop - start for _, start, stop in rows]))
-
-    def expected(
-        self,
-        row: tuple[int, int, int],
-        params: AttentionParams = CAUSAL,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Attention as the formula says, in float64."""
-        sequence, start, stop = row
-        results = []
-        for position in range(start, stop):
-            first = 0 if params.window is None else max(0, position + 1 - params.window)
-            last = min(stop, (position // params.block + 1) * params.block)
-            k, v = (
-                source[sequence][first:last].double().repeat_interleave(HEADS // KV_HEADS, dim=1)
-                for source in (self.k, self.v)
-            )
-            scores = torch.einsum("hd,nhd->hn", self.q[sequence][position].double(), k) * params.scale
-            if params.soft_cap is not None:
-                scores = params.soft_cap * torch.tanh(scores / params.soft_cap)
-            if sinks is not None:
-                scores = torch.cat((scores, sinks.double()[:, None]), 1)
-            results.append(torch.einsum("hn,nhd->hd", scores.softmax(-1)[:, : len(v)], v))
-        return torch.stack(results)
+def setup(
+    rows: list[tuple[int, int]], decodes: int, *, heads: int = 6, page_size: int = 8, **changes: object
+) -> Setup:
+    """A step among cells that hold NaN, as requests that went wrong leave them. A number of heads that 3
+    divides: with sinks."""
+    shape = {"heads": heads, "kv_heads": 2, "head_dim": 16, "page_size": page_size, **changes}
+    return Setup(Problem.make(rows, **shape), decodes)  # type: ignore[arg-type]
 
 
-LENGTHS = [1, 5, 16, 33, 70]
-#: three decodes, a fresh prompt of one token, a chunk
-MIXED = [(1, 4, 5), (3, 32, 33), (4, 69, 70), (0, 0, 1), (2, 7, 16)]
+def attend(step: Setup, params: AttentionParams) -> torch.Tensor:
+    return step.run(SDPAAttention(step.pool()), params)
 
 
+def check(step: Setup, params: AttentionParams, got: torch.Tensor | None = None) -> None:
+    """The result of a step, or ``got``, is what the formula says."""
+    scale, window, soft_cap, block, _ = params
+    expected = step.task.expected(scale, window=window, soft_cap=soft_cap, block=block, sinks=step.sinks)
+    got = attend(step, params) if got is None else got
+    torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("heads", [4, 6])
 @pytest.mark.parametrize("window", [None, 1, 4, 16, 33, 1000])
 @pytest.mark.parametrize("page_size", [1, 3, 8, 16, 24])
-def test_a_mixed_step_is_what_the_formula_says(page_size: int, window: int | None) -> None:
-    bench, params = Bench(page_size, LENGTHS), AttentionParams(0.3, window)
-    rows = MIXED
-    for got, row in zip(bench.attend(rows, 3, params), rows, strict=True):
-        torch.testing.assert_close(got.double(), bench.expected(row, params), rtol=1e-5, atol=1e-5)
+def test_a_mixed_step_is_what_the_formula_says(page_size: int, window: int | None, heads: int) -> None:
+    check(setup(MIXED, 3, heads=heads, page_size=page_size), AttentionParams(0.3, window))
 
 
-@pytest.mark.parametrize(
-    "params", [AttentionParams(0.3), AttentionParams(0.3, 6), AttentionParams(0.3, block=4)]
-)
-def test_sinks_take_a_share_of_the_weights(params: AttentionParams) -> None:
-    """Of decodes, of a fresh prompt, of a chunk behind a context, and of blocks."""
-    bench, sinks = Bench(8, LENGTHS), torch.linspace(-30, 9, HEADS)
-    rows = [*MIXED[:3], (4, 0, 61), (1, 0, 4), (2, 4, 8)]
-    for got, row in zip(bench.attend(rows, 3, params, sinks), rows, strict=True):
-        torch.testing.assert_close(got.double(), bench.expected(row, params, sinks), rtol=1e-5, atol=1e-5)
-
-
+@pytest.mark.parametrize("heads", [4, 6])
 @pytest.mark.parametrize("soft_cap", [None, 0.7])
 @pytest.mark.parametrize("window", [None, 1, 6, 1000])
 @pytest.mark.parametrize("block", [1, 4, 5, 32, 1000])
 def test_blocks_windows_and_soft_caps_are_what_the_formula_says(
-    block: int, window: int | None, soft_cap: float | None
+    block: int, window: int | None, soft_cap: float | None, heads: int
 ) -> None:
-    """Rows begin and end within blocks and at their edges, alone in the pool and behind a context."""
-    bench, params = Bench(8, LENGTHS), AttentionParams(0.3, window, soft_cap, block)
-    rows = [*MIXED, (3, 0, 32), (4, 32, 64), (1, 1, 5), (4, 27, 61), (3, 3, 5)]
-    for row in (rows[:3], rows[3:6], rows[6:], [rows[2], *rows[6:8]]):
-        num_decodes = sum(stop - start == 1 and start > 0 for _, start, stop in row)
-        for got, at in zip(bench.attend(row, num_decodes, params), row, strict=True):
-            torch.testing.assert_close(got.double(), bench.expected(at, params), rtol=1e-5, atol=1e-5)
+    params = AttentionParams(0.3, window, soft_cap, block)
+    for rows, decodes in ((MIXED, 3), (BLOCKS, 0), ([*MIXED[:2], *BLOCKS], 2)):
+        check(setup(rows, decodes, heads=heads), params)
 
 
-@pytest.mark.parametrize(
-    "params",
-    [CAUSAL, AttentionParams(0.3, 4), AttentionParams(0.3, soft_cap=0.7), AttentionParams(0.3, block=16)],
-    ids=str,
-)
-@pytest.mark.parametrize("row", [(4, 40, 41), (4, 40, 57), (4, 0, 30)])
-def test_nan_in_cells_of_others_reaches_no_other_row(
-    row: tuple[int, int, int], params: AttentionParams
+def same_bits(
+    monkeypatch: pytest.MonkeyPatch, task: Problem, rows: int, decodes: int, params: AttentionParams
 ) -> None:
-    """What a freed page holds is its last owner's; a mask alone would let 0 * NaN through."""
-    bench = Bench(8, LENGTHS)
-    bench.spoil()
-    # With a long neighbour, so that the row's own context is padded.
-    decode = row[2] - row[1] == 1
-    rows = [(1, 4, 5), row] if decode else [(3, 32, 33), row]
-    got = bench.attend(rows, 2 if decode else 1, params)[1]
-    torch.testing.assert_close(got.double(), bench.expected(row, params), rtol=1e-5, atol=1e-5)
+    """The first rows of a problem have the bits of each alone, among any of the others."""
+    torch.set_num_threads(1)
+    alone = [attend(Setup(task.part(row), min(decodes, 1)), params) for row in range(rows)]
+    for limit in (1, 2000, 20_000, 1 << 19):
+        monkeypatch.setitem(sdpa._GROUP_LIMIT, "cpu", limit)
+        for seed in range(3):
+            order = random.Random(seed).sample(range(len(task.q_lens)), len(task.q_lens))
+            step = Setup(task.some(order), decodes)
+            for row, got in zip(order, attend(step, params).split(step.task.q_lens), strict=True):
+                assert row >= rows or torch.equal(got, alone[row]), (limit, seed, row)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -168,94 +82,64 @@ def test_nan_in_cells_of_others_reaches_no_other_row(
 def test_a_decode_has_the_same_bits_in_any_batch_and_grouping(
     dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.set_num_threads(1)
-    lengths = [70, 3, 16, 17, 33, 50, 1, 70, 41]
-    bench, params = Bench(8, lengths, dtype), AttentionParams(0.3, window)
-    rows = [(at, length - 1, length) for at, length in enumerate(lengths) if length > 1]
-    alone = [bench.attend([row], 1, params)[0] for row in rows]
-    for limit in (1, 2000, 5000, 1 << 19):
-        monkeypatch.setitem(sdpa._GROUP_LIMIT, "cpu", limit)
-        for seed in range(3):
-            order = list(range(len(rows)))
-            random.Random(seed).shuffle(order)
-            together = bench.attend([rows[at] for at in order], len(rows), params)
-            for at, got in zip(order, together, strict=True):
-                assert torch.equal(got, alone[at]), (limit, seed, rows[at])
+    rows = [(1, length) for length in (70, 3, 16, 17, 33, 50, 70, 41)]
+    step = setup(rows, 8, heads=4, dtype=dtype)
+    same_bits(monkeypatch, step.task, 8, 8, AttentionParams(0.3, window))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_block_has_the_same_bits_in_any_batch_and_grouping(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks at any depth of their sequences, some of them two of one, between prompts and decodes."""
-    torch.set_num_threads(1)
-    bench, params = Bench(16, [96, 8, 40, 96, 16, 72, 24, 96], dtype), AttentionParams(0.3, block=8)
-    rows = [(at, len(bench.q[at]) - 8, len(bench.q[at])) for at in range(8)] + [(0, 80, 88), (3, 0, 8)]
-    alone = [bench.attend([row], 0, params)[0] for row in rows]
-    for row, got in zip(rows, alone, strict=True):
-        if dtype == torch.float32:
-            torch.testing.assert_close(got.double(), bench.expected(row, params), rtol=1e-5, atol=1e-5)
-    others = [(5, 0, 64), (2, 16, 32), (6, 15, 16), (4, 7, 8)]
-    for limit in (1, 20_000, 50_000, 1 << 19):
-        monkeypatch.setitem(sdpa._GROUP_LIMIT, "cpu", limit)
-        for seed in range(3):
-            order = random.Random(seed).sample([*rows, *others], len(rows) + len(others))
-            for row, got in zip(order, bench.attend(order, 0, params), strict=True):
-                if row in rows:
-                    assert torch.equal(got, alone[rows.index(row)]), (limit, seed, row)
+    """Blocks at any depth of their sequences, between prompts and decodes."""
+    rows = [(8, length) for length in (96, 8, 40, 96, 16, 72, 24, 88)]
+    step = setup([*rows, (64, 64), (16, 32), (1, 16), (1, 8)], 0, heads=4, page_size=16, dtype=dtype)
+    same_bits(monkeypatch, step.task, 8, 0, AttentionParams(0.3, block=8))
 
 
 def test_what_a_projection_holds_is_normed_rotated_and_stored() -> None:
     """Heads that the model hands over unprepared give what prepared ones give, with the same bits."""
-    bench = Bench(8, LENGTHS)
-    batch = build_batch([([0] * 16, 0, bench.tables[2])], 8, num_decodes=0)
-    generator = torch.Generator().manual_seed(2)
-    qkv, weight, cos, sin = (
-        torch.randn(*shape, HEAD_DIM, generator=generator)
-        for shape in ((16, HEADS + 2 * KV_HEADS), (HEADS + KV_HEADS,), (16, 1), (16, 1))
-    )
-    for norm in (None, HeadNorm(weight, 1e-6)):
-        got = SDPAAttention(bench.pool).fused(0, qkv, norm, Rotary(cos, sin), batch, CAUSAL)
-        qk = qkv[:, : HEADS + KV_HEADS]
+    step = setup([(16, 16)], 0)
+    batch, qkv = step.batch(), normal(16, 10, 16, seed=2)
+    weight, cos, sin = (normal(count, heads, 16, seed=3) for count, heads in ((8, 1), (16, 1), (16, 1)))
+    for norm in (None, HeadNorm(weight[:, 0], 1e-6)):
+        pool = step.pool()
+        got = SDPAAttention(pool).fused(1, qkv, norm, Rotary(cos, sin), batch, CAUSAL)
+        qk = qkv[:, :8]
         if norm is not None:
-            qk = qk * torch.rsqrt(qk.pow(2).mean(-1, keepdim=True) + 1e-6) * weight
-        qk = qk * cos + torch.cat((qk[..., HEAD_DIM // 2 :], qk[..., : HEAD_DIM // 2]), -1) * sin
-        q, k, v = qk[:, :HEADS], qk[:, HEADS:], qkv[:, HEADS + KV_HEADS :]
-        for store, wanted in ((bench.pool.key_cells[0], k), (bench.pool.value_cells[0], v)):
+            qk = qk * torch.rsqrt(qk.pow(2).mean(-1, keepdim=True) + 1e-6) * norm.weight
+        qk = qk * cos + torch.cat((qk[..., 8:], qk[..., :8]), -1) * sin
+        q, k, v = qk[:, :6], qk[:, 6:], qkv[:, 8:]
+        for store, wanted in ((pool.key_cells[1], k), (pool.value_cells[1], v)):
             assert torch.equal(store[batch.slot_mapping], wanted)
-        assert torch.equal(got, SDPAAttention(bench.pool)(0, q, k, v, batch, CAUSAL))
+        assert torch.equal(got, SDPAAttention(pool)(1, q, k, v, batch, CAUSAL))
 
 
 @pytest.mark.parametrize("window", [None, 6])
 def test_shared_keys_and_values_are_read_and_not_written(window: int | None) -> None:
     """Queries alone, normed and rotated, attend to what another layer has written in the same step."""
-    bench, rows = Bench(8, LENGTHS), [*MIXED, (4, 0, 30)][1:]
     params = AttentionParams(0.3, window)
-    wanted = torch.cat(bench.attend(rows, 2, params))
-    batch = build_batch(
-        [([0] * (stop - start), start, bench.tables[at]) for at, start, stop in rows], 8, num_decodes=2
-    )
-    before = bench.pool.keys[0].clone(), bench.pool.values[0].clone()
-    batch.slot_mapping.fill_(0)
-    q = torch.cat([bench.q[at][start:stop] for at, start, stop in rows])
-    shared = params._replace(shared=True)
-    got = SDPAAttention(bench.pool).fused(0, q, None, None, batch, shared)
+    step = setup([(1, 33), (1, 70), (1, 1), (9, 16), (30, 30)], 2, heads=4)
+    pool = step.pool()
+    wanted = step.run(SDPAAttention(pool), params)
+    before = [each.clone() for each in (*pool.keys, *pool.values)]
+    batch, shared = step.batch(), params._replace(shared=True)
+    batch.slot_mapping = torch.zeros_like(batch.slot_mapping)
+    got = SDPAAttention(pool).fused(1, step.task.q, None, None, batch, shared)
     torch.testing.assert_close(got, wanted)
-    assert torch.equal(bench.pool.keys[0], before[0])
-    assert torch.equal(bench.pool.values[0], before[1])
-    size = torch.full((HEADS, HEAD_DIM), 0.5)
-    normed = SDPAAttention(bench.pool).fused(0, q, HeadNorm(size, 1e-6), None, batch, shared)
-    again = q * torch.rsqrt(q.pow(2).mean(-1, keepdim=True) + 1e-6) * 0.5
-    plain = SDPAAttention(bench.pool).fused(0, again, None, None, batch, shared)
-    torch.testing.assert_close(normed, plain)
+    for old, new in zip(before, (*pool.keys, *pool.values), strict=True):
+        torch.testing.assert_close(new, old, rtol=0, atol=0, equal_nan=True)
+    norm = HeadNorm(torch.full((4, 16), 0.5), 1e-6)
+    normed = SDPAAttention(pool).fused(1, step.task.q, norm, None, batch, shared)
+    again = step.task.q * torch.rsqrt(step.task.q.pow(2).mean(-1, keepdim=True) + 1e-6) * 0.5
+    torch.testing.assert_close(normed, SDPAAttention(pool).fused(1, again, None, None, batch, shared))
 
 
 def test_grouping_covers_each_row_once_and_bounds_what_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sdpa._GROUP_LIMIT, "cpu", 1000)
     contexts = [random.Random(3).randint(1, 200) for _ in range(40)]
     groups = sdpa._groups(contexts, 4, "cpu")
-    rows = [row for group, _ in groups for row in group]
-    assert sorted(rows) == list(range(40))
+    assert sorted(row for group, _ in groups for row in group) == list(range(40))
     for group, context in groups:
         assert context % 16 == 0
         assert max(contexts[row] for row in group) <= context
@@ -265,11 +149,16 @@ def test_grouping_covers_each_row_once_and_bounds_what_is_gathered(monkeypatch: 
 
 def test_a_gather_too_large_for_the_scratch_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa, "_SCRATCH_LIMIT", 40)
-    test_a_mixed_step_is_what_the_formula_says(8, None)
+    check(setup(MIXED, 3), CAUSAL)
 
 
-def test_bytes_per_page_is_what_a_page_takes() -> None:
-    layers, dtype = (KVShape(2, 8), KVShape(1, 24), KVShape(2, 8)), torch.bfloat16
-    pools = [KVPool(layers, num_pages=count, page_size=4, dtype=dtype, device=CPU) for count in (5, 6)]
-    small, large = (sum(t.nbytes for t in pool.keys + pool.values) for pool in pools)
-    assert large - small == KVPool.bytes_per_page(layers, 4, dtype)
+@pytest.mark.parametrize("float8", [False, True])
+def test_bytes_per_page_is_what_a_page_takes(float8: bool) -> None:
+    layers, shape = (KVShape(2, 8), KVShape(1, 24), KVShape(2, 8)), {"page_size": 4, "dtype": torch.bfloat16}
+    sizes = []
+    for count in (5, 6):
+        pool = KVPool(layers, num_pages=count, device=torch.device("cpu"), float8=float8, **shape)  # type: ignore[arg-type]
+        stores = (*pool.keys, *pool.values, *pool.key_scales, *pool.value_scales)
+        sizes.append(sum(each.nbytes for each in stores))
+        assert isinstance(pool.scales(0), KVScales if float8 else type(None))
+    assert sizes[1] - sizes[0] == KVPool.bytes_per_page(layers, 4, torch.bfloat16, float8=float8)

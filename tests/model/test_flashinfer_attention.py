@@ -24,8 +24,7 @@ from bench.gpu.roofline import Shape
 from bench.gpu.shapes import write_model
 from tests.model import fake_flashinfer
 from tests.model.fake_flashinfer import BatchPrefillWithPagedKVCacheWrapper
-from tests.model.kernels import TOLERANCE, Problem, kernels_or_skip
-from tests.model.test_triton_attention import Setup
+from tests.model.kernels import TOLERANCE, Problem, Setup, kernels_or_skip
 from tests.tiers import INTERPRETER, SLOW_MODEL, nightly
 
 CPU = torch.device("cpu")

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from aioinfer.checkpoint.tensors import Float8Matrix, Rounding
 from aioinfer.errors import ConfigError
-from aioinfer.model import kernels as choices
 from aioinfer.model.float8 import rounded_matrix
 from aioinfer.model.float8_linear import Float8Layers, Float8Linear, ScaledLinear, scaled_unsupported
-from aioinfer.model.inspection import LoadOptions, inspect_model
 from aioinfer.model.quantization import rounding_of
-from aioinfer.model.updates.recipe import prepare_update
 from aioinfer.model.weights import StoredMatrix, Weights
-from tests.checkpoint.test_formats import FORMATS
-from tests.model import harness
-from tests.model.checkpoints import make_checkpoint
-from tests.model.harness import Driver
-from tests.model.kernels import assert_close, interpreted_only, normal
-from tests.tiers import INTERPRETER, grid, nightly, points
+from tests.model.kernels import assert_close, normal
+from tests.tiers import INTERPRETER, grid
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 tl = triton.language
@@ -319,105 +309,3 @@ def test_layers_are_kept_rounded_or_left_as_they_are() -> None:
     weights = Weights(Stored({"at": broken}), dtype=torch.bfloat16, device=CPU)
     with pytest.raises(ConfigError, match="model: at has NaN"):
         Float8Layers("auto", CPU).linear(StoredMatrix(weights, ["at"], [4], 64))
-
-
-# -- models --------------------------------------------------------------------------------------------
-
-FP8 = ["fp8-channels", "fp8-tensor", "fp8-blocks-32"]
-_FORMATS = {**FORMATS, "fp8-blocks-32": (
-    {"quant_method": "fp8", "weight_block_size": [32, 32]}, lambda w: FORMATS["fp8-blocks"][1](w, 32), False,
-)}  # fmt: skip
-
-
-def write(folder: Path, form: str | None, seed: int = 1) -> Path:
-    """A checkpoint whose layers are quantised in a format, or not."""
-    make_checkpoint("qwen3-blocks", folder)
-    generator = torch.Generator().manual_seed(seed)
-    tensors: dict[str, torch.Tensor] = {}
-    for key, tensor in load_file(folder / "model.safetensors").items():
-        tensor = tensor + 0.02 * torch.randn(tensor.shape, generator=generator)
-        if form is None or "_proj" not in key:
-            tensors[key] = tensor
-            continue
-        parts, _ = _FORMATS[form][1](tensor)
-        tensors |= {f"{key.removesuffix('.weight')}.{part}": value for part, value in parts.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    if form is not None:
-        stated = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**stated, "quantization_config": _FORMATS[form][0]}))
-    return folder
-
-
-def load(path: Path, kernels: Any = "triton", **options: Any) -> Any:
-    return harness.load(path, kernels=kernels, **options)
-
-
-def logits(model: Any, kernels: Any = "triton") -> torch.Tensor:
-    """Of a prompt in chunks and two tokens."""
-    driver = Driver(model, chunk=5, kernels=kernels)
-    (found,) = driver.run([[(7 * i + 3) % 100 for i in range(9)]], 2, all_logits=True)
-    return torch.stack([found.logits[at] for at in range(9)])
-
-
-@nightly(INTERPRETER)
-@interpreted_only
-@pytest.mark.parametrize("form", grid(FP8[2:], FP8[:2], INTERPRETER))
-def test_a_checkpoint_of_floats_of_8_bits_stays_so(device: str, tmp_path: Path, form: str) -> None:
-    path = write(tmp_path, form)
-    kept = load(path)
-    assert kept.spec.layer_reason.endswith("weights of 8 bits as they are stored")
-    expected = logits(load(path, "sdpa"), "sdpa")
-    torch.testing.assert_close(logits(kept), expected, rtol=1e-3, atol=1e-3)
-    assert inspect_model(path, LoadOptions(dtype="auto", device=CPU)).stored_float8
-    none = load(path, quantization="none")
-    assert "stored" not in none.spec.layer_reason
-
-
-@nightly(INTERPRETER)
-@interpreted_only
-def test_weights_are_rounded_when_they_are_loaded(device: str, tmp_path: Path) -> None:
-    path = write(tmp_path, None)
-    rounded = logits(load(path, quantization="fp8"))
-    exact = logits(load(path, "sdpa"), "sdpa")
-    assert not torch.equal(rounded, exact)
-    # Random weights are less forgiving than learned ones.
-    assert float((rounded - exact).norm() / exact.norm()) < 0.25
-    # What was rounded is what a checkpoint of rounded weights has.
-    stored = write(tmp_path / "stored", "fp8-channels")
-    torch.testing.assert_close(rounded, logits(load(stored, "sdpa"), "sdpa"), rtol=1e-3, atol=1e-3)
-    assert not inspect_model(path, LoadOptions(dtype="auto", device=CPU)).stored_float8
-
-
-@nightly(INTERPRETER)
-@interpreted_only
-@pytest.mark.parametrize(
-    ("before", "after", "quantization"),
-    points([("fp8-blocks-32", "fp8-blocks-32", "auto"), (None, None, "fp8")],
-           [("fp8-tensor", "fp8-tensor", "auto"), ("fp8-channels", None, "fp8"),
-            (None, "fp8-channels", "fp8")],
-         INTERPRETER),
-)  # fmt: skip
-def test_an_updated_model_has_the_bits_of_one_that_was_loaded_anew(
-    device: str, tmp_path: Path, before: str | None, after: str | None, quantization: str
-) -> None:
-    one, two = write(tmp_path / "one", before, 1), write(tmp_path / "two", after, 2)
-    expected = logits(load(two, quantization=quantization))
-    model = load(one, quantization=quantization)
-    assert not torch.equal(logits(model), expected)
-    prepare_update(model, two, lambda: None).install()
-    assert torch.equal(logits(model), expected)
-
-
-@interpreted_only
-def test_what_cannot_be_rounded_is_refused(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = write(tmp_path / "dense", None)
-    with pytest.raises(ConfigError, match="quantization: fp8 needs layers by Triton, these are torch: asked"):
-        load(path, "sdpa", quantization="fp8")
-    with pytest.raises(
-        ConfigError, match=r"fp8-dynamic was asked for, and the results of torch\._scaled_mm are"
-    ):
-        load(path, quantization="fp8-dynamic")
-    monkeypatch.setattr(choices, "scaled_unsupported", lambda *_: None)
-    assert load(path, quantization="fp8-dynamic").spec.layer_kernels == "triton"

@@ -1,4 +1,4 @@
-"""Experts of floats of 8 bits: their products against float64, and models that are made of them."""
+"""Experts of floats of 8 bits: their products against float64; and models whose layers and experts are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -23,6 +22,7 @@ from aioinfer.model.inspection import LoadOptions, inspect_model
 from aioinfer.model.kernels import check_quantization
 from aioinfer.model.moe.experts import Float8ExpertWeights
 from aioinfer.model.moe.float8_experts import Float8Experts
+from aioinfer.model.moe.sparse import SparseMLP
 from aioinfer.model.updates.recipe import prepare_update
 from tests.checkpoint.test_formats import FORMATS
 from tests.model import harness
@@ -59,24 +59,6 @@ def test_experts_are_those_of_the_widened_weights(
     got = float8_experts(task, blocks)(task.hidden, task.weights, task.experts)
     assert got.dtype == dtype
     task.check(got)
-
-
-@nightly(INTERPRETER)
-@pytest.mark.parametrize("blocks", [ROWS, BLOCKS], ids=["rows", "blocks"])
-def test_neither_junk_nor_company_changes_a_token(device: str, blocks: Any) -> None:
-    task = Mixture.make(20, num_experts=3, hidden=192, middle=96, device=device)
-    experts = float8_experts(task, blocks)
-    clean = experts(task.hidden, task.weights, task.experts)
-    junk = [0, 7, 18, 19]
-    task.hidden[0] = float("nan")
-    task.hidden[7, 0] = float("inf")
-    task.weights[18:] = float("nan")
-    with np.errstate(invalid="ignore"):
-        got = experts(task.hidden, task.weights, task.experts)
-    rest = [token for token in range(20) if token not in junk]
-    assert not got[junk].isfinite().all(1).any()
-    assert torch.equal(got[rest], clean[rest])
-    assert experts(task.hidden[:0], task.weights[:0], task.experts[:0]).shape == (0, 192)
 
 
 def test_what_does_not_fit_is_refused(device: str) -> None:
@@ -118,8 +100,9 @@ def test_a_captured_layer_follows_what_is_written_over_its_weights(tokens: int) 
 # -- models --------------------------------------------------------------------------------------------
 
 _SIZES: dict[str, Any] = {
-    "head_dim": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_experts": 4,
+    "head_dim": 32, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 48, "tie_word_embeddings": False,
+    "mlp_only_layers": [0],
 }  # fmt: skip
 _BLOCKS: dict[str, Any] = {"quant_method": "fp8", "weight_block_size": [32, 32]}
 #: name -> config and the parts of a matrix
@@ -131,7 +114,8 @@ _FORMS = {
 
 
 def write(folder: Path, form: str | None, seed: int = 1, *, stacked: bool = False) -> Path:
-    """A checkpoint of a Qwen3-MoE whose matrices, but for router and head, are quantised in a format."""
+    """A checkpoint of a Qwen3-MoE, a dense layer and two sparse ones, whose matrices, but for routers and
+    head, are quantised in a format."""
     make_model("Qwen3Moe", _SIZES, folder, seed=seed, save_original_format=not stacked)
     if form is None:
         return folder
@@ -168,7 +152,13 @@ def logits(model: Any, kernels: Any = "triton") -> torch.Tensor:
 
 
 def experts_of(model: Any) -> list[Any]:
-    return [layer.mlp.experts for layer in model._trunk.layers]
+    return [layer.mlp.experts for layer in model._trunk.layers if isinstance(layer.mlp, SparseMLP)]
+
+
+def linears_of(model: Any) -> list[Any]:
+    """The fused linear layers that are none of experts."""
+    first, *_ = layers = model._trunk.layers
+    return [first.mlp.gate_up, first.mlp.down, *(layer.mixer.qkv for layer in layers)]
 
 
 @nightly(INTERPRETER)
@@ -180,11 +170,12 @@ def experts_of(model: Any) -> list[Any]:
             ("tensor", False, ((48, 64), (64, 48))), ("tensor", True, ((96, 64), (64, 48)))],
            INTERPRETER),
 )  # fmt: skip
-def test_experts_of_a_checkpoint_stay_as_they_are(
+def test_floats_of_8_bits_of_a_checkpoint_stay_as_they_are(
     device: str, tmp_path: Path, form: str, stacked: bool, blocks: Any
 ) -> None:
     path = write(tmp_path, form, stacked=stacked)
-    kept, widened_model = load(path), load(path, "sdpa")
+    kept, widened_model = load(path, max_lora_rank=0), load(path, "sdpa")
+    assert all(type(made) is Float8Linear for made in linears_of(kept))
     for made in experts_of(kept):
         assert isinstance(made, Float8Experts)
         assert made.blocks == blocks
@@ -194,6 +185,7 @@ def test_experts_of_a_checkpoint_stay_as_they_are(
     assert kept.spec.num_parameters == widened_model.spec.num_parameters
     torch.testing.assert_close(logits(kept), logits(widened_model, "sdpa"), rtol=1e-3, atol=1e-3)
     assert inspect_model(path, LoadOptions(dtype="auto", device=CPU)).stored_float8
+    assert "stored" not in load(path, quantization="none").spec.layer_reason
 
 
 @interpreted_only
@@ -227,7 +219,7 @@ def test_what_is_said_of_experts_of_8_bits_and_of_their_memory(
 def test_experts_that_are_not_all_of_one_kind_are_dequantised(device: str, tmp_path: Path) -> None:
     path = write(tmp_path, "channels")
     tensors = load_file(path / "model.safetensors")
-    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    name = "model.layers.2.mlp.experts.3.up_proj.weight"
     scale = tensors.pop(f"{name}_scale")
     del tensors[f"{name.removesuffix('.weight')}.input_scale"]
     tensors[name] = tensors[name].float() * scale
@@ -241,22 +233,24 @@ def test_experts_that_are_not_all_of_one_kind_are_dequantised(device: str, tmp_p
 
 @nightly(INTERPRETER)
 @interpreted_only
-def test_experts_are_rounded_when_they_are_loaded(
+def test_weights_are_rounded_when_they_are_loaded(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "plain", None)
     model = load(path, quantization="fp8")
     assert [made.blocks for made in experts_of(model)] == [((1, 64), (1, 48))] * 2
+    rounded, exact = logits(model), logits(load(path, "sdpa"), "sdpa")
+    assert not torch.equal(rounded, exact)
     # What was rounded is what a checkpoint of rounded weights has.
     stored = write(tmp_path / "stored", "channels")
-    expected = logits(load(stored, "sdpa"), "sdpa")
-    torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(rounded, logits(load(stored, "sdpa"), "sdpa"), rtol=1e-3, atol=1e-3)
+    assert not inspect_model(path, LoadOptions(dtype="auto", device=CPU)).stored_float8
     # Activations are rounded for dense layers only.
     monkeypatch.setattr(choices, "scaled_unsupported", lambda *_: None)
     for way, kind in (("fp8", Float8Linear), ("fp8-dynamic", ScaledLinear)):
         made = load(path, quantization=way, max_lora_rank=0)
         assert all(isinstance(experts, Float8Experts) for experts in experts_of(made))
-        assert all(type(layer.mixer.qkv) is kind for layer in made._trunk.layers)
+        assert all(type(linear) is kind for linear in linears_of(made))
 
 
 @nightly(INTERPRETER)
@@ -300,13 +294,13 @@ def test_experts_in_memory_are_rounded_in_the_blocks_of_those_that_were_loaded(
 ) -> None:
     model = load(write(tmp_path / "one", "blocks", 1))
     plain = load_file(write(tmp_path / "two", None, 2) / "model.safetensors")
-    given = {name: tensor for name, tensor in plain.items() if "layers.1.mlp.experts" in name}
+    given = {name: tensor for name, tensor in plain.items() if "layers.2.mlp.experts" in name}
     first = experts_of(model)[0].stack.down.values.view(torch.uint8).clone()
     prepare_update(model, [*given.items()], lambda: None).install()
     one, two = experts_of(model)
     assert torch.equal(one.stack.down.values.view(torch.uint8), first)
     for expert in range(4):
-        weight = given[f"model.layers.1.mlp.experts.{expert}.down_proj.weight"]
+        weight = given[f"model.layers.2.mlp.experts.{expert}.down_proj.weight"]
         expected = rounded_matrix(weight, (32, 32))
         assert torch.equal(two.stack.down.values[expert].view(torch.uint8), expected.values.view(torch.uint8))
         assert torch.equal(two.stack.down.scales[expert], expected.scales)
@@ -347,8 +341,12 @@ def test_experts_with_nan_are_refused(device: str, tmp_path: Path, stacked: bool
 
 
 @interpreted_only
-def test_experts_that_triton_does_not_compute_are_not_rounded(device: str, tmp_path: Path) -> None:
+def test_what_cannot_be_rounded_is_refused(device: str, tmp_path: Path) -> None:
     path = write(tmp_path, None)
+    with pytest.raises(ConfigError, match="quantization: fp8 needs layers by Triton, these are torch: asked"):
+        load(path, "sdpa", quantization="fp8")
+    with pytest.raises(ConfigError, match=r"fp8-dynamic was asked for, and the results of torch\._scaled_mm"):
+        load(path, quantization="fp8-dynamic")
     with pytest.raises(ConfigError, match="fp8 needs experts by Triton, these are loop: asked for"):
         load(path, quantization="fp8", experts="loop")
     triton, loop = Backend("triton", "the device"), Backend("loop", "asked for")

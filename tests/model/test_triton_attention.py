@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -19,88 +18,14 @@ from aioinfer.model.attention.base import Attention, AttentionParams
 from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.backend import Backend
-from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.kernels import choose_attention, make_attention, make_operations
 from aioinfer.model.operations.torch_operations import TorchOperations
-from aioinfer.model.rope import Rotary
 from aioinfer.params import SamplingParams
 from tests.model.checkpoints import greedy
-from tests.model.kernels import TOLERANCE, Problem, kernels_or_skip
+from tests.model.kernels import TOLERANCE, Problem, Setup, kernels_or_skip
 from tests.model.test_oracle import prompts
 from tests.tiers import INTERPRETER, SLOW_MODEL, grid, nightly
-
-
-class Setup:
-    """A step over a pool in which the step's own keys and values are still missing."""
-
-    def __init__(self, task: Problem, num_decodes: int) -> None:
-        page_size = task.keys.shape[1]
-        cells = []
-        for pages, q_len, kv_len in zip(task.block_table.tolist(), task.q_lens, task.kv_lens, strict=True):
-            cells += [
-                pages[at // page_size] * page_size + at % page_size for at in range(kv_len - q_len, kv_len)
-            ]
-        self.task = task
-        self.slots = torch.tensor(cells, device=task.q.device)
-        self.k, self.v = (store.flatten(0, 1)[self.slots] for store in (task.keys, task.values))
-        self.num_decodes = num_decodes
-
-    def pool(self) -> KVPool:
-        task = self.task
-        pages, page_size, kv_heads, head_dim = task.keys.shape
-        pool = KVPool(
-            [KVShape(kv_heads, head_dim)] * 2,
-            num_pages=pages - 1,
-            page_size=page_size,
-            dtype=task.keys.dtype,
-            device=task.keys.device,
-        )
-        for layer, store in enumerate((task.keys, task.values)):
-            # The other layer's memory is none of this layer's business.
-            pool.keys[layer].fill_(math.nan)
-            pool.values[layer].fill_(math.nan)
-            (pool.keys if layer == 0 else pool.values)[1].copy_(store)
-        pool.keys[1].copy_(task.keys)
-        for cells in (pool.key_cells[1], pool.value_cells[1]):
-            cells[self.slots] = math.nan
-        return pool
-
-    def batch(self) -> Batch:
-        task = self.task
-        ids = torch.zeros(len(task.q), dtype=torch.int64, device=task.q.device)
-        return Batch(
-            input_ids=ids,
-            positions=ids,
-            slot_mapping=self.slots,
-            cu_q=task.cu_q,
-            kv_len=task.kv_len,
-            block_table=task.block_table,
-            logits_rows=ids[:0],
-            q_lens=task.q_lens,
-            kv_lens=task.kv_lens,
-            num_decodes=self.num_decodes,
-        )
-
-    @property
-    def sinks(self) -> torch.Tensor | None:
-        """In two of three setups none."""
-        heads = self.task.q.shape[1]
-        return torch.linspace(-3, 3, heads, device=self.task.q.device) if heads % 3 == 0 else None
-
-    def run(self, attention: Attention, params: AttentionParams) -> torch.Tensor:
-        task = self.task
-        return attention(1, task.q, self.k, self.v, self.batch(), params, self.sinks)
-
-    def run_fused(self, attention: Attention, norm: HeadNorm | None, params: AttentionParams) -> torch.Tensor:
-        """The same heads as a projection, at positions of their own."""
-        qkv = torch.cat((self.task.q, self.k, self.v), dim=1)
-        generator = torch.Generator().manual_seed(0)
-        angles = torch.randn(len(qkv), 1, qkv.shape[2], generator=generator)
-        rotary = None
-        if qkv.shape[1] % 5:
-            rotary = Rotary(*(f(angles).to(qkv) for f in (torch.cos, torch.sin)))
-        return attention.fused(1, qkv, norm, rotary, self.batch(), params, self.sinks)
 
 
 def random_setup(seed: int, device: str, dtype: torch.dtype) -> tuple[Setup, AttentionParams]:

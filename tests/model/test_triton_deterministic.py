@@ -15,18 +15,16 @@ from aioinfer.cli.doctor import examine
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
-from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.decoder import Decoder
 from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.loader import load_model
 from aioinfer.model.updates.recipe import prepare_update
 from aioinfer.params import SamplingParams
 from tests.engine.test_deterministic import bits
-from tests.model.kernels import DEVICES, Problem, interpreted_on, kernels_or_skip, matmul_by_rows
-from tests.model.test_float8 import write
+from tests.model.kernels import DEVICES, interpreted_on, kernels_or_skip, matmul_by_rows
 from tests.model.test_oracle import prompts
-from tests.model.test_triton_attention import Setup
-from tests.tiers import INTERPRETER, SLOW_MODEL, grid, nightly
+from tests.model.test_weight_updates import quantise, write
+from tests.tiers import SLOW_MODEL, nightly
 
 #: what may change the work of a token: small chunks, steps with rows of all kinds, cached prefixes, few pages
 COMPANY: dict[str, Any] = {
@@ -45,28 +43,6 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
         monkeypatch.setattr(np, "matmul", matmul_by_rows)
     name: str = request.param
     return name
-
-
-@nightly(INTERPRETER)
-@pytest.mark.parametrize("window", grid([None], [18], INTERPRETER))
-def test_a_token_has_the_same_bits_as_decode_and_as_prefill(device: str, window: int | None) -> None:
-    from aioinfer.model.attention.triton_attention import TritonAttention
-
-    rows = [(1, 37), (9, 9), (20, 45)]
-    task = Problem.make(rows, heads=4, kv_heads=2, head_dim=32, page_size=16, device=device, window=window)
-    setup, params = Setup(task, 1), AttentionParams(0.3, window)
-    together = setup.run(TritonAttention(setup.pool(), invariant=True), params)
-    for row, (q_len, kv_len) in enumerate(rows):
-        begin = int(task.cu_q[row])
-        for at in range(q_len):
-            length = kv_len - q_len + at + 1
-            alone = Problem(
-                task.q[begin + at : begin + at + 1], task.keys, task.values, task.block_table[row : row + 1],
-                *(torch.tensor(values, device=device) for values in ([0, 1], [length])), [1], [length],
-            )  # fmt: skip
-            decode = Setup(alone, 1)
-            got = decode.run(TritonAttention(decode.pool(), invariant=True), params)
-            assert torch.equal(got[0], together[begin + at]), (row, at)
 
 
 @nightly(SLOW_MODEL)
@@ -118,7 +94,7 @@ async def test_what_adds_in_another_order_is_named(
 def test_rounded_weights_are_refused(tmp_path: Path, quantization: str) -> None:
     """When a model is loaded, and by ``aioinfer doctor``."""
     kernels_or_skip("cpu")
-    write(tmp_path, None)
+    write("qwen3-blocks", tmp_path, 1)
     config = EngineConfig(
         model=str(tmp_path), dtype="bfloat16", device="cpu", attention_backend="triton", deterministic=True,
         quantization=quantization,
@@ -132,7 +108,7 @@ def test_rounded_weights_are_refused(tmp_path: Path, quantization: str) -> None:
 def test_stored_floats_of_8_bits_are_widened(tmp_path: Path) -> None:
     """Those of a checkpoint, of which else a kernel would choose tiles by the number of rows."""
     kernels_or_skip("cpu")
-    write(tmp_path, "fp8-channels")
+    quantise(write("qwen3-blocks", tmp_path, 1), "fp8-channels")
     model = load_model(tmp_path, LoadOptions(**OPTIONS, deterministic=True))
     assert model.invariant
     assert "8 bits" not in model.spec.layer_reason
