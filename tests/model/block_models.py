@@ -1,5 +1,5 @@
-"""Random small block diffusion checkpoints, what the description of such a model says of their logits, and
-steps of rows built by hand."""
+"""Random small block diffusion checkpoints, the logits that transformers computes from them, and steps of
+rows built by hand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from aioinfer.model.attention.base import Attention
@@ -127,106 +128,72 @@ def _mlp(noise: Any, prefix: str, index: int, config: dict[str, Any]) -> None:
 
 
 class Plain:
-    """The description, written out in float64: no cache, no pages, no fused anything, one dense mask."""
+    """What transformers computes with a mask of blocks, without a cache: SDAR's layers are Qwen3's, LLaDA2's
+    are GLM-4-MoE's by other names."""
 
     def __init__(self, config: dict[str, Any], tensors: Tensors, block: int) -> None:
-        self.config = config
         self.block = block
-        self._tensors = {name: tensor.double() for name, tensor in tensors.items()}
-        self._llada2 = config["model_type"].startswith("llada2")
+        llada2 = config["model_type"].startswith("llada2")
+        kind = "Glm4Moe" if llada2 else "Qwen3Moe" if "num_experts" in config else "Qwen3"
+        config_class = getattr(transformers, f"{kind}Config")
+        stated = config_class.from_dict(_as_glm4(config) if llada2 else config)
+        own = _renamed(tensors, config) if llada2 else tensors
+        self._model = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
+            None, config=stated, state_dict=own, dtype=torch.float64, attn_implementation="eager"
+        )
+        for index, layer in enumerate(self._model.model.layers):
+            bias = tensors.get(f"model.layers.{index}.attention.dense.bias")
+            if bias is not None:
+                layer.self_attn.o_proj.bias = torch.nn.Parameter(bias.double())
 
+    @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """[len(ids), vocab_size]"""
-        get = self._tensors
-        words = get[f"model.{'word_embeddings' if self._llada2 else 'embed_tokens'}.weight"]
-        x = words[torch.tensor(ids)]
-        for index in range(self.config["num_hidden_layers"]):
-            at = f"model.layers.{index}"
-            x = x + self._attention(at, self._norm(x, get[f"{at}.input_layernorm.weight"]))
-            x = x + self._mlp(at, index, self._norm(x, get[f"{at}.post_attention_layernorm.weight"]))
-        x = self._norm(x, get["model.norm.weight"])
-        head: torch.Tensor = words if self.config["tie_word_embeddings"] else get["lm_head.weight"]
-        return x @ head.T
+        of = torch.arange(len(ids)) // self.block
+        mask = torch.where(of[None, :] > of[:, None], torch.finfo(torch.float32).min, 0.0).double()
+        found = self._model(torch.tensor([[*ids]]), attention_mask=mask[None, None], use_cache=False)
+        logits: torch.Tensor = found.logits[0]
+        return logits
 
-    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        scale: torch.Tensor = (x.pow(2).mean(-1, keepdim=True) + self.config["rms_norm_eps"]).sqrt()
-        return x / scale * weight
 
-    def _attention(self, at: str, x: torch.Tensor) -> torch.Tensor:
-        get, config = self._tensors, self.config
-        heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-        size, length = config["head_dim"], len(x)
-        if self._llada2:
-            at = f"{at}.attention"
-            qkv = x @ get[f"{at}.query_key_value.weight"].T
-            qkv = qkv + get.get(f"{at}.query_key_value.bias", torch.zeros(()))
-            names = "query_layernorm", "key_layernorm", "dense"
-        else:
-            at = f"{at}.self_attn"
-            qkv = torch.cat([x @ get[f"{at}.{name}_proj.weight"].T for name in "qkv"], -1)
-            names = "q_norm", "k_norm", "o_proj"
-        q, k, v = qkv.view(length, -1, size).split((heads, kv_heads, kv_heads), 1)
-        q = self._rotate(self._norm(q, get[f"{at}.{names[0]}.weight"]))
-        k = self._rotate(self._norm(k, get[f"{at}.{names[1]}.weight"]))
-        of = torch.arange(length) // self.block
-        mixed = []
-        for head in range(heads):
-            kv_head = head // (heads // kv_heads)
-            scores = q[:, head] @ k[:, kv_head].T / size**0.5
-            scores = scores.masked_fill(of[None, :] > of[:, None], float("-inf"))
-            mixed.append(scores.softmax(-1) @ v[:, kv_head])
-        out = torch.cat(mixed, -1) @ get[f"{at}.{names[2]}.weight"].T
-        return out + get.get(f"{at}.{names[2]}.bias", torch.zeros(()))
+def _as_glm4(config: dict[str, Any]) -> dict[str, Any]:
+    """LLaDA2's config by the names of GLM-4-MoE."""
+    experts, layers = config.get("num_experts"), config["num_hidden_layers"]
+    changes = {
+        "n_routed_experts": experts or 1, "n_shared_experts": config.get("num_shared_experts") or 1,
+        "first_k_dense_replace": config["first_k_dense_replace"] if experts else layers, "use_qk_norm": True,
+        "attention_bias": config["use_qkv_bias"], "num_mtp_layers": 0,
+    }  # fmt: skip
+    return {**config, **changes}
 
-    def _rotate(self, x: torch.Tensor) -> torch.Tensor:
-        rotated = int(x.shape[-1] * self.config.get("partial_rotary_factor", 1.0))
-        x = x.clone()
-        first, second = x[..., : rotated // 2].clone(), x[..., rotated // 2 : rotated].clone()
-        for at in range(rotated // 2):
-            angle = torch.arange(len(x)).double()[:, None] * self.config["rope_theta"] ** (-2 * at / rotated)
-            x[..., at] = first[..., at] * angle.cos() - second[..., at] * angle.sin()
-            x[..., rotated // 2 + at] = second[..., at] * angle.cos() + first[..., at] * angle.sin()
-        return x
 
-    def _swiglu(self, at: str, x: torch.Tensor) -> torch.Tensor:
-        gate, up, down = (self._tensors[f"{at}.{name}_proj.weight"] for name in ("gate", "up", "down"))
-        inner = x @ gate.T
-        return (inner * inner.sigmoid() * (x @ up.T)) @ down.T
-
-    def _mlp(self, at: str, index: int, x: torch.Tensor) -> torch.Tensor:
-        config, at = self.config, f"{at}.mlp"
-        if not config.get("num_experts") or index < config.get("first_k_dense_replace", 0):
-            return self._swiglu(at, x)
-        shares = torch.zeros(len(x), config["num_experts"], dtype=torch.float64)
-        for row, scores in zip(shares, x @ self._tensors[f"{at}.gate.weight"].T, strict=True):
-            for expert, share in self._chosen(at, scores).items():
-                row[expert] = share
-        out = torch.zeros_like(x)
-        for expert in range(config["num_experts"]):
-            out += shares[:, expert, None] * self._swiglu(f"{at}.experts.{expert}", x)
-        return out + self._swiglu(f"{at}.shared_experts", x) if config.get("num_shared_experts") else out
-
-    def _chosen(self, at: str, scores: torch.Tensor) -> dict[int, float]:
-        """Expert to weight, for one token."""
-        config = self.config
-        if not self._llada2:
-            shares = scores.softmax(-1).tolist()
-            best = sorted(range(len(shares)), key=lambda e: -shares[e])[: config["num_experts_per_tok"]]
-            total = sum(shares[e] for e in best) if config["norm_topk_prob"] else 1.0
-            return {e: shares[e] / total for e in best}
-        shares = scores.sigmoid().tolist()
-        biased = (scores.sigmoid() + self._tensors[f"{at}.gate.expert_bias"]).tolist()
-        size = len(shares) // config["n_group"]
-        groups = [range(g * size, (g + 1) * size) for g in range(config["n_group"])]
-        groups.sort(key=lambda group: -sum(sorted((biased[e] for e in group), reverse=True)[:2]))
-        allowed = [e for group in groups[: config["topk_group"]] for e in group]
-        best = sorted(allowed, key=lambda e: -biased[e])[: config["num_experts_per_tok"]]
-        total = sum(shares[e] for e in best) if config["norm_topk_prob"] else 1.0
-        return {e: shares[e] / total * config["routed_scaling_factor"] for e in best}
+def _renamed(tensors: Tensors, config: dict[str, Any]) -> Tensors:
+    """LLaDA2's tensors by the names of GLM-4-MoE, whose experts always have one beside them: of zeros if
+    LLaDA2's have none."""
+    size, hidden, middle = config["head_dim"], config["hidden_size"], config["moe_intermediate_size"]
+    q_rows, kv_rows = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    names = {
+        "word_embeddings": "embed_tokens", "attention.": "self_attn.", "query_layernorm": "q_norm",
+        "key_layernorm": "k_norm", ".dense.": ".o_proj.", "gate.expert_bias": "gate.e_score_correction_bias",
+    }  # fmt: skip
+    renamed = {}
+    for name, tensor in tensors.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        if "query_key_value" in name:
+            for part, rows in zip("qkv", tensor.split((q_rows, kv_rows, kv_rows)), strict=True):
+                renamed[name.replace("query_key_value", f"{part}_proj")] = rows.clone()
+        elif not name.endswith("o_proj.bias"):
+            renamed[name] = tensor
+        if name.endswith("mlp.gate.weight") and not config.get("num_shared_experts"):
+            at = name.replace("gate.weight", "shared_experts")
+            shapes = {"gate": (middle, hidden), "up": (middle, hidden), "down": (hidden, middle)}
+            renamed |= {f"{at}.{part}_proj.weight": torch.zeros(shape) for part, shape in shapes.items()}
+    return renamed
 
 
 class Rows:
-    """Runs steps of rows (request, start, ids) and checks every logit of each against the description: a row
+    """Runs steps of rows (request, start, ids) and checks every logit of each against :class:`Plain`: a row
     sees what its request's rows, those of this very step included, have last written before its end."""
 
     def __init__(

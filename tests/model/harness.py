@@ -43,6 +43,8 @@ class Sequence_:
     cell: int = 0
     #: logits at every position that was computed and asked for, by position
     logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    #: and hidden states
+    hidden: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -178,6 +180,8 @@ class Driver:
         self.page_size = page_size
         self.device = device
         self.attention = attention_for(model.spec, num_pages, page_size, kernels, device)
+        # What a freed page holds is its last owner's: it must reach no other.
+        fill(self.attention, float("nan"))
         self.free = list(range(1, num_pages + 1))
         self._random = random.Random(seed)
         self._random.shuffle(self.free)
@@ -230,11 +234,15 @@ class Driver:
         if any(seq.slot for seq in order):
             batch.adapter_slots = [seq.slot for seq in order]
             batch.adapters = torch.tensor(batch.adapter_slots, device=self.device)
+        if all_logits and self.model.spec.hidden_states:
+            batch.hidden_rows = batch.logits_rows
         logits = self.model.forward(batch, self.attention).float()
         at = 0
         for seq, (ids, start, _) in zip(order, rows, strict=True):
             for offset in range(len(ids)) if all_logits else (len(ids) - 1,):
                 seq.logits[start + offset] = logits[at].cpu()
+                if batch.hidden is not None:
+                    seq.hidden[start + offset] = batch.hidden[at].cpu()
                 at += 1
             seq.done = start + len(ids)
             if seq.done == len(seq.ids):

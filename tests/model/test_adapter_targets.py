@@ -80,7 +80,9 @@ def test_a_prefix_of_the_whole_model_makes_no_difference(tmp_path: Path, outer: 
     targets = AdapterTargets()
     targets.add(matrix([f"{inner}h.0.attn.c_attn"], [24], transposed=True))
     shapes = {f"{outer}h.0.attn.c_attn": (24, HIDDEN)}
-    assert list(targets.match(adapter(tmp_path, shapes, fan_in_fan_out=True), 64)) == [0]
+    assert list(targets.match(adapter(tmp_path / "turned", shapes, fan_in_fan_out=True), 64)) == [0]
+    with pytest.raises(ConfigError, match=r"fan_in_fan_out is false, and .* is stored as \[inputs"):
+        targets.match(adapter(tmp_path / "straight", shapes), 64)
 
 
 def test_a_tensor_that_a_layer_has_twice_is_adapted_twice(tmp_path: Path) -> None:
@@ -92,29 +94,43 @@ def test_a_tensor_that_a_layer_has_twice_is_adapted_twice(tmp_path: Path) -> Non
     assert torch.equal(added(found[0], 14), wanted(files, list(stored.names), [6, 4, 4]))
 
 
-@pytest.mark.parametrize(
-    ("module", "reason"),
-    [
-        ("model.layers.0.mlp.experts.3.down_proj", "experts are not adapted"),
-        ("model.layers.0.mlp.shared_expert.down_proj", "shared experts are not adapted"),
-        ("model.layers.0.mlp.gate", "routers are not adapted"),
-        ("lm_head", "the head is not adapted"),
-        ("model.embed_tokens", "embeddings are not adapted"),
-        ("model.layers.0.per_layer_input_gate", "inputs by layer are not adapted"),
-        ("model.visual.blocks.0.attn.qkv", "it is in a part of the model that is not loaded"),
-        ("model.layers.7.self_attn.q_proj", "the model has no such linear layer"),
-        ("model.layers.0.self_attn.q_norm", "the model has no such linear layer"),
-    ],
-)
-def test_a_module_that_is_not_adapted_is_refused_with_the_reason(
-    tmp_path: Path, module: str, reason: str
+Q = "model.layers.0.self_attn.q_proj"
+#: modules of an adapter beside q_proj, its fields, and what is said of it
+REFUSED: list[tuple[dict[str, tuple[int, int]], dict[str, Any], str]] = [
+    *(
+        ({name: (6, HIDDEN)}, {}, f"^adapter: {name} cannot be adapted: {reason}$")
+        for name, reason in (
+            ("model.layers.0.mlp.experts.3.down_proj", "experts are not adapted"),
+            ("model.layers.0.mlp.shared_expert.down_proj", "shared experts are not adapted"),
+            ("model.layers.0.mlp.gate", "routers are not adapted"),
+            ("lm_head", "the head is not adapted"),
+            ("model.embed_tokens", "embeddings are not adapted"),
+            ("model.layers.0.per_layer_input_gate", "inputs by layer are not adapted"),
+            ("model.visual.blocks.0.attn.qkv", "it is in a part of the model that is not loaded"),
+            ("model.layers.7.self_attn.q_proj", "the model has no such linear layer"),
+            ("model.layers.0.self_attn.q_norm", "the model has no such linear layer"),
+        )
+    ),
+    ({Q: (6, 9)}, {}, f"lora_A of {Q} has 9 inputs, the layer has 8"),
+    ({Q: (7, 8)}, {}, f"lora_B of {Q} has 7 outputs, the layer has 6"),
+    ({}, {"rank": 9}, "q_proj has rank 9; max_lora_rank is 8"),
+    ({}, {"fan_in_fan_out": True}, r"fan_in_fan_out is true, and the weight of .* is stored as \[outputs"),
+    *(
+        ({}, {"target_modules": chosen}, r"chooses model\.layers\.0\.self_attn\.[kv]_proj")
+        for chosen in (["q_proj", "v_proj"], r".*self_attn.*(q|v)_proj", "all-linear")
+    ),
+]
+
+
+@pytest.mark.parametrize(("modules", "fields", "message"), REFUSED)
+def test_what_does_not_fit_the_model_is_refused_with_the_reason(
+    tmp_path: Path, modules: dict[str, tuple[int, int]], fields: dict[str, Any], message: str
 ) -> None:
     targets = AdapterTargets()
     targets.add(qkv())
-    shapes = of_qkv("q_proj") | {module: (6, HIDDEN)}
-    with pytest.raises(ConfigError) as caught:
-        targets.match(adapter(tmp_path, shapes), 64)
-    assert str(caught.value) == f"adapter: {module} cannot be adapted: {reason}"
+    files = adapter(tmp_path, of_qkv("q_proj") | modules, **fields)
+    with pytest.raises(ConfigError, match=message):
+        targets.match(files, 8)
 
 
 @pytest.mark.parametrize("part", ["experts.0", "shared_expert", "per_layer_projection"])
@@ -124,50 +140,8 @@ def test_layers_that_are_not_adapted_have_no_index(part: str) -> None:
     assert targets.layers == []
 
 
-@pytest.mark.parametrize(
-    ("shape", "said"),
-    [
-        ((6, 9), "lora_A of model.layers.0.self_attn.q_proj has 9 inputs, the layer has 8"),
-        ((7, 8), "lora_B of model.layers.0.self_attn.q_proj has 7 outputs, the layer has 6"),
-    ],
-)
-def test_shapes_are_those_of_the_model(tmp_path: Path, shape: tuple[int, int], said: str) -> None:
-    targets = AdapterTargets()
-    targets.add(qkv())
-    files = adapter(tmp_path, {"model.layers.0.self_attn.q_proj": shape})
-    with pytest.raises(ConfigError, match=said):
-        targets.match(files, 64)
-
-
-def test_a_rank_above_the_limit_is_refused(tmp_path: Path) -> None:
-    targets = AdapterTargets()
-    targets.add(qkv())
-    files = adapter(tmp_path, of_qkv("q_proj"), rank=9)
-    assert targets.match(files, 9)
-    with pytest.raises(ConfigError, match="q_proj has rank 9; max_lora_rank is 8"):
-        targets.match(files, 8)
-
-
-@pytest.mark.parametrize("chosen", [["q_proj", "v_proj"], r".*self_attn.*(q|v)_proj", "all-linear"])
-def test_modules_that_the_config_chooses_must_be_there(tmp_path: Path, chosen: Any) -> None:
-    targets = AdapterTargets()
-    targets.add(qkv())
-    files = adapter(tmp_path, of_qkv("q_proj"), target_modules=chosen)
-    with pytest.raises(ConfigError, match=r"chooses model\.layers\.0\.self_attn\.[kv]_proj"):
-        targets.match(files, 64)
-
-
 def test_names_of_modules_that_the_model_does_not_have_are_no_error(tmp_path: Path) -> None:
     """Training scripts name those of several models at once."""
     targets = AdapterTargets()
     targets.add(qkv())
     assert targets.match(adapter(tmp_path, of_qkv("q_proj"), target_modules=["q_proj", "c_attn"]), 64)
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_the_layout_of_weights_is_the_models(tmp_path: Path, transposed: bool) -> None:
-    targets = AdapterTargets()
-    targets.add(matrix(["model.layers.0.up"], [6], transposed=transposed))
-    files = adapter(tmp_path, {"model.layers.0.up": (6, HIDDEN)}, fan_in_fan_out=not transposed)
-    with pytest.raises(ConfigError, match="fan_in_fan_out is"):
-        targets.match(files, 64)

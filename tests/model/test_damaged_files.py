@@ -119,30 +119,13 @@ def test_a_field_that_makes_no_sense_is_a_config_error(
     assert refused > 5
 
 
-@pytest.mark.parametrize("value", [-1, 0, 1.5, "x", 10**30, [], True])
-@pytest.mark.parametrize("field", ["max_position_embeddings", "num_attention_heads", "vocab_size"])
-def test_a_size_is_refused_with_file_and_field(
-    field: str, value: Any, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    path = tmp_path / "model"
-    shutil.copytree(checkpoint("qwen3"), path)
-    config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**config, field: value}))
-    with pytest.raises(ConfigError, match=rf"^model: {field} in config\.json must be an integer in \[1, "):
-        load(path)
-
-
-def cut(content: bytes) -> bytes:
-    return content[: len(content) // 2]
-
-
 def header(content: bytes, size: int, text: bytes) -> bytes:
     return struct.pack("<Q", size) + text + content[-64:]
 
 
 DAMAGES: list[tuple[str, Any]] = [
     ("nothing", lambda content: b""),
-    ("half", cut),
+    ("half", lambda content: content[: len(content) // 2]),
     ("one byte", lambda content: content[:1]),
     ("zeros", lambda content: bytes(len(content))),
     ("noise", lambda content: random.Random(7).randbytes(2000)),
@@ -189,44 +172,33 @@ def test_a_damaged_file_is_a_config_error(
 
 
 @pytest.mark.parametrize(
-    "weight_map", [{"a": 5}, {"a": "../model.safetensors"}, {"a": None}, [], {"a": "x.bin"}]
-)
-def test_an_index_names_safetensors_of_its_own_directory(
-    weight_map: Any, checkpoint: Callable[[str], Path], tmp_path: Path
-) -> None:
-    path = tmp_path / "model"
-    shutil.copytree(checkpoint("qwen3"), path)
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    with pytest.raises(ConfigError, match="has no weight_map"):
-        load(path)
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
+    ("name", "content", "message"),
     [
-        (lambda path: (path / "x.gguf").write_bytes(b"GGUF"), r"x\.gguf cannot be read as GGUF: it was cut"),
-        (lambda path: (path / "adapter_config.json").write_text("{}"), "is a LoRA adapter"),
-        (lambda path: None, r"has no config\.json"),
+        ("x.gguf", b"GGUF", r"x\.gguf cannot be read as GGUF: it was cut"),
+        ("adapter_config.json", b"{}", "is a LoRA adapter"),
+        ("readme", b"", r"has no config\.json"),
     ],
 )
-def test_a_directory_of_something_else_is_called_by_its_name(make: Any, message: str, tmp_path: Path) -> None:
-    make(tmp_path)
+def test_a_directory_of_something_else_is_called_by_its_name(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         load(tmp_path)
 
 
-def test_a_path_that_is_no_directory_is_told_apart(tmp_path: Path) -> None:
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"GGUF")
-    with pytest.raises(ConfigError, match=r"model\.gguf cannot be read as GGUF"):
-        load(file)
-    other = tmp_path / "model.safetensors"
-    other.write_bytes(b"")
-    with pytest.raises(ConfigError, match="is a file; a GGUF file, or a directory with"):
-        load(other)
-    with pytest.raises(ConfigError, match=r"nobody/no-such-model is neither.*Downloads are not allowed"):
-        load(Path("nobody/no-such-model"))
-    with pytest.raises(ConfigError, match=r"no bundled model of that name \(tiny-chat"):
-        load(Path("no-such-model"))
-    with pytest.raises(ConfigError, match="cannot be read"):
-        load(Path("x" * 5000))
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("{}/model.gguf", r"model\.gguf cannot be read as GGUF"),
+        ("{}/model.safetensors", "is a file; a GGUF file, or a directory with"),
+        ("nobody/no-such-model", r"nobody/no-such-model is neither.*Downloads are not allowed"),
+        ("no-such-model", r"no bundled model of that name \(tiny-chat"),
+        ("x" * 5000, "cannot be read"),
+    ],
+)
+def test_a_path_that_is_no_directory_is_told_apart(path: str, message: str, tmp_path: Path) -> None:
+    for name in ("model.gguf", "model.safetensors"):
+        (tmp_path / name).write_bytes(b"GGUF")
+    with pytest.raises(ConfigError, match=message):
+        load(Path(path.format(tmp_path)))

@@ -17,7 +17,7 @@ from aioinfer.model.loader import load_model
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import TorchOperations
 from tests.model.checkpoints import IN_ENGINES, RECURRENT, VOCAB
-from tests.model.harness import Driver, require
+from tests.model.harness import Driver, attention_for, build_batch, require
 from tests.tiers import points
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
@@ -55,8 +55,14 @@ def oracle_logits(oracle: Any, ids: list[int]) -> torch.Tensor:
     return logits
 
 
+@torch.no_grad()
+def oracle_hidden(oracle: Any, ids: list[int]) -> torch.Tensor:
+    hidden: torch.Tensor = oracle.base_model(torch.tensor([ids]), use_cache=False).last_hidden_state[0]
+    return hidden
+
+
 @pytest.mark.parametrize(("family", "kernels"), points(IN_ENGINES[::2], IN_ENGINES[1::2]))
-def test_ids_equal_generate_and_every_logit_is_close(
+def test_ids_equal_generate_and_every_logit_and_hidden_state_is_close(
     checkpoint: Checkpoint, family: str, kernels: AttentionBackend
 ) -> None:
     """Four sequences arrive one after the other, so that chunks and decodes share steps."""
@@ -68,11 +74,13 @@ def test_ids_equal_generate_and_every_logit_is_close(
     sequences = driver.run(batch, NEW, gap=2, all_logits=True)
     for prompt, sequence in zip(batch, sequences, strict=True):
         assert sequence.ids == generate(oracle, tuple(prompt), NEW)
-        wanted = oracle_logits(oracle, sequence.ids[:-1])
-        got = torch.stack([sequence.logits[position] for position in range(len(wanted))])
-        assert got.dtype == torch.float32
-        scale = float(wanted.abs().max())
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * scale)
+        for found, oracle_of, bound in (
+            (sequence.logits, oracle_logits, 1e-4), (sequence.hidden, oracle_hidden, 2e-3),
+        ):  # fmt: skip
+            wanted = oracle_of(oracle, sequence.ids[:-1])
+            got = torch.stack([found[position] for position in range(len(wanted))])
+            assert got.dtype == torch.float32
+            torch.testing.assert_close(got, wanted, rtol=bound, atol=bound * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -89,18 +97,33 @@ def test_page_size_changes_no_token(
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_logits_are_computed_for_the_wanted_rows_only(
-    checkpoint: Checkpoint, kernels: AttentionBackend
-) -> None:
+@torch.inference_mode()
+def test_a_step_computes_what_its_rows_ask_for(checkpoint: Checkpoint, kernels: AttentionBackend) -> None:
     require(kernels)
     path, _ = checkpoint("qwen3")
     model = load_model(path, LoadOptions(dtype="float32", device=CPU, kernels=kernels))
-    (few,) = Driver(model, chunk=8, kernels=kernels).run(prompts(9, (23,)), 2)
-    (all_,) = Driver(model, chunk=8, kernels=kernels).run(prompts(9, (23,)), 2, all_logits=True)
-    assert sorted(few.logits) == [7, 15, 22, 23]
-    assert sorted(all_.logits) == list(range(24))
-    for position, logits in few.logits.items():
-        torch.testing.assert_close(logits, all_.logits[position], rtol=1e-5, atol=1e-4)
+    attention = attention_for(model.spec, 8, 8, kernels)
+    rows = [([1, 2, 3], 0, [1]), ([4, 5], 0, [2])]
+
+    def forward(logits_rows: list[int], hidden_rows: list[int] | None) -> tuple[torch.Tensor, Any]:
+        batch = build_batch(rows, 8, num_decodes=0, logits_rows=logits_rows)
+        if hidden_rows is not None:
+            batch.hidden_rows = torch.tensor(hidden_rows, dtype=torch.int64)
+        return model.forward(batch, attention), batch.hidden
+
+    every, nothing = forward([0, 1, 2, 3, 4], None)
+    logits, _ = forward([2, 4], None)
+    assert nothing is None
+    torch.testing.assert_close(logits, every[[2, 4]], rtol=1e-5, atol=1e-4)
+    none, hidden = forward([], [4, 0, 2])
+    assert none.shape == (0, model.spec.vocab_size)
+    assert (hidden.shape, hidden.dtype) == ((3, model.spec.hidden_size), torch.float32)
+    both, same = forward([2, 4], [4, 0, 2])
+    assert torch.equal(both, logits)
+    assert torch.equal(same, hidden)
+    if kernels == "native":
+        with pytest.raises(Exception, match="hidden_rows"):
+            forward([], [5])
 
 
 @pytest.mark.parametrize(

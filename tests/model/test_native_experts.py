@@ -14,8 +14,6 @@ from aioinfer.checkpoint.tensors import SafetensorsTensors
 from aioinfer.cli.doctor import examine
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
-from aioinfer.model.attention.native_attention import NativeAttention
-from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.backend import Backend
 from aioinfer.model.decoder import Decoder
 from aioinfer.model.inspection import LoadOptions
@@ -27,17 +25,14 @@ from aioinfer.model.moe.sparse import SparseMLP, StoredExperts
 from aioinfer.model.native import NativeDecoder
 from aioinfer.model.weights import Weights
 from aioinfer.native.bindings import InvalidArguments, ThreadPool
-from tests.model.block_models import Plain, Rows, block_config, write_checkpoint, write_config
+from tests.model.block_models import block_config, write_config
 from tests.model.harness import build_batch, make_pool
 from tests.model.mixtures import Mixture, by_native
-from tests.model.test_block_diffusion import SHAPES, run, tokens
-from tests.model.test_routing import plain_grouped, plain_softmax
+from tests.model.test_block_diffusion import WIDE, native_attention, tokens
 
 pytestmark = pytest.mark.native
 CPU = torch.device("cpu")
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-#: what native layers take: multiples of 16
-WIDE = {"intermediate_size": 48, "moe_intermediate_size": 16}
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -64,37 +59,6 @@ def sigmoid(*rule: Any, hidden: int = 32, bias: float | None = 0.3) -> GroupedSi
     return GroupedSigmoidRouter(noise(num_experts, hidden), extra, *rest)
 
 
-def listed(rule: Rule, hidden: torch.Tensor) -> list[dict[int, float]]:
-    """Expert to weight of every token, as the rule is written."""
-    logits = (hidden.double() @ rule.weight.double().T).tolist()
-    if isinstance(rule, SoftmaxRouter):
-        return [plain_softmax(row, rule.top_k, rule.normalize) for row in logits]
-    bias = [0.0] * len(rule.weight) if rule.bias is None else rule.bias.double().tolist()
-    groups = rule.num_groups, rule.top_groups
-    return [plain_grouped(row, bias, rule.top_k, *groups, rule.scale, rule.normalize) for row in logits]
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [
-        softmax(128, 8),
-        softmax(8, 2, normalize=False),
-        softmax(5, 5),
-        softmax(1, 1),
-        sigmoid(256, 8, 8, 4, True, 2.5),
-        sigmoid(256, 8, 8, 4, True, 2.5, bias=-2.0),
-        sigmoid(64, 6, 1, 1, False, 1.0, bias=None),
-        sigmoid(16, 3, 16, 4, True, 1.0),
-        sigmoid(12, 4, 3, 1, False, 2.0),
-    ],
-)
-def test_routers_follow_their_rules(rule: Rule) -> None:
-    hidden = noise(50, 32, seed=1)
-    weights, experts = NativeRouter(ThreadPool(2), rule, torch.float32)(hidden)
-    for w, e, expected in zip(weights.tolist(), experts.tolist(), listed(rule, hidden), strict=True):
-        assert dict(zip(e, w, strict=True)) == pytest.approx(expected, rel=1e-5)
-
-
 @pytest.mark.parametrize("rule", [softmax(9, 3), sigmoid(9, 3, 3, 2, True, 1.0, bias=None)])
 def test_of_equal_experts_the_first(rule: Rule) -> None:
     """Three different experts, three times."""
@@ -108,21 +72,6 @@ def test_of_equal_experts_the_first(rule: Rule) -> None:
     else:
         # Groups are equal, too: the first two of three are open.
         assert torch.equal(experts[:, 1], best + 3)
-
-
-@pytest.mark.parametrize("rule", [softmax(8, 3), sigmoid(8, 3, 4, 2, True, 2.5)])
-@pytest.mark.parametrize("junk", [float("nan"), float("inf"), float("-inf")])
-def test_a_token_that_is_no_number_goes_somewhere(rule: Rule, junk: float) -> None:
-    router, hidden = NativeRouter(ThreadPool(1), rule, torch.float32), noise(20, 32, seed=1)
-    clean = router(hidden)
-    hidden[2] = junk
-    hidden[4, 3] = junk
-    weights, experts = router(hidden)
-    assert bool(((experts >= 0) & (experts < 8)).all())
-    assert all(len(set(row)) == 3 for row in experts.tolist())
-    others = [0, 1, 3, *range(5, 20)]
-    assert torch.equal(weights[others], clean[0][others])
-    assert torch.equal(experts[others], clean[1][others])
 
 
 @DTYPES
@@ -140,58 +89,16 @@ def test_a_token_has_the_same_bits_in_any_batch(dtype: torch.dtype) -> None:
     assert all(torch.equal(result, results[0]) for result in results)
 
 
-def over_pool(model: Any) -> Any:
-    """Native attention over as many pages as a pool has, with NaN in all of them."""
-
-    def make(pool: KVPool) -> NativeAttention:
-        pages, page_size = pool.keys[0].shape[:2]
-        spec = model.spec
-        attention = NativeAttention(
-            ThreadPool(2), spec.kv_layers,
-            num_pages=pages, page_size=page_size, dtype=spec.dtype,
-        )  # fmt: skip
-        for cells in attention._cells:
-            cells.fill_(float("nan"))
-        return attention
-
-    return make
-
-
-def prepare(path: Path, config: dict[str, Any], block: int, **settings: Any) -> Rows:
-    tensors = write_checkpoint(path, config)
-    size = block if "mask_token_id" in config else None
-    model = load_model(path, LoadOptions(dtype="float32", device=CPU, block_size=size, **settings))
-    return Rows(model, Plain(config, tensors, block), attention=over_pool(model))
-
-
-QWEN3 = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "mask_token_id": None}
-FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
-    **{f"llada2-{name}": (8, SHAPES[name]) for name in SHAPES if "quarter" not in name and name != "dense"},
-    "sdar": (4, {"family": "sdar_moe"}),
-    "sdar-tied": (4, {"family": "sdar_moe", "num_key_value_heads": 1, "tie_word_embeddings": True}),
-    "qwen3": (1, {"family": "sdar_moe", **QWEN3}),
-    "qwen3-without-norm": (1, {"family": "sdar_moe", **QWEN3, "norm_topk_prob": False}),
-}
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_every_family_is_what_its_description_says(tmp_path: Path, name: str) -> None:
-    block, changes = FAMILIES[name]
-    rows = prepare(tmp_path, block_config(**WIDE, **changes), block)
-    assert isinstance(rows.model, NativeDecoder)
-    assert rows.model.spec.expert_kernels == "native"
-    if block > 1:
-        run(rows, block)
-        return
-    rows.step([("a", 0, tokens(20, 1)), ("b", 0, tokens(1, 2))])
-    rows.step([("a", 20, tokens(1, 3)), ("b", 1, tokens(1, 4)), ("c", 0, tokens(33, 5))])
-    rows.step([("c", 33, tokens(1, 6)), ("b", 2, tokens(1, 7))])
-
-
 @DTYPES
 def test_the_same_as_layer_by_layer(tmp_path: Path, dtype: torch.dtype) -> None:
     """With dense layers between sparse ones, whose inner size is another."""
-    changes = {**QWEN3, "num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+    changes: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    changes |= {
+        "num_hidden_layers": 4,
+        "decoder_sparse_step": 2,
+        "mlp_only_layers": [3],
+        "mask_token_id": None,
+    }
     write_config(tmp_path, block_config("sdar_moe", **WIDE, **changes))
     name = str(dtype).removeprefix("torch.")
     batch = build_batch(
@@ -202,7 +109,7 @@ def test_the_same_as_layer_by_layer(tmp_path: Path, dtype: torch.dtype) -> None:
         settings: dict[str, Any] = {"dtype": name, "load_format": "random", "experts": experts}
         model = load_model(tmp_path, LoadOptions(device=CPU, **settings))
         assert isinstance(model, kind)
-        logits.append(model.forward(batch, over_pool(model)(make_pool(model.spec, 4, 16))).float())
+        logits.append(model.forward(batch, native_attention(make_pool(model.spec, 4, 16))).float())
     bound = 1e-5 if dtype == torch.float32 else 0.05
     torch.testing.assert_close(*logits, rtol=bound, atol=bound * float(logits[1].abs().max()))
 

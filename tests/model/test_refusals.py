@@ -58,7 +58,10 @@ FILES = [
     ("qwen3", write("config.json", "{"), "cannot be read"),
     ("qwen3", write("generation_config.json", "{"), "generation_config.json"),
     ("qwen3", write(INDEX, "{"), "index.json cannot be read"),
-    ("qwen3", write(INDEX, "{}"), "no weight_map"),
+    *(
+        ("qwen3", write(INDEX, json.dumps({"weight_map": wrong})), "has no weight_map")
+        for wrong in (None, [], {"a": 5}, {"a": "../model.safetensors"}, {"a": None}, {"a": "x.bin"})
+    ),
     (
         "qwen3",
         write(INDEX, '{"weight_map": {"a": "gone.safetensors"}}'),
@@ -114,6 +117,10 @@ CONFIGS = [
     ("olmo2", {"num_key_value_heads": 3}, "4 heads of queries are no multiple of 3 heads of keys"),
     ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers of the config has 1 entries for 3 layers"),
     ("llama-mqa", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers"),
+    *(
+        ("qwen3", {"vocab_size": value}, r"^model: vocab_size in config\.json must be an integer in \[1, ")
+        for value in (-1, 0, 1.5, "x", 10**30, [], True)
+    ),
     ("gemma4-keys", {"use_bidirectional_attention": "all"}, "bidirectional attention is not supported"),
     ("gemma4-shared", {"num_kv_shared_layers": 6}, "6 of 6 layers share keys and values"),
     ("gemma4-shared", {"num_kv_shared_layers": 5}, "no layer of full_attention has the keys"),

@@ -11,7 +11,9 @@ import torch
 
 from aioinfer.model.backend import Backend
 from aioinfer.model.kernels import make_router
-from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
+from aioinfer.model.moe.native_experts import NativeRouter
+from aioinfer.model.moe.routing import GroupedSigmoidRouter, Router, SoftmaxRouter
+from aioinfer.native.bindings import ThreadPool
 from tests.model.kernels import DEVICES, interpreted_on, kernels_or_skip
 from tests.tiers import grid
 
@@ -23,7 +25,7 @@ class Follow:
     """Follows rules by one kind of kernels, on one device."""
 
     def __init__(self, kernels: str) -> None:
-        self.triton = kernels != "torch"
+        self.kernels, self.triton = kernels, kernels not in ("torch", "native")
         self.device = "cuda" if kernels == "cuda" else "cpu"
         #: the interpreter takes some 30 ms for a token
         self.tokens = 5 if self.triton and interpreted_on(self.device) else 50
@@ -34,18 +36,23 @@ class Follow:
             for field in dataclasses.fields(rule)
             if isinstance(getattr(rule, field.name), torch.Tensor)
         }
-        router = make_router(
-            dataclasses.replace(rule, **tensors), Backend("triton" if self.triton else "grouped", "a test")
-        )
-        assert isinstance(router, type(rule)) != self.triton
+        rule = dataclasses.replace(rule, **tensors)
+        if self.kernels == "native":
+            router: Router = NativeRouter(ThreadPool(2), rule, hidden.dtype)
+        else:
+            router = make_router(rule, Backend("triton" if self.triton else "grouped", "a test"))
+        assert isinstance(router, type(rule)) == (self.kernels == "torch")
         with np.errstate(invalid="ignore"):
             weights, experts = router(hidden.to(self.device))
         return weights.cpu(), experts.cpu()
 
 
-@pytest.fixture(params=["torch", *DEVICES])
+NATIVE = pytest.param("native", marks=pytest.mark.native)
+
+
+@pytest.fixture(params=["torch", NATIVE, *DEVICES])
 def follow(request: pytest.FixtureRequest) -> Follow:
-    if request.param != "torch":
+    if request.param not in ("torch", "native"):
         kernels_or_skip(request.param)
     return Follow(request.param)
 
@@ -163,12 +170,12 @@ def test_a_token_that_is_no_number_goes_somewhere_and_harms_no_other(
 
 @both_rules
 def test_half_precision_and_no_tokens(follow: Follow, make: Callable[[torch.Tensor], Rule]) -> None:
-    """Softmax has weights of the tokens' type, sigmoids float32."""
+    """Softmax has weights of the tokens' type, sigmoids and native kernels float32."""
     rule = make(noise(8, HIDDEN).bfloat16())
     hidden = noise(follow.tokens, HIDDEN, seed=1).bfloat16()
     weights, experts = follow(rule, hidden)
     softmax = isinstance(rule, SoftmaxRouter)
-    assert weights.dtype == (torch.bfloat16 if softmax else torch.float32)
+    assert weights.dtype == (torch.bfloat16 if softmax and follow.kernels != "native" else torch.float32)
     assert all(len(set(row)) == 3 for row in experts.tolist())
     torch.testing.assert_close(
         weights.sum(-1, dtype=torch.float32),
@@ -196,7 +203,7 @@ def test_groups_that_are_no_powers_of_two_are_left_to_torch() -> None:
         assert (make_router(rule, triton) is rule) == (top_groups == 2)
 
 
-@pytest.mark.parametrize("follow", DEVICES, indirect=True)
+@pytest.mark.parametrize("follow", [NATIVE, *DEVICES], indirect=True)
 @both_rules
 def test_a_token_has_the_same_bits_in_any_company(
     follow: Follow, make: Callable[[torch.Tensor], Rule]
@@ -205,7 +212,7 @@ def test_a_token_has_the_same_bits_in_any_company(
     test_triton_experts."""
     rule, hidden = make(noise(8, 100)), noise(20, 100, seed=1)
     together = follow(rule, hidden)
-    some = [16, 17] if interpreted_on(follow.device) else [19]
+    some = [16, 17] if follow.triton and interpreted_on(follow.device) else [19]
     for got, wanted in zip(follow(rule, hidden[some]), together, strict=True):
         assert torch.equal(got, wanted[some])
 

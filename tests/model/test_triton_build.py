@@ -34,13 +34,15 @@ def _loads() -> None:
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bool]]:
     """Which programs and packages there are: those that a test sets."""
-    have = {"gcc": True, "clang": False, "ziglang": False}
+    have = {"gcc": True}
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(triton_build.shutil, "which", lambda name: name if have.get(name) else None)
     monkeypatch.setattr(
         triton_build.importlib.util,
         "find_spec",
-        lambda name: (find_spec(name) if have["ziglang"] else None) if name == "ziglang" else find_spec(name),
+        lambda name: (
+            (find_spec(name) if "ziglang" in have else None) if name == "ziglang" else find_spec(name)
+        ),
     )
     monkeypatch.setattr(triton.knobs.build, "impl", None)
     monkeypatch.setattr(triton_build, "_load_driver", _loads)
@@ -50,46 +52,41 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, bool]]:
     build_unsupported.cache_clear()
 
 
-def test_a_machine_without_a_compiler_is_told_so(
-    machine: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert build_unsupported() is None
-    machine["gcc"] = False
-    build_unsupported.cache_clear()
-    reason = "Triton needs a C compiler, and there is no gcc, clang, nor the package ziglang"
+NEEDED = "Triton needs a C compiler, and there is no {}"
+
+
+@pytest.mark.parametrize(
+    ("there", "named", "reason", "by_zig"),
+    [
+        (["gcc"], None, None, False),
+        (["clang"], None, None, False),
+        ([], None, NEEDED.format("gcc, clang, nor the package ziglang"), False),
+        # What is named is what Triton takes, and nothing else.
+        (["gcc"], "my-compiler", NEEDED.format("my-compiler"), False),
+        (["my-compiler"], "my-compiler", None, False),
+        (["ziglang"], None, None, True),
+        (["gcc", "ziglang"], None, None, False),
+    ],
+)
+def test_a_compiler_is_found_or_named(
+    machine: dict[str, bool], monkeypatch: pytest.MonkeyPatch,
+    there: list[str], named: str | None, reason: str | None, by_zig: bool,
+) -> None:  # fmt: skip
+    if "ziglang" in there:
+        pytest.importorskip("ziglang", reason="the package ziglang is not installed")
+    if named is not None:
+        monkeypatch.setenv("CC", named)
+    machine.clear()
+    machine.update(dict.fromkeys(there, True))
     assert build_unsupported() == reason
-    machine["clang"] = True
+    assert (triton.knobs.build.impl is not None) == by_zig
+    machine.clear()
     assert build_unsupported() == reason, "it is found out once"
-    build_unsupported.cache_clear()
-    assert build_unsupported() is None
-    # What is named is what Triton takes, and nothing else.
-    monkeypatch.setenv("CC", "my-compiler")
-    build_unsupported.cache_clear()
-    assert build_unsupported() == "Triton needs a C compiler, and there is no my-compiler"
-    machine["my-compiler"] = True
-    build_unsupported.cache_clear()
-    assert build_unsupported() is None
-    assert triton.knobs.build.impl is None
 
 
-def test_ziglang_compiles_where_nothing_else_does(machine: dict[str, bool]) -> None:
-    pytest.importorskip("ziglang", reason="the package ziglang is not installed")
-    machine["ziglang"] = True
-    assert build_unsupported() is None
-    assert triton.knobs.build.impl is None, "Triton's own compiler comes first"
-    machine["gcc"] = False
-    build_unsupported.cache_clear()
-    assert build_unsupported() is None
-    assert triton.knobs.build.impl is not None
-
-
-def test_a_build_that_somebody_has_chosen_stays(
-    machine: dict[str, bool], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def own(*arguments: object) -> str:
-        raise AssertionError
-
-    machine["gcc"] = False
+def test_a_build_that_was_chosen_stays(machine: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    own = object()
+    machine.clear()
     monkeypatch.setattr(triton.knobs.build, "impl", own)
     assert build_unsupported() is None
     assert triton.knobs.build.impl is own

@@ -17,7 +17,7 @@ from aioinfer.native.processor import MODELLED
 _ROOT = Path(__file__).parents[2]
 _SOURCE = _ROOT / "aioinfer" / "native" / "source"
 #: The tests of compilers and of engines without kernels do not depend on the build.
-_TESTS = ["tests/native", "tests/model/test_isolation.py"]
+_TESTS = ["tests/native", "tests/model/test_oracle.py::test_mixed_with_staggered_arrivals"]
 _TESTS += [f"--ignore=tests/native/test_{name}.py" for name in ("build", "build_cache", "processor", "tiles")]
 #: Checks for undefined behaviour make too much code of the many tile sizes of AVX-512.
 _ADDRESS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address"
