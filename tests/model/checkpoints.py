@@ -10,19 +10,14 @@ from typing import Any
 import torch
 import transformers
 
+from tests.model.harness import Driver, load
+
 VOCAB = 211
 _SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 80,
-    "max_position_embeddings": 256,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
+    "vocab_size": VOCAB, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 256,
+    **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id")),
+}  # fmt: skip
 
 
 def _rope(kind: str, **parameters: Any) -> dict[str, Any]:
@@ -158,75 +153,39 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-rope-dynamic": ("Llama", _rope("dynamic", factor=2.0)),
     "llama-gelu": ("Llama", {"hidden_act": "gelu"}),
 }
-# fmt: on
 _DELTA = {
-    "hidden_size": 64,
-    "head_dim": 32,
-    "num_hidden_layers": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 48,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    "hidden_size": 64, "head_dim": 32, "num_hidden_layers": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 48, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     **_rope("default", partial_rotary_factor=0.25),
 }
 _DELTA_EXPERTS = {
-    "num_experts": 6,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 32,
+    "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 48,
 }
 _CONV = {"hidden_size": 64, "head_dim": 16, "num_hidden_layers": 4, "block_multiple_of": 16}
+_CONV_TYPES = ["conv", "full_attention", "conv", "conv"]
 #: families with layers that have recurrent state; all own, and of sizes that native kernels compute
 RECURRENT: dict[str, tuple[str, dict[str, Any]]] = {
-    "lfm2": ("Lfm2", {**_CONV, "layer_types": ["conv", "full_attention", "conv", "conv"]}),
-    "lfm2-biases": (
-        "Lfm2",
-        {
-            **_CONV,
-            "layer_types": ["full_attention", "conv", "full_attention", "conv"],
-            "conv_bias": True,
-            "conv_L_cache": 4,
-            "block_auto_adjust_ff_dim": False,
-            "norm_eps": 0.05,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "lfm2-moe": (
-        "Lfm2Moe",
-        {
-            **_CONV,
-            "layer_types": ["conv", "full_attention", "conv", "conv"],
-            "num_dense_layers": 1,
-            "num_experts": 6,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 32,
-            "routed_scaling_factor": 1.5,
-        },
-    ),
+    "lfm2": ("Lfm2", {**_CONV, "layer_types": _CONV_TYPES}),
+    "lfm2-biases": ("Lfm2",
+        {**_CONV, "layer_types": ["full_attention", "conv", "full_attention", "conv"], "conv_bias": True,
+        "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "norm_eps": 0.05,
+        "tie_word_embeddings": False}),
+    "lfm2-moe": ("Lfm2Moe",
+        {**_CONV, "layer_types": _CONV_TYPES, "num_dense_layers": 1, "num_experts": 6,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "routed_scaling_factor": 1.5}),
     "qwen3.5": ("Qwen3_5", _DELTA),
     # As many heads of keys as of values, columns that are no pairs of vectors, and biases.
-    "qwen3.5-equal": (
-        "Qwen3_5",
-        {
-            **_DELTA,
-            "linear_key_head_dim": 32,
-            "linear_value_head_dim": 16,
-            "linear_num_key_heads": 3,
-            "linear_num_value_heads": 3,
-            "linear_conv_kernel_dim": 2,
-            "attention_bias": True,
-            "tie_word_embeddings": True,
-            "num_key_value_heads": 1,
-            "rms_norm_eps": 0.05,
-        },
-    ),
+    "qwen3.5-equal": ("Qwen3_5",
+        {**_DELTA, "linear_key_head_dim": 32, "linear_value_head_dim": 16, "linear_num_key_heads": 3,
+        "linear_num_value_heads": 3, "linear_conv_kernel_dim": 2, "attention_bias": True,
+        "tie_word_embeddings": True, "num_key_value_heads": 1, "rms_norm_eps": 0.05}),
     "qwen3.5-moe": ("Qwen3_5Moe", {**_DELTA, **_DELTA_EXPERTS}),
-    "qwen3-next": (
-        "Qwen3Next",
-        {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [2], "norm_topk_prob": False},
-    ),
+    "qwen3-next": ("Qwen3Next",
+        {**_DELTA, **_DELTA_EXPERTS, "mlp_only_layers": [2], "norm_topk_prob": False}),
 }
+# fmt: on
 _OWN = {
     *("Gemma", "Gemma2", "Gemma3", "Gemma4", "Glm4", "Llama", "Mistral", "Mixtral", "Olmo2", "Olmo3", "Phi3"),
     *("GPT2", "GptOss", "Qwen2", "Qwen3", "Qwen3Moe", "SmolLM3"),
@@ -333,6 +292,17 @@ def greedy_each(
         ids if len(ids) == length else greedy(model, prompt, length, ids)
         for ids, (prompt, length, _) in zip(_agreed(model, asked), asked, strict=True)
     ]
+
+
+def assert_greedy(
+    path: Path, prompts: Sequence[Sequence[int]], tokens: int, *oracles: Any, chunk: int = 5, **options: Any
+) -> None:
+    """A checkpoint continues prompts as transformers' models do."""
+    model, kernels = load(path, **options), options.get("kernels", "auto")
+    driven = Driver(model, chunk=chunk, kernels=kernels).run(prompts, tokens)
+    found = [sequence.ids[sequence.prompt_len :] for sequence in driven]
+    for oracle in oracles:
+        assert found == greedy_each(oracle, prompts, tokens, found)
 
 
 def _agreed(model: Any, asked: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> list[list[int]]:

@@ -44,6 +44,11 @@ def made(kernel: str, device: str, task: Mixture) -> Any:
     return (LoopExperts if kernel == "loop" else GroupedExperts)(task.stack)
 
 
+def test_sizes_that_torch_does_not_take_are_looped_over() -> None:
+    task = Mixture.make(5, hidden=18, middle=7)
+    task.check(compute("loop", "cpu", task))
+
+
 def compute(kernel: str, device: str, task: Mixture) -> torch.Tensor:
     result: torch.Tensor = made(kernel, device, task)(task.hidden, task.weights, task.experts)
     return result

@@ -5,18 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aioinfer.errors import ConfigError
-from aioinfer.model import kernels as backends
-from aioinfer.model.backend import Backend
-from aioinfer.model.kernels import choose_experts, make_experts
 from aioinfer.model.linear import TorchLinear
 from aioinfer.model.mlp import GatedMLP
 from aioinfer.model.moe.experts import ExpertWeights, GroupedExperts, LoopExperts
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP
 from aioinfer.model.operations.torch_operations import TorchOperations
-from tests.model.kernels import assert_close
-from tests.model.mixtures import Mixture
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KINDS = pytest.mark.parametrize("kind", [GroupedExperts, LoopExperts])
@@ -76,42 +70,3 @@ def test_a_block_of_deepseek(kind: type[GroupedExperts] | type[LoopExperts], dty
     )
     ours = SparseMLP(router, kind(stack), shared_mlp)
     assert_near(ours(hidden), block(hidden[None])[0])
-
-
-def test_sizes_that_torch_does_not_take_are_looped_over() -> None:
-    assert choose_experts(CPU, 48, 24, torch.float32) == Backend("grouped", "the layers are not native")
-    assert choose_experts(CPU, 48, 24, torch.bfloat16).name == "grouped"
-    odd = choose_experts(CPU, 48, 22, torch.float32)
-    assert odd == Backend("loop", "the layers are not native, and sizes 48 and 22 are no multiples of 4")
-    task = Mixture.make(5, hidden=18, middle=7)
-    assert_close(
-        make_experts(task.stack, odd)(task.hidden, task.weights, task.experts), task.expected(), torch.float32
-    )
-
-
-def test_a_torch_without_grouped_multiplication_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object) -> torch.Tensor:
-        raise RuntimeError("not here\nlong story")
-
-    monkeypatch.setattr(backends, "grouped_mm", refuse)
-    backend = choose_experts(CPU, 48, 24, torch.float32)
-    assert backend == Backend("loop", "the layers are not native, and torch says: not here")
-    with pytest.raises(ConfigError, match="grouped was asked for, and torch says: not here"):
-        choose_experts(CPU, 48, 24, torch.float32, "grouped")
-
-
-def test_what_is_asked_for_is_taken_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert choose_experts(CPU, 48, 24, torch.float32, "loop") == Backend("loop", "asked for")
-    assert choose_experts(CPU, 48, 24, torch.float32, "grouped") == Backend("grouped", "asked for")
-    with pytest.raises(ConfigError, match="no multiples"):
-        choose_experts(CPU, 48, 22, torch.float32, "grouped")
-    with pytest.raises(ConfigError, match="triton was asked for, and there are no kernels for float64"):
-        choose_experts(CPU, 48, 24, torch.float64, "triton")
-
-
-def test_on_cuda_triton_is_first_and_grouped_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    reasons = iter([None, "triton is not installed"])
-    monkeypatch.setattr(backends, "triton_unsupported", lambda device: next(reasons))
-    monkeypatch.setattr(backends, "_grouped_unsupported", lambda *args: None)
-    assert choose_experts(CUDA, 48, 24, torch.bfloat16) == Backend("triton", "the device is CUDA")
-    assert choose_experts(CUDA, 48, 24, torch.bfloat16) == Backend("grouped", "triton is not installed")

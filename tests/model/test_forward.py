@@ -18,7 +18,8 @@ from aioinfer.model.norm import Norm
 from aioinfer.model.operations.torch_operations import TorchOperations
 from tests.model.checkpoints import IN_ENGINES, RECURRENT, VOCAB
 from tests.model.harness import Driver, attention_for, build_batch, require
-from tests.tiers import points
+from tests.model.kernels import kernels_or_skip
+from tests.tiers import SLOW_MODEL, nightly, points
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
@@ -28,6 +29,8 @@ ROUNDED = ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3", "gpt2-wide", "o
 ROUNDED += ["gemma2", "gemma3", "gemma4-shared", "gemma4-keys", "olmo2", "olmo3", "glm4", "smollm3"]
 #: of those with experts, rounding changes the choice
 ROUNDED += [name for name in RECURRENT if "moe" not in name and name != "qwen3-next"]
+BY_TRITON = ["qwen3", "mistral-window", "gemma2", "gemma3", "olmo3", "glm4", "smollm3", "gpt-oss"]
+BY_TRITON += ["gemma4-shared", "qwen3-moe", "gemma4-experts"]
 ROUNDED_IN_ENGINES = [pair for pair in IN_ENGINES if pair[0] in ROUNDED]
 
 
@@ -81,6 +84,21 @@ def test_ids_equal_generate_and_every_logit_and_hidden_state_is_close(
             got = torch.stack([found[position] for position in range(len(wanted))])
             assert got.dtype == torch.float32
             torch.testing.assert_close(got, wanted, rtol=bound, atol=bound * float(wanted.abs().max()))
+
+
+@nightly(SLOW_MODEL)
+@pytest.mark.parametrize("family", BY_TRITON)
+def test_ids_of_kernels_in_triton_equal_transformers(checkpoint: Checkpoint, family: str) -> None:
+    """Interpreted; compiled ones have tests/model/test_cuda.py."""
+    kernels_or_skip("cpu")
+    path, oracle = checkpoint(family)
+    model = load_model(path, LoadOptions(dtype="float32", device=CPU, kernels="triton", experts="triton"))
+    assert (model.spec.layer_kernels, model.spec.expert_kernels or "triton") == ("triton", "triton")
+    batch = prompts(2, (11, 2, 17))
+    for prompt, sequence in zip(
+        batch, Driver(model, chunk=8, kernels="triton").run(batch, 3, gap=1), strict=True
+    ):
+        assert sequence.ids == generate(oracle, tuple(prompt), 3)
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -16,8 +16,7 @@ from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.mlp import GatedMLP
 from aioinfer.model.moe.sparse import SparseMLP
 from tests.model import harness
-from tests.model.checkpoints import greedy, make_checkpoint
-from tests.model.harness import Driver
+from tests.model.checkpoints import assert_greedy, make_checkpoint
 
 CPU = torch.device("cpu")
 
@@ -33,9 +32,7 @@ def test_one_by_one_stacked_or_sharded(tmp_path: Path, save: dict[str, Any]) -> 
     assert ("model.layers.1.mlp.experts.gate_up_proj" in names) == ("save_original_format" in save)
     model = load(tmp_path)
     assert model.spec.num_parameters == sum(parameter.numel() for parameter in oracle.parameters())
-    prompt = [3, 1, 4, 1, 5]
-    (sequence,) = Driver(model, chunk=4).run([prompt], 6)
-    assert sequence.ids[5:] == greedy(oracle, prompt, 6)
+    assert_greedy(tmp_path, [[3, 1, 4, 1, 5]], 6, oracle, dtype="auto")
 
 
 @pytest.mark.parametrize(

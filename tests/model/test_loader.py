@@ -15,9 +15,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.model.native import NativeDecoder
-from aioinfer.params import SamplingParams
 from tests.model import harness
-from tests.model.checkpoints import greedy, make_checkpoint
+from tests.model.checkpoints import assert_greedy, greedy, make_checkpoint
 from tests.model.harness import Driver
 
 CPU = torch.device("cpu")
@@ -34,9 +33,7 @@ def test_sharded_files_load_like_a_single_one(tmp_path: Path) -> None:
     load(tmp_path, lambda *args: seen.append(args))
     assert seen[-1][0] == "weights"
     assert seen[-1][1] == seen[-1][2]
-    with LLM(EngineConfig(model=str(tmp_path), threads=1)) as llm:
-        (result,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=8))
-    assert result.token_ids == greedy(oracle, [1, 2, 3], 8)
+    assert_greedy(tmp_path, [[1, 2, 3]], 8, oracle)
 
 
 def test_the_checkpoint_says_its_dtype_unless_the_caller_does(tmp_path: Path) -> None:
@@ -49,6 +46,7 @@ def edit_config(**changes: Any) -> Callable[[Path], None]:
     def edit(path: Path) -> None:
         config = json.loads((path / "config.json").read_text())
         config.update(changes)
+        config = {name: value for name, value in config.items() if value is not None or name not in changes}
         (path / "config.json").write_text(json.dumps(config))
 
     return edit
@@ -71,12 +69,33 @@ def test_code_in_the_directory_is_neither_run_nor_asked_about(
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_window_in_the_config_of_a_family_without_windows_is_ignored(tmp_path: Path) -> None:
-    oracle = make_checkpoint("llama-gqa-tied", tmp_path)
-    edit_config(sliding_window=4)(tmp_path)
-    prompt = list(range(1, 20))
-    (sequence,) = Driver(load(tmp_path), chunk=5).run([prompt], 8)
-    assert sequence.ids[len(prompt) :] == greedy(oracle, prompt, 8)
+def _as_released(stated: dict[str, Any]) -> dict[str, Any]:
+    (heads,) = {json.dumps(each) for each in stated["per_layer_config"].values()}
+    assert json.loads(heads) == {"head_dim": 32, "num_key_value_heads": 1}
+    return {"per_layer_config": None, "global_head_dim": 32, "num_global_key_value_heads": 1}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        # A window of a family without windows, and fields that the code of a model type does not read.
+        ("llama-gqa-tied", {"sliding_window": 4}),
+        ("gpt2-wide", {"head_dim": 32, "num_key_value_heads": 2}),
+        # Gemma 3 has no cap of scores; a rotation beside those of types of layers is not used.
+        ("gemma3", {"attn_logit_softcapping": 1.0}),
+        ("gemma3", {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0}}),
+        # Images, of which there are none, may attend both ways.
+        ("gemma4-keys", {"use_bidirectional_attention": "vision"}),
+        # Releases state the heads of global layers by themselves.
+        ("gemma4-keys", _as_released),
+    ],
+)
+def test_a_config_is_read_as_transformers_reads_it(tmp_path: Path, family: str, changes: Any) -> None:
+    oracle = make_checkpoint(family, tmp_path)
+    stated = json.loads((tmp_path / "config.json").read_text())
+    edit_config(**(changes(stated) if callable(changes) else changes))(tmp_path)
+    wanted = type(oracle).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    assert_greedy(tmp_path, [list(range(1, 20))], 8, wanted)
 
 
 def test_weights_in_the_right_dtype_stay_mapped(tmp_path: Path) -> None:
@@ -150,27 +169,3 @@ def test_a_head_of_its_own_is_used_though_the_config_says_tied(tmp_path: Path, f
         found.append(sequence.ids[len(prompt) :])
         assert found[-1] == greedy(wanted, prompt, 8)
     assert found[0] != found[1]
-
-
-def test_fields_that_the_code_of_a_model_type_does_not_read_are_not_believed(tmp_path: Path) -> None:
-    oracle = make_checkpoint("gpt2-wide", tmp_path)
-    edit_config(head_dim=32, num_key_value_heads=2)(tmp_path)
-    (sequence,) = Driver(load(tmp_path), chunk=5).run([[1, 2, 3]], 6)
-    assert sequence.ids[3:] == greedy(oracle, [1, 2, 3], 6)
-
-
-def test_a_soft_cap_in_the_config_of_gemma_3_is_not_one_of_scores(tmp_path: Path) -> None:
-    oracle = make_checkpoint("gemma3", tmp_path)
-    edit_config(attn_logit_softcapping=1.0)(tmp_path)
-    (sequence,) = Driver(load(tmp_path), chunk=5).run([[1, 2, 3]], 6)
-    assert sequence.ids[3:] == greedy(oracle, [1, 2, 3], 6)
-
-
-def test_a_rotation_beside_those_of_types_of_layers_is_not_used(tmp_path: Path) -> None:
-    """What transformers makes of a config with one rotation: that, and defaults for each type."""
-    oracle = make_checkpoint("gemma3", tmp_path)
-    edit_config(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 100.0})(tmp_path)
-    wanted = type(oracle).from_pretrained(tmp_path).eval()
-    prompt = list(range(1, 20))
-    (sequence,) = Driver(load(tmp_path), chunk=5).run([prompt], 6)
-    assert sequence.ids[len(prompt) :] == greedy(wanted, prompt, 6)

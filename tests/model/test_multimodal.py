@@ -16,15 +16,12 @@ from aioinfer.cli.doctor import examine
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.llm import LLM
 from aioinfer.model.inspection import LoadOptions, inspect_model
 from aioinfer.model.transformers_model import TransformersLM
-from aioinfer.native.bindings import native_unsupported
-from aioinfer.params import SamplingParams
 from tests.checkpoint.test_formats import FORMATS, fp8_blocks
 from tests.model import harness
-from tests.model.checkpoints import VOCAB, greedy_each
-from tests.model.harness import Driver, require
+from tests.model.checkpoints import VOCAB, assert_greedy
+from tests.model.harness import require
 from tests.model.multimodal_models import (
     IMAGE,
     MODELS,
@@ -52,25 +49,9 @@ PROMPTS = [
 ]
 
 
-def ids(path: Path, kernels: str = "sdpa", **settings: Any) -> list[list[int]]:
-    config = EngineConfig(
-        model=str(path),
-        dtype="float32",
-        num_pages=64,
-        page_size=8,
-        threads=1,
-        chunk_size=7,
-        attention_backend=kernels,  # type: ignore[arg-type]
-        **settings,
-    )
-    with LLM(config) as llm:
-        results = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=TOKENS))
-    return [list(result.token_ids) for result in results]
-
-
-def assert_greedy(found: list[list[int]], *oracles: Any) -> None:
-    for oracle in oracles:
-        assert found == greedy_each(oracle, PROMPTS, TOKENS, found)
+def check(path: Path, *oracles: Any, kernels: Any = "sdpa", **options: Any) -> None:
+    """The text part continues texts as a whole model does."""
+    assert_greedy(path, PROMPTS, TOKENS, *oracles, chunk=7, kernels=kernels, **options)
 
 
 def load(path: Path, **options: Any) -> Any:
@@ -109,17 +90,14 @@ def test_the_text_part_continues_a_text_as_the_whole_model_does(
     assert model.spec.architecture.endswith("ForCausalLM")
     monkeypatch.undo()
     for kernels in ("sdpa", "native"):
-        if kernels == "native" and native_unsupported() is not None:
-            continue
-        driver = Driver(load(tmp_path, kernels=kernels), chunk=7, kernels=kernels)
-        sequences = driver.run(PROMPTS, TOKENS)
-        assert_greedy([sequence.ids[sequence.prompt_len :] for sequence in sequences], oracle)
+        require(kernels)
+        check(tmp_path, oracle, kernels=kernels)
 
 
 @pytest.mark.parametrize("name", grid(["qwen3-vl", "mistral3"], sorted({*MODELS} - {"qwen3-vl", "mistral3"})))
 def test_the_text_part_runs_by_transformers_code_too(tmp_path: Path, name: str) -> None:
     oracle = make_wrapper(name, tmp_path)
-    assert_greedy(ids(tmp_path, transformers_fallback=True), oracle)
+    check(tmp_path, oracle, force_transformers=True)
 
 
 @pytest.mark.parametrize("naming", NAMINGS)
@@ -130,7 +108,7 @@ def test_every_naming_of_the_tensors_is_known(tmp_path: Path, name: str, naming:
     names = set(SafetensorsTensors(tmp_path).names)
     assert f"{NAMINGS[naming][0]}layers.1.mlp.up_proj.weight" in names
     assert any(each.startswith(f"{NAMINGS[naming][2]}vis") for each in names)
-    assert_greedy(ids(tmp_path), oracle)
+    check(tmp_path, oracle)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -151,35 +129,48 @@ def test_stacked_experts_are_known_either_way_round(tmp_path: Path, transposed: 
         edit_tensors(tmp_path, turned)
         # As transformers itself reads them.
         oracles.append(type(oracle).from_pretrained(tmp_path, dtype=torch.float32).eval())
-    assert_greedy(ids(tmp_path, kernels), *oracles)
+    check(tmp_path, *oracles, kernels=kernels)
+
+
+Encoded = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+def quantise(
+    path: Path, oracle: Any, chosen: Callable[[str], bool], encode: Callable[[torch.Tensor], Encoded]
+) -> None:
+    """Quantise tensors of the text in a checkpoint, and of the oracle, which then has the same. ``encode``:
+    to what is stored, by the ends of names, and to the numbers that it stands for."""
+
+    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {name: tensor for name, tensor in tensors.items() if not chosen(name)}
+        for name in tensors.keys() - found.keys():
+            parts, made = encode(tensors[name])
+            found |= {f"{name.removesuffix('.weight')}{end}": value for end, value in parts.items()}
+            with torch.no_grad():
+                text = oracle.model.language_model
+                text.get_parameter("layers." + name.split("layers.")[1]).copy_(made)
+        return found
+
+    edit_tensors(path, change)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
 def test_stacked_experts_of_8_bits_are_known_either_way_round(tmp_path: Path, transposed: bool) -> None:
     """With scales of blocks, which are turned as their experts are."""
     oracle = make_wrapper("qwen3-vl-moe", tmp_path)
-    layers = oracle.model.language_model
 
-    def small(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found = {}
-        for name, tensor in tensors.items():
-            if ".mlp.experts." not in name:
-                found[name] = tensor
-                continue
-            parts = [fp8_blocks(matrix, 32) for matrix in tensor]
-            made = torch.stack([each.weight for each in parts])
-            values = torch.stack([each.parts["weight"].view(torch.uint8) for each in parts])
-            scales = torch.stack([each.parts["weight_scale_inv"] for each in parts])
-            values, scales = ((each.mT if transposed else each).contiguous() for each in (values, scales))
-            found |= {name: values.view(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
-            with torch.no_grad():
-                layers.get_parameter("layers." + name.split("layers.")[1]).copy_(made)
-        return found
+    def small(tensor: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        parts = [fp8_blocks(matrix, 32) for matrix in tensor]
+        values = torch.stack([each.parts["weight"].view(torch.uint8) for each in parts])
+        scales = torch.stack([each.parts["weight_scale_inv"] for each in parts])
+        values, scales = ((each.mT if transposed else each).contiguous() for each in (values, scales))
+        stored = {"": values.view(torch.float8_e4m3fn), "_scale_inv": scales}
+        return stored, torch.stack([each.weight for each in parts])
 
-    edit_tensors(tmp_path, small)
+    quantise(tmp_path, oracle, lambda name: ".mlp.experts." in name, small)
     config = {"quant_method": "fp8", "weight_block_size": [32, 32]}
     edit_config(tmp_path, lambda stated: stated.update(quantization_config=config))
-    assert_greedy(ids(tmp_path), oracle)
+    check(tmp_path, oracle)
     assert inspect_model(tmp_path, LoadOptions(dtype="auto", device=CPU)).expert_float8
 
 
@@ -201,7 +192,7 @@ def test_a_head_of_its_own_counts_even_if_the_config_says_otherwise(
 
     edit_config(tmp_path, untold)
     again = type(oracle).from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert_greedy(ids(tmp_path, transformers_fallback=fallback), again, oracle)
+    check(tmp_path, again, oracle, force_transformers=fallback)
 
 
 def test_a_head_that_is_the_embedding_is_not_loaded_twice(tmp_path: Path) -> None:
@@ -237,7 +228,7 @@ def test_a_flat_config_is_known(tmp_path: Path, name: str) -> None:
     assert model.spec.eos_token_ids == {5}
     assert inspect_model(tmp_path, LoadOptions(dtype="auto", device=CPU)).dtype == torch.bfloat16
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": []}')
-    assert_greedy(ids(tmp_path), oracle)
+    check(tmp_path, oracle)
 
 
 @pytest.mark.parametrize(
@@ -326,34 +317,6 @@ def test_what_does_not_fit_is_refused(
 # -- quantised checkpoints ----------------------------------------------------------------------------
 
 
-def quantise(path: Path, oracle: Any, form: str, where: str) -> None:
-    """Quantise the projections of the text in a checkpoint, and of the oracle, which then has the same."""
-    config, encode, _ = FORMATS[form]
-    config = {**config, "ignore": ["re:.*visual.*", "re:.*vision_tower.*", "lm_head"]}
-    config["modules_to_not_convert"] = ["model.visual", "vision_tower", "multi_modal_projector", "lm_head"]
-    embeddings = oracle.model.language_model
-
-    def change(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        found = {}
-        for name, tensor in tensors.items():
-            if is_vision(name) or "_proj." not in name:
-                found[name] = tensor
-                continue
-            parts, made = encode(tensor)
-            module = name.removesuffix(".weight")
-            found |= {f"{module}.{part}": value for part, value in parts.items()}
-            with torch.no_grad():
-                embeddings.get_parameter("layers." + name.split("layers.")[1]).copy_(made)
-        return found
-
-    edit_tensors(path, change)
-
-    def state(stated: dict[str, Any]) -> None:
-        (stated if where == "outer" else stated["text_config"])["quantization_config"] = config
-
-    edit_config(path, state)
-
-
 @pytest.mark.parametrize(
     ("name", "form", "where"),
     [
@@ -366,11 +329,22 @@ def test_a_quantised_text_part_is_the_dequantised_one(
     tmp_path: Path, name: str, form: str, where: str
 ) -> None:
     oracle = make_wrapper(name, tmp_path)
-    quantise(tmp_path, oracle, form, where)
-    assert_greedy(ids(tmp_path), oracle)
+    config, encode, kept = FORMATS[form]
+    config = {**config, "ignore": ["re:.*visual.*", "re:.*vision_tower.*", "lm_head"]}
+    config["modules_to_not_convert"] = ["model.visual", "vision_tower", "multi_modal_projector", "lm_head"]
+
+    def state(stated: dict[str, Any]) -> None:
+        (stated if where == "outer" else stated["text_config"])["quantization_config"] = config
+
+    def parts(tensor: torch.Tensor) -> Encoded:
+        stored, made = encode(tensor)
+        return {f".{part}": value for part, value in stored.items()}, made
+
+    quantise(tmp_path, oracle, lambda name: "_proj." in name and not is_vision(name), parts)
+    edit_config(tmp_path, state)
+    check(tmp_path, oracle)
     with pytest.raises(ConfigError, match="quantised checkpoints cannot be loaded"):
         load(tmp_path, force_transformers=True)
-    kept = FORMATS[form][2]
     assert bool(inspect_model(tmp_path, LoadOptions(dtype="auto", device=CPU)).stored_bits) == kept
 
 

@@ -13,11 +13,8 @@ from safetensors.torch import save_file
 from aioinfer.checkpoint.tensors import SafetensorsTensors
 from aioinfer.cli.doctor import examine
 from aioinfer.config import EngineConfig
-from aioinfer.errors import ConfigError
-from aioinfer.model.backend import Backend
 from aioinfer.model.decoder import Decoder
 from aioinfer.model.inspection import LoadOptions
-from aioinfer.model.kernels import choose_experts
 from aioinfer.model.loader import load_model
 from aioinfer.model.moe.native_experts import NativeRouter
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule, SoftmaxRouter
@@ -139,20 +136,6 @@ def test_experts_are_read_one_by_one_whatever_the_checkpoint(tmp_path: Path, lay
         seen.add(gate_up.data_ptr())
     # In one place after the other, or mapped.
     assert len(seen) == (4 if layout == "together" else 1)
-
-
-def test_native_experts_go_with_native_layers() -> None:
-    def choose(wanted: Any = "auto", **changes: Any) -> Backend:
-        return choose_experts(CPU, 48, 32, torch.float32, wanted, **changes)
-
-    assert choose(native=True) == Backend("native", "the device is a cpu")
-    assert choose("native", native=True) == Backend("native", "asked for")
-    assert choose("loop", native=True) == Backend("loop", "asked for")
-    assert choose() == Backend("grouped", "the layers are not native")
-    with pytest.raises(
-        ConfigError, match=r"^moe_backend: native was asked for, and the layers are not native"
-    ):
-        choose("native")
 
 
 @pytest.mark.parametrize(("middle", "experts"), [(32, "native: the device"), (24, "grouped: the layers")])

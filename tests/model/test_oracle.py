@@ -40,8 +40,8 @@ def config(path: Path, **changes: Any) -> EngineConfig:
 @rest(SECONDS)
 @pytest.mark.parametrize(("family", "kernels"), KINDS)
 async def test_mixed_with_staggered_arrivals(checkpoint: Checkpoint, family: str, kernels: str) -> None:
-    """Requests arrive while others are in prefill and decode, in a pool too small for all of them. What others
-    have left in it, not even a NaN, reaches none."""
+    """Requests arrive while others are in prefill and decode, in a pool too small for all of them. Nothing
+    that others have left in it reaches them, not even a NaN."""
     require(kernels)
     path, oracle = checkpoint(family)
     batch = prompts(2, 7)

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from aioinfer.config import EngineConfig
-from aioinfer.errors import ConfigError
-from aioinfer.llm import LLM
-from aioinfer.model import triton_support
 from aioinfer.model.attention.base import Attention, AttentionParams
-from aioinfer.model.attention.pool import KVPool, KVShape
+from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.attention.sdpa import SDPAAttention
-from aioinfer.model.backend import Backend
 from aioinfer.model.heads import HeadNorm
-from aioinfer.model.kernels import choose_attention, make_attention, make_operations
-from aioinfer.model.operations.torch_operations import TorchOperations
-from aioinfer.params import SamplingParams
-from tests.model.checkpoints import greedy
-from tests.model.kernels import TOLERANCE, Problem, Setup, kernels_or_skip
-from tests.model.test_oracle import prompts
-from tests.tiers import INTERPRETER, SLOW_MODEL, grid, nightly
+from tests.model.kernels import TOLERANCE, Problem, Setup
+from tests.tiers import INTERPRETER, grid, nightly
 
 
 def random_setup(seed: int, device: str, dtype: torch.dtype) -> tuple[Setup, AttentionParams]:
@@ -161,87 +149,3 @@ def test_a_captured_decode_follows_lengths_and_pages_on_the_device(device: str) 
     else:
         graph.replay()
     torch.testing.assert_close(out.double().cpu(), task.expected(0.2), rtol=1e-5, atol=1e-5)
-
-
-@nightly(SLOW_MODEL)
-@pytest.mark.parametrize(
-    "family",
-    ["qwen3", "mistral-window", "gemma2", "gemma3", "olmo3", "glm4", "smollm3", "gpt-oss", "gemma4-shared"],
-)
-def test_greedy_ids_equal_transformers(
-    checkpoint: Callable[[str], tuple[Path, Any]], family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The whole engine on interpreted kernels; compiled ones have tests/model/test_cuda.py."""
-    kernels_or_skip("cpu")
-    from aioinfer.model.attention import triton_attention
-    from aioinfer.model.operations.triton_operations import TritonOperations
-
-    calls = set()
-
-    def watch(owner: Any, name: str) -> None:
-        plain = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args, **named: (calls.add(name), plain(*args, **named))[1])
-
-    names = {
-        "rotate_and_store": triton_attention,
-        "gate_mul": TritonOperations,
-        "add_norm": TritonOperations,
-    }
-    for name, owner in names.items():
-        watch(owner, name)
-    path, oracle = checkpoint(family)
-    config = EngineConfig(
-        model=str(path), dtype="float32", page_size=8, num_pages=64, chunk_size=16, threads=1,
-        device="cpu", attention_backend="triton",
-    )  # fmt: skip
-    batch = prompts(2, 4)
-    with LLM(config) as llm:
-        results = llm.generate(batch, SamplingParams(temperature=0, max_tokens=6))
-    # gpt-oss has gates in experts only.
-    assert calls == set(names) - ({"gate_mul"} if family == "gpt-oss" else set())
-    assert [result.token_ids for result in results] == [greedy(oracle, prompt, 6) for prompt in batch]
-
-
-def test_a_cpu_has_torchs_own_kernels_for_the_asking() -> None:
-    cpu = torch.device("cpu")
-    backend = choose_attention(cpu, {64}, torch.float32, "sdpa")
-    assert backend == Backend("sdpa", "asked for")
-    attention = make_attention(
-        backend, [KVShape(1, 16)], num_pages=1, page_size=8, dtype=torch.float32, device=cpu
-    )
-    assert isinstance(attention, SDPAAttention)
-    assert isinstance(make_operations(backend), TorchOperations)
-
-
-def test_cuda_has_triton_unless_something_is_in_the_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, bf16 = torch.device("cuda"), torch.bfloat16
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    pytest.importorskip("triton", reason="triton is not installed")
-
-    monkeypatch.setattr(triton_support, "interpreted", lambda: False)
-    monkeypatch.setattr(triton_support, "build_unsupported", lambda: None)
-    assert choose_attention(cuda, {128}, bf16) == Backend("triton", "the device is CUDA")
-    assert choose_attention(cuda, {128}, bf16, "sdpa").name == "sdpa"
-    assert choose_attention(cuda, {257}, bf16) == Backend("sdpa", "heads of size 257 are larger than 256")
-    assert choose_attention(cuda, {64}, torch.float64) == Backend("sdpa", "there are no kernels for float64")
-    with pytest.raises(
-        ConfigError, match=r"^attention_backend: triton was asked for, and TRITON_INTERPRET is not set"
-    ):
-        choose_attention(torch.device("cpu"), {64}, bf16, "triton")
-    monkeypatch.setattr(triton_support, "build_unsupported", lambda: "there is no C compiler")
-    assert choose_attention(cuda, {64}, bf16) == Backend("sdpa", "there is no C compiler")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
-    assert choose_attention(cuda, {64}, bf16) == Backend(
-        "sdpa", "the device is older than compute capability 8.0"
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    monkeypatch.setattr(triton_support, "interpreted", lambda: True)
-    assert choose_attention(cuda, {64}, bf16) == Backend("sdpa", "TRITON_INTERPRET is set")
-
-
-def test_without_triton_everything_runs_on_torchs_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_support.importlib.util, "find_spec", lambda _: None)
-    chosen = choose_attention(torch.device("cuda"), {64}, torch.float16)
-    assert chosen == Backend("sdpa", "triton is not installed")
-    with pytest.raises(ConfigError, match="not installed"):
-        choose_attention(torch.device("cuda"), {64}, torch.float16, "triton")

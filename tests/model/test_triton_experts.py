@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from aioinfer.model.inspection import LoadOptions
-from aioinfer.model.loader import load_model
 from aioinfer.model.moe.routing import SoftmaxRouter
 from aioinfer.model.moe.sparse import SparseMLP
-from tests.model.checkpoints import greedy
-from tests.model.harness import Driver
 from tests.model.kernels import assert_close, interpreted_on, kernels_or_skip
 from tests.model.mixtures import Mixture
 from tests.tiers import INTERPRETER, grid, nightly, points
@@ -49,21 +43,23 @@ def test_types_with_the_tuning_that_a_model_gets(
 
 
 @pytest.mark.parametrize(
-    ("hidden", "middle"), points([(50, 17)], [(16, 16), (16, 7), (33, 16), (5, 3)], INTERPRETER)
+    ("tokens", "top_k", "num_experts", "hidden", "middle"),
+    points(
+        [(5, 2, 5, 50, 17), (1, 8, 8, 32, 16), (17, 1, 1, 32, 16)],
+        [
+            *((5, 2, 5, *sizes) for sizes in ((16, 16), (16, 7), (33, 16), (5, 3))),
+            *((*numbers, 32, 16) for numbers in ((1, 1, 1), (16, 1, 1), (35, 3, 3), (2, 3, 40))),
+        ],
+        INTERPRETER,
+    ),
 )
-def test_sizes(device: str, hidden: int, middle: int) -> None:
-    """Less than a tile, more than one, and no multiple of one."""
-    task = Mixture.make(5, hidden=hidden, middle=middle, device=device)
-    assert_close(compute(task), task.expected(), torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "top_k", "num_experts"),
-    points([(1, 8, 8), (17, 1, 1)], [(1, 1, 1), (16, 1, 1), (35, 3, 3), (2, 3, 40)], INTERPRETER),
-)
-def test_numbers_of_tokens_and_experts(device: str, tokens: int, top_k: int, num_experts: int) -> None:
-    """Full blocks, blocks with one pair, all experts and hardly any."""
-    task = Mixture.make(tokens, top_k=top_k, num_experts=num_experts, device=device)
+def test_sizes_and_numbers(
+    device: str, tokens: int, top_k: int, num_experts: int, hidden: int, middle: int
+) -> None:
+    """Less than a tile, more than one, and no multiple of one; full blocks, blocks with one pair, all experts
+    and hardly any."""
+    sizes = {"top_k": top_k, "num_experts": num_experts, "hidden": hidden, "middle": middle}
+    task = Mixture.make(tokens, **sizes, device=device)
     assert_close(compute(task), task.expected(), torch.float32)
 
 
@@ -128,21 +124,6 @@ def test_blocks_hold_every_pair_once_and_in_order(device: str, block_m: int) -> 
         assert found == {
             expert: [pair for pair in range(pairs) if ids[pair] == expert] for expert in range(num_experts)
         }
-
-
-@nightly(INTERPRETER)
-@pytest.mark.parametrize("family", grid(["gpt-oss"], ["qwen3-moe", "gemma4-experts"], INTERPRETER))
-def test_a_model_on_these_kernels_generates_what_transformers_does(
-    checkpoint: Callable[[str], tuple[Path, Any]], device: str, family: str
-) -> None:
-    path, oracle = checkpoint(family)
-    model = load_model(path, LoadOptions(dtype="float32", device=torch.device(device), experts="triton"))
-    assert model.spec.expert_kernels == "triton"
-    batch = [[3, 1, 4, 1, 5], [9, 2]]
-    for prompt, sequence in zip(
-        batch, Driver(model, chunk=4, device=device).run(batch, 2, gap=1), strict=True
-    ):
-        assert sequence.ids == prompt + greedy(oracle, prompt, 2)
 
 
 @pytest.mark.gpu
