@@ -15,49 +15,31 @@ from tests.model.checkpoints import VOCAB, scale_layers
 
 #: a token that stands for an image where there is one
 IMAGE = 200
+# fmt: off
 TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "max_position_embeddings": 256,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
+    "vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "max_position_embeddings": 256,
+    **dict.fromkeys(("eos_token_id", "bos_token_id", "pad_token_id")),
 }
 _HEADS = {"head_dim": 16}
 _QWEN_VISION = {
-    "depth": 1,
-    "hidden_size": 32,
-    "num_heads": 2,
-    "intermediate_size": 48,
-    "out_hidden_size": 64,
-    "patch_size": 4,
-    "temporal_patch_size": 1,
+    "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 48, "out_hidden_size": 64,
+    "patch_size": 4, "temporal_patch_size": 1,
 }
-_QWEN3_VISION = {**_QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+_QWEN3_5_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
+_QWEN3_VISION = {**_QWEN3_5_VISION, "deepstack_visual_indexes": [0]}
 _VISION = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 48,
-    "image_size": 16,
-    "patch_size": 4,
+    "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
+    "image_size": 16, "patch_size": 4,
 }
+_PIXTRAL = {**_VISION, "model_type": "pixtral", "head_dim": 16}
 _AUDIO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-_GEMMA4 = {
-    **_HEADS,
-    "global_head_dim": 32,
-    "sliding_window": 9,
-    "layer_types": ["sliding_attention", "full_attention"],
-    # The whole model takes this for the tokens of images, even where there is none: these have other ids.
-    "pad_token_id": 0,
-}
+_SLIDING = {"sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]}
+# The whole model takes the padding for the tokens of images, even where there is none: these have other ids.
+_GEMMA4 = {**_HEADS, **_SLIDING, "global_head_dim": 32, "pad_token_id": 0}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
-_IMAGE_ID = {"image_token_id": IMAGE}
-_IMAGE_INDEX = {"image_token_index": IMAGE}
+_IMAGE_ID, _IMAGE_INDEX = {"image_token_id": IMAGE}, {"image_token_index": IMAGE}
+_TIED, _UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
 
 
 def _mrope(**parameters: Any) -> dict[str, Any]:
@@ -66,116 +48,58 @@ def _mrope(**parameters: Any) -> dict[str, Any]:
 
 
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-
-#: name -> (model class prefix, config of the text, config of the vision, other fields)
-MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "qwen3-vl": (
-        "Qwen3VL",
-        {**_HEADS, **_mrope(mrope_interleaved=True)},
-        _QWEN3_VISION,
-        {**_IMAGE_ID, "tie_word_embeddings": True},
-    ),
-    "qwen3-vl-moe": (
-        "Qwen3VLMoe",
-        {**_HEADS, **_EXPERTS, **_mrope(mrope_interleaved=True)},
-        _QWEN3_VISION,
-        _IMAGE_ID,
-    ),
-    "qwen2-vl": ("Qwen2VL", _mrope(), {**_QWEN_VISION, "embed_dim": 32}, _IMAGE_ID),
-    "qwen2.5-vl": (
-        "Qwen2_5_VL",
-        _mrope(),
-        {**_QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [0]},
-        _IMAGE_ID,
-    ),
-    "qwen2.5-vl-yarn": (
-        "Qwen2_5_VL",
-        {**_mrope(**_YARN), "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
-        _QWEN_VISION,
-        {**_IMAGE_ID, "tie_word_embeddings": True},
-    ),
-    "mistral3": (
-        "Mistral3",
-        {**_HEADS, "model_type": "mistral", "sliding_window": None},
-        {**_VISION, "model_type": "pixtral", "head_dim": 16},
-        {**_IMAGE_INDEX, "tie_word_embeddings": False},
-    ),
-    # Its queries grow with their positions, which only transformers computes.
-    "mistral3-of-ministral3": (
-        "Mistral3",
-        {
-            **_HEADS,
-            "model_type": "ministral3",
-            "rope_parameters": {**_YARN, "rope_theta": 10_000.0, "llama_4_scaling_beta": 0.5},
-        },
-        {**_VISION, "model_type": "pixtral", "head_dim": 16},
-        {**_IMAGE_INDEX, "tie_word_embeddings": False},
-    ),
-    "internvl": (
-        "InternVL",
-        {"model_type": "qwen2"},
-        {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
-        {**_IMAGE_ID, "tie_word_embeddings": True},
-    ),
-    "gemma3": (
-        "Gemma3",
-        {**_HEADS, "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention"]},
-        _VISION,
-        {**_IMAGE_INDEX, "mm_tokens_per_image": 4},
-    ),
-    # Of text, images and sounds.
-    "gemma4": (
-        "Gemma4",
-        {
-            **_GEMMA4,
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "num_kv_shared_layers": 2,
-            "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": VOCAB,
-        },
-        {**_VISION, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16, "patch_size": 4},
-        {"audio_config": {**_AUDIO, "output_proj_dims": 64}},
-    ),
-    "gemma4-unified": (
-        "Gemma4Unified",
-        {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
-        {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 64},
-        {"audio_config": {"audio_embed_dim": 16}},
-    ),
-}
 _DELTA = {
-    **_HEADS,
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
+    **_HEADS, "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
     # Of 8 rotated dimensions, half of the heads'.
     **_mrope(mrope_section=[2, 1, 1], mrope_interleaved=True, partial_rotary_factor=0.5),
 }
-_QWEN3_5_VISION = {**_QWEN_VISION, "num_position_embeddings": 16}
+
+#: name -> (model class prefix, config of the text, config of the vision, other fields)
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "qwen3-vl": ("Qwen3VL",
+        {**_HEADS, **_mrope(mrope_interleaved=True)}, _QWEN3_VISION, {**_IMAGE_ID, **_TIED}),
+    "qwen3-vl-moe": ("Qwen3VLMoe",
+        {**_HEADS, **_EXPERTS, **_mrope(mrope_interleaved=True)}, _QWEN3_VISION, _IMAGE_ID),
+    "qwen2-vl": ("Qwen2VL", _mrope(), {**_QWEN_VISION, "embed_dim": 32}, _IMAGE_ID),
+    "qwen2.5-vl": ("Qwen2_5_VL",
+        _mrope(), {**_QWEN_VISION, "window_size": 16, "fullatt_block_indexes": [0]}, _IMAGE_ID),
+    "qwen2.5-vl-yarn": ("Qwen2_5_VL",
+        {**_mrope(**_YARN), "use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+        _QWEN_VISION, {**_IMAGE_ID, **_TIED}),
+    "mistral3": ("Mistral3",
+        {**_HEADS, "model_type": "mistral", "sliding_window": None}, _PIXTRAL, {**_IMAGE_INDEX, **_UNTIED}),
+    # Its queries grow with their positions, which only transformers computes.
+    "mistral3-of-ministral3": ("Mistral3",
+        {**_HEADS, "model_type": "ministral3",
+        "rope_parameters": {**_YARN, "rope_theta": 10_000.0, "llama_4_scaling_beta": 0.5}},
+        _PIXTRAL, {**_IMAGE_INDEX, **_UNTIED}),
+    "internvl": ("InternVL",
+        {"model_type": "qwen2"}, {**_VISION, "image_size": [16, 16], "patch_size": [4, 4]},
+        {**_IMAGE_ID, **_TIED}),
+    "gemma3": ("Gemma3", {**_HEADS, **_SLIDING}, _VISION, {**_IMAGE_INDEX, "mm_tokens_per_image": 4}),
+    # Of text, images and sounds.
+    "gemma4": ("Gemma4",
+        {**_GEMMA4, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": VOCAB},
+        {**_VISION, "num_key_value_heads": 2, "head_dim": 16, "position_embedding_size": 16},
+        {"audio_config": {**_AUDIO, "output_proj_dims": 64}}),
+    "gemma4-unified": ("Gemma4Unified",
+        {**_GEMMA4, "num_global_key_value_heads": 1, "attention_k_eq_v": True},
+        {"patch_size": 4, "mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 64},
+        {"audio_config": {"audio_embed_dim": 16}}),
+}
 #: the same of text models with recurrent state
 STATEFUL: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
-    "qwen3.5-vl": ("Qwen3_5", _DELTA, _QWEN3_5_VISION, {**_IMAGE_ID, "tie_word_embeddings": True}),
-    "qwen3.5-vl-moe": (
-        "Qwen3_5Moe",
-        {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32},
-        _QWEN3_5_VISION,
-        _IMAGE_ID,
-    ),
-    "lfm2-vl": (
-        "Lfm2Vl",
-        {
-            **_HEADS,
-            "model_type": "lfm2",
-            "layer_types": ["conv", "full_attention"],
-            "block_multiple_of": 16,
-        },
+    "qwen3.5-vl": ("Qwen3_5", _DELTA, _QWEN3_5_VISION, {**_IMAGE_ID, **_TIED}),
+    "qwen3.5-vl-moe": ("Qwen3_5Moe",
+        {**_DELTA, **_EXPERTS, "shared_expert_intermediate_size": 32}, _QWEN3_5_VISION, _IMAGE_ID),
+    "lfm2-vl": ("Lfm2Vl",
+        {**_HEADS, "model_type": "lfm2", "layer_types": ["conv", "full_attention"], "block_multiple_of": 16},
         {**_VISION, "model_type": "siglip2_vision_model", "num_patches": 16},
-        {**_IMAGE_ID, "projector_hidden_size": 32},
-    ),
+        {**_IMAGE_ID, "projector_hidden_size": 32}),
 }
+# fmt: on
 
 #: where the tensors of the text model are, by naming: (those of the model, the head, what is in front of the
 #: other parts); "oldest" is that of Qwen2-VL's releases

@@ -40,16 +40,20 @@ def stores(
     heads: tuple[int, int],
     make: Callable[..., torch.Tensor],
     *,
-    norm: bool,
+    norm: str | None,
     page_size: int = 16,
     rotated: int | None = None,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What the kernel gave and wrote, and what it should have: queries, then keys and values of a whole
-    pool that held NaN before. The last two tokens are padding."""
+    pool that held NaN before. The last two tokens are padding. ``norm``: "qk", or "qkv" of Gemma 4, whose
+    values have no weight of their own and whose weights are float32."""
     from aioinfer.model.attention.triton_heads import rotate_and_store
 
     qkv, head_norm, rotary = projection(5, *heads, head_dim, make, rotated)
-    qkv, weight, cos, sin = (t.to(dtype) for t in (qkv, head_norm.weight, rotary.cos, rotary.sin))
+    qkv, cos, sin = (t.to(dtype) for t in (qkv, rotary.cos, rotary.sin))
+    weight = head_norm.weight.to(dtype)
+    if norm == "qkv":
+        weight = torch.cat((head_norm.weight, torch.ones(heads[1], head_dim)))
     slots = torch.tensor([2 * page_size + 1, 3 * page_size - 1, page_size, 0, 0])
     given = HeadNorm(weight, 1e-6) if norm else None
     q, k, v = split_heads(qkv, heads[1], given, Rotary(cos, sin))
@@ -70,12 +74,12 @@ def stores(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", [None, "qk", "qkv"])
 @pytest.mark.parametrize(
     ("at", "head_dim"), points([(0, 64), (5, 6)], [(1, 80), (2, 96), (3, 128), (4, 256), (6, 2)], INTERPRETER)
 )
 def test_heads_are_rotated_and_stored_with_torchs_bits(
-    device: str, at: int, head_dim: int, norm: bool, dtype: torch.dtype
+    device: str, at: int, head_dim: int, norm: str | None, dtype: torch.dtype
 ) -> None:
     heads, page_size = HEADS[at % len(HEADS)], (16, 32, 64)[at % 3]
     found = stores(device, dtype, head_dim, heads, integers, norm=norm, page_size=page_size)
@@ -84,13 +88,13 @@ def test_heads_are_rotated_and_stored_with_torchs_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("norm", [None, "qk"])
 @pytest.mark.parametrize(
     ("head_dim", "rotated"),
     points([(64, 16), (6, 4)], [(128, 64), (80, 40), (96, 2), (80, 78), (4, 2)], INTERPRETER),
 )
 def test_a_part_of_each_head_is_rotated(
-    device: str, head_dim: int, rotated: int, norm: bool, dtype: torch.dtype
+    device: str, head_dim: int, rotated: int, norm: str | None, dtype: torch.dtype
 ) -> None:
     """The rest has the bits it came with, or those of its norm."""
     for got, expected in stores(device, dtype, head_dim, (5, 2), integers, norm=norm, rotated=rotated):
@@ -119,7 +123,7 @@ def test_normed_heads_differ_in_last_bits_only(
     device: str, heads: tuple[int, int], dtype: torch.dtype
 ) -> None:
     (q, wanted_q), (keys, wanted_keys), (values, wanted_values) = stores(
-        device, dtype, 64, heads, normal, norm=True
+        device, dtype, 64, heads, normal, norm="qk"
     )
     # A rotation subtracts: its error is a part of what went in, which is up to 8.
     bound = 16 * torch.finfo(dtype).eps
@@ -128,23 +132,6 @@ def test_normed_heads_differ_in_last_bits_only(
     torch.testing.assert_close(values, wanted_values, rtol=0, atol=0, equal_nan=True)
     if dtype != torch.float32:
         assert (q != wanted_q).sum() <= max(1, q.numel() // 500)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_values_are_normed_without_a_weight_of_their_own(device: str, dtype: torch.dtype) -> None:
-    """As Gemma 4's: the weight is float32."""
-    from aioinfer.model.attention.triton_heads import rotate_and_store
-
-    qkv, _, rotary = projection(3, 4, 2, 32, normal)
-    weight = torch.cat((1 + 0.3 * normal(6, 32, seed=11), torch.ones(2, 32)))
-    qkv, cos, sin = (each.to(dtype) for each in (qkv, rotary.cos, rotary.sin))
-    wanted = split_heads(qkv, 2, HeadNorm(weight, 1e-6), Rotary(cos, sin))
-    keys, values = (torch.zeros(1, 16, 2, 32, dtype=dtype, device=device) for _ in range(2))
-    qkv, weight, cos, sin, slots = (t.to(device) for t in (qkv, weight, cos, sin, torch.arange(3)))
-    q = rotate_and_store(qkv, HeadNorm(weight, 1e-6), Rotary(cos, sin), keys, values, slots)
-    for got, expected in zip((q, keys[0, :3], values[0, :3]), wanted, strict=True):
-        torch.testing.assert_close(got.cpu(), expected, rtol=0, atol=16 * torch.finfo(dtype).eps)
-    assert not torch.allclose(values[0, :3], qkv[:, 6:])
 
 
 @pytest.mark.parametrize("norm", [False, True])

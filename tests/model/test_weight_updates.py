@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,8 @@ from tests.tiers import SECONDS, rest
 CPU = torch.device("cpu")
 #: one of each way in which tensors become parts of a model
 KINDS = [
-    *(
-        "llama-gqa-tied",
-        "llama-biases",
-        "qwen3-wide-untied",
-        "qwen3-moe-mixed",
-        "mixtral",
-        "gpt2-wide",
-        "glm4",
-    ),
-    *("gpt-oss", "gemma2", "gemma4-shared", "gemma4-keys", "gemma4-experts"),
+    *("llama-gqa-tied", "llama-biases", "qwen3-wide-untied", "qwen3-moe-mixed", "mixtral", "gpt2-wide"),
+    *("glm4", "gpt-oss", "gemma2", "gemma4-shared", "gemma4-keys", "gemma4-experts"),
     *("lfm2-biases", "lfm2-moe", "qwen3.5", "qwen3.5-moe"),
 ]
 
@@ -74,6 +67,17 @@ def items(path: Path) -> list[tuple[object, object]]:
 
 def update(model: Any, given: NewTensors) -> None:
     prepare_update(model, given, go_on).install()
+
+
+def last(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A tensor with another last number."""
+
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor.view(-1)[-1] = value
+        return tensor
+
+    return change
 
 
 @torch.inference_mode()
@@ -171,53 +175,25 @@ def test_experts_may_be_stacked_or_not(pair: Callable[[str], tuple[Path, Path]])
     assert torch.equal(logits(model, "sdpa"), expected)
 
 
-def _without(name: str) -> Callable[[dict[Any, Any]], None]:
-    def change(tensors: dict[Any, Any]) -> None:
-        del tensors[name]
-
-    return change
-
-
-def _with(name: str, value: Any) -> Callable[[dict[Any, Any]], None]:
-    def change(tensors: dict[Any, Any]) -> None:
-        tensors[name] = value(tensors.get(name)) if callable(value) else value
-
-    return change
-
-
-def _spoiled(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.clone()
-        tensor.view(-1)[-1] = value
-        return tensor
-
-    return change
-
-
 _Q, _NORM = "model.layers.1.self_attn.q_proj.weight", "model.layers.1.input_layernorm.weight"
-WRONG: dict[str, tuple[Callable[[dict[Any, Any]], None], str]] = {
-    "a part of a fused matrix": (_without(_Q), f"{_Q} is missing: .* can be replaced together only"),
-    "unknown": (
-        _with("model.layers.9.x.weight", torch.ones(2)),
-        "1 unexpected tensors, first model.layers.9.x.weight",
+_HEAD = "lm_head.weight"
+#: tensors in place of others, what makes others of them, or None for what is not there; and what is said
+WRONG: list[tuple[dict[Any, Any], str]] = [
+    ({_Q: None}, f"{_Q} is missing: .* can be replaced together only"),
+    ({"model.layers.9.x.weight": torch.ones(2)}, "1 unexpected tensors, first model.layers.9.x.weight"),
+    ({_Q: lambda t: t[:, :-1]}, rf"{_Q} is shaped \(64, 47\), the config says \(64, 48\)"),
+    ({_Q: lambda t: t.to(torch.int32)}, f"{_Q} is of type torch.int32"),
+    ({_Q: "weights"}, f"{_Q} must be a tensor of torch, got 'weights'"),
+    ({_Q: lambda t: t.to("meta")}, f"{_Q} is no plain tensor in memory"),
+    ({_Q: last(math.nan)}, f"{_Q} has infinity or NaN"),
+    ({_NORM: last(math.inf)}, f"{_NORM} has infinity or NaN"),
+    ({_NORM: lambda t: t * math.nan}, f"{_NORM} has infinity or NaN"),
+    (
+        {_HEAD: torch.ones(211, 48)},
+        f"{_HEAD} is not model.embed_tokens.weight, and the model has one matrix for both",
     ),
-    "another shape": (
-        _with(_Q, lambda tensor: tensor[:, :-1]),
-        rf"{_Q} is shaped \(64, 47\), the config says \(64, 48\)",
-    ),
-    "integers": (_with(_Q, lambda tensor: tensor.to(torch.int32)), f"{_Q} is of type torch.int32"),
-    "no tensor": (_with(_Q, "weights"), f"{_Q} must be a tensor of torch, got 'weights'"),
-    "without memory": (_with(_Q, lambda t: t.to("meta")), f"{_Q} is no plain tensor in memory"),
-    "NaN in a matrix": (_with(_Q, _spoiled(float("nan"))), f"{_Q} has infinity or NaN"),
-    "infinity in a norm": (_with(_NORM, _spoiled(float("inf"))), f"{_NORM} has infinity or NaN"),
-    "NaN in all of a norm": (_with(_NORM, lambda t: t * float("nan")), f"{_NORM} has infinity or NaN"),
-    "another head": (
-        _with("lm_head.weight", lambda _: torch.ones(211, 48)),
-        "lm_head.weight is not model.embed_tokens.weight, and the model has one matrix for both",
-    ),
-    "no name": (_with(5, torch.ones(2)), "names of tensors must be text, got 5"),
-    "nothing": (lambda tensors: tensors.clear(), "there are no tensors"),
-}
+    ({5: torch.ones(2)}, "names of tensors must be text, got 5"),
+]
 
 
 @pytest.mark.parametrize("kernels", ["sdpa", "native"])
@@ -227,9 +203,11 @@ def test_wrong_tensors_are_refused_by_name_and_change_nothing(tmp_path: Path, ke
     make_model("Qwen3", {"head_dim": 16, "tie_word_embeddings": True}, path, seed=1)
     model = load(path, kernels)
     before, right = logits(model, kernels), items(path)
-    for change, message in WRONG.values():
+    for changes, message in (*WRONG, (dict.fromkeys(dict(right)), "there are no tensors")):
         given = dict(right)
-        change(given)
+        for name, change in changes.items():
+            given[name] = change(given[name]) if callable(change) else change
+        given = {name: tensor for name, tensor in given.items() if tensor is not None}
         with pytest.raises(ConfigError, match=f"^weights: .*{message}"):
             update(model, [*given.items()])
         assert torch.equal(logits(model, kernels), before), message

@@ -18,7 +18,7 @@ from tests.checkpoint.gguf_models import write_gguf
 from tests.checkpoint.test_mxfp4 import CONFIG as MXFP4
 from tests.checkpoint.test_mxfp4 import encode
 from tests.model.harness import require
-from tests.model.test_weight_updates import FILE, go_on, load, logits, quantise, update, write
+from tests.model.test_weight_updates import FILE, go_on, last, load, logits, quantise, update, write
 from tests.tiers import SECONDS, rest
 
 NAN, INF = math.nan, math.inf
@@ -31,17 +31,6 @@ def changed(path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor
     tensors = load_file(path / FILE)
     tensors[name] = change(tensors[name]).contiguous()
     save_file(tensors, path / FILE, {"format": "pt"})
-
-
-def last(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A tensor with another last number."""
-
-    def change(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.clone()
-        tensor.view(-1)[-1] = value
-        return tensor
-
-    return change
 
 
 def refused(model: Any, given: Any, message: str, kernels: str) -> None:
