@@ -59,11 +59,10 @@ class TransformersEncoder:
         """Raise ConfigError if transformers cannot load it, or if it differs over paged KV."""
         register()
         self.classifier: Callable[[torch.Tensor], torch.Tensor] | None = None
-        if progress is not None:
-            progress("weights", 0, 1)
+        progress = progress or (lambda stage, done, total: None)
+        progress("weights", 0, 1)
         self._model = _load(path, config, dtype, random_weights).eval().to(device)
-        if progress is not None:
-            progress("weights", 1, 1)
+        progress("weights", 1, 1)
         self._positions: int = config.max_position_embeddings
         heads: int = config.num_attention_heads
         layers = (KVShape(heads, config.hidden_size // heads),) * config.num_hidden_layers

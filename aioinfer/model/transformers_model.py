@@ -96,14 +96,8 @@ class TransformersLM:
         # What is around a decoder may pass it by.
         for part in {self._model.base_model, self._model.get_decoder()} - {self._model, None}:
             part.register_forward_hook(self._keep_hidden)
-        try:
+        with _blaming(f"model: {architecture} does not run over paged KV", typed=True):
             layers = self._check(device)
-        except (ConfigError, MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            # The code of any model of transformers has just run: it may raise anything.
-            said = f"{type(error).__name__}: {first_line(error)}"
-            raise ConfigError(f"model: {architecture} does not run over paged KV: {said}") from error
         text = config.get_text_config()
         output = self._model.get_output_embeddings()
         self.spec = ModelSpec(
@@ -248,21 +242,16 @@ def loaded(
         # The report below names them, and they raise.
         "ignore_mismatched_sizes": True,
     }
-    try:
-        with quiet():
-            if tensors is None:
-                model, report = kind.from_pretrained(
-                    path, local_files_only=True, trust_remote_code=False, **options
-                )
-            else:
-                state = {name: tensors.read(name) for name in tensors.names}
-                model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-                    None, config=config, state_dict=state, **options
-                )
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise ConfigError(f"model: transformers cannot load {path.name}: {first_line(error)}") from error
+    with _blaming(f"model: transformers cannot load {path.name}"), quiet():
+        if tensors is None:
+            model, report = kind.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False, **options
+            )
+        else:
+            state = {name: tensors.read(name) for name in tensors.names}
+            model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+                None, config=config, state_dict=state, **options
+            )
     # transformers initializes missing tensors at random, and only logs it.
     missing = sorted(name for name in report["missing_keys"] if not name.startswith(optional))
     if missing:
@@ -285,16 +274,10 @@ def random_model(
     """transformers' model of a config, with random weights, made on the device. Raises ConfigError."""
     from transformers import AutoModelForCausalLM
 
-    try:
-        with device:
-            model = (kind or AutoModelForCausalLM).from_config(
-                config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-            )
-    except (MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        name = config.architectures[0]
-        raise ConfigError(f"model: transformers cannot make a {name}: {first_line(error)}") from error
+    with _blaming(f"model: transformers cannot make a {config.architectures[0]}"), device:
+        model = (kind or AutoModelForCausalLM).from_config(
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             weights.fill(name, parameter)
@@ -306,6 +289,19 @@ def _max_model_len(text: Any, architecture: str) -> int:
     if not isinstance(getattr(text, "max_position_embeddings", None), int):
         raise ConfigError(f"model: the config of {architecture} has no max_position_embeddings")
     return longest(text)
+
+
+@contextlib.contextmanager
+def _blaming(what: str, *, typed: bool = False) -> Iterator[None]:
+    """Raise ConfigError for what the code of a model of transformers raises, which may be anything.
+    ``typed``: with the type of the exception."""
+    try:
+        yield
+    except (ConfigError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        said = f"{type(error).__name__}: " if typed else ""
+        raise ConfigError(f"{what}: {said}{first_line(error)}") from error
 
 
 @contextlib.contextmanager

@@ -27,34 +27,26 @@ class Weights:
         self, tensors: Tensors, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
     ) -> None:
         self._tensors = tensors
-        self._names = frozenset(tensors.names)
-        self._dtype = dtype
+        #: names of all tensors
+        self.names = frozenset(tensors.names)
+        #: of the tensors that are returned
+        self.dtype = dtype
         self._device = device
         self._progress = progress
         self._taken: set[str] = set()
         self.num_parameters = 0
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tensors that are returned."""
-        return self._dtype
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        return self._names
+        return name in self.names
 
     @property
     def used(self) -> list[str]:
         """Names already taken."""
-        return sorted(self._taken & self._names)
+        return sorted(self._taken & self.names)
 
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         """One tensor, in ``dtype`` if given. Raises ConfigError if it is missing or has another shape."""
-        return self._read(name, shape).to(self._device, dtype or self._dtype)
+        return self._read(name, shape).to(self._device, dtype or self.dtype)
 
     def take_into(self, part: torch.Tensor, name: str) -> None:
         """Copy one tensor into a part of a larger one. Raises ConfigError if it is missing or has another
@@ -63,19 +55,19 @@ class Weights:
 
     def empty(self, *shape: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """An uninitialised tensor on the device of this object's, with ``dtype`` or this object's."""
-        return torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        return torch.empty(shape, dtype=dtype or self.dtype, device=self._device)
 
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
         """Count a tensor as taken, without reading it. Raises ConfigError if it is missing or has another
         shape."""
-        if name not in self._names:
+        if name not in self.names:
             raise ConfigError(f"model: the checkpoint has no tensor {name}")
         found = self._tensors.shape(name)
         if found != shape:
             raise ConfigError(f"model: {name} is shaped {found}, the config says {shape}")
         self._count(name, shape)
         if self._progress is not None:
-            self._progress("weights", len(self._taken), len(self._names))
+            self._progress("weights", len(self._taken), len(self.names))
 
     def leave(self, name: str) -> None:
         """Have a tensor that is not needed be no unexpected one, if the checkpoint has it."""
@@ -84,7 +76,7 @@ class Weights:
 
     def rounding(self, name: str) -> Rounding | None:
         """Rounding of a matrix in the checkpoint; None: it has none, or cannot be taken as it is."""
-        return self._tensors.rounding(name) if name in self._names else None
+        return self._tensors.rounding(name) if name in self.names else None
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """A matrix that is quantised, as it is stored, on the CPU. Raises ConfigError."""
@@ -93,7 +85,7 @@ class Weights:
     def float8(self, name: str) -> Float8Matrix | None:
         """A matrix that is stored as floats of 8 bits, or a stack of such, as it is stored, on the CPU; None:
         it is not. Raises ConfigError."""
-        return self._tensors.float8(name) if name in self._names else None
+        return self._tensors.float8(name) if name in self.names else None
 
     def _count(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self._taken:
@@ -112,7 +104,7 @@ class Weights:
 
     def differs(self, name: str, other: str) -> bool:
         """Whether the checkpoint has both tensors, and they are not the same."""
-        if name not in self._names or other not in self._names:
+        if name not in self.names or other not in self.names:
             return False
         one, two = self._tensors.read(name), self._tensors.read(other)
         return one.shape != two.shape or not torch.equal(one, two.to(one.dtype))
@@ -125,7 +117,7 @@ class Weights:
         endings = tuple(ignore)
         left = sorted(
             name
-            for name in self._names - self._taken
+            for name in self.names - self._taken
             if not name.endswith(endings) and not unread(name) and not self._adds_nothing(name)
         )
         if left:
@@ -153,7 +145,7 @@ class RandomWeights(Weights):
         check_size: Callable[[int], None] | None = None,
     ) -> None:
         """``check_size`` is called with the bytes of a tensor before it is made."""
-        self._dtype = dtype
+        self.dtype = dtype
         self._device = device
         self._seed = seed
         self._check_size = check_size
@@ -164,7 +156,7 @@ class RandomWeights(Weights):
         return True
 
     @property
-    def names(self) -> frozenset[str]:
+    def names(self) -> frozenset[str]:  # type: ignore[override]
         """Names already taken."""
         return frozenset(self._taken)
 
@@ -182,8 +174,8 @@ class RandomWeights(Weights):
 
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         if self._check_size is not None:
-            self._check_size(math.prod(shape) * (dtype or self._dtype).itemsize)
-        tensor = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+            self._check_size(math.prod(shape) * (dtype or self.dtype).itemsize)
+        tensor = torch.empty(shape, dtype=dtype or self.dtype, device=self._device)
         self.take_into(tensor, name)
         return tensor
 
@@ -210,7 +202,7 @@ class StoredMatrix:
     Its tensors count as taken when it is made; they are read by :meth:`load`.
     """
 
-    __slots__ = ("_bias", "_names", "_order", "_rows", "_transposed", "_weights", "_width")
+    __slots__ = ("_bias", "_weights", "_width", "dtype", "names", "order", "rows", "shape", "transposed")
 
     def __init__(
         self,
@@ -232,64 +224,35 @@ class StoredMatrix:
         Raises:
             ConfigError: one is missing or has another shape.
         """
-        self._weights, self._names, self._rows, self._width, self._bias = weights, names, rows, width, bias
-        self._transposed, self._order = transposed, order
+        self._weights, self.names, self.rows, self._width, self._bias = weights, names, rows, width, bias
+        self.transposed, self.order = transposed, order
+        self.shape, self.dtype = (sum(rows), width), weights.dtype
         for name, count in zip(names, rows, strict=True):
             weights.declare(f"{name}.weight", (width, count) if transposed else (count, width))
 
     def declare_biases(self) -> None:
         """Count its biases as taken, without reading them. Raises ConfigError if one is missing or has
         another shape."""
-        for name, count in zip(self.tensors[1], self._rows, strict=False):
+        for name, count in zip(self.tensors[1], self.rows, strict=False):
             self._weights.declare(name, (count,))
 
     @property
     def name(self) -> str:
         """The names of its tensors in order."""
-        return " ".join(self._names)
-
-    @property
-    def names(self) -> Sequence[str]:
-        """Names of its tensors, without ".weight" and ".bias"."""
-        return self._names
-
-    @property
-    def rows(self) -> Sequence[int]:
-        """Rows of each tensor."""
-        return self._rows
-
-    @property
-    def order(self) -> torch.Tensor | None:
-        """Row i of the matrix is row ``order[i]`` of the tensors; None: they are in order."""
-        return self._order
-
-    @property
-    def transposed(self) -> bool:
-        """Whether its tensors are stored as [columns, rows]."""
-        return self._transposed
+        return " ".join(self.names)
 
     @property
     def tensors(self) -> tuple[list[str], list[str]]:
         """The full names of its tensors, and of their biases."""
-        weights, biases = ([f"{name}.{end}" for name in self._names] for end in ("weight", "bias"))
+        weights, biases = ([f"{name}.{end}" for name in self.names] for end in ("weight", "bias"))
         return weights, biases if self._bias else []
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        return sum(self._rows), self._width
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the tensors that are returned."""
-        return self._weights.dtype
 
     @property
     def rounding(self) -> Rounding | None:
         """Rounding of :meth:`quantised`; None if one of its tensors is not quantised."""
-        if self._transposed:
+        if self.transposed:
             return None
-        parts = [self._weights.rounding(f"{name}.weight") for name in self._names]
+        parts = [self._weights.rounding(f"{name}.weight") for name in self.names]
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
             return None
@@ -304,8 +267,8 @@ class StoredMatrix:
         without loss."""
         rounding = self.rounding
         assert rounding is not None, "it is not quantised"
-        parts = [_widened(self._weights.quantised(f"{name}.weight"), rounding) for name in self._names]
-        if len(parts) == 1 and self._order is None:
+        parts = [_widened(self._weights.quantised(f"{name}.weight"), rounding) for name in self.names]
+        if len(parts) == 1 and self.order is None:
             return parts[0]
         offsets = [part.offsets for part in parts]
         whole = None
@@ -316,49 +279,49 @@ class StoredMatrix:
             torch.cat([part.scales for part in parts]),
         )
         if whole is not None:
-            whole = self._ordered(whole)
-        return QuantisedMatrix(self._ordered(values), self._ordered(scales), whole, rounding)
+            whole = self.ordered(whole)
+        return QuantisedMatrix(self.ordered(values), self.ordered(scales), whole, rounding)
 
     def float8(self) -> Float8Matrix | None:
         """The matrix as it is stored, if all of its tensors are floats of 8 bits, with blocks of one width;
         else None. Where blocks of several heights or at odd places are joined, scales are repeated."""
-        if self._transposed:
+        if self.transposed:
             return None
-        stored = [self._weights.float8(f"{name}.weight") for name in self._names]
+        stored = [self._weights.float8(f"{name}.weight") for name in self.names]
         parts = [part for part in stored if part is not None]
         if len(parts) < len(stored) or joined_block(parts) is None:
             return None
-        if self._order is None:
+        if self.order is None:
             return joined_float8(parts)
         matrix = joined_float8(parts, 1)
         # Bytes, which can be put into any order.
-        values = self._ordered(matrix.values.view(torch.uint8)).view(torch.float8_e4m3fn)
-        return Float8Matrix(values, self._ordered(matrix.scales), matrix.block)
+        values = self.ordered(matrix.values.view(torch.uint8)).view(torch.float8_e4m3fn)
+        return Float8Matrix(values, self.ordered(matrix.scales), matrix.block)
 
     def load(self) -> torch.Tensor:
         """The matrix, ``shape``, in memory of its own."""
-        names = [f"{name}.weight" for name in self._names]
-        if not self._transposed:
-            return self._ordered(self._weights.fused(names, self._rows, self._width))
-        shapes = [(self._width, count) for count in self._rows]
+        names = [f"{name}.weight" for name in self.names]
+        if not self.transposed:
+            return self.ordered(self._weights.fused(names, self.rows, self._width))
+        shapes = [(self._width, count) for count in self.rows]
         parts = [self._weights.take(name, shape).T for name, shape in zip(names, shapes, strict=True)]
-        return self._ordered(torch.cat(parts).contiguous())
+        return self.ordered(torch.cat(parts).contiguous())
 
     def view(self) -> torch.Tensor:
         """The same to be read at once, or to be kept as long as the checkpoint does not change: a single
         tensor may stay mapped."""
-        if len(self._names) > 1 or self._transposed or self._order is not None:
+        if len(self.names) > 1 or self.transposed or self.order is not None:
             return self.load()
-        return self._weights.take(f"{self._names[0]}.weight", self.shape)
+        return self._weights.take(f"{self.names[0]}.weight", self.shape)
 
     def bias(self) -> torch.Tensor | None:
         """[rows], or None. Raises ConfigError if one is missing or has another shape."""
         if not self._bias:
             return None
-        return self._ordered(self._weights.fused([f"{name}.bias" for name in self._names], self._rows))
+        return self.ordered(self._weights.fused([f"{name}.bias" for name in self.names], self.rows))
 
     def _ordered(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if self._order is None else rows[self._order.to(rows.device)]
+        return rows if self.order is None else rows[self.order.to(rows.device)]
 
 
 def joined_block(parts: Sequence[Float8Matrix]) -> tuple[int, int] | None:

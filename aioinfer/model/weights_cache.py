@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol, Self, TypeVar
 
@@ -223,42 +224,30 @@ class WeightsCache:
         """
         group = f"weights-{self._group}-{_hash(pool.kernels.name)}-"
         path = self._directory / f"{group}{self._state}.packed"
+        mapped = partial(self._mapped, path, pool, build, progress)
         self._prune(path, group)
-        before = _identity(path)
-        mapped = self._mapped(path, pool, build, progress)
-        if mapped is not None:
-            return mapped[0], "weights are mapped from the cache", mapped[1]
+        before, done = _identity(path), "weights are mapped from the cache"
+        if (found := mapped()) is not None:
+            return found[0], done, found[1]
         pulse = None if progress is None else lambda: progress("weights", 0, 1)
         with turn(path.with_name(f"{_UNFINISHED}{path.stem}"), pulse):
             # What another process has written meanwhile is shared with it.
-            written = _identity(path) != before
-            mapped = self._mapped(path, pool, build, progress) if written else None
-            if mapped is not None:
-                return mapped[0], "weights are mapped from the cache", mapped[1]
-            return self._write(path, group, pool, build, progress)
-
-    def _write(
-        self,
-        path: Path,
-        group: str,
-        pool: ThreadPool,
-        build: Callable[[Blobs | None], _Model],
-        progress: Progress | None,
-    ) -> tuple[_Model, str, int]:
-        _log.info("packed weights are written to %s, once for this processor", path)
-        with WeightsWriter(path) as writer:
-            built = build(writer)
-            written = writer.commit(pool, progress)
-        if not written:
-            _log.warning("packed weights cannot be cached: %s", writer.failed)
-            return built, f"weights could not be cached: {writer.failed}", 0
-        # Not both at once: what is not in the file takes memory of its own.
-        del built
-        self._prune(path, group)
-        mapped = self._mapped(path, pool, build, progress)
-        if mapped is None:
-            return build(None), "weights were cached", 0
-        return mapped[0], "weights were cached and mapped", mapped[1]
+            if _identity(path) != before and (found := mapped()) is not None:
+                return found[0], done, found[1]
+            _log.info("packed weights are written to %s, once for this processor", path)
+            with WeightsWriter(path) as writer:
+                built = build(writer)
+                written = writer.commit(pool, progress)
+            if not written:
+                _log.warning("packed weights cannot be cached: %s", writer.failed)
+                return built, f"weights could not be cached: {writer.failed}", 0
+            # Not both at once: what is not in the file takes memory of its own.
+            del built
+            self._prune(path, group)
+            found = mapped()
+            if found is None:
+                return build(None), "weights were cached", 0
+            return found[0], "weights were cached and mapped", found[1]
 
     def _mapped(
         self,

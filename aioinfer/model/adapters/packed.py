@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.targets import LowRank
@@ -72,63 +73,43 @@ class PackedAdapter:
         Raises:
             ConfigError: a number is not finite in ``dtype``.
         """
-        shapes = list(_shapes(found, multiple))
-        memory = torch.zeros(sum(map(_elements, shapes)), dtype=dtype)
-        _layers(memory, shapes, found, multiple, fill=True)
+        matrices = list(_matrices(found, dtype, multiple))
+        # Each from a multiple of the alignment on.
+        padded = [F.pad(each.flatten(), (0, -each.numel() % _ALIGNMENT)) for each in matrices]
+        memory = torch.cat(padded)
         if not bool(memory.isfinite().all()):
             name = str(dtype).removeprefix("torch.")
             raise ConfigError(f"adapter: it has numbers that are not finite in {name}, the model's type")
         memory = _on_device(memory, device)
+        sizes = [len(each) for each in padded]
+        views = (
+            part[: each.numel()].view(each.shape)
+            for part, each in zip(memory.split(sizes), matrices, strict=True)
+        )
+        layers: dict[int, PackedLayer] = {}
+        for index, entries in found.items():
+            a, first, parts = next(views), 0, []
+            for target, part in enumerate(entries):
+                if part is not None:
+                    b = next(views)
+                    stop = first + b.shape[1]
+                    parts.append(PackedPart(target, first, stop, b, part.start, part.scale))
+                    first = stop
+            layers[index] = PackedLayer(a, tuple(parts))
         ranks = [part.rank for entries in found.values() for part in entries if part is not None]
-        layers = _layers(memory, shapes, found, multiple, fill=False)
         return cls(max(ranks), layers, memory, fingerprint)
 
 
-def _padded(rank: int, multiple: int) -> int:
-    return -(-rank // multiple) * multiple
-
-
-def _elements(shape: tuple[int, int]) -> int:
-    """Elements of a padded matrix."""
-    return -(-shape[0] * shape[1] // _ALIGNMENT) * _ALIGNMENT
-
-
-def _shapes(found: Mapping[int, list[LowRank | None]], multiple: int) -> Iterator[tuple[int, int]]:
-    """Shapes of the matrices of each layer: A of all targets, then B of each."""
+def _matrices(
+    found: Mapping[int, list[LowRank | None]], dtype: torch.dtype, multiple: int
+) -> Iterator[torch.Tensor]:
+    """The matrices of each layer, their ranks filled up to multiples with zeros: A of all targets, then B of
+    each."""
     for entries in found.values():
         parts = [part for part in entries if part is not None]
-        ranks = [_padded(part.rank, multiple) for part in parts]
-        yield sum(ranks), parts[0].a.shape[1]
-        yield from ((len(part.b), rank) for part, rank in zip(parts, ranks, strict=True))
-
-
-def _layers(
-    memory: torch.Tensor,
-    shapes: Sequence[tuple[int, int]],
-    found: Mapping[int, list[LowRank | None]],
-    multiple: int,
-    *,
-    fill: bool,
-) -> dict[int, PackedLayer]:
-    """The layers in a piece of memory; ``fill``: it is written."""
-    views, at, layers = [], 0, {}
-    for rows, columns in shapes:
-        views.append(memory[at : at + rows * columns].view(rows, columns))
-        at += _elements((rows, columns))
-    each = iter(views)
-    for index, entries in found.items():
-        a, first, parts = next(each), 0, []
-        for target, part in enumerate(entries):
-            if part is None:
-                continue
-            b, stop = next(each), first + _padded(part.rank, multiple)
-            if fill:
-                a[first : first + part.rank] = part.a
-                b[:, : part.rank] = part.b
-            parts.append(PackedPart(target, first, stop, b, part.start, part.scale))
-            first = stop
-        layers[index] = PackedLayer(a, tuple(parts))
-    return layers
+        more = [-part.rank % multiple for part in parts]
+        yield torch.cat([F.pad(part.a.to(dtype), (0, 0, 0, n)) for part, n in zip(parts, more, strict=True)])
+        yield from (F.pad(part.b.to(dtype), (0, n)) for part, n in zip(parts, more, strict=True))
 
 
 def _on_device(memory: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -55,16 +55,16 @@ class NewWeights(Weights):
         self._kinds: dict[str, torch.dtype] = {}
 
     def __contains__(self, name: str) -> bool:
-        return name in self._names or (self.partial and name in self._known.names)
+        return name in self.names or (self.partial and name in self._known.names)
 
     def given(self, names: Sequence[str]) -> int:
         """Number of these that are given."""
-        return sum(name in self._names for name in names)
+        return sum(name in self.names for name in names)
 
     @property
     def kinds(self) -> dict[str, torch.dtype]:
         """Types in which the model has the tensors that were taken."""
-        return {name: self._kinds.get(name, self._dtype) for name in self.used}
+        return {name: self._kinds.get(name, self.dtype) for name in self.used}
 
     def check_any(self) -> None:
         """Raise ConfigError if none of the tensors is asked for."""
@@ -85,7 +85,7 @@ class NewWeights(Weights):
         count = self.given(names)
         if count in (0, len(names)):
             return bool(count) or not names
-        missing = next(name for name in names if name not in self._names)
+        missing = next(name for name in names if name not in self.names)
         raise ConfigError(f"model: {missing} is missing: {what} can be replaced together only")
 
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
@@ -95,19 +95,19 @@ class NewWeights(Weights):
         super().declare(name, shape)
 
     def _lacks(self, name: str) -> bool:
-        return self.partial and name not in self._names and name in self._known.names
+        return self.partial and name not in self.names and name in self._known.names
 
     def take(self, name: str, shape: tuple[int, ...], *, dtype: torch.dtype | None = None) -> torch.Tensor:
         if not self._lacks(name):
-            self._kinds[name] = dtype or self._dtype
+            self._kinds[name] = dtype or self.dtype
             return super().take(name, shape, dtype=dtype)
         self.declare(name, shape)
         # One element: a missing table is as large as the rest of the model.
-        return torch.tensor(math.nan, dtype=dtype or self._dtype, device=self._device).expand(shape)
+        return torch.tensor(math.nan, dtype=dtype or self.dtype, device=self._device).expand(shape)
 
     def differs(self, name: str, other: str) -> bool:
         """Whether the model has a head of its own. Raises ConfigError: it has none, and one is given."""
-        if self._known.tied and name in self._names and other not in self._names:
+        if self._known.tied and name in self.names and other not in self.names:
             raise ConfigError(f"model: {name} is {other} here, which is missing")
         if self._known.tied and super().differs(name, other):
             raise ConfigError(f"model: {name} is not {other}, and the model has one matrix for both")
