@@ -256,34 +256,33 @@ def test_half_precision_differs_from_merged_weights_by_rounding(
     assert error < 2 * bound
 
 
-def test_an_adapter_of_some_layers_leaves_the_others(models: Models, tmp_path: Path) -> None:
-    model = models.load("qwen3")
-    shapes = {name: shape for name, shape in shapes_of(model).items() if "layers.1.mlp.up" in name}
-    matrices = factors(shapes, dict.fromkeys(shapes, 3), seed=5, dtype=torch.bfloat16)
-    path = write_adapter(tmp_path / "a", matrices, r=3, use_rslora=True, layers_to_transform=[1])
-    remove = installed(model, path)
-    merged = merge(models.path("qwen3"), tmp_path / "merged", matrices, 16 / 3**0.5)
-    oracle = load_model(merged, LoadOptions(dtype="float32", device=CPU, kernels="sdpa"))
+def check_merged(models: Models, adapter: Path, matrices: Any, scale: float) -> None:
+    """A model with an adapter computes what one does into which it is merged."""
+    model, path = models.load("qwen3"), models.path("qwen3")
+    remove = installed(model, adapter)
     got = logits(model, ROWS, [1] * 5, "sdpa")
     remove()
+    oracle = load(merge(path, adapter.parent / "merged", matrices, scale), kernels="sdpa")
     torch.testing.assert_close(got, logits(oracle, ROWS, None, "sdpa"), rtol=1e-3, atol=1e-3)
 
 
+def test_an_adapter_of_some_layers_leaves_the_others(models: Models, tmp_path: Path) -> None:
+    every = shapes_of(models.load("qwen3"))
+    shapes = {name: shape for name, shape in every.items() if "layers.1.mlp.up" in name}
+    matrices = factors(shapes, dict.fromkeys(shapes, 3), seed=5, dtype=torch.bfloat16)
+    path = write_adapter(tmp_path / "a", matrices, r=3, use_rslora=True, layers_to_transform=[1])
+    check_merged(models, path, matrices, 16 / 3**0.5)
+
+
 def test_ranks_and_scales_by_module_are_those_of_the_patterns(models: Models, tmp_path: Path) -> None:
-    model = models.load("qwen3")
-    shapes = shapes_of(model)
+    shapes = shapes_of(models.load("qwen3"))
     ranks = {name: 17 if name.endswith("k_proj") else 2 for name in shapes}
     matrices = factors(shapes, ranks, seed=6, dtype=torch.float32)
     path = write_adapter(
         tmp_path / "a", matrices, r=2, rank_pattern={"k_proj": 17}, lora_alpha=2, alpha_pattern={"k_proj": 34}
     )
     keys = {name: (a, 2 * b) if name.endswith("k_proj") else (a, b) for name, (a, b) in matrices.items()}
-    merged = merge(models.path("qwen3"), tmp_path / "merged", keys, 1.0)
-    oracle = load_model(merged, LoadOptions(dtype="float32", device=CPU, kernels="sdpa"))
-    remove = installed(model, path)
-    got = logits(model, ROWS, [1] * 5, "sdpa")
-    remove()
-    torch.testing.assert_close(got, logits(oracle, ROWS, None, "sdpa"), rtol=1e-3, atol=1e-3)
+    check_merged(models, path, keys, 1.0)
 
 
 @pytest.mark.native

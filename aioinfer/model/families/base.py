@@ -20,7 +20,7 @@ from aioinfer.model.linear import Linear
 from aioinfer.model.mixers.self_attention import SelfAttention
 from aioinfer.model.mixers.short_conv import CausalConv
 from aioinfer.model.mlp import FeedForward
-from aioinfer.model.moe.routing import Rule
+from aioinfer.model.moe.routing import GroupedSigmoidRouter, Rule
 from aioinfer.model.moe.sparse import GATE_UP_DOWN, SparseMLP, StoredExperts
 from aioinfer.model.norm import Norm
 from aioinfer.model.rope import Rope
@@ -124,6 +124,17 @@ class Source:
         config = self.config
         sizes = config.num_experts, config.hidden_size, expert_middle(config)
         return self.kernels.sparse(rule, StoredExperts(self.weights, prefix, *sizes, names), shared)
+
+    def sigmoid_rule(self, prefix: str, bias: str | None, **rule: Any) -> GroupedSigmoidRouter:
+        """The rule from the tensor ``prefix``.gate.weight and that of a bias. Small differences of scores
+        decide: they are computed in float32 for models of any dtype. ``rule``: its other fields. Raises
+        ValueError for groups that do not fit."""
+        config, float32 = self.config, {"dtype": torch.float32}
+        count = config.num_experts
+        gate = self.weights.take(f"{prefix}.gate.weight", (count, config.hidden_size), **float32)
+        added = None if bias is None else self.weights.take(f"{prefix}.{bias}", (count,), **float32)
+        scale, chosen = config.routed_scaling_factor, config.num_experts_per_tok
+        return GroupedSigmoidRouter(gate, added, chosen, scale=scale, **rule)
 
     def norm(self, name: str, stored: NormWeight = "rounded") -> Norm:
         """The root mean square norm of the residual from the tensor ``name``."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from aioinfer.errors import ConfigError
 from aioinfer.model import rope
 from aioinfer.model.attention.base import AttentionParams
@@ -20,7 +18,6 @@ from aioinfer.model.layer import Layer
 from aioinfer.model.mixers.base import Mixer
 from aioinfer.model.mixers.short_conv import LONGEST, ShortConv
 from aioinfer.model.mlp import FeedForward
-from aioinfer.model.moe.routing import GroupedSigmoidRouter
 from aioinfer.model.norm import Norm
 
 __all__ = ["Lfm2"]
@@ -83,20 +80,8 @@ class Lfm2(Family):
         config, prefix = source.config, f"model.layers.{index}.feed_forward"
         if index not in self.sparse_layers(config):
             return source.gated_mlp(prefix, self._middle(config), names=_NAMES)
-        weights, count = source.weights, config.num_experts
-        bias = None
-        if config.use_expert_bias:
-            bias = weights.take(f"{prefix}.expert_bias", (count,), dtype=torch.float32)
-        # Small differences of scores decide: they are computed in float32 for models of any dtype.
-        rule = GroupedSigmoidRouter(
-            weights.take(f"{prefix}.gate.weight", (count, config.hidden_size), dtype=torch.float32),
-            bias,
-            config.num_experts_per_tok,
-            num_groups=1,
-            top_groups=1,
-            normalize=config.norm_topk_prob,
-            scale=config.routed_scaling_factor,
-        )
+        bias = "expert_bias" if config.use_expert_bias else None
+        rule = source.sigmoid_rule(prefix, bias, num_groups=1, top_groups=1, normalize=config.norm_topk_prob)
         return source.sparse(rule, f"{prefix}.experts", names=_NAMES)
 
     def _middle(self, config: Any) -> int:

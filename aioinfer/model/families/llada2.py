@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from aioinfer.errors import ConfigError
 from aioinfer.model import rope
 from aioinfer.model.attention.base import AttentionParams
@@ -82,24 +80,12 @@ class LLaDA2(Family):
 
 
 def _rule(source: Source, prefix: str) -> GroupedSigmoidRouter:
-    config, weights = source.config, source.weights
-    count = config.num_experts
-    # Small differences of scores decide: they are computed in float32 for models of any dtype.
-    gate = weights.take(f"{prefix}.gate.weight", (count, config.hidden_size), dtype=torch.float32)
-    bias = None
-    if config.moe_router_enable_expert_bias:
-        bias = weights.take(f"{prefix}.gate.expert_bias", (count,), dtype=torch.float32)
-    chosen = config.num_experts_per_tok
+    config = source.config
+    groups = {"num_groups": config.n_group, "top_groups": config.topk_group}
+    # A single expert keeps its score as its weight.
+    normalize = config.norm_topk_prob and config.num_experts_per_tok > 1
+    bias = "gate.expert_bias" if config.moe_router_enable_expert_bias else None
     try:
-        return GroupedSigmoidRouter(
-            gate,
-            bias,
-            chosen,
-            num_groups=config.n_group,
-            top_groups=config.topk_group,
-            # A single expert keeps its score as its weight.
-            normalize=config.norm_topk_prob and chosen > 1,
-            scale=config.routed_scaling_factor,
-        )
+        return source.sigmoid_rule(prefix, bias, normalize=normalize, **groups)
     except ValueError as error:
         raise ConfigError(f"model: {config.architectures[0]} cannot choose {error}") from error
