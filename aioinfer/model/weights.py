@@ -279,8 +279,8 @@ class StoredMatrix:
             torch.cat([part.scales for part in parts]),
         )
         if whole is not None:
-            whole = self.ordered(whole)
-        return QuantisedMatrix(self.ordered(values), self.ordered(scales), whole, rounding)
+            whole = self._ordered(whole)
+        return QuantisedMatrix(self._ordered(values), self._ordered(scales), whole, rounding)
 
     def float8(self) -> Float8Matrix | None:
         """The matrix as it is stored, if all of its tensors are floats of 8 bits, with blocks of one width;
@@ -295,17 +295,17 @@ class StoredMatrix:
             return joined_float8(parts)
         matrix = joined_float8(parts, 1)
         # Bytes, which can be put into any order.
-        values = self.ordered(matrix.values.view(torch.uint8)).view(torch.float8_e4m3fn)
-        return Float8Matrix(values, self.ordered(matrix.scales), matrix.block)
+        values = self._ordered(matrix.values.view(torch.uint8)).view(torch.float8_e4m3fn)
+        return Float8Matrix(values, self._ordered(matrix.scales), matrix.block)
 
     def load(self) -> torch.Tensor:
         """The matrix, ``shape``, in memory of its own."""
         names = [f"{name}.weight" for name in self.names]
         if not self.transposed:
-            return self.ordered(self._weights.fused(names, self.rows, self._width))
+            return self._ordered(self._weights.fused(names, self.rows, self._width))
         shapes = [(self._width, count) for count in self.rows]
         parts = [self._weights.take(name, shape).T for name, shape in zip(names, shapes, strict=True)]
-        return self.ordered(torch.cat(parts).contiguous())
+        return self._ordered(torch.cat(parts).contiguous())
 
     def view(self) -> torch.Tensor:
         """The same to be read at once, or to be kept as long as the checkpoint does not change: a single
@@ -318,7 +318,7 @@ class StoredMatrix:
         """[rows], or None. Raises ConfigError if one is missing or has another shape."""
         if not self._bias:
             return None
-        return self.ordered(self._weights.fused([f"{name}.bias" for name in self.names], self.rows))
+        return self._ordered(self._weights.fused([f"{name}.bias" for name in self.names], self.rows))
 
     def _ordered(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self.order is None else rows[self.order.to(rows.device)]

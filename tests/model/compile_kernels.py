@@ -40,6 +40,7 @@ from aioinfer.model.moe.experts import ExpertWeights, Float8ExpertWeights
 from aioinfer.model.moe.float8_experts import Float8Experts
 from aioinfer.model.moe.routing import GroupedSigmoidRouter, SoftmaxRouter
 from aioinfer.model.moe.triton_experts import TritonExperts
+from aioinfer.model.moe.triton_routing import TritonRouter
 from aioinfer.model.norm import Norm
 from aioinfer.model.operations import triton_operations
 from aioinfer.model.operations.triton_operations import TritonOperations
@@ -199,26 +200,23 @@ def compile_experts(
     gate and up and of down, in floats of 8 bits."""
     count, hidden, middle = sizes
     shapes = (2 * middle, hidden), (hidden, middle)
-    recorder, routers = Recorder(name), []
+    recorder, rng, routers = Recorder(name), random.Random(0), list[TritonRouter]()
     if blocks is None:
         gate_up, down = (torch.empty(count, *shape, dtype=dtype, device="meta") for shape in shapes)
         experts: Any = TritonExperts(ExpertWeights(gate_up, down))
         gates, bias = gate_up[:, 0], gate_up[:, 0, 0].float()
-        routers = [
-            SoftmaxRouter(gates, 8, True),
-            GroupedSigmoidRouter(gates.float(), bias, 8, 8, 4, True, 2.5),
-        ]
+        by_groups = GroupedSigmoidRouter(gates.float(), bias, 8, 8, 4, True, 2.5)
+        routers = [TritonRouter(SoftmaxRouter(gates, 8, True)), TritonRouter(by_groups)]
     else:
-        matrices = [
+        both, last = (
             Float8Matrix(
                 torch.empty(count, rows, inner, dtype=torch.float8_e4m3fn, device="meta"),
                 torch.empty(count, -(-rows // height), -(-inner // width), device="meta"),
                 (height, width),
             )
             for (rows, inner), (height, width) in zip(shapes, blocks, strict=True)
-        ]
-        experts = Float8Experts(Float8ExpertWeights(*matrices))
-    rng = random.Random(0)
+        )
+        experts = Float8Experts(Float8ExpertWeights(both, last))
     for recorder.step in range(12):
         tokens = (1, 8 * count, rng.randrange(2, 64))[min(recorder.step, 2)]
         x, weights = torch.empty(tokens, hidden, dtype=dtype), torch.empty(tokens, 8, dtype=dtype)

@@ -17,7 +17,7 @@ from aioinfer.native.bindings import ThreadPool
 from tests.model.kernels import DEVICES, interpreted_on, kernels_or_skip
 from tests.tiers import grid
 
-HIDDEN = 24
+HIDDEN = 48
 Rule = SoftmaxRouter | GroupedSigmoidRouter
 
 
@@ -210,7 +210,7 @@ def test_a_token_has_the_same_bits_in_any_company(
 ) -> None:
     """By our kernels, for torch promises nothing. In the interpreter at the same place of a tile; see
     test_triton_experts."""
-    rule, hidden = make(noise(8, 100)), noise(20, 100, seed=1)
+    rule, hidden = make(noise(8, 112)), noise(20, 112, seed=1)
     together = follow(rule, hidden)
     some = [16, 17] if follow.triton and interpreted_on(follow.device) else [19]
     for got, wanted in zip(follow(rule, hidden[some]), together, strict=True):
