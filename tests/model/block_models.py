@@ -137,10 +137,12 @@ class Plain:
         kind = "Glm4Moe" if llada2 else "Qwen3Moe" if "num_experts" in config else "Qwen3"
         config_class = getattr(transformers, f"{kind}Config")
         stated = config_class.from_dict(_as_glm4(config) if llada2 else config)
-        own = _renamed(tensors, config) if llada2 else tensors
-        self._model = getattr(transformers, f"{kind}ForCausalLM").from_pretrained(
-            None, config=stated, state_dict=own, dtype=torch.float64, attn_implementation="eager"
-        )
+        self._model = getattr(transformers, f"{kind}ForCausalLM")(stated).double().eval()
+        self._model.set_attn_implementation("eager")
+        own = _stacked(_renamed(tensors, config) if llada2 else tensors, config.get("num_experts") or 0)
+        left = self._model.load_state_dict(own, strict=False)
+        assert not left.unexpected_keys
+        assert set(left.missing_keys) <= {"lm_head.weight"}
         for index, layer in enumerate(self._model.model.layers):
             bias = tensors.get(f"model.layers.{index}.attention.dense.bias")
             if bias is not None:
@@ -154,6 +156,18 @@ class Plain:
         found = self._model(torch.tensor([[*ids]]), attention_mask=mask[None, None], use_cache=False)
         logits: torch.Tensor = found.logits[0]
         return logits
+
+
+def _stacked(tensors: Tensors, count: int) -> Tensors:
+    """With the experts of a layer in one tensor, as transformers computes with them."""
+    found = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    for at in {name.partition(".experts.")[0] for name in tensors.keys() - found.keys()}:
+        gate, up, down = (
+            torch.stack([tensors[f"{at}.experts.{e}.{name}_proj.weight"] for e in range(count)])
+            for name in ("gate", "up", "down")
+        )
+        found |= {f"{at}.experts.gate_up_proj": torch.cat((gate, up), 1), f"{at}.experts.down_proj": down}
+    return found
 
 
 def _as_glm4(config: dict[str, Any]) -> dict[str, Any]:
