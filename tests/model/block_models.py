@@ -137,7 +137,7 @@ class Plain:
         kind = "Glm4Moe" if llada2 else "Qwen3Moe" if "num_experts" in config else "Qwen3"
         config_class = getattr(transformers, f"{kind}Config")
         stated = config_class.from_dict(_as_glm4(config) if llada2 else config)
-        self._model = getattr(transformers, f"{kind}ForCausalLM")(stated).double().eval()
+        self._model = getattr(transformers, f"{kind}ForCausalLM")(stated).eval()
         self._model.set_attn_implementation("eager")
         own = _stacked(_renamed(tensors, config) if llada2 else tensors, config.get("num_experts") or 0)
         left = self._model.load_state_dict(own, strict=False)
@@ -146,15 +146,15 @@ class Plain:
         for index, layer in enumerate(self._model.model.layers):
             bias = tensors.get(f"model.layers.{index}.attention.dense.bias")
             if bias is not None:
-                layer.self_attn.o_proj.bias = torch.nn.Parameter(bias.double())
+                layer.self_attn.o_proj.bias = torch.nn.Parameter(bias)
 
     @torch.no_grad()
     def logits(self, ids: Sequence[int]) -> torch.Tensor:
         """[len(ids), vocab_size]"""
         of = torch.arange(len(ids)) // self.block
-        mask = torch.where(of[None, :] > of[:, None], torch.finfo(torch.float32).min, 0.0).double()
+        mask = torch.where(of[None, :] > of[:, None], torch.finfo(torch.float32).min, 0.0)
         found = self._model(torch.tensor([[*ids]]), attention_mask=mask[None, None], use_cache=False)
-        logits: torch.Tensor = found.logits[0]
+        logits: torch.Tensor = found.logits[0].double()
         return logits
 
 
