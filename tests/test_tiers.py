@@ -69,34 +69,6 @@ def test_every_room_has_tests_and_every_name_in_the_tiers_exists() -> None:
     assert all((root / name).exists() for name in (*tiers.ONE_LOOP, *tiers.BOTH_LOOPS))
 
 
-@pytest.mark.parametrize(
-    ("changes", "workers"),
-    [
-        ({}, "auto"),
-        ({"numprocesses": 3}, 3),
-        ({"capture": "no"}, None),
-        ({"args": ["tests/test_tiers.py::test_x"]}, None),
-        ({"PYTEST_XDIST_WORKER": "gw0"}, None),
-    ],
-    ids=str,
-)
-def test_workers_start_by_themselves_and_start_none(
-    changes: dict[str, Any], workers: int | str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a worker the hook is called, too: one that started workers would never end."""
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    monkeypatch.setattr(conftest, "_GPU", False)
-    changes = dict(changes)
-    if "PYTEST_XDIST_WORKER" in changes:
-        monkeypatch.setenv("PYTEST_XDIST_WORKER", changes.pop("PYTEST_XDIST_WORKER"))
-    config: Any = SimpleNamespace(args=changes.pop("args", ["tests"]))
-    defaults = {"numprocesses": None, "dist": "no", "tx": [], "capture": "fd", "markexpr": ""}
-    flags = {"usepdb": False, "trace": False, "collectonly": False}
-    config.option = SimpleNamespace(**{**defaults, **flags, **changes})
-    conftest.pytest_cmdline_main(config)
-    assert config.option.numprocesses == workers
-
-
 def test_nightly_runs_in_full_what_other_tiers_run_in_part(tmp_path: Path) -> None:
     file = tmp_path / "module.py"
     file.write_text(

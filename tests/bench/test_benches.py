@@ -7,8 +7,6 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +159,11 @@ def run(name: str, options: str, tmp_path: Path) -> dict[str, Any]:
         ("adapters", "--shape tiny --steps 3 --prompt 16 --rounds 1 --loads 1 --threads 1", 12),
         ("weights", "--shape tiny --updates 1 --streams 2 --threads 1", 2),
         ("serving", "--requests 8 --concurrency 4 --threads 1 --output-tokens uniform:2:6", 4),
+        (
+            "diffusion",
+            "--shape tiny --concurrency 1 --fresh 0 1 --rounds 1 --requests 2 --per-client 1 --max-tokens 20",
+            10,
+        ),
         ("cpu", "--accuracy --requests 1", 4),
     ],
 )
@@ -174,11 +177,7 @@ def test_a_bench_has_its_rows(tmp_path: Path, name: str, options: str, rows: int
     ("name", "options", "sections"),
     [
         ("embed", "--inputs 2 --tokens 16 --rounds 1 --output 4 --threads 1", {"throughput": 3, "beside": 2}),
-        (
-            "fanout",
-            "--streams 8 --seconds 0.2 --rounds 1",
-            {"saturated": 1, "paced": 1, "inprocess": 2},
-        ),
+        ("fanout", "--streams 8 --seconds 0.2 --rounds 1", {"saturated": 1, "paced": 1, "inprocess": 2}),
         (
             "parallel",
             "--workloads bursts --replicas 2 --seeds 1 --streams 8 --seconds 0.2 --rounds 1",
@@ -204,25 +203,6 @@ def test_the_speculation_bench_compares_with_and_without_drafts(tmp_path: Path) 
     assert not any(row["accepted"] for row in sections["free"]["rows"])
 
 
-@nightly(PROGRAM)
-def test_the_diffusion_bench_compares_all_ways_on_the_same_requests(tmp_path: Path) -> None:
-    options = (
-        "--shape tiny --variation 0 --concurrency 1 2 --fresh 0 1 --rounds 1 --requests 4 --per-client 1"
-        " --max-tokens 20"
-    )
-    cells: dict[tuple[int, int], dict[str, Any]] = {}
-    for row in run("diffusion", options, tmp_path)["rows"]:
-        cells.setdefault((row["concurrency"], row["fresh"]), {})[row["way"]] = row
-    assert list(cells) == [(1, 0), (2, 0), (1, 1), (2, 1)]
-    for (concurrency, _), cell in cells.items():
-        assert list(cell) == ["sync", "fdfo", "mixed", "fused", "overlap"]
-        assert all(way["tokens_per_s"] > 0 and way["ttft_ms"] > 0 for way in cell.values())
-        # The last forward over a block is the first over the next; all blocks take the same rounds. For
-        # requests side by side, which of them share a forward depends on when they come.
-        if concurrency == 1:
-            assert cell["fused"]["forwards_per_token"] < cell["mixed"]["forwards_per_token"]
-
-
 @rest(SECONDS)
 @pytest.mark.parametrize("how", [["--concurrency", "4"], ["--rate", "200"]])
 async def test_the_bench_counts_every_token_over_http(
@@ -242,21 +222,6 @@ async def test_the_bench_counts_every_token_over_http(
         assert result["output_tokens"] == 40 * 7
         assert result["prompt_tokens"] == 40 * 5
         assert result["ttft_ms"]["p50"] <= result["latency_ms"]["p50"]
-
-
-@nightly(PROGRAM)
-def test_the_bench_prints_a_table_and_a_json_line(tmp_path: Path) -> None:
-    file = tmp_path / "lines.jsonl"
-    command = [sys.executable, "-m", "bench", "serving", "--requests", "8", "--threads", "1"]
-    done = subprocess.run(
-        [*command, "--json", str(file)], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 0, done.stderr
-    for name in ("ttft_ms", "tpot_ms", "itl_ms", "latency_ms", "p99", "output_tokens_per_s"):
-        assert name in done.stdout
-    (line,) = file.read_text().splitlines()
-    assert done.stdout.endswith(line + "\n")
-    assert json.loads(line)["facts"]["output_tokens"] == 8 * 32
 
 
 # -- definitions ---------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from aioinfer.text.tokenizer import HFTokenizer
 from bench.command import main
 from bench.gpu.command import run_part
 from bench.gpu.plan import FULL, REHEARSAL, Plan
-from bench.gpu.roofline import Peaks, Shape, decode_phases, decode_step
+from bench.gpu.roofline import Peaks, decode_step
 from bench.gpu.shapes import SHAPES, shape_of, write_model, write_tokenizer
 from bench.gpu.workload import workload
 from bench.report import Report
@@ -60,28 +60,6 @@ def test_a_step_reads_the_parameters_of_the_model_that_runs(tmp_path: Path, tied
     embedding = 0 if tied else shape.vocab * shape.hidden
     assert shape.step_bytes == 2 * (spec.num_parameters - embedding)
     assert shape.kv_bytes == KVPool.bytes_per_page(spec.kv_layers, 1, spec.dtype)
-
-
-def test_every_byte_of_a_step_counts() -> None:
-    """Weights, the context and the row's own position, and logits written and read."""
-    shape, slow = SHAPES["tiny"], Peaks(bandwidth=1, flops=float("inf"))
-    assert decode_step(shape, 7, 1, slow) == shape.step_bytes + 8 * shape.kv_bytes + 8 * shape.vocab
-
-
-def test_a_step_takes_the_sum_of_its_phases() -> None:
-    """At 256 rows 8B multiplies while the memory waits, and attends while the matrix units do."""
-    shape, rows = SHAPES["8b"], 256
-    phases = decode_phases(shape, 1024 * rows, rows)
-    matrices = 36 * (4096 * 128 * (32 + 8 + 8 + 32) + 3 * 4096 * 12_288)
-    seconds = {name: H200.seconds(phase) for name, phase in phases.items()}
-    assert seconds["matrices"] == 2 * rows * matrices / H200.flops
-    assert seconds["attention"] == 147_456 * 1025 * rows / H200.bandwidth
-    assert seconds["head"] == 2 * rows * 4096 * 151_936 / H200.flops
-    assert seconds["sampling"] == 4 * rows * 151_936 / H200.bandwidth
-    total = decode_step(shape, 1024 * rows, rows, H200)
-    assert total == pytest.approx(sum(seconds.values())) == pytest.approx(13.94e-3, rel=1e-3)
-    few = Shape("dense", 1, 1024, 8, 8, 128, 4096, 16, True)
-    assert decode_step(few, 1, 1, Peaks(1e12, 1e14)) == pytest.approx(few.step_bytes / 1e12, rel=0.01)
 
 
 def test_numbers_of_8_bits_are_half_of_what_is_read() -> None:

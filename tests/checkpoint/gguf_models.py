@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from bench.peers.adapters.to_gguf import name_in_gguf
 from tests.model.checkpoints import FAMILIES, make_model
 
-__all__ = ["EVERY", "TOKENS", "make_family", "write_gguf", "write_tokenizer"]
+__all__ = ["EVERY", "make_family", "write_file", "write_gguf"]
 
 #: a family of every architecture
 EVERY = [
@@ -22,21 +22,13 @@ EVERY = [
     "olmo3-yarn", "glm4", "phi3", "gpt2",
 ]  # fmt: skip
 
+_SAME = ("llama", "qwen2", "qwen3", "gemma", "gemma2", "smollm3", "olmo2", "glm4", "phi3", "gpt2")
 _ARCHITECTURES = {
-    "llama": "llama",
+    **{name: name for name in _SAME},
     "mistral": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
-    "gemma": "gemma",
-    "gemma2": "gemma2",
     "gemma3_text": "gemma3",
-    "smollm3": "smollm3",
-    "olmo2": "olmo2",
     "olmo3": "olmo2",
-    "glm4": "glm4",
-    "phi3": "phi3",
-    "gpt2": "gpt2",
 }
 #: ends of names of matrices that the converter transposes
 _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
@@ -44,45 +36,26 @@ _TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
 #: say which layers rotate
 _FURTHER: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm3-interval": ("SmolLM3", {"head_dim": 16, "num_hidden_layers": 5, "attention_bias": True}),
-    "gpt2-inner": (
-        "GPT2",
-        {
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 4,
-            "n_inner": 96,
-            "n_positions": 256,
-            "bos_token_id": None,
-            "tie_word_embeddings": False,
-        },
-    ),
-    "olmo3-yarn": (
-        "Olmo3",
-        {
-            "sliding_window": 9,
-            "num_hidden_layers": 4,
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-                "full_attention": {
-                    "rope_type": "yarn",
-                    "rope_theta": 10_000.0,
-                    "factor": 4.0,
-                    "attention_factor": 1.5,
-                    "beta_fast": 8.0,
-                    "beta_slow": 2.0,
-                    "original_max_position_embeddings": 64,
-                },
+    "gpt2-inner": ("GPT2", {
+        "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": 256, "bos_token_id": None,
+        "tie_word_embeddings": False,
+    }),
+    "olmo3-yarn": ("Olmo3", {
+        "sliding_window": 9, "num_hidden_layers": 4,
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            "full_attention": {
+                "rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "attention_factor": 1.5,
+                "beta_fast": 8.0, "beta_slow": 2.0, "original_max_position_embeddings": 64,
             },
         },
-    ),
-}
+    }),
+}  # fmt: skip
 #: those whose rows of queries and keys llama.cpp's converter reorders, and whose norms it adds 1 to
 _NEIGHBOURS = {"llama", "smollm3"}
 _PLUS_ONE = {"gemma", "gemma2", "gemma3"}
 #: every how many layers one has no window
 _PERIODS = {"gemma2": 2, "gemma3": 6}
-#: of the smallest tokenizer there is
-TOKENS = ["<s>", "</s>", "a", "b", "ab"]
 
 
 def make_family(name: str, path: Path, **changes: Any) -> Any:
@@ -121,10 +94,7 @@ def write_gguf(
     _add_tensors(writer, tensors, gguf.GGMLQuantizationType[kind], config, architecture)
     for name, tensor in (further or {}).items():
         writer.add_tensor(name, tensor.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _write(writer)
     return tensors
 
 
@@ -245,19 +215,27 @@ def _stacked(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
-def write_tokenizer(target: Path, metadata: dict[str, Any], architecture: str = "llama") -> None:
-    """A file with the least of a model, and these metadata."""
+def write_file(
+    target: Path,
+    metadata: dict[str, Any],
+    architecture: str = "llama",
+    tensors: dict[str, Any] | None = None,
+) -> None:
+    """A file with these metadata and tensors, by default the least of a model; of bytes the type is given as
+    well: (bytes, type)."""
     writer: Any = gguf.GGUFWriter(str(target), architecture)
+    kinds = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     for name, value in metadata.items():
-        if isinstance(value, bool):
-            writer.add_bool(name, value)
-        elif isinstance(value, int):
-            writer.add_uint32(name, value)
-        elif isinstance(value, str):
-            writer.add_string(name, value)
-        else:
-            writer.add_array(name, value)
-    writer.add_tensor("token_embd.weight", np.zeros((2, 32), dtype=np.float32))
+        kinds.get(type(value), writer.add_array)(name, value)
+    if tensors is None:
+        tensors = {"token_embd.weight": np.zeros((2, 32), dtype=np.float32)}
+    for name, tensor in tensors.items():
+        data, kind = tensor if isinstance(tensor, tuple) else (tensor, None)
+        writer.add_tensor(name, data, raw_dtype=kind)
+    _write(writer)
+
+
+def _write(writer: Any) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

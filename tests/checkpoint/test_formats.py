@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aioinfer.checkpoint.files import Directory
 from aioinfer.checkpoint.formats import quantised_tensors
 from aioinfer.checkpoint.formats.base import dequantised
 from aioinfer.checkpoint.tensors import SafetensorsTensors
@@ -169,29 +168,39 @@ def fp8_tensor(weight: torch.Tensor) -> Encoded:
 def _groups(
     bits: int,
     kind: str = "int",
-    *,
-    symmetric: bool = True,
     form: str = "pack-quantized",
     strategy: str = "group",
+    *,
+    symmetric: bool = True,
 ) -> dict[str, Any]:
-    weights = {
-        "num_bits": bits,
-        "type": kind,
-        "symmetric": symmetric,
-        "strategy": strategy,
-        "group_size": GROUP,
-    }
+    facts = {"num_bits": bits, "type": kind, "symmetric": symmetric}
+    weights = {**facts, "strategy": strategy, "group_size": GROUP}
     return {
         "quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights}},
     }  # fmt: skip
 
 
-def requantise(folder: Path, tensors: Parts, config: Any) -> None:
+def requantise(folder: Path, tensors: Parts, config: Any, **further: Any) -> None:
     """Replace the weights of a model directory, and state how they are quantised."""
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    stated = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**stated, "quantization_config": config}))
+    state(folder, quantization_config=config, **further)
+
+
+def state(folder: Path, **fields: Any) -> None:
+    """Change the config of a model directory."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def generate(folder: Path, prompt: list[int], tokens: int = 10, kernels: Any = "auto", **params: Any) -> Any:
+    """The result of a greedy generation with a model directory."""
+    config = EngineConfig(
+        model=str(folder), dtype="float32", num_pages=64, threads=1, attention_backend=kernels
+    )
+    with LLM(config) as llm:
+        (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=tokens, **params))
+    return result
 
 
 def shuffled(weight: torch.Tensor) -> Encoded:
@@ -339,11 +348,7 @@ def test_a_model_of_a_format_is_the_dequantised_one(tmp_path: Path, name: str) -
             oracle.get_parameter(key).copy_(made)
     requantise(tmp_path, tensors, config)
     prompt = [random.Random(3).randrange(200) for _ in range(9)]
-    wanted = greedy(oracle, prompt, 10)
-    options = {"model": str(tmp_path), "dtype": "float32", "num_pages": 64, "threads": 1}
-    with LLM(EngineConfig(**options, attention_backend="sdpa")) as llm:
-        (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=10))
-    assert result.token_ids == wanted
+    assert generate(tmp_path, prompt, kernels="sdpa").token_ids == greedy(oracle, prompt, 10)
     require("native")
     model = load_model(tmp_path, LoadOptions(dtype="float32", device=torch.device("cpu"), kernels="native"))
     assert ("bits as they are stored" in model.spec.layer_reason) == FORMATS[name][2]
@@ -352,10 +357,8 @@ def test_a_model_of_a_format_is_the_dequantised_one(tmp_path: Path, name: str) -
         if FORMATS[name][2]
         else []
     )
-    with LLM(EngineConfig(**options, attention_backend="native")) as llm:
-        (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=1, logprobs=3))
     expected = oracle(torch.tensor([prompt])).logits[0, -1].detach().log_softmax(0)
-    (first,) = result.logprobs
+    (first,) = generate(tmp_path, prompt, 1, "native", logprobs=3).logprobs
     for token, logprob in first.top:
         assert logprob == pytest.approx(float(expected[token]), abs=0.2)
 
@@ -363,21 +366,17 @@ def test_a_model_of_a_format_is_the_dequantised_one(tmp_path: Path, name: str) -
 def test_float16_on_a_cpu_is_computed_in_bfloat16(tmp_path: Path) -> None:
     """Which native kernels have; unless it is asked for."""
     make_checkpoint("qwen3-blocks", tmp_path)
-    stated = json.loads((tmp_path / "config.json").read_text())
     tensors: Parts = {}
     for key, tensor in load_file(tmp_path / "model.safetensors").items():
         module = key.removesuffix(".weight")
         parts = awq(tensor).parts if "_proj" in key else {"weight": tensor}
         tensors |= {f"{module}.{part}": value for part, value in parts.items()}
-    save_file(tensors, tmp_path / "model.safetensors")
-    stated |= {"dtype": "float16", "quantization_config": FORMATS["awq"][0]}
-    (tmp_path / "config.json").write_text(json.dumps(stated))
-    cpu = torch.device("cpu")
-    assert inspect_model(tmp_path, LoadOptions(dtype="auto", device=cpu)).dtype == torch.bfloat16
-    assert inspect_model(tmp_path, LoadOptions(dtype="float16", device=cpu)).dtype == torch.float16
-    assert (
-        inspect_model(tmp_path, LoadOptions(dtype="auto", device=torch.device("cuda"))).dtype == torch.float16
-    )
+    requantise(tmp_path, tensors, FORMATS["awq"][0], dtype="float16")
+    for device, dtype, wanted in (
+        ("cpu", "auto", torch.bfloat16), ("cpu", "float16", torch.float16), ("cuda", "auto", torch.float16),
+    ):  # fmt: skip
+        options = LoadOptions(dtype=dtype, device=torch.device(device))
+        assert inspect_model(tmp_path, options).dtype == wanted
 
 
 def test_experts_are_dequantised(tmp_path: Path) -> None:
@@ -402,9 +401,7 @@ def test_experts_are_dequantised(tmp_path: Path) -> None:
                 experts.gate_up_proj[int(expert), first : first + middle] = made
     requantise(tmp_path, tensors, FORMATS["awq"][0])
     prompt = [3, 1, 4, 1, 5, 9, 2]
-    with LLM(EngineConfig(model=str(tmp_path), dtype="float32", num_pages=64, threads=1)) as llm:
-        (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=10))
-    assert result.token_ids == greedy(oracle, prompt, 10)
+    assert generate(tmp_path, prompt).token_ids == greedy(oracle, prompt, 10)
 
 
 @rest(SECONDS)
@@ -425,12 +422,7 @@ def test_a_shared_expert_is_dequantised_as_the_others_are(tmp_path: Path, kernel
     requantise(tmp_path, tensors, config)
     assert inspect_model(tmp_path, LoadOptions(dtype="auto", device=torch.device("cpu"))).stored_bits == []
     prompt = [random.Random(3).randrange(200) for _ in range(9)]
-    settings = EngineConfig(
-        model=str(tmp_path), dtype="float32", num_pages=64, threads=1, attention_backend=kernels
-    )
-    with LLM(settings) as llm:
-        (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=10))
-    assert result.token_ids == greedy(oracle, prompt, 10)
+    assert generate(tmp_path, prompt, kernels=kernels).token_ids == greedy(oracle, prompt, 10)
 
 
 @pytest.mark.parametrize(
@@ -459,9 +451,6 @@ def test_what_is_not_supported_is_said(tmp_path: Path, config: Any, message: str
 
 def test_transformers_code_takes_no_quantised_checkpoint(tmp_path: Path) -> None:
     make_checkpoint("opt", tmp_path)
-    stated = json.loads((tmp_path / "config.json").read_text())
-    stated["quantization_config"] = FORMATS["gptq"][0]
-    (tmp_path / "config.json").write_text(json.dumps(stated))
-    assert Directory(tmp_path).config()["quantization_config"]
+    state(tmp_path, quantization_config=FORMATS["gptq"][0])
     with pytest.raises(ConfigError, match=r"of OPTForCausalLM, quantised checkpoints cannot be loaded"):
         LLM(EngineConfig(model=str(tmp_path), num_pages=64, threads=1))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gguf
 import numpy as np
@@ -16,13 +17,16 @@ from aioinfer.checkpoint.files import GGUFCheckpoint, open_checkpoint
 from aioinfer.checkpoint.gguf_blocks import BLOCKS
 from aioinfer.checkpoint.gguf_config import end_tokens
 from aioinfer.checkpoint.gguf_file import GGUFFile
+from aioinfer.checkpoint.gguf_tensors import GGUFTensors
 from aioinfer.checkpoint.locate import locate
+from aioinfer.checkpoint.tensors import Rounding
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
+from aioinfer.model.weights import StoredMatrix, Weights
 from aioinfer.params import SamplingParams
 from aioinfer.text.tokenizer import HFTokenizer
-from tests.checkpoint.gguf_models import EVERY, TOKENS, make_family, write_gguf, write_tokenizer
+from tests.checkpoint.gguf_models import EVERY, make_family, write_file, write_gguf
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import require
 from tests.tiers import SECONDS, rest
@@ -126,77 +130,23 @@ def test_blocks_are_taken_apart_without_loss(kind: str) -> None:
     np.testing.assert_allclose(wide.reshape(5, 512), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1", "F16", "BF16"])
-def test_a_quantised_model_is_the_dequantised_one(tmp_path: Path, kind: str) -> None:
-    """Native kernels with the stored numbers against transformers with what they stand for."""
-    require("native")
-    oracle = make_checkpoint("qwen3-blocks", tmp_path / "hf")
-    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", kind)
-    tensors = open_checkpoint(tmp_path / "m.gguf").tensors()
-    with torch.no_grad():
-        for name, parameter in oracle.named_parameters():
-            parameter.copy_(tensors.read(name).float())
-    config = EngineConfig(
-        model=str(tmp_path / "m.gguf"), dtype="float32", attention_backend="native", num_pages=64, threads=1
-    )
-    prompt = [3, 1, 4, 1, 5, 9, 2, 6]
-    wanted = greedy(oracle, prompt, 12)
-    logits = oracle(torch.tensor([prompt])).logits[0, -1].detach()
-    for quantization in ("auto", "none"):
-        with LLM(EngineConfig(**{**vars_of(config), "quantization": quantization})) as llm:
-            (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=12, logprobs=5))
-        if quantization == "none" or kind in ("F16", "BF16"):
-            assert result.token_ids == wanted
-        # Activations are rounded to 8 bits where weights are.
-        (first, *_) = result.logprobs
-        expected = logits.log_softmax(0)
-        for token, logprob in first.top:
-            assert logprob == pytest.approx(float(expected[token]), abs=0.15), quantization
-
-
-def vars_of(config: EngineConfig) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in type(config).__dataclass_fields__}
-
-
 def test_a_matrix_of_differing_types_keeps_all_of_them(tmp_path: Path) -> None:
     """Queries of 4 bits with offsets and values of 8 in one product, as Q4_K_M files have them."""
-    from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
-    from aioinfer.model.weights import StoredMatrix, Weights
-
-    class Mixed:
-        names = ("q.weight", "k.weight", "v.weight")
-        kinds: ClassVar = {"q.weight": "Q4_K", "k.weight": "Q4_0", "v.weight": "Q8_0"}
-
-        def data(self, name: str) -> Any:
-            return blocks(self.kinds[name], 8, 256, seed=len(name))
-
-        def shape(self, name: str) -> tuple[int, ...]:
-            return 8, 256
-
-        def read(self, name: str) -> torch.Tensor:
-            return torch.from_numpy(
-                gguf.dequantize(self.data(name), gguf.GGMLQuantizationType[self.kinds[name]])
-            )
-
-        def rounding(self, name: str) -> Rounding:
-            return BLOCKS[self.kinds[name]][0]
-
-        def quantised(self, name: str) -> QuantisedMatrix:
-            rounding, unpack = BLOCKS[self.kinds[name]]
-            return QuantisedMatrix(
-                *(None if each is None else torch.from_numpy(each) for each in unpack(self.data(name))),
-                rounding,
-            )
-
-        def float8(self, name: str) -> None:
-            return None
-
-    weights = Weights(Mixed(), dtype=torch.float32, device=torch.device("cpu"))
-    stored = StoredMatrix(weights, ["q", "k", "v"], [8, 8, 8], 256)
-    assert stored.rounding == Rounding(8, 32)
-    matrix = stored.quantised()
-    wide = matrix.values.float().reshape(24, 8, 32) * matrix.scales[..., None] + matrix.offsets[..., None]
-    torch.testing.assert_close(wide.reshape(24, 256), stored.load(), rtol=1e-5, atol=1e-5)
+    kinds = {"q": "Q4_K", "k": "Q4_0", "v": "Q8_0"}
+    stored = {
+        f"blk.0.attn_{part}.weight": (blocks(kind, 8, 256, seed=len(kind)), gguf.GGMLQuantizationType[kind])
+        for part, kind in kinds.items()
+    }
+    write_file(tmp_path / "m.gguf", {}, "qwen2", stored)
+    weights = Weights(
+        GGUFTensors(GGUFFile(tmp_path / "m.gguf"), 1, 1), dtype=torch.float32, device=torch.device("cpu")
+    )
+    names = [f"model.layers.0.self_attn.{part}_proj" for part in kinds]
+    matrix = StoredMatrix(weights, names, [8, 8, 8], 256)
+    assert matrix.rounding == Rounding(8, 32)
+    found = matrix.quantised()
+    wide = found.values.float().reshape(24, 8, 32) * found.scales[..., None] + found.offsets[..., None]
+    torch.testing.assert_close(wide.reshape(24, 256), matrix.load(), rtol=1e-5, atol=1e-5)
 
 
 def test_a_file_in_parts_is_one_model(tmp_path: Path) -> None:
@@ -205,42 +155,34 @@ def test_a_file_in_parts_is_one_model(tmp_path: Path) -> None:
     whole = GGUFFile(tmp_path / "whole.gguf")
     first, second = tmp_path / "m-00001-of-00002.gguf", tmp_path / "m-00002-of-00002.gguf"
     first.write_bytes((tmp_path / "whole.gguf").read_bytes())
-    write_tokenizer(second, {})
+    write_file(second, {})
     with pytest.raises(ConfigError, match=r"both hold token_embd\.weight"):
         GGUFFile(first)
     second.unlink()
     with pytest.raises(ConfigError, match=r"m-00002-of-00002\.gguf is missing"):
         GGUFFile(first)
-    writer: Any = gguf.GGUFWriter(str(second), "qwen2")
-    writer.add_tensor("further", np.ones((1, 4), dtype=np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_file(second, {}, "qwen2", {"further": np.ones((1, 4), dtype=np.float32)})
     found = GGUFFile(first)
     assert found.tensors.keys() == whole.tensors.keys() | {"further"}
     assert found.files == [first, second]
 
 
 def test_llama_3s_rotary_factors_are_recognised(tmp_path: Path) -> None:
-    config = {"llama.rope.freq_base": 500000, "llama.attention.head_count": 2, "llama.embedding_length": 128}
     base, factor = 500_000.0, 8.0
+    names = ("block_count", "context_length", "feed_forward_length", "attention.head_count")
+    stated = {
+        **{f"llama.{name}": 2 for name in names},
+        "llama.rope.freq_base": base,
+        "llama.embedding_length": 128,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    }
     wavelengths = 2 * np.pi * base ** (np.arange(0, 64, 2) / 64)
     smooth = np.clip((8192 / wavelengths - 1) / 3, 0, 1)
     factors = (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)
+    embedding = np.zeros((2, 128), dtype=np.float32)
     for wanted, changed in ((True, factors), (False, factors * 1.5)):
-        writer: Any = gguf.GGUFWriter(str(tmp_path / "m.gguf"), "llama")
-        for name, value in config.items():
-            writer.add_float32(name, value) if "freq_base" in name else writer.add_uint32(name, value)
-        for name in ("block_count", "context_length", "feed_forward_length"):
-            writer.add_uint32(f"llama.{name}", 4)
-        writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
-        writer.add_tensor("token_embd.weight", np.zeros((2, 128), dtype=np.float32))
-        writer.add_tensor("rope_freqs.weight", changed)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+        tensors = {"token_embd.weight": embedding, "rope_freqs.weight": changed}
+        write_file(tmp_path / "m.gguf", stated, tensors=tensors)
         checkpoint = GGUFCheckpoint(tmp_path / "m.gguf")
         if not wanted:
             with pytest.raises(ConfigError, match="not Llama 3's"):
@@ -279,7 +221,7 @@ def test_turns_end_at_control_tokens_that_files_do_not_name(tmp_path: Path) -> N
         "tokenizer.ggml.token_type": [1, 3, 3, 1],
         "tokenizer.ggml.eos_token_id": 1,
     }
-    write_tokenizer(file, metadata)
+    write_file(file, metadata)
     assert end_tokens(GGUFFile(file)) == [1, 2]
 
 
@@ -302,31 +244,25 @@ TEXTS = [
 
 def original(pre: str) -> Tokenizer:
     """A tokenizer as its model's authors publish it, of a small vocabulary."""
+    from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
     tokenizer = Tokenizer(models.BPE())
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre == "gpt-2":
         tokenizer.pre_tokenizer = byte_level
     elif pre == "smollm":
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level])
-    elif pre != "qwen2":
+    else:
         # As Llama 3, GLM-4 and OLMo 2 state it in their tokenizer.json.
         pattern = (
             r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
             r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
         )
+        if pre == "qwen2":
+            tokenizer.normalizer, pattern = normalizers.NFC(), PRETOKENIZE_REGEX
         split = pre_tokenizers.Split(Regex(pattern), "isolated", invert=False)
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-        )
-    else:
-        from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
-
-        tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated", invert=False),
-                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-            ]
         )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
@@ -339,8 +275,6 @@ def original(pre: str) -> Tokenizer:
 
 @pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"])
 def test_a_tokenizer_encodes_as_the_one_that_it_was_made_of(tmp_path: Path, pre: str) -> None:
-    import json
-
     tokenizer = original(pre)
     model = json.loads(tokenizer.to_str())["model"]
     special = {"<|endoftext|>", "<|im_start|>", "<|im_end|>"}
@@ -355,7 +289,7 @@ def test_a_tokenizer_encodes_as_the_one_that_it_was_made_of(tmp_path: Path, pre:
         "tokenizer.ggml.eot_token_id": 0,
         "tokenizer.chat_template": "{{ messages[0].content }}",
     }
-    write_tokenizer(tmp_path / "t.gguf", metadata)
+    write_file(tmp_path / "t.gguf", metadata)
     found = HFTokenizer.of(GGUFCheckpoint(tmp_path / "t.gguf"))
     assert found is not None
     for text in TEXTS:
@@ -367,18 +301,8 @@ def test_a_tokenizer_encodes_as_the_one_that_it_was_made_of(tmp_path: Path, pre:
 
 
 def test_sentence_pieces_merge_by_their_scores(tmp_path: Path) -> None:
-    tokens = [
-        "<unk>",
-        "<s>",
-        "</s>",
-        *(f"<0x{byte:02X}>" for byte in range(256)),
-        "▁",
-        "a",
-        "b",
-        "ab",
-        "▁ab",
-        "▁a",
-    ]
+    pieces = ["▁", "a", "b", "ab", "▁ab", "▁a"]
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *pieces]
     scores = [0.0] * 259 + [-9.0, -8.0, -8.0, -1.0, -2.0, -3.0]
     metadata = {
         "tokenizer.ggml.model": "llama",
@@ -389,7 +313,7 @@ def test_sentence_pieces_merge_by_their_scores(tmp_path: Path) -> None:
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.unknown_token_id": 0,
     }
-    write_tokenizer(tmp_path / "t.gguf", metadata)
+    write_file(tmp_path / "t.gguf", metadata)
     found = HFTokenizer.of(GGUFCheckpoint(tmp_path / "t.gguf"))
     assert found is not None
     at = {token: index for index, token in enumerate(tokens)}
@@ -400,48 +324,36 @@ def test_sentence_pieces_merge_by_their_scores(tmp_path: Path) -> None:
 
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
-    write_tokenizer(file, {"tokenizer.ggml.tokens": TOKENS, "tokenizer.ggml.model": "gpt2",
-                           "tokenizer.ggml.pre": "unheard-of", "tokenizer.ggml.merges": ["a b"]})  # fmt: skip
-    with pytest.raises(ConfigError, match="cuts text by the rule 'unheard-of'"):
-        GGUFCheckpoint(file).tokenizer()
-    write_tokenizer(file, {"tokenizer.ggml.tokens": TOKENS, "tokenizer.ggml.model": "t5"})
-    with pytest.raises(ConfigError, match="of the kind 't5'"):
-        GGUFCheckpoint(file).tokenizer()
-    metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.merges": ["a b"]}
-    known = {"tokenizer.ggml.tokens": ["a", "b"], "tokenizer.ggml.pre": "qwen2"}
-    write_tokenizer(file, {**metadata, **known})
-    with pytest.raises(ConfigError, match="name tokens that it does not have"):
-        GGUFCheckpoint(file).tokenizer()
-    write_tokenizer(file, {"tokenizer.ggml.tokens": TOKENS, **metadata})
-    with pytest.raises(ConfigError, match=r"does not state tokenizer\.ggml\.pre"):
-        GGUFCheckpoint(file).tokenizer()
-    write_tokenizer(file, {})
+    tokens, merges = ["<s>", "</s>", "a", "b", "ab"], ["a b"]
+    for message, stated in (
+        ("cuts text by the rule 'unheard-of'", {"model": "gpt2", "pre": "unheard-of", "merges": merges}),
+        ("of the kind 't5'", {"model": "t5"}),
+        ("name tokens that it does not have", {"model": "gpt2", "pre": "qwen2", "merges": ["a <s>"]}),
+        (r"does not state tokenizer\.ggml\.pre", {"model": "gpt2", "merges": merges}),
+    ):
+        write_file(
+            file, {f"tokenizer.ggml.{name}": each for name, each in {"tokens": tokens, **stated}.items()}
+        )
+        with pytest.raises(ConfigError, match=message):
+            GGUFCheckpoint(file).tokenizer()
+    write_file(file, {})
     assert GGUFCheckpoint(file).tokenizer() is None
     with pytest.raises(ConfigError, match=r"does not state llama\.attention\.head_count"):
         GGUFCheckpoint(file).config()
-    writer: Any = gguf.GGUFWriter(str(file), "mamba")
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    with pytest.raises(
-        ConfigError, match="architecture 'mamba' are not supported: llama, qwen2, qwen3, qwen3moe"
-    ):
+    write_file(file, {}, "mamba")
+    with pytest.raises(ConfigError, match="architecture 'mamba' are not supported: llama, qwen2, qwen3"):
         GGUFCheckpoint(file).config()
 
 
 def test_what_a_directory_offers_and_a_file_does_not(tmp_path: Path) -> None:
     make_checkpoint("qwen3-blocks", tmp_path / "hf")
     write_gguf(tmp_path / "hf", tmp_path / "m.gguf", "Q8_0")
+    require("native")
+    native = {"cache_weights": True, "attention_backend": "native"}
     for changes, message in (
-        (
-            {"cache_weights": True, "attention_backend": "native"},
-            "quantised in the checkpoint are not cached",
-        ),
+        (native, "quantised in the checkpoint are not cached"),
         ({"transformers_fallback": True}, "GGUF files cannot be loaded"),
     ):
-        if "cache_weights" in changes:
-            require("native")
         with pytest.raises(ConfigError, match=message):
             LLM(EngineConfig(model=str(tmp_path / "m.gguf"), num_pages=64, threads=1, **changes))
 

@@ -18,10 +18,11 @@ from aioinfer.params import SamplingParams
 from tests.checkpoint.gguf_models import EVERY, make_family, write_gguf
 from tests.model.checkpoints import greedy_each
 from tests.model.harness import require
-from tests.tiers import thinned
+from tests.tiers import FURTHER, points
 
 #: those whose blocks are multiplied as they are stored
 BLOCKS = ["gemma-mqa", "gemma2", "gemma3", "smollm3-interval", "olmo2", "olmo3", "glm4", "phi3"]
+PAIRS = [(family, kind) for kind in ("Q8_0", "Q4_1") for family in BLOCKS]
 
 
 def written(family: str, tmp_path: Path) -> None:
@@ -75,8 +76,14 @@ def test_numbers_that_make_no_sense_are_an_error_or_a_config(tmp_path: Path, fam
     assert refused > 10
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_1"])
-@pytest.mark.parametrize("family", thinned(BLOCKS, 3))
+@pytest.mark.parametrize(
+    ("family", "kind"),
+    points(
+        [*(("qwen3-blocks", kind) for kind in ("Q8_0", "Q4_0", "Q4_1", "F16", "BF16")), *PAIRS[::3]],
+        [pair for at, pair in enumerate(PAIRS) if at % 3],
+        FURTHER,
+    ),
+)
 def test_blocks_of_a_family_are_multiplied_as_they_are(tmp_path: Path, family: str, kind: str) -> None:
     """Native kernels with stored numbers, and with dequantised ones, against transformers with the latter."""
     require("native")
@@ -96,7 +103,7 @@ def test_blocks_of_a_family_are_multiplied_as_they_are(tmp_path: Path, family: s
         )  # fmt: skip
         with LLM(config) as llm:
             results = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12, logprobs=5))
-        if quantization == "none":
+        if quantization == "none" or kind in ("F16", "BF16"):
             found = [result.token_ids for result in results]
             assert found == greedy_each(oracle, prompts, 12, found)
         errors = [

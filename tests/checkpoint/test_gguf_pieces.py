@@ -15,7 +15,7 @@ from aioinfer.checkpoint.files import GGUFCheckpoint
 from aioinfer.checkpoint.gguf_config import end_tokens
 from aioinfer.checkpoint.gguf_file import GGUFFile
 from aioinfer.text.tokenizer import HFTokenizer
-from tests.checkpoint.gguf_models import write_tokenizer
+from tests.checkpoint.gguf_models import write_file
 
 TEXTS = [
     "Hello, world!", "two  spaces   three", " " * 9, " ", "", "\n", "\n" * 7, "line\nline\n\n  indented\r\n",
@@ -97,7 +97,7 @@ def test_a_tokenizer_of_gemma_encodes_as_transformers_does(tmp_path: Path, seed:
     made = pieces(seed)
     oracle = gemma(made, whole=spaces == " ")
     assert oracle("a").input_ids[0] == 2
-    write_tokenizer(tmp_path / "t.gguf", metadata(made, spaces))
+    write_file(tmp_path / "t.gguf", metadata(made, spaces))
     found = HFTokenizer.of(GGUFCheckpoint(tmp_path / "t.gguf"))
     assert found is not None
     rng = random.Random(seed)
@@ -138,7 +138,7 @@ def test_white_space_after_control_tokens_of_phi_3_is_no_text(tmp_path: Path, ar
         "tokenizer.ggml.unknown_token_id": 0,
         "tokenizer.ggml.add_bos_token": True,
     }
-    write_tokenizer(tmp_path / "t.gguf", stated, architecture)
+    write_file(tmp_path / "t.gguf", stated, architecture)
     found, oracle = HFTokenizer.of(GGUFCheckpoint(tmp_path / "t.gguf")), phi3(tokens, scores, controls)
     assert found is not None
     chat = "<|user|>\nHi there<|end|>\n<|assistant|>\n"
@@ -158,5 +158,5 @@ def test_turns_of_glm_4_end_where_the_next_one_begins(tmp_path: Path) -> None:
         "tokenizer.ggml.eos_token_id": 0,
     }
     for architecture, ends in (("glm4", [0, 1, 2]), ("llama", [0])):
-        write_tokenizer(tmp_path / "t.gguf", stated, architecture)
+        write_file(tmp_path / "t.gguf", stated, architecture)
         assert end_tokens(GGUFFile(tmp_path / "t.gguf")) == ends

@@ -75,17 +75,10 @@ def test_names_of_models() -> None:
     assert HubModel.parse("org/name") == HubModel("org/name")
     assert HubModel.parse("org/name@v1.0") == HubModel("org/name", None, "v1.0")
     assert HubModel.parse("org/name:Q4_K_M@refs/pr/1") == HubModel("org/name", "Q4_K_M", "refs/pr/1")
-    for text in (
-        "name",
-        "/org/name",
-        "a/b/c",
-        "./org/name",
-        "../org",
-        "org/",
-        "org/na me",
-        "org/name:",
-        "~/x",
-    ):
+    wrong = [
+        "name", "/org/name", "a/b/c", "./org/name", "../org", "org/", "org/name:", "org/na me", "~/x",
+    ]  # fmt: skip
+    for text in wrong:
         assert HubModel.parse(text) is None, text
     assert str(HubModel("org/name", "Q4", "v1")) == "org/name:Q4@v1"
     assert model_name("org/name:Q4@v1") == "org/name"
@@ -94,22 +87,15 @@ def test_names_of_models() -> None:
 
 
 def test_of_a_repository_only_what_is_read_is_wanted() -> None:
-    names = [
-        "README.md", "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-        "model.safetensors", "pytorch_model.bin", "onnx/model.onnx", "original/params.json",
-        "chat_template.jinja", "modules.json", "1_Pooling/config.json",
-        "config_sentence_transformers.json", "1_Head/config.json", "a/b/config.json",
-        "sentence_bert_config.json",
+    small = [
+        "1_Head/config.json", "1_Pooling/config.json", "chat_template.jinja", "config.json",
+        "config_sentence_transformers.json", "generation_config.json", "modules.json",
+        "sentence_bert_config.json", "tokenizer.json", "tokenizer_config.json",
     ]  # fmt: skip
-    other = {
-        "README.md",
-        "pytorch_model.bin",
-        "onnx/model.onnx",
-        "original/params.json",
-        "a/b/config.json",
-    }
-    small = sorted(set(names) - other - {WEIGHTS})
-    assert wanted_files(names, HubModel(NAME)) == [*small, WEIGHTS]
+    other = [
+        "README.md", "pytorch_model.bin", "onnx/model.onnx", "original/params.json", "a/b/config.json",
+    ]  # fmt: skip
+    assert wanted_files([*other, WEIGHTS, *small], HubModel(NAME)) == [*small, WEIGHTS]
     # The index says which shards.
     index = "model.safetensors.index.json"
     sharded = ["config.json", "a-1-of-1.safetensors", index]
@@ -209,29 +195,17 @@ def test_what_has_arrived_is_not_downloaded_again(here: FakeHub) -> None:
 
 
 @rest(SECONDS)
-def test_an_index_whose_shard_is_missing_is_no_model(here: FakeHub) -> None:
-    files = dict(here.repositories[NAME].revisions["main"])
-    weights = files.pop(WEIGHTS)
-    parts = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
-    files["model.safetensors.index.json"] = json.dumps(
-        {"weight_map": {"a": parts[0], "b": parts[1]}}
-    ).encode()
-    files[parts[0]] = weights
-    here.repositories["org/half"] = Repository({"main": files})
-    path = locate("org/half", fetch=True)
-    with pytest.raises(ConfigError, match=r"names model-00002-of-00002\.safetensors, which is missing"):
-        LLM(EngineConfig(model=str(path)))
-
-
-@rest(SECONDS)
 def test_shards_are_those_that_the_index_names(here: FakeHub) -> None:
     files = dict(here.repositories[NAME].revisions["main"])
-    files["first.safetensors"] = files.pop(WEIGHTS)
-    files["other-00001-of-00001.safetensors"] = b"x"
-    files["model.safetensors.index.json"] = json.dumps({"weight_map": {"a": "first.safetensors"}}).encode()
-    here.repositories["org/sharded"] = Repository({"main": files})
-    path = locate("org/sharded", fetch=True)
-    assert {file.name for file in path.glob("*.safetensors")} == {"first.safetensors"}
+    files |= {"first.safetensors": files.pop(WEIGHTS), "other-00001-of-00001.safetensors": b"x"}
+    for named in (["first.safetensors"], ["first.safetensors", "second.safetensors"]):
+        index = json.dumps({"weight_map": dict(zip("ab", named, strict=False))}).encode()
+        repository = Repository({"main": {**files, "model.safetensors.index.json": index}})
+        here.repositories[f"org/sharded-{len(named)}"] = repository
+        path = locate(f"org/sharded-{len(named)}", fetch=True)
+        assert {file.name for file in path.glob("*.safetensors")} == {"first.safetensors"}
+    with pytest.raises(ConfigError, match=r"names second\.safetensors, which is missing"):
+        LLM(EngineConfig(model=str(path)))
 
 
 @rest(SECONDS)

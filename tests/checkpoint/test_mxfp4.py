@@ -13,11 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from aioinfer.checkpoint.formats import quantised_tensors
 from aioinfer.checkpoint.tensors import SafetensorsTensors
-from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
-from aioinfer.llm import LLM
-from aioinfer.params import SamplingParams
-from tests.checkpoint.test_formats import requantise
+from tests.checkpoint.test_formats import generate, requantise
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import require
 
@@ -111,9 +108,4 @@ def test_a_model_of_the_format_is_the_dequantised_one(tmp_path: Path, kernels: A
             oracle.get_parameter(key).copy_(made.mT)
     requantise(tmp_path, tensors, CONFIG)
     prompt = [random.Random(3).randrange(200) for _ in range(9)]
-    settings = EngineConfig(
-        model=str(tmp_path), dtype="float32", num_pages=64, threads=1, attention_backend=kernels
-    )
-    with LLM(settings) as llm:
-        (result,) = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=10))
-    assert result.token_ids == greedy(oracle, prompt, 10)
+    assert generate(tmp_path, prompt, kernels=kernels).token_ids == greedy(oracle, prompt, 10)

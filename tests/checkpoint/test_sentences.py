@@ -19,17 +19,14 @@ def write(directory: Path, /, pooling: Any = None, where: str = "1_Pooling", **m
     listed = [{"type": "x.Transformer", "path": ""}, {"type": "x.Pooling", **modules}]
     (directory / "modules.json").write_text(json.dumps(listed))
     if pooling is not None:
-        (directory / where).mkdir()
+        (directory / where).mkdir(exist_ok=True)
         (directory / where / "config.json").write_text(json.dumps(pooling))
     return directory
 
 
-def test_pooling_is_read_where_the_modules_say(tmp_path: Path) -> None:
+def test_pooling_is_read_where_the_modules_say_or_in_its_usual_place(tmp_path: Path) -> None:
     stated = {"pooling_mode_lasttoken": True}
     assert Sentences.of(write(tmp_path, stated, "2_Pooling", path="2_Pooling")).pooling == "last"
-
-
-def test_pooling_is_read_in_its_usual_place_where_they_say_nothing(tmp_path: Path) -> None:
     assert Sentences.of(write(tmp_path, {"pooling_mode_cls_token": True})).pooling == "cls"
 
 
@@ -40,10 +37,8 @@ def test_a_place_outside_is_none(tmp_path: Path, where: Any) -> None:
 
 
 def test_modes_may_be_a_list(tmp_path: Path) -> None:
-    (tmp_path / "one").mkdir()
-    (tmp_path / "two").mkdir()
-    assert Sentences.of(write(tmp_path / "one", {"pooling_mode": ["lasttoken"]})).pooling == "last"
-    two = Sentences.of(write(tmp_path / "two", {"pooling_mode": ["mean", "cls"]}))
+    assert Sentences.of(write(tmp_path, {"pooling_mode": ["lasttoken"]})).pooling == "last"
+    two = Sentences.of(write(tmp_path, {"pooling_mode": ["mean", "cls"]}))
     assert two.unsupported == "it pools by 'mean' and 'cls'"
 
 
@@ -69,11 +64,9 @@ def test_modules_that_are_none_are_refused(tmp_path: Path, text: str) -> None:
 
 
 def test_a_missing_file_of_the_pooling_is_not_taken_for_one_that_states_no_mode(tmp_path: Path) -> None:
-    (tmp_path / "there").mkdir()
-    (tmp_path / "missing").mkdir()
-    there = Sentences.of(write(tmp_path / "there", {"word_embedding_dimension": 8}))
+    assert "1_Pooling/config.json" in Sentences.of(write(tmp_path)).unsupported
+    there = Sentences.of(write(tmp_path, {"word_embedding_dimension": 8}))
     assert (there.pooling, there.unsupported, there.embeds) == ("mean", "", True)
-    assert "1_Pooling/config.json" in Sentences.of(write(tmp_path / "missing")).unsupported
 
 
 def reranker(directory: Path, answers: Any) -> Path:

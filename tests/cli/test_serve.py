@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import http.client
+import logging
 import os
 import resource
 import signal
@@ -18,7 +19,8 @@ from functools import partial
 import pytest
 
 from aioinfer.cli.main import main
-from aioinfer.config import ServerConfig
+from aioinfer.cli.serving import _reporting
+from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.errors import ConfigError
 from aioinfer.loop.tuning import frozen
 from aioinfer.server import serve
@@ -27,6 +29,7 @@ from tests.server.test_mounting import make_engine
 from tests.tiers import PROGRAM, SECONDS, rest
 
 COMMAND = [sys.executable, "-m", "aioinfer", "serve", "--threads", "1"]
+STATS = logging.getLogger("aioinfer.stats")
 
 
 @pytest.fixture
@@ -119,6 +122,40 @@ def test_too_few_open_files_for_connections_are_found_before_the_model_is_read(
         monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
         assert main(["serve", "/no/such/model", "--port", "0"]) == 2
     assert f"(ulimit -n {limit}) leaves none for connections" in capsys.readouterr().err
+
+
+# -- the log line ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    """The root logger, whose level and that of the line are put back."""
+    root = logging.getLogger()
+    before = root.level, STATS.level
+    yield root
+    root.setLevel(before[0])
+    STATS.setLevel(before[1])
+
+
+@pytest.mark.parametrize(
+    ("level", "interval", "expected", "shown"),
+    [
+        ("WARNING", None, 10.0, True),
+        ("INFO", None, 10.0, True),
+        ("ERROR", None, 10.0, False),
+        ("WARNING", 2.5, 2.5, True),
+        ("WARNING", 0.0, 0.0, False),
+        ("INFO", 0.0, 0.0, True),  # but nothing logs one
+    ],
+)
+def test_the_line_is_logged_unless_it_is_switched_off(
+    root: logging.Logger, level: str, interval: float | None, expected: float, shown: bool
+) -> None:
+    root.setLevel(level)
+    STATS.setLevel(logging.NOTSET)
+    config = _reporting(EngineConfig(stats_interval=interval))
+    assert config.stats_interval == expected
+    assert STATS.isEnabledFor(logging.INFO) is shown
 
 
 # -- sockets -------------------------------------------------------------------------------------------

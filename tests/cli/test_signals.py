@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +14,12 @@ from aioinfer.cli.main import main
 from aioinfer.engine import Engine
 
 
-@pytest.mark.parametrize("command", [["generate", "x"], ["serve", "--port", "0"]])
+@pytest.mark.parametrize("command", ["generate x", "serve --port 0", "replica --socket s"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_the_model_loads_ends_the_command(
-    command: list[str],
+    command: str,
     number: signal.Signals,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -31,12 +33,13 @@ def test_a_signal_while_the_model_loads_ends_the_command(
             left.append("start")
 
     monkeypatch.setattr(Engine, "start", start)
+    monkeypatch.chdir(tmp_path)
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    assert main(command) == 128 + number
+    assert main(command.split()) == 128 + number
     assert left == ["start"]
-    captured = capsys.readouterr()
-    assert captured.err == f"aioinfer: interrupted by {number.name}\n"
+    assert capsys.readouterr().err == f"aioinfer: interrupted by {number.name}\n"
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    assert not [*tmp_path.iterdir()]
 
 
 def test_a_signal_during_a_generation_closes_the_engine(

@@ -24,14 +24,9 @@ from tests.tiers import SECONDS, grid, rest
 
 BUNDLED = EngineConfig(model="tiny-diffusion").model_path
 SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 16,
-    "intermediate_size": 64,
-    "vocab_size": 864,
-}
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "head_dim": 16, "intermediate_size": 64, "vocab_size": 864,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

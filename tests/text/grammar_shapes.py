@@ -12,15 +12,13 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from tokenizers import Tokenizer
-
-from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.execution import workers
 from aioinfer.text.grammar import GrammarState
 from aioinfer.text.grammar_bounds import MOST_RULES
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
+from tests.text.vocabulary import Vocabulary
 
 __all__ = ["SHAPES", "VOCABULARY", "backend", "chain", "deepest"]
 
@@ -129,9 +127,7 @@ SHAPES: dict[str, Shape] = {
 
 
 def backend() -> GuidanceBackend:
-    tokenizer = Tokenizer.from_file(str(EngineConfig().model_path / "tokenizer.json"))
-    ends = [tokenizer.token_to_id("<|end|>") or 0]
-    return GuidanceBackend(tokenizer.to_str(), VOCABULARY, ends, max_depth=120)
+    return Vocabulary(max_depth=120).backend
 
 
 def deepest(shape: Shape, guidance: GuidanceBackend) -> int:

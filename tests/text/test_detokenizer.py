@@ -57,13 +57,6 @@ each = pytest.mark.parametrize("make", [make_stream, make_offset, make_look_up])
 
 
 @each
-def test_a_character_split_over_tokens_comes_out_whole(byte_level: Tokenizer, make: Make) -> None:
-    ids = byte_level.encode("𝄞").ids
-    assert len(ids) > 1
-    assert pieces(make(byte_level, [], True), ids) == [""] * (len(ids) - 1) + ["𝄞", ""]
-
-
-@each
 def test_every_character_comes_with_the_token_that_completes_it(byte_level: Tokenizer, make: Make) -> None:
     ids = byte_level.encode("a 𝄞日 the fox é").ids
     found = pieces(make(byte_level, [], True), ids)
@@ -71,51 +64,6 @@ def test_every_character_comes_with_the_token_that_completes_it(byte_level: Toke
         whole = byte_level.decode(ids[:end])
         if not whole.endswith(REPLACEMENT):
             assert "".join(found[:end]) == whole, "text was held back without need"
-
-
-@each
-def test_a_character_never_completed_is_replaced_at_the_end(byte_level: Tokenizer, make: Make) -> None:
-    ids = byte_level.encode("ok𝄞").ids[:-1]
-    found = pieces(make(byte_level, [], True), ids)
-    assert found[-1] == REPLACEMENT
-    assert "".join(found) == "ok" + REPLACEMENT
-
-
-@both
-def test_a_continuation_keeps_its_leading_space(metaspace: Tokenizer, make: Make) -> None:
-    prompt, output = metaspace.encode("Hello").ids, metaspace.encode("world").ids
-    assert "".join(pieces(make(metaspace, prompt, True), output)) == " world"
-    assert "".join(pieces(make(metaspace, [], True), output)) == "world"
-
-
-@each
-@pytest.mark.parametrize("skip", [True, False])
-def test_special_tokens_are_left_out_or_kept(byte_level: Tokenizer, make: Make, skip: bool) -> None:
-    ids = [*byte_level.encode("the").ids, 1, *byte_level.encode(" fox").ids, 0]
-    text = "".join(pieces(make(byte_level, [], skip), ids))
-    assert text == ("the fox" if skip else "the<|user|> fox<|end|>")
-
-
-@each
-@pytest.mark.parametrize("lost", [1, 2, 3])
-def test_a_character_begun_by_the_prompt_belongs_to_the_output(
-    byte_level: Tokenizer, metaspace: Tokenizer, make: Make, lost: int
-) -> None:
-    for tokenizer, ids in (
-        (byte_level, byte_level.encode("Hello 𝄞").ids),
-        (metaspace, metaspace.encode("Hello").ids + byte_tokens("日𝄞")),
-    ):
-        if make is make_look_up and tokenizer is metaspace:
-            continue
-        prompt, output = ids[:-lost], ids[-lost:]
-        assert tokenizer.decode(prompt).endswith(REPLACEMENT)
-        after = tokenizer.encode("the").ids
-        assert "".join(pieces(make(tokenizer, prompt, True), output + after)) == (
-            "𝄞the" if tokenizer is byte_level else "𝄞 the"
-        )
-        # The output does not complete it: the prompt's U+FFFD is not repeated.
-        assert "".join(pieces(make(tokenizer, prompt, True), after)) in ("the", " the")
-        assert pieces(make(tokenizer, prompt, True), []) == [""]
 
 
 @each

@@ -162,38 +162,6 @@ def test_the_schemas_of_one_grammar_count_together(guidance: GuidanceBackend) ->
         guidance.compile(Grammar("lark", f"start: {names}\n{rules}"))
 
 
-NAMED = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"type": "null"}}}
-
-
-@pytest.mark.parametrize(
-    ("schema", "expected"),
-    [
-        (True, 1),
-        ({"title": "x", "default": 3}, 1),
-        ({"type": ["string", "null"]}, 3),
-        ({"enum": ["a", "b", 3]}, 4),
-        ({"const": "x" * 256}, 2),
-        ({"const": {"a": [1, 2]}}, 8),
-        (NAMED, 5),
-        ({**NAMED, "required": ["a"]}, 6),
-        ({"$ref": "#/$defs/a", "description": "x", "$defs": {"a": NAMED}}, 1 + 5),
-        ({"$ref": "#/$defs/a", "type": "object", "required": ["a"], "$defs": {"a": NAMED}}, 6 + 5),
-        ({"allOf": [NAMED, {"type": "object", "properties": {"c": True}}]}, 7),
-        ({"allOf": [NAMED, {"type": "object", "properties": {"a": {"pattern": "x"}}}]}, 6),
-        ({"allOf": [NAMED, {"type": "array"}]}, 1),
-        ({"allOf": [NAMED, {"anyOf": [{"type": "object"}, {"type": "null"}]}]}, 5),
-        ({"allOf": [NAMED, {"anyOf": [{"type": "object"}] * 3}]}, 16),
-        ({"anyOf": [True, NAMED]}, 1),
-        ({"type": "array", "prefixItems": [NAMED], "items": False}, 7),
-        ({"type": "object", "additionalProperties": NAMED}, 6),
-    ],
-)
-def test_parts_are_those_of_the_merged_schema(schema: Any, expected: int) -> None:
-    bounds = GrammarBounds(64)
-    bounds.check_schema(schema)
-    assert bounds._parts == expected
-
-
 ORDINARY: dict[str, JsonSchema] = {
     "inheritance": {
         "$defs": {

@@ -1,4 +1,4 @@
-"""Harmony, the format of gpt-oss: its reasoning, its content and its calls."""
+"""The reasoning and the content of Harmony, the format of gpt-oss."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from aioinfer.text.harmony import HEADER
 from aioinfer.text.reasoning import Harmony
 from tests.counting import most_kept
-from tests.text.call_formats import FORMATS, MARK, Calls, cut, parse
+from tests.text.call_formats import FORMATS, MARK, cut
 from tests.tiers import SECONDS, nightly, rest, scaled
 
 NEXT = "<|end|><|start|>assistant"
 THOUGHT = f"<|channel|>analysis<|message|>Hm.\n{NEXT}"
 FINAL = "<|channel|>final<|message|>"
 CALL = "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}"
-FOUND = [("f", "{}")]
 PIECES = (*FORMATS["harmony"].pieces, FINAL, THOUGHT, NEXT, "<|return|>", "hm ", "<")
 
 
@@ -122,35 +121,3 @@ def test_long_answers_are_not_kept_so_that_no_piece_reads_them_again() -> None:
     assert reasoning.count("Hm.") == thoughts
     assert content.count("<|en") == ends
     assert most_kept(Harmony("<|start|>assistant").push, parts) < 20_000
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        (CALL, "", FOUND),
-        (f"{CALL}<|call|>", "", FOUND),
-        (f"<|start|>assistant{CALL}<|end|>", "", FOUND),
-        ("<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>", "", FOUND),
-        # The prompt ends with the role.
-        (" to=functions.f<|channel|>commentary json<|message|>{}", "", FOUND),
-        (" to=functions.f <|constrain|>json<|message|>{}", None, []),
-        ("<|channel|>commentary to=functions.f<|constrain|>json<|message|>\n{}\n<|call|>", "", FOUND),
-        ("<|channel|>commentary to=functions.f <|constrain|> json<|message|>{}", "", FOUND),
-        ("<|channel|>commentary to=f<|message|>{}", "", FOUND),
-        ("<|channel|>analysis to=browser.search code<|message|>{}", "", [("browser.search", "{}")]),
-        ("<|start|>assistant<|channel|>analysis to=functions.f code<|message|>\n{}<|call|>", "", FOUND),
-        ("<|channel|>commentary to=functions.f<|channel|>commentary json<|message|>{}", "", FOUND),
-        (f"I ask.\n{CALL}", "I ask.", FOUND),
-        (f"{CALL}<|call|><|start|>assistant{CALL}", "", FOUND * 2),
-        (f"{CALL}{CALL} so", " so", FOUND * 2),
-        (CALL[:-1], "", [("f", "{")]),
-        # no calls
-        (CALL[:-2], None, []),
-        (f"{CALL[:-2]}Rome<|call|>", None, []),
-        (f"{THOUGHT}{FINAL}{{}}", None, []),
-        (f"<|channel|>final{CALL}", "<|channel|>final", FOUND),
-    ],
-)
-def test_calls_and_text_similar_to_calls(text: str, content: str | None, calls: Calls) -> None:
-    wanted = text if content is None else content, calls
-    assert parse("harmony", [text]) == parse("harmony", list(text)) == wanted

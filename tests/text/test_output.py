@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,22 +27,26 @@ def feed(output: OutputText, ids: list[int]) -> list[str]:
     return hits if hit is None else [*hits, hit]
 
 
+STOPS: list[Any] = [{"stop": ["fgh", "cd"]}, {"stop": ["fgh"], "stop_regex": ["c[de]"]}]
+
+
+@pytest.mark.parametrize("stops", STOPS, ids=["strings", "patterns"])
 @pytest.mark.parametrize(("include", "text"), [(False, "b"), (True, "bcd")])
-def test_the_stop_is_cut_or_kept_and_nothing_follows(include: bool, text: str) -> None:
-    output = OutputText(Letters(tail="!"), ["cd"], include)
-    assert feed(output, [1, 2, 3, 4, 5, 2, 3]) == ["cd"]
+def test_the_stop_is_cut_or_kept_and_nothing_follows(stops: Any, include: bool, text: str) -> None:
+    output = OutputText(Letters(tail="!"), include_stop=include, **stops)
+    assert feed(output, [1, 2, 3, 4, 5, 2, 3]) == [[*stops.values()][-1][-1]]
     assert output.text == text
 
 
-def test_held_back_text_is_released_at_the_end_once() -> None:
-    output = OutputText(Letters(), ["cd"])
+@pytest.mark.parametrize("stops", STOPS, ids=["strings", "patterns"])
+def test_held_back_text_is_released_at_the_end_once(stops: Any) -> None:
+    output = OutputText(Letters(), **stops)
     assert output.push(1) is None
     assert output.push(2) is None
     assert output.pieces == ["b"]
-    output.finish()
-    assert output.pieces == ["b", "c"]
-    output.finish()
-    assert output.pieces == ["b", "c"]
+    for _ in range(2):
+        output.finish()
+        assert output.pieces == ["b", "c"]
     assert output.push(3) is None
     assert output.text == "bc"
 
@@ -60,14 +66,6 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     assert output.text == ""
     assert output.pieces == []
     assert not output.enabled
-
-
-def test_a_stop_inside_a_token_cuts_the_token(byte_level: Tokenizer) -> None:
-    ids = byte_level.encode("Hello world, how are you").ids
-    stream = DecodeStreamDetokenizer(byte_level, [], skip_special_tokens=True)
-    output = OutputText(stream, ["rld, h"])
-    assert feed(output, ids) == ["rld, h"]
-    assert output.text == "Hello wo"
 
 
 @pytest.mark.parametrize("include", [False, True])

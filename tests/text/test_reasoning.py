@@ -10,31 +10,15 @@ from hypothesis import strategies as st
 
 from aioinfer.text.reasoning import REASONING_PARSERS as ALL
 from aioinfer.text.reasoning import Harmony, ReasoningParser
+from tests.text.call_formats import cut
 
 #: the formats of two tags; the messages of Harmony have tests of their own
 REASONING_PARSERS = {name: parser for name, parser in ALL.items() if parser is not Harmony}
 
 PIECES = [
-    "<think>",
-    "</think>",
-    "\n",
-    "\n\n",
-    " ",
-    "<",
-    "<th",
-    "ink>",
-    "</",
-    "a",
-    "bc",
-    "é",
-    ">",
-    "[TH",
-    "[/",
-    "]",
-    "<think>thought",
-    "tho",
-    "ught",
-]
+    "<think>", "</think>", "\n", "\n\n", " ", "<", "<th", "ink>", "</", "a", "bc", "é", ">", "[TH", "[/", "]",
+    "<think>thought", "tho", "ught",
+]  # fmt: skip
 texts = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 
 
@@ -61,23 +45,6 @@ def oracle(name: str, text: str, prompt_end: str) -> tuple[str, str]:
     body = text[opened.end() :] if opened else text
     closed = re.search(rf"\n*{re.escape(parser.closing)}\n*", body)
     return (body[: closed.start()], body[closed.end() :]) if closed else (body, "")
-
-
-@pytest.mark.parametrize("name", REASONING_PARSERS)
-@pytest.mark.parametrize(
-    ("text", "wanted"),
-    [
-        ("<think>\nhm\n\nhm\n</think>\n\n42", ("hm\n\nhm", "42")),
-        ("\n<think>hm", ("hm", "")),
-        ("<think></think>x</think><think>y", ("", "x</think><think>y")),
-        ("<think>a<", ("a<", "")),
-        ("<think>a</think>b\n", ("a", "b\n")),
-    ],
-)
-def test_tags_of_the_model(name: str, text: str, wanted: tuple[str, str]) -> None:
-    text = tagged(name, text)
-    wanted = tagged(name, wanted[0]), tagged(name, wanted[1])
-    assert split(REASONING_PARSERS[name](), [text]) == split(REASONING_PARSERS[name](), list(text)) == wanted
 
 
 def test_reasoning_opened_by_the_template() -> None:
@@ -126,10 +93,7 @@ def test_the_end_of_the_prompt_tells_where_the_output_begins(name: str, end: str
 def test_the_result_does_not_depend_on_the_split(name: str, text: str, end: str, data: st.DataObject) -> None:
     text, end = tagged(name, text), tagged(name, end)
     parser = REASONING_PARSERS[name]
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=10)))
-    parts = [text[low:high] for low, high in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert "".join(parts) == text
-    got = split(parser(end), parts)
+    got = split(parser(end), cut(text, data))
     assert got == split(parser(end), list(text))
     assert got == oracle(name, text, end)
 

@@ -9,50 +9,32 @@ from collections.abc import Iterator
 from itertools import permutations, product
 from typing import Any
 
-import numpy as np
 import pytest
 from jsonschema import Draft202012Validator
-from tokenizers import Tokenizer
 
-from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar_spec import Grammar
-from aioinfer.text.guidance import GuidanceBackend
 from aioinfer.text.patterns import without_lookahead
 from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
-
-TOKENIZER = Tokenizer.from_str((EngineConfig().model_path / "tokenizer.json").read_text())
-SIZE = TOKENIZER.get_vocab_size()
-END = TOKENIZER.token_to_id("<|end|>")
+from tests.text.vocabulary import Vocabulary
 
 
 @pytest.fixture(scope="module")
-def guidance() -> GuidanceBackend:
-    return GuidanceBackend(TOKENIZER.to_str(), SIZE, [END], max_depth=64)
+def vocabulary() -> Vocabulary:
+    return Vocabulary()
 
 
 class Grammars:
-    """Of one schema: what it allows."""
+    """The grammar of one schema."""
 
-    def __init__(self, guidance: GuidanceBackend, schema: Any) -> None:
-        self._guidance = guidance
-        self._matcher = guidance.compile(Grammar("json_schema", json.dumps(schema)))
+    def __init__(self, vocabulary: Vocabulary, schema: Any) -> None:
+        self._vocabulary = vocabulary
+        self._matcher = vocabulary.backend.compile(Grammar("json_schema", json.dumps(schema)))
 
     def allows(self, instance: Any) -> bool:
         """In any order of the properties: grammars have one."""
-        return any(self._allows_text(json.dumps(each)) for each in orders(instance))
-
-    def _allows_text(self, text: str) -> bool:
-        matcher = self._matcher.copy()
-        mask = np.zeros(-(-SIZE // 32), np.int32)
-        for token in [*TOKENIZER.encode(text, add_special_tokens=False).ids, END]:
-            if matcher.stopped:
-                return token == END
-            self._guidance.fill([matcher], [mask])
-            if not mask[token // 32] >> (token % 32) & 1:
-                return False
-            assert matcher.accept(token)
-        return True
+        texts = map(json.dumps, orders(instance))
+        return any(self._vocabulary.follows(self._matcher.copy(), text) for text in texts)
 
 
 def orders(instance: Any) -> Iterator[Any]:
@@ -119,18 +101,18 @@ EXACT: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_the_grammar_allows_what_the_schema_allows(guidance: GuidanceBackend, name: str) -> None:
+def test_the_grammar_allows_what_the_schema_allows(vocabulary: Vocabulary, name: str) -> None:
     schema = EXACT[name]
-    grammar, validator = Grammars(guidance, schema), Draft202012Validator(schema)
+    grammar, validator = Grammars(vocabulary, schema), Draft202012Validator(schema)
     wrong = {json.dumps(each) for each in INSTANCES if grammar.allows(each) != validator.is_valid(each)}
     assert not wrong
     assert len({validator.is_valid(each) for each in INSTANCES}) == 2 or schema.keys() <= {"type", "format"}
 
 
 @pytest.mark.parametrize("text", ["YWI=", "YQ==", "YWJj", "", "YWI", "Y===", "YW I="])
-def test_base64(guidance: GuidanceBackend, text: str) -> None:
+def test_base64(vocabulary: Vocabulary, text: str) -> None:
     allowed = re.fullmatch("([A-Za-z0-9+/]{4})*([A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?", text) is not None
-    assert Grammars(guidance, {"type": "string", "format": "base64"}).allows(text) == allowed
+    assert Grammars(vocabulary, {"type": "string", "format": "base64"}).allows(text) == allowed
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
@@ -161,16 +143,16 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_no_grammar_can_say_is_named(guidance: GuidanceBackend, name: str) -> None:
+def test_what_no_grammar_can_say_is_named(vocabulary: Vocabulary, name: str) -> None:
     schema, keyword = REFUSED[name]
     for whole, place in ((schema, ""), ({"type": "object", "properties": {"p": schema}}, "/properties/p")):
         with pytest.raises(InvalidRequest, match=f"the keyword '{keyword}'") as caught:
-            guidance.compile(Grammar("json_schema", json.dumps(whole)))
+            vocabulary.backend.compile(Grammar("json_schema", json.dumps(whole)))
         assert place in caught.value.message or keyword == "oneOf"
 
 
-def test_pairs_that_differ_in_kind_are_no_duplicates(guidance: GuidanceBackend) -> None:
-    grammar = Grammars(guidance, {"type": "array", "items": {"enum": [1, True, "1"]}, "uniqueItems": True})
+def test_pairs_that_differ_in_kind_are_no_duplicates(vocabulary: Vocabulary) -> None:
+    grammar = Grammars(vocabulary, {"type": "array", "items": {"enum": [1, True, "1"]}, "uniqueItems": True})
     assert grammar.allows([True, "1", 1])
     assert not grammar.allows([1, 1])
 

@@ -62,16 +62,6 @@ def test_the_match_does_not_depend_on_the_chunks(stops: list[str], chunks: list[
     assert matcher.flush() == ""
 
 
-def test_only_a_suffix_that_can_still_match_is_held_back() -> None:
-    matcher = StopMatcher(["<end>"])
-    assert matcher.push("one <") == ("one ", None)
-    assert matcher.push("two") == ("<two", None)
-    assert matcher.push("<en") == ("", None)
-    assert matcher.push("<e") == ("<en", None)
-    assert matcher.push("nd") == ("", None)
-    assert matcher.push("!<end>x") == ("<end!", "<end>")
-
-
 @pytest.mark.parametrize("field", ["stop", "stop_regex"])
 def test_an_unpaired_surrogate_is_refused_by_the_name_of_its_field(field: str) -> None:
     with pytest.raises(InvalidRequest, match="unpaired surrogate") as refused:

@@ -10,39 +10,14 @@ from hypothesis import strategies as st
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import SamplingParams
 from aioinfer.text import stop_regex
-from aioinfer.text.output import OutputText
 from aioinfer.text.stop import StopMatcher, TooSlow
 from aioinfer.text.stop_regex import StopRegex, check_pattern
-from tests.text.letters import Letters
 from tests.tiers import SECONDS, rest, scaled
 
 PATTERNS = [
-    *(
-        "ab",
-        "a+b",
-        "a[ab]{2}c",
-        "(?:ab|b)c",
-        "a.*c",
-        "c$",
-        "^ba",
-        "^c",
-        r"\bc",
-        "a(?!b)",
-        "a(?=bc)",
-        "(?<=a)c",
-    ),
-    *(
-        "(?>a|ab)c",
-        "(a|b)\\1c",
-        "a++b",
-        "b{2,3}a",
-        "(?i)A B",
-        "a\\nb",
-        "(?m)^b",
-        "[^ab]{2}",
-        "x",
-    ),
-]
+    "ab", "a+b", "a[ab]{2}c", "(?:ab|b)c", "a.*c", "c$", "^ba", "^c", r"\bc", "a(?!b)", "a(?=bc)", "(?<=a)c",
+    "(?>a|ab)c", "(a|b)\\1c", "a++b", "b{2,3}a", "(?i)A B", "a\\nb", "(?m)^b", "[^ab]{2}", "x",
+]  # fmt: skip
 
 
 def naive(patterns: list[str], chunks: list[str]) -> tuple[str, str | None]:
@@ -196,20 +171,3 @@ def test_parameters_take_one_pattern_or_a_few() -> None:
     for bad in (["a"] * 9, "a" * 513, [""], [1], 7, {"a": 1}):
         with pytest.raises(InvalidRequest, match="stop_regex"):
             SamplingParams(stop_regex=bad)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(("include", "text"), [(False, "b"), (True, "bcd")])
-def test_the_match_is_cut_or_kept_and_the_reason_is_the_pattern(include: bool, text: str) -> None:
-    output = OutputText(Letters(tail="!"), ["fgh"], include, ["c[de]"])
-    assert [output.push(token) for token in (1, 2, 3, 4)] == [None, None, "c[de]", None]
-    output.finish()
-    assert output.text == text
-
-
-def test_held_back_text_is_released_at_the_end() -> None:
-    output = OutputText(Letters(tail="x"), stop_regex=["cd+e"])
-    for token in (1, 2, 3, 3):
-        output.push(token)
-    assert output.pieces == ["b"]
-    output.finish()
-    assert output.text == "bcddx"

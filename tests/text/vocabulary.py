@@ -1,0 +1,55 @@
+"""The bundled model's vocabulary for grammars, and what a grammar allows in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer
+
+from aioinfer.config import EngineConfig
+from aioinfer.text.grammar import Matcher
+from aioinfer.text.guidance import GuidanceBackend
+from aioinfer.text.tool_calls import PARSERS, Hermes
+from aioinfer.text.tool_grammar import AnswerGrammar
+
+__all__ = ["CITY", "FUNCTIONS", "Vocabulary"]
+
+TAGS = ["<think>", "</think>", *dict.fromkeys(tag for parser in PARSERS.values() for tag in parser.tags)]
+CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
+FUNCTIONS: dict[str, Any] = {"weather": {**CITY, "additionalProperties": False}, "now": {"type": "object"}}
+
+
+class Vocabulary:
+    """With ``special`` it has tokens for the tags of answers: special ones, or others."""
+
+    def __init__(self, special: bool | None = None, *, max_depth: int = 64) -> None:
+        # gpt-oss ends messages with what ends the answers of the bundled model.
+        text = (EngineConfig().model_path / "tokenizer.json").read_text().replace("<|end|>", "<|over|>")
+        self.tokenizer = Tokenizer.from_str(text)
+        self.end = self.tokenizer.token_to_id("<|over|>")
+        self.tokens: dict[str, int] = {}
+        if special is not None:
+            self.tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in TAGS])
+            self.tokens = {tag: self.tokenizer.token_to_id(tag) for tag in TAGS}
+        self.size = self.tokenizer.get_vocab_size()
+        self.backend = GuidanceBackend(self.tokenizer.to_str(), self.size, [self.end], max_depth=max_depth)
+
+    def follows(self, matcher: Matcher, text: str) -> bool:
+        """The text is a whole output, token by token allowed by the masks."""
+        mask = np.zeros(-(-self.size // 32), np.int32)
+        for token in [*self.tokenizer.encode(text, add_special_tokens=False).ids, self.end]:
+            if matcher.stopped:
+                return bool(token == self.end)
+            self.backend.fill([matcher], [mask])
+            if not mask[token // 32] >> (token % 32) & 1:
+                return False
+            assert matcher.accept(token)
+        return True
+
+    def allows(self, output: str, /, **options: Any) -> bool:
+        """The output is a whole answer; ``options`` are those of AnswerGrammar."""
+        defaults = {"parser": Hermes, "functions": FUNCTIONS, "tokens": self.tokens}
+        prompt_end = options.pop("prompt_end", "")
+        grammar = AnswerGrammar(**{**defaults, **options}).build().behind(prompt_end)
+        return self.follows(self.backend.compile(grammar), output)
