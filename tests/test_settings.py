@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 from pathlib import Path
@@ -137,8 +138,6 @@ def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [-1, 0, 10**30, 1.5, "x", [], {}, float("nan"), float("inf"), True])
 @pytest.mark.parametrize("cls", [EngineConfig, ServerConfig])
 def test_no_value_of_any_field_raises_anything_but_a_config_error(cls: Any, value: Any) -> None:
-    import dataclasses
-
     for item in dataclasses.fields(cls):
         try:
             cls(**{item.name: value})

@@ -23,6 +23,8 @@ _NUMBER = (int, float)
 #: more are damage, of which no list is made
 _MOST_LAYERS = 10_000
 _FULL, _SLIDING = "full_attention", "sliding_attention"
+_QWEN2 = {"use_sliding_window": False}
+_QWEN3 = {"attention_bias": False, **_QWEN2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +107,9 @@ def _biases(common: Common) -> dict[str, Any]:
     }
 
 
-def _qwen2(common: Common) -> dict[str, Any]:
-    return {"use_sliding_window": False}
-
-
-def _qwen3(common: Common) -> dict[str, Any]:
-    return {"attention_bias": False, "use_sliding_window": False}
-
-
 def _qwen3moe(common: Common) -> dict[str, Any]:
     return {
-        **_qwen3(common),
+        **_QWEN3,
         "num_experts": common.value("expert_count", int),
         "num_experts_per_tok": common.value("expert_used_count", int),
         "moe_intermediate_size": common.value("expert_feed_forward_length", int),
@@ -254,16 +248,11 @@ def _two_rotations(common: Common, base: float) -> dict[str, Any]:
     return {_FULL: common.rope, _SLIDING: {"rope_type": "default", "rope_theta": own}}
 
 
-_FOUR_NORMS = {
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-
 _OLMO_NORMS = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_FOUR_NORMS = {**_OLMO_NORMS, "ffn_norm": "pre_feedforward_layernorm"}
 _GLM = {
     "post_attention_norm": "post_self_attn_layernorm",
     "post_ffw_norm": "post_mlp_layernorm",
@@ -284,8 +273,8 @@ _GPT2 = {
 
 _ARCHITECTURES = {
     "llama": Architecture("llama", "LlamaForCausalLM", _llama, neighbours=True),
-    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", _qwen2),
-    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", _qwen3),
+    "qwen2": Architecture("qwen2", "Qwen2ForCausalLM", lambda _: _QWEN2),
+    "qwen3": Architecture("qwen3", "Qwen3ForCausalLM", lambda _: _QWEN3),
     "qwen3moe": Architecture("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3moe),
     "gemma": Architecture("gemma", "GemmaForCausalLM", _gemma, norms_plus_one=True),
     "gemma2": Architecture("gemma2", "Gemma2ForCausalLM", _gemma2, _FOUR_NORMS, norms_plus_one=True),
@@ -293,19 +282,13 @@ _ARCHITECTURES = {
     "smollm3": Architecture("smollm3", "SmolLM3ForCausalLM", _smollm3, neighbours=True),
     "olmo2": Architecture("olmo2", "Olmo2ForCausalLM", _olmo2, _OLMO_NORMS),
     "glm4": Architecture(
-        "glm4",
-        "Glm4ForCausalLM",
-        _glm4,
-        _GLM,
+        *("glm4", "Glm4ForCausalLM", _glm4, _GLM),
         partial_rotary=True,
         ends=frozenset({"<|user|>", "<|observation|>"}),
     ),
     "phi3": Architecture("phi3", "Phi3ForCausalLM", _phi3, _PHI, partial_rotary=True),
     "gpt2": Architecture(
-        "gpt2",
-        "GPT2LMHeadModel",
-        _gpt2,
-        _GPT2,
+        *("gpt2", "GPT2LMHeadModel", _gpt2, _GPT2),
         layers="transformer.h",
         transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
         epsilon="layer_norm_epsilon",

@@ -18,7 +18,7 @@ _YARN = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", 
 CONTROL, ADDED = 3, 4
 #: tokens that end a turn wherever they are control tokens
 _ENDS = frozenset(
-    {
+    (
         "<|eot_id|>",
         "<|im_end|>",
         "<|end|>",
@@ -27,10 +27,8 @@ _ENDS = frozenset(
         "<|eom_id|>",
         "<EOT>",
         "<|eot|>",
-    }
+    )
 )
-
-
 #: names of a layer's tensors
 _LAYER = {
     "attn_norm": "input_layernorm",

@@ -55,15 +55,10 @@ def _by_pattern(pattern: str, *, composed: bool = False) -> Callable[[Any], Any]
 _CUTS: dict[str, Callable[[Any], Any]] = {
     "gpt-2": _gpt2,
     "smollm": _digits,
-    "llama-bpe": _by_pattern(_LLAMA3),
-    "llama3": _by_pattern(_LLAMA3),
-    "llama-v3": _by_pattern(_LLAMA3),
-    "smaug-bpe": _by_pattern(_LLAMA3),
-    "dbrx": _by_pattern(_LLAMA3),
-    "glm4": _by_pattern(_LLAMA3),
-    "chatglm-bpe": _by_pattern(_LLAMA3),
-    "qwen2": _by_pattern(_QWEN2, composed=True),
-    "deepseek-r1-qwen": _by_pattern(_QWEN2, composed=True),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _by_pattern(_LLAMA3)
+    ),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _by_pattern(_QWEN2, composed=True)),
 }
 #: by architecture, of files that name none: those that can have no other
 _RULES = {"gpt2": "gpt-2", "qwen2": "qwen2"}
@@ -113,7 +108,7 @@ def _byte_level(file: GGUFFile) -> Any:
             f"{', '.join(_CUTS)} are"
         )
     vocabulary = {token: at for at, token in enumerate(_texts(file, "tokenizer.ggml.tokens"))}
-    merges = [_pair(merge) for merge in _texts(file, "tokenizer.ggml.merges")]
+    merges = [merge.partition(" ")[::2] for merge in _texts(file, "tokenizer.ggml.merges")]
     # The library panics at one that is missing.
     if not all(vocabulary.keys() >= {left, right, left + right} for left, right in merges):
         raise ConfigError("model: tokenizer.ggml.merges of the GGUF file name tokens that it does not have")
@@ -125,11 +120,6 @@ def _byte_level(file: GGUFFile) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     _begin(tokenizer, file, default=pre in _BEGUN)
     return tokenizer
-
-
-def _pair(merge: str) -> tuple[str, str]:
-    left, _, right = merge.partition(" ")
-    return left, right
 
 
 def _sentence_pieces(file: GGUFFile) -> Any:
@@ -151,11 +141,7 @@ def _sentence_pieces(file: GGUFFile) -> Any:
     tokenizer = Tokenizer(model)
     prefixed = file.value("tokenizer.ggml.add_space_prefix", bool, True)
     spaces = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = (
-        normalizers.Sequence([normalizers.Prepend("▁"), spaces])
-        if prefixed
-        else normalizers.Sequence([spaces])
-    )
+    tokenizer.normalizer = normalizers.Sequence([*([normalizers.Prepend("▁")] if prefixed else []), spaces])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefixed else steps)
     _begin(tokenizer, file, default=True)
@@ -219,13 +205,8 @@ def _add_tokens(tokenizer: Any, file: GGUFFile) -> None:
         return AddedToken(token, normalized=False, special=special, rstrip=rstrip)
 
     tokenizer.add_special_tokens([added(token, special=True) for token, kind in marked if kind == CONTROL])
-    tokenizer.add_tokens(
-        [
-            added(token, special=False)
-            for token, kind in marked
-            if kind == ADDED and not (scored and _is_spaces(token, kind))
-        ]
-    )
+    further = [token for token, kind in marked if kind == ADDED and not (scored and _is_spaces(token, kind))]
+    tokenizer.add_tokens([added(token, special=False) for token in further])
 
 
 def _wrapped(tokenizer: Any, file: GGUFFile) -> Any:

@@ -17,26 +17,9 @@ __all__ = ["COMMON", "Formatter", "Parser", "add_common", "add_settings", "read_
 
 #: settings that ``--help`` without a topic shows
 COMMON = (
-    "download",
-    "dtype",
-    "quantization",
-    "max_model_len",
-    "device",
-    "threads",
-    "kv_memory_gib",
-    "gpu_memory_utilization",
-    "max_running_requests",
-    "policy",
-    "host",
-    "port",
-    "api_key",
-    "insecure",
-    "served_model_name",
-    "access_log",
-    "cors_origins",
-    "socket",
-    "address",
-    "replica_token",
+    *("download", "dtype", "quantization", "max_model_len", "device", "threads", "kv_memory_gib"),
+    *("gpu_memory_utilization", "max_running_requests", "policy", "host", "port", "api_key", "insecure"),
+    *("served_model_name", "access_log", "cors_origins", "socket", "address", "replica_token"),
 )
 _ALL = "all"
 

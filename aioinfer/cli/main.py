@@ -46,8 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_open_files()
         if options.command == chat:  # it runs the loop itself
             return chat(options)
-        command: Coroutine[Any, Any, int] = options.command(options)
-        return _run(command)
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(_interruptible(options.command(options)))
     except AioInferError as error:
         print(f"aioinfer: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -96,11 +96,6 @@ def _check_open_files() -> None:
             raise ConfigError(
                 f"the limit of open files (ulimit -n) is {limit}: at least {_LEAST_FILES} are needed"
             )
-
-
-def _run(command: Coroutine[Any, Any, int]) -> int:
-    with asyncio.Runner(loop_factory=loop_factory()) as runner:
-        return runner.run(_interruptible(command))
 
 
 # -- commands ------------------------------------------------------------------------------------------

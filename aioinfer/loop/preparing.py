@@ -97,10 +97,10 @@ class Preparing:
         for _ in range(1 if params.structure is None else 2):
             backend, matcher = self._matcher(params)
             try:
-                return GrammarState.start(
+                return GrammarState(
                     *(backend, matcher, len(prompt_ids), self._info.vocab_size, least_forced, bounds),
                     suggests=suggests,
-                )
+                ).start()
             except InvalidRequest as refused:
                 refusal = refused
             if params.structure is not None:

@@ -28,8 +28,6 @@ _LONGEST_CHARACTER = 4
 _TOGETHER = 256
 #: random sequences that are compared, and their length
 _SEQUENCES = 64
-#: possible rests of an incomplete character: one of these completes it
-_ENDINGS = [bytes([first, *[0x80] * more]) for first in (0x80, 0x90, 0xA0) for more in range(3)]
 
 
 class TokenTexts:
@@ -215,29 +213,11 @@ def _agrees(tokenizer: Any, table: TokenTexts, skip: bool, until: float) -> bool
 
 
 def _samples(table: TokenTexts) -> Iterator[list[int]]:
-    """All tokens, many at a time; those with a cut character between others that complete it; and random
-    ones, half of which have cut characters."""
+    """All tokens, many at a time, and random ones, half of which have cut characters."""
     size = len(table.texts)
     for first in range(0, size, _TOGETHER):
         yield list(range(first, min(size, first + _TOGETHER)))
-    single = {part[0]: token_id for token_id, part in table.parts.items() if len(part) == 1}
-    for token_id, part in table.parts.items():
-        before, after = ([single[byte] for byte in end if byte in single] for end in _completing(part))
-        yield [*before, token_id, *after]
     dice = random.Random(size)
     pools = [pool for pool in (list(table.parts), range(size)) if pool]
     for _ in range(_SEQUENCES if pools else 0):
         yield [dice.choice(dice.choice(pools)) for _ in range(_SEQUENCES)]
-
-
-def _completing(part: bytes) -> tuple[bytes, bytes]:
-    """Bytes that complete the characters that are cut at the two ends, if any do."""
-    following = len(part) - len(part.lstrip(bytes(range(0x80, 0xC0))))
-    before = (b"", b"\xc3", b"\xe6", b"\xf1")[min(following, 3)]
-    for after in (b"", *_ENDINGS):
-        try:
-            (before + part + after).decode()
-        except UnicodeDecodeError:
-            continue
-        return before, after
-    return before, b""

@@ -13,7 +13,8 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -109,121 +110,80 @@ class LookAhead:
     masks: list[npt.NDArray[np.int32]] | None = None
 
 
+@dataclass(slots=True, eq=False)
 class GrammarState:
     """A request's matcher, and the mask of the position that it has reached.
 
     Written and read under the lock of :class:`~aioinfer.execution.grammar_worker.GrammarWorker`.
     """
 
-    __slots__ = (
-        "_using",
-        "ahead",
-        "at_work",
-        "backend",
-        "begin",
-        "bounds",
-        "broken",
-        "failed",
-        "force_from",
-        "forced",
-        "least_forced",
-        "mask",
-        "matcher",
-        "missed",
-        "origin",
-        "position",
-        "slow",
-        "suggested",
-        "suggests",
-        "unsampled",
-    )
+    backend: GrammarBackend
+    matcher: Matcher
+    #: position in the sequence of the token that ``mask`` is for
+    position: int
+    vocab_size: int
+    #: a shorter run of forced tokens is sampled like other tokens; 0: every run is
+    least_forced: int = 0
+    #: further limits of the tokens; None: none
+    bounds: TokenBounds | None = None
+    _: KW_ONLY
+    #: a shorter run is wanted as a draft
+    suggests: bool = False
+    #: the matcher and the position of the first output token
+    origin: Matcher = field(init=False)
+    begin: int = field(init=False)
+    mask: npt.NDArray[np.int32] = field(init=False)
+    #: output tokens to accept before the mask can be computed; None: none
+    missed: Sequence[int] | None = None
+    #: why the output cannot continue
+    failed: str | None = None
+    #: that is an error of the backend or the engine, and not of the request
+    broken: bool = False
+    #: forced tokens before ``position``, which are appended without sampling
+    forced: list[int] = field(default_factory=list)
+    #: the position where a run that was too long to be forced is short enough
+    force_from: int = 0
+    #: a token was sampled, and the mask after it is not computed yet
+    at_work: bool = False
+    #: its masks take long: steps do not wait for them
+    slow: bool = False
+    #: its newest row sampled nothing, so rows launched after it have no input token
+    unsampled: bool = False
+    #: the drafts that the next row to sample verifies, if there are any
+    ahead: LookAhead | None = None
+    #: a position and the tokens that will be there: forced, but fewer than ``least_forced``. Replaced as
+    #: a whole, so that any thread may read it
+    suggested: tuple[int, Sequence[int]] = (0, ())
+    #: held by the thread that uses ``matcher``
+    _using: threading.Lock = field(default_factory=threading.Lock)
 
-    def __init__(
-        self,
-        backend: GrammarBackend,
-        matcher: Matcher,
-        position: int,
-        vocab_size: int,
-        least_forced: int = 0,
-        bounds: TokenBounds | None = None,
-        *,
-        suggests: bool = False,
-    ) -> None:
-        self.backend = backend
-        self.matcher = matcher
-        #: further limits of the tokens; None: none
-        self.bounds = bounds
-        #: the matcher and the position of the first output token
-        self.origin, self.begin = matcher.copy(), position
-        #: output tokens to accept before the mask can be computed; None: none
-        self.missed: Sequence[int] | None = None
-        #: why the output cannot continue
-        self.failed: str | None = None
-        #: that is an error of the backend or the engine, and not of the request
-        self.broken = False
-        #: position in the sequence of the token that ``mask`` is for
-        self.position = position
-        self.mask: npt.NDArray[np.int32] = np.zeros(-(-vocab_size // 32), np.int32)
-        #: forced tokens before ``position``, which are appended without sampling
-        self.forced: list[int] = []
-        #: a shorter run of forced tokens is sampled like other tokens; 0: every run is
-        self.least_forced = least_forced
-        #: a shorter run is wanted as a draft
-        self.suggests = suggests
-        #: the position where a run that was too long to be forced is short enough
-        self.force_from = 0
-        #: a token was sampled, and the mask after it is not computed yet
-        self.at_work = False
-        #: its masks take long: steps do not wait for them
-        self.slow = False
-        #: its newest row sampled nothing, so rows launched after it have no input token
-        self.unsampled = False
-        #: the drafts that the next row to sample verifies, if there are any
-        self.ahead: LookAhead | None = None
-        #: a position and the tokens that will be there: forced, but fewer than ``least_forced``. Replaced as
-        #: a whole, so that any thread may read it
-        self.suggested: tuple[int, Sequence[int]] = (0, ())
-        #: held by the thread that uses ``matcher``
-        self._using = threading.Lock()
+    def __post_init__(self) -> None:
+        self.origin, self.begin = self.matcher.copy(), self.position
+        self.mask = np.zeros(-(-self.vocab_size // 32), np.int32)
 
-    @classmethod
-    def start(
-        cls,
-        backend: GrammarBackend,
-        matcher: Matcher,
-        position: int,
-        vocab_size: int,
-        least_forced: int = 0,
-        bounds: TokenBounds | None = None,
-        *,
-        suggests: bool = False,
-    ) -> GrammarState:
-        """The state of a new output whose first token is at ``position``, with the mask for it.
+    def start(self) -> GrammarState:
+        """Compute the first mask; returns this state.
 
-        Runs of ``least_forced`` or more forced tokens are appended without sampling; 0: none are. Shorter
-        ones are drafts if it ``suggests`` any. Raises InvalidRequest if no first token is allowed; a dead end
-        after forced tokens fails the output later.
+        Runs of ``least_forced`` or more forced tokens are appended without sampling. Raises InvalidRequest if
+        no first token is allowed; a dead end after forced tokens fails the output later.
         """
-        state = cls(backend, matcher, position, vocab_size, least_forced, bounds, suggests=suggests)
-        state.follow()
-        backend.fill([matcher], [state.mask])
-        state.restrict(state.mask)
-        if matcher.error is not None or not state.mask.any():
-            if not state.forced:
-                raise InvalidRequest("grammar", matcher.error or "allows no output")
-            state.failed = matcher.error or state.dead_end
-        return state
+        self.follow()
+        self.backend.fill([self.matcher], [self.mask])
+        self.restrict(self.mask)
+        if self.matcher.error is not None or not self.mask.any():
+            if not self.forced:
+                raise InvalidRequest("grammar", self.matcher.error or "allows no output")
+            self.failed = self.matcher.error or self.dead_end
+        return self
 
     def restarted(self, output_ids: Sequence[int]) -> GrammarState:
         """Another state for the same output, of which only ``output_ids`` are left. They are accepted before
         its next mask is computed. This state may still be in use by the worker."""
-        vocab_size = 32 * len(self.mask)
-        other = GrammarState(
-            *(self.backend, self.origin.copy(), self.begin, vocab_size, self.least_forced, self.bounds),
+        return GrammarState(
+            *(self.backend, self.origin.copy(), self.begin, self.vocab_size, self.least_forced, self.bounds),
             suggests=self.suggests,
+            missed=tuple(output_ids),
         )
-        other.missed = tuple(output_ids)
-        return other
 
     @property
     def dead_end(self) -> str:
@@ -326,43 +286,33 @@ class Compiler:
     def __init__(self, backend: GrammarBackend) -> None:
         self.backend = backend
         self._lock = threading.Lock()
-        self._known: OrderedDict[Grammar, Matcher | InvalidRequest] = OrderedDict()
-        self._under_way: dict[Grammar, threading.Event] = {}
+        #: with those under way
+        self._known: OrderedDict[Grammar, Future[Matcher]] = OrderedDict()
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher for a new output. Raises InvalidRequest."""
-        compiled = self._compiled(grammar)
-        if isinstance(compiled, InvalidRequest):
-            raise InvalidRequest(compiled.field, compiled.message)
-        return compiled.copy()
+        with self._lock:
+            known = self._known.get(grammar)
+            future = self._known[grammar] = known or Future()
+            self._known.move_to_end(grammar)
+            if len(self._known) > _KNOWN_GRAMMARS:
+                self._known.popitem(last=False)
+        if known is None:
+            self._compile(grammar, future)
+        if isinstance(refused := future.exception(), InvalidRequest):
+            raise InvalidRequest(refused.field, refused.message)
+        return future.result().copy()
 
     def forget(self, grammar: Grammar) -> None:
         """Remove a grammar from the cache."""
         with self._lock:
             self._known.pop(grammar, None)
 
-    def _compiled(self, grammar: Grammar) -> Matcher | InvalidRequest:
-        while True:
-            with self._lock:
-                if (known := self._known.get(grammar)) is not None:
-                    self._known.move_to_end(grammar)
-                    return known
-                other = self._under_way.get(grammar)
-                if other is None:
-                    self._under_way[grammar] = done = threading.Event()
-                    break
-            other.wait()
-        result: Matcher | InvalidRequest | None = None
+    def _compile(self, grammar: Grammar, future: Future[Matcher]) -> None:
         try:
-            result = self.backend.compile(grammar)
+            future.set_result(self.backend.compile(grammar))
         except InvalidRequest as refused:
-            result = refused
-        finally:
-            with self._lock:
-                del self._under_way[grammar]
-                if result is not None:
-                    self._known[grammar] = result
-                    if len(self._known) > _KNOWN_GRAMMARS:
-                        self._known.popitem(last=False)
-            done.set()
-        return result
+            future.set_exception(InvalidRequest(refused.field, refused.message))  # without its traceback
+        except BaseException as error:  # panics of Rust libraries are not Exceptions
+            self.forget(grammar)
+            future.set_exception(error)

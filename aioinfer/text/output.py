@@ -123,9 +123,8 @@ class OutputText:
 def _matcher(stop: Sequence[str], stop_regex: Sequence[str]) -> StopMatcher | StopRegex | None:
     """One matcher for all stop strings and patterns; None without any."""
     if stop_regex:
-        from aioinfer.text.stop_regex import (
-            StopRegex,
-        )  # loads the regex library, which most outputs do not use
+        # Loads the regex library, which most outputs do not use.
+        from aioinfer.text.stop_regex import StopRegex
 
         return StopRegex(stop_regex, stop)
     return StopMatcher(stop) if stop else None

@@ -37,10 +37,7 @@ _PATTERNS = {
 _PATTERNS["byte"] = _PATTERNS["base64"]
 #: formats that llguidance knows
 _FORMATS = frozenset(
-    {
-        *("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
-        "unknown",
-    }
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
 )
 
 #: keywords with a schema, with a list of schemas, with schemas by name
@@ -120,7 +117,8 @@ class _Rewriting:
                 found = _and(found, {"anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]})
             elif form not in _ANY_TEXT:
                 raise _refused("format", place, f"with the value {form!r:.60}")
-        for name in _names(found.get("patternProperties")):
+        patterns = found.get("patternProperties")
+        for name in patterns if isinstance(patterns, dict) else ():
             if _split(name, "patternProperties", place) != [name]:
                 raise _refused("patternProperties", place, "with lookahead")
         pattern = found.get("pattern")
@@ -197,9 +195,6 @@ class _Rewriting:
         lists = [{"prefixItems": [True] * at + [inner], "minItems": at + 1} for at in range(most)]
         return {"anyOf": lists} if lists else {"type": [each for each in _TYPES if each != "array"]}
 
-    def min_contains(self, given: dict[str, Any], place: str) -> dict[str, Any] | None:
-        return None  # without "contains" it says nothing
-
     def dependent_required(self, given: dict[str, Any], place: str) -> dict[str, Any] | None:
         rules = given["dependentRequired"]
         if not isinstance(rules, dict) or not all(isinstance(each, list) for each in rules.values()):
@@ -245,7 +240,7 @@ _REWRITES: Mapping[str, _Rewrite] = {
     "uniqueItems": _Rewriting.unique_items,
     "propertyNames": _Rewriting.property_names,
     "contains": _Rewriting.contains,
-    "minContains": _Rewriting.min_contains,
+    "minContains": lambda *_: None,  # without "contains" it says nothing
     "dependentRequired": _Rewriting.dependent_required,
     "not": _Rewriting.negated,
 }
@@ -269,10 +264,6 @@ def _split(pattern: str, keyword: str, place: str) -> list[str]:
         return without_lookahead(pattern)
     except ValueError as error:
         raise _refused(keyword, place, str(error)) from None
-
-
-def _names(value: Any) -> list[str]:
-    return list(value) if isinstance(value, dict) else []
 
 
 def _nothing(place: str) -> Any:

@@ -18,24 +18,19 @@ __all__ = ["HFTokenizer", "Tokenizer", "end_of", "plain_messages"]
 #: Parameters of ``apply_chat_template`` itself and of its call of the template, which callers cannot set.
 _RESERVED = frozenset(
     {
-        "self",
-        "messages",
-        "conversation",
-        "conversations",
-        "chat_template",
-        "tokenize",
-        "tokenizer_kwargs",
-        "sanitize_control_tokens",
-        "padding",
-        "truncation",
-        "max_length",
-        "return_tensors",
-        "return_dict",
+        *(
+            "self",
+            "messages",
+            "conversation",
+            "conversations",
+            "chat_template",
+            "tokenize",
+            "tokenizer_kwargs",
+        ),
+        *("sanitize_control_tokens", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
         "return_assistant_tokens_mask",
     }
 )
-
-
 #: last tokens of a prompt: more than a tag of reasoning and the line breaks around it can have
 _PROMPT_END = 32
 
@@ -222,14 +217,9 @@ class HFTokenizer:
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of ``ids`` from the model's decoder, without transformers' clean-up of spaces."""
-        text: str
-        if self._fast is not None:
-            text = self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens)
-        else:
-            text = self._tokenizer.decode(
-                list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
-        return text
+        options = {} if self._fast is not None else {"clean_up_tokenization_spaces": False}
+        decode = (self._tokenizer if self._fast is None else self._fast).decode
+        return str(decode(list(ids), skip_special_tokens=skip_special_tokens, **options))
 
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         """For an output that continues ``prompt_ids``; agrees with :meth:`decode`."""
@@ -245,16 +235,15 @@ class HFTokenizer:
         """The JSON of the fast tokenizer."""
         if self._fast is None:
             raise InvalidRequest("grammar", "needs a model with a fast tokenizer")
-        text: str = self._fast.to_str()
-        return text
+        return str(self._fast.to_str())
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         ids: list[int]
-        if self._fast is not None:
+        if self._fast is None:
+            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
             # Of the library's encode methods, only the batch ones release the GIL.
             ids = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
-        else:
-            ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import random
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,11 @@ from tests.tiers import SECONDS, rest
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
 SHAPES = {Q: (12, 8), K: (6, 8)}
 PREFIX = "base_model.model."
+#: fields that change what a layer computes
+REFUSED = (
+    "use_dora", "use_qalora", "lora_bias", "modules_to_save", "trainable_token_indices", "target_parameters",
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "monteclora_config", "megatron_config",
+)  # fmt: skip
 
 
 def matrices(**ranks: int) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -99,21 +105,14 @@ def test_a_config_of_an_old_version_has_fewer_fields(tmp_path: Path) -> None:
     [
         ({"peft_type": "LOHA"}, "peft_type is 'LOHA'"),
         ({"peft_type": None}, "peft_type is None"),
-        ({"use_dora": True}, "use_dora is not supported"),
-        ({"use_qalora": True}, "use_qalora is not supported"),
         ({"use_bdlora": {"nblocks": 2}}, "use_bdlora is not supported"),
-        ({"lora_bias": True}, "lora_bias is not supported"),
-        ({"bias": "all"}, "bias is 'all'"),
-        ({"bias": "lora_only"}, "bias is 'lora_only'"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
         ({"layer_replication": [[0, 2], [1, 3]]}, "layer_replication is not supported"),
-        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices is not supported"),
-        ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters is not supported"),
-        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens is not supported"),
-        ({"megatron_config": {"a": 1}}, "megatron_config is not supported"),
-        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights is 'pissa_niter_16'"),
-        ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora'"),
-        ({"init_lora_weights": "loftq"}, "init_lora_weights is 'loftq'"),
+        *(({field: True}, f"{field} is not supported") for field in REFUSED),
+        *(({"bias": bias}, f"bias is '{bias}'") for bias in ("all", "lora_only")),
+        *(
+            ({"init_lora_weights": way}, f"init_lora_weights is '{way}'")
+            for way in ("pissa_niter_16", "loftq")
+        ),
         ({"use_something_new": True}, "use_something_new"),
         ({"new_config": {"on": 1}}, "new_config"),
         ({"r": 0}, "r must be a rank, from 1 on, got 0"),
@@ -374,8 +373,6 @@ def test_names_are_whole_names_or_their_ends_after_a_dot(
     tmp_path: Path, names: list[str], *, selects: bool
 ) -> None:
     path = write_adapter(tmp_path, matrices(), target_modules=names)
-    if selects:
+    refusal = pytest.raises(ConfigError, match="belongs to no module that the config chooses")
+    with nullcontext() if selects else refusal:
         assert len(AdapterFiles.read(path).modules) == 2
-    else:
-        with pytest.raises(ConfigError, match="belongs to no module that the config chooses"):
-            AdapterFiles.read(path)

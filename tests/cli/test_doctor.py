@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,10 @@ from tests.native.compilers import unsettled
 __all__ = ["unsettled"]
 
 
+def report(config: EngineConfig) -> dict[str, str]:
+    return {finding.subject: finding.text for finding in examine(config)}
+
+
 def test_without_a_compiler_the_report_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unsettled: None
 ) -> None:
@@ -33,7 +36,7 @@ def test_without_a_compiler_the_report_says_what_to_install(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *more: None if name == "ziglang" else find(name, *more)
     )
-    found = {finding.subject: finding.text for finding in examine(EngineConfig(device="cpu"))}
+    found = report(EngineConfig(device="cpu"))
     for subject in ("attention", "operations", "sampling"):
         assert found[subject].endswith("pip install 'aioinfer[compiler]' brings one"), subject
 
@@ -41,7 +44,7 @@ def test_without_a_compiler_the_report_says_what_to_install(
 def test_the_report_of_the_bundled_model_is_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     require("native")
     config = EngineConfig(device="cpu")
-    found = {finding.subject: finding.text for finding in examine(config)}
+    found = report(config)
     device = TorchDevice(config)
     description = device.open().description
     device.close()
@@ -52,6 +55,7 @@ def test_the_report_of_the_bundled_model_is_what_runs(capsys: pytest.CaptureFixt
     assert architecture in description
     assert "own code" in found["model"]
     assert "torch" in found["packages"]
+    assert "transformers' code" in report(EngineConfig(transformers_fallback=True))["model"]
     assert main(["doctor", "--device", "cpu"]) == 0
     assert found["model"] in capsys.readouterr().out
 
@@ -69,35 +73,22 @@ def test_decode_graphs_are_those_that_will_be_captured(
     settings: dict[str, int], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs, "graphs_unsupported", lambda *arguments: None)
-    found = {finding.subject: finding.text for finding in examine(EngineConfig(device="cpu", **settings))}
+    found = report(EngineConfig(device="cpu", **settings))
     assert found["decode graphs"] == text
 
 
-def test_graphs_of_diffusion_models_are_counted_in_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_report_of_a_diffusion_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "graphs_unsupported", lambda *arguments: None)
     write_checkpoint(tmp_path, block_config("sdar"))
-    for settings, text in (({}, "up to 128 blocks"), ({"max_step_tokens": 200}, "up to 25 blocks")):
-        config = EngineConfig(model=str(tmp_path), device="cpu", block_size=8, **settings)
-        found = {finding.subject: finding.text for finding in examine(config)}
-        assert found["decode graphs"] == text
-
-
-def test_a_fallback_is_named() -> None:
-    found = {finding.subject: finding.text for finding in examine(EngineConfig(transformers_fallback=True))}
-    assert "transformers' code" in found["model"]
-
-
-def test_the_report_of_a_diffusion_model(tmp_path: Path) -> None:
-    stated = {"architectures": ["SDARForCausalLM"], "model_type": "sdar", "block_size": 8, "mask_token_id": 7}
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "vocab_size": 64}
-    (tmp_path / "config.json").write_text(json.dumps(stated | sizes))
-    for settings, text in (({}, "block size 8, mask token 7, fdfo"), ({"block_size": 4}, "block size 4,")):
-        config = EngineConfig(model=str(tmp_path), load_format="random", device="cpu", **settings)  # type: ignore[arg-type]
-        found = {finding.subject: finding.text for finding in examine(config)}
-        assert found["diffusion"].startswith(text), found
-    assert "diffusion" not in {finding.subject for finding in examine(EngineConfig(device="cpu"))}
+    for settings, subject, text in (
+        ({}, "decode graphs", "up to 128 blocks"),
+        ({"max_step_tokens": 200}, "decode graphs", "up to 25 blocks"),
+        ({}, "diffusion", "block size 8, mask token"),
+        ({"block_size": 4}, "diffusion", "block size 4,"),
+    ):
+        found = report(EngineConfig(model=str(tmp_path), device="cpu", **{"block_size": 8, **settings}))
+        assert found[subject].startswith(text)
+    assert "diffusion" not in report(EngineConfig(device="cpu"))
 
 
 @pytest.mark.parametrize("what", ["no such directory", "cuda without a GPU"])

@@ -19,6 +19,14 @@ from tests.docs.pages import ROOT
 __all__ = ["PAGE", "rewritten"]
 
 PAGE = ROOT / "docs" / "settings.md"
+_NAMES = {
+    str: "text",
+    bool: "true, false",
+    int: "integer",
+    float: "number",
+    type: "class",
+    types.NoneType: "none",
+}
 
 
 def tables(cls: type[Any]) -> str:
@@ -49,18 +57,10 @@ def _values(hint: Any, bounds: Any) -> str:
         return " or ".join(_values(part, bounds) for part in typing.get_args(hint))
     if typing.get_origin(hint) is typing.Literal:
         return ", ".join(f"`{value}`" for value in typing.get_args(hint))
-    names = {
-        str: "text",
-        bool: "true, false",
-        int: "integer",
-        float: "number",
-        type: "class",
-        types.NoneType: "none",
-    }
     if bounds is None or hint not in (int, float):
-        return names[hint]
+        return _NAMES[hint]
     low = f"{'above' if bounds.low_open else 'from'} {shown_bound(bounds.low)}"
-    return f"{names[hint]} {low}" + (
+    return f"{_NAMES[hint]} {low}" + (
         f" to {shown_bound(bounds.high)}" if bounds.high < sys.float_info.max else ""
     )
 

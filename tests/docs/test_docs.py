@@ -417,20 +417,22 @@ def test_pictures_are_whole_and_load_nothing(picture: str) -> None:
     assert not re.search(r"<script|href|url\(|@import", text)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_paths_in_the_text_exist(page: str) -> None:
-    if page == "CHANGELOG.md":
-        return  # it names what was there before
-    for path in re.findall(r"`((?:aioinfer|bench|tests|examples|docs)/[\w./-]+)`", prose(page)):
-        assert (ROOT / path).exists(), f"{page}: {path}"
+@pytest.mark.parametrize("page", [page for page in PAGES if page != "CHANGELOG.md"])  # which names what was
+def test_paths_flags_and_metrics_in_the_text_exist(page: str) -> None:
+    text = prose(page)
+    paths = re.findall(r"`((?:aioinfer|bench|tests|examples|docs)/[\w./-]+)`", text)
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    flags = re.findall(r"`(?:aioinfer \w+ )?(--[a-z][\w-]+)(?: [^`]*)?`", text)
+    assert [flag for flag in flags if flag not in _flags()] == []
+    metrics = re.findall(r"`((?:aioinfer|vllm)[_:][a-z_]+(?:_total|_seconds|_ratio|_tokens|_waiting))`", text)
+    known = {f"{each.name}{end}" for each in (*OWN, *VLLM) for end in ("", "_total")}
+    assert [name for name in metrics if name not in known] == []
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_flags_in_the_text_exist(page: str) -> None:
-    if page == "CHANGELOG.md":
-        return
-    for flag in re.findall(r"`(?:aioinfer \w+ )?(--[a-z][\w-]+)(?: [^`]*)?`", prose(page)):
-        assert flag in _flags(), f"{page}: {flag}"
+@pytest.mark.parametrize("made", [settings, fields])
+def test_the_tables_of_settings_and_fields_are_those_of_the_code(made: Any) -> None:
+    page = made.PAGE.read_text("utf-8")
+    assert page == made.rewritten(page), f"run: python -m {made.__name__}"
 
 
 @cache
@@ -470,27 +472,6 @@ def test_the_readme_is_short() -> None:
     lines = read("README.md").splitlines()
     assert len(lines) <= 150
     assert max(map(len, (line for line in lines if not line.startswith("|")))) <= 120
-
-
-def test_the_tables_of_settings_are_those_of_the_code() -> None:
-    page = settings.PAGE.read_text("utf-8")
-    assert page == settings.rewritten(page), "run: python -m tests.docs.settings"
-
-
-def test_the_tables_of_fields_are_those_of_the_code() -> None:
-    page = fields.PAGE.read_text("utf-8")
-    assert page == fields.rewritten(page), "run: python -m tests.docs.fields"
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_metrics_in_the_text_exist(page: str) -> None:
-    if page == "CHANGELOG.md":
-        return
-    known = {f"{each.name}{end}" for each in (*OWN, *VLLM) for end in ("", "_total")}
-    for name in re.findall(
-        r"`((?:aioinfer|vllm)[_:][a-z_]+(?:_total|_seconds|_ratio|_tokens|_waiting))`", prose(page)
-    ):
-        assert name in known, f"{page}: {name}"
 
 
 def test_the_stable_interface_lists_every_public_name() -> None:

@@ -7,16 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.tiers import PROGRAM, nightly, rest
 
 ROOT = Path(__file__).parents[2]
 
 
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, timeout=240)
+
+
 @nightly(PROGRAM)
 def test_the_embedding_example_runs() -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/embed.py"], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+    done = run("examples/embed.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Once there was a child called Mira")
     assert "44 + 44 = 88" in done.stdout
@@ -24,24 +28,26 @@ def test_the_embedding_example_runs() -> None:
 
 @nightly(PROGRAM)
 def test_the_diffusion_example_shows_a_block_filling_up() -> None:
-    command = [sys.executable, "examples/diffusion_stream.py", "What is 17 + 25?", "--threshold", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    command = ["examples/diffusion_stream.py", "What is 17 + 25?", "--threshold", "1"]
+    done = run(*command)
     assert done.returncode == 0, done.stderr
     *drafts, last = done.stdout.splitlines()
     assert last == "17 + 25 = 42"
     assert any("░" in draft for draft in drafts)
     assert re.search(r"\d+ tokens in \d+ rounds", done.stderr)
-    wrong = subprocess.run(
-        [*command, "--algorithm", "factor"], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert wrong.returncode == 1
-    assert wrong.stderr == "threshold: is not a parameter of factor\n"
+    wrong = run(*command, "--algorithm", "factor")
+    assert (wrong.returncode, wrong.stderr) == (1, "threshold: is not a parameter of factor\n")
 
 
 @rest(PROGRAM)
 def test_the_agent_says_what_it_is_called_with() -> None:
-    done = subprocess.run(
-        [sys.executable, "examples/agent.py"], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
-    assert done.returncode == 1
-    assert done.stderr == "usage: examples/agent.py MODEL QUESTION\n"
+    done = run("examples/agent.py")
+    assert (done.returncode, done.stderr) == (1, "usage: examples/agent.py MODEL QUESTION\n")
+
+
+@nightly(PROGRAM)
+@pytest.mark.parametrize("name", ["race", "extraction", "custom_policy"])
+def test_the_other_examples_run(name: str) -> None:
+    done = run(f"examples/{name}.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()

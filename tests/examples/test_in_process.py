@@ -1,12 +1,9 @@
-"""The examples of the engine in process, with scripted answers, and as programs."""
+"""The examples of the engine in process, with scripted answers."""
 
 from __future__ import annotations
 
 import asyncio
 import io
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +12,6 @@ from aioinfer import EngineConfig, OutOfMemory
 from aioinfer.testing import Answer, FakeEngine
 from examples import agent, custom_policy, extraction, race, worker
 from tests.engine.test_chat import freed
-from tests.tiers import PROGRAM, nightly
-
-ROOT = Path(__file__).parents[2]
 
 
 async def test_the_worker_writes_a_line_per_prompt(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,12 +70,3 @@ async def test_the_policy_lets_those_go_first_who_must_be_served_soonest() -> No
         assert await custom_policy.order(engine) == reports + chats
     async with FakeEngine("x", config=config(policy=custom_policy.EarliestDeadline)) as engine:
         assert await custom_policy.order(engine) == [*chats, *reports]
-
-
-@nightly(PROGRAM)
-@pytest.mark.parametrize("name", ["race", "extraction", "custom_policy"])
-def test_the_examples_run_as_programs(name: str) -> None:
-    command = [sys.executable, f"examples/{name}.py"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()

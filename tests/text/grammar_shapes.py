@@ -150,7 +150,7 @@ def _course(shape: Shape) -> str:
     levels = deepest(shape, guidance)
     try:
         matcher = guidance.compile(shape(levels))
-        state = GrammarState.start(guidance, matcher.copy(), 1, VOCABULARY, 3)
+        state = GrammarState(guidance, matcher.copy(), 1, VOCABULARY, 3).start()
     except InvalidRequest as refused:
         return f"{levels} levels: {refused}"
     for _ in range(5):

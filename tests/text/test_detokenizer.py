@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts, token_texts
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
+from tests.text.byte_levels import BYTE_LEVEL
 from tests.tiers import scaled
 
 Make = Callable[[Tokenizer, list[int], bool], Detokenizer]
@@ -171,56 +172,38 @@ def test_a_bad_id_raises_and_does_not_hang(byte_level: Tokenizer) -> None:
 # -- any tokens ---------------------------------------------------------------------------------------
 
 
-def check(tokenizer: Tokenizer, make: Make, prompt: list[int], output: list[int], skip: bool) -> None:
+def continuation(tokenizer: Tokenizer, prompt: list[int], output: list[int], skip: bool) -> str:
+    """The part of the text of prompt and output that the text of the prompt does not have."""
     before = tokenizer.decode(prompt, skip_special_tokens=skip)
-    whole = tokenizer.decode(prompt + output, skip_special_tokens=skip)
-    got = "".join(pieces(make(tokenizer, prompt, skip), output))
+    whole: str = tokenizer.decode(prompt + output, skip_special_tokens=skip)
     while not whole.startswith(before):
         before = before[:-1]
-    assert got == whole.removeprefix(before)
+    return whole.removeprefix(before)
 
 
 @pytest.mark.parametrize("skip", [True, False])
-@pytest.mark.parametrize("pool", ["all", "broken"])
 @each
-def test_any_bytes_in_any_order(byte_level: Tokenizer, make: Make, pool: str, skip: bool) -> None:
+@pytest.mark.parametrize("name", [*BYTE_LEVEL, "byte_level", "unigram"])
+def test_any_tokens_and_any_text_cut_anywhere(
+    request: pytest.FixtureRequest, name: str, make: Make, skip: bool
+) -> None:
     """Exact to the last U+FFFD, prompts that end inside a character included."""
-    ids = range(byte_level.get_vocab_size())
-    some = [token for token in ids if pool == "all" or byte_level.decode([token]).startswith(REPLACEMENT)]
-    token = st.sampled_from(some)
+    tokenizer = BYTE_LEVEL[name]() if name in BYTE_LEVEL else request.getfixturevalue(name)
+    if make is make_look_up and name == "unigram":
+        pytest.skip("it has no table")
+    ids = range(tokenizer.get_vocab_size())
+    broken = [token for token in ids if tokenizer.decode([token]).startswith(REPLACEMENT)]
+    specials = [at for at, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+    some = st.one_of(st.sampled_from(ids), st.sampled_from(broken or ids), st.sampled_from(specials))
+    tokens = st.lists(some, max_size=40)
+    encoded = st.text(max_size=25).map(lambda text: tokenizer.encode(text).ids)
 
-    @settings(max_examples=scaled(150), deadline=None, derandomize=True)
-    @given(st.lists(token, max_size=14), st.lists(token, max_size=50))
-    def run(prompt: list[int], output: list[int]) -> None:
-        check(byte_level, make, prompt, output, skip)
-
-    run()
-
-
-@pytest.mark.parametrize("skip", [True, False])
-@each
-def test_any_text_cut_anywhere(byte_level: Tokenizer, make: Make, skip: bool) -> None:
-    @settings(max_examples=scaled(150), deadline=None, derandomize=True)
-    @given(st.text(max_size=25), st.integers(0, 60), st.lists(st.integers(0, 60), max_size=4))
-    def run(text: str, cut: int, specials: list[int]) -> None:
-        ids = byte_level.encode(text).ids
-        for at in specials:
-            ids.insert(at, at % 2)
-        check(byte_level, make, ids[:cut], ids[cut:], skip)
-
-    run()
-
-
-@pytest.mark.parametrize("skip", [True, False])
-@both
-def test_any_unigram_pieces(unigram: Tokenizer, make: Make, skip: bool) -> None:
-    """Leading spaces, special tokens and a U+FFFD that is an ordinary piece."""
-    tokens = st.lists(st.integers(0, unigram.get_vocab_size() - 1), max_size=20)
-
-    @settings(max_examples=scaled(150), deadline=None, derandomize=True)
-    @given(tokens, tokens)
-    def run(prompt: list[int], output: list[int]) -> None:
-        check(unigram, make, prompt, output, skip)
+    @settings(max_examples=scaled(200), deadline=None, derandomize=True)
+    @given(tokens | encoded, tokens, st.integers(0, 40))
+    def run(first: list[int], then: list[int], cut: int) -> None:
+        ids = first + then
+        text = "".join(pieces(make(tokenizer, ids[:cut], skip), ids[cut:]))
+        assert text == continuation(tokenizer, ids[:cut], ids[cut:], skip)
 
     run()
 

@@ -48,7 +48,7 @@ class Forced:
 @pytest.mark.parametrize("length", [1, 3, 100, 180, 300, 1000, 5000, 10_000])
 def test_a_call_asks_for_a_bounded_number_of_forced_tokens(length: int) -> None:
     matcher = Forced(length)
-    state = GrammarState.start(matcher, matcher, 0, 32, least_forced=3)
+    state = GrammarState(matcher, matcher, 0, 32, least_forced=3).start()
     output = [*state.forced]
     assert len(output) == (0 if length in (1, 10_000) else length) or length >= 180
     assert sum(matcher.asked) <= max(length, 16_384)
@@ -64,7 +64,7 @@ def test_a_call_asks_for_a_bounded_number_of_forced_tokens(length: int) -> None:
 
 def test_a_long_run_is_not_looked_at_again_until_it_is_short() -> None:
     matcher = Forced(50_000)
-    state = GrammarState.start(matcher, matcher, 0, 32, least_forced=3)
+    state = GrammarState(matcher, matcher, 0, 32, least_forced=3).start()
     while not state.forced:
         state.accept([1])
     assert matcher.asked[:2] == [50_000, 5461]
@@ -85,7 +85,7 @@ CASES = {
 def test_a_long_text_is_written_in_any_tokens(name: str) -> None:
     """llguidance tokenizes all of a forced text for each of its tokens, and holds the interpreter's lock."""
     guidance = backend()
-    state = GrammarState.start(guidance, guidance.compile(CASES[name]), 0, VOCABULARY, 3)
+    state = GrammarState(guidance, guidance.compile(CASES[name]), 0, VOCABULARY, 3).start()
     for _ in range(20):
         assert state.forced == []
         assert state.failed is None

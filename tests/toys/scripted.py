@@ -92,11 +92,6 @@ class ScriptedLogits:
         planned = self._planned(self._bits(before, size))
         return planned - _stage(size - unresolved, planned, size) + 1
 
-    def edits(self, before: torch.Tensor, size: int) -> torch.Tensor:
-        """The number of tokens that are revised in each block, [R] int64, if all its positions were
-        unresolved."""
-        return self._edited(self._bits(before, size), size)
-
     def logits(self, before: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The logits [R, B, V] float32 of blocks [R, B] int64 after ``before`` [R] int64, see
         :meth:`chain`."""

@@ -47,7 +47,7 @@ class AWQ(ZeroPoints):
 
     def parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         values, zeros = (
-            unpacked(stored.words(part), 4, _PLACES.__getitem__) for part in ("qweight", "qzeros")
+            unpacked(stored.typed(part, "int32"), 4, _PLACES.__getitem__) for part in ("qweight", "qzeros")
         )
         scales = stored.read("scales").float().T.contiguous()
         return values.T.contiguous(), scales, zeros.T.float()

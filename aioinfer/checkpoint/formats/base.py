@@ -53,10 +53,6 @@ class Stored:
         """Raises ConfigError if the part is missing."""
         return self._tensors.read(self._name(part))
 
-    def words(self, part: str) -> torch.Tensor:
-        """A part of int32 words. Raises ConfigError if it is of another type."""
-        return self.typed(part, "int32")
-
     def group_index(self, part: str, groups: int) -> torch.Tensor:
         """A part that has the group of each element, int64. Raises ConfigError for a group that does not
         exist."""

@@ -152,9 +152,9 @@ class PackQuantized(ZeroPoints):
         import torch
 
         outputs, inner = self.shape(stored)
-        values = unpacked(stored.words("weight_packed"), self.bits)[:, :inner].contiguous()
+        values = unpacked(stored.typed("weight_packed", "int32"), self.bits)[:, :inner].contiguous()
         scales = stored.read("weight_scale").float().contiguous()
         if self.symmetric:
             return values, scales, torch.full_like(scales, 2 ** (self.bits - 1))
-        packed = stored.words("weight_zero_point").T.contiguous()
+        packed = stored.typed("weight_zero_point", "int32").T.contiguous()
         return values, scales, unpacked(packed, self.bits)[:, :outputs].T.float()

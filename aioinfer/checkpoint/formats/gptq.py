@@ -70,8 +70,8 @@ class GPTQ(ZeroPoints):
     def parts(self, stored: Stored) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         import torch
 
-        values = unpacked(stored.words("qweight").T.contiguous(), self.bits)
-        words, second = stored.words("qzeros"), self._second
+        values = unpacked(stored.typed("qweight", "int32").T.contiguous(), self.bits)
+        words, second = stored.typed("qzeros", "int32"), self._second
         if self._centred:
             half = 2 ** (self.bits - 1)
             second = bool((unpacked(words, self.bits) == half).all())
