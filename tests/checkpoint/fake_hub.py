@@ -31,17 +31,12 @@ class Repository:
     #: name -> checksum that is stated instead of the true one
     checksums: dict[str, str] = field(default_factory=dict)
 
-    def commit(self, revision: str) -> str:
-        """The hash of a revision, which is a name or a hash."""
-        names = sorted(self.revisions)
-        hashes = {name: hashlib.sha1(f"{name} {len(names)}".encode()).hexdigest() for name in names}
-        return hashes.get(revision) or next(value for value in hashes.values() if value == revision)
-
-    def files(self, revision: str) -> dict[str, bytes]:
-        """Raises KeyError."""
+    def found(self, revision: str) -> tuple[str, dict[str, bytes]]:
+        """The hash of a revision, which is a name or a hash, and its files. Raises KeyError."""
         for name, files in self.revisions.items():
-            if revision in (name, self.commit(name)):
-                return files
+            commit = hashlib.sha1(f"{name} {len(self.revisions)}".encode()).hexdigest()
+            if revision in (name, commit):
+                return commit, files
         raise KeyError(revision)
 
 
@@ -96,22 +91,16 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
             else:
                 self._error(404, "EntryNotFound")
 
-        def _repository(self, name: str, revision: str) -> tuple[Repository, dict[str, bytes]] | None:
-            found = hub.repositories.get(name)
-            if found is None:
+        def _info(self, name: str, revision: str) -> None:
+            repository = hub.repositories.get(name)
+            if repository is None:
                 self._error(401, "RepoNotFound")
-                return None
+                return
             try:
-                return found, found.files(revision)
+                commit, files = repository.found(revision)
             except KeyError:
                 self._error(404, "RevisionNotFound")
-                return None
-
-        def _info(self, name: str, revision: str) -> None:
-            found = self._repository(name, revision)
-            if found is None:
                 return
-            repository, files = found
             siblings: list[dict[str, Any]] = []
             for file, contents in files.items():
                 sibling: dict[str, Any] = {
@@ -121,15 +110,13 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                     checksum = repository.checksums.get(file) or hashlib.sha256(contents).hexdigest()
                     sibling["lfs"] = {"sha256": checksum, "size": len(contents), "pointerSize": 130}
                 siblings.append(sibling)
-            commit = repository.commit(revision)
             body = json.dumps({"id": name, "modelId": name, "sha": commit, "siblings": siblings}).encode()
             self._send(200, {"Content-Type": "application/json"}, body)
 
         def _file(self, name: str, revision: str, file: str, wanted: str) -> None:
-            found = self._repository(name, revision)
-            if found is None:
-                return
-            repository, files = found
+            """A file of a revision that was listed."""
+            repository = hub.repositories[name]
+            commit, files = repository.found(revision)
             if repository.gated:
                 self._error(403, "GatedRepo")
                 return
@@ -137,10 +124,7 @@ def _handler(hub: FakeHub) -> type[BaseHTTPRequestHandler]:
                 self._error(404, "EntryNotFound")
                 return
             contents = files[file]
-            headers = {
-                "ETag": f'"{_etag(contents)}"', "X-Repo-Commit": repository.commit(revision),
-                "Accept-Ranges": "bytes",
-            }  # fmt: skip
+            headers = {"ETag": f'"{_etag(contents)}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
             status, begin = 200, 0
             if wanted.startswith("bytes="):
                 begin = int(wanted.removeprefix("bytes=").split("-")[0])

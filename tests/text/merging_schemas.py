@@ -83,44 +83,29 @@ BOMBS: dict[str, Callable[[int], JsonSchema]] = {
 def random_schema(rng: random.Random) -> JsonSchema:
     """Definitions that refer to later ones, with everything that merges."""
     count = rng.randint(2, 14)
-    definitions: JsonSchema = {}
+    leaves: list[Any] = [True, {"enum": ["x", 1, {"a": [1]}]}, {"minItems": 1}, {"minProperties": 1}]
+    leaves += [{"type": "object"}, {"type": "string"}]
 
     def some(at: int, depth: int) -> Any:
-        kinds = ["allOf", "anyOf", "object", "array", "sibling", "pattern", "rest", "ref", "enum", "leaf"]
-        kind = rng.choice(kinds[: 10 if depth else 0] or ["leaf", "ref"])
-        inner = (
-            [some(at, depth - 1) for _ in range(rng.randint(1, 3))]
-            if kind not in ("ref", "leaf", "enum")
-            else []
-        )
-        match kind:
-            case "allOf" | "anyOf":
-                return {kind: inner, **rng.choice([{}, {"minProperties": 0}, {"type": "object"}])}
-            case "object":
-                names = {rng.choice("abcd"): each for each in inner}
-                return {"type": "object", "properties": names, "required": sorted(rng.sample([*names], 1))}
-            case "array":
-                return {"type": "array", "prefixItems": inner, "items": inner[0]}
-            case "sibling":
-                return {
-                    "$ref": f"#/$defs/d{rng.randint(at + 1, count)}",
-                    "properties": {rng.choice("abcd"): inner[0]},
-                }
-            case "pattern":
-                names = {rng.choice("abcd"): each for each in inner}
-                return {"type": "object", "properties": names, "patternProperties": {"^[ab]": inner[0]}}
-            case "rest":
-                return {"type": "object", "additionalProperties": inner[0]}
-            case "ref":
-                return {"$ref": f"#/$defs/d{rng.randint(at + 1, min(count, at + 2))}"}
-            case "enum":
-                return {"enum": ["x", 1, {"a": [1]}]}
+        leaf = rng.choice([*leaves, *[{"$ref": f"#/$defs/d{rng.randint(at + 1, min(count, at + 2))}"}] * 4])
+        if not depth:
+            return leaf
+        inner = [some(at, depth - 1) for _ in range(rng.randint(1, 3))]
+        names = {rng.choice("abcd"): each for each in inner}
         return rng.choice(
-            [{"type": "object"}, {"type": "string"}, True, {"minItems": 1}, {"minProperties": 1}]
+            [
+                {rng.choice(["allOf", "anyOf"]): inner, **rng.choice([{}, {"minProperties": 0}])},
+                {"type": "object", "properties": names, "required": sorted(names)[:1]},
+                {"type": "object", "properties": names, "patternProperties": {"^[ab]": inner[0]}},
+                {"type": "object", "additionalProperties": inner[0]},
+                {"type": "array", "prefixItems": inner, "items": inner[0]},
+                {"$ref": f"#/$defs/d{rng.randint(at + 1, count)}", "properties": names},
+                leaf,
+                leaf,
+            ]
         )
 
-    for at in range(count):
-        definitions[f"d{at}"] = some(at, rng.randint(1, 3))
+    definitions: JsonSchema = {f"d{at}": some(at, rng.randint(1, 3)) for at in range(count)}
     definitions[f"d{count}"] = {"type": "object", "properties": {"a": {"type": "null"}}}
     return {"$defs": definitions, "$ref": "#/$defs/d0"}
 
