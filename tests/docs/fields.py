@@ -65,7 +65,9 @@ def _objects(kind: type[Object]) -> list[tuple[str, type[BaseModel]]]:
     """The objects in a body, by their paths; where there may be several, with their types."""
     components: dict[str, Any] = {}
     schema = body_schema(kind, components)
-    models = {f"{each.__name__}-Input": each for each in _models(BaseModel)}
+    # Client libraries, if they have been imported, have models of the same names.
+    own = [each for each in _models(BaseModel) if each.__module__.startswith("aioinfer.")]
+    models = {f"{each.__name__}-Input": each for each in own}
     found: list[tuple[str, type[BaseModel]]] = []
 
     def walk(given: Any, path: str) -> None:

@@ -27,11 +27,12 @@ class Vocabulary:
         # gpt-oss ends messages with what ends the answers of the bundled model.
         text = (EngineConfig().model_path / "tokenizer.json").read_text().replace("<|end|>", "<|over|>")
         self.tokenizer = Tokenizer.from_str(text)
-        self.end = self.tokenizer.token_to_id("<|over|>")
+        self.end = int(self.tokenizer.token_to_id("<|over|>") or 0)
         self.tokens: dict[str, int] = {}
         if special is not None:
             self.tokenizer.add_tokens([AddedToken(tag, special=special, normalized=False) for tag in TAGS])
-            self.tokens = {tag: self.tokenizer.token_to_id(tag) for tag in TAGS}
+            vocabulary = self.tokenizer.get_vocab()
+            self.tokens = {tag: vocabulary[tag] for tag in TAGS}
         self.size = self.tokenizer.get_vocab_size()
         self.backend = GuidanceBackend(self.tokenizer.to_str(), self.size, [self.end], max_depth=max_depth)
 
@@ -40,7 +41,7 @@ class Vocabulary:
         mask = np.zeros(-(-self.size // 32), np.int32)
         for token in [*self.tokenizer.encode(text, add_special_tokens=False).ids, self.end]:
             if matcher.stopped:
-                return bool(token == self.end)
+                return token == self.end
             self.backend.fill([matcher], [mask])
             if not mask[token // 32] >> (token % 32) & 1:
                 return False
