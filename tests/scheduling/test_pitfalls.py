@@ -1,7 +1,6 @@
-"""Pitfalls of continuous batching: what a packed step says of each row, and what the overlap adds.
+"""The nine classic pitfalls of continuous batching, a test each, and what the overlap adds.
 
-That a step in flight is not planned again, writes no position twice and outlives aborts, failures and
-retractions is for the scheduler's state machine.
+Aborts, failures and retractions at any moment are for the scheduler's state machine.
 """
 
 from __future__ import annotations
@@ -10,11 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from aioinfer.execution.decoding.tokens import TokenPacker
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
+from aioinfer.sampling.batch import PenaltyReset
+from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.step import Step
+from tests.sampling.test_sampler import make_batch
 from tests.scheduling.desk import STOP, Desk
 
 PAGE = 4
@@ -44,7 +47,30 @@ def block_tables(packed: PackedStep) -> list[list[int]]:
     return table
 
 
-def test_unused_entries_of_the_block_table_belong_to_nobody() -> None:
+def test_1_a_row_moves_the_cursor_by_its_length() -> None:
+    bench = Bench()
+    request = bench.submit(6)
+    for computed in (6, 7, 8):
+        bench.packed()
+        assert request.cursor.computed == computed
+
+
+def test_2_a_launched_chunk_is_not_planned_again_before_it_resolves() -> None:
+    bench = Bench(chunk_size=5)
+    request = bench.submit(12)
+    rows = [bench.launch().rows[0] for _ in range(3)]
+    assert [(row.start, row.length) for row in rows] == [(0, 4), (4, 4), (8, 4)], "chunks end with pages"
+    assert request.pending == 1
+
+
+def test_3_a_prefill_computes_the_next_ids_of_the_prompt() -> None:
+    bench = Bench(chunk_size=4)
+    request = bench.submit(10)
+    bench.bring(bench.launch())
+    assert bench.launch().rows[0].ids == request.prompt_ids[4:8]
+
+
+def test_4_unused_entries_of_the_block_table_belong_to_nobody() -> None:
     """Nor do entries of a slot's former tenant show, where a longer neighbour makes the table as wide."""
     bench = Bench(running=2, max_step_tokens=128, chunk_size=128)
     neighbour = bench.submit(40, 100)
@@ -67,7 +93,7 @@ def test_unused_entries_of_the_block_table_belong_to_nobody() -> None:
 
 
 @pytest.mark.parametrize("limits", [{}, {"max_decode_rows": 2}, {"max_decode_rows": 2, "mixed": False}])
-def test_no_position_is_written_twice_while_steps_are_in_flight(limits: dict[str, Any]) -> None:
+def test_5_no_position_is_written_twice_while_steps_are_in_flight(limits: dict[str, Any]) -> None:
     """And none is left out, also where a step takes some of the decodes and the others wait their turn."""
     bench = Bench(**limits)
     requests = [bench.submit(prompt, 100) for prompt in (6, 1, 9)]
@@ -89,7 +115,33 @@ def test_no_position_is_written_twice_while_steps_are_in_flight(limits: dict[str
     assert len(cells) == len(set(cells))
 
 
-def test_every_sequence_of_a_step_is_sampled_at_its_own_last_row() -> None:
+def test_6_penalty_histories_of_different_lengths_go_together() -> None:
+    """The answer of each row needs all of its own output, by torch's operations and by kernels."""
+    rows = [{"frequency_penalty": 1.0, "temperature": 0.0, "slot": slot} for slot in (1, 2, 3)]
+    resets = [
+        PenaltyReset(1, [5], []),
+        PenaltyReset(2, list(range(50)), [0]),
+        PenaltyReset(3, [0, 0], [0, 1, 0]),
+    ]
+    logits = torch.linspace(4.0, -27.5, 64).expand(3, -1)
+    for backend in ("torch", "auto"):
+        sampler = Sampler(4, 64, torch.device("cpu"), backend)
+        assert sampler.sample(logits, make_batch(rows, penalty_resets=resets)).tolist() == [0, 1, 2]
+
+
+def test_7_padding_is_not_the_end() -> None:
+    """0, which pads buffers here, is a token like any other: only ids that a request stops on end it."""
+    desk = Desk(prefix_cache=False)
+    request = desk.submit(3)
+    for count in (1, 2, 3):
+        desk.bring(desk.launch(), 0)
+        assert not request.finished
+        assert request.output_ids == [0] * count
+    desk.bring(desk.launch(), STOP)
+    assert request.output.finish_reason == "stop"
+
+
+def test_8_every_sequence_of_a_step_is_sampled_at_its_own_last_row() -> None:
     """A chunk that is not the last one of its prompt samples nothing."""
     bench = Bench(chunk_size=5)
     for prompt in (5, 1, 3):
@@ -109,6 +161,18 @@ def test_every_sequence_of_a_step_is_sampled_at_its_own_last_row() -> None:
         _, packed = bench.packed()
         assert packed.q_lens == [1, 1, 1, chunk]
         assert section(packed, "logits_rows") == logits_rows
+
+
+def test_9_a_reservation_counts_the_new_positions_too() -> None:
+    bench = Bench()
+    request = bench.submit(PAGE + 1)
+    bench.launch()
+    assert len(request.kv.pages) == 2
+    exact = bench.submit(PAGE)
+    bench.launch()
+    assert len(exact.kv.pages) == 1
+    bench.launch()
+    assert len(exact.kv.pages) == 2, "the token after a full page needs the next page"
 
 
 # -- and what the overlap adds -------------------------------------------------------------------------
