@@ -11,6 +11,7 @@ import pytest
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
+from aioinfer.outputs import Result
 from aioinfer.scheduling.step import Step
 from tests.toys import ToyDevice, ToyTokenizer
 
@@ -85,3 +86,14 @@ def gate() -> Any:
     gate = Gate()
     yield gate
     gate.release()
+
+
+@pytest.fixture(scope="session")
+def alone() -> list[Result]:
+    """Answers of the bundled model in float32 to ``bundled_requests``, one at a time."""
+    from aioinfer.llm import LLM
+    from tests.engine.asking import bundled_requests
+
+    config = EngineConfig(dtype="float32", overlap_steps=0, max_running_requests=1, threads=1)
+    with LLM(config) as llm:
+        return [llm.generate([prompt], params)[0] for prompt, params in bundled_requests()]

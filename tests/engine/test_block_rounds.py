@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+import torch
 
+from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.step import Step
-from tests.engine.conftest import Gate
-from tests.toys.blocks import ScriptedDevice
+from tests.engine.conftest import Gate, MakeEngine
+from tests.engine.simulation import settle
+from tests.toys.blocks import ScriptedDevice, scripted_generate
 
 SIZE = 8
 PARAMS = SamplingParams(
@@ -54,3 +58,27 @@ async def test_rounds_go_on_in_place_until_somebody_wants_something(
     gate: Gate, what: str, forwards: int
 ) -> None:
     assert await first_forwards(gate, what) == forwards
+
+
+async def test_a_block_whose_logits_are_not_finite_fails_its_request_alone(make_engine: MakeEngine) -> None:
+    device, broken = ScriptedDevice(), [True]
+    async with make_engine(device=device, tokenizer=None) as engine:
+        forward = device._lm.forward
+
+        def breaking(*given: Any) -> torch.Tensor:
+            logits = forward(*given)
+            if len(logits) > SIZE and broken:
+                broken.clear()
+                logits[:SIZE] = torch.nan
+            return logits
+
+        device._lm.forward = breaking  # type: ignore[method-assign]
+        streams = [engine.generate([number], PARAMS) for number in (1, 2, 3)]
+        found = await asyncio.gather(*streams, return_exceptions=True)
+        await settle(engine)
+    (failed,) = [each for each in found if isinstance(each, BaseException)]
+    assert isinstance(failed, errors.StepFailed)
+    assert "finite" in str(failed)
+    for number, result in enumerate(found, 1):
+        wanted = scripted_generate(device.script, [number], PARAMS)
+        assert result is failed or getattr(result, "token_ids", None) == wanted

@@ -136,10 +136,7 @@ def test_a_signature_becomes_a_schema() -> None:
             "properties": {
                 "a": {"type": "string"},
                 "b": {"enum": ["x", 2]},
-                "c": {
-                    "type": "array",
-                    "items": numbers,
-                },
+                "c": {"type": "array", "items": numbers},
                 "d": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
                 "e": {"type": "boolean"},
             },

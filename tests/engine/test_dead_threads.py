@@ -103,22 +103,6 @@ async def test_an_engine_that_is_dropped_is_not_kept_by_its_threads(make_engine:
     assert not thread.is_alive()
 
 
-async def test_a_text_worker_that_dies_over_a_prompt_fails_its_request(make_engine: MakeEngine) -> None:
-    async with make_engine() as engine:
-        workers: Any = engine._started()._intake._workers
-        healthy = workers._workers._work
-
-        def die(call: Any) -> None:
-            raise MemoryError
-
-        workers._workers._work = die
-        async with asyncio.timeout(60):
-            with pytest.raises(errors.AioInferError, match="MemoryError"):
-                await engine.generate("text", SHORT)
-        workers._workers._work = healthy
-        assert len((await engine.generate("text", SHORT)).token_ids) == 5
-
-
 async def test_a_mask_thread_that_dies_fails_the_outputs_that_it_had(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

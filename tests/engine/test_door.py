@@ -107,21 +107,6 @@ async def test_a_prompt_changed_after_the_call_changes_nothing(make_engine: Make
         assert (await streams[0]).prompt_token_ids == IDS
 
 
-@pytest.mark.parametrize("change", CHANGES)
-async def test_parameters_changed_after_they_were_given_change_nothing(
-    make_engine: MakeEngine, change: str
-) -> None:
-    async with make_engine(num_pages=256) as engine:
-        wanted = await engine.generate([1, 2, 3], SamplingParams(**given_params()))
-        given = given_params()
-        params = SamplingParams(**given)
-        before = pickle.dumps(params)
-        stream = engine.generate([1, 2, 3], params)
-        everywhere(given, CHANGES[change])
-        assert (await stream).token_ids == wanted.token_ids
-        assert pickle.dumps(params) == before
-
-
 def test_parameters_hold_nothing_that_can_be_changed() -> None:
     params = SamplingParams(
         **given_params(), grammar=Grammar("choice", '["a"]'), diffusion=DiffusionParams(steps=3)

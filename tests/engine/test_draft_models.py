@@ -3,94 +3,33 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from tests.engine.test_speculation import alike
-from tests.engine.test_speculative_models import SAMPLERS, asked, run
 from tests.model.checkpoints import make_checkpoint
 from tests.model.harness import require
-from tests.tiers import SECONDS, SIMULATION, grid, nightly, rest, scaled
+from tests.tiers import SECONDS, rest
 
 BUNDLED = EngineConfig().model_path
 
 
-@pytest.fixture(scope="module")
-def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo model with noise in its weights: often right, and often not."""
-    folder = tmp_path_factory.mktemp("models") / "disturbed"
-    shutil.copytree(BUNDLED, folder)
-    weights = load_file(folder / "model.safetensors")
-    torch.manual_seed(0)
-    for tensor in weights.values():
-        if tensor.dim() > 1:
-            tensor += (
-                0.06 * tensor.float().std() * torch.randn_like(tensor, dtype=torch.float32).to(tensor.dtype)
-            )
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
-@nightly(SIMULATION)
-@pytest.mark.native
-@pytest.mark.parametrize(
-    "sampler", grid(["greedy", "penalised"], [each for each in SAMPLERS if each[0] in "wh"])
-)
-def test_outputs_have_the_bits_of_those_without_drafts(sampler: str, disturbed: Path) -> None:
-    """Whatever windows, chunks and pages; with retraction; by the same model, another one, and a diffusion
-    model."""
-    require("native")
-    requests = asked(scaled(120, 40), sampler)
-    wanted = run(requests, retract=False, speculation="off")
-    drafts: list[tuple[Any, int]] = [(BUNDLED, 4), (disturbed, 3), (disturbed, 8), (disturbed, 1)]
-    drafts += [("tiny-diffusion", most) for most in (15, 15, 3)]
-    for number, (draft, most) in enumerate(drafts):
-        rng = random.Random(number)
-        found = run(
-            requests,
-            retract=number % 2 == 1,
-            speculation=str(draft),
-            max_draft_tokens=most,
-            overlap_steps=number % 3,
-            page_size=rng.choice([16, 32]),
-            chunk_size=rng.choice([16, 512]),
-        )
-        for one, other in zip(found, wanted, strict=True):
-            alike(one, other)
-
-
 @rest(SECONDS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0, 2.5])
-def test_a_model_that_drafts_for_itself_is_always_right(temperature: float) -> None:
-    """It has the target's noise. In deterministic bfloat16, a row of any length gives the same bits."""
-    require("native")
-    params = SamplingParams(temperature=temperature, seed=5, max_tokens=60, ignore_eos=True, top_p=0.95)
-    config = EngineConfig(
-        threads=1, deterministic=True, speculation="tiny-chat", max_draft_tokens=5, adaptive_drafts=False
-    )
-    with LLM(config) as llm:
-        llm.generate(["Once upon a time"], params)
-        stats = llm.stats()
-    assert stats.rejected_tokens == 0
-    assert stats.accepted_tokens >= 48
-
-
-@rest(SECONDS)
-def test_a_long_prompt_is_caught_up_with_step_by_step() -> None:
-    """The draft model computes a chunk of it per step, and drafts when it has all."""
+def test_a_model_that_drafts_for_itself_catches_up_with_a_prompt_and_is_always_right(
+    temperature: float,
+) -> None:
+    """It computes a chunk of the prompt per step, drafts when it has all, and has the target's noise."""
     require("native")
     prompt = [3 + at % 400 for at in range(200)]
-    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    params = SamplingParams(temperature=temperature, seed=5, max_tokens=40, ignore_eos=True, top_p=0.95)
     settings: dict[str, Any] = {"threads": 1, "deterministic": True, "chunk_size": 16, "overlap_steps": 0}
     with LLM(EngineConfig(speculation="off", **settings)) as plain:
         (wanted,) = plain.generate([prompt], params)
@@ -127,19 +66,6 @@ def test_a_diffusion_model_drafts_the_rest_of_a_block() -> None:
         alike(one, other)
     assert stats.steps < steps / 3
     assert stats.accepted_tokens > 20
-
-
-@nightly(SECONDS)
-@pytest.mark.parametrize("prompt", range(1, 40))
-def test_blocks_are_drafted_from_any_position(prompt: int) -> None:
-    params = SamplingParams(temperature=1, seed=3, max_tokens=40, ignore_eos=True)
-    ids = [[3 + at % 400 for at in range(prompt)]]
-    with LLM(EngineConfig(threads=1, speculation="off")) as plain:
-        wanted = plain.generate(ids, params)
-    settings: dict[str, Any] = {"speculation": "tiny-diffusion", "adaptive_drafts": False, "chunk_size": 16}
-    with LLM(EngineConfig(threads=1, **settings)) as llm:
-        alike(llm.generate(ids, params)[0], wanted[0])
-        assert llm.stats().verified_rows > 0
 
 
 # -- what cannot draft ---------------------------------------------------------------------------------

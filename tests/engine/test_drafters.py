@@ -140,19 +140,6 @@ def test_a_prediction_is_verified_from_the_first_token_on() -> None:
     assert (result.usage.accepted_prediction_tokens, result.usage.rejected_prediction_tokens) == (27, 0)
 
 
-def test_an_output_that_leaves_its_prediction_comes_back_to_it() -> None:
-    ids = outputs()
-    params = SamplingParams(
-        temperature=0, max_tokens=30, ignore_eos=True, prediction=[*ids[:9], 63, 63, *ids[11:]]
-    )
-    with toy(overlap_steps=0, max_draft_tokens=5) as llm:
-        (result,) = llm.generate([PROMPT], params)
-    assert result.token_ids == ids
-    usage = result.usage
-    assert usage.rejected_prediction_tokens > 0
-    assert usage.accepted_prediction_tokens >= 18
-
-
 @pytest.mark.parametrize(
     "prediction", [[64], [-1], "x" * 3 + "\ud800", {"a": 1}, {1, 2}, 7, b"ab", [1.5], ["a"], True, [True]]
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,12 +13,10 @@ from aioinfer.loop.options import Prepared
 from aioinfer.outputs import Chunk, Result
 from aioinfer.request import Output, Request
 from aioinfer.scheduling.block_cursor import BlockCursor
-from aioinfer.stream import Stream, StreamCell, Want
+from aioinfer.stream import Stream, StreamCell
 from aioinfer.text.output import UNKNOWN
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
-from tests.engine.test_pausing_and_parking import until_idle
-from tests.tiers import SECONDS, rest
 from tests.toys import ToyTokenizer
 from tests.toys.blocks import ScriptedDevice, scripted_generate
 
@@ -145,24 +142,6 @@ def test_a_slow_reader_gets_the_newest_draft_and_no_older_one() -> None:
     assert second.draft.token_ids.count(None) < first.draft.token_ids.count(None)
 
 
-async def test_a_draft_wakes_a_waiting_consumer_once_and_one_that_awaits_the_result_never() -> None:
-    world = Rounds(params(EDITING))
-    waiter = world.cell.waiter = asyncio.get_running_loop().create_future()
-    world.cell.wants = Want.RESULT
-    world.go()
-    world.cell.notify()
-    assert not waiter.done()
-    world.cell.wants = Want.CHUNK
-    world.cell.notify()
-    world.go()
-    world.cell.notify()
-    assert waiter.done()
-    assert world.cell.take() is not None
-    assert not world.cell.ready()
-    world.go()
-    assert world.cell.ready()
-
-
 def test_a_draft_ends_with_the_first_end_token_that_is_known() -> None:
     plain = Rounds(params(EDITING, max_tokens=5))
     plain.go(2)
@@ -199,80 +178,6 @@ def test_held_back_text_is_part_of_the_draft_and_its_ids_of_the_chunk() -> None:
             assert rest.count(UNKNOWN) == chunk.draft.token_ids.count(None)
     assert held
     assert shown == text
-
-
-def _stop_in_mid_block(text: str) -> str:
-    return text[12:14]
-
-
-@rest(SECONDS)
-@pytest.mark.parametrize("algorithm", [MONOTONE, EDITING])
-async def test_records_stay_equally_long_through_retraction_and_stops(
-    make_engine: MakeEngine, algorithm: str
-) -> None:
-    device = scripted(edits=2, num_pages=9)
-    plain = params(algorithm, logprobs=0, max_tokens=40)
-    prompts = [[n, *range(1, n)] for n in range(2, 14)]
-    tight = {"num_pages": 9, "new_token_ratio": 0.0, "min_new_token_ratio": 0.0, "launch_mode": "inline"}
-    async with make_engine(device=device, **tight) as engine:
-
-        async def one(prompt: list[int], number: int) -> None:
-            whole = expected(device, prompt, plain)
-            text = ToyTokenizer().decode(whole)
-            wanted, ids, shown = plain, whole, text
-            if number % 2:
-                stop = _stop_in_mid_block(text)
-                wanted, shown = replace(plain, stop=[stop]), text[: text.find(stop)]
-                lengths = [len(ToyTokenizer().decode(whole[:n])) for n in range(41)]
-                ids = whole[: next(n for n in range(41) if lengths[n] >= len(shown) + len(stop))]
-            _, result = await read(engine.generate(prompt, wanted))
-            assert (result.token_ids, result.text) == (ids, shown)
-            assert result.metrics is not None
-            assert len(result.metrics.token_times) == len(result.logprobs or ()) == len(ids)
-            assert [each.token_id for each in result.logprobs or ()] == ids
-            assert result.finish_reason == ("stop" if number % 2 else "length")
-
-        async with asyncio.TaskGroup() as group:
-            for number, prompt in enumerate(prompts):
-                group.create_task(one(prompt, number))
-        assert engine.stats().retractions > 1
-        await settle(engine)
-
-
-@pytest.mark.parametrize("where", ["first", "last"])
-@pytest.mark.parametrize("algorithm", [MONOTONE, EDITING])
-async def test_an_end_token_at_either_end_of_a_block_is_the_last(
-    make_engine: MakeEngine, algorithm: str, where: str
-) -> None:
-    device, plain = scripted(edits=2), params(algorithm, logprobs=0)
-    whole = expected(device, PROMPT, plain)
-    position = 0 if where == "first" else SIZE - 1
-    at = next(
-        at
-        for at, token in enumerate(whole)
-        if at and (len(PROMPT) + at) % SIZE == position and token not in whole[:at]
-    )
-    async with make_engine(device=device) as engine:
-        chunks, result = await read(engine.generate(PROMPT, replace(plain, stop_token_ids=[whole[at]])))
-        await settle(engine)
-    assert result.token_ids == whole[: at + 1]
-    assert result.text == ToyTokenizer().decode(whole[:at])
-    assert (result.finish_reason, result.stop_reason) == ("stop", whole[at])
-    assert chunks[-1].draft is None
-
-
-async def test_a_reader_that_lags_parks_its_request_drafts_or_not(make_engine: MakeEngine) -> None:
-    device = scripted()
-    async with make_engine(device=device) as engine:
-        stream = engine.generate(PROMPT, params(), max_lag=4)
-        await until_idle(engine)
-        assert engine.stats().parkings == 1
-        rounds = engine.stats().rounds
-        assert len(stream.result().token_ids) < 40
-        _, result = await read(stream)
-        assert result.token_ids == expected(device, PROMPT, params())
-        assert engine.stats().rounds > rounds
-        await settle(engine)
 
 
 async def test_leaving_in_mid_block_leaves_nothing_behind(make_engine: MakeEngine) -> None:

@@ -136,15 +136,20 @@ def test_a_base_model_embeds_and_does_not_generate(tmp_path: Path, architecture:
             llm.generate([1, 2, 3])
 
 
+def make_classifier(path: Path, labels: int) -> Any:
+    changes = {"head_dim": 16, "num_labels": labels, "tie_word_embeddings": False}
+    make_model("Qwen3", changes, path, seed=3)
+    shape = transformers.AutoConfig.from_pretrained(path)
+    model = transformers.Qwen3ForSequenceClassification(shape).eval()
+    model.config.pad_token_id = 0
+    model.save_pretrained(path)
+    return model
+
+
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("labels", [1, 2, 5])
 def test_a_classifier_gives_the_logits_of_its_classes(tmp_path: Path, labels: int, kernels: str) -> None:
-    prefix, changes = "Qwen3", {"head_dim": 16, "num_labels": labels, "tie_word_embeddings": False}
-    make_model(prefix, changes, tmp_path, seed=3)
-    shape = transformers.AutoConfig.from_pretrained(tmp_path)
-    model = transformers.Qwen3ForSequenceClassification(shape).eval()
-    model.config.pad_token_id = 0
-    model.save_pretrained(tmp_path)
+    model = make_classifier(tmp_path, labels)
     with torch.no_grad():
         wanted = model(torch.tensor([[4, 5, 6]])).logits[0].numpy()
     with LLM(config(tmp_path, **KERNELS[kernels])) as llm:
@@ -155,31 +160,22 @@ def test_a_classifier_gives_the_logits_of_its_classes(tmp_path: Path, labels: in
 
 
 def test_the_score_of_a_classifier_is_what_its_files_make_of_the_logit(tmp_path: Path) -> None:
-    changes = {"head_dim": 16, "num_labels": 1, "tie_word_embeddings": False}
-    make_model("Qwen3", changes, tmp_path, seed=3)
-    shape = transformers.AutoConfig.from_pretrained(tmp_path)
-    model = transformers.Qwen3ForSequenceClassification(shape).eval()
-    model.config.pad_token_id = 0
-    model.save_pretrained(tmp_path)
+    model = make_classifier(tmp_path, 1)
     with_tokenizer(tmp_path)
-    cases: list[tuple[dict[str, Any], str]] = [
-        ({}, "sigmoid"),
-        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.activation.Sigmoid"}}, "sigmoid"),
-        ({"sentence_transformers": {"activation_fn": "torch.nn.modules.linear.Identity"}}, "logit"),
-        ({"sentence_transformers": {"activation_fn": "mine.Scaled"}}, "refused"),
-    ]
-    for stated, how in cases:
-        rewrite(tmp_path, lambda name: name, **stated)
+    for stated, score in (
+        (None, torch.sigmoid),
+        ("torch.nn.modules.activation.Sigmoid", torch.sigmoid),
+        ("torch.nn.modules.linear.Identity", torch.positive),
+    ):
+        if stated is not None:
+            rewrite(tmp_path, lambda name: name, sentence_transformers={"activation_fn": stated})
         with LLM(config(tmp_path)) as llm, torch.no_grad():
             assert llm.tokenizer is not None
-            ids = llm.tokenizer.encode("applepear")
-            logit = float(model(torch.tensor([ids])).logits[0, 0])
-            if how == "refused":
-                with pytest.raises(InvalidRequest, match="Scaled"):
-                    llm.score("apple", ["pear"])
-                continue
-            wanted = logit if how == "logit" else 1 / (1 + math.exp(-logit))
+            wanted = float(score(model(torch.tensor([llm.tokenizer.encode("applepear")])).logits[0, 0]))
             assert llm.score("apple", ["pear"]).scores == [pytest.approx(wanted, rel=1e-3, abs=1e-4)]
+    rewrite(tmp_path, lambda name: name, sentence_transformers={"activation_fn": "mine.Scaled"})
+    with LLM(config(tmp_path)) as llm, pytest.raises(InvalidRequest, match="Scaled"):
+        llm.score("apple", ["pear"])
 
 
 @pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model", "Other"])
@@ -282,9 +278,14 @@ def test_what_the_files_ask_for_and_is_not_computed_is_refused(
         assert len(llm.embed([1, 2], pooling="last").vector) == 48
 
 
+def make_judge(path: Path) -> Any:
+    model = make_model("Qwen3", {"head_dim": 16, "max_position_embeddings": 512}, path, seed=5)
+    with_tokenizer(path, "yes", "no")
+    return model
+
+
 def test_a_judge_answers_with_the_share_of_yes(tmp_path: Path) -> None:
-    model = make_model("Qwen3", {"head_dim": 16, "max_position_embeddings": 512}, tmp_path, seed=5)
-    with_tokenizer(tmp_path, "yes", "no")
+    model = make_judge(tmp_path)
     documents = ["a fruit", "a {query} car"]
     with LLM(config(tmp_path, num_pages=600)) as llm, torch.no_grad():
         assert llm.tokenizer is not None
@@ -320,8 +321,7 @@ def with_answers(path: Path, *answers: int | None) -> None:
 
 
 def test_a_reranker_by_its_files_judges_by_their_tokens(tmp_path: Path) -> None:
-    model = make_model("Qwen3", {"head_dim": 16, "max_position_embeddings": 512}, tmp_path, seed=5)
-    with_tokenizer(tmp_path, "yes", "no")
+    model = make_judge(tmp_path)
     pairs: Any = ("apple", ["a fruit", "a car"])
     with LLM(config(tmp_path, num_pages=600)) as llm:
         assert llm.tokenizer is not None

@@ -8,16 +8,12 @@ import subprocess
 import sys
 from typing import Any
 
-import aiohttp
 import jsonschema
-import openai
 import pytest
 import uvloop
-from aiohttp.test_utils import TestServer
 
 from aioinfer import EngineConfig, Grammar, SamplingParams, errors
 from aioinfer.engine import EngineState
-from aioinfer.server import create_app
 from aioinfer.testing import Answer, FakeEngine, VirtualLoop
 from tests.tiers import PROGRAM, SECONDS, rest
 
@@ -111,22 +107,6 @@ async def test_failures_are_raised_where_the_engine_raises_them() -> None:
         assert engine.state is EngineState.FAILED
 
 
-async def test_pausing_flushing_and_deadlines_are_the_engines() -> None:
-    async with FakeEngine(Answer("slow", delay=30.0)) as engine:
-        with pytest.raises(errors.TimedOut) as late:
-            await engine.generate("a", running_timeout=0.03)
-        assert late.value.phase == "running"
-        engine.answers = "x" * 50
-        await engine.pause()
-        stream = engine.generate("a" * 100)
-        await asyncio.sleep(0)
-        assert engine.stats().paused
-        engine.resume()
-        await stream
-        assert engine.stats().pages_cached
-        assert engine.flush_cache()
-
-
 @rest(SECONDS)
 def test_delays_pass_on_the_clock_of_the_loop() -> None:
     async def run() -> tuple[list[str], list[float]]:
@@ -164,43 +144,6 @@ def test_steps_in_flight_are_computed_in_their_order() -> None:
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(run()) == "x" * 300
-
-
-async def test_an_interrupted_answer_goes_on() -> None:
-    answer = "a longer answer than that"
-    async with FakeEngine(answers=[answer, answer]) as engine:
-        stream = engine.generate("tell me")
-        read = (await anext(stream)).text
-        checkpoint = stream.checkpoint()
-        stream.close()
-        async for chunk in engine.restore(checkpoint):
-            read += chunk.text
-    assert read == answer
-
-
-@rest(SECONDS)
-async def test_clients_of_the_server_are_tested_without_a_model() -> None:
-    calling = Answer("Look.", tool_calls=[("weather", {"city": "Rome"})])
-    tools: Any = [{"type": "function", "function": {"name": "weather"}}]
-    user: Any = [{"role": "user", "content": "x"}]
-    async with TestServer(create_app(FakeEngine([calling, calling, errors.Rejected("full")]))) as server:
-        async with openai.AsyncOpenAI(
-            base_url=str(server.make_url("/v1")), api_key="none", max_retries=0
-        ) as client:
-            whole = await client.chat.completions.create(model="fake", messages=user, tools=tools)
-            calls: Any = whole.choices[0].message.tool_calls
-            assert json.loads(calls[0].function.arguments) == {"city": "Rome"}
-            content = ""
-            stream = await client.chat.completions.create(
-                model="fake", messages=user, tools=tools, stream=True
-            )
-            async for event in stream:
-                content += event.choices[0].delta.content or ""
-            assert content == "Look."
-            with pytest.raises(openai.RateLimitError):
-                await client.chat.completions.create(model="fake", messages=user)
-        async with aiohttp.ClientSession() as session, session.get(server.make_url("/health")) as health:
-            assert health.status == 200
 
 
 @rest(PROGRAM)

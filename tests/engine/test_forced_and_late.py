@@ -19,25 +19,13 @@ from aioinfer.execution.grammar_worker import GrammarRow, GrammarWorker
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.sampling.outcomes import BAD_GRAMMAR, DEFERRED
 from aioinfer.text.grammar import GrammarState
+from tests.engine.asking import SCHEMA
+from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.engine.test_transparency import retract_every
 from tests.tiers import SECONDS, grid, rest
+from tests.toys import ToyDevice
 
-SCHEMA = Grammar(
-    "json_schema",
-    json.dumps(
-        {
-            "type": "object",
-            "properties": {
-                "favourite_colour": {"enum": ["red", "green", "a rather long name of a colour"]},
-                "first_name": {"type": "string", "maxLength": 8},
-                "number_of_children": {"type": "integer", "minimum": 0, "maximum": 12},
-            },
-            "required": ["favourite_colour", "first_name", "number_of_children"],
-            "additionalProperties": False,
-        }
-    ),
-)
 PROMPT = [{"role": "user", "content": "Answer in JSON."}]
 
 
@@ -130,29 +118,34 @@ async def test_what_is_not_sampled_has_no_logprob_so_all_is_sampled_where_they_a
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("stop", ["_colour", '"favourite'])
-async def test_a_stop_string_within_forced_tokens_ends_the_output_there(stop: str) -> None:
-    for fast in (True, False):
-        found, stats = await outputs(params(stop=stop), fast_forward=fast)
-        assert (stats.forced_tokens > 0) == fast
-        for _, text, reason in found[:3]:
-            assert reason == "stop"
-            assert stop not in text
-            assert '{"favourite_colour"'.startswith("".join(text.split()))
-        if fast:
-            quick = found
-    assert quick == found
-
-
-@rest(SECONDS)
-@pytest.mark.parametrize("max_tokens", grid([1, 6], [2, 3, 4, 5, 7, 8, 9, 10, 11]))
-async def test_max_tokens_within_forced_tokens_ends_the_output_there(max_tokens: int) -> None:
-    bound = SamplingParams(temperature=0, max_tokens=max_tokens, grammar=SCHEMA)
-    quick, _ = await outputs([bound])
-    plain, _ = await outputs([bound], fast_forward=False)
+async def test_an_end_within_forced_tokens_ends_the_output_there() -> None:
+    stops = ("_colour", '"favourite')
+    asked = [each for stop in stops for each in params(stop=stop)[:3]]
+    lengths = range(1, 12)
+    asked += [SamplingParams(temperature=0, max_tokens=most, grammar=SCHEMA) for most in lengths]
+    plain, _ = await outputs(asked, fast_forward=False)
+    quick, stats = await outputs(asked)
     assert quick == plain
-    ((ids, _, reason),) = quick
-    assert (len(ids), reason) == (max_tokens, "length")
+    assert stats.forced_tokens > 0
+    for at, (_, text, reason) in enumerate(quick[:6]):
+        assert reason == "stop"
+        assert stops[at // 3] not in text
+        assert '{"favourite_colour"'.startswith("".join(text.split()))
+    assert [(len(ids), reason) for ids, _, reason in quick[6:]] == [(most, "length") for most in lengths]
+
+
+@pytest.mark.parametrize("snapshots", [0, 8])
+async def test_forced_tokens_are_sampled_where_a_rewind_would_begin_anew(
+    make_engine: MakeEngine, snapshots: int
+) -> None:
+    """A recurrent state cannot be taken back."""
+    bound = SamplingParams(temperature=0, grammar=Grammar("regex", "[d-h]vwxyzvwxyzvwxyz"), max_tokens=30)
+    device = ToyDevice(snapshots=snapshots)
+    async with make_engine(device=device, page_size=4, state_snapshot_tokens=1) as engine:
+        result = await engine.generate(list(range(1, 33)), bound)
+        assert result.text[1:] == "vwxyzvwxyzvwxyz"
+        assert (engine.stats().forced_tokens > 0) == (snapshots > 0)
+        await settle(engine)
 
 
 class Hanging:

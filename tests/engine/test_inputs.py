@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import itertools
-import json
 from collections import UserDict
 from dataclasses import fields
 from typing import Any
@@ -20,12 +19,14 @@ from aioinfer.pooling import Pooling
 from aioinfer.request import Request
 from tests.engine.asking import KeepingTokenizer
 from tests.engine.conftest import MakeEngine
+from tests.engine.test_restoring import KINDS
 from tests.tiers import SECONDS, rest
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
 
 SUBCLASSES = {kind: type(f"My{kind.__name__}", (kind,), {}) for kind in (str, int, float, bytes)}
+NUMPY = {str: np.str_, int: np.int64, float: np.float64, bytes: np.bytes_, bool: np.bool_}
 
 
 def disguised(value: Any, kinds: dict[type, Any] = SUBCLASSES) -> Any:
@@ -51,33 +52,11 @@ def kinds_within(value: Any) -> set[type]:
 #: a valid value for every field that takes text or numbers; a new field needs one here
 VALUES: dict[type, dict[str, Any]] = {
     SamplingParams: {
-        "temperature": 0.5,
-        "top_p": 0.5,
-        "top_k": 3,
-        "min_p": 0.25,
-        "top_n_sigma": 1.5,
+        **{name: value for kind in KINDS.values() for name, value in kind.items()},
         "seed": 7,
         "max_tokens": 9,
-        "min_tokens": 1,
-        "stop": ["one", "two"],
-        "stop_regex": ["a+", "b"],
-        "stop_token_ids": [1, 2],
-        "ignore_eos": True,
-        "repetition_penalty": 1.25,
-        "presence_penalty": 0.5,
-        "frequency_penalty": 0.5,
-        "skip_special_tokens": False,
-        "include_stop": True,
-        "logit_bias": {5: 1.5, 6: -1},
-        "allowed_token_ids": (1, 2, 3),
-        "logprobs": 2,
-        "prompt_logprobs": 2,
-        "logprob_start_len": 3,
         "grammar": {"type": "object", "properties": {"a": {"type": "integer", "minimum": 1}}},
-        "bad_words": ["word", [1, 2], (3,)],
         "diffusion": DiffusionParams(),
-        "speculate": False,
-        "prediction": "text",
     },
     DiffusionParams: {
         "algorithm": "joint_threshold",
@@ -112,10 +91,11 @@ def made(cls: Any, name: str, value: Any) -> Any:
     return cls(**({**VALUES[Grammar], name: value} if issubclass(cls, Grammar) else {name: value}))
 
 
+@pytest.mark.parametrize("kinds", [SUBCLASSES, NUMPY], ids=["subclasses", "numpy"])
 @pytest.mark.parametrize(("cls", "name"), CASES, ids=lambda each: getattr(each, "__name__", each))
-def test_every_field_keeps_plain_values(cls: Any, name: str) -> None:
+def test_every_field_keeps_plain_values(cls: Any, name: str, kinds: dict[type, Any]) -> None:
     value = VALUES[cls][name]
-    wanted, found = made(cls, name, value), made(cls, name, disguised(value))
+    wanted, found = made(cls, name, value), made(cls, name, disguised(value, kinds))
     assert kinds_within(getattr(found, name)) <= KEPT | kinds_within(wanted)
     assert getattr(found, name) == getattr(wanted, name)
     assert hash(found) == hash(wanted)
@@ -154,38 +134,16 @@ def test_what_is_no_list_is_refused_by_name(name: str, value: Any) -> None:
     assert caught.value.field == name
 
 
-def test_scalars_of_numpy_are_their_values() -> None:
-    params = SamplingParams(top_k=np.int64(3), temperature=np.float32(0.5), ignore_eos=np.bool_(True))  # type: ignore[arg-type]
-    assert (params.top_k, params.temperature, params.ignore_eos) == (3, 0.5, True)
-    assert kinds_within((params.top_k, params.temperature, params.ignore_eos)) == {tuple, int, float, bool}
-    schema = Grammar("json_schema", {"minimum": np.int64(3), "maxLength": np.str_("x")})
-    assert json.loads(schema.text) == {"minimum": 3, "maxLength": "x"}
-
-
-SCALARS = [
-    (np.bool_(False), False),
-    (np.int64(3), 3),
-    (np.uint8(3), 3),
-    (np.float32(0.5), 0.5),
-    (np.float64(0.5), 0.5),
-    (np.str_("hello"), "hello"),
-    (np.bytes_(b"x"), b"x"),
-    (SUBCLASSES[str]("hello"), "hello"),
-    (SUBCLASSES[int](3), 3),
-]
-
-
-@pytest.mark.parametrize(("given", "wanted"), SCALARS, ids=lambda each: type(each).__name__)
-async def test_messages_and_variables_of_the_template_become_plain(
-    make_engine: MakeEngine, given: Any, wanted: Any
-) -> None:
-    tokenizer = KeepingTokenizer()
-    async with make_engine(tokenizer=lambda: tokenizer) as engine:
-        message: Any = {"role": "user", "content": given, "more": [{"a": (given,)}], given: 1}
-        await engine.generate([message], SHORT, chat_template_kwargs={"flag": given})
+async def test_messages_and_variables_of_the_template_become_plain(make_engine: MakeEngine) -> None:
+    for value, kinds in itertools.product(("hello", 3, 0.5, False, b"x"), (SUBCLASSES, NUMPY)):
+        given: Any = disguised(value, kinds)
+        tokenizer = KeepingTokenizer()
+        async with make_engine(tokenizer=lambda kept=tokenizer: kept) as engine:
+            message: Any = {"role": "user", "content": given, "more": [{"a": (given,)}], given: 1}
+            await engine.generate([message], SHORT, chat_template_kwargs={"flag": given})
         ((messages, kwargs),) = tokenizer.seen
-        assert messages == [{"role": "user", "content": wanted, "more": [{"a": (wanted,)}], wanted: 1}]
-        assert kwargs == {"flag": wanted}
+        assert messages == [{"role": "user", "content": value, "more": [{"a": (value,)}], value: 1}]
+        assert kwargs == {"flag": value}
         assert kinds_within(tokenizer.seen) <= PLAIN | {list, tuple}
 
 

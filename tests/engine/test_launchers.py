@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from queue import SimpleQueue
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,52 +22,14 @@ from tests.tiers import SECONDS, grid, rest
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 
-class Stream:
-    """A device queue of its own: launching enqueues, a thread computes in order."""
-
-    def __init__(self) -> None:
-        self._jobs: SimpleQueue[Any] = SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def submit(self, call: Any) -> Flight:
-        flight = Flight()
-        self._jobs.put((call, flight))
-        return flight
-
-    def close(self) -> None:
-        self._jobs.put(None)
-
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            call, flight = job
-            try:
-                flight.tokens = call()
-            except Exception as error:
-                flight.error = error
-            flight.done.set()
-
-
-class Flight:
-    def __init__(self) -> None:
-        self.done = threading.Event()
-        self.tokens: list[int] = []
-        self.error: Exception | None = None
-
-    def wait(self) -> list[int]:
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
-        return self.tokens
-
-
 class AsynchronousToy(ToyDevice):
-    """The toy behind a queue: its launches return before they are computed."""
+    """The toy behind a queue: its launches return before they are computed, in order, by another thread."""
 
     synchronous = False
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self._stream = Stream()
+        self._stream = ThreadPoolExecutor(1)
         self.in_flight = 0
         self.deepest = 0
         self.closed = False
@@ -75,16 +38,16 @@ class AsynchronousToy(ToyDevice):
         self.in_flight += 1
         self.deepest = max(self.deepest, self.in_flight)
 
-        def compute() -> list[int]:
-            tokens = super(AsynchronousToy, self).launch(prepared).wait()
+        def compute() -> Any:
+            result = super(AsynchronousToy, self).launch(prepared).wait()
             self.in_flight -= 1
-            return tokens
+            return result
 
-        return self._stream.submit(compute)
+        return SimpleNamespace(wait=self._stream.submit(compute).result)
 
     def close(self) -> None:
         self.closed = True
-        self._stream.close()
+        self._stream.shutdown(wait=False)
 
 
 @rest(SECONDS)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
 from tests.engine.conftest import Gate, MakeEngine, OwnThreads
 from tests.joining import still_alive
+from tests.tiers import PROGRAM, rest
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -27,10 +30,42 @@ PROMPT = [1, 2, 3]
 async def test_closing_leaves_no_thread_and_no_task(make_engine: MakeEngine, own_threads: OwnThreads) -> None:
     before = asyncio.all_tasks()
     async with make_engine() as engine:
-        await engine.generate("hello", SHORT)
+        await asyncio.gather(*(engine.generate("hello", SHORT) for _ in range(8)))
+        threads = own_threads.threads()
         assert "aioinfer-launch" in own_threads()
+        assert any(thread.name.startswith("aioinfer-text") for thread in threads)
     assert [name for name in own_threads() if "text" not in name] == []
+    assert not await asyncio.to_thread(still_alive, threads)
     assert asyncio.all_tasks() == before
+
+
+LOOP = """
+import asyncio, threading
+from aioinfer import Engine, EngineConfig
+
+def forever(*given, **named):
+    begun.set()
+    while True:
+        pass
+
+async def main():
+    engine = Engine(EngineConfig(model="tiny-chat", threads=1, num_pages=64, attention_backend="sdpa"))
+    await engine.start()
+    engine.tokenizer._tokenizer.apply_chat_template = forever
+    stream = engine.generate([{"role": "user", "content": "x"}])
+    await asyncio.to_thread(begun.wait)
+    await engine.aclose()
+    print("closed", flush=True)
+
+begun = threading.Event()
+asyncio.run(main())
+"""
+
+
+@rest(PROGRAM)
+def test_a_chat_template_that_loops_does_not_keep_the_process() -> None:
+    ended = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, timeout=240)
+    assert (ended.stdout, ended.returncode) == ("closed\n", 0), ended.stderr
 
 
 async def test_a_new_or_closed_engine_refuses_requests(make_engine: MakeEngine) -> None:
@@ -73,27 +108,6 @@ def test_an_engine_whose_loop_died_can_be_started_again(
     gc.collect()
     launching = [thread for thread in own_threads.threads() if thread.name == "aioinfer-launch"]
     assert not still_alive(launching), "the thread of the forgotten engine lives on"
-
-
-async def test_another_loop_is_a_clear_error(make_engine: MakeEngine) -> None:
-    async with make_engine() as engine:
-        stream = engine.generate(PROMPT, LONG)
-
-        def elsewhere() -> None:
-            async def use() -> None:
-                with pytest.raises(errors.WrongLoop):
-                    engine.generate(PROMPT)
-                with pytest.raises(errors.WrongLoop):
-                    await anext(stream)
-                with pytest.raises(errors.WrongLoop):
-                    await engine.aclose()
-
-            asyncio.run(use())
-
-        await asyncio.to_thread(elsewhere)
-        with pytest.raises(errors.WrongLoop):
-            await asyncio.to_thread(engine.generate, PROMPT)
-        assert (await stream).token_ids == toy_generate(PROMPT, LONG)
 
 
 async def test_draining_finishes_what_runs_and_refuses_what_comes(

@@ -126,17 +126,6 @@ def test_a_stream_of_chunks_can_be_left_at_any_time() -> None:
         answers(llm)
 
 
-def test_stats_count_what_runs() -> None:
-    with make_llm() as llm:
-        key = llm.add_request([1, 2, 3], LONG)
-        assert (llm.stats().waiting, llm.stats().running) == (1, 0)
-        llm.step()
-        assert (llm.stats().waiting, llm.stats().running) == (0, 1)
-        llm.abort(key)
-        answers(llm)
-        assert llm.stats().finished == 1 + len(PROMPTS)
-
-
 def until_one_is_late(llm: LLM) -> None:
     """Deadlines run on between calls."""
     while not llm.stats().finished:
@@ -162,30 +151,23 @@ def test_a_request_that_runs_too_long_is_raised_and_the_others_go_on() -> None:
         answers(llm)
 
 
-@pytest.mark.parametrize("where", ["argument", "config"])
-def test_answers_have_deadlines_by_argument_or_config(where: str) -> None:
-    given: dict[str, Any] = {"running_timeout": 0.01}
-    slow = [2]
+def test_whole_calls_and_streams_have_deadlines() -> None:
+    slow = 2
 
     def fault(step: Any) -> None:
-        if step.id == slow[0]:
+        if step.id == slow:
             threading.Event().wait(0.02)  # a step that takes longer than the deadline
 
-    with make_llm(fault=fault, **(given if where == "config" else {})) as llm:
-        options = given if where == "argument" else {}
+    with make_llm(fault=fault) as llm:
         with pytest.raises(errors.TimedOut, match=r"0\.01 s running"):
-            llm.generate(PROMPTS, LONG, progress=False, **options)
+            llm.generate(PROMPTS, LONG, progress=False, running_timeout=0.01)
         assert not llm.has_unfinished()
-        slow[0] = llm._core.scheduler.queues.last_step + 3
+        slow = llm._core.scheduler.queues.last_step + 3
         ids: list[int] = []
         with pytest.raises(errors.TimedOut, match=r"0\.01 s running"):
-            for chunk in llm.stream(PROMPTS[0], LONG, **options):
+            for chunk in llm.stream(PROMPTS[0], LONG, running_timeout=0.01):
                 ids += chunk.token_ids
         assert ids == toy_generate(PROMPTS[0], LONG)[: len(ids)]
-        for field in ("waiting_timeout", "running_timeout"):
-            never: dict[str, Any] = {field: 0}
-            with pytest.raises(errors.InvalidRequest, match=field):
-                llm.generate(PROMPTS, SHORT, progress=False, **never)
 
 
 def test_a_failed_step_ends_the_requests_of_the_call() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 from typing import Any
 
 import pytest
@@ -16,17 +14,16 @@ from aioinfer.errors import OutOfMemory
 from aioinfer.execution.device import StepOutOfMemory
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.llm import LLM
-from aioinfer.params import Grammar, SamplingParams
+from aioinfer.outputs import Result
+from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
-from examples.training.tasks import held_out
+from tests.engine.asking import bundled_requests
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
-from tests.engine.test_forced_and_late import SCHEMA
 from tests.engine.test_launchers import AsynchronousToy
 from tests.engine.test_transparency import MODES, toy_requests
 from tests.tiers import SECONDS, grid, rest
-from tests.toys import ToyDevice, toy_generate
+from tests.toys import toy_generate
 
 
 class RunsOut:
@@ -43,33 +40,8 @@ class RunsOut:
             raise StepOutOfMemory("there is no memory")
 
 
-def toy(config: EngineConfig, **faults: Any) -> ToyDevice:
-    return ToyDevice(num_pages=64, page_size=config.page_size, num_slots=config.num_slots, **faults)
-
-
 async def _run(engine: Engine, prompt: Any, params: SamplingParams) -> list[int]:
     return (await engine.generate(prompt, params)).token_ids
-
-
-@pytest.mark.parametrize("when", ["fault", "late_fault"])
-@pytest.mark.parametrize(("window", "mode"), MODES)
-async def test_toy_ids_are_the_same_whichever_step_runs_out(
-    make_engine: MakeEngine, window: int, mode: str, when: str
-) -> None:
-    """Before it has computed anything, and when all is sampled."""
-    requests = toy_requests()
-    for at in (1, 2, 5, 13):
-        fault = RunsOut(at, at + 60)
-        config = EngineConfig(model="toy", page_size=4, max_running_requests=8, overlap_steps=window)
-        device = toy(config, **{when: fault})
-        async with make_engine(overlap_steps=window, launch_mode=mode, device=device, chunk_size=8) as engine:
-            results = await asyncio.gather(*[_run(engine, *request) for request in requests])
-            stats = engine.stats()
-            await settle(engine)
-        assert results == [toy_generate(prompt, each, seed=each.seed or 0) for prompt, each in requests]
-        assert stats.out_of_memory_retries >= fault.raised > 0
-        assert stats.retractions >= stats.out_of_memory_retries
-        assert stats.step_tokens < engine.config.step_tokens
 
 
 @rest(SECONDS)
@@ -85,18 +57,6 @@ async def test_steps_of_an_asynchronous_device_run_out_where_their_flights_are_r
     async with Engine(config, launcher=lambda _: launcher(device), tokenizer=lambda _: None) as engine:
         results = await asyncio.gather(*[_run(engine, *request) for request in requests])
         await settle(engine)
-    assert results == [toy_generate(prompt, each, seed=each.seed or 0) for prompt, each in requests]
-    assert fault.raised > 0
-
-
-@pytest.mark.parametrize("window", [0, 1, 2])
-async def test_steps_that_are_too_large_for_the_memory_become_smaller(
-    make_engine: MakeEngine, window: int
-) -> None:
-    requests = toy_requests()[:8]
-    fault = RunsOut(always=lambda step: step.num_tokens > 60)
-    async with make_engine(overlap_steps=window, fault=fault) as engine:
-        results = await asyncio.gather(*[_run(engine, *request) for request in requests])
     assert results == [toy_generate(prompt, each, seed=each.seed or 0) for prompt, each in requests]
     assert fault.raised > 0
 
@@ -142,25 +102,16 @@ async def test_memory_that_never_suffices_ends_everybody_and_not_the_engine(make
         await settle(engine)
 
 
-async def test_what_was_delivered_stays_and_streams_go_on(make_engine: MakeEngine) -> None:
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    fault = RunsOut(*range(4, 60, 16))
-    async with make_engine(overlap_steps=2, fault=fault) as engine:
-        ids: list[int] = []
-        async for chunk in engine.generate([1, 2, 3], params):
-            ids += chunk.token_ids
-        events = [event[0] for event in engine.timeline.loop.events]
-    assert ids == toy_generate([1, 2, 3], params)
-    assert events.count("run out") == fault.raised > 0
-
-
 async def test_deadlines_run_on_from_the_first_step(make_engine: MakeEngine) -> None:
     """Who starts over has been admitted before, and is not told of it again."""
     admitted: list[int] = []
-    async with make_engine(fault=RunsOut(1, 12)) as engine:
+    fault = RunsOut(1, 12)
+    async with make_engine(fault=fault) as engine:
         engine._started().admitted = lambda request: admitted.append(request.key)  # type: ignore[method-assign]
         await _run(engine, [1, 2, 3], SamplingParams(max_tokens=8, ignore_eos=True))
+        events = [event[0] for event in engine.timeline.loop.events]
     assert len(admitted) == 1
+    assert events.count("run out") == fault.raised > 0
 
 
 # -- grammars, penalties and logprobs on a real model --------------------------------------------------------
@@ -172,76 +123,37 @@ class Shortage(TorchDevice):
 
     def __init__(self, config: EngineConfig, place: str, at: int) -> None:
         super().__init__(config)
-        self._at = {place: at}
+        self._place, self._left = place, at
 
     def open(self, progress: Any = None) -> Any:
         info = super().open(progress)
-        runner = self._backend._runner  # type: ignore[union-attr]
-        decoding, at = runner.decoding, self._at
-        model, sampler, grammars = runner.model, decoding.sampler, decoding.grammars
-        forwards, samples, forced = itertools.count(1), itertools.count(1), itertools.count(1)
-
-        class Model:
-            spec = model.spec
-
-            def forward(self, batch: Any, attention: Any) -> Any:
-                logits = model.forward(batch, attention)
-                if next(forwards) == at.get("forward"):
-                    torch.empty(1 << 50)
-                return logits
-
-        class Sampler:
-            reset = sampler.reset
-            logits_processors = sampler.logits_processors
-            logprobs = sampler.logprobs
-
-            def sample(self, *arguments: Any) -> Any:
-                return self._sampled(sampler.sample(*arguments))
-
-            def verify(self, *arguments: Any) -> Any:
-                return self._sampled(sampler.verify(*arguments))
-
-            def _sampled(self, found: Any) -> Any:
-                if next(samples) == at.get("sampler"):
-                    raise StepOutOfMemory("in the sampler")
-                return found
-
-        class GrammarWorker:
-            advance = grammars.advance
-            look_ahead = grammars.look_ahead
-
-            def collect(self, *arguments: Any) -> Any:
-                found = grammars.collect(*arguments)
-                if found.forced and next(forced) == at.get("forced"):
-                    raise StepOutOfMemory("tokens that are forced are lost")
-                return found
-
-        runner.model, decoding.sampler, decoding.grammars = Model(), Sampler(), GrammarWorker()
+        runner: Any = self._backend._runner  # type: ignore[union-attr]
+        decoding = runner.decoding
+        runner.model = self._short(runner.model, "forward", "forward")
+        decoding.sampler = self._short(decoding.sampler, "sampler", "sample", "verify")
+        decoding.grammars = self._short(decoding.grammars, "forced", "collect")
         return info
 
+    def _short(self, part: Any, place: str, *methods: str) -> Any:
+        """The part, whose methods run out when they have done their work."""
 
-def requests() -> list[tuple[Any, SamplingParams]]:
-    """Greedy and seeded ones, with penalties, with grammars that force tokens and that do not, bad words."""
-    story = held_out("story", 1)[0].messages
-    found: list[tuple[Any, SamplingParams]] = [
-        (item.messages, SamplingParams(temperature=0, max_tokens=20)) for item in held_out("json", 1)
-    ]
-    for seed in range(2):
-        found += [
-            (story, SamplingParams(temperature=1.2, seed=seed, max_tokens=20, logprobs=2, prompt_logprobs=1)),
-            (story, SamplingParams(seed=seed, max_tokens=20, frequency_penalty=1.0, repetition_penalty=1.2)),
-            (story, SamplingParams(seed=seed, max_tokens=30, grammar=SCHEMA)),
-            (story, SamplingParams(seed=seed, max_tokens=20, grammar=Grammar("regex", "[a-z ]{40}"))),
-            (story, SamplingParams(temperature=0, max_tokens=20, bad_words=("the", "and"))),
-        ]
-    return found
+        def after(method: Any) -> Any:
+            def call(*arguments: Any) -> Any:
+                found = method(*arguments)
+                if place == self._place and (place != "forced" or found.forced):
+                    self._left -= 1
+                    if self._left == 0:
+                        torch.empty(1 << 50)
+                return found
 
+            return call
 
-@pytest.fixture(scope="module")
-def alone() -> list[Any]:
-    config = EngineConfig(dtype="float32", overlap_steps=0, max_running_requests=1, threads=1)
-    with LLM(config) as llm:
-        return [llm.generate([prompt], params)[0] for prompt, params in requests()]
+        class Short:
+            def __getattr__(self, name: str) -> Any:
+                found = getattr(part, name)
+                return after(found) if name in methods else found
+
+        return Short()
 
 
 @rest(SECONDS)
@@ -261,7 +173,7 @@ def alone() -> list[Any]:
     ],
 )
 async def test_grammars_penalties_and_logprobs_start_over_with_their_requests(
-    window: int, mode: Any, place: str, at: int, alone: list[Any]
+    window: int, mode: Any, place: str, at: int, alone: list[Result]
 ) -> None:
     config: Any = EngineConfig(
         dtype="float32",
@@ -277,12 +189,11 @@ async def test_grammars_penalties_and_logprobs_start_over_with_their_requests(
     device = Shortage(config, place, at)
     launcher = ThreadLauncher if mode == "thread" else InlineLauncher
     async with Engine(config, launcher=lambda _: launcher(device)) as engine:
-        results = await asyncio.gather(*[engine.generate(*request) for request in requests()])
+        results = await asyncio.gather(*[engine.generate(*request) for request in bundled_requests()])
         stats = engine.stats()
     assert stats.out_of_memory_retries > 0
     for result, wanted in zip(results, alone, strict=True):
-        assert result.token_ids == wanted.token_ids
-        assert result.finish_reason == wanted.finish_reason
+        assert (result.token_ids, result.finish_reason) == (wanted.token_ids, wanted.finish_reason)
         for mine, theirs in (
             (result.logprobs, wanted.logprobs),
             (result.prompt_logprobs, wanted.prompt_logprobs),
@@ -292,5 +203,3 @@ async def test_grammars_penalties_and_logprobs_start_over_with_their_requests(
             for one, other in zip((mine or ())[1:], (theirs or ())[1:], strict=True):
                 assert one.token_id == other.token_id
                 assert one.logprob == pytest.approx(other.logprob, abs=1e-3)
-    for result in (results[3], results[8]):
-        assert result.finish_reason == "length" or json.loads(result.text)

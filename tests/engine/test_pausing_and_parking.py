@@ -108,15 +108,6 @@ async def test_awaiting_the_result_is_not_lagging(make_engine: MakeEngine) -> No
         assert (await stream).token_ids == toy_generate(PROMPT, LONG)
 
 
-async def test_by_default_nobody_is_parked(make_engine: MakeEngine) -> None:
-    async with make_engine() as engine:
-        stream = engine.generate(PROMPT, LONG)
-        await until_idle(engine)
-        assert engine.stats().parkings == 0
-        (chunk,) = [chunk async for chunk in stream]
-        assert chunk.token_ids == toy_generate(PROMPT, LONG)
-
-
 @pytest.mark.parametrize("short_of", ["slots", "pages"])
 async def test_a_parked_request_gives_way_to_others(make_engine: MakeEngine, short_of: str) -> None:
     """Its pages and its slot are taken when they are needed, and its tokens are none the worse."""
@@ -148,19 +139,6 @@ async def test_a_parked_request_still_ends_when_told_to(make_engine: MakeEngine)
         with pytest.raises(errors.TimedOut):
             await timed_out
         await settle(engine)
-
-
-async def test_priorities_go_first_and_may_displace(make_engine: MakeEngine) -> None:
-    async with make_engine(policy="priority", preemption=True, max_running_requests=2) as engine:
-        low = [engine.generate([number] * 3, LONG, priority=-1) for number in (1, 2)]
-        for stream in low:
-            await anext(stream)
-        high = engine.generate([9] * 3, SHORT, priority=5)
-        assert (await high).token_ids == toy_generate([9] * 3, SHORT)
-        assert engine.stats().preemptions == 1
-        assert not any(stream.done for stream in low)
-        for number, stream in zip((1, 2), low, strict=True):
-            assert (await stream).token_ids == toy_generate([number] * 3, LONG)
 
 
 async def test_an_idle_engine_notices_what_was_not_given_back(

@@ -26,12 +26,11 @@ from aioinfer.execution.decoding.relay import Relay
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.llm import LLM
-from aioinfer.params import Grammar, SamplingParams
+from aioinfer.outputs import Result
+from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
-from examples.training.tasks import held_out
+from tests.engine.asking import bundled_requests
 from tests.engine.simulation import settle
-from tests.engine.test_forced_and_late import SCHEMA
 from tests.tiers import SECONDS, rest
 
 #: no token, and not negative, so that nothing on the way makes a token of it
@@ -137,32 +136,6 @@ def poison_free_slots(engine: Engine, relay: PoisonedRelay) -> None:
     pool.__class__ = Poisoning
 
 
-def requests() -> list[tuple[Any, SamplingParams]]:
-    """Plain and penalised ones, with grammars that force tokens and that do not, greedy and not."""
-    story = held_out("story", 1)[0].messages
-    found: list[tuple[Any, SamplingParams]] = [
-        (item.messages, SamplingParams(temperature=0, max_tokens=30))
-        for task in ("copy", "json")
-        for item in held_out(task, 1)
-    ]
-    for seed in range(2):
-        found += [
-            (story, SamplingParams(temperature=1.2, seed=seed, max_tokens=30, top_p=0.95)),
-            (story, SamplingParams(seed=seed, max_tokens=30, frequency_penalty=1.0, repetition_penalty=1.2)),
-            (story, SamplingParams(seed=seed, max_tokens=40, grammar=SCHEMA)),
-            (story, SamplingParams(seed=seed, max_tokens=30, grammar=Grammar("regex", "[a-z ]{40}"))),
-        ]
-    return found
-
-
-@pytest.fixture(scope="module")
-def clean() -> list[list[int]]:
-    """What comes without poison, one at a time."""
-    config = EngineConfig(dtype="float32", overlap_steps=0, max_running_requests=1, threads=1)
-    with LLM(config) as llm:
-        return [llm.generate([prompt], params)[0].token_ids for prompt, params in requests()]
-
-
 def poisoned_engine(
     window: int,
     mode: str,
@@ -207,7 +180,7 @@ async def load(engine: Engine) -> list[Any]:
         engine.resume()
 
     idle = engine.generate([8] * 5, params, max_lag=2)
-    streams = [engine.generate(prompt, each) for prompt, each in requests()]
+    streams = [engine.generate(prompt, each) for prompt, each in bundled_requests()]
     others = [leaving(after) for after in (1, 2, 5, 9, 14)]
     results = await asyncio.gather(*streams, *others, pausing(), return_exceptions=True)
     await asyncio.wait([asyncio.ensure_future(_outcome(idle))])
@@ -225,7 +198,7 @@ async def _outcome(stream: Any) -> None:
 @rest(SECONDS)
 @pytest.mark.parametrize("mode", ["thread", "inline"])
 @pytest.mark.parametrize("window", [0, 1, 2])
-async def test_no_poison_reaches_a_forward(window: int, mode: str, clean: list[list[int]]) -> None:
+async def test_no_poison_reaches_a_forward(window: int, mode: str, alone: list[Result]) -> None:
     engine, device = poisoned_engine(window, mode)
     async with engine:
         poison_free_slots(engine, device.relay)
@@ -238,7 +211,7 @@ async def test_no_poison_reaches_a_forward(window: int, mode: str, clean: list[l
         assert stats.accepted_tokens > 0
         assert stats.deferred_rows > 0
         assert stats.late_tokens > 0 or window == 0
-    assert [getattr(result, "token_ids", result) for result in results] == clean
+    assert [getattr(result, "token_ids", result) for result in results] == [each.token_ids for each in alone]
     assert not device.relay.poisoned
     assert device.relay.reads > 150
     # Slot 0 has no tenant: what does not count is written there.
@@ -246,7 +219,7 @@ async def test_no_poison_reaches_a_forward(window: int, mode: str, clean: list[l
 
 
 @rest(SECONDS)
-async def test_what_a_failed_step_leaves_behind_reaches_nobody_else(clean: list[list[int]]) -> None:
+async def test_what_a_failed_step_leaves_behind_reaches_nobody_else(alone: list[Result]) -> None:
     """Its requests end. Rows of theirs that are in flight read poison, which the relay takes for token 0."""
     engine, device = poisoned_engine(2, "thread", poison=-1, fail_at=30)
     async with engine:
@@ -255,5 +228,5 @@ async def test_what_a_failed_step_leaves_behind_reaches_nobody_else(clean: list[
     failed = [result for result in results if isinstance(result, StepFailed)]
     assert 0 < len(failed) < len(results)
     assert device.relay.poisoned <= device.model.failed_slots
-    for result, wanted in zip(results, clean, strict=True):
-        assert isinstance(result, StepFailed) or result.token_ids == wanted
+    for result, wanted in zip(results, alone, strict=True):
+        assert isinstance(result, StepFailed) or result.token_ids == wanted.token_ids

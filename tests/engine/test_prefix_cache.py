@@ -11,7 +11,7 @@ from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle
-from tests.toys import toy_generate
+from tests.toys import ToyDevice, toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 SYSTEM = list(range(1, 33))
@@ -57,23 +57,18 @@ async def test_salts_do_not_share(make_engine: MakeEngine) -> None:
         assert await ask(engine, [*SYSTEM, 43], "one") == 32
 
 
-async def test_requests_that_arrive_together_compute_a_common_prefix_once(make_engine: MakeEngine) -> None:
-    async with make_engine(page_size=4, share_prefix_tokens=8) as engine:
+@pytest.mark.parametrize("snapshots", [None, 8])
+async def test_requests_that_arrive_together_compute_a_common_prefix_once(
+    make_engine: MakeEngine, snapshots: int | None
+) -> None:
+    settings = {"page_size": 4, "share_prefix_tokens": 8, "state_snapshot_tokens": 1}
+    async with make_engine(device=ToyDevice(snapshots=snapshots), **settings) as engine:
         cached = await asyncio.gather(*[ask(engine, [*SYSTEM, 40 + number]) for number in range(6)])
         assert sorted(cached) == [0, 32, 32, 32, 32, 32]
         assert engine.stats().prefill_tokens == 33 + 5
         assert engine.stats().held_back > 0
-
-
-async def test_a_leader_that_leaves_does_not_hold_the_others(make_engine: MakeEngine, gate: Gate) -> None:
-    async with make_engine(page_size=4, share_prefix_tokens=8, fault=gate) as engine:
-        leader = engine.generate([*SYSTEM, 40], SHORT)
-        follower = engine.generate([*SYSTEM, 41], SHORT)
-        await asyncio.to_thread(gate.arrived.acquire)
-        assert not follower.admitted
-        leader.close()
-        gate.release()
-        assert (await follower).token_ids == toy_generate([*SYSTEM, 41], SHORT)
+        assert engine.stats().snapshot_hits == (5 if snapshots else 0)
+        await settle(engine)
 
 
 async def test_without_the_cache_nothing_is_kept(make_engine: MakeEngine) -> None:

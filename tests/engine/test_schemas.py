@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from types import MappingProxyType
 from typing import Any
 
@@ -11,7 +10,6 @@ import pytest
 
 from aioinfer import errors
 from aioinfer.params import Grammar, SamplingParams
-from tests.engine.conftest import MakeEngine
 from tests.tiers import SECONDS, rest
 
 SCHEMA = {
@@ -76,27 +74,3 @@ def test_what_is_no_schema_is_refused_by_name() -> None:
     with pytest.raises(errors.InvalidRequest):
         Grammar("regex", {"a": 1})
     assert Grammar("choice", ["a", "b"]).text == '["a", "b"]'
-
-
-async def test_nesting_is_bounded_by_the_config(make_engine: MakeEngine) -> None:
-    schema: dict[str, Any] = {"const": 1}
-    for _ in range(5):
-        schema = {"type": "array", "items": schema, "minItems": 1, "maxItems": 1}
-    for depth, passes in ((4, False), (6, True)):
-        async with make_engine(max_grammar_depth=depth) as engine:
-            try:
-                await engine.generate([1, 2], SamplingParams(grammar=schema, max_tokens=2))
-            except errors.RequestError as refused:
-                # The toy's vocabulary has no brackets.
-                assert ("nested" in str(refused)) == (not passes), refused
-
-
-async def test_without_the_extra_the_refusal_names_it(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    async with make_engine() as engine:
-        with pytest.raises(errors.InvalidRequest, match=r"aioinfer\[structured\]") as caught:
-            await engine.generate([1, 2], SamplingParams(grammar=SCHEMA))
-        assert caught.value.field == "grammar"
-        assert len((await engine.generate([1, 2], SamplingParams(max_tokens=2))).token_ids) <= 2

@@ -24,7 +24,6 @@ from tests.sequences import sequence_of
 from tests.speculation.drafters import KINDS, Guesser, name_of
 from tests.tiers import grid, scaled
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
-from tests.toys.device import toy_logprob
 
 PROMPT = [3, 1, 4, 1, 5]
 
@@ -142,35 +141,6 @@ def outputs(count: int = 30) -> list[int]:
     return toy_generate(PROMPT, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
 
 
-@pytest.mark.parametrize("overlap", [0, 1])
-@pytest.mark.parametrize("offset", range(9))
-@pytest.mark.parametrize("end", ["token", "text", "regex", "length"])
-def test_an_output_ends_at_any_offset_of_a_run(end: str, offset: int, overlap: int) -> None:
-    """The second run of 6 begins with the eighth token; nothing behind the end is in ids, text or
-    logprobs."""
-    ids = outputs()
-    at = 4 + offset
-    text = ToyTokenizer().decode(ids[at - 1 : at + 1])
-    stops: dict[str, dict[str, Any]] = {
-        "token": {"stop_token_ids": (ids[at],)},
-        "text": {"stop": (text,)},
-        "regex": {"stop_regex": (text.replace(".", r"\."),)},
-        "length": {"max_tokens": at + 1},
-    }
-    params = SamplingParams(temperature=0, ignore_eos=True, logprobs=0, **{"max_tokens": 30, **stops[end]})
-    results = []
-    for drafter in (None, Guesser("right", random.Random(0))):
-        with toy(drafter, speculation="off", max_draft_tokens=5, overlap_steps=overlap) as llm:
-            results += run(llm, [(PROMPT, params)])
-    alike(results[1], results[0])
-    first = ids.index(ids[at]) if end == "token" else at
-    assert len(results[1].token_ids) <= first + 1
-    assert results[1].logprobs == [
-        toy_logprob(len(PROMPT) + place, token) for place, token in enumerate(results[1].token_ids)
-    ]
-    assert results[1].finish_reason == ("length" if end == "length" else "stop")
-
-
 def test_a_stop_token_within_the_drafts_ends_the_drafts() -> None:
     """Nothing behind it is verified."""
     ids = outputs()
@@ -206,31 +176,6 @@ def test_bad_logits_at_any_offset_fail_their_request_behind_the_tokens_before(at
                 llm.step()
         del key
         check_idle(llm._core.scheduler)
-
-
-@pytest.mark.parametrize("overlap", [0, 1, 2])
-def test_a_request_that_is_retracted_amid_a_run_keeps_what_the_run_brings(overlap: int) -> None:
-    """Again and again, wherever its row is."""
-    params = SamplingParams(temperature=1, seed=4, max_tokens=40, ignore_eos=True, logprobs=0)
-    with toy(Guesser("partly", random.Random(3)), overlap_steps=overlap, max_draft_tokens=6) as llm:
-        watch_core(llm._core)
-        keys = [llm.add_request([*PROMPT, number], params) for number in range(3)]
-        for key in keys:
-            sequence_of(llm._open[key]).drafting.request.name = "4"  # type: ignore[union-attr]
-        found: dict[int, Any] = {}
-        turn = 0
-        while llm.has_unfinished():
-            turn += 1
-            scheduler = llm._core.scheduler
-            if turn % 3 == 0 and (victim := scheduler._victim()) is not None:
-                # Between launching and reading, as where another request needs its pages.
-                scheduler.queues.retract(victim)
-            found |= llm.step()
-            audit(scheduler)
-        check_idle(llm._core.scheduler)
-        assert llm.stats().retractions > 2
-    for number, key in enumerate(keys):
-        assert found[key].token_ids == toy_generate([*PROMPT, number], params, seed=4)
 
 
 def test_drafts_never_cost_another_request_its_pages() -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import random
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from aioinfer.config import EngineConfig
 from aioinfer.llm import LLM
@@ -14,8 +18,8 @@ from aioinfer.outputs import Result
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.speculation.drafter import Drafter, DraftRequest
 from examples.training.tasks import TASKS, held_out
+from tests.engine.asking import SCHEMA
 from tests.engine.laws import watch_core
-from tests.engine.test_forced_and_late import SCHEMA
 from tests.engine.test_speculation import alike
 from tests.model.harness import require
 from tests.sequences import sequence_of
@@ -34,7 +38,8 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     },
     "hot": {"temperature": 2.0, "top_k": 40, "logit_bias": {40: 2.0, 41: -3.0}, "min_tokens": 15},
 }
-DRAFTERS = ("lookup", "oracle", "wrong", "random", "stale")
+BUNDLED = EngineConfig().model_path
+DRAFTERS = ("oracle", "wrong", "random", "stale")
 
 Asked = tuple[Any, SamplingParams]
 
@@ -115,25 +120,45 @@ def run(
     return [found[key] for key in keys]
 
 
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo model with noise in its weights: often right, and often not."""
+    folder = tmp_path_factory.mktemp("models") / "disturbed"
+    shutil.copytree(BUNDLED, folder)
+    weights = load_file(folder / "model.safetensors")
+    torch.manual_seed(0)
+    for tensor in weights.values():
+        if tensor.dim() > 1:
+            tensor += (
+                0.06 * tensor.float().std() * torch.randn_like(tensor, dtype=torch.float32).to(tensor.dtype)
+            )
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 @nightly(SIMULATION)
 @pytest.mark.native
 @pytest.mark.parametrize("dtype", grid(["bfloat16"], ["float32"]))
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_outputs_have_the_bits_of_those_without_drafts(sampler: str, dtype: str) -> None:
-    """Tokens, logprobs, text, reasons and usage; with windows, page sizes, chunks and retraction."""
+def test_outputs_have_the_bits_of_those_without_drafts(sampler: str, dtype: str, disturbed: Path) -> None:
+    """Tokens, logprobs, text, reasons and usage; with windows, page sizes, chunks and retraction; by drafters
+    of all kinds, by the same model, another one and a diffusion model."""
     require("native")
     requests = asked(scaled(REQUESTS, 60), sampler)
     wanted = run(requests, retract=False, dtype=dtype, speculation="off")
     outputs = [result.token_ids for result in wanted]
-    for number, kind in enumerate(DRAFTERS):
+    known = [(Known(kind, outputs, 512), "lookup") for kind in DRAFTERS]
+    models = ("lookup", str(BUNDLED), str(disturbed), "tiny-diffusion")
+    for number, (drafter, speculation) in enumerate([*known, *((None, each) for each in models)]):
         rng = random.Random(number)
         found = run(
             requests,
             retract=number % 2 == 1,
             dtype=dtype,
-            drafter=None if kind == "lookup" else Known(kind, outputs, 512),
+            drafter=drafter,
+            speculation=speculation,
             overlap_steps=number % 3,
-            page_size=rng.choice([8, 16, 32]),
+            page_size=rng.choice([16, 32] if drafter is None else [8, 16, 32]),
             chunk_size=rng.choice([16, 512]),
             max_draft_tokens=rng.choice([3, 8, 15]),
             max_step_tokens=rng.choice([64, 2048]),

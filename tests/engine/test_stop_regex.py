@@ -19,7 +19,6 @@ from aioinfer.text.stop_regex import StopRegex
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.text.letters import Letters
-from tests.tiers import SECONDS, rest
 from tests.toys import ToyTokenizer, toy_generate
 
 
@@ -97,21 +96,6 @@ async def test_patterns_need_text(make_engine: MakeEngine) -> None:
     async with make_engine(tokenizer=None) as engine:
         with pytest.raises(errors.InvalidRequest, match="stop_regex"):
             engine.generate([1], SamplingParams(stop_regex="ab"))
-
-
-async def test_strings_and_patterns_are_looked_for_together(make_engine: MakeEngine) -> None:
-    async with make_engine() as engine:
-
-        async def ask(**stops: Any) -> str | int | None:
-            params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, **stops)
-            return (await engine.generate([9, 9], params)).stop_reason
-
-        text = (
-            await engine.generate([9, 9], SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
-        ).text
-        early, late = text[3:5], regex.escape(text[-5:-2])
-        assert await ask(stop=early, stop_regex=late) == early
-        assert await ask(stop=text[-5:-2], stop_regex=regex.escape(early)) == regex.escape(early)
 
 
 @pytest.fixture
@@ -200,23 +184,6 @@ async def test_requests_that_are_behind_take_turns(
     order = [id(matcher) for turn in searches for matcher in turn]
     assert order == 5 * order[:8]
     assert len(set(order)) == 8
-
-
-@rest(SECONDS)
-async def test_nothing_is_computed_far_ahead_of_the_text(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    catch_up = Texts.catch_up
-    monkeypatch.setattr(Texts, "catch_up", lambda *given: [])
-    params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, stop_regex="zzzz")
-    async with make_engine() as engine:
-        stream = engine.generate([1], params)
-        while not engine.stats().parkings or engine.stats().steps_in_flight:
-            await asyncio.sleep(0)
-        assert 8 < len(stream._cell.output.token_ids) <= 11
-        assert stream.result().token_ids == []
-        monkeypatch.setattr(Texts, "catch_up", catch_up)
-        assert (await stream).token_ids == toy_generate([1], params)
 
 
 @pytest.mark.parametrize("end", ["close", "timeout", "engine", "drain"])

@@ -89,25 +89,6 @@ async def test_outputs_of_the_bundled_model_always_validate(window: int, every: 
         await settle(engine)
 
 
-@rest(SECONDS)
-@pytest.mark.parametrize("mode", ["thread", "inline"])
-async def test_the_window_does_not_change_constrained_outputs(mode: Any) -> None:
-    schema = json.dumps({"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}}})
-    outputs = []
-    for window in (0, 1, 2):
-        config = EngineConfig(overlap_steps=window, threads=1, dtype="float32", launch_mode=mode)
-        async with Engine(config) as engine:
-            params = [
-                SamplingParams(
-                    temperature=1.2, seed=seed, max_tokens=60, grammar=Grammar("json_schema", schema)
-                )
-                for seed in range(6)
-            ]
-            streams = [engine.generate("Hello", each) for each in params]
-            outputs.append([(await stream).token_ids for stream in streams])
-    assert outputs[0] == outputs[1] == outputs[2]
-
-
 @pytest.mark.parametrize(
     ("grammar", "wanted"),
     [
@@ -267,17 +248,6 @@ async def test_a_grammar_whose_forced_text_has_no_end_holds_nobody(make_engine: 
             assert set(output.text) == {"b"}
             assert output.finish_reason == "length"
             await settle(engine)
-
-
-async def test_a_grammar_that_runs_into_a_wall_fails_its_own_request(make_engine: MakeEngine) -> None:
-    """The toy's vocabulary has no capital letters: after the first one nothing can follow."""
-    async with make_engine() as engine:
-        bound = SamplingParams(max_tokens=20, grammar=Grammar("regex", "bcdX"))
-        other = engine.generate([4, 5], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
-        with pytest.raises((errors.ConstraintFailed, errors.InvalidRequest), match="grammar"):
-            await engine.generate([1, 2], bound)
-        assert len((await other).token_ids) == 20
-        await settle(engine)
 
 
 async def test_what_cannot_be_combined_is_refused(make_engine: MakeEngine) -> None:

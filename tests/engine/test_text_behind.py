@@ -9,24 +9,18 @@ from typing import Any
 import pytest
 
 from aioinfer import errors
-from aioinfer.config import EngineConfig
 from aioinfer.loop import driver
-from aioinfer.loop.core import Core
 from aioinfer.loop.driver import Driver
-from aioinfer.loop.options import Prepared
 from aioinfer.loop.runtime import Runtime
 from aioinfer.loop.texts import Texts
 from aioinfer.params import SamplingParams
-from aioinfer.request import Output, Request
-from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.sequence import ParkedFor, Sequence
 from aioinfer.scheduling.step import Step
-from aioinfer.stream import StreamCell
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.sequences import sequence_of
-from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys import ToyTokenizer, toy_generate
 
 PROMPT = [1, 2, 3]
 FREE = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -44,93 +38,6 @@ def searched(pattern: str = "zzzz", **options: Any) -> SamplingParams:
     return SamplingParams(stop_regex=pattern, **given)
 
 
-class Desk:
-    """A core whose texts catch up when told to, and one request."""
-
-    def __init__(self, params: SamplingParams) -> None:
-        self.device = ToyDevice()
-        config = EngineConfig(model="toy", page_size=4, num_pages=64, overlap_steps=2)
-        self.core = Core(config, self.device.open(), ToyTokenizer(), float)
-        self.cell = StreamCell(Output(Request(params=params)))
-        self.request = self.core.submit(self.cell.output, Prepared(PROMPT, None), self.cell)
-
-    def plan(self, count: int) -> list[tuple[Step, Any]]:
-        """Steps in flight, with their results."""
-        flights = []
-        for _ in range(count):
-            step = self.core.plan()
-            assert step is not None
-            flights.append((step, self.device.launch(self.device.prepare(step)).wait()))
-        return flights
-
-    def resolve(self, step: Step, result: Any) -> None:
-        """Without any text."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Texts, "catch_up", lambda *given: [])
-            assert self.core.resolve(step, result) == []
-
-    def give_up(self, step: Step) -> None:
-        assert self.core.give_up(step, Injected("broken"), launched=True) == [self.request]
-
-    def catch_up(self) -> None:
-        assert self.core.texts.catch_up() == [self.request]
-        assert self.request.output.ended
-        assert self.core.texts.behind == {}
-        audit(self.core.scheduler)
-
-
-def test_a_request_that_has_ended_gets_its_text_though_a_late_step_is_given_up() -> None:
-    desk = Desk(searched(stop_token_ids=(IDS[1],)))
-    flights = desk.plan(3)
-    for flight in flights[:2]:
-        desk.resolve(*flight)
-    assert desk.request.finished
-    assert not desk.request.output.ended
-    desk.give_up(flights[2][0])
-    desk.catch_up()
-    result = desk.request.output.result()
-    assert (desk.request.output.error, result.finish_reason, result.stop_reason) == (None, "stop", IDS[1])
-    assert result.token_ids == IDS[:2]
-    assert result.text == ToyTokenizer().decode(IDS[:1])
-
-
-def test_a_request_whose_step_is_given_up_gets_the_text_before_it_and_then_the_error() -> None:
-    desk = Desk(searched())
-    flights = desk.plan(3)
-    for flight in flights[:2]:
-        desk.resolve(*flight)
-    desk.give_up(flights[2][0])
-    assert desk.request.finished
-    assert not desk.request.output.ended
-    assert desk.cell.take() is None
-    desk.catch_up()
-    error = desk.request.output.error
-    assert isinstance(error, errors.StepFailed)
-    assert isinstance(error.__cause__, Injected)
-    chunk = desk.cell.take()
-    assert chunk is not None
-    assert (chunk.token_ids, chunk.finish_reason) == (IDS[:2], None)
-    assert desk.request.output.result().token_ids == IDS[:2]
-
-
-@pytest.mark.parametrize("failure", ["give up", "fail"])
-def test_an_error_behind_a_stop_that_is_found_later_is_none(failure: str) -> None:
-    """Whether a request fails does not depend on how late its text is."""
-    first = ToyTokenizer().decode(IDS[:1])
-    desk = Desk(searched(first))
-    flights = desk.plan(3)
-    desk.resolve(*flights[0])
-    if failure == "give up":
-        desk.give_up(flights[1][0])
-    else:
-        assert desk.core.fail(flights[1][0], Injected("broken")) == [desk.request]
-    assert not desk.request.output.ended
-    desk.catch_up()
-    result = desk.request.output.result()
-    assert (desk.request.output.error, result.finish_reason, result.stop_reason) == (None, "stop", first)
-    assert (result.text, result.token_ids) == ("", IDS[:1])
-
-
 @pytest.fixture
 def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Whether texts stay behind."""
@@ -142,6 +49,37 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
         held = now
 
     return hold
+
+
+@pytest.mark.parametrize("stops", [False, True])
+async def test_the_error_of_a_step_comes_behind_the_text_before_it_and_not_behind_a_stop(
+    make_engine: MakeEngine, hold: Callable[[bool], None], stops: bool
+) -> None:
+    """Whether a request fails does not depend on how late its text is."""
+
+    def fault(step: Step) -> None:
+        if step.id == 3:
+            raise Injected("broken")
+
+    first = ToyTokenizer().decode(IDS[:1])
+    async with make_engine(fault=fault, overlap_steps=0) as engine:
+        stream = engine.generate(PROMPT, searched(first if stops else "zzzz"))
+        request = sequence_of(stream)
+        async with asyncio.timeout(60):
+            while not request.finished:
+                await asyncio.sleep(0)
+        assert not stream.done
+        hold(False)
+        if stops:
+            result = await stream
+            assert (result.text, result.token_ids) == ("", IDS[:1])
+            assert (result.finish_reason, result.stop_reason) == ("stop", first)
+        else:
+            assert (await anext(stream)).token_ids == IDS[:2]
+            with pytest.raises(errors.StepFailed) as failed:
+                await anext(stream)
+            assert isinstance(failed.value.__cause__, Injected)
+        await settle(engine)
 
 
 @pytest.mark.parametrize("window", [0, 2])

@@ -8,17 +8,16 @@ from typing import Any
 
 import pytest
 
-from aioinfer.config import EngineConfig, policy_names
+from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from aioinfer.llm import LLM
+from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
-from examples.training.tasks import held_out
+from tests.engine.asking import bundled_requests
 from tests.engine.conftest import MakeEngine
 from tests.engine.making import make_llm
 from tests.tiers import SECONDS, grid, points, rest
 from tests.toys import toy_generate
 
-ALLOWED = range(60, 400)
 MODES = [(window, mode) for window in (0, 1, 2) for mode in ("thread", "inline")]
 
 
@@ -57,30 +56,6 @@ def test_the_synchronous_twin_gives_the_same() -> None:
             assert results[key].token_ids == toy_generate(prompt, params, seed=params.seed or 0)
 
 
-@rest(SECONDS)
-@pytest.mark.parametrize("every", grid([3], [0, 7]))
-@pytest.mark.parametrize("policy", policy_names())
-async def test_toy_ids_do_not_depend_on_cache_policy_chunking_or_retraction(
-    make_engine: MakeEngine, policy: str, every: int
-) -> None:
-    requests = toy_requests()
-    beginning = [5] * 9
-    requests += [([*beginning, *prompt], params) for prompt, params in requests]
-    for changes in (
-        {"prefix_cache": False},
-        {"admission": "fifo", "chunk_size": 3},
-        {"share_prefix_tokens": 4, "max_prefill_tokens": 8},
-        {"mixed": False, "num_pages": 16},
-        {"mixed": False, "step_priority": "prefill", "max_decode_rows": 2},
-    ):
-        async with make_engine(policy=policy, overlap_steps=2, **changes) as engine:
-            retract_every(engine, every)
-            results = await asyncio.gather(*[_run(engine, *request) for request in requests])
-            assert not every or engine.stats().retractions > 0
-        for (prompt, params), ids in zip(requests, results, strict=True):
-            assert ids == toy_generate(prompt, params, seed=params.seed or 0)
-
-
 def retract_every(engine: Engine, every: int) -> None:
     """Take the pages of a running request away before every so many steps."""
     scheduler = engine._core.scheduler
@@ -97,54 +72,15 @@ def retract_every(engine: Engine, every: int) -> None:
     scheduler.__class__ = Retracting
 
 
-def bundled_requests() -> list[tuple[Any, SamplingParams]]:
-    greedy = SamplingParams(temperature=0, max_tokens=60)
-    requests: list[tuple[Any, SamplingParams]] = []
-    for task in ("add", "copy", "key_value", "json", "second_turn"):
-        requests += [(item.messages, greedy) for item in held_out(task, 3)]
-    story = held_out("story", 1)[0].messages
-    for seed in range(4):
-        requests += [
-            (story, SamplingParams(temperature=1.3, seed=seed, max_tokens=40, top_p=0.95)),
-            (story, SamplingParams(temperature=0.8, seed=seed, max_tokens=40, top_k=20, min_p=0.02)),
-            (story, SamplingParams(temperature=1.5, seed=seed, max_tokens=40, frequency_penalty=2.0)),
-            (story, SamplingParams(temperature=0, max_tokens=40, repetition_penalty=3.0, min_tokens=30)),
-            (
-                story,
-                SamplingParams(
-                    temperature=2.0,
-                    seed=seed,
-                    max_tokens=40,
-                    presence_penalty=1.5,
-                    stop_token_ids=[305],
-                ),
-            ),
-            (
-                story,
-                SamplingParams(
-                    seed=seed, max_tokens=40, logit_bias={75: 3, 90: -9}, allowed_token_ids=ALLOWED
-                ),
-            ),
-        ]
-    return requests
-
-
-@pytest.fixture(scope="module")
-def alone() -> list[list[int]]:
-    """The bundled model in float32, one request at a time, nothing overlapped."""
-    config = EngineConfig(dtype="float32", overlap_steps=0, max_running_requests=1, threads=1)
-    with LLM(config) as llm:
-        return [llm.generate([prompt], params)[0].token_ids for prompt, params in bundled_requests()]
-
-
 @rest(SECONDS)
 @pytest.mark.parametrize(("window", "mode"), points(MODES[1::3], [*MODES[::3], *MODES[2::3]]))
 async def test_bundled_model_ids_do_not_depend_on_the_window_or_the_mode(
-    alone: list[list[int]], window: int, mode: Any
+    alone: list[Result], window: int, mode: Any
 ) -> None:
     config = EngineConfig(dtype="float32", overlap_steps=window, launch_mode=mode, chunk_size=5, threads=1)
     async with Engine(config) as engine:
-        assert await asyncio.gather(*[_run(engine, *request) for request in bundled_requests()]) == alone
+        found = await asyncio.gather(*[_run(engine, *request) for request in bundled_requests()])
+    assert found == [each.token_ids for each in alone]
 
 
 @rest(SECONDS)
@@ -160,25 +96,15 @@ async def test_bundled_model_ids_do_not_depend_on_the_window_or_the_mode(
 )
 @pytest.mark.parametrize("every", grid([5], [0]))
 async def test_bundled_model_ids_do_not_depend_on_cache_policy_chunking_or_retraction(
-    alone: list[list[int]], settings: Any, every: int
+    alone: list[Result], settings: Any, every: int
 ) -> None:
     async with Engine(EngineConfig(dtype="float32", threads=1, **settings)) as engine:
         for _ in range(2):  # the second time around, prompts are cached where the cache is on
             retract_every(engine, every)
             found = await asyncio.gather(*[_run(engine, *request) for request in bundled_requests()])
-            assert found == alone
+            assert found == [each.token_ids for each in alone]
         assert (engine.stats().cached_tokens > 500) == engine.config.prefix_cache
         assert not every or engine.stats().retractions > 0
-
-
-@rest(SECONDS)
-async def test_bundled_model_ids_survive_retraction(alone: list[list[int]]) -> None:
-    config = EngineConfig(
-        dtype="float32", page_size=8, num_pages=40, max_model_len=320, overlap_steps=2, threads=1
-    )
-    async with Engine(config) as engine:
-        assert await asyncio.gather(*[_run(engine, *request) for request in bundled_requests()]) == alone
-        assert engine.stats().retractions > 0
 
 
 async def _run(engine: Engine, prompt: Any, params: SamplingParams) -> list[int]:

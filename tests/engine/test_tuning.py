@@ -8,21 +8,17 @@ import itertools
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
-from aioinfer.config import EngineConfig
-from aioinfer.engine import Engine
 from aioinfer.errors import EngineFailed
-from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.loop import tuning
 from aioinfer.loop.tuning import Garbage, Shared, Tuning, frozen
 from aioinfer.params import SamplingParams
+from tests.engine.conftest import MakeEngine
 from tests.engine.test_launchers import AsynchronousToy
 from tests.joining import still_alive
 from tests.tiers import SECONDS, rest
-from tests.toys import ToyDevice, ToyTokenizer
 
 
 def process() -> tuple[float, bool, bool]:
@@ -170,32 +166,18 @@ def test_defaults_are_for_asynchronous_devices(
 # -- engines -----------------------------------------------------------------------------------------------
 
 
-def make_engine(device: type[ToyDevice], mode: Any = "thread", **settings: Any) -> Engine:
-    config = EngineConfig(model="toy", page_size=4, max_running_requests=4, launch_mode=mode, **settings)
-    launcher = ThreadLauncher if mode == "thread" else InlineLauncher
-    toy = device(num_slots=config.num_slots)
-    return Engine(config, launcher=lambda _: launcher(toy), tokenizer=lambda _: ToyTokenizer())
-
-
-async def test_an_engine_on_a_synchronous_device_changes_nothing() -> None:
+async def test_an_engine_on_a_synchronous_device_changes_nothing(make_engine: MakeEngine) -> None:
     before = process()
-    async with make_engine(ToyDevice) as engine:
-        await engine.generate([1, 2], SamplingParams(max_tokens=4))
-        assert process() == before
-
-
-async def test_an_engine_may_be_told_to_change_nothing() -> None:
-    before = process()
-    async with make_engine(AsynchronousToy, switch_interval=0, gc="python") as engine:
+    async with make_engine() as engine:
         await engine.generate([1, 2], SamplingParams(max_tokens=4))
         assert process() == before
 
 
 @rest(SECONDS)
 @pytest.mark.parametrize("mode", ["thread", "inline"])
-async def test_nothing_is_collected_while_steps_are_in_flight(mode: str) -> None:
+async def test_nothing_is_collected_while_steps_are_in_flight(make_engine: MakeEngine, mode: str) -> None:
     before = process()
-    async with make_engine(AsynchronousToy, mode, overlap_steps=2) as engine:
+    async with make_engine(device=AsynchronousToy(), launch_mode=mode, overlap_steps=2) as engine:
         assert process() == (pytest.approx(3e-4) if mode == "thread" else before[0], True, True)
         stream = engine.generate([1, 2], SamplingParams(max_tokens=40, ignore_eos=True))
         await anext(stream)
@@ -210,7 +192,9 @@ async def test_nothing_is_collected_while_steps_are_in_flight(mode: str) -> None
 
 
 @rest(SECONDS)
-async def test_no_collection_of_a_ramp_up_has_many_new_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_collection_of_a_ramp_up_has_many_new_objects(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A collection takes as long as there are new objects: 70 ms for those of 2,048 streams."""
     sizes: list[int] = []
     collect = gc.collect
@@ -219,7 +203,7 @@ async def test_no_collection_of_a_ramp_up_has_many_new_objects(monkeypatch: pyte
         sizes.append(len(gc.get_objects(0)) + len(gc.get_objects(1)))
         return collect(generation)
 
-    engine = make_engine(AsynchronousToy)
+    engine = make_engine(device=AsynchronousToy())
     async with engine:
         streams = [engine.generate([1, 2], SamplingParams(max_tokens=400, ignore_eos=True))]
         await anext(streams[0])
@@ -239,8 +223,8 @@ async def test_no_collection_of_a_ramp_up_has_many_new_objects(monkeypatch: pyte
 
 
 @rest(SECONDS)
-async def test_a_lost_device_leaves_collection_on() -> None:
-    engine = make_engine(AsynchronousToy)
+async def test_a_lost_device_leaves_collection_on(make_engine: MakeEngine) -> None:
+    engine = make_engine(device=AsynchronousToy())
     await engine.start()
     stream = engine.generate([1, 2], SamplingParams(max_tokens=200, ignore_eos=True))
     await anext(stream)
@@ -253,9 +237,11 @@ async def test_a_lost_device_leaves_collection_on() -> None:
 
 
 @rest(SECONDS)
-def test_a_loop_that_died_takes_its_tuning_along(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_died_takes_its_tuning_along(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = set(threading.enumerate())
-    engine = make_engine(AsynchronousToy)
+    engine = make_engine(device=AsynchronousToy())
     loop = asyncio.new_event_loop()
     loop.run_until_complete(engine.start())
     assert frozen()

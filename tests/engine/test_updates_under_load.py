@@ -1,4 +1,4 @@
-"""Ten updates in a row of the bundled model, under the load of 32 streams."""
+"""Updates in a row of the bundled model under load: each stream goes on as a fresh engine would."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import gc
 import random
 import shutil
 import weakref
+from itertools import groupby
 from pathlib import Path
 from types import FunctionType
 from typing import Any
@@ -27,15 +28,9 @@ BUNDLED = EngineConfig().model_path
 STREAMS, UPDATES = 32, 10
 
 
-def settings(**changes: Any) -> dict[str, Any]:
-    return {
-        "attention_backend": "native",
-        "deterministic": True,
-        "max_running_requests": STREAMS,
-        "num_pages": 2000,
-        "max_model_len": 600,
-        **changes,
-    }
+def settings(**changes: Any) -> EngineConfig:
+    shared: dict[str, Any] = {"attention_backend": "native", "deterministic": True, "num_pages": 2000}
+    return EngineConfig(**shared, max_running_requests=STREAMS, max_model_len=600, **changes)
 
 
 def another(path: Path) -> Path:
@@ -68,6 +63,15 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
     return found
 
 
+def asked(number: int) -> tuple[list[int], SamplingParams]:
+    dice = random.Random(number)
+    temperature = dice.choice([0.0, 0.8])
+    params = SamplingParams(
+        max_tokens=20 * UPDATES, ignore_eos=True, temperature=temperature, seed=number, logprobs=0
+    )
+    return [dice.randrange(10, 860) for _ in range(dice.randint(3, 60))], params
+
+
 @nightly("32 streams of hundreds of tokens, and parts of them again")
 @pytest.mark.parametrize("quantization", ["none", "int8"])
 async def test_no_stream_fails_and_each_goes_on_as_a_fresh_engine_would(
@@ -76,41 +80,25 @@ async def test_no_stream_fails_and_each_goes_on_as_a_fresh_engine_would(
     require_native()
     paths = [BUNDLED, another(tmp_path / "another")]
     from_memory = [*load_file(paths[0] / "model.safetensors").items()]
-    dice = random.Random(5)
-    prompts = [[dice.randrange(10, 860) for _ in range(dice.randint(3, 60))] for _ in range(STREAMS)]
-    params = [
-        SamplingParams(
-            max_tokens=20 * UPDATES,
-            ignore_eos=True,
-            temperature=dice.choice([0.0, 0.8]),
-            seed=each,
-            logprobs=0,
-        )
-        for each in range(STREAMS)
-    ]
-    chunks: list[list[Chunk]] = [[] for _ in prompts]
+    chunks: list[list[Chunk]] = [[] for _ in range(STREAMS)]
     checkpoints: list[StreamCheckpoint] = []
-    config = EngineConfig(**settings(quantization=quantization))
-    async with Engine(config) as engine:
+    async with Engine(settings(quantization=quantization)) as engine:
 
         async def consume(index: int) -> None:
-            stream = engine.generate(prompts[index], params[index], max_lag=8)
-            count = 0
+            stream = engine.generate(*asked(index), max_lag=8)
             async for chunk in stream:
                 chunks[index].append(chunk)
-                count += len(chunk.token_ids)
                 # However long an update takes, no stream ends before most of them.
-                while count > 20 * (engine.weight_version + 1):
+                while count(chunks[index]) > 20 * (engine.weight_version + 1):
                     await asyncio.sleep(0.001)
-                if not checkpoints[index:]:
+                if not checkpoints:
                     checkpoints.append(stream.checkpoint())
 
         async with asyncio.TaskGroup() as group:
             for index in range(STREAMS):
                 group.create_task(consume(index))
             for version in range(1, UPDATES + 1):
-                least = 12 * version
-                while min(sum(len(chunk.token_ids) for chunk in each) for each in chunks) < least:
+                while min(map(count, chunks)) < 12 * version:
                     await asyncio.sleep(0.005)
                 # Every other time from memory, as a trainer in this process would.
                 source: Any = paths[version % 2] if version % 4 else from_memory
@@ -120,65 +108,45 @@ async def test_no_stream_fails_and_each_goes_on_as_a_fresh_engine_would(
         gc.collect()
         assert len(read) > 10 * UPDATES
         assert not [found for ref in read if (found := ref()) is not None], "weights are left behind"
-    await _compare(paths, prompts, params, chunks, checkpoints[0], quantization)
-
-
-async def _compare(
-    paths: list[Path],
-    prompts: list[list[int]],
-    params: list[SamplingParams],
-    chunks: list[list[Chunk]],
-    pattern: StreamCheckpoint,
-    quantization: Any,
-) -> None:
-    """Some stretches of each stream with those of fresh engines, resumed where the stretch begins."""
-    dice, compared = random.Random(6), 0
     for parity, path in enumerate(paths):
-        async with Engine(EngineConfig(**settings(model=str(path), quantization=quantization))) as fresh:
-
-            async def check(index: int, start: int, stop: int, fresh: Engine = fresh) -> None:
-                tokens = [token for chunk in chunks[index] for token in chunk.token_ids]
-                logprobs = [each for chunk in chunks[index] for each in chunk.logprobs or ()]
-                begun = dataclasses.replace(
-                    pattern,
-                    fingerprint=fresh.info.fingerprint,
-                    prompt_token_ids=prompts[index],
-                    params=params[index].changed(max_tokens=stop),
-                    seed=index,
-                    token_ids=tokens[:start],
-                    logprobs=logprobs[:start],
-                    delivered_tokens=start,
-                    delivered_characters=0,
-                    request_id="",
-                )
-                result = await fresh.restore(begun)
-                assert result.token_ids == tokens[:stop], (index, start)
-                assert result.logprobs == logprobs[:stop], (index, start)
-
-            async with asyncio.TaskGroup() as group:
-                for index, each in enumerate(chunks):
-                    stretches = _stretches(each)
-                    versions = [version for version, *_ in stretches]
-                    # One that is ahead of the others has ended before the last, and two updates may come at
-                    # once.
-                    assert versions == sorted(set(versions))
-                    assert len(versions) > UPDATES // 2
-                    own = [stretch for stretch in stretches if stretch[0] % 2 == parity]
-                    for _, start, stop in dice.sample(own, 3):
-                        group.create_task(check(index, start, stop))
-                        compared += 1
-    assert compared == STREAMS * 6
+        async with Engine(settings(model=str(path), quantization=quantization)) as fresh:
+            for index, each in enumerate(chunks):
+                await compare(fresh, index, each, parity, checkpoints[0])
 
 
-def _stretches(chunks: list[Chunk]) -> list[tuple[int, int, int]]:
-    """Version, first token and last of what each version has computed."""
-    found: list[tuple[int, int, int]] = []
-    at = 0
-    for chunk in chunks:
-        end = at + len(chunk.token_ids)
-        if found and found[-1][0] == chunk.weight_version:
-            found[-1] = (chunk.weight_version, found[-1][1], end)
-        elif end > at:
-            found.append((chunk.weight_version, at, end))
-        at = end
-    return found
+def count(chunks: list[Chunk]) -> int:
+    return sum(len(chunk.token_ids) for chunk in chunks)
+
+
+async def compare(
+    fresh: Engine, index: int, chunks: list[Chunk], parity: int, pattern: StreamCheckpoint
+) -> None:
+    """Stretches of a stream by these weights are those of a fresh engine, resumed where they begin."""
+    tokens = [token for chunk in chunks for token in chunk.token_ids]
+    logprobs = [each for chunk in chunks for each in chunk.logprobs or ()]
+    prompt, params = asked(index)
+    versions, stop, begun = [], 0, []
+    for version, several in groupby(chunks, lambda chunk: chunk.weight_version):
+        start, stop = stop, stop + count([*several])
+        versions.append(version)
+        if version % 2 == parity and stop > start:
+            checkpoint = dataclasses.replace(
+                pattern,
+                fingerprint=fresh.info.fingerprint,
+                prompt_token_ids=prompt,
+                params=params.changed(max_tokens=stop),
+                seed=index,
+                token_ids=tokens[:start],
+                logprobs=logprobs[:start],
+                delivered_tokens=start,
+                delivered_characters=0,
+                request_id="",
+            )
+            begun.append((stop, fresh.restore(checkpoint)))
+    # One that is ahead of the others has ended before the last, and two updates may come at once.
+    assert versions == sorted(set(versions))
+    assert len(versions) > UPDATES // 2
+    assert begun
+    for stop, stream in begun:
+        result = await stream
+        assert (result.token_ids, result.logprobs) == (tokens[:stop], logprobs[:stop]), (index, stop)
