@@ -12,12 +12,12 @@ import pytest
 
 from aioinfer import EngineConfig, StreamCheckpoint, errors
 from aioinfer.engine import Engine
-from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.params import SamplingParams
 from aioinfer.testing import FakeEngine
+from tests.engine.conftest import MakeEngine
 from tests.engine.making import make_llm
 from tests.parallel.toys import STEP, Toy, virtual
-from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys import ToyDevice, toy_generate
 from tests.toys.adapters import ToyAdapter, write_toy_adapter
 
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True, temperature=0)
@@ -142,29 +142,23 @@ async def test_other_calls_take_an_adapter_too(make: Make) -> None:
         assert with_adapter.result.token_ids != alone.result.token_ids
 
 
-def test_an_engine_on_threads_loads_while_it_streams(make: Make) -> None:
-    async def run() -> None:
-        device = ToyDevice(num_pages=512, max_adapters=3)
-        config = EngineConfig(model="toy", max_adapters=2, page_size=4)
-        engine = Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: ToyTokenizer())
-        async with engine:
-            alone = engine.generate(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True, temperature=0))
-            for number in range(6):
-                await engine.load_adapter("a", make(str(number)))
-                found = await engine.generate(PROMPT, PARAMS, adapter="a")
-                assert found.token_ids == wanted(make(str(number)))
-            threadsafe = engine.threadsafe()
-            await asyncio.wrap_future(threadsafe.load_adapter("b", make("b")))
-            infos = await asyncio.wrap_future(threadsafe.adapters())
-            assert [info.name for info in infos] == ["a", "b"]
-            other = threadsafe.generate(PROMPT, PARAMS, adapter="b")
-            assert (await other).token_ids == wanted(make("b"))
-            await asyncio.wrap_future(threadsafe.unload_adapter("b"))
-            await alone
-            assert [info.name for info in engine.adapters()] == ["a"]
-            registry(engine).audit()
-
-    asyncio.run(run())
+async def test_an_engine_on_threads_loads_while_it_streams(make_engine: MakeEngine, make: Make) -> None:
+    device = ToyDevice(num_pages=512, max_adapters=3)
+    async with make_engine(device=device, max_adapters=2) as engine:
+        alone = engine.generate(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True, temperature=0))
+        for number in range(6):
+            await engine.load_adapter("a", make(str(number)))
+            found = await engine.generate(PROMPT, PARAMS, adapter="a")
+            assert found.token_ids == wanted(make(str(number)))
+        threadsafe = engine.threadsafe()
+        await asyncio.wrap_future(threadsafe.load_adapter("b", make("b")))
+        infos = await asyncio.wrap_future(threadsafe.adapters())
+        assert [info.name for info in infos] == ["a", "b"]
+        assert (await threadsafe.generate(PROMPT, PARAMS, adapter="b")).token_ids == wanted(make("b"))
+        await asyncio.wrap_future(threadsafe.unload_adapter("b"))
+        await alone
+        assert [info.name for info in engine.adapters()] == ["a"]
+        registry(engine).audit()
 
 
 # -- what is refused -----------------------------------------------------------------------------------
@@ -265,37 +259,32 @@ async def test_a_load_waits_for_a_version_that_drains(make: Make) -> None:
         await settled(engine)
 
 
-def test_a_load_that_is_cancelled_before_it_is_read_is_not_read(make: Make) -> None:
+async def test_a_load_that_is_cancelled_before_it_is_read_is_not_read(
+    make_engine: MakeEngine, make: Make
+) -> None:
     """With threads: on a virtual loop a read begins at once."""
-    read: list[str] = []
+    device, go_on, read = ToyDevice(num_pages=512, max_adapters=4), threading.Event(), list[str]()
+    prepare = device.prepare_adapter
 
-    async def main() -> None:
-        device, go_on = ToyDevice(num_pages=512, max_adapters=4), threading.Event()
-        prepare = device.prepare_adapter
+    def slowly(path: Path) -> Any:
+        read.append(path.name)
+        go_on.wait()
+        return prepare(path)
 
-        def slowly(path: Path) -> Any:
-            read.append(path.name)
-            go_on.wait()
-            return prepare(path)
-
-        device.prepare_adapter = slowly  # type: ignore[method-assign]
-        config = EngineConfig(model="toy", max_adapters=3, page_size=4)
-        engine = Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: ToyTokenizer())
-        async with engine:
-            first = asyncio.ensure_future(engine.load_adapter("a", make("1")))
-            while not read:
-                await asyncio.sleep(0)
-            others = [asyncio.ensure_future(engine.load_adapter("b", make("2"))) for _ in range(3)]
-            for _ in range(5):
-                await asyncio.sleep(0)
-            for other in others:
-                other.cancel()
-            await asyncio.wait(others)
-            go_on.set()
-            assert (await first).name == "a"
-            await engine.load_adapter("c", make("3"))
-
-    asyncio.run(main())
+    device.prepare_adapter = slowly  # type: ignore[method-assign]
+    async with make_engine(device=device, max_adapters=3) as engine:
+        first = asyncio.ensure_future(engine.load_adapter("a", make("1")))
+        while not read:
+            await asyncio.sleep(0)
+        others = [asyncio.ensure_future(engine.load_adapter("b", make("2"))) for _ in range(3)]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        for other in others:
+            other.cancel()
+        await asyncio.wait(others)
+        go_on.set()
+        assert (await first).name == "a"
+        await engine.load_adapter("c", make("3"))
     assert read == [make("1").name, make("3").name]
 
 

@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from aioinfer import errors
-from aioinfer.config import EngineConfig
-from aioinfer.engine import Engine
-from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.step import Step
 from tests.engine.conftest import Gate, MakeEngine
@@ -24,24 +21,20 @@ PARAMS = SamplingParams(
 )
 
 
-async def first_forwards(gate: Gate, what: str) -> int:
+@pytest.mark.parametrize(("what", "forwards"), [("nothing", 5), ("arrival", 1), ("cancel", 1)])
+async def test_rounds_go_on_in_place_until_somebody_wants_something(
+    make_engine: MakeEngine, gate: Gate, what: str, forwards: int
+) -> None:
     """Forwards of a step of two requests, if that happens after its launch."""
-    config = EngineConfig(
-        model="scripted",
-        page_size=SIZE,
-        max_running_requests=4,
-        max_rounds=50,
-        overlap_steps=0,
-        prefix_cache=False,
-    )
-    forwards = []
+    begun = []
 
     def held(step: Step) -> None:
-        forwards.append(device.forwards)
+        begun.append(device.forwards)
         gate(step)
 
-    device = ScriptedDevice(num_slots=config.num_slots, mean_steps=6.0, variation=0.0, fault=held)
-    async with Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: None) as engine:
+    device = ScriptedDevice(mean_steps=6.0, variation=0.0, fault=held)
+    settings = {"page_size": SIZE, "max_rounds": 50, "overlap_steps": 0, "prefix_cache": False}
+    async with make_engine(device=device, tokenizer=None, **settings) as engine:
         streams = [engine.generate([number], PARAMS) for number in (1, 2)]
         await asyncio.to_thread(gate.arrived.acquire)
         if what == "arrival":
@@ -50,14 +43,7 @@ async def first_forwards(gate: Gate, what: str) -> int:
             await streams.pop().aclose()
         gate.release()
         await asyncio.gather(*streams)
-    return forwards[1] - forwards[0] if len(forwards) > 1 else device.forwards
-
-
-@pytest.mark.parametrize(("what", "forwards"), [("nothing", 5), ("arrival", 1), ("cancel", 1)])
-async def test_rounds_go_on_in_place_until_somebody_wants_something(
-    gate: Gate, what: str, forwards: int
-) -> None:
-    assert await first_forwards(gate, what) == forwards
+    assert [*begun, device.forwards][1] == forwards
 
 
 async def test_a_block_whose_logits_are_not_finite_fails_its_request_alone(make_engine: MakeEngine) -> None:

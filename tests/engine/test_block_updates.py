@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from aioinfer import Engine, EngineConfig, StreamCheckpoint
-from aioinfer.execution.launcher import ThreadLauncher
+from aioinfer import Engine, StreamCheckpoint
 from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.stream import Stream
+from tests.engine.conftest import MakeEngine
 from tests.sequences import sequence_of
 from tests.tiers import SECONDS, rest
 from tests.toys.blocks import ScriptedDevice
@@ -25,12 +25,9 @@ PARAMS = SamplingParams(
 PROMPTS = [[number, *range(number % 3)] for number in range(1, 7)]
 
 
-def make_engine() -> Engine:
-    config = EngineConfig(
-        model="scripted", page_size=SIZE, max_running_requests=4, max_rounds=1, overlap_steps=0
-    )
-    device = ScriptedDevice(num_slots=config.num_slots, mean_steps=6.0, variation=0.3, edits=2)
-    return Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: None)
+def scripted(make_engine: MakeEngine) -> Engine:
+    device = ScriptedDevice(mean_steps=6.0, variation=0.3, edits=2)
+    return make_engine(device=device, tokenizer=None, page_size=SIZE, max_rounds=1, overlap_steps=0)
 
 
 async def cut(stream: Stream, *, tokens: int) -> StreamCheckpoint:
@@ -48,8 +45,10 @@ async def cut(stream: Stream, *, tokens: int) -> StreamCheckpoint:
 
 @rest(SECONDS)
 @pytest.mark.parametrize("prompt", PROMPTS, ids=str)
-async def test_a_block_without_output_begins_again_by_other_weights(prompt: list[int]) -> None:
-    async with make_engine() as engine:
+async def test_a_block_without_output_begins_again_by_other_weights(
+    make_engine: MakeEngine, prompt: list[int]
+) -> None:
+    async with scripted(make_engine) as engine:
         stream = engine.generate(prompt, PARAMS)
         stored = await cut(stream, tokens=0)
         stream.close()
@@ -63,9 +62,11 @@ async def test_a_block_without_output_begins_again_by_other_weights(prompt: list
 
 @rest(SECONDS)
 @pytest.mark.parametrize("prompt", PROMPTS, ids=str)
-async def test_a_checkpoint_of_one_version_has_no_block_of_another(prompt: list[int]) -> None:
+async def test_a_checkpoint_of_one_version_has_no_block_of_another(
+    make_engine: MakeEngine, prompt: list[int]
+) -> None:
     """Its newest token is of the weights before, and the block behind it of the new ones."""
-    async with make_engine() as engine, make_engine() as other:
+    async with scripted(make_engine) as engine, scripted(make_engine) as other:
         stream = engine.generate(prompt, PARAMS)
         await cut(stream, tokens=1)
         await engine.update_weights({"weights": 1})

@@ -9,16 +9,14 @@ from typing import Any
 import pytest
 
 from aioinfer import errors
-from aioinfer.config import EngineConfig
-from aioinfer.engine import Engine, EngineState
+from aioinfer.engine import EngineState
 from aioinfer.execution.device import DeviceLost
 from aioinfer.execution.grammar_worker import GrammarWorker
-from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.params import Grammar, SamplingParams
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.test_launchers import AsynchronousToy
 from tests.tiers import SECONDS, rest
-from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys import ToyDevice, toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -67,13 +65,12 @@ async def test_a_launch_thread_that_dies_ends_every_stream(make_engine: MakeEngi
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
+@pytest.mark.parametrize("mode", ["thread", "inline"])
 async def test_a_completion_thread_that_dies_fails_the_engine_and_closes_the_device(
-    launcher: Any, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = EngineConfig(model="toy", page_size=4, num_pages=64)
-    device = AsynchronousToy(num_slots=config.num_slots)
-    engine = Engine(config, launcher=lambda _: launcher(device), tokenizer=lambda _: ToyTokenizer())
+    device = AsynchronousToy()
+    engine = make_engine(device=device, launch_mode=mode)
     await engine.start()
 
     def die(self: Any, *flight: Any) -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import StepFailed
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
@@ -19,7 +18,7 @@ from aioinfer.scheduling.step import Step
 from tests.engine.conftest import Gate, MakeEngine
 from tests.joining import still_alive
 from tests.tiers import SECONDS, grid, rest
-from tests.toys import ToyDevice, ToyTokenizer, toy_generate
+from tests.toys import ToyDevice, toy_generate
 
 
 class AsynchronousToy(ToyDevice):
@@ -82,25 +81,24 @@ async def test_a_step_that_fails_on_the_device_is_found_by_its_flight(
         assert await _run(engine, [4], params) == toy_generate([4], params)
 
 
-async def hanging(launcher: Any, gate: Gate) -> tuple[Engine, AsynchronousToy, Any]:
-    """An engine whose device does not get through with its first step."""
-    config = EngineConfig(model="toy", page_size=4, num_pages=64)
-    device = AsynchronousToy(num_slots=config.num_slots, fault=gate)
-    engine = Engine(config, launcher=lambda _: launcher(device), tokenizer=lambda _: ToyTokenizer())
+async def hanging(engine: Engine, gate: Gate) -> Any:
+    """A stream of an engine whose device does not get through with its first step."""
     await engine.start()
     stream = engine.generate([1, 2], SamplingParams(max_tokens=9))
     while not engine.stats().steps_in_flight:
         await asyncio.sleep(0)
     await asyncio.to_thread(gate.arrived.acquire)
-    return engine, device, stream
+    return stream
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
+@pytest.mark.parametrize("mode", ["thread", "inline"])
 async def test_leaving_and_closing_wait_for_a_hanging_device_without_the_loop(
-    launcher: Any, gate: Gate
+    make_engine: MakeEngine, mode: str, gate: Gate
 ) -> None:
-    engine, device, stream = await hanging(launcher, gate)
+    device = AsynchronousToy(fault=gate)
+    engine = make_engine(device=device, launch_mode=mode)
+    stream = await hanging(engine, gate)
     with pytest.raises(StopIteration):
         stream.aclose().send(None)  # returns before the loop gets a turn
     closing = asyncio.create_task(engine.aclose())
@@ -114,11 +112,13 @@ async def test_leaving_and_closing_wait_for_a_hanging_device_without_the_loop(
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
+@pytest.mark.parametrize("mode", ["thread", "inline"])
 async def test_a_device_that_comes_to_rest_too_late_is_closed_when_it_does(
-    launcher: Any, gate: Gate, caplog: pytest.LogCaptureFixture
+    make_engine: MakeEngine, mode: str, gate: Gate, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, device, _ = await hanging(launcher, gate)
+    device = AsynchronousToy(fault=gate)
+    engine = make_engine(device=device, launch_mode=mode)
+    await hanging(engine, gate)
     inside = engine._started().launcher
     engine._started().driver.stop()
     assert not await inside.aclose(timeout=0.01)

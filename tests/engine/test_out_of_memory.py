@@ -45,16 +45,14 @@ async def _run(engine: Engine, prompt: Any, params: SamplingParams) -> list[int]
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("launcher", [ThreadLauncher, InlineLauncher])
+@pytest.mark.parametrize("mode", ["thread", "inline"])
 @pytest.mark.parametrize("window", grid([2], [0, 1]))
 async def test_steps_of_an_asynchronous_device_run_out_where_their_flights_are_read(
-    launcher: Any, window: int
+    make_engine: MakeEngine, mode: str, window: int
 ) -> None:
-    requests = toy_requests()
-    config = EngineConfig(model="toy", page_size=4, max_running_requests=8, overlap_steps=window)
-    fault = RunsOut(2, 60)
-    device = AsynchronousToy(num_slots=config.num_slots, fault=fault)
-    async with Engine(config, launcher=lambda _: launcher(device), tokenizer=lambda _: None) as engine:
+    requests, fault = toy_requests(), RunsOut(2, 60)
+    device = AsynchronousToy(fault=fault)
+    async with make_engine(device=device, launch_mode=mode, overlap_steps=window) as engine:
         results = await asyncio.gather(*[_run(engine, *request) for request in requests])
         await settle(engine)
     assert results == [toy_generate(prompt, each, seed=each.seed or 0) for prompt, each in requests]

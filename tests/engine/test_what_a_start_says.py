@@ -45,24 +45,15 @@ async def test_a_start_logs_one_line_of_what_was_decided(
         async with Engine(settings(checkpoint)) as engine:
             info = engine.info
     (line,) = lines(caplog)
-    assert line.startswith("started: Qwen3ForCausalLM")
+    assert line == f"started: {info.decisions}"
     assert "\n" not in line
-    for part in (
-        "by own code",
-        "kernels: attention sdpa (asked for), layers torch (asked for), sampling torch (asked for)",
-        "1 threads",
-        "32 KV pages of 16, 512 tokens",
-        "max_model_len 256",
-        "overlap_steps 1",
-        "deterministic false",
-    ):
-        assert part in line, (part, line)
+    for part in ("Qwen3ForCausalLM", "attention sdpa (asked for)", "32 KV pages of 16", "max_model_len 256"):
+        assert part in line
     assert (info.implementation, info.fallback_reason, info.length_reason) == ("own", "", "")
     assert (info.dtype, info.device, info.threads, info.overlap_steps) == ("float32", "cpu", 1, 1)
     assert info.kernels["attention"] == "sdpa (asked for)"
-    assert (
-        info.kv_bytes == 32 * 16 * 3 * 2 * 2 * 16 * 4
-    )  # pages, positions, layers, K and V, heads, dims, fp32
+    pages, layers, heads, dims = 32, 3, 2, 16
+    assert info.kv_bytes == pages * 16 * layers * 2 * heads * dims * 4
     assert info.model_positions == info.max_model_len == 256
 
 
