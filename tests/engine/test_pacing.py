@@ -1,20 +1,26 @@
-"""A step is planned when the one before is about to end: who arrives meanwhile is in it."""
+"""The pace at which steps are planned, and the clock of request metrics."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import uvloop
 
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
+from aioinfer.loop.clock import clock_of
 from aioinfer.loop.pacing import Pace
+from aioinfer.outputs import RequestMetrics
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
 from aioinfer.testing import TimedLauncher, VirtualLoop
+from tests.engine.conftest import MakeEngine
 from tests.toys import ToyDevice
 
 STEP = 0.1
@@ -110,3 +116,59 @@ def test_a_loop_that_is_late_gets_its_steps_planned_earlier_until_it_is_not() ->
     for at in range(2, 60):
         pace.landed(some(), launched=at, now=at + 0.1, delay=0.0)
     assert pace.spare(some(), launched=60, now=60) > 0.08
+
+
+# -- the clock that request metrics are of -------------------------------------------------------------------
+
+LOOPS = {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+def metrics(engine: Engine, make_loop: Callable[[], asyncio.AbstractEventLoop]) -> RequestMetrics:
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+    async def ask() -> RequestMetrics:
+        async with engine:
+            found = (await engine.generate([1, 2, 3], params)).metrics
+            assert found is not None
+            return found
+
+    with asyncio.Runner(loop_factory=make_loop) as runner:
+        return runner.run(ask())
+
+
+def all_times(found: RequestMetrics) -> list[float]:
+    assert found.admitted is not None
+    assert found.finished is not None
+    return [found.arrival, found.admitted, *found.token_times, found.finished]
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_request_metrics_resolve_a_microsecond(make_engine: MakeEngine, loop: str) -> None:
+    before = time.monotonic()
+    found = all_times(metrics(make_engine(), LOOPS[loop]))
+    after = time.monotonic()
+    assert before < found[0] < found[1] < found[2], "a step is too short for the clock"
+    assert found == sorted(found)
+    assert found[-1] < after
+    whole = [at for at in found if abs(1e3 * at - round(1e3 * at)) < 1e-4]
+    assert len(whole) < len(found) / 2, f"whole milliseconds: {whole}"
+
+
+def test_request_metrics_are_exact_in_virtual_time() -> None:
+    found = metrics(engine_of(lambda _: 0.25, overlap_steps=0)[0], VirtualLoop)
+    assert found.arrival == found.admitted == 0.0
+    assert found.token_times == tuple(0.25 * count for count in range(1, 13))
+    assert found.finished == 3.0
+
+
+class Slowed(asyncio.SelectorEventLoop):
+    """A loop of some other library, with a time of its own."""
+
+    def time(self) -> float:
+        return super().time() / 10
+
+
+def test_a_loop_with_a_time_of_its_own_is_asked() -> None:
+    loop = Slowed()
+    assert clock_of(loop) == loop.time
+    loop.close()
