@@ -197,25 +197,6 @@ async def test_what_its_consumer_has_not_read_is_delivered_first(make_engine: Ma
         assert ids == stream.result().token_ids
 
 
-async def test_a_restored_stream_has_checkpoints_too(make_engine: MakeEngine) -> None:
-    async with make_engine(deterministic=True) as one, make_engine(deterministic=True, page_size=2) as other:
-        params = SamplingParams(max_tokens=50, ignore_eos=True, seed=5, logprobs=1)
-        wanted = await one.generate([9, 9], params)
-        stream = one.generate([9, 9], params)
-        most = 0
-        for engine in (other, one, other, one):
-            most += 9
-            while not stream.admitted or len(stream.result().token_ids) < most:
-                await anext(stream)
-            checkpoint = stream.checkpoint()
-            stream.close()
-            stream = engine.restore(checkpoint)
-        found = await stream
-        same(found, wanted)
-        assert found.resumed == len(checkpoint.token_ids) >= 36
-        assert found.identical
-
-
 async def test_a_stream_that_its_engine_left_goes_on_in_the_next(make_engine: MakeEngine) -> None:
     params = SamplingParams(max_tokens=40, ignore_eos=True, seed=3)
     engine = make_engine()
