@@ -23,7 +23,7 @@ from aioinfer.scheduling.step import NewRequestData, Row, Step
 from aioinfer.text.detokenizer import Detokenizer, OffsetDetokenizer
 from aioinfer.text.tokenizer import plain_messages
 
-__all__ = ["FakeDevice", "FakeTokenizer", "Script", "hashes", "mix", "pool"]
+__all__ = ["FakeDevice", "FakeTokenizer", "Script", "hashes", "logprob", "mix", "pool"]
 
 _END = 0
 _VOCABULARY = 257
@@ -153,7 +153,7 @@ class FakeDevice:
             if token in (DEFERRED, FORCED):
                 self._void.add(row.slot)
             if tenant.params.logprobs is not None and token >= 0:
-                result.logprobs[index] = [_logprob(row.kv_length, token)]
+                result.logprobs[index] = [logprob(row.kv_length, token)]
             if row.pools is not None:
                 assert row.request.pooled is not None
                 first, last = row.pools
@@ -161,7 +161,7 @@ class FakeDevice:
                 result.pooled[index] = pool(row.request.pooled.pooling, states)
             if row.scores is not None:
                 result.prompt_logprobs[index] = [
-                    _logprob(at + 1, tenant.prompt_ids[at + 1]) for at in range(*row.scores)
+                    logprob(at + 1, tenant.prompt_ids[at + 1]) for at in range(*row.scores)
                 ]
         self.lane.step(step.id, start, start, start, now())
         return CompletedFlight(result)
@@ -223,7 +223,7 @@ class _Adapter:
     fingerprint = f"{1:016x}"
 
 
-def _logprob(position: int, token: int) -> TokenLogprob:
+def logprob(position: int, token: int) -> TokenLogprob:
     """A logprob without a meaning, unique to the position and the token."""
     return TokenLogprob(token, -(1000.0 * position + token))
 

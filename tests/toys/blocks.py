@@ -19,7 +19,6 @@ import torch
 from aioinfer.config import PAGE_SIZE
 from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.registry import algorithm_class
-from aioinfer.errors import ConfigError
 from aioinfer.execution.backends import CpuBackend
 from aioinfer.execution.decoding.blocks import BlockDecoding, BlockPacker
 from aioinfer.execution.device import (
@@ -40,7 +39,7 @@ from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.scheduling.step import Row, Step
 from tests.toys.adapters import NoAdapters
 from tests.toys.scripted import ScriptedLogits
-from tests.toys.states import TaintError
+from tests.toys.states import TaintError, number_in
 
 __all__ = ["ScriptedDevice", "ScriptedLM", "scripted_generate", "scripted_rounds"]
 
@@ -184,11 +183,8 @@ class ScriptedDevice(NoAdapters):
         self.vocab_size = vocab_size
         self.mask_token_id = vocab_size - 1 if mask_token_id is None else mask_token_id
         self._script: dict[str, Any] = {
-            "seed": script_seed,
-            "mean_steps": mean_steps,
-            "variation": variation,
-            "edits": edits,
-        }
+            "seed": script_seed, "mean_steps": mean_steps, "variation": variation, "edits": edits,
+        }  # fmt: skip
         self.script = self.script_of(0)
         self.fault = fault
         self.late_fault = late_fault
@@ -267,14 +263,7 @@ class ScriptedDevice(NoAdapters):
     def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> ScriptedLogits:
         """As in Device; ``given`` is [("weights", number)]."""
         go_on()
-        if (
-            not isinstance(given, list)
-            or len(given) != 1
-            or given[0][0] != "weights"
-            or type(given[0][1]) is not int
-        ):
-            raise ConfigError("weights: of a scripted model they are one integer")
-        return self.script_of(given[0][1])
+        return self.script_of(number_in(given))
 
     def script_of(self, weights: int) -> ScriptedLogits:
         """What is written with weights that are a number; 0: with those that it has at first."""

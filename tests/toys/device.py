@@ -16,18 +16,17 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.config import PAGE_SIZE
-from aioinfer.errors import ConfigError
 from aioinfer.execution.device import CompletedFlight, DeviceInfo, DeviceLost, Progress, StepResult
 from aioinfer.execution.grammar_worker import Constraints, GrammarRow, GrammarWorker
 from aioinfer.observe.timeline import DeviceLane, now
-from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
+from aioinfer.testing.fake_device import logprob as toy_logprob
 from aioinfer.text.grammar import GrammarState
 from tests.toys.adapters import ToyAdapter, ToyAdapters
 from tests.toys.pooling import beginning, mix, pool
-from tests.toys.states import TaintError, ToyStates
+from tests.toys.states import TaintError, ToyStates, number_in
 from tests.toys.tokenizer import ToyTokenizer
 
 __all__ = ["TaintError", "ToyDevice", "ToyTokenizer", "toy_generate", "toy_logprob"]
@@ -74,12 +73,6 @@ def toy_generate(
             break
         state = mix(state, token)
     return output
-
-
-def toy_logprob(position: int, token: int) -> TokenLogprob:
-    """What the toy reports for a token at a position: meaningless, but unique to the position and the
-    token."""
-    return TokenLogprob(token, -(1000.0 * position + token))
 
 
 class ToyDevice:
@@ -262,15 +255,7 @@ class ToyDevice:
     def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> int:
         """As in Device; ``given`` is [("weights", number)]."""
         go_on()
-        if (
-            not isinstance(given, list)
-            or len(given) != 1
-            or given[0][0] != "weights"
-            or type(given[0][1]) is not int
-        ):
-            raise ConfigError("weights: of a toy they are one integer")
-        weights: int = given[0][1]
-        return weights
+        return number_in(given)
 
     def install_weights(self, prepared: int) -> None:
         """As in Device; no KV of those before is of any use."""

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+from aioinfer.errors import ConfigError
 from aioinfer.scheduling.step import Row
 
-__all__ = ["TaintError", "ToyStates"]
+__all__ = ["TaintError", "ToyStates", "number_in"]
 
 
 class TaintError(AssertionError):
     """A step was about to read memory that is not its own, or was never written."""
+
+
+def number_in(weights: Any) -> int:
+    """The weights of a toy: [("weights", number)]. Raises ConfigError for anything else."""
+    match weights:
+        case [("weights", int(number))] if type(number) is int and isinstance(weights, list):
+            return number
+    raise ConfigError("weights: of a toy they are one integer")
 
 
 class ToyStates:
