@@ -83,8 +83,8 @@ class AdapterFiles:
         """The adapter in a directory, whose tensors take at most ``most_bytes``. Raises ConfigError that
         names the field or tensor that is wrong."""
         _check_directory(path)
-        content = _config_of(path / _CONFIG)
-        config = AdapterConfig.read(_stated(content))
+        content, stated = _config_of(path / _CONFIG)
+        config = AdapterConfig.read(stated)
         file = read_tensors(path / _WEIGHTS, most_bytes)
         halves = _halves(file.tensors)
         modules: dict[str, Factors] = {}
@@ -141,23 +141,18 @@ def _check_directory(path: Path) -> None:
         raise ConfigError(f"adapter: {error}") from None
 
 
-def _config_of(file: Path) -> bytes:
+def _config_of(file: Path) -> tuple[bytes, dict[str, object]]:
+    """The content of a config, and the object that it is."""
     try:
         opened, _ = open_regular(file, _LARGEST_CONFIG)
         with opened:
-            return opened.read()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"adapter: {_CONFIG} cannot be read: {error}") from error
-
-
-def _stated(content: bytes) -> dict[str, object]:
-    try:
+            content = opened.read()
         stated = json.loads(content)
-    except (ValueError, RecursionError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"adapter: {_CONFIG} cannot be read: {error}") from error
     if not isinstance(stated, dict):
         raise ConfigError(f"adapter: {_CONFIG} holds no JSON object")
-    return stated
+    return content, stated
 
 
 def _halves(tensors: Mapping[str, torch.Tensor]) -> dict[str, dict[str, tuple[str, torch.Tensor]]]:

@@ -61,15 +61,10 @@ def _cpu() -> str:
     from aioinfer.execution.limits import cpu_quota, default_threads
 
     threads = default_threads(torch.get_num_threads(), cpu_quota())
-    text = f"{os.cpu_count()} cores, one thread each on {threads} of them, {_capability()}"
+    capability = torch.backends.cpu.get_cpu_capability()
+    text = f"{os.cpu_count()} cores, one thread each on {threads} of them, {capability}"
     page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     return f"{text}; {page * pages / 2**30:.1f} GiB of memory"
-
-
-def _capability() -> str:
-    import torch
-
-    return str(torch.backends.cpu.get_cpu_capability())
 
 
 def _gpus() -> list[Finding]:

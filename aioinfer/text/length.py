@@ -32,11 +32,12 @@ def _longest(tokenizer: Any) -> int | None:
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return None  # such a token takes all the spaces beside it
-    shrinking = _shrinking(_state(tokenizer.normalizer))
+    normalizers = list(_parts(_state(tokenizer.normalizer), "normalizers"))
     pieces = list(_parts(_state(tokenizer.pre_tokenizer), "pretokenizers"))
+    shrinking = _shrinking(normalizers)
     if shrinking is None or not all(map(_keeps, pieces)):
         return None
-    byte_level = "ByteLevel" in {piece["type"] for piece in [*pieces, *_normalizers(tokenizer)]}
+    byte_level = "ByteLevel" in {part["type"] for part in [*pieces, *normalizers]}
     vocab = tokenizer.get_vocab(with_added_tokens=False)
     if not _covers(tokenizer.model, vocab, byte_level=byte_level):
         return None
@@ -59,9 +60,7 @@ def _utf8(text: str) -> int:
 
 def _state(part: Any) -> Mapping[str, Any] | None:
     """A normalizer or pre-tokenizer as in ``tokenizer.json``."""
-    if part is None:
-        return None
-    state: Mapping[str, Any] = json.loads(part.__getstate__())
+    state: Mapping[str, Any] | None = None if part is None else json.loads(part.__getstate__())
     return state
 
 
@@ -75,14 +74,10 @@ def _parts(state: Mapping[str, Any] | None, name: str) -> Iterable[Mapping[str, 
         yield from _parts(part, name)
 
 
-def _normalizers(tokenizer: Any) -> Iterable[Mapping[str, Any]]:
-    return _parts(_state(tokenizer.normalizer), "normalizers")
-
-
-def _shrinking(state: Mapping[str, Any] | None) -> int | None:
+def _shrinking(normalizers: Iterable[Mapping[str, Any]]) -> int | None:
     """Bytes of a text per byte of its normal form, at most; None: no bound is known."""
     product = 1
-    for part in _parts(state, "normalizers"):
+    for part in normalizers:
         factor = _replacing(part) if part["type"] == "Replace" else _SHRINKING.get(part["type"])
         if factor is None:
             return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 __all__ = ["without_lookahead"]
 
 #: the pattern of pydantic's decimals -> the same without lookahead
@@ -27,7 +29,7 @@ def without_lookahead(pattern: str) -> list[str]:
     while rest.startswith("^(?="):
         if len(heads) == _MOST_HEADS:
             raise ValueError(f"with more than {_MOST_HEADS} lookaheads")
-        end = _closing(rest, 1)
+        end = _closing(rest)
         inside, after = rest[len("^(?=") : end], rest[end + 1 :]
         # After a lookahead that is repeated or one of several alternatives, it would mean something else.
         if _alternatives(after) or after[:1] in ("*", "+", "?", "{"):
@@ -70,23 +72,22 @@ def _plain(pattern: str) -> list[int]:
     return found
 
 
-def _closing(pattern: str, start: int) -> int:
-    """The end of the group that begins at ``start``. Raises ValueError."""
+def _depths(pattern: str) -> Iterator[tuple[int, int]]:
+    """The places of plain characters, and how many groups are open after each."""
     depth = 0
     for at in _plain(pattern):
-        if at < start:
-            continue
         depth += {"(": 1, ")": -1}.get(pattern[at], 0)
-        if depth == 0:
+        yield at, depth
+
+
+def _closing(pattern: str) -> int:
+    """The end of the first group. Raises ValueError."""
+    for at, depth in _depths(pattern):
+        if pattern[at] == ")" and depth == 0:
             return at
     raise ValueError("without balanced groups")
 
 
 def _alternatives(pattern: str) -> bool:
     """The pattern has alternatives outside all groups."""
-    depth = 0
-    for at in _plain(pattern):
-        depth += {"(": 1, ")": -1}.get(pattern[at], 0)
-        if pattern[at] == "|" and depth <= 0:
-            return True
-    return False
+    return any(pattern[at] == "|" and depth <= 0 for at, depth in _depths(pattern))

@@ -13,6 +13,7 @@ from aioinfer.text.harmony import HEADER
 from aioinfer.text.reasoning import Harmony
 from tests.counting import most_kept
 from tests.text.call_formats import FORMATS, MARK, cut
+from tests.text.test_reasoning import split as split_by
 from tests.tiers import SECONDS, nightly, rest, scaled
 
 NEXT = "<|end|><|start|>assistant"
@@ -23,9 +24,7 @@ PIECES = (*FORMATS["harmony"].pieces, FINAL, THOUGHT, NEXT, "<|return|>", "hm ",
 
 
 def split(parts: list[str], prompt_end: str = "<|start|>assistant") -> tuple[str, str]:
-    parser = Harmony(prompt_end)
-    pairs = [*(parser.push(part) for part in parts), parser.finish()]
-    return "".join(reasoning for reasoning, _ in pairs), "".join(content for _, content in pairs)
+    return split_by(Harmony(prompt_end), parts)
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,7 @@ def test_ids_are_those_of_transformers(directory: Path, tokenizer: HFTokenizer) 
 
     run()
     assert tokenizer.encode("a<|user|>b") == reference.encode("a<|user|>b")
-
-
-def test_special_tokens_in_a_prompt_are_special_tokens(tokenizer: HFTokenizer) -> None:
-    assert 1 in tokenizer.encode("a<|user|>b")
-    assert tokenizer.encode_chat([{"role": "user", "content": "<|end|>"}]).count(0) == 1
+    assert 1 in tokenizer.encode("a<|user|>b"), "special tokens in a prompt are special tokens"
 
 
 @pytest.mark.parametrize("text", ["a\udc80", "\ud83d", None, 3, b"bytes", ["a"]])

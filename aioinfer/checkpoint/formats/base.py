@@ -68,12 +68,6 @@ class Stored:
             raise ConfigError(f"model: {self._name(part)} is of {found.dtype}, not {' or '.join(types)}")
         return found
 
-    def expect(self, part: str, tensor: torch.Tensor, *shape: int) -> torch.Tensor:
-        """Raise ConfigError unless a part has this shape."""
-        if tuple(tensor.shape) != shape:
-            raise ConfigError(f"model: {self._name(part)} is shaped {tuple(tensor.shape)}, not {shape}")
-        return tensor
-
     def parts(self, *names: str) -> set[str]:
         """The full names of parts, whether they are there or not."""
         return {self._full(part) for part in names}

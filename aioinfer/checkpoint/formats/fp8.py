@@ -93,10 +93,12 @@ class FP8(Format):
             return Float8Matrix(weight, scale.reshape(1, 1), (rows, inner))
         if scale.shape in ((rows,), (rows, 1)):
             return Float8Matrix(weight, scale.reshape(rows, 1), (1, inner))
+        found = f"model: {stored.module}.{part} is shaped {tuple(scale.shape)}"
         if self._block is None:
-            raise ConfigError(f"model: {stored.module}.{part} is shaped {tuple(scale.shape)} without blocks")
+            raise ConfigError(f"{found} without blocks")
         height, width = self._block
-        stored.expect(part, scale, -(-rows // height), -(-inner // width))
+        if scale.shape != (shape := (-(-rows // height), -(-inner // width))):
+            raise ConfigError(f"{found}, not {shape}")
         return Float8Matrix(weight, scale, (min(height, rows), min(width, inner)))
 
     def _stack(self, stored: Stored, weight: torch.Tensor, scale: torch.Tensor) -> Float8Matrix:
