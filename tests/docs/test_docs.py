@@ -15,7 +15,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import threading
 import tomllib
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -329,60 +328,44 @@ def _requests() -> Iterator[Any]:
                     yield pytest.param(served, fence, words[1:], id=f"{fence}")
 
 
+async def _serve(arguments: tuple[str, ...], ready: asyncio.Future[str], stop: asyncio.Event) -> None:
+    """Serve as ``aioinfer serve`` would with these arguments."""
+    options = _parser().parse_args(["serve", *arguments, "--port", "0", "--threads", "1"])
+    async with Engine(read_settings(EngineConfig, options)) as engine:
+        await serve(engine, read_settings(ServerConfig, options), stop=stop, ready=ready.set_result)
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[Callable[[tuple[str, ...]], str]]:
-    """``server(arguments) -> URL`` of a server started once as ``aioinfer serve`` would with these."""
-    with contextlib.ExitStack() as stack:
+def answers() -> Iterator[Callable[[tuple[str, ...], Request], str]]:
+    """``answers(arguments, request)``: the answer of a server that is started once with these arguments. The
+    loop of all servers runs while one of them is asked."""
+    with asyncio.Runner() as runner:
+        loop, stop, servers = runner.get_loop(), asyncio.Event(), []
+
+        async def first(ready: asyncio.Future[str], server: asyncio.Task[None]) -> str:
+            await asyncio.wait([ready, server], return_when=asyncio.FIRST_COMPLETED)
+            return ready.result() if ready.done() else str(server.result())  # which raises
 
         @cache
         def start(arguments: tuple[str, ...]) -> str:
-            return stack.enter_context(_serving(list(arguments)))
+            ready = loop.create_future()
+            servers.append(loop.create_task(_serve(arguments, ready, stop)))
+            return runner.run(first(ready, servers[-1]))
 
-        yield start
-
-
-@contextlib.contextmanager
-def _serving(arguments: list[str]) -> Iterator[str]:
-    options = _parser().parse_args(["serve", *arguments, "--port", "0"])
-    options.threads = "1"
-    ready: list[str] = []
-    changed, stop = threading.Event(), asyncio.Event()
-
-    def told(url: str) -> None:
-        ready.append(url)
-        changed.set()
-
-    async def run() -> None:
-        nonlocal loop
-        loop = asyncio.get_running_loop()
-        async with Engine(read_settings(EngineConfig, options)) as engine:
-            await serve(engine, read_settings(ServerConfig, options), stop=stop, ready=told)
-
-    def main() -> None:
-        try:
-            asyncio.run(run())
-        finally:
-            changed.set()
-
-    loop: asyncio.AbstractEventLoop | None = None
-    thread = threading.Thread(target=main)
-    thread.start()
-    changed.wait()
-    try:
-        assert ready, "the server did not start"
-        yield ready[0]
-    finally:
-        if loop is not None and ready:
-            loop.call_soon_threadsafe(stop.set)
-        thread.join()
+        yield lambda arguments, request: runner.run(asyncio.to_thread(request.send, start(arguments)))
+        stop.set()
+        runner.run(asyncio.wait(servers))
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 @pytest.mark.parametrize(("served", "fence", "arguments"), list(_requests()))
 def test_curl_lines_are_answered(
-    server: Callable[[tuple[str, ...]], str], served: tuple[str, ...], fence: Fence, arguments: list[str]
+    answers: Callable[[tuple[str, ...], Request], str],
+    served: tuple[str, ...],
+    fence: Fence,
+    arguments: list[str],
 ) -> None:
-    answer = Request.of(arguments).send(server(served))
+    answer = answers(served, Request.of(arguments))
     assert answer.strip(), f"{fence}: an empty answer"
     if "data: " in answer:
         assert answer.endswith("data: [DONE]\n\n") or "event: response.completed\n" in answer
