@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from aioinfer.cache.fenced import FencedPool
-from tests.tiers import SECONDS, rest, scaled
+from tests.machines import run_machine
+from tests.tiers import SECONDS, rest
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -70,11 +64,6 @@ class PoolMachine(RuleBasedStateMachine):
             assert self.pool.fenced == 0
 
 
-SETTINGS = settings(
-    max_examples=scaled(120, 60), stateful_step_count=40, deadline=None, derandomize=True, database=None
-)
-
-
 @rest(SECONDS)
 def test_the_pool_behaves_like_the_naive_model() -> None:
-    run_state_machine_as_test(PoolMachine, settings=SETTINGS)  # type: ignore[no-untyped-call]
+    run_machine(PoolMachine, 120, 60)

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import (
-    RuleBasedStateMachine,
-    initialize,
-    invariant,
-    precondition,
-    rule,
-    run_state_machine_as_test,
-)
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aioinfer.cache import radix
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import Lock, RadixTree, token_key
-from tests.tiers import scaled
+from tests.machines import run_machine
 
 PAGE, PAGES = 2, 16
 Prefix = tuple[str, tuple[int, ...]]
@@ -273,13 +265,8 @@ class TreeMachine(RuleBasedStateMachine):
         assert (self.tree.num_nodes, self.tree.num_pages, self.tree._roots) == (0, 0, {})
 
 
-SETTINGS = settings(
-    max_examples=scaled(200, 80), stateful_step_count=40, deadline=None, derandomize=True, database=None
-)
-
-
 def test_the_tree_behaves_like_the_naive_model() -> None:
-    run_state_machine_as_test(TreeMachine, settings=SETTINGS)  # type: ignore[no-untyped-call]
+    run_machine(TreeMachine, 200, 80)
 
 
 def test_many_unlocks_do_not_let_the_heap_grow() -> None:

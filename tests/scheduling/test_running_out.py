@@ -7,33 +7,66 @@ from __future__ import annotations
 
 import itertools
 
-from aioinfer.sampling.outcomes import FORCED
+import pytest
+
+from aioinfer.sampling.outcomes import BAD_LOGITS, FORCED
 from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.recovery import StepCap
+from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import NO_ROWS, Step
-from tests.scheduling.desk import Desk, only
+from tests.scheduling.desk import STOP, Desk, only
 
 
-def run_out(desk: Desk, step: Step) -> None:
-    assert desk.scheduler.run_out(step, MemoryError()) == []
+class Shortage(RuntimeError):
+    """What the device raised."""
+
+
+def run_out(desk: Desk, step: Step, *, capped: bool = False) -> list[Sequence]:
+    """Unless it is about the cap, the next step may have as much again."""
+    failed = desk.scheduler.run_out(step, Shortage())
+    if not capped:
+        desk.scheduler.cap = StepCap(desk.scheduler.config.step_tokens)
     audit(desk.scheduler)
+    return failed
 
 
-def test_tokens_that_were_forced_behind_it_do_not_count() -> None:
+@pytest.mark.parametrize("junk", [50, STOP, BAD_LOGITS, FORCED])
+def test_what_is_in_flight_behind_it_is_neither_delivered_nor_counted(junk: int) -> None:
+    """A token, the end token, a failure, tokens that were forced: whatever it is. It still writes."""
     desk = Desk(prefix_cache=False)
     request = desk.submit(6, 20)
     desk.bring(desk.launch())
-    first, second = desk.launch(), desk.launch()
-    run_out(desk, first)
-    desk.scheduler.cap = StepCap(64)
+    held, slot = set(request.kv.pages), request.kv.slot
+    first, second, third = (desk.launch() for _ in range(3))
+    assert run_out(desk, first) == []
+    assert request.pending == 0
     again = desk.launch()
     assert only(again).ids == [*request.prompt_ids, 42]
     assert only(again).new_request is not None
-    assert desk.bring(second, FORCED, [50, 51]) == []
+    assert only(again).slot != slot
+    assert not held & set(request.kv.pages)
+    for step in (second, third):
+        assert desk.bring(step, junk, [50, 51] if junk == FORCED else ()) == []
     assert desk.bring(again, 43) == [request]
     assert request.output_ids == [42, 43]
     counters = desk.scheduler.queues.counters
     assert (counters.out_of_memory_retries, counters.late_tokens) == (1, 0)
+
+
+def test_a_second_time_without_a_token_in_between_ends_the_longest() -> None:
+    """Steps in flight that run out, too, are the same time."""
+    desk = Desk(prefix_cache=False)
+    short, long = desk.submit(2, 20), desk.submit(4, 20)
+    for count in (1, 2, 3):
+        while len(long.output_ids) < count:
+            desk.bring(desk.launch())
+        for step in (desk.launch(), desk.launch()):
+            assert run_out(desk, step) == []
+    assert run_out(desk, desk.launch()) == [long]
+    assert isinstance(long.output.error, Shortage)
+    assert desk.scheduler.queues.counters.out_of_memory_retries == 7
+    desk.finish()
+    assert short.output.finish_reason == "length"
 
 
 def test_requests_come_again_in_their_old_order_before_others() -> None:
@@ -43,14 +76,13 @@ def test_requests_come_again_in_their_old_order_before_others() -> None:
     assert step.num_rows == 3
     run_out(desk, step)
     assert list(desk.scheduler.queues.waiting) == [first, second, third, other]
-    desk.scheduler.cap = StepCap(64)
     assert [row.request for row in desk.launch().rows] == [first, second, third]
 
 
 def test_prompt_and_decodes_share_what_the_memory_holds() -> None:
     desk = Desk(running=8, prefix_cache=False)
     requests = [desk.submit(8, 100) for _ in range(8)]
-    run_out(desk, desk.launch())
+    run_out(desk, desk.launch(), capped=True)
     sizes = []
     while not all(request.output_ids for request in requests):
         step = desk.launch()

@@ -5,22 +5,14 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import pytest
-from hypothesis import settings
-from hypothesis.stateful import run_state_machine_as_test
 
+from tests.machines import run_machine
 from tests.scheduling.machine import SchedulerMachine
-from tests.tiers import SECONDS, grid, rest, scaled
+from tests.tiers import SECONDS, grid, rest
 
 
 def test_the_scheduler_keeps_the_laws() -> None:
-    lawful = settings(
-        max_examples=scaled(120, 40),
-        stateful_step_count=40,
-        deadline=None,
-        derandomize=True,
-        database=None,
-    )
-    run_state_machine_as_test(SchedulerMachine, settings=lawful)  # type: ignore[no-untyped-call]
+    run_machine(SchedulerMachine, 120, 40)
 
 
 class Stateful(SchedulerMachine):
@@ -33,11 +25,4 @@ class Stateful(SchedulerMachine):
 @pytest.mark.parametrize("snapshots", grid([1, 3], [0, 2, 16]))
 def test_states_keep_the_laws(snapshots: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(Stateful.fixed, "snapshots", snapshots)
-    lawful = settings(
-        max_examples=scaled(120, 24),
-        stateful_step_count=40,
-        deadline=None,
-        derandomize=True,
-        database=None,
-    )
-    run_state_machine_as_test(Stateful, settings=lawful)  # type: ignore[no-untyped-call]
+    run_machine(Stateful, 120, 24)
