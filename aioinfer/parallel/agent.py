@@ -189,11 +189,9 @@ class _Session:
     # -- as End -----------------------------------------------------------------------------------
 
     def connected(self) -> None:
-        """As in End."""
         self._timer = self._loop.call_later(_PATIENCE, self.connection.abort)
 
     def received(self, message: messages.Hello | messages.Orders) -> None:
-        """As in End."""
         match message:
             case messages.Hello():
                 if not self._refused:
@@ -241,7 +239,6 @@ class _Session:
         return bool(self._moved)
 
     def ended(self, cause: BaseException | None) -> None:
-        """As in End."""
         if self._timer is not None:
             self._timer.cancel()
         if not (self._trusted or self._refused):
@@ -357,7 +354,6 @@ class _Session:
     # -- as the lane of its readings ---------------------------------------------------------------
 
     def moved(self, outlets: Sequence[Outlet]) -> None:
-        """As in Lane."""
         for reading in cast("Sequence[_Reading]", outlets):
             self._moved[reading] = None
         if not self.connection.full:

@@ -251,7 +251,6 @@ class Dispatching(Service[Record], ReplicaEvents):
     # -- as ReplicaEvents -----------------------------------------------------------------------
 
     def moved(self, rows: Sequence[tuple[Attempt, Rows]]) -> None:
-        """As in ReplicaEvents."""
         told: list[StreamCell] = []
         now = self.clock()
         for attempt, brought in rows:
@@ -326,11 +325,9 @@ class Dispatching(Service[Record], ReplicaEvents):
         self._ended(record)
 
     def leaving(self, replica: Replica) -> None:
-        """As in ReplicaEvents."""
         self.drain(replica)
 
     def lost(self, replica: Replica, cause: BaseException) -> None:
-        """As in ReplicaEvents."""
         if replica.state in (ReplicaState.LOST, ReplicaState.CLOSED):
             return
         _log.error("the replica %s is lost with %d requests: %s", replica.name, replica.load.requests, cause)

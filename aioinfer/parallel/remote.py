@@ -303,11 +303,9 @@ class _Link:
     # -- as End -----------------------------------------------------------------------------------
 
     def connected(self) -> None:
-        """As in End."""
         self.connection.trust(_FIRST)
 
     def received(self, message: messages.Welcome | messages.Refused | messages.Answers) -> None:
-        """As in End."""
         match message:
             case messages.StepRows():
                 check(message.rows, self._replica.info.vocab_size)
@@ -335,11 +333,9 @@ class _Link:
                     self.welcome.set_exception(ConfigError(f"it refuses: {message.reason}"))
 
     def fill(self) -> bool:
-        """As in End."""
         return False
 
     def ended(self, cause: BaseException | None) -> None:
-        """As in End."""
         if self._timer is not None:
             self._timer.cancel()
         for paused in self.pausing:

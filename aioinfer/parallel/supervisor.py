@@ -50,13 +50,9 @@ class Supervisor:
             self._run(replica.aclose())
             return
         delay = min(_LONGEST, _BACKOFF * 2 ** (len(failures) - 1))
-        self._forget(replica.name)  # of an earlier loss: it was restarted meanwhile
+        if timer := self._timers.pop(replica.name, None):
+            timer.cancel()  # of an earlier loss: it was restarted meanwhile
         self._timers[replica.name] = self._loop.call_later(delay, self._again, replica)
-
-    def _forget(self, name: str) -> None:
-        timer = self._timers.pop(name, None)
-        if timer is not None:
-            timer.cancel()
 
     def _again(self, replica: Replica) -> None:
         del self._timers[replica.name]
