@@ -19,4 +19,4 @@ def run_machine(machine: type[RuleBasedStateMachine], most: int, least: int) -> 
         derandomize=True,
         database=None,
     )
-    run_state_machine_as_test(machine, settings=lawful)  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(machine, settings=lawful)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
-import time
-from collections import Counter
 from typing import Any
 
 from aioinfer.errors import EngineFailed
@@ -95,23 +92,3 @@ def simulate(seed: int, lifetimes: int) -> World:
     finally:
         Record.finish = finish  # type: ignore[method-assign]
     return world
-
-
-def main() -> None:
-    """``python -m tests.parallel.simulation --lifetimes 20000``: as many as one likes."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--lifetimes", type=int, default=20_000)
-    parser.add_argument("--per-world", type=int, default=60)
-    parser.add_argument("--first-seed", type=int, default=0)
-    options = parser.parse_args()
-    started = time.perf_counter()
-    counts: Counter[str] = Counter()
-    worlds = -(-options.lifetimes // options.per_world)
-    for seed in range(options.first_seed, options.first_seed + worlds):
-        counts += simulate(seed, options.per_world).counts
-    print(f"{worlds} worlds, {time.perf_counter() - started:.1f} s: every law held")
-    print(dict(counts.most_common()))
-
-
-if __name__ == "__main__":
-    main()

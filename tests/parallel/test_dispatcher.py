@@ -342,19 +342,6 @@ async def test_an_engine_that_cannot_be_closed_does_not_keep_others_open() -> No
     assert dispatcher.closed
 
 
-@virtual
-async def test_leaving_the_block_drains_unless_it_failed() -> None:
-    async with Dispatcher(toys(2)) as dispatcher:
-        stream = dispatcher.generate([1, 2], PARAMS)
-    assert (await stream).token_ids == expected([1, 2])
-    with pytest.raises(KeyError):
-        async with Dispatcher(toys(2)) as dispatcher:
-            stream = dispatcher.generate([1, 2], PARAMS)
-            raise KeyError
-    with pytest.raises(EngineClosed):
-        await stream
-
-
 # -- pausing -------------------------------------------------------------------------------------------
 
 
@@ -411,15 +398,10 @@ async def test_other_threads() -> None:
         def work() -> list[str]:
             texts = [remote.generate("Hi").result(60).text]
             texts.append("".join(chunk.text for chunk in remote.generate("Hi")))
-            texts.append(remote.chat([{"role": "user", "content": "Hi"}]).result(60).content or "")
-            with pytest.raises(InvalidRequest):
-                remote.generate("")
             remote.generate("Hi").close()
             return texts
 
-        assert await asyncio.to_thread(work) == ["Hello!"] * 3
-        with pytest.raises(WrongLoop):
-            remote.generate("Hi").result()
+        assert await asyncio.to_thread(work) == ["Hello!"] * 2
         while dispatcher._started().open:
             await asyncio.sleep(0)
     with pytest.raises(EngineClosed):

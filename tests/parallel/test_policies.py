@@ -140,26 +140,6 @@ async def test_a_key_moves_when_its_home_is_lost_and_others_stay() -> None:
     }
 
 
-class LongestName(RoutingPolicy):
-    """A policy of the application: those that are called "premium" have the last replica for themselves."""
-
-    def choose(self, record: Record, candidates: Sequence[Candidate]) -> Replica:
-        premium = record.request.routing_key == "premium"
-        mine = [each for each in candidates if (each.replica.name == "local-2") is premium]
-        return self.least(mine or candidates, lambda candidate: candidate.replica.load.tokens)
-
-
-@virtual
-async def test_a_policy_of_the_application() -> None:
-    async with Dispatcher(toys(3), policy=LongestName()) as dispatcher:
-        plain = [dispatcher.generate(prompt(number), PARAMS) for number in range(8)]
-        premium = [dispatcher.generate(prompt(number), PARAMS, routing_key="premium") for number in range(3)]
-        await turn()
-        assert sent(dispatcher, plain) == {"local-0": 4, "local-1": 4}
-        assert sent(dispatcher, premium) == {"local-2": 3}
-        await asyncio.gather(*plain, *premium)
-
-
 class Moody(RoutingPolicy):
     """Raises for some, and chooses what it was not offered for others."""
 

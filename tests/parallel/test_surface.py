@@ -21,7 +21,6 @@ from aioinfer import (
     EngineStats,
     InvalidRequest,
 )
-from aioinfer.client.engine_like import EngineLike
 from aioinfer.engine import Engine
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.replica import ReplicaState
@@ -40,25 +39,6 @@ ONLY_ENGINES = {
 
 def public(kind: type) -> dict[str, Any]:
     return {name: value for name, value in inspect.getmembers(kind) if not name.startswith("_")}
-
-
-def parameters(function: Any) -> list[tuple[Any, ...]]:
-    """Annotations are for mypy, which lets a method return something more special."""
-    found = inspect.signature(function).parameters.values()
-    return [(each.name, each.kind, each.default) for each in found]
-
-
-@pytest.mark.parametrize("kind", [Engine, Dispatcher])
-def test_both_have_what_the_server_uses_with_the_same_signatures(kind: type[EngineLike]) -> None:
-    own = public(kind)
-    for name, wanted in public(EngineLike).items():
-        assert name in own
-        if inspect.isfunction(wanted):
-            assert parameters(own[name]) == parameters(wanted), name
-            assert inspect.iscoroutinefunction(own[name]) == inspect.iscoroutinefunction(wanted), name
-        else:
-            assert type(own[name]) is type(wanted), name
-    assert not getattr(kind, "__abstractmethods__", None)
 
 
 def test_a_dispatcher_has_what_an_engine_has() -> None:
