@@ -1,7 +1,4 @@
-"""A row that sampled nothing: its request goes on from what the host knows, and rows behind it are void.
-
-The laws of the engine defer rows and force tokens at random, also of requests that are parked or retracted.
-"""
+"""A row that sampled nothing: its request goes on from what the host knows, and rows behind it are void."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ def test_a_deferred_row_comes_again_with_its_token() -> None:
     assert desk.bring(again, 43) == [request]
     assert request.output_ids == [42, 43]
     assert only(desk.launch()).start == 7
-    assert desk.scheduler.queues.counters.deferred_rows == 1
 
 
 def test_forced_tokens_are_computed_in_one_row() -> None:
@@ -89,3 +85,60 @@ def test_forced_tokens_find_their_pages_or_wait_for_them() -> None:
     assert row.ids == list(range(50, 60))
     desk.bring(step)
     assert eldest.output_ids[-1] == 42
+
+
+def test_a_row_may_be_deferred_again_and_again() -> None:
+    desk, request = started()
+    for _ in range(5):
+        assert desk.bring(desk.launch(), DEFERRED) == []
+    assert desk.scheduler.queues.counters.deferred_rows == 5
+    assert request.pending == 0
+
+
+def test_what_comes_for_a_retracted_request_is_counted_in() -> None:
+    desk, request = started()
+    first, behind = desk.launch(), desk.launch()
+    desk.scheduler.queues.retract(request)
+    queued = desk.scheduler.queues.queued_tokens
+    assert desk.bring(first, FORCED, [50, 51, 52]) == [request]
+    assert desk.scheduler.queues.queued_tokens == queued + 1, "two placeholders became three tokens"
+    assert request.pending == 0
+    desk.bring(behind, DEFERRED)
+    again = desk.launch()
+    assert only(again).ids == [*request.prompt_ids, 42, 50, 51, 52]
+    desk.bring(again)
+
+
+def test_a_parked_request_is_rewound_where_it_is() -> None:
+    desk, request = started(pages=8)
+    step = desk.launch()
+    desk.scheduler.queues.park(request)
+    assert desk.bring(step, FORCED, list(range(50, 62))) == [request]
+    assert desk.scheduler.plan() is None
+    desk.scheduler.queues.unpark(request)
+    assert only(desk.launch()).ids == list(range(50, 62))
+
+
+def test_the_last_chunk_of_a_prompt_may_be_deferred() -> None:
+    desk = Desk(prefix_cache=False, chunk_size=4)
+    request = desk.submit(6, 3)
+    first, last = desk.launch(), desk.launch()
+    assert desk.bring(first) == []
+    assert desk.bring(last, DEFERRED) == []
+    again = desk.launch()
+    assert (only(again).start, only(again).length) == (5, 1)
+    assert desk.bring(again) == [request]
+
+
+def test_the_last_token_by_length_may_be_deferred() -> None:
+    desk, request = started()
+    while request.length < request.max_length - 1:
+        desk.bring(desk.launch())
+    last = desk.launch()
+    assert last.generating.ending == [request]
+    assert desk.bring(last, DEFERRED) == []
+    assert not request.finished
+    desk.bring(desk.launch())
+    assert request.output.finish_reason == "length"
+    assert len(request.output_ids) == 20
+    check_idle(desk.scheduler)

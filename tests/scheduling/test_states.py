@@ -158,6 +158,22 @@ def test_what_is_flushed_while_it_is_computed_is_not_found(behind: int) -> None:
     assert course(at, again) == [(0, 8, "empty", "kept"), (8, 11, "kept", "slot")]
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_step_that_failed_leaves_no_snapshot(failing: int) -> None:
+    at = desk()
+    request = at.submit(11)
+    for _ in range(3):
+        at.plan()
+    for _ in range(failing):
+        bring(at, 42)
+    at.scheduler.fail(at.flights.pop(0), RuntimeError())
+    assert request.finished
+    while at.flights:
+        bring(at, 42)
+    assert not at.memory.snapshots_cached
+    check_idle(at.scheduler)
+
+
 def test_bad_logits_take_back_what_an_earlier_life_left_behind_the_snapshot() -> None:
     at = desk()
     request = at.submit(11, 30)
