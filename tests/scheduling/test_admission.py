@@ -290,6 +290,21 @@ def test_parked_requests_give_way_to_those_that_can_run() -> None:
     check_idle(desk.scheduler)
 
 
+def test_a_request_retracted_before_its_last_token_is_read_still_ends() -> None:
+    desk = Desk()
+    eldest, ending = desk.submit(4, 9), desk.submit(4, 2)
+    desk.plan()
+    desk.plan()
+    assert ending.length == ending.max_length
+    desk.scheduler.queues.retract(ending)
+    assert desk.plan() == [eldest], "there is nothing left to compute for it"
+    desk.resolve()
+    assert ending.output.finish_reason == "length"
+    assert ending.output_ids == [42, 42]
+    desk.finish()
+    check_idle(desk.scheduler)
+
+
 @pytest.mark.parametrize("retracted", [False, True])
 def test_what_led_to_bad_logits_is_not_shared(retracted: bool) -> None:
     """Its earlier chunks were committed before anybody could know."""
