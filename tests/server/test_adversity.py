@@ -20,7 +20,6 @@ from aioinfer.scheduling.step import Step
 from tests.engine.conftest import Gate
 from tests.server.conftest import Served, Serving
 from tests.tiers import PROGRAM, SECONDS, rest
-from tests.toys import ToyTokenizer
 
 PATH = "/v1/completions"
 CHAT: Any = [{"role": "user", "content": "Hello there"}]
@@ -58,7 +57,8 @@ async def test_a_client_that_disconnects_is_aborted_while_its_step_is_held(
         if phase == "queued":
             blocker = served.engine.generate([9], None)
             await until(lambda: served.engine.stats().running == 1)
-        body = {**ENDLESS, "stream": stream, "prompt": list(range(1, 8))}
+        # With logprobs, a task of its own writes the stream.
+        body = {**ENDLESS, "stream": stream, "prompt": [*range(1, 8)], "logprobs": 1}
         request = asyncio.create_task(served.post(PATH, body))
         steps = {"queued": 0, "prefill": 1, "decode": 6}[phase]
         gate.step(steps)
@@ -74,36 +74,6 @@ async def test_a_client_that_disconnects_is_aborted_while_its_step_is_held(
             await until(lambda: served.engine.stats().running == 0)
         if blocker is not None:
             await blocker.aclose()
-        gate.release()
-        await until(lambda: idle(served))
-        await until(lambda: served.engine.stats().pages_in_use == 0)
-
-
-@pytest.mark.parametrize("held_back", [False, True])
-async def test_a_client_that_disconnects_while_calls_are_parsed(
-    serving: Serving, gate: Gate, held_back: bool
-) -> None:
-    tokenizer = ToyTokenizer(looks_up=False)
-    if held_back:
-        # Line breaks may belong to a call that follows, so none is sent.
-        tokenizer._pieces = ["\n"] * tokenizer.vocab_size
-    body = {
-        **ENDLESS,
-        "prompt": None,
-        "messages": CHAT,
-        "tools": [{"type": "function", "function": {"name": "f"}}],
-    }
-    formats = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
-    async with serving(fault=gate, **formats, tokenizer=tokenizer, overlap_steps=0) as served:
-        gate.step(6)
-        response = await served.http.session.post("/v1/chat/completions", json=body)
-        await until(lambda: served.engine.stats().steps >= 6)
-        told = b""
-        while b"content" not in told:
-            told += await response.content.readline()
-        assert b'"content":null' in told
-        response.close()
-        await until(lambda: served.engine.stats().running == 0)
         gate.release()
         await until(lambda: idle(served))
         await until(lambda: served.engine.stats().pages_in_use == 0)

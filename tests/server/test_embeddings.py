@@ -11,15 +11,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 
 from aioinfer.embeddings.embedding import Embedding, normalized
 from aioinfer.outputs import Usage
 from aioinfer.pooling import Pooling
-from aioinfer.server.openai.embeddings import EmbeddingCall, RerankBody, embeddings_answer
-from aioinfer.server.openapi.document import body_schema
+from aioinfer.server.openai.embeddings import EmbeddingCall, embeddings_answer
 from tests.engine.conftest import Gate
 from tests.server.conftest import Served, Serving
 from tests.tiers import SECONDS, SIMULATION, nightly, rest
@@ -275,15 +273,6 @@ async def test_a_client_that_leaves_withdraws_its_inputs_and_is_charged_for_them
         assert served.engine.stats().admitted < 16
         while await left(served) >= 50_000:  # it is charged after the last of them
             pass
-
-
-def test_documents_of_a_reranking_have_a_text_and_nothing_else_in_the_schema() -> None:
-    components: dict[str, Any] = {}
-    schema = {**body_schema(RerankBody, components), "components": {"schemas": components}}
-    check = jsonschema.Draft202012Validator(schema).is_valid
-    assert check({"query": "a", "documents": ["a", {"text": "a"}]})
-    assert not check({"query": "a", "documents": [{"text": "a", "title": "b"}]})
-    assert not check({"query": "a", "documents": [{"title": "b"}]})
 
 
 @nightly(SIMULATION)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from aioinfer.chat.answers import ChatFormat
-from aioinfer.outputs import Chunk, Result, TokenLogprob, Usage
+from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.params import SamplingParams
 from aioinfer.server.anthropic.wires import MESSAGES_WIRE
 from aioinfer.server.http.failures import Failure
@@ -84,7 +84,7 @@ async def writer(protocol: str, usage: Usage, **body: Any) -> tuple[AnswerWriter
         wire, order = RESPONSES_WIRE, ResponseOrder()
     else:
         tools = [{"name": name, "input_schema": WEATHER} for name in ("weather", "lists")]
-        given = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 99, "tools": tools, **body}
+        given = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "tools": tools, **body}
         wire, order = MESSAGES_WIRE, MessageOrder()  # type: ignore[assignment]
     call = wire.parse(json.dumps({k: v for k, v in given.items() if v is not None}).encode(), served())
     tokenizer = ToyTokenizer()
@@ -98,16 +98,15 @@ async def writer(protocol: str, usage: Usage, **body: Any) -> tuple[AnswerWriter
     return await wire.answer(call, context), order
 
 
-def chunks(rng: random.Random, text: str, reason: Any, usage: Usage, scored: bool = False) -> Iterator[Chunk]:
+def chunks(rng: random.Random, text: str, reason: Any, usage: Usage) -> Iterator[Chunk]:
     """The text in pieces of random length, some of them empty; the last one may have no text."""
     cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 12)))
     parts = [text[at:to] for at, to in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     parts += [""] * rng.randint(0, 1)
     for at, part in enumerate(parts):
         ids = [2 + at % 9] * (1 + (at + 1 == len(parts)) * (usage.completion_tokens - len(parts)))
-        scores = [TokenLogprob(token, -0.5, ((3, -1.0),)) for token in ids] if scored else None
         last = at + 1 == len(parts)
-        yield Chunk(part, ids, reason if last else None, usage=usage if last else None, logprobs=scores)
+        yield Chunk(part, ids, reason if last else None, usage=usage if last else None)
 
 
 def comparable(value: Any) -> Any:
@@ -123,6 +122,22 @@ def comparable(value: Any) -> Any:
     return value
 
 
+def check_calls(answer: dict[str, Any], items: list[Any], cut_off: bool) -> None:
+    """Arguments that were cut off are kept, of a message in Anthropic's form of what is no JSON."""
+    calls = [each for each in items if KINDS[each["type"]] == "call"]
+    if "status" in answer:
+        assert answer["status"] == items[-1]["status"] == ("incomplete" if cut_off else "completed")
+        given = [each["arguments"] for each in calls]
+    else:
+        reason = "max_tokens" if cut_off else "tool_use" if calls else "end_turn"
+        assert answer["stop_reason"] == reason
+        given = [each["input"].get("INVALID_JSON") or json.dumps(each["input"]) for each in calls]
+    for call, arguments in zip(calls, given, strict=True):
+        whole = '{"city": "Rome", "days": 1}' if call["name"] == "weather" else "{}"
+        assert whole.startswith(arguments.rstrip("\n"))
+        assert (arguments == whole) != cut_off
+
+
 @pytest.mark.parametrize("name", ANSWERS)
 @pytest.mark.parametrize("protocol", ["responses", "messages"])
 async def test_every_cut_of_an_answer_is_a_valid_stream_of_the_whole(protocol: str, name: str) -> None:
@@ -134,6 +149,7 @@ async def test_every_cut_of_an_answer_is_a_valid_stream_of_the_whole(protocol: s
     items = wanted["output"] if protocol == "responses" else wanted["content"]
     empty = ["text"] if protocol == "responses" else []  # a response has an item in any case
     assert [KINDS[each["type"]] for each in items] == (parts or empty)
+    check_calls(wanted, items, cut_off=reason == "length")
     for seed in range(40):
         rng = random.Random(f"{protocol} {name} {seed}")
         writes, order = await writer(protocol, usage)
@@ -164,30 +180,3 @@ async def test_a_stream_that_fails_anywhere_ends_with_the_error(protocol: str) -
         assert events.ended
         assert order.error is not None
         assert order.error["message"] == "the device is gone"
-
-
-async def test_logprobs_of_a_response_are_those_of_its_text() -> None:
-    usage = Usage(7, 20)
-    options: dict[str, Any] = {
-        "tools": None,
-        "include": ["message.output_text.logprobs"],
-        "top_logprobs": 1,
-    }
-    chat = ChatFormat()
-    for seed in range(40):
-        rng = random.Random(seed)
-        call = RESPONSES_WIRE.parse(
-            json.dumps({"input": "a", **options, "tools": []}).encode(), Served("toy", SamplingParams(), chat)
-        )
-        assert call.answer is None
-        context = AnswerContext(ToyTokenizer(), Speller(str), [None], lambda _: usage, lambda _: [])
-        writes, order = await RESPONSES_WIRE.answer(call, context), ResponseOrder()
-        events = Recorder(order)
-        await writes.open(events)
-        for chunk in chunks(rng, "20 + 22 = 42", "stop", usage, scored=True):
-            await writes.chunk(0, chunk, events)
-        await writes.close([usage], events)
-        (item,) = order.items
-        assert len(item["content"][0]["logprobs"]) == 20
-        assert all(len(each["top_logprobs"]) == 1 for each in item["content"][0]["logprobs"])
-        assert order.response["top_logprobs"] == 1

@@ -26,7 +26,6 @@ from aioinfer.server.http.limits import Limits
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.parsing import BodyParser, decompress
 from aioinfer.server.http.pieces import PiecesPayload
-from aioinfer.server.openai import protocol
 from aioinfer.server.openai.cost import check_answer
 from aioinfer.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Speller, divided
 from aioinfer.server.openai.protocol import Call, parse_chat, parse_completion
@@ -99,43 +98,18 @@ async def test_a_body_without_a_length_is_refused_while_it_is_read(
 
 
 @rest(SECONDS)
-async def test_decompression_is_in_slices_and_ends_at_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A gigabyte of zeros in a megabyte."""
-    parts: list[int] = []
-    make = zlib.decompressobj
-
-    class Recorded:
-        def __init__(self, bits: int) -> None:
-            self._inner = make(bits)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(self._inner, name)
-
-        def decompress(self, raw: bytes, most: int) -> bytes:
-            part = self._inner.decompress(raw, most)
-            parts.append(len(part))
-            return part
-
-    class Zlib:
-        decompressobj = Recorded
-        error = zlib.error
-        MAX_WBITS = zlib.MAX_WBITS
-
+async def test_decompression_is_in_slices_and_ends_at_the_limit() -> None:
+    """64 MiB of zeros."""
     packer = zlib.compressobj()
     bomb = b"".join([packer.compress(bytes(1 << 20)) for _ in range(64)]) + packer.flush()
-    monkeypatch.setattr(parsing, "zlib", Zlib)
     async with counting_turns() as turns:
         with pytest.raises(Refused) as refused:
             await decompress(bomb, 4 << 20, "deflate")
     assert refused.value.failure.status == 413
-    assert max(parts) <= 1 << 18
-    assert sum(parts) <= (4 << 20) + (1 << 18)
-    assert turns() >= len(parts) - 1
-    # Text that does not shrink takes one pass.
-    parts.clear()
+    slices = (4 << 20) // parsing._SLICE
+    assert slices <= turns() <= slices + 3
     text = bytes(range(256)) * 16384
     assert await decompress(zlib.compress(text, 0), 16 << 20, "deflate") == text
-    assert len(parts) < 64
 
 
 @pytest.mark.parametrize(
@@ -179,27 +153,6 @@ async def test_large_bodies_and_patterns_are_parsed_on_a_worker_thread_one_at_a_
     assert await asyncio.gather(*(parser.parse(parse, raw, LIMITS) for raw in large))
     assert here not in threads[1:]
     assert most == 1
-
-
-async def test_the_loop_has_turns_while_a_large_body_is_parsed() -> None:
-    """The parser waits for a callback, which would not come if it ran on the loop."""
-    called = threading.Event()
-
-    def parse(raw: bytes) -> bool:
-        return called.wait(60)
-
-    asyncio.get_running_loop().call_later(0.01, called.set)
-    assert await BodyParser().parse(parse, b"[%s]" % (b"1," * 10_000), LIMITS)
-
-
-def test_integers_of_many_digits_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="4000 digits"):
-        parse_completion(b'{"prompt":[' + b"9" * 4000 + b"]}", OFFER)
-    called = []
-    integer = protocol._integer
-    assert integer("-12") == -12
-    json.loads("[1, -2, 3]", parse_int=called.append)
-    assert len(called) == 3, "a Python function per integer: other threads run in between"
 
 
 def test_the_number_of_messages_is_limited() -> None:
@@ -275,38 +228,10 @@ def results(tokens: int) -> list[Result]:
 
 
 @pytest.mark.parametrize("shape", [CHAT, COMPLETION], ids=["chat", "completion"])
-async def test_a_whole_answer_is_written_in_slices_and_decodes_each_token_once(
+async def test_a_whole_answer_is_written_in_slices_and_never_in_one_piece(
     shape: Shape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pace, "_SLICE", 0.0)
-    decoded: list[int] = []
-
-    def spell(token: int) -> str:
-        decoded.append(token)
-        return f"t{token}\u00e9"
-
-    async with counting_turns() as turns:
-        answers, readers = results(500), [None, None]
-        written = await whole_answer(call_for(shape), shape, answers, ["", ""], Speller(spell), readers)
-    raw = b"".join(written)
-    assert turns() >= 2 * 500
-    assert sorted(decoded) == list(range(50))
-    choices = json.loads(raw)["choices"]
-    assert [choice["index"] for choice in choices] == [0, 1]
-    logprobs = choices[1]["logprobs"]
-    if shape is CHAT:
-        entry = logprobs["content"][49]
-        assert (entry["token"], entry["logprob"], bytes(entry["bytes"]).decode()) == ("t49é", -0.5, "t49é")
-        assert entry["top_logprobs"][3] == {"token": "t3é", "logprob": -3.0, "bytes": list("t3é".encode())}
-    else:
-        assert logprobs["tokens"][49] == "t49é"
-        assert logprobs["text_offset"][:3] == [0, 3, 6]
-        assert logprobs["top_logprobs"][49]["t3é"] == -3.0
-
-
-@pytest.mark.parametrize("shape", [CHAT, COMPLETION], ids=["chat", "completion"])
-async def test_a_whole_answer_is_never_in_one_piece(shape: Shape, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long texts, with and without escapes, many tokens and their rounds."""
+    """Long texts, with and without escapes, many tokens and their rounds. Each token is decoded once."""
     monkeypatch.setattr(pace, "_SLICE", 0.0)
     monkeypatch.setattr(pieces, "PIECE", 256)
     length = 20 * 256
@@ -316,14 +241,29 @@ async def test_a_whole_answer_is_never_in_one_piece(shape: Shape, monkeypatch: p
         replace(result, text=text, step_map=[7] * length)
         for text, result in zip(texts, results(300), strict=True)
     ]
+    decoded: list[int] = []
+
+    def spell(token: int) -> str:
+        decoded.append(token)
+        return f"t{token}\u00e9"
+
     async with counting_turns() as turns:
-        written = await whole_answer(call, shape, answers, ["", "echo"], Speller(str), [None, None])
+        written = await whole_answer(call, shape, answers, ["", "echo"], Speller(spell), [None, None])
     assert max(map(len, written)) < 16_384
     assert turns() > sum(map(len, written)) / 4096
+    assert sorted(decoded) == list(range(50))
     choices = json.loads(b"".join(written))["choices"]
     found = [each["message"]["content"] if shape is CHAT else each["text"] for each in choices]
     assert found == [texts[0], "echo" + texts[1]]
     assert [each["step_map"] for each in choices] == [[7] * length] * 2
+    logprobs = choices[1]["logprobs"]
+    if shape is CHAT:
+        entry = logprobs["content"][49]
+        assert (entry["token"], entry["logprob"], bytes(entry["bytes"]).decode()) == ("t49é", -0.5, "t49é")
+        assert entry["top_logprobs"][3] == {"token": "t3é", "logprob": -3.0, "bytes": list("t3é".encode())}
+    else:
+        assert (logprobs["tokens"][49], logprobs["text_offset"][:3]) == ("t49é", [0, 3, 6])
+        assert logprobs["top_logprobs"][49]["t3é"] == -3.0
 
 
 @rest(SECONDS)

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from aioinfer.scheduling.step import Step
 from aioinfer.server.anthropic.wires import arguments_of
-from tests.server.chats import ROME, USER, WEATHER, add_tags
+from tests.server.chats import USER, WEATHER, add_tags
 from tests.server.conftest import Messages, Serving
 from tests.server.event_order import MessageOrder
 from tests.server.test_reasoning import OPENS
@@ -113,26 +113,6 @@ async def test_an_agent_calls_its_tools_until_the_model_answers(messages: Messag
         blocks = [{"type": "text", "text": "ra"}, {"type": "text", "text": "in"}]
         assert await count(content=blocks, is_error=False) == await count()
         assert await count(is_error=True) > await count()
-
-
-@rest(SECONDS)
-async def test_calls_that_the_model_writes_by_itself(messages: Messages) -> None:
-    async with messages() as client:
-
-        async def ask(text: str, **options: Any) -> Any:
-            extra = {"structured_outputs": {"choice": [text]}}
-            return await both(client, tools=[TOOL], extra_body=extra, **options)
-
-        answer = await ask(f"Hm.\n{ROME}\n{ROME}")
-        assert [each.type for each in answer.content] == ["text", "tool_use", "tool_use"]
-        assert answer.content[1].input == answer.content[2].input == {"city": "Rome", "days": 1}
-        assert answer.content[1].id != answer.content[2].id
-        # Arguments that are cut off are kept, in Anthropic's form of what is no JSON.
-        answer = await ask(ROME, max_tokens=55)
-        assert answer.stop_reason == "max_tokens"
-        assert answer.content[-1].input["INVALID_JSON"].startswith('{"city": ')
-        none = await ask(ROME, tool_choice={"type": "none"})
-        assert (none.content[0].text, none.stop_reason) == (ROME, "end_turn")
 
 
 class Sum(BaseModel):

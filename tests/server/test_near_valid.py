@@ -22,6 +22,7 @@ from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine
 from aioinfer.server.anthropic.endpoints import COUNT_ENDPOINT, MESSAGES_ENDPOINT
 from aioinfer.server.openai.embeddings import EMBEDDING_ENDPOINT, RERANK_ENDPOINT, SCORE_ENDPOINT
+from aioinfer.server.openai.wires import CHAT_ENDPOINT, COMPLETION_ENDPOINT
 from aioinfer.server.responses.endpoints import RESPONSES_ENDPOINT
 from tests.server.calls import http
 from tests.server.conftest import run_server
@@ -34,53 +35,34 @@ from tests.tiers import SECONDS, points, rest
 _AT_ONCE = 8
 
 
-#: number of requests, model, parser of reasoning
-QUICK: list[tuple[int, str, str | None]] = [(300, "tiny-chat", None)]
-MANY = [(5_000, "tiny-chat", None), (1_500, "tiny-chat", "qwen3"), (1_500, "tiny-diffusion", None)]
+Request = Callable[[random.Random], tuple[str, dict[str, Any]]]
+#: requests, their number, model, parser of reasoning
+QUICK: list[tuple[Request, int, str, str | None]] = [
+    (chat_request, 300, "tiny-chat", None),
+    (wire_request, 300, "tiny-chat", None),
+]
+MANY = [
+    (chat_request, 5_000, "tiny-chat", None),
+    (chat_request, 1_500, "tiny-chat", "qwen3"),
+    (chat_request, 1_500, "tiny-diffusion", None),
+    (wire_request, 5_000, "tiny-chat", None),
+    (wire_request, 1_500, "tiny-chat", "qwen3"),
+]
 
 
 @rest(SECONDS)
 @pytest.mark.parametrize(
-    ("count", "model", "reasoning"), points(QUICK, MANY, "thousands of requests take half a minute")
+    ("request_", "count", "model", "reasoning"),
+    points(QUICK, MANY, "thousands of requests take half a minute"),
 )
 async def test_requests_that_are_almost_right_are_answered_or_refused_by_name(
-    count: int, model: str, reasoning: str | None, caplog: pytest.LogCaptureFixture
+    request_: Request, count: int, model: str, reasoning: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    await answer(chat_request, check, count, model, reasoning, caplog)
-
-
-WIRES: list[tuple[int, str, str | None]] = [(300, "tiny-chat", None)]
-MANY_WIRES = [(5_000, "tiny-chat", None), (1_500, "tiny-chat", "qwen3")]
-
-
-@rest(SECONDS)
-@pytest.mark.parametrize(
-    ("count", "model", "reasoning"), points(WIRES, MANY_WIRES, "thousands of requests take half a minute")
-)
-async def test_so_are_those_of_other_protocols(
-    count: int, model: str, reasoning: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    await answer(wire_request, check_wires, count, model, reasoning, caplog)
-
-
-Request = Callable[[random.Random], tuple[str, dict[str, Any]]]
-Check = Callable[[int, str, str, dict[str, Any]], None]
-
-
-async def answer(
-    request: Request,
-    check: Check,
-    count: int,
-    model: str,
-    reasoning: str | None,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Send this number of requests to a server; check what it answers, and that it logs nothing."""
     seed = int(os.environ.get("AIOINFER_TEST_SEED", random.randrange(2**32)))
     sys.stdout.write(f"seed {seed}: AIOINFER_TEST_SEED repeats it\n")
     rng = random.Random(seed)
     statuses: Counter[int] = Counter()
-    work = iter([request(rng) for _ in range(count)])
+    work = iter([request_(rng) for _ in range(count)])
     caplog.set_level(logging.WARNING)
     formats = {"tool_call_parser": "hermes", "reasoning_parser": reasoning}
     engine = Engine(EngineConfig(model=model, threads=1, num_pages=2048, **formats))
@@ -103,65 +85,51 @@ async def answer(
 
 
 VALIDATORS = {path: Draft202012Validator(schema) for path, schema in SCHEMAS.items()}
-
-
-def check_body(body: dict[str, Any], path: str, told: Any) -> None:
-    """Of a body that was accepted: nothing in it is ignored, because its schema admits nothing else."""
-    fault = best_match(VALIDATORS[path].iter_errors(body))
-    assert fault is None, (fault, told)
+ENDPOINTS = {
+    each.path[1:]: each
+    for each in (
+        *(CHAT_ENDPOINT, COMPLETION_ENDPOINT, RESPONSES_ENDPOINT, MESSAGES_ENDPOINT, COUNT_ENDPOINT),
+        *(EMBEDDING_ENDPOINT, SCORE_ENDPOINT, RERANK_ENDPOINT),
+    )
+}
+#: what a body needs, or the model decides; "method": the one that the model is made for
+NEEDED = {"input", "messages", "prompt", "max_tokens", "body", "text_1", "text_2", "query", "documents"}
+NEEDED |= {"n", "tools", "tool_choice", "model", "method"}
 
 
 def check(status: int, text: str, path: str, body: dict[str, Any]) -> None:
+    """Never a fault of the server, and always a field that the request has or misses."""
     told = (status, text[:500], path, json.dumps(body)[:2000])
     assert status in (200, 400, 404), told
+    error = json.loads(text)["error"] if status != 200 else None
     if status == 200:
-        check_body(body, path, told)
-        events = [line[6:] for line in text.splitlines() if line.startswith("data: {")]
-        failed = [event for event in events if '"error"' in event]
-        assert not failed or failed == events[-1:], told
-        text = events[-1] if failed else ""
-    if text:
-        error = json.loads(text)["error"]
-        # Never a fault of the server, and always a field that the request has or misses.
-        assert error["type"] == "invalid_request_error", told
-        top = error["param"].split(".")[0].split("[")[0]
-        assert top in body or top in ("messages", "prompt", "n", "tools", "tool_choice"), told
+        # Nothing in the body is ignored, because its schema admits nothing else.
+        fault = best_match(VALIDATORS[path].iter_errors(body))
+        assert fault is None, (fault, told)
+        if text.startswith((":", "event:")):
+            error = check_events(text, path, told)
+        else:
+            assert not violations(ENDPOINTS[path].answer, json.loads(text)), told
+    if error is None:
+        return
+    kinds = {404: "not_found_error"} if path.startswith("messages") else {}
+    assert error.get("type") in (kinds.get(status, "invalid_request_error"), "error"), told
+    named = "model" if status == 404 else error.get("param") or error["message"]
+    top = re.split(r"[.\[:,]", named)[0]
+    assert top in body or top in NEEDED, told
 
 
-POOLED = (EMBEDDING_ENDPOINT, SCORE_ENDPOINT, RERANK_ENDPOINT)
-ENDPOINTS = {each.path[1:]: each for each in (RESPONSES_ENDPOINT, MESSAGES_ENDPOINT, COUNT_ENDPOINT, *POOLED)}
-
-
-def check_wires(status: int, text: str, path: str, body: dict[str, Any]) -> None:
-    told = (status, text[:500], path, json.dumps(body)[:2000])
-    assert status in (200, 400, 404), told
-    if status == 200:
-        endpoint = ENDPOINTS[path]
-        check_body(body, path, told)
-        if not text.startswith((":", "event:")):
-            assert not violations(endpoint.answer, json.loads(text)), told
-            return
-        for line in text.splitlines():
-            if line.startswith("data: "):
-                assert not violations(endpoint.events, json.loads(line[6:])), (line, told)
-        order = ResponseOrder() if path == "responses" else MessageOrder()
-        read_events(order.take, text)
-        order.check_ended()
-        if order.error is None:
-            return
-        # Constraints that turn out to allow nothing.
-        named = order.error.get("param") or order.error["message"]
-    elif not path.startswith("messages"):
-        error = json.loads(text)["error"]
-        assert error["type"] == "invalid_request_error", told
-        named = error["param"]
-    else:
-        given = json.loads(text)
-        assert (given["type"], "request_id" in given) == ("error", True), told
-        kind = given["error"]["type"]
-        assert kind == ("not_found_error" if status == 404 else "invalid_request_error"), told
-        named = given["error"]["message"]
-    top = "model" if status == 404 else re.split(r"[.\[:,]", named)[0]
-    wanted = {"input", "messages", "max_tokens", "body", "text_1", "text_2", "query", "documents"}
-    wanted |= {"method"}  # the one that the model is made for
-    assert top in body or top in wanted, told
+def check_events(text: str, path: str, told: Any) -> Any:
+    """The error at the end of a stream, if it has one: constraints that turn out to allow nothing."""
+    events = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    failed = None
+    if path not in ("responses", "messages"):
+        failed = events.pop()["error"] if "error" in events[-1] else None
+    for event in events:
+        assert not violations(ENDPOINTS[path].events, event), (event, told)
+    if path not in ("responses", "messages"):
+        return failed
+    order = ResponseOrder() if path == "responses" else MessageOrder()
+    read_events(order.take, text)
+    order.check_ended()
+    return order.error

@@ -66,21 +66,6 @@ async def test_reasoning_is_split_off(serving: Serving, name: str | None, specia
         assert answers == [dataclasses.replace(wanted, logprobs=len(ids))] * 2
 
 
-@rest(SECONDS)
-async def test_a_response_format_leaves_room_for_reasoning(bundled: Bundled, directory: Path) -> None:
-    tags = add_tags(directory, "<think>", "</think>", special=False)
-    schema = {"enum": ["yes", "no"]}
-    formats: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-    bias = {str(tags["<think>"]): 100, str(tags["</think>"]): 14}
-    async with bundled(directory, reasoning_parser="qwen3") as client:
-        answers = await both(client, response_format=formats, logit_bias=bias, seed=1, n=4, temperature=2.0)
-        for answer in answers:
-            assert json.loads(answer.content or "") in schema["enum"]
-        assert any(answer.reasoning for answer in answers)
-        extra = {"guided_choice": ["<b>hm</b>yes"]}
-        assert (await both(client, extra_body=extra))[0].content == "<b>hm</b>yes"
-
-
 #: what the chat template puts in front of an answer, by a variable of it
 OPENS = "{{ '<think>\\n' if thinking else '' if plain else '<think>\\n\\n</think>\\n\\n' }}"
 
@@ -147,6 +132,9 @@ async def test_a_grammar_begins_where_the_prompt_ends(
                 assert (answer.content or '"').startswith('"')
         if tags:
             assert any(answer.content for answer in await ask(300, thinking=True))
+        # A choice is of the whole answer.
+        (whole,) = await both(client, extra_body={"guided_choice": ["<b>hm</b>yes"]})
+        assert f"{whole.reasoning or ''}{whole.content or ''}" == "<b>hm</b>yes"
 
 
 @pytest.fixture

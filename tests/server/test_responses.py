@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 
 from aioinfer.scheduling.step import Step
 from aioinfer.server.responses.endpoints import Response
-from tests.server.chats import ROME, USER, WEATHER, add_tags
+from tests.server.chats import USER, WEATHER, add_tags
 from tests.server.conftest import Bundled, Serving
 from tests.server.event_order import ResponseOrder
 from tests.server.test_tool_requests import ROUND_TRIP
@@ -140,27 +140,6 @@ async def test_an_agent_calls_its_tools_until_the_model_answers(bundled: Bundled
         other = await both(client, input=conversation, tools=[TOOL], max_output_tokens=4)
     assert other.usage.input_tokens > last.usage.input_tokens
     assert [each.name for each in last.tools] == ["weather"]
-
-
-@rest(SECONDS)
-async def test_calls_that_the_model_writes_by_itself(bundled: Bundled) -> None:
-    async with bundled() as client:
-
-        async def ask(text: str, **options: Any) -> Any:
-            extra = {"structured_outputs": {"choice": [text]}}
-            tools = [{**TOOL, "strict": False}]
-            return await both(client, tools=tools, extra_body=extra, **options)
-
-        answer = await ask(f"Hm.\n{ROME}")
-        assert [each.type for each in answer.output] == ["message", "function_call"]
-        assert answer.output_text == "Hm."
-        assert json.loads(answer.output[1].arguments) == {"city": "Rome", "days": 1}
-        answer = await ask(f"{ROME}\n{ROME}")
-        assert [each.type for each in answer.output] == ["function_call"] * 2
-        assert answer.output[0].call_id != answer.output[1].call_id
-        answer = await ask(ROME, max_output_tokens=55)
-        assert (answer.status, answer.output[-1].type) == ("incomplete", "function_call")
-        assert answer.output[-1].status == "incomplete"
 
 
 class Sum(BaseModel):
