@@ -9,15 +9,7 @@ from pydantic import AfterValidator, Field
 from aioinfer.chat.bodies import CACHING, CLIENTS, NO, OFF, Items, Object, Refused, TextOr, field, later
 from aioinfer.errors import InvalidRequest
 
-__all__ = [
-    "NAME",
-    "ChosenTool",
-    "Message",
-    "ResponseFormat",
-    "StructuredOutputs",
-    "Tool",
-    "ToolFunction",
-]
+__all__ = ["NAME", "ChosenTool", "Message", "ResponseFormat", "StructuredOutputs", "Tool", "ToolFunction"]
 
 #: the pattern of a function's name
 NAME = "^[a-zA-Z0-9_-]{1,64}$"

@@ -80,12 +80,7 @@ def _signature(field: str, function: Callable[..., Any]) -> dict[str, Any]:
             raise InvalidRequest(field, f"its parameter {name} has no annotation")
         properties[name] = _schema(f"its parameter {name}", field, hints[name])
     required = [name for name, each in parameters.items() if each.default is inspect.Parameter.empty]
-    return {
-        "type": "object",
-        "properties": properties,
-        "required": required,
-        "additionalProperties": False,
-    }
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def _schema(where: str, field: str, hint: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, NoReturn
+from typing import Annotated
 from weakref import WeakKeyDictionary
 
 from aiohttp import web
@@ -120,7 +120,9 @@ class Adapters:
             await self._engine.unload_adapter(name)
         except InvalidRequest as error:
             if error.code == ADAPTER_NOT_FOUND:
-                _not_found(error)
+                kind, message = "invalid_request_error", f"lora_name: {error.message}"
+                failure = Failure(404, kind, message, param="lora_name", code=error.code)
+                raise Refused(failure) from error
             raise renamed(error, _NAMES) from error.__cause__
         return f"Success: the LoRA adapter {name!r} was removed."
 
@@ -156,10 +158,3 @@ class AdapterRoutes:
         with record_of(request).admitted():
             body, _ = await self._generation.parsed(request, partial(read, UnloadBody))
             return web.Response(text=await self._adapters.unload(body))
-
-
-def _not_found(error: InvalidRequest) -> NoReturn:
-    message = f"lora_name: {error.message}"
-    raise Refused(
-        Failure(404, "invalid_request_error", message, param="lora_name", code=error.code)
-    ) from error

@@ -19,12 +19,7 @@ __all__ = ["as_chunk", "deltas_of", "thinking_tokens"]
 def as_chunk(result: Result) -> Chunk:
     """The whole output as one chunk."""
     return Chunk(
-        result.text,
-        result.token_ids,
-        result.finish_reason,
-        result.stop_reason,
-        result.usage,
-        result.logprobs,
+        result.text, result.token_ids, result.finish_reason, result.stop_reason, result.usage, result.logprobs
     )
 
 

@@ -44,17 +44,7 @@ _RETRY = 0.1
 class ExpressOutlet:
     """One stream on the lane: its transport, and the bytes around the text of each event."""
 
-    __slots__ = (
-        "after",
-        "before",
-        "cell",
-        "events",
-        "lane",
-        "pending",
-        "size",
-        "stream",
-        "transport",
-    )
+    __slots__ = ("after", "before", "cell", "events", "lane", "pending", "size", "stream", "transport")
 
     def __init__(
         self,

@@ -202,12 +202,7 @@ class Generation:
         return events.response
 
     async def _send_all(
-        self,
-        call: Call,
-        writer: AnswerWriter,
-        streams: Sequence[Stream],
-        events: EventStream,
-        record: Record,
+        self, call: Call, writer: AnswerWriter, streams: Sequence[Stream], events: EventStream, record: Record
     ) -> None:
         """All choices, then what ends the answer. After an error, the error is the last event."""
         try:

@@ -73,13 +73,7 @@ class Routes:
         ]
 
     def add_to(
-        self,
-        app: web.Application,
-        prefix: str,
-        health: str | None,
-        *,
-        whole: bool,
-        playground: str | None,
+        self, app: web.Application, prefix: str, health: str | None, *, whole: bool, playground: str | None
     ) -> None:
         """Add the routes to an application. ``whole``: it is a server of this engine, and has the routes at
         its root, too. ``playground``: the path of that page, or None. Raises ConfigError if the application

@@ -131,11 +131,7 @@ class Tokens:
         self._generation = generation
 
     def routes(self) -> list[Route]:
-        return [
-            _TOKENIZE.route(self.tokenize),
-            _DETOKENIZE.route(self.detokenize),
-            _INFO.route(self.info),
-        ]
+        return [_TOKENIZE.route(self.tokenize), _DETOKENIZE.route(self.detokenize), _INFO.route(self.info)]
 
     async def tokenize(self, request: web.Request) -> web.StreamResponse:
         with self._generation.tokenizing(request):

@@ -57,6 +57,7 @@ class AnswerWriter(Protocol):
         """The event that :meth:`chunk` writes for chunks before the last of choice ``index``, if it is one
         each and depends on nothing but the chunk's text; it may then be written without a call of
         :meth:`chunk`. None: call :meth:`chunk`. Asked once, after :meth:`open`."""
+        return None
 
     async def chunk(self, index: int, chunk: Chunk, events: EventStream) -> None:
         """Output of choice ``index``. Of one choice, chunks come in order."""

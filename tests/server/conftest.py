@@ -113,8 +113,7 @@ def serving() -> Serving:
         **settings: Any,
     ) -> AsyncIterator[Served]:
         config = EngineConfig(
-            model="toy",
-            **{"page_size": 4, "num_pages": 4096, "max_running_requests": 256, **settings},
+            model="toy", **{"page_size": 4, "num_pages": 4096, "max_running_requests": 256, **settings}
         )
         served = device or ToyDevice(
             num_pages=config.num_pages or 0,
@@ -219,9 +218,7 @@ def bundled(model_with_tools: Path) -> Bundled:
 
     @asynccontextmanager
     async def run(
-        model: Path | None = None,
-        server: dict[str, Any] | None = None,
-        **settings: Any,
+        model: Path | None = None, server: dict[str, Any] | None = None, **settings: Any
     ) -> AsyncIterator[openai.AsyncOpenAI]:
         settings = {"model": str(model or model_with_tools), "tool_call_parser": "hermes", **settings}
         engine = Engine(EngineConfig(threads=1, dtype="float32", **settings))
@@ -260,10 +257,7 @@ def messages(bundled: Bundled) -> Messages:
         async with (
             bundled(model, **server) as other,
             anthropic.AsyncAnthropic(
-                base_url=site(other),
-                api_key="none",
-                max_retries=0,
-                _strict_response_validation=True,
+                base_url=site(other), api_key="none", max_retries=0, _strict_response_validation=True
             ) as client,
         ):
             yield client

@@ -251,7 +251,7 @@ async def test_what_an_engine_says_of_an_adapter_does_not_tell_where_the_root_is
         raise OSError(f"{path} is broken")
 
     toy = device()
-    toy.prepare_adapter = prepare  # type: ignore[method-assign]
+    toy.prepare_adapter = prepare
     async with serving(server={"lora_root": str(root)}, device=toy) as served:
         status, error = await post(served, LOAD, lora_name="a", lora_path="one")
     assert status == 400

@@ -116,7 +116,6 @@ async def test_clients_killed_with_signal_9_leave_nothing_behind(serving: Servin
         command = [sys.executable, "-c", CLIENT, str(served.port), "20", json.dumps(ENDLESS)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
             try:
-                assert process.stdout is not None
                 assert await asyncio.to_thread(process.stdout.readline) == b"ready\n"
                 await until(lambda: served.engine.stats().running == 20)
             finally:
@@ -126,8 +125,7 @@ async def test_clients_killed_with_signal_9_leave_nothing_behind(serving: Servin
         await until(lambda: idle(served))
         assert served.engine.stats().steps < ENDLESS["max_tokens"], "they were aborted, and did not end"
         async with served.client() as client:
-            answer = await client.completions.create(model="toy", prompt="abc", max_tokens=3)
-            assert answer.usage is not None
+            await client.completions.create(model="toy", prompt="abc", max_tokens=3)
 
 
 async def test_a_full_queue_is_429_with_retry_after(serving: Serving, gate: Gate) -> None:
@@ -268,7 +266,6 @@ async def test_sigterm_drains_and_exits_cleanly() -> None:
 
 
 def _served_url(process: subprocess.Popen[bytes]) -> str:
-    assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(b"Serving on"):
             return line.split()[2].decode()
@@ -300,5 +297,4 @@ async def test_an_unexpected_error_is_a_500_without_details_and_a_log_line(
     assert (reply.status, reply.error["type"]) == (500, "server_error")
     assert "secret" not in reply.text
     [record] = [each for each in caplog.records if each.levelname == "ERROR"]
-    assert record.exc_info is not None
     assert record.exc_info[0] is ZeroDivisionError

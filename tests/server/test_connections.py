@@ -369,7 +369,7 @@ async def test_a_disconnect_hides_neither_another_error_nor_a_cancellation(also_
     watcher, leaving = Watcher(0.001), _Request()
 
     async def fails_when_cancelled() -> None:
-        async with Watched(leaving, watcher):  # type: ignore[arg-type]
+        async with Watched(leaving, watcher):
             try:
                 await asyncio.Event().wait()
             finally:
@@ -396,7 +396,7 @@ async def test_one_look_that_raises_leaves_the_watcher_at_work() -> None:
 
     watcher, told = Watcher(0.001), []
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: told.append(context["exception"]))
-    first, second = (Looked(_Request(), watcher) for _ in range(2))  # type: ignore[arg-type]
+    first, second = (Looked(_Request(), watcher) for _ in range(2))
     async with first, second, asyncio.timeout(60):
         while looks.count(second) < 3:
             await asyncio.sleep(0.001)
@@ -413,7 +413,7 @@ async def test_many_requests_are_looked_at_in_slices() -> None:
             turn[-1] += 1
 
     watcher, turn = Watcher(0.02), [0]
-    watched = [Looked(_Request(), watcher) for _ in range(640)]  # type: ignore[arg-type]
+    watched = [Looked(_Request(), watcher) for _ in range(640)]
     for each in watched:
         watcher.add(each)
     async with asyncio.timeout(60):

@@ -49,7 +49,7 @@ async def test_what_stopped_a_choice_is_told(serving: Serving, path: str) -> Non
     async with serving() as served:
         first = await asked(served, path, **greedy, return_token_ids=True)
         token = first["choices"][0]["token_ids"][2]
-        text = served.engine.tokenizer.decode([token])  # type: ignore[union-attr]
+        text = served.engine.tokenizer.decode([token])
         for body, reason in (({}, None), ({"stop_token_ids": [token]}, token), ({"stop": text}, text)):
             answer = await asked(served, path, **greedy, **body)
             assert [choice["stop_reason"] for choice in answer["choices"]] == [reason]
@@ -211,7 +211,7 @@ def test_thinking_is_the_variable_of_the_template(variable: str) -> None:
         {"thinking": {"type": ["enabled"]}},
     ):
         with pytest.raises(InvalidRequest) as caught:
-            chat(format_, **fields)  # type: ignore[arg-type]
+            chat(format_, **fields)
         assert caught.value.field.split(".")[0] in fields
 
 

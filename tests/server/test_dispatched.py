@@ -14,9 +14,8 @@ import pytest
 from aiohttp import web
 
 from aioinfer import SamplingParams
-from aioinfer.config import EngineConfig, ServerConfig
+from aioinfer.config import ServerConfig
 from aioinfer.engine import Engine, EngineState
-from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.parallel import Dispatcher
 from aioinfer.server import asgi_app, create_app
 from aioinfer.testing import Answer, FakeEngine
@@ -25,34 +24,15 @@ from tests.engine.conftest import Gate
 from tests.observe.scrapes import read_text, values
 from tests.server.calls import Http, http
 from tests.server.conftest import run_server, without_certificates
+from tests.server.test_mounting import make_engine
 from tests.tiers import SECONDS, rest
-from tests.toys import ToyDevice, ToyTokenizer
 from tests.toys.adapters import write_toy_adapter
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 SCHEMA = {"name": "wrong", "schema": {"type": "nonsense"}}
 
 
-def toy(fault: Any = None, kind: type[Engine] = Engine, max_adapters: int = 0) -> Engine:
-    config = EngineConfig(
-        model="toy", page_size=4, num_pages=1024, max_running_requests=16, max_adapters=max_adapters
-    )
-
-    def launcher(_: EngineConfig) -> ThreadLauncher:
-        device = ToyDevice(
-            num_pages=1024,
-            page_size=4,
-            num_slots=config.num_slots,
-            fault=fault,
-            max_adapters=config.adapter_slots,
-        )
-        return ThreadLauncher(device)
-
-    return kind(config, launcher=launcher, tokenizer=lambda _: ToyTokenizer())
-
-
 def lose(engine: Engine) -> None:
-    assert engine._runtime is not None
     engine._runtime.lost(RuntimeError("it is gone"))
 
 
@@ -86,10 +66,7 @@ async def site(tmp_path: Any, engines: list[Engine], **settings: Any) -> AsyncIt
         http(running.url) as public,
         http(f"unix:{path}") as admin,
         openai.AsyncOpenAI(
-            base_url=f"{running.url}/v1",
-            api_key="none",
-            max_retries=0,
-            http_client=without_certificates(),
+            base_url=f"{running.url}/v1", api_key="none", max_retries=0, http_client=without_certificates()
         ) as client,
     ):
         yield Site(engines, dispatcher, client, public, admin)
@@ -119,7 +96,7 @@ async def test_chats_and_completions_whole_and_streamed(tmp_path: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_refusals_have_their_status_before_a_stream_begins(tmp_path: Any, stream: bool) -> None:
-    async with site(tmp_path, [toy(), toy()]) as served:
+    async with site(tmp_path, [make_engine(), make_engine()]) as served:
         bodies: list[dict[str, Any]] = [
             {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
             {"messages": [{"role": "user", "content": "x" * 10_000}]},
@@ -134,9 +111,9 @@ async def test_refusals_have_their_status_before_a_stream_begins(tmp_path: Any, 
 
 
 async def test_the_other_routes(tmp_path: Any) -> None:
-    async with site(tmp_path, [toy(), toy()]) as served:
+    async with site(tmp_path, [make_engine(), make_engine()]) as served:
         status, models = await served.get("/v1/models")
-        assert (status, models["data"][0]["id"], models["data"][0]["max_model_len"]) == (200, "toy", 4096)
+        assert (status, models["data"][0]["id"], models["data"][0]["max_model_len"]) == (200, "toy", 8192)
         for path in ("/health", "/readyz", "/ping"):
             assert await served.get(path) == (200, {"status": "ok"})
         assert (await served.get("/debug/trace"))[0] == 200
@@ -151,7 +128,7 @@ async def test_the_other_routes(tmp_path: Any) -> None:
 
 
 async def test_admin_routes_act_on_all_replicas(tmp_path: Any) -> None:
-    async with site(tmp_path, [toy() for _ in range(3)]) as served:
+    async with site(tmp_path, [make_engine() for _ in range(3)]) as served:
         assert await served.admin("POST", "/pause") == {"state": "running", "paused": True}
         assert all(each.stats().paused for each in served.engines)
         asked = asyncio.ensure_future(
@@ -175,7 +152,7 @@ async def test_admin_routes_act_on_all_replicas(tmp_path: Any) -> None:
 
 
 async def test_readiness_says_degraded_while_one_is_left_and_503_with_none(tmp_path: Any) -> None:
-    async with site(tmp_path, [toy() for _ in range(3)]) as served:
+    async with site(tmp_path, [make_engine() for _ in range(3)]) as served:
         for number in range(2):
             lose(served.engines[number])
             for path in ("/health", "/readyz", "/ping"):
@@ -196,7 +173,7 @@ async def test_readiness_says_degraded_while_one_is_left_and_503_with_none(tmp_p
 
 async def test_one_replica_that_hangs_does_not_make_the_others_unready(tmp_path: Any, gate: Gate) -> None:
     """Seen elsewhere: an orchestrator kills all for one that hangs."""
-    engines = [toy(gate), toy()]
+    engines = [make_engine(gate), make_engine()]
     async with site(tmp_path, engines, stall_timeout=0.05) as served:
         held = served.dispatcher.generate([1, 2], SamplingParams(max_tokens=2, ignore_eos=True))
         while (await served.get("/readyz"))[1] == {"status": "ok"}:
@@ -261,7 +238,7 @@ async def test_an_adapter_is_known_while_the_only_replica_restarts_and_unknown_n
     tmp_path: Any,
 ) -> None:
     adapter = write_toy_adapter(tmp_path / "one", "one")
-    engine = toy(kind=Gated, max_adapters=3)
+    engine = make_engine(kind=Gated, max_adapters=3)
     assert isinstance(engine, Gated)
     async with site(tmp_path, [engine]) as served:
         ask = partial(served.client.completions.create, prompt="abc", max_tokens=5, temperature=0)

@@ -85,7 +85,7 @@ async def writer(protocol: str, usage: Usage, **body: Any) -> tuple[AnswerWriter
     else:
         tools = [{"name": name, "input_schema": WEATHER} for name in ("weather", "lists")]
         given = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 40, "tools": tools, **body}
-        wire, order = MESSAGES_WIRE, MessageOrder()  # type: ignore[assignment]
+        wire, order = MESSAGES_WIRE, MessageOrder()
     call = wire.parse(json.dumps({k: v for k, v in given.items() if v is not None}).encode(), served())
     tokenizer = ToyTokenizer()
     context = AnswerContext(
@@ -144,7 +144,7 @@ async def test_every_cut_of_an_answer_is_a_valid_stream_of_the_whole(protocol: s
     text, reason, parts = ANSWERS[name]
     usage = Usage(7, 40, 3)
     whole, _ = await writer(protocol, usage)
-    result = Result(text, [2] * 40, reason, usage)  # type: ignore[arg-type]
+    result = Result(text, [2] * 40, reason, usage)
     wanted = json.loads(b"".join(await whole.whole([result])))
     items = wanted["output"] if protocol == "responses" else wanted["content"]
     empty = ["text"] if protocol == "responses" else []  # a response has an item in any case

@@ -197,10 +197,7 @@ async def test_the_keys_guard_every_route_but_health(
     serving: Serving, tmp_path: Path, headers: dict[str, str], word: str
 ) -> None:
     path = key_file(
-        tmp_path,
-        LIMITED,
-        {"name": "bob", "sha256": digest_of(BOB)},
-        {"name": "eve", "key": "schlüssel"},
+        tmp_path, LIMITED, {"name": "bob", "sha256": digest_of(BOB)}, {"name": "eve", "key": "schlüssel"}
     )
     async with serving(server={"api_keys": path, "api_key": "single-key"}) as served:
         assert (await served.get("/health", **headers)).status == 200

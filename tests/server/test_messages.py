@@ -54,7 +54,7 @@ async def test_text_is_answered_whole_and_streamed(messages: Messages) -> None:
     async with messages() as client:
         answer = await both(client)
         blocks = [{"type": "text", "text": text} for text in ("What is ", "20 + 22?")]
-        blocks[0]["cache_control"] = {"type": "ephemeral"}  # type: ignore[assignment]
+        blocks[0]["cache_control"] = {"type": "ephemeral"}
         other = await both(client, messages=[{"role": "user", "content": blocks}])
         begun = [USER, {"role": "assistant", "content": "20 + 22 ="}]
         prefilled = await both(client, messages=begun)
@@ -287,7 +287,7 @@ async def test_refusals_name_the_field_of_the_body(messages: Messages) -> None:
                     await client.post(f"/v1/messages{path}", body=body, cast_to=object)
                     raised = ""
                 except anthropic.BadRequestError as error:
-                    raised = str(error.body["error"]["message"])  # type: ignore[index]
+                    raised = str(error.body["error"]["message"])
                 assert raised.startswith(f"{field}: ") or (path and field == "output_config.format"), change
 
 

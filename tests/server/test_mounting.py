@@ -27,10 +27,16 @@ BODY = {**ENDLESS, "max_tokens": 4}
 BOTH = ("/a/v1", "/b/v1")
 
 
-def make_engine(fault: Any = None) -> Engine:
-    config = EngineConfig(model="toy", page_size=4, num_pages=2048)
-    device = ToyDevice(num_pages=2048, num_slots=config.num_slots, fault=fault)
-    return Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: ToyTokenizer())
+def make_engine(
+    fault: Any = None, *, kind: type[Engine] = Engine, tokenizer: Any = None, **settings: Any
+) -> Engine:
+    config = EngineConfig(model="toy", page_size=4, num_pages=2048, **settings)
+
+    def launcher(_: EngineConfig) -> ThreadLauncher:
+        slots = {"num_slots": config.num_slots, "max_adapters": config.adapter_slots}
+        return ThreadLauncher(ToyDevice(num_pages=2048, fault=fault, **slots))
+
+    return kind(config, launcher=launcher, tokenizer=lambda _: tokenizer or ToyTokenizer())
 
 
 @asynccontextmanager

@@ -18,8 +18,6 @@ async def test_the_openai_client_reads_how_much_of_a_prediction_was_right(bundle
         asked: Any = {"model": "tiny-chat", "messages": STORY, "temperature": 0, "max_tokens": 120}
         plain = await client.chat.completions.create(**asked)
         text = plain.choices[0].message.content
-        assert text is not None
-        assert plain.usage is not None
         assert plain.usage.completion_tokens_details is None
         forms: list[Any] = [text, [{"type": "text", "text": text[:40]}, {"type": "text", "text": text[40:]}]]
         for content in forms:
@@ -27,11 +25,8 @@ async def test_the_openai_client_reads_how_much_of_a_prediction_was_right(bundle
                 **asked, prediction={"type": "content", "content": content}
             )
             assert answer.choices[0].message.content == text
-            assert answer.usage is not None
             assert answer.usage.completion_tokens == plain.usage.completion_tokens
             details = answer.usage.completion_tokens_details
-            assert details is not None
-            assert details.accepted_prediction_tokens is not None
             assert details.accepted_prediction_tokens > 20
         stream = await client.chat.completions.create(
             **asked,
@@ -42,8 +37,6 @@ async def test_the_openai_client_reads_how_much_of_a_prediction_was_right(bundle
         chunks = [chunk async for chunk in stream]
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
         usage = chunks[-1].usage
-        assert usage is not None
-        assert usage.completion_tokens_details is not None
         assert usage.completion_tokens_details.accepted_prediction_tokens == 0
 
 

@@ -89,11 +89,7 @@ async def printed(
 ) -> list[str]:
     """The lines of a program's output that a test compares."""
     program = await asyncio.create_subprocess_exec(
-        *command,
-        *arguments,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=environment,
+        *command, *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment
     )
     try:
         out, err = await program.communicate()

@@ -71,7 +71,7 @@ async def opened(ping_interval: float = 5.0, send_timeout: float = 30.0) -> Open
     request: Any = SimpleNamespace(transport=transport, writer=None)
     events = EventStream(request, Watcher(), ping_interval=ping_interval, send_timeout=send_timeout)
     response = Response(transport)
-    events.response = response  # type: ignore[assignment]
+    events.response = response
     clock = 0.0
 
     def look(seconds: float) -> None:

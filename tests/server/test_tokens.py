@@ -11,13 +11,13 @@ import pytest
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import EngineClosed, InvalidRequest
-from aioinfer.execution.launcher import ThreadLauncher
 from aioinfer.server.tokens import Detokenized, Tokenized, TokenizerInfo
 from tests.server.calls import http
 from tests.server.conftest import Bundled, Serving, site
+from tests.server.test_mounting import make_engine
 from tests.server.test_openapi import violations
 from tests.tiers import SECONDS, rest
-from tests.toys import ToyDevice, ToyTokenizer
+from tests.toys import ToyTokenizer
 
 USER = [{"role": "user", "content": "abc"}]
 
@@ -126,16 +126,9 @@ class Held(ToyTokenizer):
         return super().encode(text)
 
 
-def held_engine() -> tuple[Engine, Held]:
-    tokenizer = Held()
-    config = EngineConfig(model="toy", page_size=4, num_pages=64)
-    device = ToyDevice(num_pages=64, page_size=4, num_slots=config.num_slots)
-    engine = Engine(config, launcher=lambda _: ThreadLauncher(device), tokenizer=lambda _: tokenizer)
-    return engine, tokenizer
-
-
 async def test_closing_ends_what_is_being_tokenized() -> None:
-    engine, tokenizer = held_engine()
+    tokenizer = Held()
+    engine = make_engine(tokenizer=tokenizer)
     await engine.start()
     waiting = [asyncio.create_task(engine.tokenize(f"text {number}")) for number in range(5)]
     try:
@@ -152,7 +145,8 @@ async def test_closing_ends_what_is_being_tokenized() -> None:
 
 
 async def test_a_cancelled_call_leaves_the_others_their_turn() -> None:
-    engine, tokenizer = held_engine()
+    tokenizer = Held()
+    engine = make_engine(tokenizer=tokenizer)
     async with engine:
         waiting = [asyncio.create_task(engine.tokenize(f"text {number}")) for number in range(6)]
         await asyncio.to_thread(tokenizer.begun.wait, 60)
@@ -180,5 +174,5 @@ async def test_tokens_in_process() -> None:
         ).usage.prompt_tokens == 3
         for arguments in ({"truncate_prompt_tokens": 0}, {"add_special_tokens": 1}):
             with pytest.raises(InvalidRequest) as caught:
-                engine.prompt("a", **arguments)  # type: ignore[arg-type]
+                engine.prompt("a", **arguments)
             assert caught.value.field in arguments

@@ -220,7 +220,7 @@ class CountTokensBody(
         "container": NO,
         "mcp_servers": Refused(([],)),
         "context_management": Refused(
-            ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}),
+            ({}, {"edits": []}, {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]})
         ),
         "output_format": Refused((), "use output_config.format"),
         "thread": Refused((), "nothing is stored: send the whole conversation as messages", NO_THREADS),

@@ -22,7 +22,7 @@ from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import Pieces, json_text
 from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.protocol import Call
-from aioinfer.server.wire import AnswerContext, PlainEvent, Wire
+from aioinfer.server.wire import AnswerContext, AnswerWriter, Wire
 
 __all__ = ["MESSAGES_WIRE", "MessagesAnswer", "arguments_of"]
 
@@ -34,8 +34,8 @@ _DELTAS = {
 }
 
 
-class MessagesAnswer:
-    """The answer to one call: as :class:`~aioinfer.server.wire.AnswerWriter`."""
+class MessagesAnswer(AnswerWriter):
+    """The answer to one call. Its events are numbered, or their parts begin and end: none is plain."""
 
     def __init__(self, call: Call, context: AnswerContext) -> None:
         self._call = call
@@ -49,9 +49,6 @@ class MessagesAnswer:
         message = self._message([], {"stop_reason": None, "stop_sequence": None}, usage)
         await _send(events, "message_start", f'"message":{json.dumps(message)}')
         await events.send('{"type": "ping"}', "ping")
-
-    def plain(self, index: int) -> PlainEvent | None:
-        return None  # events are numbered, or their parts begin and end
 
     async def chunk(self, index: int, chunk: Chunk, events: EventStream | None) -> None:
         pace = Pace()

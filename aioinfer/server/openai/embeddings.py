@@ -295,10 +295,7 @@ def _options(body: _Scheduled, served: Served, *names: str) -> dict[str, Any]:
     """Arguments of the engine: ``names``, and the options of its requests."""
     given = {name: getattr(body, name) for name in names}
     given["adapter"] = served.adapter(body.model)
-    return {
-        **{name: value for name, value in given.items() if value is not None},
-        **options_of(body, served),
-    }
+    return {**{name: value for name, value in given.items() if value is not None}, **options_of(body, served)}
 
 
 # -- answers ----------------------------------------------------------------------------------------------
@@ -346,12 +343,7 @@ def rerank_answer(call: ScoreCall, found: Scores, name: str) -> RerankAnswer:
         if call.with_documents:
             ranked["document"] = {"text": call.documents[index]}
         results.append(ranked)
-    return {
-        "id": name,
-        "model": call.model,
-        "results": results,
-        "usage": _usage([found.usage]),
-    }
+    return {"id": name, "model": call.model, "results": results, "usage": _usage([found.usage])}
 
 
 def _usage(usages: Any) -> EmbeddingUsage:

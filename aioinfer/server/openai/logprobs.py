@@ -54,11 +54,7 @@ class ChatLogprobs:
         self._fields = speller.fields
 
     async def write(
-        self,
-        logprobs: Sequence[TokenLogprob | None],
-        pace: Pace,
-        out: _Out,
-        prompt_ids: Sequence[int] = (),
+        self, logprobs: Sequence[TokenLogprob | None], pace: Pace, out: _Out, prompt_ids: Sequence[int] = ()
     ) -> None:
         """``choices[].logprobs`` of these tokens, part by part to ``out``."""
         out('{"content":[')
@@ -91,11 +87,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     async def write(
-        self,
-        logprobs: Sequence[TokenLogprob | None],
-        pace: Pace,
-        out: _Out,
-        prompt_ids: Sequence[int] = (),
+        self, logprobs: Sequence[TokenLogprob | None], pace: Pace, out: _Out, prompt_ids: Sequence[int] = ()
     ) -> None:
         """``choices[].logprobs`` of these tokens, part by part to ``out``. Entries of tokens at the beginning
         of an echoed prompt, ``prompt_ids``, that have no logprob are None."""

@@ -6,15 +6,7 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
-__all__ = [
-    "ChatAnswer",
-    "ChatChunk",
-    "CompletionAnswer",
-    "CompletionChunk",
-    "Model",
-    "Models",
-    "Permission",
-]
+__all__ = ["ChatAnswer", "ChatChunk", "CompletionAnswer", "CompletionChunk", "Model", "Models", "Permission"]
 
 FinishReason = Literal["stop", "length", "tool_calls"]
 

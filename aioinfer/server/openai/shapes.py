@@ -41,11 +41,7 @@ class Shape:
         return ChatLogprobs(speller) if self._chat else CompletionLogprobs(speller)
 
     def choice(
-        self,
-        index: int,
-        text: str,
-        finish_reason: str,
-        reader: AnswerReader | None = None,
+        self, index: int, text: str, finish_reason: str, reader: AnswerReader | None = None
     ) -> dict[str, Any]:
         """A whole choice, without its logprobs."""
         body: dict[str, Any] = {"index": index, "finish_reason": finish_reason}

@@ -24,22 +24,16 @@ from aioinfer.server.openai.protocol import Call, parse_chat, parse_completion
 from aioinfer.server.openai.shapes import CHAT, COMPLETION, Shape, usage_body
 from aioinfer.server.openai.whole import whole_answer
 from aioinfer.server.openapi.endpoints import Endpoint
-from aioinfer.server.wire import AnswerContext, PlainEvent, Wire
+from aioinfer.server.wire import AnswerContext, AnswerWriter, PlainEvent, Wire
 from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = [
-    "CHAT_ENDPOINT",
-    "CHAT_WIRE",
-    "COMPLETION_ENDPOINT",
-    "COMPLETION_WIRE",
-    "OpenAIAnswer",
-]
+__all__ = ["CHAT_ENDPOINT", "CHAT_WIRE", "COMPLETION_ENDPOINT", "COMPLETION_WIRE", "OpenAIAnswer"]
 
 _DONE = "[DONE]"
 
 
-class OpenAIAnswer:
-    """The answer to one call: as :class:`~aioinfer.server.wire.AnswerWriter`."""
+class OpenAIAnswer(AnswerWriter):
+    """The answer to one call."""
 
     def __init__(self, call: Call, shape: Shape, context: AnswerContext, echoes: Sequence[str]) -> None:
         self._call = call

@@ -152,11 +152,7 @@ _Item = Annotated[
 class FunctionTool(
     Object,
     harmless={"defer_loading": "the model learns of all tools at once"},
-    refused={
-        "allowed_callers": Refused((["direct"],)),
-        "async": Refused((False,)),
-        "output_schema": NO,
-    },
+    refused={"allowed_callers": Refused((["direct"],)), "async": Refused((False,)), "output_schema": NO},
 ):
     """A function that the model may call."""
 

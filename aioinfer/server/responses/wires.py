@@ -22,13 +22,13 @@ from aioinfer.server.openai.protocol import Call
 from aioinfer.server.responses import objects
 from aioinfer.server.responses.objects import ITEM
 from aioinfer.server.responses.parsing import parse_response
-from aioinfer.server.wire import AnswerContext, PlainEvent, Wire
+from aioinfer.server.wire import AnswerContext, AnswerWriter, Wire
 
 __all__ = ["RESPONSES_WIRE", "ResponsesAnswer"]
 
 
-class ResponsesAnswer:
-    """The answer to one call: as :class:`~aioinfer.server.wire.AnswerWriter`."""
+class ResponsesAnswer(AnswerWriter):
+    """The answer to one call. Its events are numbered, or their parts begin and end: none is plain."""
 
     def __init__(self, call: Call, context: AnswerContext) -> None:
         self._call = call
@@ -47,9 +47,6 @@ class ResponsesAnswer:
         response = await self._response("in_progress")
         for kind in ("response.created", "response.in_progress"):
             await self._send(events, kind, f'"response":{response}')
-
-    def plain(self, index: int) -> PlainEvent | None:
-        return None  # events are numbered, or their parts begin and end
 
     async def chunk(self, index: int, chunk: Chunk, events: EventStream | None) -> None:
         pace = Pace()
