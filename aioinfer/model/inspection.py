@@ -213,7 +213,6 @@ def kept(tensors: Tensors) -> frozenset[str]:
 
 
 def _stores_float8(tensors: Tensors, *, experts: bool) -> bool:
-    """Whether an expert, or a layer that is none, is stored in floats of 8 bits."""
     names = (name for name in tensors.names if (".experts." in name) == experts)
     return any(tensors.float8(name) is not None for name in names)
 

@@ -135,7 +135,6 @@ class _Own:
         check_float8(options.quantization, device, dtype, invariant=options.deterministic)
 
     def load(self) -> CausalLM:
-        """The model. Raises ConfigError."""
         options, opened = self.options, self.opened
         if options.stored and self.check_size is not None:
             self.check_size(self._bytes(with_prefix(opened.checkpoint.tensors())))
@@ -149,7 +148,6 @@ class _Own:
         return model
 
     def _bytes(self, tensors: Tensors) -> int:
-        """The bytes that weights take at least."""
         options, config, dtype = self.options, self.opened.config, self.opened.dtype
         quantization, on_cpu = options.quantization, options.device.type == "cpu"
         quantised = kept(tensors) if quantization == "auto" and self.layers.name == "native" else frozenset()
@@ -179,7 +177,7 @@ class _Own:
         decoder = build_decoder(stated, self.family, config, weights, kernels, **facts)
         decoder.updates = DecoderRecipe(
             config=config,
-            known=Known(weights.names, tied=kernels.tied),
+            known=Known(weights.names, kernels.tied),
             kernels=kernels,
             build=partial(build_decoder, {}, self.family, config, **facts),
             open=partial(open_model, stored=True),

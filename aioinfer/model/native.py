@@ -148,7 +148,6 @@ class NativeDecoder:
         self._cells: ctypes.Array[ctypes.c_void_p] | None = None
 
     def _constants(self, embedding: Embedding, norm: Norm) -> dict[str, Any]:
-        """The arguments of the decoder but for words and head."""
         spec, positions = self.spec, embedding.positions
         weight, bias = self._norm(norm)
         return {
@@ -215,7 +214,6 @@ class NativeDecoder:
         )
 
     def _mlp(self, mlp: FeedForward) -> dict[str, Any]:
-        """The arguments of a layer that concern its feed-forward part."""
         parts = parts_of(mlp)
         assert parts is not None
         gate_up = down = router = experts = None

@@ -78,7 +78,6 @@ class _Kept(list[object]):
     """Owners of the memory of arguments, until the adapter is packed."""
 
     def layer(self, layer: int, part: int, ranks: Sequence[LowRank]) -> AdaptedLayer:
-        """One linear layer of an adapter."""
         targets = (LowRankTarget * len(ranks))()
         self.append(targets)
         for target, each in zip(targets, ranks, strict=True):

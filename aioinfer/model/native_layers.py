@@ -171,7 +171,6 @@ class NativeLayers(LayerKernels):
         return packed
 
     def _as_stored(self, stored: StoredMatrix, *, gated: bool) -> NativeLinear:
-        """A matrix that is quantised in the checkpoint, without loss."""
         if self._blobs is not None:
             raise ConfigError("cache_weights: weights that are quantised in the checkpoint are not cached")
         matrix = stored.quantised()

@@ -62,11 +62,14 @@ class NativeLinear:
         )
         self._take(PackedWeights(pool, NUMBERS[weight.dtype], arguments), rows, weight.dtype)
 
-    def _take(self, packed: PackedWeights, rows: int, dtype: torch.dtype) -> None:
+    def _take(
+        self, packed: PackedWeights, rows: int, dtype: torch.dtype, kept: Rounding | None = None
+    ) -> Self:
         self.packed, self.rows, self.dtype = packed, rows, dtype
         #: how it was quantised already when it was given; None: it was packed here
-        self.kept: Rounding | None = None
+        self.kept = kept
         self.gated = packed.outputs != rows
+        return self
 
     @classmethod
     def mapped(
@@ -97,9 +100,8 @@ class NativeLinear:
             bias=None if bias is None else address(bias, dtype, rows),
             **_shape(rows, inner, rounding, gated=gated),
         )
-        made = cls.__new__(cls)
-        made._take(PackedWeights(pool, NUMBERS[dtype], arguments, memory.owner), rows, dtype)
-        return made
+        packed = PackedWeights(pool, NUMBERS[dtype], arguments, memory.owner)
+        return cls.__new__(cls)._take(packed, rows, dtype)
 
     @classmethod
     def given(
@@ -139,10 +141,8 @@ class NativeLinear:
             bias=None if bias is None else address(bias, torch.float32, rows),
             **_shape(rows, inner, rounding, gated=gated),
         )
-        made = cls.__new__(cls)
-        made._take(PackedWeights(pool, NUMBERS[dtype], arguments), rows, dtype)
-        made.kept = rounding
-        return made
+        packed = PackedWeights(pool, NUMBERS[dtype], arguments)
+        return cls.__new__(cls)._take(packed, rows, dtype, rounding)
 
     def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
         """Pack another weight, bias or both, shaped as when the layer was made; None: it stays."""

@@ -67,7 +67,7 @@ class Rotary:
 class Rope:
     """Cosines and sines by position, computed once in float32."""
 
-    __slots__ = ("_cos", "_sin")
+    __slots__ = ("table",)
 
     def __init__(
         self,
@@ -82,20 +82,15 @@ class Rope:
         inv_freq, scaling = _frequencies(config, head_dim, layer_type)
         angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
         angles = torch.cat((angles, angles), dim=-1)
-        #: [positions, 1, rotary_dim]; the sine includes the sign of rotate-half
-        self._cos = (angles.cos() * scaling).to(dtype).unsqueeze(1).to(device)
-        sin = angles.sin() * scaling
+        cos, sin = angles.cos() * scaling, angles.sin() * scaling
         sin[:, : sin.shape[1] // 2] *= -1
-        self._sin = sin.to(dtype).unsqueeze(1).to(device)
-
-    @property
-    def table(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines of all positions, [positions, 1, rotary_dim] each; see :class:`Rotary`."""
-        return self._cos, self._sin
+        #: cosines and sines of all positions, [positions, 1, rotary_dim] each; see :class:`Rotary`
+        self.table = tuple(each.to(dtype).unsqueeze(1).to(device) for each in (cos, sin))
 
     def at(self, positions: torch.Tensor) -> Rotary:
         """The factors of tokens at positions [T] int64."""
-        return Rotary(self._cos[positions], self._sin[positions])
+        cos, sin = self.table
+        return Rotary(cos[positions], sin[positions])
 
 
 def rotate(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:

@@ -95,11 +95,9 @@ class TransformersEncoder:
         return hidden.new_zeros(len(batch.logits_rows), self.spec.vocab_size)
 
     def _hidden(self, batch: Batch, attention: Attention) -> torch.Tensor:
-        """[T, hidden] of all tokens of a step."""
         return self._run(batch.input_ids, batch.positions, paged(batch, attention, self._positions))
 
     def _run(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend | None = None) -> torch.Tensor:
-        """[T, hidden], from ids and positions [T]."""
         with attending(attend):
             output = self._model(
                 input_ids=ids[None],

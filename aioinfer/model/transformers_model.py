@@ -285,7 +285,6 @@ def random_model(
 
 
 def _max_model_len(text: Any, architecture: str) -> int:
-    """The longest sequence in positions."""
     if not isinstance(getattr(text, "max_position_embeddings", None), int):
         raise ConfigError(f"model: the config of {architecture} has no max_position_embeddings")
     return longest(text)

@@ -304,7 +304,6 @@ def _remove_unfinished(path: Path) -> None:
 
 
 def _checksum(pool: ThreadPool, address: int, size: int, progress: Progress | None) -> int:
-    """Checksum of memory, slice by slice."""
     found = size
     for at in range(0, size, _SLICE):
         if progress is not None:

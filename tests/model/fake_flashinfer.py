@@ -31,33 +31,27 @@ class BatchPrefillWithPagedKVCacheWrapper:
 
     def plan(
         self,
-        qo_indptr: torch.Tensor,
-        paged_kv_indptr: torch.Tensor,
-        paged_kv_indices: torch.Tensor,
-        paged_kv_last_page_len: torch.Tensor,
-        num_qo_heads: int,
-        num_kv_heads: int,
-        head_dim_qk: int,
-        page_size: int,
-        *,
+        *given: Any,
         causal: bool = False,
         sm_scale: float | None = None,
         window_left: int = -1,
         logits_soft_cap: float | None = None,
         q_data_type: torch.dtype = torch.float16,
     ) -> None:
-        given = qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len
-        assert all(each.dtype == torch.int32 for each in given)
+        """``given``: qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
+        num_kv_heads, head_dim_qk, page_size."""
+        queries, starts, pages, last = rows = given[:4]
+        *_, head_dim, page_size = self._shape = given[4:]
+        assert all(each.dtype == torch.int32 for each in rows)
         # Those on a device would be waited for.
-        assert all(each.device.type == "cpu" for each in (qo_indptr, paged_kv_indptr, paged_kv_last_page_len))
+        assert all(each.device.type == "cpu" for each in (queries, starts, last))
         assert causal
         assert sm_scale is not None
-        assert head_dim_qk in (64, 128, 256)
-        assert len(paged_kv_indices) == paged_kv_indptr[-1]
-        assert bool(((paged_kv_last_page_len >= 1) & (paged_kv_last_page_len <= page_size)).all())
+        assert head_dim in (64, 128, 256)
+        assert len(pages) == starts[-1]
+        assert bool(((last >= 1) & (last <= page_size)).all())
         self.plans += 1
-        self._rows = [each.tolist() for each in given]
-        self._shape = num_qo_heads, num_kv_heads, head_dim_qk, page_size
+        self._rows = [each.tolist() for each in rows]
         self._scale, self._window, self._cap = sm_scale, window_left, logits_soft_cap
         self._dtype = q_data_type
 

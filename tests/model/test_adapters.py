@@ -18,8 +18,8 @@ from aioinfer.model.adapters.targets import AdapterTargets
 from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.loader import load_model
 from tests.model.adapters import factors, write_adapter
-from tests.model.checkpoints import FAMILIES, RECURRENT, make_checkpoint
-from tests.model.harness import Driver, attention_for, build_batch, load, row_states, state_pool
+from tests.model.checkpoints import make_checkpoint
+from tests.model.harness import Driver, attention_for, build_batch, load, require, row_states, state_pool
 from tests.model.kernels import kernels_or_skip
 from tests.tiers import SECONDS, SLOW_MODEL, nightly, rest
 
@@ -174,26 +174,19 @@ def check_mixed(models: Models, name: str, kernels: str) -> None:
     assert torch.equal(logits(model, ROWS, None, kernels), base)
 
 
-@rest(SECONDS)
-@pytest.mark.parametrize("name", SOME)
-def test_a_row_is_as_with_merged_weights_in_any_company(models: Models, name: str) -> None:
-    assert name in FAMILIES or name in RECURRENT
-    check_mixed(models, name, "sdpa")
+MIXED = [
+    *((name, "sdpa") for name in SOME),
+    *((name, "transformers") for name in ("qwen3", "gpt2", "phi3", *FOREIGN)),
+    *((name, "native") for name in ("qwen3", "llama-biases", "phi3", "gpt2-wide", "gemma4-experts", "glm4")),
+    *((name, "native") for name in ("qwen3.5", "lfm2")),
+]
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("name", ["qwen3", "gpt2", "phi3", *FOREIGN])
-def test_transformers_modules_have_adapters_too(models: Models, name: str) -> None:
-    check_mixed(models, name, "transformers")
-
-
-@rest(SECONDS)
-@pytest.mark.native
-@pytest.mark.parametrize(
-    "name", ["qwen3", "llama-biases", "phi3", "gpt2-wide", "gemma4-experts", "glm4", "qwen3.5", "lfm2"]
-)
-def test_native_layers_have_adapters_too(models: Models, name: str) -> None:
-    check_mixed(models, name, "native")
+@pytest.mark.parametrize(("name", "kernels"), MIXED)
+def test_a_row_is_as_with_merged_weights_in_any_company(models: Models, name: str, kernels: str) -> None:
+    require(kernels)
+    check_mixed(models, name, kernels)
 
 
 @pytest.mark.native

@@ -25,25 +25,14 @@ from tests.tiers import grid, thinned
 Checkpoint = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
 SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 48,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+    "vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 64,
+    **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")),
+}  # fmt: skip
 STATE_SPACE = {
-    "mamba_d_ssm": 32,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 8,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
+    "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1,
     "mamba_chunk_size": 16,
-}
+}  # fmt: skip
 #: what native kernels compute as a whole: inner sizes of the others' experts are no multiples of 16
 WHOLE = [family for family in NATIVE if family not in ("qwen3-moe", "qwen3-moe-window")]
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
@@ -74,10 +63,8 @@ def hybrid(*layer_types: str) -> tuple[str, dict[str, Any]]:
         **SMALL,
         "head_dim": 8,
         "layer_types": list(layer_types),
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 2,
-        "linear_key_head_dim": 8,
-        "linear_value_head_dim": 8,
+        **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+        **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     }
 
 

@@ -102,19 +102,6 @@ def test_ids_of_kernels_in_triton_equal_transformers(checkpoint: Checkpoint, fam
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_page_size_changes_no_token(
-    checkpoint: Checkpoint, page_size: int, kernels: AttentionBackend
-) -> None:
-    require(kernels)
-    path, oracle = checkpoint("mistral-window")
-    model = load_model(path, LoadOptions(dtype="float32", device=CPU, kernels=kernels))
-    driver = Driver(model, chunk=6, page_size=page_size, num_pages=200, kernels=kernels)
-    for prompt, sequence in zip(prompts(8), driver.run(prompts(8), NEW, gap=1), strict=True):
-        assert sequence.ids == generate(oracle, tuple(prompt), NEW)
-
-
-@pytest.mark.parametrize("kernels", KERNELS)
 @torch.inference_mode()
 def test_a_step_computes_what_its_rows_ask_for(checkpoint: Checkpoint, kernels: AttentionBackend) -> None:
     require(kernels)

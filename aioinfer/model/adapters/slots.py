@@ -41,24 +41,20 @@ class AdapterStep(Protocol):
 class AdaptedLinear:
     """A linear layer with adapters."""
 
-    __slots__ = ("_adapters", "_index", "_linear")
+    __slots__ = ("_adapters", "_index", "linear")
 
     def __init__(self, linear: Linear, adapters: TorchAdapters, index: int) -> None:
         """``index``: of the layer, see :class:`~aioinfer.model.adapters.targets.AdapterTargets`."""
-        self._linear = linear
+        #: the layer without adapters
+        self.linear = linear
         self._adapters = adapters
         self._index = index
 
-    @property
-    def linear(self) -> Linear:
-        """The layer without adapters."""
-        return self._linear
-
     def set(self, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
-        self._linear.set(weight, bias)
+        self.linear.set(weight, bias)
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        result = self._linear(values)
+        result = self.linear(values)
         step = self._adapters.step
         if step is not None:
             step.add(self._index, values, result)

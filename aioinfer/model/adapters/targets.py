@@ -153,7 +153,6 @@ class AdapterTargets:
 
 
 def _targets(stored: StoredMatrix) -> tuple[Target, ...]:
-    """The modules of a matrix, and where its rows have theirs."""
     ends = torch.tensor([0, *stored.rows]).cumsum(0).tolist()
     place = None
     if stored.order is not None:

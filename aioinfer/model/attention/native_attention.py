@@ -36,7 +36,10 @@ class NativeAttention:
     Page 0 is the null page, as in :class:`~aioinfer.model.attention.pool.KVPool`.
     """
 
-    __slots__ = ("_addresses", "_cells", "_dtype", "_layers", "_pool", "num_pages", "page_size")
+    __slots__ = (
+        *("_addresses", "_cells", "_dtype", "_layers", "_pool"),
+        *("kv_pools", "num_kv_pools", "num_pages", "page_size"),
+    )
 
     def __init__(
         self,
@@ -58,16 +61,8 @@ class NativeAttention:
         for cells in self._cells:
             pool.kernels.function("huge_pages", cells.data_ptr(), cells.nbytes)
         self._addresses = (ctypes.c_void_p * len(layers))(*(cells.data_ptr() for cells in self._cells))
-
-    @property
-    def num_kv_pools(self) -> int:
-        """Layers that have cells."""
-        return len(self._layers)
-
-    @property
-    def kv_pools(self) -> int:
-        """Address of the addresses of all layers' cells."""
-        return ctypes.addressof(self._addresses)
+        #: the address of the addresses of all layers' cells, and how many there are
+        self.kv_pools, self.num_kv_pools = ctypes.addressof(self._addresses), len(layers)
 
     def __call__(
         self,

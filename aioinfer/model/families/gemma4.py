@@ -217,12 +217,10 @@ def _gate(config: Any) -> Gate:
 
 
 def _root(size: int, dtype: torch.dtype) -> float:
-    """Square root in the model's type."""
     return torch.tensor(size**0.5, dtype=dtype).item()
 
 
 def _heads(config: Any, index: int) -> KVShape:
-    """Shape of the keys of one layer, its own or shared."""
     layer = config.per_layer_config[index]
     return KVShape(layer.num_key_value_heads, layer.head_dim)
 

@@ -153,5 +153,4 @@ class _Tokens:
 
 
 def _normed(heads: torch.Tensor) -> torch.Tensor:
-    """Heads [..., size] divided by their lengths."""
     return heads * (heads.square().sum(-1, keepdim=True) + _EPS).rsqrt()

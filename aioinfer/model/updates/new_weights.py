@@ -8,7 +8,8 @@ depend on it: there the old values stay.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -19,15 +20,12 @@ from aioinfer.model.weights import StoredMatrix, Weights
 __all__ = ["Known", "NewWeights", "is_missing", "merged"]
 
 
-class Known:
+class Known(NamedTuple):
     """The facts about the tensors that a model was built from."""
 
-    __slots__ = ("names", "tied")
-
-    def __init__(self, names: Collection[str], *, tied: bool) -> None:
-        self.names = frozenset(names)
-        #: the head is the embedding
-        self.tied = tied
+    names: frozenset[str]
+    #: the head is the embedding
+    tied: bool
 
 
 class NewWeights(Weights):
