@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,77 +54,60 @@ def write_config(path: Path, config: dict[str, Any]) -> None:
 
 def write_checkpoint(path: Path, config: dict[str, Any], *, seed: int = 0) -> Tensors:
     """A random checkpoint of a config, in one file."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def noise(name: str, *shape: int) -> None:
+    generator, tensors = torch.Generator().manual_seed(seed), {}
+    for name, shape in _shapes(config):
         values = torch.randn(shape, generator=generator)
         norm = len(shape) == 1 and not name.endswith("bias")
         tensors[name] = 1 + 0.3 * values if norm else 0.25 * values
-
-    tensors: Tensors = {}
-    hidden, vocab = config["hidden_size"], config["vocab_size"]
-    llada2 = config["model_type"].startswith("llada2")
-    noise(f"model.{'word_embeddings' if llada2 else 'embed_tokens'}.weight", vocab, hidden)
-    noise("model.norm.weight", hidden)
-    if not config["tie_word_embeddings"]:
-        noise("lm_head.weight", vocab, hidden)
-    for index in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{index}"
-        noise(f"{prefix}.input_layernorm.weight", hidden)
-        noise(f"{prefix}.post_attention_layernorm.weight", hidden)
-        (_llada2_attention if llada2 else _qwen3_attention)(noise, prefix, config)
-        _mlp(noise, prefix, index, config)
     write_config(path, config)
     save_file(tensors, path / "model.safetensors")
     return tensors
 
 
-def _llada2_attention(noise: Any, prefix: str, config: dict[str, Any]) -> None:
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    hidden, size = config["hidden_size"], config["head_dim"]
-    rows = (heads + 2 * kv_heads) * size
-    at = f"{prefix}.attention"
-    noise(f"{at}.query_key_value.weight", rows, hidden)
-    noise(f"{at}.dense.weight", hidden, heads * size)
-    if config["use_qkv_bias"]:
-        noise(f"{at}.query_key_value.bias", rows)
-    if config["use_bias"]:
-        noise(f"{at}.dense.bias", hidden)
-    noise(f"{at}.query_layernorm.weight", size)
-    noise(f"{at}.key_layernorm.weight", size)
+def _shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of the tensors of a checkpoint."""
+    hidden, size, vocab = config["hidden_size"], config["head_dim"], config["vocab_size"]
+    q_rows, kv_rows = config["num_attention_heads"] * size, config["num_key_value_heads"] * size
+    llada2, count = config["model_type"].startswith("llada2"), config.get("num_experts") or 0
+    yield f"model.{'word_embeddings' if llada2 else 'embed_tokens'}.weight", (vocab, hidden)
+    yield "model.norm.weight", (hidden,)
+    if not config["tie_word_embeddings"]:
+        yield "lm_head.weight", (vocab, hidden)
+    for index in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{index}"
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        if llada2:
+            at, rows = f"{prefix}.attention", q_rows + 2 * kv_rows
+            yield f"{at}.query_key_value.weight", (rows, hidden)
+            yield f"{at}.dense.weight", (hidden, q_rows)
+            if config["use_qkv_bias"]:
+                yield f"{at}.query_key_value.bias", (rows,)
+            if config["use_bias"]:
+                yield f"{at}.dense.bias", (hidden,)
+            norms = "query_layernorm", "key_layernorm"
+        else:
+            at, norms = f"{prefix}.self_attn", ("q_norm", "k_norm")
+            for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+                yield f"{at}.{name}_proj.weight", (rows, hidden)
+            yield f"{at}.o_proj.weight", (hidden, q_rows)
+        yield from ((f"{at}.{norm}.weight", (size,)) for norm in norms)
+        at, middle = f"{prefix}.mlp", config.get("moe_intermediate_size", 0)
+        if not count or index < config.get("first_k_dense_replace", 0):
+            yield from _swiglu(at, hidden, config["intermediate_size"])
+            continue
+        yield f"{at}.gate.weight", (count, hidden)
+        if llada2:
+            yield f"{at}.gate.expert_bias", (count,)
+        for expert in range(count):
+            yield from _swiglu(f"{at}.experts.{expert}", hidden, middle)
+        if shared := config.get("num_shared_experts"):
+            yield from _swiglu(f"{at}.shared_experts", hidden, shared * middle)
 
 
-def _qwen3_attention(noise: Any, prefix: str, config: dict[str, Any]) -> None:
-    hidden, size = config["hidden_size"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    at = f"{prefix}.self_attn"
-    for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-        noise(f"{at}.{name}_proj.weight", count * size, hidden)
-    noise(f"{at}.o_proj.weight", hidden, heads * size)
-    noise(f"{at}.q_norm.weight", size)
-    noise(f"{at}.k_norm.weight", size)
-
-
-def _mlp(noise: Any, prefix: str, index: int, config: dict[str, Any]) -> None:
-    hidden = config["hidden_size"]
-
-    def swiglu(at: str, middle: int) -> None:
-        noise(f"{at}.gate_proj.weight", middle, hidden)
-        noise(f"{at}.up_proj.weight", middle, hidden)
-        noise(f"{at}.down_proj.weight", hidden, middle)
-
-    at = f"{prefix}.mlp"
-    count = config.get("num_experts")
-    if not count or index < config.get("first_k_dense_replace", 0):
-        swiglu(at, config["intermediate_size"])
-        return
-    noise(f"{at}.gate.weight", count, hidden)
-    if config["model_type"].startswith("llada2"):
-        noise(f"{at}.gate.expert_bias", count)
-    for expert in range(count):
-        swiglu(f"{at}.experts.{expert}", config["moe_intermediate_size"])
-    if shared := config.get("num_shared_experts"):
-        swiglu(f"{at}.shared_experts", shared * config["moe_intermediate_size"])
+def _swiglu(at: str, hidden: int, middle: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, shape in (("gate", (middle, hidden)), ("up", (middle, hidden)), ("down", (hidden, middle))):
+        yield f"{at}.{name}_proj.weight", shape
 
 
 class Plain:
@@ -201,8 +184,7 @@ def _renamed(tensors: Tensors, config: dict[str, Any]) -> Tensors:
             renamed[name] = tensor
         if name.endswith("mlp.gate.weight") and not config.get("num_shared_experts"):
             at = name.replace("gate.weight", "shared_experts")
-            shapes = {"gate": (middle, hidden), "up": (middle, hidden), "down": (hidden, middle)}
-            renamed |= {f"{at}.{part}_proj.weight": torch.zeros(shape) for part, shape in shapes.items()}
+            renamed |= {part: torch.zeros(shape) for part, shape in _swiglu(at, hidden, middle)}
     return renamed
 
 

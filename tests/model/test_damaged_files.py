@@ -24,16 +24,8 @@ from tests.tiers import FURTHER, SECONDS, grid, rest, scaled
 VALUES: list[Any] = [-1, 0, 1.5, "x", None, 10**30, [], True, {}, float("nan")]
 #: no model computes with a negative number of these, or with a text
 SIZES = {
-    "head_dim",
-    "hidden_size",
-    "intermediate_size",
-    "max_position_embeddings",
-    "num_attention_heads",
-    "num_hidden_layers",
-    "num_key_value_heads",
-    "rms_norm_eps",
-    "rope_theta",
-    "vocab_size",
+    *("head_dim", "hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads"),
+    *("num_hidden_layers", "num_key_value_heads", "rms_norm_eps", "rope_theta", "vocab_size"),
 }
 
 
