@@ -16,8 +16,9 @@ from aioinfer.errors import ConfigError
 from aioinfer.execution.graphs import graphs_unsupported
 from aioinfer.llm import LLM
 from aioinfer.model.attention.base import AttentionParams
+from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.backend import Backend
-from aioinfer.model.kernels import choose_attention, choose_layers
+from aioinfer.model.kernels import choose_attention, choose_layers, make_attention
 from aioinfer.params import SamplingParams
 from bench.gpu.roofline import Shape
 from bench.gpu.shapes import write_model
@@ -122,6 +123,14 @@ def test_captured_steps_leave_it_the_longer_chunks() -> None:
     ):
         config = EngineConfig(**{"attention_backend": "flashinfer", **settings})  # type: ignore[arg-type]
         assert config.graph_tokens == tokens
+
+
+def test_the_backend_makes_it(flashinfer: None) -> None:
+    from aioinfer.model.attention.flashinfer_attention import FlashInferAttention
+
+    sizes: dict[str, Any] = {"num_pages": 2, "page_size": 16, "dtype": torch.bfloat16, "device": CPU}
+    made = make_attention(Backend("flashinfer", "asked for"), [KVShape(2, 64)], **sizes)
+    assert isinstance(made, FlashInferAttention)
 
 
 @nightly(SLOW_MODEL)
