@@ -195,6 +195,7 @@ ORDINARY: dict[str, JsonSchema] = {
         "type": "object",
         "properties": {f"p{at}": {"allOf": [{"$ref": "#/$defs/big"}], "nullable": True} for at in range(50)},
     },
+    "constants": {"allOf": [{"anyOf": [{"const": {"a": [1, 2]}}, {"type": "null"}]}, {"anyOf": [True, {}]}]},
     "no references": {"const": {"$ref": "#x"}, "examples": [{"$ref": "https://x.test"}]},
     "many names": {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(2000)}},
     "many values": {"type": "string", "enum": [f"value {at}" for at in range(4000)]},
