@@ -22,31 +22,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 __all__ = [
-    "COMPILES",
-    "EMULATED",
-    "EXACT",
-    "FURTHER",
-    "INTERPRETER",
-    "LONG",
-    "PROGRAM",
-    "RACES",
-    "SECONDS",
-    "SIMULATION",
-    "SLOW_MODEL",
-    "TIERS",
-    "choose",
-    "grid",
-    "in_share",
-    "loops",
-    "nightly",
-    "points",
-    "rest",
-    "run_in_part",
-    "runs_on",
-    "scaled",
-    "thinned",
-    "touched",
-]
+    "COMPILES", "EMULATED", "EXACT", "FURTHER", "INTERPRETER", "LONG", "PROGRAM", "RACES", "SECONDS",
+    "SIMULATION", "SLOW_MODEL", "TIERS", "choose", "grid", "in_share", "loops", "nightly", "points", "rest",
+    "run_in_part", "runs_on", "scaled", "thinned", "touched",
+]  # fmt: skip
 
 TIERS = ("quick", "rest", "nightly")
 #: ``@rest(reason)``: what else a change needs; ``@nightly(reason)``: twelve runs of ``.ci/run`` have it once
