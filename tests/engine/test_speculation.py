@@ -141,18 +141,6 @@ def outputs(count: int = 30) -> list[int]:
     return toy_generate(PROMPT, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
 
 
-def test_a_stop_token_within_the_drafts_ends_the_drafts() -> None:
-    """Nothing behind it is verified."""
-    ids = outputs()
-    params = SamplingParams(temperature=0, max_tokens=30, stop_token_ids=(ids[9],), ignore_eos=True)
-    with toy(Guesser("right", random.Random(0)), max_draft_tokens=15, overlap_steps=0) as llm:
-        (result,) = run(llm, [(PROMPT, params)])
-        stats = llm.stats()
-    assert isinstance(result, Result)
-    assert result.token_ids == ids[: ids.index(ids[9]) + 1]
-    assert stats.late_tokens == stats.rejected_tokens == 0
-
-
 # -- what else can end or change a run -----------------------------------------------------------------
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from aioinfer import errors
-from aioinfer.engine import Engine
 from aioinfer.params import SamplingParams
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle
@@ -19,10 +18,6 @@ from tests.toys import ToyTokenizer, toy_generate
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 PROMPT = [1, 2, 3]
-
-
-async def all_given_back(engine: Engine) -> None:
-    await settle(engine)
 
 
 async def test_iterating_awaiting_and_entering_give_the_same(make_engine: MakeEngine) -> None:
@@ -109,7 +104,7 @@ async def test_every_way_out_aborts_and_gives_back(make_engine: MakeEngine, way:
         assert not engine._core.scheduler.queues.has_unfinished
         launched = engine.stats().steps
         gate.release()
-        await all_given_back(engine)
+        await settle(engine)
         assert engine.stats().steps == launched, "a step was launched for a request that nobody wants"
 
 
@@ -198,23 +193,6 @@ async def test_without_a_tokenizer_ids_stream_alone(make_engine: MakeEngine) -> 
             engine.generate(PROMPT, SamplingParams(stop="x"))
 
 
-async def test_stop_strings_end_the_output_before_them(make_engine: MakeEngine) -> None:
-    free = toy_generate(PROMPT, LONG)
-    tokenizer = ToyTokenizer()
-    text = tokenizer.decode(free)
-    stop = text[12:15]
-    async with make_engine() as engine:
-        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, stop=[stop])
-        chunks = [chunk async for chunk in engine.generate(PROMPT, params)]
-        kept = await engine.generate(
-            PROMPT,
-            SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, stop=stop, include_stop=True),
-        )
-    assert "".join(chunk.text for chunk in chunks) == text[: text.index(stop)]
-    assert (chunks[-1].finish_reason, chunks[-1].stop_reason) == ("stop", stop)
-    assert kept.text == text[: text.index(stop) + len(stop)]
-
-
 async def test_min_tokens_holds_the_end_back(make_engine: MakeEngine) -> None:
     params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 100}
     async with make_engine() as engine:
@@ -226,17 +204,3 @@ async def test_min_tokens_holds_the_end_back(make_engine: MakeEngine) -> None:
     assert len(free.token_ids) < 12
     assert len(held.token_ids) > 15
     assert 0 not in held.token_ids[:15]
-
-
-async def test_records_have_the_same_length(make_engine: MakeEngine) -> None:
-    async with make_engine(num_pages=12) as engine:
-        results = await asyncio.gather(*[engine.generate([n, 1], LONG_ENOUGH) for n in range(1, 9)])
-        assert engine.stats().retractions > 0
-    for number, result in enumerate(results, 1):
-        assert result.token_ids == toy_generate([number, 1], LONG_ENOUGH)
-        assert result.metrics is not None
-        assert len(result.metrics.token_times) == len(result.token_ids)
-        assert result.metrics.ttft is not None
-
-
-LONG_ENOUGH = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
