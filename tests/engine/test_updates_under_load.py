@@ -10,7 +10,6 @@ import shutil
 import weakref
 from itertools import groupby
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ from safetensors.torch import load_file, save_file
 
 from aioinfer import Chunk, Engine, EngineConfig, SamplingParams, StreamCheckpoint
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.model.weights import StoredMatrix
 from tests.compiled import require_native
 from tests.engine.simulation import settle
 from tests.tiers import nightly
@@ -53,10 +51,7 @@ def read(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Any]]:
 
     def recorded(device: TorchDevice, *given: Any) -> Any:
         prepared = prepare(device, *given)
-        changes = [each for each in prepared._changes if isinstance(each, FunctionType)]
-        cells = [cell.cell_contents for each in changes for cell in each.__closure__ or ()]
-        weights = [each._weights for each in cells if isinstance(each, StoredMatrix)]
-        found.extend(map(weakref.ref, (prepared, *changes, *weights)))
+        found.extend(map(weakref.ref, (prepared, *prepared._changes)))
         return prepared
 
     monkeypatch.setattr(TorchDevice, "prepare_weights", recorded)
