@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import random
 from pathlib import Path
@@ -119,7 +120,12 @@ async def test_a_prompt_is_one_row(make_engine: MakeEngine, admission: str, shor
     device = WholeToy(fault=watch)
     settings = {"chunk_size": 8, "max_step_tokens": 64, "admission": admission}
     async with make_engine(device=device, tokenizer=ToyTokenizer, **settings) as engine:
-        found = await engine.embed(asked, pooling="last", normalize=False)
+        await engine.pause()
+        asking = asyncio.ensure_future(engine.embed(asked, pooling="last", normalize=False))
+        while engine.stats().waiting < 8:  # the first step is full
+            await asyncio.sleep(0)
+        engine.resume()
+        found = await asking
         assert engine.stats().cached_tokens == 0
         assert engine.stats().steps < 40 or short
         assert (engine.stats().out_of_memory_retries > 0) == bool(short)

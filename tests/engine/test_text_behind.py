@@ -15,8 +15,9 @@ from aioinfer.loop.runtime import Runtime
 from aioinfer.loop.texts import Texts
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.queues import RequestQueues
+from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.sequence import ParkedFor, Sequence
-from aioinfer.scheduling.step import Step
+from aioinfer.scheduling.step import Outcome, Step
 from tests.engine.conftest import MakeEngine
 from tests.engine.simulation import settle
 from tests.sequences import sequence_of
@@ -51,34 +52,50 @@ def hold(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     return hold
 
 
-@pytest.mark.parametrize("stops", [False, True])
+@pytest.mark.parametrize("where", ["device", "commit"])
+@pytest.mark.parametrize("end", ["error", "pattern", "token"])
 async def test_the_error_of_a_step_comes_behind_the_text_before_it_and_not_behind_a_stop(
-    make_engine: MakeEngine, hold: Callable[[bool], None], stops: bool
+    make_engine: MakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    hold: Callable[[bool], None],
+    end: str,
+    where: str,
 ) -> None:
     """Whether a request fails does not depend on how late its text is."""
+    resolve, faults = Scheduler.resolve, list[str]()
 
-    def fault(step: Step) -> None:
-        if step.id == 3:
+    def fault(step: Step, at: str = "device") -> None:
+        if step.id == 3 and where == at:
+            faults.append(at)
             raise Injected("broken")
 
+    def committing(self: Scheduler, step: Step, outcome: Outcome) -> list[Sequence]:
+        fault(step, "commit")
+        return resolve(self, step, outcome)
+
+    monkeypatch.setattr(Scheduler, "resolve", committing)
     first = ToyTokenizer().decode(IDS[:1])
-    async with make_engine(fault=fault, overlap_steps=0) as engine:
-        stream = engine.generate(PROMPT, searched(first if stops else "zzzz"))
+    stops: dict[str, Any] = {"stop_token_ids": (IDS[1],)} if end == "token" else {}
+    params = searched(first if end == "pattern" else "zzzz", **stops)
+    async with make_engine(fault=fault, overlap_steps=2, plan_late=False) as engine:
+        stream = engine.generate(PROMPT, params)
         request = sequence_of(stream)
         async with asyncio.timeout(60):
-            while not request.finished:
+            while not request.finished or engine.stats().steps_in_flight:
                 await asyncio.sleep(0)
+        assert faults == [where]
         assert not stream.done
         hold(False)
-        if stops:
-            result = await stream
-            assert (result.text, result.token_ids) == ("", IDS[:1])
-            assert (result.finish_reason, result.stop_reason) == ("stop", first)
-        else:
+        if end == "error":
             assert (await anext(stream)).token_ids == IDS[:2]
             with pytest.raises(errors.StepFailed) as failed:
                 await anext(stream)
             assert isinstance(failed.value.__cause__, Injected)
+        else:
+            result = await stream
+            wanted = ("", IDS[:1], first) if end == "pattern" else (first, IDS[:2], IDS[1])
+            assert (result.text, result.token_ids, result.stop_reason) == wanted
+            assert result.finish_reason == "stop"
         await settle(engine)
 
 
