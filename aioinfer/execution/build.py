@@ -13,7 +13,7 @@ from aioinfer.execution.backends import Backend, CpuBackend, CudaBackend
 from aioinfer.execution.decoding.base import Kind
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.graph_shapes import GraphShapes
-from aioinfer.execution.graphs import Capture, StepGraphs, graphs_unsupported
+from aioinfer.execution.graphs import StepGraphs, graphs_unsupported
 from aioinfer.execution.limits import give_back, memory_available
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
@@ -145,13 +145,8 @@ def fitted(config: EngineConfig, spec: ModelSpec, device: torch.device) -> Engin
     return fit_states(config, spec, cpu_budget(config))
 
 
-def build(
-    parts: Parts, capture: Capture | None = None, progress: Progress | None = None
-) -> tuple[Backend, PoolSize]:
-    """A backend that is ready, and the size of its pool. Raises ConfigError, OutOfMemory.
-
-    ``capture``: how a device that is not CUDA stands in for graphs; for tests.
-    """
+def build(parts: Parts, progress: Progress | None = None) -> tuple[Backend, PoolSize]:
+    """A backend that is ready, and the size of its pool. Raises ConfigError, OutOfMemory."""
     config, spec = parts.config, parts.model.spec
     if parts.device.type == "cuda":
         return _build_cuda(parts, progress)
@@ -159,15 +154,7 @@ def build(
     give_back()
     pool_bytes = (size.num_pages + 1) * parts.page_bytes + size.state_bytes
     check_pool(config, pool_bytes, memory_available(), spec.mapped_bytes, state_bytes=size.state_bytes)
-    runner = parts.runner(size.num_pages, size.num_snapshots)
-    backend = CpuBackend(runner)
-    shapes = parts.kind.graph_shapes(config)
-    if capture is not None and shapes:
-        graphs = parts.graphs(runner, size.max_model_len, shapes)
-        graphs.capture(capture)
-        runner.graphs = graphs
-        backend.graphs = shapes
-    return backend, size
+    return CpuBackend(parts.runner(size.num_pages, size.num_snapshots)), size
 
 
 def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolSize]:

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from aioinfer.execution.backends import Backend
     from aioinfer.execution.build import Parts
-    from aioinfer.execution.graphs import Capture
     from aioinfer.execution.sizing import PoolSize
     from aioinfer.model.adapters.base import AdapterSlots, PreparedAdapter
     from aioinfer.model.backend import Backend as Choice
@@ -46,8 +45,6 @@ class TorchDevice:
 
     #: until opened; a CUDA device then becomes asynchronous
     synchronous = True
-    #: stands in for CUDA's decode graphs on the CPU, in tests
-    _capture: Capture | None = None
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -102,7 +99,7 @@ class TorchDevice:
                     _check_sampling(sampling)
             draft = self._load_draft(spec, device, progress)
             parts = Parts(config, decoding, model, choice, device, self._grammars, self.lane, draft)
-            self._backend, size = build(parts, self._capture, progress)
+            self._backend, size = build(parts, progress)
         except ThreadsUnavailable as error:
             raise ConfigError(f"threads: {error}") from error
         except Exception as error:

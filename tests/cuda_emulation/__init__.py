@@ -25,8 +25,8 @@ wrong in one of them::
     python -m tests.cuda_emulation --compute --order late -- \
         python -m pytest -m gpu tests/execution/test_cuda_steps.py
 
-It needs Linux, a C++ compiler and a torch for CUDA 13, which is what the package index has for Linux. The
-runtime has tests without torch; whether torch's work is done is looked at before a command with ``--compute``
-(``check.py``), whose times mean nothing. It says nothing of what a GPU computes, of races within a kernel,
-nor of speed on a device.
+It needs Linux, a C++ compiler and a torch for CUDA 13, which is what the package index has for Linux.
+Whether work is done, and done in time, is looked at before a command with ``--compute`` (``check.py``), whose
+times mean nothing. It says nothing of what a GPU computes, of races within a kernel, nor of speed on a
+device.
 """

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from aioinfer.native.build import find_compiler
 
-__all__ = ["build_runtime"]
-
 _HERE = Path(__file__).parent
 _RUNTIME = ("state.cpp", "streams.cpp", "memory.cpp", "device.cpp", "unsupported.cpp")
 _ROOT = _HERE.parents[1]
@@ -62,35 +60,23 @@ def find_headers() -> Path:
     sys.exit("there are no headers of CUDA 13: install nvidia-cuda-runtime and nvidia-cuda-crt")
 
 
-def build_runtime(folder: Path) -> Path:
+def build(folder: Path) -> None:
     versions = folder / "versions"
     versions.write_text("libcudart.so.13 { global: *; };\n")
     # Its functions call its own, also in a process in which torch has loaded the real ones before.
-    arguments = [f"-Wl,--version-script={versions}", "-Wl,-Bsymbolic", "-ldl", "-lpthread"]
-    return _compile(folder / "libcudart.so.13", _RUNTIME, arguments)
-
-
-def build(folder: Path) -> None:
-    build_runtime(folder)
+    own = [f"-Wl,--version-script={versions}", "-Wl,-Bsymbolic", "-ldl", "-lpthread"]
+    _compile(folder / "libcudart.so.13", _RUNTIME, own)
     link = [f"-L{folder}", "-l:libcudart.so.13", f"-Wl,-rpath,{folder}"]
     _compile(folder / "libcuda.so.1", ["driver.cpp"], link)
     _compile(folder / "libblas.so", ["blas.cpp"], link)
     (folder / "libcuda.so").symlink_to("libcuda.so.1")
 
 
-def _compile(library: Path, sources: Sequence[str], arguments: Sequence[str]) -> Path:
-    flags = [
-        "-std=c++20",
-        "-O1",
-        "-g",
-        "-fPIC",
-        "-shared",
-        f"-I{find_headers()}",
-        f"-Wl,-soname,{library.name}",
-    ]
+def _compile(library: Path, sources: Sequence[str], arguments: Sequence[str]) -> None:
+    flags = ["-std=c++20", "-O1", "-g", "-fPIC", "-shared", f"-I{find_headers()}"]
+    flags.append(f"-Wl,-soname,{library.name}")
     files = [str(_HERE / source) for source in sources]
     subprocess.run([*find_compiler(), *flags, *files, "-o", str(library), *arguments], check=True)
-    return library
 
 
 def environment(folder: Path, options: argparse.Namespace) -> dict[str, str]:

@@ -129,7 +129,7 @@ def install(patch: pytest.MonkeyPatch) -> Cuda:
         "mem_get_info": lambda device=None: (50 * GIB, 100 * GIB),
     }.items():
         patch.setattr(torch.cuda, name, stand_in)
-    patch.setattr(build, "build", lambda parts, capture, progress: build._build_cuda(parts, progress))
+    patch.setattr(build, "build", build._build_cuda)
     patch.setattr(build, "graphs_unsupported", lambda *arguments: None)
     return cuda
 

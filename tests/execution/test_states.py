@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -27,7 +27,7 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.spec import ModelSpec
 from aioinfer.model.state import StateShape
 from aioinfer.params import SamplingParams
-from tests.execution.recording import Recording, record
+from tests.execution.fake_cuda import FakeCudaDevice, install
 from tests.model.kernels import kernels_or_skip
 from tests.scheduling.desk import Desk
 from tests.tiers import SECONDS, points, rest
@@ -92,16 +92,8 @@ class StatefulDevice(TorchDevice):
         return Running()
 
 
-class GraphedDevice(StatefulDevice):
+class GraphedDevice(StatefulDevice, FakeCudaDevice):
     """Of which decode steps are captured and replayed."""
-
-    def __init__(self, config: EngineConfig) -> None:
-        super().__init__(config)
-        self.graphs: list[Recording] = []
-
-    def _capture(self, call: Callable[[], None]) -> Recording:  # type: ignore[override]
-        self.graphs.append(record(call))
-        return self.graphs[-1]
 
 
 @rest(SECONDS)
@@ -112,9 +104,12 @@ class GraphedDevice(StatefulDevice):
         [({"chunk_size": 5}, False), ({"state_snapshots": 1, "overlap_steps": 2}, True)],
     ),
 )
-async def test_a_stateful_model_gives_its_tokens(changes: dict[str, Any], graphed: bool) -> None:
+async def test_a_stateful_model_gives_its_tokens(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], graphed: bool
+) -> None:
     if graphed:
         kernels_or_skip("cpu")
+        cuda = install(monkeypatch)
     settings = EngineConfig(
         model="running",
         device="cpu",
@@ -136,8 +131,8 @@ async def test_a_stateful_model_gives_its_tokens(changes: dict[str, Any], graphe
             results = await asyncio.gather(*[engine.generate(prompt, wanted) for prompt in prompts])
             assert [result.token_ids for result in results] == [generated(each, 12) for each in prompts]
         stats, info = engine.stats(), engine.info
-    if isinstance(device, GraphedDevice):
-        assert sum(graph.replays for graph in device.graphs) > 12
+    if graphed:
+        assert sum(graph.replays for graph in cuda.recordings) > 12 + len(cuda.recordings)
     snapshots = 0 if "prefix_cache" in changes else changes.get("state_snapshots", 4)
     assert info.num_snapshots == snapshots
     assert info.state_bytes == (settings.num_slots + snapshots + 1) * 20

@@ -7,31 +7,29 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from aioinfer import errors
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.execution import backends
 from aioinfer.execution.build import Parts
-from aioinfer.execution.decoding import token_graphs
 from aioinfer.execution.launcher import InlineLauncher, ThreadLauncher
 from aioinfer.execution.runner import Runner
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model import loader
 from aioinfer.observe.timeline import DeviceLane
+from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import NO_ROWS, Generating, NewRequestData, Row, Step
-from tests.execution.fake_cuda import Cuda, Event, FakeCudaDevice, Stream, install
-from tests.execution.recording import Recording
+from tests.execution.fake_cuda import Cuda, FakeCudaDevice, install
 from tests.model.checkpoints import greedy, greedy_each
 from tests.model.kernels import kernels_or_skip
-from tests.model.test_oracle import prompts
 from tests.tiers import EMULATED, SLOW_MODEL, nightly, points
 
 TOKENS = 4
@@ -65,84 +63,174 @@ def engine(settings: EngineConfig, device: TorchDevice) -> Engine:
     return Engine(settings, launcher=lambda _: launcher(device))
 
 
-@nightly(EMULATED)
-@pytest.mark.parametrize(("window", "mode"), points([(1, "thread")], [(0, "thread"), (2, "inline")]))
-async def test_late_copies_give_the_tokens_of_transformers(
-    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], window: int, mode: str
-) -> None:
-    path, oracle = checkpoint("llama-mqa")
-    settings = config(path, overlap_steps=window, launch_mode=mode)
-    batch = prompts(3, 3)
-    async with engine(settings, FakeCudaDevice(settings)) as running:
-        results = await asyncio.gather(
-            *[
-                running.generate(prompt, SamplingParams(temperature=0, max_tokens=TOKENS + at))
-                for at, prompt in enumerate(batch)
-            ]
-        )
-        stats = running.stats()
-    found = [result.token_ids for result in results]
-    assert found == greedy_each(oracle, batch, range(TOKENS, TOKENS + 3), found)
-    assert sum(graph.replays for graph in cuda.recordings) >= TOKENS
-    assert 0 < stats.overlap_ratio <= 1
-
-
-@nightly(SLOW_MODEL)
-async def test_without_a_number_of_pages_the_pool_is_sized_by_a_trial(
-    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]]
-) -> None:
-    path, oracle = checkpoint("llama-mqa")
-    settings = config(path, num_pages=None, decode_graph_rows=2)
-    async with engine(settings, FakeCudaDevice(settings)) as running:
-        assert cuda.copies > cuda.copies_when_captured, "capturing gives away the memory of the warm-up"
-        result = await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))
-        assert running.stats().pages_free + running.stats().pages_cached == 4 * 64 // 4
-    assert result.token_ids == greedy(oracle, [5, 6, 7], TOKENS)
-    # Two shapes for trial and three for good, of which two differ in rows: each a forward, and for each
-    # number of rows three ways of sampling.
-    assert len(cuda.recordings) == 2 * 4 + 3 + 2 * 3
-
-
-@nightly(EMULATED)
-def test_every_graph_has_been_replayed_before_the_first_step(
-    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]]
-) -> None:
-    path, _ = checkpoint("llama-mqa")
-    device = FakeCudaDevice(config(path, decode_graph_rows=2))
-    device.open()
-    assert [graph.replays for graph in cuda.recordings] == [1] * 9
-    device.close()
-
-
-@nightly(SLOW_MODEL)
-async def test_every_feature_passes_the_backend(
-    monkeypatch: pytest.MonkeyPatch, checkpoint: Callable[[str], tuple[Path, Any]]
-) -> None:
+@pytest.fixture
+def model(checkpoint: Callable[[str], tuple[Path, Any]]) -> tuple[Path, Any]:
     kernels_or_skip("cpu")
-    path, _ = checkpoint("llama-mqa")
+    return checkpoint("llama-mqa")
+
+
+class Counted(FakeCudaDevice):
+    """Counts the forwards that are no replays, and the replays since it was opened."""
+
+    eager = 0
+
+    def open(self, progress: Any = None) -> Any:
+        info = super().open(progress)
+        runner: Any = self._backend.runner  # type: ignore[union-attr]
+        model, self.graphs = runner.model, runner.graphs
+
+        def counted(batch: Any, attention: Any) -> torch.Tensor:
+            self.eager += 1
+            logits: torch.Tensor = model.forward(batch, attention)
+            return logits
+
+        runner.model = SimpleNamespace(spec=model.spec, forward=counted)
+        return info
+
+    @property
+    def mixed_replays(self) -> int:
+        # Each has been replayed once before the first step.
+        return sum(graph.replays - 1 for shape, graph in self.graphs._forwards.items() if shape.tokens)
+
+
+PROMPTS = [[5, 6, 7], list(range(40, 60)), [9], list(range(3, 20)), [11, 12]]
+
+
+async def staggered(
+    settings: EngineConfig, requests: list[tuple[list[int], SamplingParams]], device: TorchDevice
+) -> list[Result]:
+    """Each request begins when the one before has a token."""
+    async with engine(settings, device) as running:
+        streams = []
+        for prompt, params in requests:
+            streams.append(running.generate(prompt, params))
+            async for _ in streams[-1]:
+                break
+        return [await stream for stream in streams]
+
+
+@nightly(EMULATED)
+@pytest.mark.parametrize(
+    ("window", "mode", "count"), points([(1, "thread", 2)], [(0, "thread", 4), (2, "inline", 4)])
+)
+async def test_replays_and_late_copies_give_the_tokens_of_transformers(
+    cuda: Cuda, model: tuple[Path, Any], window: int, mode: str, count: int
+) -> None:
+    """Prompts of a chunk and of several arrive beside decodes, and each step is a replay."""
+    path, oracle = model
+    settings = config(path, overlap_steps=window, launch_mode=mode, chunk_size=7, speculation="off")
+    device = Counted(settings)
+    wanted = SamplingParams(temperature=0, max_tokens=2 * count, ignore_eos=True)
+    found = await staggered(settings, [(prompt, wanted) for prompt in PROMPTS[:count]], device)
+    ids = [result.token_ids for result in found]
+    assert ids == greedy_each(oracle, PROMPTS[:count], 2 * count, ids)
+    assert device.mixed_replays >= 2 * count, "one of the short prompts, three of the others"
+    assert device.eager == 0
+
+
+@nightly(SLOW_MODEL)
+async def test_every_kind_of_row_has_the_tokens_it_has_without_graphs(
+    monkeypatch: pytest.MonkeyPatch, model: tuple[Path, Any]
+) -> None:
     kinds: list[dict[str, Any]] = [
-        {"logprobs": 2, "prompt_logprobs": 1},
-        {"frequency_penalty": 1.5, "logit_bias": {7: 4.0}, "allowed_token_ids": list(range(60))},
-        {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": list(range(0, 200, 2))},
+        {"top_k": 20, "top_p": 0.9},
+        {"frequency_penalty": 1.5, "repetition_penalty": 1.2, "allowed_token_ids": list(range(60))},
+        {"logit_bias": {7: 4.0}, "temperature": 2.0, "min_p": 0.01},
+        {"logprobs": 3, "prompt_logprobs": 1},
+        {"temperature": 0.0, "min_tokens": 3, "stop_token_ids": list(range(0, 200, 2)), "ignore_eos": False},
     ]
     requests = [
-        (prompt, SamplingParams(**{"seed": at, "max_tokens": TOKENS, **kind}))
-        for at, (prompt, kind) in enumerate(zip(prompts(7, 3), kinds, strict=True))
+        (prompt, SamplingParams(**{"seed": at, "max_tokens": 6, "ignore_eos": True, **kind}))
+        for at, (prompt, kind) in enumerate(zip(PROMPTS, kinds, strict=True))
     ]
-    settings = config(path, overlap_steps=2)
+    settings = config(model[0], overlap_steps=2, chunk_size=7, speculation="off")
 
     async def outputs(device: TorchDevice) -> list[Any]:
-        async with engine(settings, device) as running:
-            results = await asyncio.gather(*[running.generate(*request) for request in requests])
         # Padding is in the matrix products, and with it the last bits.
         return [
             (result.token_ids, [(each.token_id, round(each.logprob, 3)) for each in result.logprobs or ()])
-            for result in results
+            for result in await staggered(settings, requests, device)
         ]
 
     plain = await outputs(TorchDevice(settings))
     install(monkeypatch)
-    assert await outputs(FakeCudaDevice(settings)) == plain
+    device = Counted(settings)
+    assert await outputs(device) == plain
+    assert device.mixed_replays
+    assert 0 < device.eager <= 6, "where a prompt is scored"
+
+
+@nightly(EMULATED)
+@pytest.mark.parametrize(
+    ("variant", "asked"),
+    points(
+        [("wide", {"top_p": 0.99})],
+        [("greedy", {"temperature": 0.0, "top_p": 0.9}), ("drawn", {"top_k": 20}), (None, {"top_k": 2000})],
+        SLOW_MODEL,
+    ),
+)
+async def test_a_step_replays_the_variant_that_its_rows_ask_for(
+    monkeypatch: pytest.MonkeyPatch, model: tuple[Path, Any], variant: str | None, asked: dict[str, Any]
+) -> None:
+    """Where a list of candidates may be too short, the one that searches the whole row; or none."""
+    settings = config(model[0], max_running_requests=2)
+    params = SamplingParams(**{"seed": 3, "max_tokens": TOKENS, "ignore_eos": True, **asked})
+    requests = [(PROMPTS[1], params)]
+    (plain,) = await staggered(settings, requests, TorchDevice(settings))
+    install(monkeypatch)
+    device = Counted(settings)
+    (result,) = await staggered(settings, requests, device)
+    assert result.token_ids == plain.token_ids
+    replayed = {kind for (_, kind), graph in device.graphs._steps.items() if graph.replays > 1}
+    assert replayed == ({variant} if variant else set())
+    assert device.eager == 0
+
+
+@nightly(SLOW_MODEL)
+async def test_drafts_are_verified_by_replays(cuda: Cuda, model: tuple[Path, Any]) -> None:
+    path, oracle = model
+    batch = [[5, 6, 7, 8] * 4, [11, 12, 13] * 4, [5, 6, 7, 8] * 3]
+    settings = config(path, speculation="lookup", adaptive_drafts=False, max_draft_tokens=3)
+    device = Counted(settings)
+    wanted = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
+    async with engine(settings, device) as running:
+        results = await asyncio.gather(*[running.generate(prompt, wanted) for prompt in batch])
+        assert running.stats().drafted_tokens
+    assert [result.token_ids for result in results] == [greedy(oracle, prompt, 14) for prompt in batch]
+    assert device.eager == 0
+
+
+@nightly(SLOW_MODEL)
+async def test_retraction_and_a_new_tenant_of_the_row_change_nothing(
+    cuda: Cuda, model: tuple[Path, Any]
+) -> None:
+    """Few pages: requests lose theirs in the middle, slots and rows change hands."""
+    path, oracle = model
+    settings = config(path, num_pages=19, max_running_requests=3, prefix_cache=False)
+    batch = [list(range(at, at + 30)) for at in range(4)]
+    wanted = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    async with engine(settings, FakeCudaDevice(settings)) as running:
+        results = await asyncio.gather(*[running.generate(prompt, wanted) for prompt in batch])
+        stats = running.stats()
+    assert stats.retractions > 0
+    assert 0 < stats.overlap_ratio <= 1
+    assert [result.token_ids for result in results] == [greedy(oracle, prompt, 9) for prompt in batch]
+
+
+@nightly(SLOW_MODEL)
+async def test_without_a_number_of_pages_the_pool_is_sized_by_a_trial(
+    cuda: Cuda, model: tuple[Path, Any]
+) -> None:
+    path, oracle = model
+    settings = config(path, num_pages=None, decode_graph_rows=2)
+    async with engine(settings, FakeCudaDevice(settings)) as running:
+        assert cuda.copies > cuda.copies_when_captured, "capturing gives away the memory of the warm-up"
+        # Two shapes for trial and three for good, of which two differ in rows: each a forward, and for each
+        # number of rows three ways of sampling. All of these are replayed before the first step.
+        assert [graph.replays for graph in cuda.recordings] == [0] * 8 + [1] * (3 + 2 * 3)
+        result = await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))
+        assert running.stats().pages_free + running.stats().pages_cached == 4 * 64 // 4
+    assert result.token_ids == greedy(oracle, [5, 6, 7], TOKENS)
 
 
 @nightly(SLOW_MODEL)
@@ -342,84 +430,6 @@ def test_results_are_read_once_and_in_order_whoever_asks_first(
     assert flights[0].wait().tokens
     assert seen == [1, 2, 3]
     assert [step for what, step, _, _ in device.lane.events if what == "forward"] == [1, 2, 3]
-    device.close()
-
-
-class Calls(TorchDispatchMode):
-    """What a launch calls that lets go of the interpreter lock: operations of torch, replays, and whatever
-    enqueues, waits for or records events."""
-
-    def __init__(self, cuda: Cuda, patch: pytest.MonkeyPatch) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self._counting = False
-        for owner, name in ((Recording, "replay"), (Event, "record"), (Event, "synchronize"),
-                            (Stream, "wait_event"), (backends, "_copy"), (backends, "_send")):  # fmt: skip
-            patch.setattr(owner, name, self._counted(name, getattr(owner, name)))
-
-    def _counted(self, name: str, call: Any) -> Any:
-        def counted(*arguments: Any) -> Any:
-            # What the stand-in does to do it is not counted.
-            if self._counting:
-                self.names.append(name)
-            before, self._counting = self._counting, False
-            try:
-                return call(*arguments)
-            finally:
-                self._counting = before
-
-        return counted
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        if self._counting and name != "detach":  # which is part of another
-            self.names.append(name)
-        return func(*args, **(kwargs or {}))
-
-    def of(self, launch: Callable[[], Any]) -> list[str]:
-        self.names.clear()
-        self._counting = True
-        try:
-            with self:
-                launch()
-        finally:
-            self._counting = False
-        return list(self.names)
-
-
-@nightly(SLOW_MODEL)
-def test_launching_a_decode_step_takes_few_calls(
-    cuda: Cuda, checkpoint: Callable[[str], tuple[Path, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = Calls(cuda, monkeypatch)
-    path, _ = checkpoint("llama-mqa")
-    # A prompt that is a replay leaves nothing to be sent for its first decode.
-    settings = config(path, page_size=32, max_model_len=256, decode_graph_rows=1, prefill_graph_tokens=0)
-    device = FakeCudaDevice(settings)
-    device.open()
-    flights: list[Any] = []
-
-    def launch(step: Step) -> list[str]:
-        prepared = device.prepare(step)
-        return calls.of(lambda: flights.append(device.launch(prepared)))
-
-    prefill, first, *decodes = alone([5, 6, 7], 2 + 3 * token_graphs.KEPT)
-    launch(prefill)
-    changed = launch(first)
-    sent = ["slice", "view", "_send", "chunk", "index_copy_", "replay"]
-    assert changed[: 1 + len(sent)] == ["record", *sent]
-    unchanged = ["replay", "replay", "record", "wait_event", "_copy", "record"]
-    while decodes:
-        # Views of the host's and the device's memory are made once for each place.
-        for step in decodes[: token_graphs.KEPT]:
-            found = launch(step)
-            flights[-2].wait()
-        del decodes[: token_graphs.KEPT]
-        assert found == ["record", *unchanged], "the device may be at rest, and its clock starts anew"
-        if decodes:
-            with pytest.MonkeyPatch.context() as busy:
-                busy.setattr(Event, "query", lambda event: False)
-                assert launch(decodes.pop(0)) == unchanged
     device.close()
 
 

@@ -120,26 +120,6 @@ def test_a_compiler_that_fails_is_quoted_and_leaves_nothing(
     assert not cache_directory().exists() or left() == []
 
 
-@rest(SECONDS)
-def test_compilers_that_take_too_long_end_with_their_processes(
-    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The command of a compiler starts other processes: g++ does so."""
-    workers = tmp_path / "workers"
-    compiler(f'\n[ "$1" = --version ] && exit\nsleep 100 & echo $! >> "{workers}"; wait')
-    monkeypatch.setattr(building, "_PATIENCE", 0.5)
-
-    def work(*_: int) -> None:
-        while not workers.exists() or len(workers.read_text().split()) < UNITS:
-            pass
-
-    with pytest.raises(BuildFailed, match="did not end"):
-        build(work)
-    for worker in workers.read_text().split():
-        while alive(int(worker)):
-            pass
-
-
 def test_compilers_end_with_the_process_that_started_them(compiler: Compiler, tmp_path: Path) -> None:
     """Also where it ends while a thread waits for them, as a launch thread does. That thread must not go on
     with torch, whose operations abort a process that is about to end."""

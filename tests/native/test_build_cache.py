@@ -6,9 +6,6 @@ Most tests use scripts as compilers.
 from __future__ import annotations
 
 import os
-import shlex
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -17,10 +14,8 @@ from pathlib import Path
 import pytest
 
 from aioinfer.native import bindings
-from aioinfer.native.build import UNITS, BuildFailed, build, cache_directory, find_compiler
-from tests.model.harness import require
+from aioinfer.native.build import UNITS, BuildFailed, build, cache_directory
 from tests.native.compilers import WORKS, Compiler, alive, calls, left
-from tests.tiers import PROGRAM, rest
 
 _ROOT = Path(__file__).parents[2]
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -133,37 +128,38 @@ def test_what_killed_processes_left_is_removed_and_what_others_write_is_not(comp
     assert [path.name for path in cache.glob("compiling-*")] == ["compiling-compiling"]
 
 
-def test_libraries_that_were_not_used_for_long_are_removed_but_for_the_newest(compiler: Compiler) -> None:
+def age(path: Path, days: dict[str, float]) -> None:
+    """Old libraries beside this one, by name the days since their last use."""
+    for name, since in days.items():
+        old = path.parent / f"kernels-{name}.so"
+        old.write_bytes(b"old")
+        os.utime(old, (time.time() - since * 86400,) * 2)
+
+
+@pytest.mark.parametrize(
+    ("days", "kept"),
+    [
+        ({"a": 400, "b": 300, "c": 200, "d": 100, "e": 60, "f": 20, "g": 10}, "fg"),
+        ({"a": 9000, "b": 8000, "c": 7000, "d": 6000}, "cd"),
+    ],
+    ids=["unused", "few"],
+)
+def test_libraries_that_were_not_used_for_long_are_removed_but_for_the_newest(
+    compiler: Compiler, days: dict[str, float], kept: str
+) -> None:
     """When another one is compiled. One that is looked up is in use."""
     script = compiler(WORKS)
     path = build()
-    day = 86400.0
-    ages = {"a": 400, "b": 300, "c": 200, "d": 100, "e": 60, "f": 20, "g": 10}
-    for name, age in ages.items():
-        (path.parent / f"kernels-{name}.so").write_bytes(b"old")
-        os.utime(path.parent / f"kernels-{name}.so", (time.time() - age * day,) * 2)
+    age(path, days)
     (path.parent / "kernels-other.txt").write_text("not a library")
-    os.utime(path.parent / "kernels-other.txt", (0, 0))
-    os.utime(path, (0, 0))
+    for each in (path, path.parent / "kernels-other.txt"):
+        os.utime(each, (0, 0))
     assert build() == path
     assert calls(script) == UNITS + 1
-    assert len(list(path.parent.glob("kernels-*.so"))) == 8, "a start that compiles nothing removes nothing"
+    assert left().count(".so") == 1 + len(days), "a start that compiles nothing removes nothing"
     compiler(WORKS.replace("fake 1", "fake 2"))
-    other = build()
-    kept = {each.name for each in path.parent.glob("kernels-*")}
-    assert kept == {path.name, other.name, "kernels-f.so", "kernels-g.so", "kernels-other.txt"}
-
-
-def test_a_few_libraries_are_kept_however_old(compiler: Compiler) -> None:
-    compiler(WORKS)
-    path = build()
-    for name in "abcdef":
-        (path.parent / f"kernels-{name}.so").write_bytes(b"old")
-        os.utime(path.parent / f"kernels-{name}.so", (ord(name), ord(name)))
-    compiler(WORKS.replace("fake 1", "fake 2"))
-    other = build()
-    kept = {each.name for each in path.parent.glob("kernels-*")}
-    assert kept == {path.name, other.name, "kernels-e.so", "kernels-f.so"}
+    libraries = {path.name, build().name, *(f"kernels-{name}.so" for name in kept)}
+    assert {each.name for each in path.parent.glob("kernels-*")} == {*libraries, "kernels-other.txt"}
 
 
 def test_a_library_that_another_process_removes_meanwhile_is_no_error(
@@ -171,9 +167,7 @@ def test_a_library_that_another_process_removes_meanwhile_is_no_error(
 ) -> None:
     compiler(WORKS)
     path = build()
-    for name in "abcdef":
-        (path.parent / f"kernels-{name}.so").write_bytes(b"old")
-        os.utime(path.parent / f"kernels-{name}.so", (1, 1))
+    age(path, dict.fromkeys("abcdef", 400))
     unlink = Path.unlink
 
     def late(self: Path, missing_ok: bool = False) -> None:
@@ -189,9 +183,10 @@ def test_a_library_that_another_process_removes_meanwhile_is_no_error(
 def test_what_progress_raises_ends_the_compilers_and_leaves_nothing(
     compiler: Compiler, tmp_path: Path
 ) -> None:
-    """This is how a start is cancelled. It is asked again and again while compilers run."""
+    """This is how a start is cancelled. It is asked again and again while compilers run, which start other
+    processes: g++ does so."""
     workers = tmp_path / "workers"
-    compiler(f'\n[ "$1" = --version ] && exit\necho $$ >> "{workers}"; exec sleep 100')
+    compiler(f'\n[ "$1" = --version ] && exit\nsleep 100 & echo $! >> "{workers}"; wait')
 
     def progress(done: int, total: int) -> None:
         if workers.exists() and len(workers.read_text().split()) == UNITS:
@@ -221,34 +216,3 @@ def test_a_process_that_waits_for_the_kernels_of_another_thread_can_be_ended(
         bindings.native_unsupported(progress)
     assert bindings._loaded is None
     assert left() == []
-
-
-@rest(PROGRAM)
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_start_with_damaged_kernels_compiles_them_again(tmp_path: Path, damage: str) -> None:
-    """The real ones, whose loading would end the process (SIGBUS, SIGILL)."""
-    require("native")
-    whole = build()
-    copy = tmp_path / whole.name
-    copy.write_bytes(DAMAGES[damage](whole.read_bytes()))
-    # The real compiler, whose output is the library that exists already.
-    script = tmp_path / "c++"
-    script.write_text(
-        f"""#!/bin/sh
-[ "$1" = --version ] && exec {shlex.join(find_compiler())} --version
-while [ "$1" != -o ]; do shift; done
-cp "{whole}" "$2"
-"""
-    )
-    script.chmod(0o755)
-    code = "from aioinfer.native.bindings import ThreadPool; print(ThreadPool(2).threads)"
-    env = {**os.environ, "PYTHONPATH": str(_ROOT), "AIOINFER_CACHE": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**env, "AIOINFER_CXX": str(script)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
-    assert copy.read_bytes() == whole.read_bytes()

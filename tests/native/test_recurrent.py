@@ -75,40 +75,6 @@ def test_a_snapshot_stays_as_it_is_and_starts_a_sequence_again(
     assert all(bool(tensor.isnan().all()) for index in (4, 6) for tensor in steps.cell(index))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_have_the_same_bits_by_any_chunks(checkpoint: Checkpoint, kind: str, dtype: str) -> None:
-    require("native")
-    steps = Steps(checkpoint(kind)[0], dtype=dtype)
-    ids = [(5 * i + 1) % 100 for i in range(100)]
-    steps(ids, 0, 0, 1)
-    whole = steps.cell(1)
-    assert all(bool(tensor.isfinite().all()) for tensor in whole)
-    # A state that is not kept.
-    assert torch.equal(steps(ids, 0, 0, 0), steps(ids, 0, 0, 1))
-    assert all(bool(tensor.isnan().all()) for tensor in steps.cell(0))
-    for chunk in (1, 3, 16, 33, 64):
-        read = 0
-        for at in range(0, len(ids), chunk):
-            steps(ids[at : at + chunk], at, read, 2 + at // chunk % 2)
-            read = 2 + at // chunk % 2
-        assert same(steps.cell(read), whole), chunk
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_states_of_native_layers_are_those_of_torchs(checkpoint: Checkpoint, kind: str) -> None:
-    require("native")
-    path = checkpoint(kind)[0]
-    ids = [(11 * i + 5) % 100 for i in range(40)]
-    found = []
-    for kernels in ("native", "sdpa"):
-        steps = Steps(path, kernels)
-        steps(ids, 0, 0, 1)
-        found.append(steps.cell(1))
-    for got, wanted in zip(*found, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_spec_says_what_a_cell_holds(checkpoint: Checkpoint, kind: str) -> None:
     path, oracle = checkpoint(kind)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,14 +17,12 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.native_linear import NativeLinear
-from aioinfer.model.quantization import Rounding
 from aioinfer.native import build as building
 from aioinfer.native.bindings import Kernels, instructions, shared_thread_pool
 from aioinfer.native.build import find_compiler
 from aioinfer.native.processor import MODELLED, PERMITTED, choose_tiles
-from tests.native.support import Bench, Heads, Row, normal
+from tests.native.support import normal
 from tests.tiers import PROGRAM, nightly, points, rest
 
 Floats = npt.NDArray[np.float32]
@@ -224,55 +221,6 @@ def test_a_linear_layer_sums_up_as_tiles_do(modelled: Kernels, inner: int, outpu
         assert linear.packed.pool.kernels is modelled
         for rows in (1, 2, 8, 16, 17, 32, 33, 64, 70):
             assert torch.equal(linear(values[:rows]), wanted[:rows]), (rows, threads)
-
-
-def test_rows_of_many_panels_have_the_bits_of_one_row(modelled: Kernels) -> None:
-    """More weights than a task has, with a bias and with gates, rounded and not."""
-    values, weight = cancelling(150, 1312, 512)
-    bias = normal(1312, seed=4, dtype=torch.bfloat16) * 1e-6
-    for gated in (False, True):
-        for rounding in (None, Rounding(8, 128), Rounding(4, 64)):
-            linear = NativeLinear(shared_thread_pool(2), weight, bias, rounding, gated=gated)
-            whole = linear(values)
-            for rows in (1, 16, 31, 97):
-                assert torch.equal(linear(values[-rows:]), whole[-rows:]), (rows, gated, rounding)
-
-
-@pytest.mark.parametrize(
-    ("group", "head_dim", "page_size", "scoring"),
-    points(
-        [
-            (2, 64, 16, AttentionParams(0.3)),
-            (8, 48, 3, AttentionParams(0.2, window=130)),
-            (3, 128, 48, AttentionParams(0.1, soft_cap=3.0)),
-        ],
-        [
-            (1, 256, 32, AttentionParams(0.1, block=4)),
-            (5, 16, 16, AttentionParams(0.5, window=7)),
-            (9, 80, 16, AttentionParams(0.1)),
-            (16, 96, 5, AttentionParams(0.1, soft_cap=2.0, window=40)),
-        ],
-    ),
-)
-def test_a_query_has_the_same_bits_by_vectors_and_by_tiles(
-    modelled: Kernels, group: int, head_dim: int, page_size: int, scoring: AttentionParams
-) -> None:
-    """Alone it is computed by vectors, with more than eight by tiles, of one block of rows or two."""
-    heads = Heads(2 * group, 2, head_dim, torch.bfloat16, scoring)
-    length, block = 300, scoring.block
-    row = Row(normal(length, heads.width, head_dim, seed=head_dim, dtype=torch.bfloat16), 0)
-    (whole,) = Bench(heads, page_size).run([row])
-    assert whole.isfinite().all()
-    rng = random.Random(head_dim)
-    for sizes in ([block], [block, 3 * block, 17 * block, 32 * block, 48 * block]):
-        bench = Bench(heads, page_size, threads=1)
-        bench.deal([row])
-        at, parts = 0, []
-        while at < length:
-            stop = min(at + rng.choice(sizes), length)
-            parts += bench.step([(row, at, stop)])
-            at = stop
-        assert torch.equal(torch.cat(parts), whole), sizes
 
 
 def test_denormals_are_numbers_again_after_a_call(modelled: Kernels) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
-import random
 import shutil
 import threading
 import time
@@ -145,21 +144,6 @@ def test_a_damaged_file_is_written_anew(
     assert files(cache) == [name]
     assert (cache / name).read_bytes() == whole
     assert [record.levelname for record in caplog.records if "made anew" in record.message] == ["WARNING"]
-
-
-@rest(SECONDS)
-def test_any_byte_that_differs_is_recognised(cache: Path, checkpoint: Callable[[str], Any]) -> None:
-    path = checkpoint("qwen3")[0]
-    load(path, "int4")
-    [name] = files(cache)
-    content, pool, rng = bytearray((cache / name).read_bytes()), shared_thread_pool(2), random.Random(7)
-    for _ in range(300):
-        at, bit = rng.randrange(len(content)), 1 << rng.randrange(8)
-        content[at] ^= bit
-        (cache / name).write_bytes(content)
-        with pytest.raises(weights_cache._Unusable):
-            weights_cache.PackedWeightsFile(cache / name, pool)
-        content[at] ^= bit
 
 
 def test_weights_of_another_code_that_lack_a_name_are_made_anew(

@@ -24,33 +24,6 @@ def propose(*given: Any, most: int = 4) -> list[int]:
     return list(LookupDrafter().propose(request(*given), most))
 
 
-def test_what_followed_the_last_time_is_proposed() -> None:
-    assert propose([1, 2, 3, 4, 5, 9, 1, 2], most=3) == [3, 4, 5]
-
-
-def test_the_newest_of_equal_places_counts() -> None:
-    assert propose([1, 2, 3, 1, 2, 4, 7, 1, 2], most=1) == [4]
-
-
-def test_the_longest_match_counts_before_the_newest() -> None:
-    assert propose([5, 1, 2, 3, 6, 1, 2, 4, 7, 5, 1, 2], most=1) == [3]
-
-
-def test_one_token_alone_is_no_match() -> None:
-    assert propose([1, 2, 3, 1]) == []
-    assert propose([1]) == []
-
-
-def test_what_repeats_itself_goes_on_repeating() -> None:
-    assert propose([8, 1, 2, 1, 2], most=5) == [1, 2, 1, 2, 1]
-    assert propose([7, 7, 7], most=3) == [7, 7, 7]
-
-
-def test_prompt_and_output_are_one_text() -> None:
-    assert propose([1, 2, 3, 4], [1, 2], most=2) == [3, 4]
-    assert propose([9, 1], [2, 3, 1, 2], most=1) == [3]
-
-
 def test_matches_beyond_the_recent_text_are_found() -> None:
     far = [1, 2, 3, *range(10, 9000), 1, 2]
     assert propose(far, most=1) == [3]

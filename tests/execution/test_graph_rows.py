@@ -1,38 +1,33 @@
-"""Mixed steps and prefills as graphs, on the stand-in for CUDA's: every step has a graph that wastes little,
-which reads of the step's rows what the plain forward reads of them; and the tokens are the same."""
+"""What captured steps read of their rows: every step has a graph that wastes little and reads what the plain
+forward reads, and nothing is sent while nothing changes. Engines with graphs are in ``test_streams``."""
 
 from __future__ import annotations
 
-import asyncio
 import random
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections import deque
+from collections.abc import Mapping
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from aioinfer.config import EngineConfig
-from aioinfer.engine import Engine
 from aioinfer.execution.decoding.relay import Relay
+from aioinfer.execution.decoding.sampling_metadata import SamplingTable
 from aioinfer.execution.decoding.token_graphs import CapturedTokens
 from aioinfer.execution.decoding.tokens import TokenDecoding, TokenKind, TokenPacker
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.graph_shapes import MAX_CHUNKS, GraphShape, GraphShapes, mixed_shapes
-from aioinfer.execution.launcher import ThreadLauncher
+from aioinfer.execution.graphs import graphs_unsupported
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
-from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.model.batch import Batch
 from aioinfer.params import SamplingParams
+from aioinfer.sampling.batch import WIDE_TOP_K
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.scheduling.step import Generating, NewRequestData, Row, Step, TableUpdate
-from tests.execution.test_decode_graphs import GraphedDevice, config
-from tests.model.checkpoints import greedy
-from tests.model.kernels import kernels_or_skip
-from tests.tiers import EMULATED, SLOW_MODEL, nightly, points
 
 # -- shapes --------------------------------------------------------------------------------------------
 
@@ -98,6 +93,50 @@ def test_a_model_that_gives_no_tokens_has_no_graphs() -> None:
     assert not TokenKind(spec).graph_shapes(EngineConfig())
 
 
+@pytest.mark.parametrize("most", [0, 1, 2, 3, 5, 8, 9, 64, 100])
+def test_sizes_reach_the_most_and_waste_at_most_seven_rows(most: int) -> None:
+    shapes = shapes_of(max_running_requests=100, decode_graph_rows=most)
+    sizes = sorted(rows for rows, tokens, _ in shapes if not tokens)
+    assert sizes == sorted(set(sizes))
+    assert max(sizes, default=0) == most
+    for rows in range(1, most + 1):
+        assert min(size for size in sizes if size >= rows) - rows <= 7
+
+
+def test_graphs_need_cuda_kernels_that_ask_the_host_nothing_and_a_model_of_our_own() -> None:
+    cuda: Any = SimpleNamespace(type="cuda")
+    assert graphs_unsupported(cuda, "triton", True) is None
+    assert graphs_unsupported(cuda, "triton", True, "triton") is None
+    assert "cpu" in (graphs_unsupported(torch.device("cpu"), "triton", True) or "")
+    assert "sdpa" in (graphs_unsupported(cuda, "sdpa", True) or "")
+    assert "experts" in (graphs_unsupported(cuda, "triton", True, "grouped") or "")
+    assert "transformers" in (graphs_unsupported(cuda, "triton", False) or "")
+
+
+@pytest.mark.parametrize(
+    ("asked", "wide"),
+    [
+        ({"temperature": 0.0, "top_p": 0.5}, (False, False)),
+        ({"top_p": 0.5}, (True, False)),
+        ({"top_p": 0.5, "top_k": 20}, (False, False)),
+        ({"min_p": 0.5}, (False, False)),
+        ({"top_k": WIDE_TOP_K}, (False, False)),
+        ({"top_k": WIDE_TOP_K + 1, "top_p": 0.5}, (False, True)),
+    ],
+)
+def test_the_host_knows_which_rows_may_keep_more_than_a_list_holds(
+    asked: dict[str, Any], wide: tuple[bool, bool]
+) -> None:
+    """Also if other rows do not."""
+    table = SamplingTable(3)
+    for slot, params in enumerate(({"temperature": 0.0}, asked, {"top_k": 1}), 1):
+        table.admit(slot, NewRequestData(SamplingParams(**params), slot, frozenset(), [1, 2], ()))
+    found = table.metadata(np.array([1, 2, 3]))
+    assert (found.wide_nucleus, found.wide_top_k) == wide
+    found = table.metadata(np.array([1, 3]))
+    assert (found.wide_nucleus, found.wide_top_k) == (False, False)
+
+
 # -- what a graph reads --------------------------------------------------------------------------------
 
 PAGES, PAGE, SLOTS, VOCAB = 6, 4, 9, 512
@@ -134,7 +173,8 @@ class Desk:
             Packer(TokenPacker(SLOTS), SLOTS, PAGES, PAGE, each) for each in (shapes, GraphShapes())
         ]
         self.sent = 0
-        self.tables: list[list[int]] = [[] for _ in range(SLOTS + 1)]
+        #: by slot, what its newest tenant asked for
+        self.asked: dict[int, NewRequestData] = {}
 
     def send(self, array: Any) -> torch.Tensor:
         self.sent += 1
@@ -154,9 +194,10 @@ class Desk:
         for slot, kind in zip(slots, kinds, strict=True):
             length = {"decode": 1, "draft": rng.randint(2, 4), "chunk": rng.randint(1, 9)}[kind]
             start = rng.randint(0, PAGES * PAGE - length - 1)
-            pages = self.tables[slot] = [rng.randint(1, 90) for _ in range(PAGES)]
-            params = SamplingParams(temperature=slot / 8, top_k=slot, top_p=1 / slot)
-            data = NewRequestData(params, 1000 + slot, frozenset(), [1], [])
+            pages = [rng.randint(1, 90) for _ in range(PAGES)]
+            params = SamplingParams(temperature=slot / 8, top_k=rng.randint(1, 50), top_p=1 / slot)
+            seed = rng.choice([-1, -(2**63), rng.randrange(1000)])
+            data = self.asked[slot] = NewRequestData(params, seed, frozenset(), [1], [])
             if kind == "chunk":
                 ids = [rng.randint(1, 90) for _ in range(length)]
                 chunks.append(Row(nobody, slot, start, length, ids, rng.random() < 0.5, pages, 0, data))  # type: ignore[arg-type]
@@ -178,18 +219,66 @@ class Desk:
         )
         return Step(number, rows, tuple(chunks), sum(lengths) + sum(row.length for row in chunks))
 
+    def pack(self, step: Step, *, follows: bool = False) -> Packed:
+        given, plain = (packer.pack(step) for packer in self.packers)
+        assert plain.shape is None
+        return Packed(given, plain, dict(self.asked), follows)
+
     def decode_on(self, packed: PackedStep) -> Step:
         """The step behind one without drafts: everything that sampled decodes."""
-        slots = packed.sections["sample_slots"]
-        tables: list[TableUpdate] = []
-        nobody: Any = None
-        positions = packed.sections["sample_positions"]
-        return Step(
-            packed.step_id + 1,
-            Generating([nobody] * len(slots), slots, positions, tables=tables),
-            (),
-            len(slots),
-        )
+        slots, positions = (packed.sections[name] for name in ("sample_slots", "sample_positions"))
+        return decodes(packed.step_id + 1, dict(zip(slots.tolist(), positions.tolist(), strict=True)))
+
+    def compute(self, packed: Packed) -> None:
+        """Replay a step, and look at what it read."""
+        given, sent = packed.given, self.sent
+        assert given.shape is not None
+        if not packed.follows and self.random.random() < 0.1:
+            # A step has failed: anything may be there.
+            self.captured.forget()
+            for held in (rows := self.captured._rows).slots, rows.starts, rows.seeds, rows.table:
+                held.random_(0, 5)
+        changed = self.captured.update(given, given.shape, self.send)
+        if packed.follows:
+            assert given.shape == GraphShape(SLOTS)
+            assert not changed
+            assert self.sent == sent
+        check_columns(self, packed)
+        self.captured.forward(given.shape)
+        self.captured.moved_on()
+        check_batch(self, given, packed.plain)
+        wanted = self.model.batch.input_ids[self.model.batch.logits_rows] + 1
+        likeliest = self.captured.logits(given).argmax(1)
+        assert likeliest.tolist() == wanted[: len(likeliest)].tolist()
+
+
+class Packed(NamedTuple):
+    """A step packed for a graph and for none, what its slots' tenants asked for, and whether its rows are
+    those of the step before."""
+
+    given: PackedStep
+    plain: PackedStep
+    asked: dict[int, NewRequestData]
+    follows: bool
+
+
+def decodes(number: int, rows: dict[int, int], tables: tuple[TableUpdate, ...] = (), **more: Any) -> Step:
+    """A step of these slots at these positions."""
+    nobody: list[Any] = [None] * len(rows)
+    slots, starts = (np.array([*each], np.int64) for each in (rows.keys(), rows.values()))
+    return Step(number, Generating(nobody, slots, starts, tables=tables, **more), (), len(rows))
+
+
+def check_columns(desk: Desk, packed: Packed) -> None:
+    """The rows that sample are there with what they ask for, and the others are padding."""
+    rows, given = desk.captured._rows, packed.given
+    slots = given.sections["sample_slots"][: len(given.work.tables.rows)].tolist()
+    asked, count = [packed.asked[slot] for slot in slots], len(slots)
+    assert rows.slots.tolist() == slots + [0] * (SLOTS + MAX_CHUNKS - count)
+    assert rows.starts[:count].tolist() == (given.sections["sample_positions"][:count] - 1).tolist()
+    assert rows.seeds[:count].tolist() == [each.seed for each in asked]
+    assert rows.top_k[:count].tolist() == [each.params.top_k for each in asked]
+    assert rows.temperature[:count].tolist() == [each.params.temperature for each in asked]
 
 
 def check_batch(desk: Desk, given: PackedStep, plain: PackedStep) -> None:
@@ -230,35 +319,42 @@ def check_batch(desk: Desk, given: PackedStep, plain: PackedStep) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("seed", range(12))
 def test_a_graph_reads_of_each_row_what_the_plain_forward_reads(seed: int) -> None:
-    """Whatever steps there were before. And a step of those that sampled finds its rows there."""
-    desk = Desk(seed)
+    """Whatever steps there were before, and however many are packed by then. And a step of those that sampled
+    finds its rows there."""
+    desk, waiting = Desk(seed), deque[Packed]()
     number = found = 0
-    for _ in range(25):
+    while number < 40:
         number += 1
         step = desk.step(number, drafting=seed % 2 == 0)
-        given, plain = (packer.pack(step) for packer in desk.packers)
-        assert given.shape is not None
-        assert plain.shape is None
-        desk.captured.update(given, given.shape, desk.send)
-        desk.captured.forward(given.shape)
-        desk.captured.moved_on()
-        check_batch(desk, given, plain)
-        likeliest = desk.captured.logits(given).argmax(1)
-        wanted = desk.model.batch.input_ids[desk.model.batch.logits_rows][: len(likeliest)] + 1
-        assert likeliest.tolist() == wanted.tolist()
-        if step.generating.drafts or not given.work.sample_rows:
-            continue
-        number, found = number + 1, found + 1
-        after = desk.decode_on(given)
-        given, plain = (packer.pack(after) for packer in desk.packers)
-        assert given.shape == GraphShape(SLOTS)
-        sent = desk.sent
-        assert not desk.captured.update(given, given.shape, desk.send), seed
-        assert desk.sent == sent, seed
-        desk.captured.forward(given.shape)
-        desk.captured.moved_on()
-        check_batch(desk, given, plain)
+        waiting.append(desk.pack(step))
+        given = waiting[-1].given
+        if given.work.sample_rows and not step.generating.drafts:
+            number, found = number + 1, found + 1
+            waiting.append(desk.pack(desk.decode_on(given), follows=True))
+        while len(waiting) > 2 * (seed % 3):
+            desk.compute(waiting.popleft())
     assert found, "none sampled"
+
+
+def test_rows_that_go_on_send_nothing_and_changes_send_once() -> None:
+    desk = Desk(0)
+    new = {slot: NewRequestData(SamplingParams(), 1, frozenset(), [1], []) for slot in (1, 3)}
+
+    def changed(rows: dict[int, int], *tables: TableUpdate, **more: Any) -> bool:
+        given = desk.packers[0].pack(decodes(1, rows, tables, **more))
+        assert given.shape is not None
+        found = desk.captured.update(given, given.shape, desk.send)
+        desk.captured.moved_on()
+        return found
+
+    assert changed({3: 0, 1: 0}, (3, 0, [7]), (1, 0, [9]), new_requests=new)
+    assert not any(changed({3: position, 1: position}) for position in range(1, PAGE))
+    assert desk.sent == 1
+    assert changed({3: PAGE, 1: PAGE}, (3, 1, [8]), (1, 1, [2]))
+    assert changed({1: PAGE + 1}), "a row left"
+    assert desk.sent == 3
+    desk.captured.forget()
+    assert changed({1: PAGE + 2}), "after a failure nothing is known"
 
 
 def test_steps_that_read_more_than_samples_are_no_replays() -> None:
@@ -273,119 +369,3 @@ def test_steps_that_read_more_than_samples_are_no_replays() -> None:
 
     assert shape() == GraphShape(4, 16, 16)
     assert shape(scores=(0, 3)) is None
-
-
-# -- with the engine around it -------------------------------------------------------------------------
-
-
-class Counted(GraphedDevice):
-    """Counts the forwards that are no replays."""
-
-    eager = 0
-
-    def open(self, progress: Any = None) -> Any:
-        info = super().open(progress)
-        runner: Any = self._backend._runner  # type: ignore[union-attr]
-        model = runner.model
-        forward = model.forward
-
-        def counted(batch: Batch, attention: Any) -> torch.Tensor:
-            self.eager += 1
-            result: torch.Tensor = forward(batch, attention)
-            return result
-
-        runner.model = SimpleNamespace(spec=model.spec, forward=counted)
-        self.forwards = runner.graphs._forwards
-        return info
-
-    @property
-    def mixed_replays(self) -> int:
-        return sum(graph.replays for shape, graph in self.forwards.items() if shape.tokens)
-
-
-def settings(path: Path, **changes: Any) -> EngineConfig:
-    return config(
-        path,
-        **{
-            "prefill_graph_tokens": 16,
-            "max_step_tokens": 16,
-            "chunk_size": 7,
-            "max_running_requests": 4,
-            "speculation": "off",
-            **changes,
-        },
-    )
-
-
-async def staggered(
-    settings: EngineConfig, requests: list[tuple[list[int], SamplingParams]], device: TorchDevice
-) -> list[list[int]]:
-    """Each request begins when the one before has a token."""
-    async with Engine(settings, launcher=lambda _: ThreadLauncher(device)) as engine:
-        tasks = []
-        for prompt, params in requests:
-            stream = engine.generate(prompt, params)
-            async for _ in stream:
-                break
-            tasks.append(stream)
-        return [(await stream).token_ids for stream in tasks]
-
-
-@pytest.fixture
-def model(checkpoint: Callable[[str], tuple[Path, Any]]) -> tuple[Path, Any]:
-    kernels_or_skip("cpu")
-    return checkpoint("llama-mqa")
-
-
-PROMPTS = [[5, 6, 7], list(range(40, 60)), [9], list(range(3, 20))]
-
-
-@nightly(EMULATED)
-@pytest.mark.parametrize(("window", "count"), points([(1, 2)], [(0, 4), (1, 4), (2, 4)]))
-async def test_arrivals_beside_decodes_are_replays_and_give_the_tokens_of_transformers(
-    model: tuple[Path, Any], window: int, count: int
-) -> None:
-    path, oracle = model
-    chosen = settings(path, overlap_steps=window)
-    device = Counted(chosen)
-    wanted = SamplingParams(temperature=0, max_tokens=2 * count, ignore_eos=True)
-    found = await staggered(chosen, [(prompt, wanted) for prompt in PROMPTS[:count]], device)
-    assert found == [greedy(oracle, prompt, 2 * count) for prompt in PROMPTS[:count]]
-    assert device.mixed_replays >= 2 * count, "one of the short prompts, three of the others"
-    assert device.eager == 0
-
-
-@nightly(SLOW_MODEL)
-async def test_every_kind_of_row_arrives_as_without_graphs(model: tuple[Path, Any]) -> None:
-    path, _ = model
-    kinds: list[dict[str, Any]] = [
-        {"top_k": 20, "top_p": 0.9},
-        {"frequency_penalty": 1.5, "repetition_penalty": 1.2},
-        {"logit_bias": {7: 4.0}, "temperature": 2.0, "min_p": 0.01},
-        {"logprobs": 3, "prompt_logprobs": 1},
-    ]
-    requests = [
-        (prompt, SamplingParams(**{"seed": at, "max_tokens": 6, "ignore_eos": True, **kind}))
-        for at, (prompt, kind) in enumerate(zip(PROMPTS, kinds, strict=True))
-    ]
-    chosen = settings(path)
-    plain = await staggered(chosen, requests, TorchDevice(chosen))
-    device = Counted(chosen)
-    assert await staggered(chosen, requests, device) == plain
-    assert device.mixed_replays
-    assert 0 < device.eager <= 6, "where a prompt is scored"
-
-
-@nightly(SLOW_MODEL)
-async def test_drafts_are_verified_by_replays(model: tuple[Path, Any]) -> None:
-    path, oracle = model
-    prompts = [[5, 6, 7, 8] * 4, [11, 12, 13] * 4, [5, 6, 7, 8] * 3]
-    chosen = settings(path, speculation="lookup", adaptive_drafts=False, max_draft_tokens=3)
-    device = Counted(chosen)
-    wanted = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
-    async with Engine(chosen, launcher=lambda _: ThreadLauncher(device)) as engine:
-        results = await asyncio.gather(*[engine.generate(prompt, wanted) for prompt in prompts])
-        drafted = engine.stats().drafted_tokens
-    assert [result.token_ids for result in results] == [greedy(oracle, prompt, 14) for prompt in prompts]
-    assert drafted
-    assert device.eager == 0
