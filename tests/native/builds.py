@@ -1,7 +1,8 @@
 """The tests of the native kernels on other builds of them: ``python -m tests.native.builds [name ...]``.
 
-For older processors with narrower vectors, with a model of tiles, and with the sanitizers for undefined
-behaviour, addresses and races. Takes some minutes; needs g++ and its sanitizers.
+For older processors with narrower vectors, with models of other instructions and of tiles, and with the
+sanitizers for undefined behaviour, addresses and races. Takes some minutes; needs g++ and its sanitizers.
+``test_builds`` has a part of it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from aioinfer.native.processor import MODELLED
@@ -18,7 +20,9 @@ _ROOT = Path(__file__).parents[2]
 _SOURCE = _ROOT / "aioinfer" / "native" / "source"
 #: The tests of compilers and of engines without kernels do not depend on the build.
 _TESTS = ["tests/native", "tests/model/test_oracle.py::test_mixed_with_staggered_arrivals"]
-_TESTS += [f"--ignore=tests/native/test_{name}.py" for name in ("build", "build_cache", "processor", "tiles")]
+_OTHERS = ("build", "build_cache", "builds", "processor", "tiles")
+_TESTS += [f"--ignore=tests/native/test_{name}.py" for name in _OTHERS]
+_TIERS = ("--quick", "--rest", "--nightly")
 #: Checks for undefined behaviour make too much code of the many tile sizes of AVX-512.
 _ADDRESS = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address"
 _UNDEFINED = "-fsanitize=undefined -fno-sanitize=null,object-size -fno-sanitize-recover=undefined"
@@ -27,6 +31,7 @@ FLAGS = {
     "avx2": "-march=x86-64-v3",
     "baseline": "-march=x86-64-v2",
     "vnni model": "-march=native -DAIOINFER_PLAIN_DOT=16",
+    "avx vnni model": "-march=x86-64-v3 -DAIOINFER_PLAIN_DOT=8",
     "address": f"-march=native {_ADDRESS}",
     "undefined": f"-march=x86-64-v3 {_ADDRESS} {_UNDEFINED}",
     "tiles": "-march=native",
@@ -41,12 +46,13 @@ def main(names: list[str]) -> int:
     failed = 0
     for name in names or [*FLAGS, "threads"]:
         print(f"-- {name}", flush=True)
-        failed += not (_races() if name == "threads" else _tests(name))
+        failed += not (_races() if name == "threads" else passes(name, _TESTS, *_TIERS))
     print(f"-- {failed} failed")
     return failed
 
 
-def _tests(name: str) -> bool:
+def passes(name: str, tests: Sequence[str], *tiers: str) -> bool:
+    """Whether the kernels of a build pass these tests."""
     flags, tiles = FLAGS[name], "model" if name.startswith("tiles") else "off"
     env = {**os.environ, "AIOINFER_CXXFLAGS": flags, "AIOINFER_TILES": tiles, "PYTHONPATH": str(_ROOT)}
     # Compiled first: with these flags it takes longer than the limit of a test.
@@ -62,8 +68,19 @@ def _tests(name: str) -> bool:
         env["ASAN_OPTIONS"] = "detect_leaks=0:allocator_may_return_null=1"
         env["UBSAN_OPTIONS"] = "print_stacktrace=1"
     # In one process: threads are what the detectors look at, and workers would compete with them.
-    options = ["-q", "-x", "-n", "0", "--quick", "--rest", "--nightly", "-p", "no:cacheprovider"]
-    command = [sys.executable, "-m", "pytest", *options, *_TESTS]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-n",
+        "0",
+        "-p",
+        "no:cacheprovider",
+        *tiers,
+        *tests,
+    ]
     if "sanitize" in flags:
         # Sanitizers need more address space than this test leaves.
         command += ["-k", "not threads_that_cannot_be_created"]

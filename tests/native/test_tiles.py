@@ -1,14 +1,12 @@
 """Tiles and their model: products of single tiles, bit for bit, and the kernels made of them.
 
-The kernels' other tests run on modelled tiles in a process of their own, nightly.
+The kernels' other tests run on modelled tiles in processes of their own, nightly (``test_builds``).
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,17 +21,11 @@ from aioinfer.native.bindings import Kernels, instructions, shared_thread_pool
 from aioinfer.native.build import find_compiler
 from aioinfer.native.processor import MODELLED, PERMITTED, choose_tiles
 from tests.native.support import normal
-from tests.tiers import PROGRAM, nightly, points, rest
+from tests.tiers import points, rest
 
 Floats = npt.NDArray[np.float32]
 Halves = npt.NDArray[np.uint16]
 _ROOT = Path(__file__).parents[2]
-#: tests of kernels that depend on how products are computed, of about equal length by process
-KERNELS = [
-    ["native/test_attention", "native/test_invalid_arguments", "native/test_linear"],
-    ["native/test_decoder", "native/test_quantised", "native/test_quantization", "native/test_thread_pool"],
-    ["native/test_laws", "model/test_native_experts", "engine/test_deterministic"],
-]
 TINY = np.float32(2.0**-126)
 
 pytestmark = rest("compiles the kernels with a model of tiles")
@@ -231,14 +223,3 @@ def test_denormals_are_numbers_again_after_a_call(modelled: Kernels) -> None:
 
 def test_modelled_tiles_say_so(modelled: Kernels) -> None:
     assert instructions() == "modelled tiles (AIOINFER_TILES is model)"
-
-
-@nightly(PROGRAM)
-@pytest.mark.timeout(600, method="thread")
-@pytest.mark.parametrize("names", KERNELS, ids=" ".join)
-def test_the_kernels_pass_their_tests_on_modelled_tiles(names: list[str]) -> None:
-    env = {**os.environ, "AIOINFER_TILES": "model", "PYTHONPATH": str(_ROOT)}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider"]
-    command += [str(_ROOT / "tests" / f"{name}.py") for name in names]
-    done = subprocess.run(command, cwd=_ROOT, env=env, capture_output=True, text=True, timeout=590)
-    assert done.returncode == 0, done.stdout[-4000:]

@@ -15,9 +15,9 @@ from aioinfer.sampling.batch import PenaltyReset, SamplingBatch
 from aioinfer.sampling.outcomes import BAD_LOGITS, NO_TOKEN
 from aioinfer.sampling.sampler import COLUMNS, Sampler
 from aioinfer.sampling.verification import DraftRows, Drafts, accepted, select
+from tests.sampling.support import CPU, make_batch
 from tests.tiers import scaled
 
-CPU = torch.device("cpu")
 VOCAB = 97
 
 
@@ -62,39 +62,28 @@ def test_tokens_count_up_to_the_first_that_is_not_its_draft(tokens: list[int], c
 
 def random_batch(rng: random.Random, rows: Sequence[int]) -> SamplingBatch:
     """Parameters by slot; a row for each of ``rows``, its slot."""
-    slots = sorted(set(rows))
-    dice = {slot: random.Random(rng.random()) for slot in slots}
     penalised = rng.random() < 0.6
     by_slot: dict[int, dict[str, Any]] = {
         slot: {
-            "temperature": each.choice([0.0, 0.7, 1.5]),
-            "top_p": each.choice([1.0, 0.8]),
-            "min_p": each.choice([0.0, 0.1]),
-            "top_k": each.choice([0, 5]),
-            "repetition_penalty": each.choice([1.0, 1.4]) if penalised else 1.0,
-            "presence_penalty": each.choice([0.0, 0.9]) if penalised else 0.0,
-            "frequency_penalty": each.choice([0.0, 0.7]) if penalised else 0.0,
-            "seeds": each.randrange(1000),
+            "slot": slot,
+            "temperature": rng.choice([0.0, 0.7, 1.5]),
+            "top_p": rng.choice([1.0, 0.8]),
+            "min_p": rng.choice([0.0, 0.1]),
+            "top_k": rng.choice([0, 5]),
+            "seed": rng.randrange(1000),
+            **(random_penalties(rng) if penalised else {}),
         }
-        for slot, each in dice.items()
+        for slot in sorted(set(rows))
     }
+    return make_batch([by_slot[slot] for slot in rows])
 
-    def column(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([by_slot[slot][name] for slot in rows], dtype=dtype)
 
-    floats = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-    given = {name: column(name, torch.float32) for name in floats}
-    given |= {name: column(name, torch.int64) for name in ("top_k", "seeds")}
-    return SamplingBatch(
-        slots=torch.tensor(rows),
-        positions=torch.zeros(len(rows), dtype=torch.int64),
-        **given,
-        all_greedy=not bool(given["temperature"].any()),
-        any_top_k=True,
-        any_top_p=True,
-        any_min_p=True,
-        any_penalty=penalised,
-    )
+def random_penalties(rng: random.Random) -> dict[str, float]:
+    return {
+        "repetition_penalty": rng.choice([1.0, 1.4]),
+        "presence_penalty": rng.choice([0.0, 0.9]),
+        "frequency_penalty": rng.choice([0.0, 0.7]),
+    }
 
 
 def resets(slots: Sequence[int]) -> list[PenaltyReset]:
