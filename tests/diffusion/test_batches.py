@@ -12,11 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from aioinfer.diffusion.block import Block
-from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names
 from aioinfer.params import DiffusionParams, SamplingParams
 from tests.diffusion.cases import MASK, VOCAB, Case, Denoiser, fresh, make_case, put_, seen, take, take_blocks
-from tests.model.kernels import kernels_or_skip
 from tests.tiers import SECONDS, rest, scaled
 
 ALGORITHMS = pytest.mark.parametrize("algorithm", algorithm_names())
@@ -170,33 +168,3 @@ def test_a_step_reads_nothing_back_from_the_device(algorithm: str, monkeypatch: 
         denoiser.algorithm.step(logits, denoiser.block, denoiser.state)
     after = [column.data_ptr() for column in (*denoiser.block.columns().values(), *denoiser.state.values())]
     assert after == addresses, "a captured graph writes where it was told to"
-
-
-@ALGORITHMS
-@pytest.mark.parametrize("kernels", [True, False])
-@pytest.mark.gpu
-def test_rounds_replay_from_a_graph(algorithm: str, kernels: bool) -> None:
-    """A step captured once denoises on the device as steps do one by one on the CPU."""
-    propose: Propose | None = None
-    if kernels:
-        kernels_or_skip("cuda")
-        from aioinfer.diffusion import triton_proposal
-
-        propose = triton_proposal.propose
-    case = crowd(algorithm, 31)
-    there, here = Denoiser.of(case, propose=propose), Denoiser.of(case)
-    move = {name: column.cuda() for name, column in there.block.columns().items()}
-    block, state = Block(**move), {name: column.cuda() for name, column in there.state.items()}
-    logits = torch.zeros(len(case.rows), case.size, VOCAB, device="cuda")
-    spare = take_blocks(block, torch.arange(len(case.rows), device="cuda"))
-    there.algorithm.step(logits, spare, {name: column.clone() for name, column in state.items()})
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        there.algorithm.step(logits, block, state)
-    while not here.block.done.all():
-        rounds = here.block.rounds.tolist()
-        logits.copy_(torch.stack([case.logits(row, each) for row, each in enumerate(rounds)]))
-        here.step()
-        graph.replay()
-        for row in range(len(case.rows)):
-            assert seen(block, row) == seen(here.block, row), row

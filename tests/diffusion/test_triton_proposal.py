@@ -16,7 +16,7 @@ import torch
 from aioinfer.diffusion.proposal import Asked, Proposal, propose
 from aioinfer.diffusion.registry import algorithm_names
 from tests.diffusion.cases import assert_agrees, make_case
-from tests.model.kernels import DEVICES, interpreted_on, kernels_or_skip
+from tests.model.kernels import DEVICES, interpreted_on, interpreted_only, kernels_or_skip
 from tests.tiers import INTERPRETER, nightly, points
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -147,30 +147,11 @@ def test_a_position_depends_on_itself_alone(device: str) -> None:
 
 
 @nightly(INTERPRETER)
+@interpreted_only
 @pytest.mark.parametrize("algorithm", algorithm_names())
 def test_rounds_are_the_reference_s(device: str, algorithm: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_proposal, "_TUNING", SMALL)
     cases = (make_case(algorithm, seed) for seed in range(1000))
     few = (case for case in cases if case.size <= 5 and len(case.rows) <= 2)
-    for _ in range(2 if interpreted_on(device) else 100):
-        case = next(few)
-        if device == "cpu":
-            assert_agrees(case, propose=triton_proposal.propose)
-        else:
-            assert_agrees(case, propose=on_cuda)
-
-
-def on_cuda(logits: torch.Tensor, asked: Asked) -> Proposal:
-    """The kernels' proposal for what lies on the CPU."""
-    lowered = asked.lowered
-    there = replace(
-        asked,
-        positions=asked.positions.cuda(),
-        rounds=asked.rounds.cuda(),
-        sampling={name: column.cuda() for name, column in asked.sampling.items()},
-        wanted=asked.wanted.cuda(),
-        lowered=None if lowered is None else (lowered[0].cuda(), lowered[1].cuda()),
-    )
-    found = triton_proposal.propose(logits.cuda(), there)
-    columns = (found.tokens, found.confidence, found.logprobs, found.valid, found.mass)
-    return Proposal(*(each.cpu() for each in columns), None if found.entropy is None else found.entropy.cpu())
+    for _ in range(2):
+        assert_agrees(next(few), propose=triton_proposal.propose)

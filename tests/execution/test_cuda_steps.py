@@ -48,40 +48,26 @@ class WatchedDevice(TorchDevice):
 
 @pytest.mark.parametrize("family", ["llama-gqa-tied", "mistral-window", "qwen2", "qwen3"])
 @pytest.mark.parametrize("window", [0, 1, 2])
-async def test_replayed_decodes_give_the_ids_of_transformers(
+async def test_replays_give_the_ids_of_transformers(
     checkpoint: Callable[[str], tuple[Path, Any]], family: str, window: int
 ) -> None:
+    """From replays of decodes and mixed steps, some of which are padded, and from plain ones; prompts arrive
+    all at once, and beside decodes."""
     path, oracle = checkpoint(family)
-    batch = prompts(13, 9)
-    requests = [
-        (prompt, SamplingParams(temperature=0, max_tokens=TOKENS + at, ignore_eos=True))
-        for at, prompt in enumerate(batch)
-    ]
-    for rows in (0, 4, 256):
-        async with Engine(config(path, overlap_steps=window, decode_graph_rows=rows)) as engine:
-            results = await asyncio.gather(*[engine.generate(*request) for request in requests])
-        wanted = [greedy(oracle, prompt, TOKENS + at) for at, prompt in enumerate(batch)]
-        assert [result.token_ids for result in results] == wanted, rows
-
-
-@pytest.mark.parametrize("window", [0, 1, 2])
-async def test_prompts_that_arrive_beside_decodes_give_the_ids_of_transformers(
-    checkpoint: Callable[[str], tuple[Path, Any]], window: int
-) -> None:
-    """From replays of mixed steps, some of which are padded, and from plain ones."""
-    path, oracle = checkpoint("qwen3")
-    batch = [list(range(at, at + length)) for at, length in enumerate((3, 40, 1, 90, 17))]
-    wanted = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)
-    for tokens in (0, 16, 2048):
-        settings = config(path, overlap_steps=window, prefill_graph_tokens=tokens, chunk_size=33)
-        async with Engine(settings) as engine:
+    batch = [*prompts(13, 5), *(list(range(at, at + length)) for at, length in enumerate((3, 40, 1, 90, 17)))]
+    wanted = [SamplingParams(temperature=0, max_tokens=TOKENS + at, ignore_eos=True) for at in range(10)]
+    ids = [greedy(oracle, prompt, TOKENS + at) for at, prompt in enumerate(batch)]
+    for rows, tokens in ((0, 0), (4, 16), (256, 2048)):
+        graphs = {"decode_graph_rows": rows, "prefill_graph_tokens": tokens}
+        async with Engine(config(path, overlap_steps=window, chunk_size=33, **graphs)) as engine:
             streams = []
-            for prompt in batch:
-                streams.append(engine.generate(prompt, wanted))
-                async for _ in streams[-1]:
-                    break
+            for at, request in enumerate(zip(batch, wanted, strict=True)):
+                streams.append(engine.generate(*request))
+                if at > 5:
+                    async for _ in streams[-1]:
+                        break
             found = [(await stream).token_ids for stream in streams]
-        assert found == [greedy(oracle, prompt, TOKENS) for prompt in batch], tokens
+        assert found == ids, rows
 
 
 @pytest.mark.parametrize("sampling", ["triton", "torch"])

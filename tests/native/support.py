@@ -16,7 +16,7 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.heads import HeadNorm, split_heads
 from aioinfer.model.rope import Rotary
 from aioinfer.native.bindings import ThreadPool, shared_thread_pool
-from tests.model.harness import build_batch, fill
+from tests.model.harness import attention_for, build_batch, fill, row_states, state_pool
 
 DTYPES = [torch.float32, torch.bfloat16]
 #: largest relative error of one rounding
@@ -180,3 +180,12 @@ def expected(heads: Heads, row: Row, *, fused: bool = True) -> tuple[torch.Tenso
         scores = torch.cat((scores, sinks), -1)
     weights = scores.softmax(-1)[..., :length]
     return torch.einsum("htn,nhd->thd", weights, v), torch.einsum("htn,nhd->thd", weights, v.abs())
+
+
+def prompt_logits(model: Any) -> torch.Tensor:
+    """Logits of all tokens of a prompt."""
+    ids = [(7 * i + 3) % 100 for i in range(40)]
+    states = row_states(state_pool(model.spec, 1), [(0, 1)])
+    batch = build_batch([(ids, 0, [1, 2, 3])], 16, num_decodes=0, logits_rows=range(40), states=states)
+    logits: torch.Tensor = model.forward(batch, attention_for(model.spec, 5, 16, "native"))
+    return logits

@@ -21,14 +21,11 @@ from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.layer import Embedding, Layer, Trunk
 from aioinfer.model.loader import load_model
 from aioinfer.model.mixers.self_attention import SelfAttention
-from aioinfer.model.moe.dual import DualMLP
 from aioinfer.model.moe.native_experts import NativeExperts, NativeRouter
 from aioinfer.model.moe.routing import SoftmaxRouter
-from aioinfer.model.moe.sparse import SparseMLP
 from aioinfer.model.native import NativeDecoder, NativeMLP
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.norm import Norm
-from aioinfer.model.operations.torch_operations import TorchOperations
 from aioinfer.model.per_layer import PerLayerPart
 from aioinfer.model.quantization import Rounding
 from aioinfer.model.spec import ModelSpec
@@ -182,9 +179,8 @@ class ShortRope:
         ({"params": AttentionParams(0.25, shared=True), "qkv": "queries"}, "no layer before it stores"),
         ({"per_layer": "other"}, "no inputs of its own"),
         ({"scale": 0.5}, "scaled behind a part without a norm"),
-        ({"mlp": "dual", "mlp_norm": None}, "parts side by side lack their norms"),
     ],
-    ids=["rope", "size", "eps", "mlp", "middle", "qk_norm", "shared", "per layer", "scale", "dual"],
+    ids=["rope", "size", "eps", "mlp", "middle", "qk_norm", "shared", "per layer", "scale"],
 )
 def test_parts_that_do_not_fit_a_layer_are_refused_when_it_is_added(
     change: dict[str, Any], message: str
@@ -202,7 +198,6 @@ def test_parts_that_do_not_fit_a_layer_are_refused_when_it_is_added(
         "small": HeadNorm(torch.ones(2, 16), 1e-6, whole=True),
         "queries": linear(32, 64),
         "other": PerLayerPart(linear(16, 64), "gelu_tanh", linear(64, 16), norm),
-        "dual": dual_mlp(pool, norm, linear(64, 32)),
     }
     good: dict[str, Any] = {
         "mixer_norm": norm,
@@ -224,22 +219,6 @@ def test_parts_that_do_not_fit_a_layer_are_refused_when_it_is_added(
     make({})
     with pytest.raises(ValueError, match=message):
         make({key: parts[value] if isinstance(value, str) else value for key, value in change.items()})
-
-
-def dual_mlp(pool: ThreadPool, norm: Norm, down: NativeLinear) -> DualMLP:
-    gate_up = NativeLinear(pool, normal(64, 64, seed=0), None, gated=True)
-    router = NativeRouter(pool, SoftmaxRouter(normal(4, 64, seed=0), 2, normalize=True), torch.float32)
-    each = [(normal(64, 64, seed=at), normal(64, 32, seed=at)) for at in range(4)]
-    return DualMLP(
-        dense_norm=norm,
-        dense=NativeMLP(gate_up, down),
-        dense_post_norm=norm,
-        router_norm=norm,
-        experts_norm=norm,
-        sparse=SparseMLP(router, NativeExperts(pool, torch.float32, (4, 64, 32), each)),
-        experts_post_norm=norm,
-        operations=TorchOperations(),
-    )
 
 
 def small_spec() -> ModelSpec:

@@ -252,48 +252,6 @@ def test_small_differences_of_large_weights_and_the_largest_weights_are_numbers(
 # -- numbers of other formats --------------------------------------------------------------------------
 
 
-def half(rng: np.random.Generator, *shape: int, least: float = -8) -> NDArray[np.float32]:
-    """Numbers of float16 down to about 10 to ``least``: with -8, denormal ones among them."""
-    sizes = 10.0 ** rng.uniform(least, 3, shape)
-    return (np.clip(rng.standard_normal(shape), 0.5, 2) * sizes).astype(np.float16).astype(np.float32)
-
-
-def brain(rng: np.random.Generator, *shape: int) -> NDArray[np.float32]:
-    return torch.from_numpy(rng.standard_normal(shape).astype(np.float32)).bfloat16().float().numpy()
-
-
-def known_format(
-    name: str, rng: np.random.Generator
-) -> tuple[int, NDArray[np.float32], NDArray[np.float32] | None]:
-    """Group, scales and offsets as checkpoints of that format have them; [40, 4 groups]."""
-    if name == "Q4_0":
-        return 32, half(rng, 40, 4), None
-    if name == "Q4_1":
-        return 32, half(rng, 40, 4, least=-3), -half(rng, 40, 4, least=-3)
-    if name == "Q4_K":  # a float16 times 6 bits
-        steps = rng.integers(0, 64, (2, 40, 4)).astype(np.float32)
-        return 32, half(rng, 40, 1) * steps[0], -half(rng, 40, 1) * steps[1]
-    if name == "AWQ":  # whole zero points
-        scales = half(rng, 40, 4)
-        return 128, scales, -scales * rng.integers(0, 16, (40, 4)).astype(np.float32)
-    return 64, brain(rng, 40, 4), brain(rng, 40, 4)  # W4A16 of a bfloat16 model
-
-
-@pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q4_K", "AWQ", "W4A16"])
-def test_4_bit_formats_are_held_without_loss(name: str) -> None:
-    rng = np.random.default_rng(7)
-    group, scales, offsets = known_format(name, rng)
-    values = rng.integers(0, 16, (40, 4 * group)) - (8 if offsets is None else 0)
-    weight = Quantised(values, scales, offsets, group)
-    linear = packed(weight, None, 4)
-    exact = np.repeat(scales.astype(np.float64), group, 1) * values
-    if offsets is not None:
-        exact += np.repeat(offsets.astype(np.float64), group, 1)
-    assert np.array_equal(linear.dequantised().numpy(), exact.astype(np.float32))
-    rows = rng.standard_normal((5, 4 * group)).astype(np.float32)
-    assert_bits(linear(torch.from_numpy(rows)), multiply(rows, weight, None))
-
-
 # -- what is refused -----------------------------------------------------------------------------------
 
 

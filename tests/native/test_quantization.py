@@ -24,9 +24,8 @@ from aioinfer.model.quantization import FLOAT8, Quantization, Rounding
 from aioinfer.native.bindings import InvalidArguments, shared_thread_pool
 from aioinfer.params import SamplingParams
 from tests.model.block_models import block_config, write_checkpoint
-from tests.model.harness import attention_for, build_batch, row_states, state_pool
 from tests.model.mixtures import Mixture
-from tests.native.support import DTYPES, UNIT, normal
+from tests.native.support import DTYPES, UNIT, normal, prompt_logits
 from tests.tiers import SECONDS, rest, thinned
 
 CPU = torch.device("cpu")
@@ -90,10 +89,7 @@ def logits(path: Path, quantization: Quantization) -> torch.Tensor:
         ),
     )
     assert isinstance(model, NativeDecoder)
-    ids = [(7 * i + 3) % 100 for i in range(40)]
-    states = row_states(state_pool(model.spec, 1), [(0, 1)])
-    batch = build_batch([(ids, 0, [1, 2, 3])], 16, num_decodes=0, logits_rows=range(40), states=states)
-    return model.forward(batch, attention_for(model.spec, 5, 16, "native"))
+    return prompt_logits(model)
 
 
 KINDS = ["llama-biases", "qwen3-wide-untied", "qwen3-moe-mixed", "llada2", "gemma3", "gpt-oss", "glm4"]

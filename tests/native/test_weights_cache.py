@@ -31,7 +31,7 @@ from aioinfer.model.weights_cache import MappedMemory, WeightsWriter
 from aioinfer.native import build as building
 from aioinfer.native.bindings import InvalidArguments, shared_thread_pool
 from tests.model.block_models import block_config, write_checkpoint
-from tests.model.harness import attention_for, build_batch, row_states, state_pool
+from tests.native.support import prompt_logits
 from tests.tiers import SECONDS, grid, rest
 
 CPU = torch.device("cpu")
@@ -77,14 +77,6 @@ def load(
     return load_model(path, LoadOptions(device=CPU, **options), *told)
 
 
-def logits(model: Any) -> torch.Tensor:
-    ids = [(7 * i + 3) % 100 for i in range(40)]
-    states = row_states(state_pool(model.spec, 1), [(0, 1)])
-    batch = build_batch([(ids, 0, [1, 2, 3])], 16, num_decodes=0, logits_rows=range(40), states=states)
-    found: torch.Tensor = model.forward(batch, attention_for(model.spec, 5, 16, "native"))
-    return found
-
-
 def files(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.iterdir())
 
@@ -113,7 +105,7 @@ def test_mapped_weights_give_the_same_bits_and_matrices_are_not_read_again(
     else:
         path = checkpoint(kind)[0]
     plain = load(path, quantization, cached=False, dtype=dtype)
-    wanted = logits(plain)
+    wanted = prompt_logits(plain)
     first = load(path, quantization, dtype=dtype)
     assert first.spec.layer_reason.endswith("; weights were cached and mapped")
     reads.clear()
@@ -127,7 +119,7 @@ def test_mapped_weights_give_the_same_bits_and_matrices_are_not_read_again(
     assert first.spec.num_parameters == second.spec.num_parameters == plain.spec.num_parameters
     del plain
     for model in (first, second):
-        assert torch.equal(logits(model), wanted)
+        assert torch.equal(prompt_logits(model), wanted)
     assert len(files(cache)) == 1
 
 
@@ -136,11 +128,11 @@ def test_a_damaged_file_is_written_anew(
     cache: Path, checkpoint: Callable[[str], Any], caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     path = checkpoint("qwen3")[0]
-    wanted = logits(load(path, "int8"))
+    wanted = prompt_logits(load(path, "int8"))
     [name] = files(cache)
     whole = (cache / name).read_bytes()
     (cache / name).write_bytes(DAMAGES[damage](whole))
-    assert torch.equal(logits(load(path, "int8")), wanted)
+    assert torch.equal(prompt_logits(load(path, "int8")), wanted)
     assert files(cache) == [name]
     assert (cache / name).read_bytes() == whole
     assert [record.levelname for record in caplog.records if "made anew" in record.message] == ["WARNING"]
@@ -150,7 +142,7 @@ def test_weights_of_another_code_that_lack_a_name_are_made_anew(
     cache: Path, checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = checkpoint("qwen3")[0]
-    wanted = logits(load(path))
+    wanted = prompt_logits(load(path))
     add = weights_cache.WeightsWriter.add
     with monkeypatch.context() as patch:
         patch.setattr(
@@ -160,7 +152,7 @@ def test_weights_of_another_code_that_lack_a_name_are_made_anew(
         )
         shutil.rmtree(cache)
         load(path)
-    assert torch.equal(logits(load(path)), wanted)
+    assert torch.equal(prompt_logits(load(path)), wanted)
     assert load(path).spec.layer_reason.endswith("are mapped from the cache")
 
 
@@ -177,8 +169,8 @@ def test_a_changed_checkpoint_replaces_its_file_and_leaves_those_of_others(
     tensors = checkpoint("qwen3-wide-untied")[0]
     shutil.rmtree(path)
     shutil.copytree(tensors, path)
-    wanted = logits(load(path, cached=False))
-    assert torch.equal(logits(load(path)), wanted)
+    wanted = prompt_logits(load(path, cached=False))
+    assert torch.equal(prompt_logits(load(path)), wanted)
     after = files(cache)
     assert len(after) == 3
     assert len(set(three) & set(after)) == 2
@@ -244,12 +236,12 @@ def test_a_file_that_is_mapped_can_be_replaced_and_removed(
 ) -> None:
     path = checkpoint("qwen3")[0]
     model = load(path)
-    wanted = logits(model)
+    wanted = prompt_logits(model)
     shutil.rmtree(cache)
     load(path)
     [name] = files(cache)
     (cache / name).unlink()
-    assert torch.equal(logits(model), wanted)
+    assert torch.equal(prompt_logits(model), wanted)
 
 
 @pytest.mark.parametrize("after", [0, 1, 5])
@@ -274,10 +266,10 @@ def test_a_full_disk_costs_the_file_and_not_the_start(
         def __getattr__(self, name: str) -> Any:
             return getattr(self._file, name)
 
-    wanted = logits(load(path, cached=False))
+    wanted = prompt_logits(load(path, cached=False))
     monkeypatch.setattr(os, "fdopen", lambda *given: Full(fdopen(*given)))
     model = load(path)
-    assert torch.equal(logits(model), wanted)
+    assert torch.equal(prompt_logits(model), wanted)
     assert "could not be cached: [Errno 28]" in model.spec.layer_reason
     assert files(cache) == []
     assert "No space left" in caplog.text
@@ -289,7 +281,7 @@ def test_a_cache_that_cannot_be_written_costs_the_file_and_not_the_start(
     cache.write_text("not a directory")
     model = load(checkpoint("qwen3")[0])
     assert "could not be cached" in model.spec.layer_reason
-    assert logits(model).isfinite().all()
+    assert prompt_logits(model).isfinite().all()
 
 
 def test_a_start_that_is_cancelled_while_weights_are_written_leaves_nothing(

@@ -63,14 +63,32 @@ def rate(request: Sequence, right: float) -> None:
     request.drafting._rates[DraftSource.TEXT] = right
 
 
+def after(
+    plain: dict[int, float],
+    verifying: dict[int, float],
+    *,
+    right: float | None = None,
+    count: int = 1,
+    most: int = 15,
+    drafter: Always | None = None,
+    **options: bool,
+) -> tuple[Speculation, list[Sequence]]:
+    """A batch, after steps without drafts and with them have taken so long for long."""
+    speculation, batch = Speculation(drafter or Always(), 64, most, **options), requests(count)
+    observed(speculation, plain, drafts=False)
+    observed(speculation, verifying, drafts=True)
+    for request in batch:
+        if right is not None:
+            rate(request, right)
+    return speculation, batch
+
+
 def test_the_wait_after_a_step_with_drafts_is_a_cost_of_the_drafts() -> None:
     """What follows is planned when they have been read; plain steps overlap."""
-    speculation, batch = Speculation(Always(), 64, 15), requests(1)
-    observed(speculation, {1: 1.0}, drafts=False)
+    speculation, batch = after({1: 1.0}, {}, right=0.4)
     for _ in range(50):
         once(speculation, 2, 1.1, drafts=True)
         once(speculation, 1, 1.5, drafts=False)
-    rate(batch[0], 0.4)
     assert chosen(speculation, batch) == [0]
     observed(speculation, {2: 1.1}, drafts=True)
     assert chosen(speculation, batch) != [0]
@@ -89,29 +107,19 @@ def test_steps_with_drafts_or_a_prompt_take_their_time_for_themselves(prompt: bo
     assert speculation._decodes.of(3) == pytest.approx(1.0)
 
 
-def test_drafts_that_cost_little_and_are_right_are_many() -> None:
-    speculation, batch = Speculation(Always(), 64, 15), requests(1)
-    observed(speculation, {1: 1.0}, drafts=False)
-    observed(speculation, {1: 1.0, 16: 1.6}, drafts=True)
-    rate(batch[0], 0.98)
-    assert chosen(speculation, batch) == [15]
-
-
-def test_drafts_that_are_wrong_are_none() -> None:
-    speculation, batch = Speculation(Always(), 64, 15), requests(1)
-    observed(speculation, {1: 1.0}, drafts=False)
-    observed(speculation, {2: 1.05, 16: 1.6}, drafts=True)
-    rate(batch[0], 0.01)
-    assert chosen(speculation, batch) == [0]
+@pytest.mark.parametrize(
+    ("verifying", "right", "drafts"), [({1: 1.0, 16: 1.6}, 0.98, 15), ({2: 1.05, 16: 1.6}, 0.01, 0)]
+)
+def test_drafts_are_many_where_they_are_right_and_none_where_they_are_wrong(
+    verifying: dict[int, float], right: float, drafts: int
+) -> None:
+    speculation, batch = after({1: 1.0}, verifying, right=right)
+    assert chosen(speculation, batch) == [drafts]
 
 
 def test_a_full_batch_verifies_for_requests_that_are_often_right_only() -> None:
     """32 rows, where one more costs half of what a token is worth."""
-    speculation, batch = Speculation(Always(), 64, 15), requests(32)
-    observed(speculation, {32: 1.0}, drafts=False)
-    observed(speculation, {32: 1.0, 64: 1.5, 128: 2.5}, drafts=True)
-    for request in batch:
-        rate(request, 0.2)
+    speculation, batch = after({32: 1.0}, {32: 1.0, 64: 1.5, 128: 2.5}, right=0.2, count=32)
     rate(batch[7], 0.95)
     counts = chosen(speculation, batch)
     assert counts[7] > 5
@@ -120,11 +128,8 @@ def test_a_full_batch_verifies_for_requests_that_are_often_right_only() -> None:
 
 def test_steps_go_up_to_a_size_that_costs_no_more() -> None:
     """Kernels compute rows in blocks: the fifth row costs much, those up to the eighth nothing."""
-    speculation, batch = Speculation(Always(), 64, 15), requests(1)
-    observed(speculation, {1: 1.0}, drafts=False)
     times = {size: 1.0 if size <= 4 else 1.8 if size <= 8 else 4.0 for size in range(1, 17)}
-    observed(speculation, times, drafts=True)
-    rate(batch[0], 0.9)
+    speculation, batch = after({1: 1.0}, times, right=0.9)
     assert chosen(speculation, batch) == [3]
     rate(batch[0], 0.999)
     assert chosen(speculation, batch) == [7]
@@ -148,11 +153,10 @@ def test_in_many_short_rows_few_are_asked_in_a_step_and_all_in_turn() -> None:
             asked.append(id(request))
             return super().propose(request, most)
 
-    speculation, batch = Speculation(Noting(), 64, 1, overlap=False), requests(100)
-    observed(speculation, {100: 0.006}, drafts=False)
-    observed(speculation, {101: 0.006, 200: 0.006}, drafts=True)
-    for request in batch:
-        rate(request, 0.99)
+    times = {101: 0.006, 200: 0.006}
+    speculation, batch = after(
+        {100: 0.006}, times, right=0.99, count=100, most=1, drafter=Noting(), overlap=False
+    )
     seen: set[int] = set()
     before: set[int] = set()
     for turn in range(30):
@@ -166,9 +170,7 @@ def test_in_many_short_rows_few_are_asked_in_a_step_and_all_in_turn() -> None:
 
 def test_where_drafts_of_many_short_rows_do_not_pay_few_steps_ask() -> None:
     drafter = Always()
-    speculation, batch = Speculation(drafter, 64, 15), requests(100)
-    observed(speculation, {100: 0.006}, drafts=False)
-    observed(speculation, {101: 0.1, 200: 0.1}, drafts=True)
+    speculation, batch = after({100: 0.006}, {101: 0.1, 200: 0.1}, count=100, drafter=drafter)
     asking = 0
     for _ in range(320):
         before = drafter.asked
@@ -185,21 +187,14 @@ def test_where_drafts_of_many_short_rows_do_not_pay_few_steps_ask() -> None:
 def test_a_row_that_overlap_takes_out_of_the_next_step_must_bring_more_than_that() -> None:
     """A tenth of the rows misses the next step; all of them are waited for."""
     for overlap, right, drafted in ((True, 0.4, 0), (False, 0.4, 2), (True, 0.9, 2)):
-        speculation, batch = Speculation(Always(), 64, 3, overlap=overlap), requests(20)
-        observed(speculation, {20: 1.0}, drafts=False)
-        observed(speculation, {21: 1.0, 26: 1.0}, drafts=True)
-        for request in batch:
-            rate(request, 0.0)
+        speculation, batch = after({20: 1.0}, {21: 1.0, 26: 1.0}, right=0, count=20, most=3, overlap=overlap)
         for request in batch[:2]:
             rate(request, right)
         assert sum(map(bool, chosen(speculation, batch))) == drafted, (overlap, right)
 
 
 def test_there_are_no_more_drafts_than_room() -> None:
-    speculation, batch = Speculation(Always(), 64, 15), requests(3)
-    observed(speculation, {3: 1.0}, drafts=False)
-    for request in batch:
-        rate(request, 0.99)
+    speculation, batch = after({3: 1.0}, {}, right=0.99, count=3)
     assert sum(chosen(speculation, batch, room=7)) == 7
     assert chosen(speculation, batch, room=0) == [0, 0, 0]
     fixed = Speculation(Always(), 64, 4, adaptive=False)
@@ -209,11 +204,7 @@ def test_there_are_no_more_drafts_than_room() -> None:
 
 def test_requests_that_are_never_right_are_hardly_asked() -> None:
     drafter = Always()
-    speculation, batch = Speculation(drafter, 64, 15), requests(32)
-    observed(speculation, {32: 1.0}, drafts=False)
-    observed(speculation, {33: 1.02}, drafts=True)
-    for request in batch:
-        rate(request, 0.1)
+    speculation, batch = after({32: 1.0}, {33: 1.02}, right=0.1, count=32, drafter=drafter)
     for _ in range(64):
         chosen(speculation, batch)
     assert drafter.asked <= 32 * 64 / 8
@@ -251,10 +242,7 @@ def test_a_new_request_expects_what_was_usual_of_others() -> None:
 
 def test_a_cost_that_was_measured_wrongly_is_measured_again() -> None:
     """While the first steps with drafts ran, the machine did something else, too."""
-    speculation, batch = Speculation(Always(), 64, 15), requests(1)
-    observed(speculation, {1: 1.0}, drafts=False)
-    observed(speculation, {2: 9.0, 16: 9.0}, drafts=True)
-    rate(batch[0], 0.9)
+    speculation, batch = after({1: 1.0}, {2: 9.0, 16: 9.0}, right=0.9)
     assert chosen(speculation, batch) == [0]
     tried = 0
     for turn in range(3000):
@@ -270,9 +258,7 @@ def test_a_cost_that_was_measured_wrongly_is_measured_again() -> None:
 
 
 def test_drafts_that_cost_too_much_are_rarely_tried() -> None:
-    speculation, batch = Speculation(Always(), 64, 15), requests(1)
-    observed(speculation, {1: 1.0}, drafts=False)
-    observed(speculation, dict.fromkeys(range(2, 17), 3.0), drafts=True)
+    speculation, batch = after({1: 1.0}, dict.fromkeys(range(2, 17), 3.0))
     tried = 0
     for _ in range(10_000):
         rate(batch[0], 0.6)
