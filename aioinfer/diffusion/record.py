@@ -54,8 +54,6 @@ class _Section:
 class WordRows:
     """Columns of several dtypes, laid out in rows of int64 words."""
 
-    __slots__ = ("_sections", "words")
-
     def __init__(self, columns: Mapping[str, tuple[str, int | None]]) -> None:
         """``columns``: by name, the dtype (int64, float32 or bool) and the number of values per row; None is
         one value without a dimension of its own."""
@@ -98,8 +96,6 @@ class WordRows:
 
 class BlockRecords:
     """The record of a :class:`~aioinfer.diffusion.block.Block` and of its algorithm's counters."""
-
-    __slots__ = ("_rows", "blank", "num_counters", "size", "start_word", "words")
 
     def __init__(self, size: int, mask_id: int, num_counters: int) -> None:
         """``num_counters`` is the largest number of counters of any algorithm."""

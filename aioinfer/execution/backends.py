@@ -113,11 +113,6 @@ class CpuBackend:
 class _Place:
     """A step's place in the ring: page-locked memory of what goes in and comes out, and its events."""
 
-    __slots__ = (
-        *("_bytes", "_last", "_memory", "_outgrown", "_tokens", "_tokens_of_step", "_used"),
-        *("device", "done", "flight", "sampled", "started"),
-    )
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._last: _CudaFlight | None = None

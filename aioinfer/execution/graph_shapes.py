@@ -51,8 +51,6 @@ class GraphShape(NamedTuple):
 class GraphShapes:
     """All that are captured."""
 
-    __slots__ = ("_chunks", "_rows", "_tokens")
-
     def __init__(self, shapes: Iterable[GraphShape] = ()) -> None:
         self._rows: dict[int, list[int]] = {}
         self._chunks: dict[int, int] = {}

@@ -61,8 +61,6 @@ def graphs_unsupported(
 class StepGraphs:
     """The captured steps of one model. Launch thread only."""
 
-    __slots__ = ("_captured", "_forwards", "_shapes", "_sizes", "_steps")
-
     def __init__(self, captured: Captured, shapes: GraphShapes) -> None:
         self._captured = captured
         self._shapes = shapes
@@ -71,10 +69,6 @@ class StepGraphs:
         self._forwards: dict[GraphShape, Graph] = {}
         #: by size and variant
         self._steps: dict[tuple[int, object], Graph] = {}
-
-    @property
-    def captured(self) -> Captured:
-        return self._captured
 
     @torch.inference_mode()
     def capture(self, capture: Capture, progress: Callable[[int, int], None] | None = None) -> None:

@@ -31,8 +31,6 @@ class Opening:
     Whatever takes long calls it again and again, also when nothing is new: that is not passed on.
     """
 
-    __slots__ = ("_cancelled", "_last", "_progress")
-
     def __init__(self, progress: Progress | None) -> None:
         self._progress = progress
         self._last: tuple[str, int, int] | None = None

@@ -28,8 +28,6 @@ class Packer:
     page tables of decodes already. ``states``: the model has recurrent state.
     """
 
-    __slots__ = ("_adapted", "_adapters", "_graphs", "_rows", "_states", "_tables")
-
     def __init__(
         self,
         rows: RowPacker,

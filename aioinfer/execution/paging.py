@@ -42,8 +42,6 @@ class Placement:
 class PageTables:
     """Page tables by slot, as rows bring them: what they do not repeat is remembered."""
 
-    __slots__ = ("_copies", "_page_size", "_tables", "_version", "_versions")
-
     def __init__(self, num_slots: int, max_pages: int, page_size: int) -> None:
         self._page_size = page_size
         #: a tenant's entries beyond its pages name the null page 0

@@ -25,8 +25,6 @@ __all__ = ["Runner", "check_ids"]
 class Runner:
     """Computes steps in the order of their launch. Launch thread only, except for :meth:`read`."""
 
-    __slots__ = ("attention", "decoding", "graphs", "lane", "model", "states")
-
     def __init__(
         self,
         model: CausalLM,

@@ -257,8 +257,6 @@ class ThreadPool:
     In a forked process they are started anew with the first call there.
     """
 
-    __slots__ = ("__weakref__", "handle", "kernels", "threads")
-
     def __init__(self, threads: int) -> None:
         """Raises ThreadsUnavailable if the system refuses one of them."""
         if not 1 <= threads < 1 << 15:

@@ -44,8 +44,6 @@ def _memory(kernels: Kernels, kind: str, number: Number, handle: int) -> tuple[i
 class PackedWeights:
     """Weights of a linear layer in the layout of the kernels; the original can be dropped."""
 
-    __slots__ = ("__weakref__", "_kept", "handle", "inner", "number", "outputs", "pool")
-
     def __init__(
         self,
         pool: ThreadPool,
@@ -105,8 +103,6 @@ class PackedWeights:
 
 class PackedRouter:
     """Chooses the experts of tokens; see ``routing.hpp``."""
-
-    __slots__ = ("__weakref__", "handle", "number", "top_k", "weight")
 
     def __init__(
         self,
@@ -170,8 +166,6 @@ class PackedRouter:
 class PackedExperts:
     """The SwiGLUs of a layer in the layout of the kernels; see ``experts.hpp``."""
 
-    __slots__ = ("__weakref__", "_kept", "count", "handle", "hidden", "middle", "number", "pool")
-
     def __init__(
         self,
         pool: ThreadPool,
@@ -226,8 +220,6 @@ class PackedExperts:
 class Stack:
     """All layers of a decoder, computed by one call."""
 
-    __slots__ = ("__weakref__", "_adapters", "_kept", "handle", "number", "pool")
-
     def __init__(
         self, pool: ThreadPool, number: Number, arguments: DecoderArguments, keep: Iterable[object]
     ) -> None:
@@ -271,8 +263,6 @@ class Stack:
 
 class PackedAdapter:
     """An adapter in the form that the layers of a stack read; see ``adapters.hpp``."""
-
-    __slots__ = ("__weakref__", "handle")
 
     def __init__(self, stack: Stack, layers: Sequence[AdaptedLayer]) -> None:
         kernels, number = stack.pool.kernels, stack.number

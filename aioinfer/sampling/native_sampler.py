@@ -77,8 +77,6 @@ def sample_tokens(pool: ThreadPool, logits: torch.Tensor, batch: SamplingBatch) 
 class NativeLogits:
     """See :class:`~aioinfer.sampling.logits_processors.LogitsProcessors`."""
 
-    __slots__ = ("_pool",)
-
     # These change single tokens: torch is fast enough.
     add_biases_ = staticmethod(logits_processors.add_biases_)
     ban_ = staticmethod(logits_processors.ban_)

@@ -27,8 +27,6 @@ class Penalties:
     bit of a logit.
     """
 
-    __slots__ = ("_counts", "_device", "_free", "_penalise", "_row_of", "_used", "_vocab_size")
-
     def __init__(
         self, num_slots: int, vocab_size: int, device: torch.device, penalise: Penalise | None = None
     ) -> None:

@@ -53,11 +53,6 @@ class Sampler:
     then reads ``all_greedy`` and the hints of wide rows alone: graphs for these serve rows of any parameters.
     """
 
-    __slots__ = (
-        *("_device", "_kernel", "_on_host", "_penalties", "_token_ids", "_vocab_size"),
-        *("backend", "logprobs", "logits_processors"),
-    )
-
     def __init__(
         self,
         num_slots: int,

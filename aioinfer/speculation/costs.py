@@ -22,8 +22,6 @@ _EXACT = 32
 class StepCosts:
     """Seconds of steps without prefill. Sizes that did not occur are interpolated."""
 
-    __slots__ = ("_hope", "_known", "_like", "_sizes")
-
     def __init__(self, like: StepCosts | None = None) -> None:
         """``like``: of steps that these are expected to be like while nothing is known, and never hoped to be
         faster than."""

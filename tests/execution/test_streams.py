@@ -287,7 +287,7 @@ async def test_an_error_of_the_device_ends_its_own_step_alone(
     async with engine(settings, device) as running:
         backend: Any = device._backend
         with pytest.MonkeyPatch.context() as broken:
-            broken.setattr(backend.runner.graphs.captured, "finish", lambda packed, replay: 1 / 0)
+            broken.setattr(backend.runner.graphs._captured, "finish", lambda packed, replay: 1 / 0)
             with pytest.raises(errors.StepFailed):
                 await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))
         result = await running.generate([5, 6, 7], SamplingParams(temperature=0, max_tokens=TOKENS))

@@ -52,8 +52,6 @@ _DRAWN_ROWS = 8
 class BlockRows:
     """Inputs of captured rounds, by row."""
 
-    __slots__ = ("_block", "_mirror", "_num_rows", "ends", "slots", "table", "to_second")
-
     def __init__(self, num_rows: int, max_pages: int, block_size: int, device: torch.device) -> None:
         self._num_rows = num_rows
         self._block = block_size

@@ -53,17 +53,6 @@ class Tenant:
 class BlockTable:
     """A record of the slot's block, and what the algorithm of the slot's tenant was asked for."""
 
-    __slots__ = (
-        "_algorithms",
-        "_blank",
-        "_device",
-        "_num_slots",
-        "_propose",
-        "_records",
-        "_table",
-        "mask_id",
-    )
-
     def __init__(
         self,
         num_slots: int,
@@ -177,8 +166,6 @@ class Round:
 
 class _Algorithm:
     """An algorithm that some request has asked for, and what each slot's tenant wants of it."""
-
-    __slots__ = ("_known", "_layout", "_table", "algorithm")
 
     def __init__(self, algorithm: Algorithm, num_slots: int, device: torch.device) -> None:
         self.algorithm = algorithm

@@ -61,17 +61,6 @@ class BlockPacker:
     """Keeps, by slot, how its tenant's blocks are denoised. See
     :class:`~aioinfer.execution.decoding.base.RowPacker`."""
 
-    __slots__ = (
-        "_algorithm",
-        "_begun",
-        "_drawn",
-        "_filtered",
-        "_reached",
-        "_records",
-        "_tenants",
-        "unknown_id",
-    )
-
     def __init__(self, num_slots: int, block_size: int, mask_id: int) -> None:
         self._records = block_records(block_size, mask_id)
         self.unknown_id = mask_id
@@ -172,8 +161,6 @@ _NONE = np.empty(0, np.int64)
 class BlockDecoding:
     """Denoises, and reads nothing back meanwhile unless the device is ``synchronous``. See
     :class:`~aioinfer.execution.decoding.base.Decoding`."""
-
-    __slots__ = ("_device", "_records", "_spec", "_synchronous", "table")
 
     def __init__(
         self,

@@ -75,8 +75,6 @@ def _num_cells(shape: GraphShape) -> int:
 class ChunkRows:
     """Chunk rows on the device, for steps of all shapes."""
 
-    __slots__ = ("_cells", "_table")
-
     def __init__(self, shapes: GraphShapes, max_pages: int, device: torch.device) -> None:
         mixed = [shape for shape in shapes if shape.tokens]
         cells, rows = max(map(_num_cells, mixed), default=0), max((each.chunks for each in mixed), default=-1)

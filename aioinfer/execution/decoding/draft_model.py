@@ -157,8 +157,6 @@ def _block_forward(rows: _Rows, layout: Layout, unit: int) -> DraftForward:
 class DraftModel:
     """Launch thread only."""
 
-    __slots__ = ("_attention", "_mask_id", "_model", "_sampler")
-
     def __init__(self, model: CausalLM, attention: Attention, sampler: Sampler) -> None:
         """``sampler``: that of the target."""
         self._model = model

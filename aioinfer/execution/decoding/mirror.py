@@ -20,17 +20,6 @@ _UNKNOWN = -1
 class Mirror:
     """Columns and page tables of rows in one buffer: all changes go to the device in one copy."""
 
-    __slots__ = (
-        "_cells",
-        "_known",
-        "_known_table",
-        "_lost",
-        "_num_columns",
-        "columns",
-        "known_columns",
-        "table",
-    )
-
     def __init__(self, num_columns: int, num_rows: int, max_pages: int, device: torch.device) -> None:
         """``num_columns``: cells of all columns together."""
         self._num_columns = num_columns

@@ -20,8 +20,6 @@ _POISON = -1
 class Relay:
     """One int64 cell per slot, on the device."""
 
-    __slots__ = ("_cells",)
-
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._cells = torch.full((num_slots + 1,), _POISON, dtype=torch.int64, device=device)
 

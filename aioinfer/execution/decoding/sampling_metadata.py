@@ -78,18 +78,6 @@ class SamplingMetadata:
 class SamplingTable:
     """Keeps, by slot, what its tenant asks for."""
 
-    __slots__ = (
-        "_allowed",
-        "_bias",
-        "_filters",
-        "_floats",
-        "_known",
-        "_logprobs",
-        "_seeds",
-        "_tenants",
-        "_top_k",
-    )
-
     def __init__(self, num_slots: int) -> None:
         self._floats = np.zeros((len(FLOAT_FIELDS), num_slots + 1), np.float32)
         self._top_k = np.zeros(num_slots + 1, np.int64)

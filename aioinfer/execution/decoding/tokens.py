@@ -94,8 +94,6 @@ class TokenPacker:
     """Keeps the sampling parameters of each slot. See
     :class:`~aioinfer.execution.decoding.base.RowPacker`."""
 
-    __slots__ = ("_resets", "_table")
-
     unknown_id = 0
 
     def __init__(self, num_slots: int) -> None:
@@ -216,8 +214,6 @@ def _scores(
 
 class TokenDecoding:
     """Samples. See :class:`~aioinfer.execution.decoding.base.Decoding`."""
-
-    __slots__ = ("draft_model", "grammars", "relay", "sampler")
 
     def __init__(self, sampler: Sampler, relay: Relay, grammars: GrammarWorker) -> None:
         self.sampler = sampler
