@@ -1,4 +1,4 @@
-"""A decoder in one native call against the same model layer by layer in torch."""
+"""A decoder in one native call. That its logits are those of other kernels is tested in ``tests/model``."""
 
 from __future__ import annotations
 
@@ -10,71 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from aioinfer.model.decoder import Decoder
 from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder
 from tests.model.block_models import Plain, Rows, block_config, write_checkpoint
-from tests.model.checkpoints import NATIVE, RECURRENT, VOCAB
-from tests.model.harness import attention_for, build_batch, fill, row_states, state_pool
-from tests.tiers import SECONDS, rest, thinned
+from tests.model.harness import attention_for, build_batch, fill
 
 CPU = torch.device("cpu")
-DENSE = [family for family in [*NATIVE, *RECURRENT] if "moe" not in family and family != "qwen3-next"]
-#: (length, start) of the rows of a step: decodes, a chunk, whole prompts
-ROWS = [(40, 39), (17, 16), (60, 22), (1, 0), (33, 0)]
-
-
-def logits(path: Path, kernels: Any, dtype: str, seed: int) -> torch.Tensor:
-    """Of some tokens, in no order, of a step over pages that hold NaN but for what rows have stored."""
-    rng = random.Random(seed)
-    model = load_model(path, LoadOptions(dtype=dtype, device=CPU, kernels=kernels))
-    assert isinstance(model, NativeDecoder if kernels == "native" else Decoder)
-    attention = attention_for(model.spec, 60, 8, kernels)
-    fill(attention, float("nan"))
-    # Every row has two cells: one of them for what is in front of the step.
-    states, cells = state_pool(model.spec, 2 * len(ROWS)), list[tuple[int, int]]()
-    free = rng.sample(range(1, 61), 60)
-    rows = []
-    for at, (length, start) in enumerate(ROWS):
-        ids = [rng.randrange(VOCAB) for _ in range(length)]
-        pages = [free.pop() for _ in range(-(-length // 8))]
-        if start:
-            past = row_states(states, [(0, 2 * at + 1)])
-            model.forward(build_batch([(ids[:start], 0, pages)], 8, num_decodes=0, states=past), attention)
-        cells.append((2 * at + 1 if start else 0, 2 * at + 2))
-        rows.append((ids[start:], start, pages))
-    tokens = sum(len(ids) for ids, _, _ in rows)
-    wanted = [rng.randrange(tokens) for _ in range(rng.choice([1, 5, 20, 100]))]
-    with torch.inference_mode():
-        own = row_states(states, cells)
-        batch = build_batch(rows, 8, num_decodes=2, logits_rows=wanted, states=own)
-        return model.forward(batch, attention).float()
-
-
-@pytest.mark.parametrize("family", thinned(DENSE, 3))
-def test_in_float32_its_logits_are_those_of_torchs_layers(
-    checkpoint: Callable[[str], tuple[Path, Any]], family: str
-) -> None:
-    path, _ = checkpoint(family)
-    for seed in range(2):
-        got, wanted = (logits(path, kernels, "float32", seed) for kernels in ("native", "sdpa"))
-        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=2e-5 * float(wanted.abs().max()))
-
-
-@rest(SECONDS)
-@pytest.mark.parametrize("family", thinned(DENSE, 3))
-def test_in_bfloat16_it_is_as_close_to_float32_as_torchs_layers(
-    checkpoint: Callable[[str], tuple[Path, Any]], family: str
-) -> None:
-    """It rounds less often than they do. The bound allows for chance: 20 rows and more."""
-    path, _ = checkpoint(family)
-    distance = {"native": 0.0, "sdpa": 0.0}
-    for seed in (0, 3):
-        exact = logits(path, "sdpa", "float32", seed)
-        for kernels in distance:
-            distance[kernels] += float((logits(path, kernels, "bfloat16", seed) - exact).pow(2).sum())
-    assert 0 < distance["native"] < 1.5 * distance["sdpa"]
 
 
 @pytest.mark.parametrize("page_size", [3, 16])
