@@ -58,7 +58,6 @@ class Algorithm(ABC):
         params: Sequence[DiffusionParams],
         sampling: Sequence[SamplingParams],
         seeds: Sequence[int],
-        device: torch.device | str = "cpu",
     ) -> Rows:
         """The state of rows at the start of a block, one row per request; [R] each, by name.
 
@@ -70,15 +69,15 @@ class Algorithm(ABC):
             values = [getattr(each, name) for each in params]
             dtype = torch.int64 if isinstance(default, int) else torch.float32
             filled = [default if value is None else value for value in values]
-            state[name] = torch.tensor(filled, dtype=dtype, device=device)
+            state[name] = torch.tensor(filled, dtype=dtype)
         for name in ("temperature", "top_p", "min_p"):
             values = [getattr(each, name) for each in sampling]
-            state[name] = torch.tensor(values, dtype=torch.float32, device=device)
+            state[name] = torch.tensor(values, dtype=torch.float32)
         top_k = [max(0, each.top_k) for each in sampling]
-        state["top_k"] = torch.tensor(top_k, dtype=torch.int64, device=device)
-        state["seed"] = torch.tensor(list(seeds), dtype=torch.int64, device=device)
+        state["top_k"] = torch.tensor(top_k, dtype=torch.int64)
+        state["seed"] = torch.tensor(list(seeds), dtype=torch.int64)
         for name in cls.counters:
-            state[name] = torch.zeros(len(params), dtype=torch.int64, device=device)
+            state[name] = torch.zeros(len(params), dtype=torch.int64)
         return state
 
     def step(

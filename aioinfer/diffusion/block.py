@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Self
 
 import torch
 
@@ -43,43 +41,6 @@ class Block:
     written_in: torch.Tensor
     #: [R, B] float32: logprob of the token when it was written; 0 where none was
     logprobs: torch.Tensor
-
-    @classmethod
-    def begin(
-        cls,
-        given: Sequence[Sequence[int]],
-        starts: Sequence[int],
-        *,
-        size: int,
-        mask_id: int,
-        device: torch.device | str = "cpu",
-    ) -> Self:
-        """Blocks before their first round.
-
-        Args:
-            given: per row, the tokens of the prompt with which the block begins, up to ``size``. A row with
-                ``size`` of them is done, and can pad a batch.
-            starts: per row, the position of the block in its sequence.
-            size: positions of a block.
-            mask_id: the token of unknown positions.
-            device: the device of the tensors.
-        """
-        rows = len(given)
-        ids = [[*tokens, *[mask_id] * (size - len(tokens))] for tokens in given]
-        lengths = torch.tensor([len(tokens) for tokens in given], dtype=torch.int64, device=device)
-        known = torch.arange(size, device=device) < lengths.unsqueeze(1)
-        return cls(
-            ids=torch.tensor(ids, dtype=torch.int64, device=device).view(rows, size),
-            known=known,
-            editable=~known,
-            starts=torch.tensor(starts, dtype=torch.int64, device=device),
-            rounds=torch.zeros_like(lengths),
-            done=known.all(1),
-            changed=torch.zeros_like(lengths, dtype=torch.bool),
-            failed=torch.zeros_like(lengths, dtype=torch.bool),
-            written_in=torch.full_like(known, -1, dtype=torch.int64),
-            logprobs=torch.zeros_like(known, dtype=torch.float32),
-        )
 
     @property
     def masked(self) -> torch.Tensor:

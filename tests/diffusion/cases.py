@@ -14,6 +14,7 @@ from aioinfer.diffusion.proposal import Propose
 from aioinfer.diffusion.registry import algorithm_class
 from aioinfer.params import DiffusionParams, SamplingParams
 from tests.diffusion.reference import Row
+from tests.toys.blocks import begin_blocks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCAB = 16
@@ -144,7 +145,7 @@ class Denoiser:
     @classmethod
     def of(cls, case: Case, mask_id: int = MASK, propose: Propose | None = None) -> Denoiser:
         algorithm = algorithm_class(case.algorithm)
-        block = Block.begin(
+        block = begin_blocks(
             [row.given for row in case.rows], [row.start for row in case.rows], size=case.size, mask_id=MASK
         )
         known = algorithm.parameters

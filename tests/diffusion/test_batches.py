@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.registry import algorithm_class, algorithm_names
 from aioinfer.params import DiffusionParams, SamplingParams
 from tests.diffusion.cases import MASK, VOCAB, Case, Denoiser, fresh, make_case, put_, seen, take, take_blocks
 from tests.tiers import SECONDS, rest, scaled
+from tests.toys.blocks import begin_blocks
 
 ALGORITHMS = pytest.mark.parametrize("algorithm", algorithm_names())
 
@@ -114,7 +114,7 @@ def test_what_the_host_says_of_the_rows_saves_work_and_changes_nothing(algorithm
 @pytest.mark.parametrize("rows", [0, 1])
 def test_few_rows(algorithm: str, rows: int) -> None:
     cls = algorithm_class(algorithm)
-    block = Block.begin([[]] * rows, [0] * rows, size=4, mask_id=MASK)
+    block = begin_blocks([[]] * rows, [0] * rows, size=4, mask_id=MASK)
     state = cls.init_state(
         [DiffusionParams(algorithm=algorithm)] * rows, [SamplingParams()] * rows, [1] * rows
     )

@@ -21,7 +21,7 @@ from tests.diffusion.cases import random_params as random_diffusion
 from tests.diffusion.cases import take, take_blocks
 from tests.engine.worlds import VOCAB, Claim, Faults, World, random_switches, verify_ids
 from tests.toys import ToyTokenizer
-from tests.toys.blocks import ScriptedDevice
+from tests.toys.blocks import ScriptedDevice, begin_blocks
 from tests.toys.scripted import ScriptedLogits
 
 #: mode, fused commit, mixed, rounds of a multi_step, prefix cache
@@ -164,7 +164,7 @@ def _decode(
     size, mask_id = device.block_size, device.mask_token_id
     cls = algorithm_class(algorithm)
     starts = [len(prompt) // size * size for prompt, _ in asked]
-    block = Block.begin(
+    block = begin_blocks(
         [prompt[start:] for (prompt, _), start in zip(asked, starts, strict=True)],
         starts,
         size=size,
@@ -187,7 +187,7 @@ def _decode(
         before = torch.where(finished, script.chain(before, script.digest(block.ids)), before)
         for name in cls.counters:
             state[name].masked_fill_(finished, 0)
-        following = Block.begin([[]] * len(live), (block.starts + size).tolist(), size=size, mask_id=mask_id)
+        following = begin_blocks([[]] * len(live), (block.starts + size).tolist(), size=size, mask_id=mask_id)
         for column, blank in zip(block.columns().values(), following.columns().values(), strict=True):
             where = finished.view(-1, *[1] * (column.dim() - 1))
             column.copy_(torch.where(where, blank, column))

@@ -19,8 +19,9 @@ import torch
 from aioinfer.config import PAGE_SIZE
 from aioinfer.diffusion.block import Block
 from aioinfer.diffusion.registry import algorithm_class
+from aioinfer.diffusion.state import BlockState
 from aioinfer.execution.backends import CpuBackend
-from aioinfer.execution.decoding.blocks import BlockDecoding, BlockPacker
+from aioinfer.execution.decoding.blocks import BlockDecoding, BlockPacker, block_records
 from aioinfer.execution.device import (
     CompletedFlight,
     DeviceInfo,
@@ -41,7 +42,7 @@ from tests.toys.adapters import NoAdapters
 from tests.toys.scripted import ScriptedLogits
 from tests.toys.states import TaintError, number_in
 
-__all__ = ["ScriptedDevice", "ScriptedLM", "scripted_generate", "scripted_rounds"]
+__all__ = ["ScriptedDevice", "ScriptedLM", "begin_blocks", "scripted_generate"]
 
 _POISON = -7
 _NO_ATTENTION: Any = None
@@ -326,6 +327,16 @@ def _chain(script: ScriptedLogits, blocks: torch.Tensor, before: int = 0) -> lis
     return states
 
 
+def begin_blocks(given: Sequence[Sequence[int]], starts: Sequence[int], *, size: int, mask_id: int) -> Block:
+    """Blocks before their first round, in rows at these positions: each begins with tokens of the prompt."""
+    records = block_records(size, mask_id)
+    rows = [
+        records.encode(BlockState.unknown(start, tokens, size, mask_id), start + len(tokens))
+        for tokens, start in zip(given, starts, strict=True)
+    ]
+    return records.block(torch.from_numpy(np.array(rows, np.int64).reshape(-1, records.words)))[0]
+
+
 def scripted_rounds(
     script: ScriptedLogits,
     prompt_ids: Sequence[int],
@@ -346,7 +357,7 @@ def scripted_rounds(
     before = torch.tensor(_chain(script, blocks)[-1:] or [0])
     given = list(prompt_ids[whole:])
     for start in range(whole, 1 << 62, block_size):
-        block = Block.begin([given], [start], size=block_size, mask_id=mask_token_id)
+        block = begin_blocks([given], [start], size=block_size, mask_id=mask_token_id)
         state = algorithm.init_state([diffusion], [params], [seed])
         while not block.done:
             logits = script.logits(before, block.ids)
