@@ -42,20 +42,14 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def config(path: Path, **changes: Any) -> EngineConfig:
-    settings = {
+    kernels = {
+        "dtype": "float32",
+        "device": "cpu",
         "attention_backend": "triton",
         "sampling_backend": "triton",
-        "page_size": 4,
-        "num_pages": 40,
-        **changes,
     }
-    return EngineConfig(
-        model=str(path),
-        dtype="float32",
-        device="cpu",
-        max_running_requests=4,
-        **{"max_model_len": 64, "max_step_tokens": 16, **settings},
-    )
+    sizes = {"page_size": 4, "num_pages": 40, "max_model_len": 64, "max_step_tokens": 16}
+    return EngineConfig(model=str(path), **{**kernels, **sizes, "max_running_requests": 4, **changes})
 
 
 def engine(settings: EngineConfig, device: TorchDevice) -> Engine:
