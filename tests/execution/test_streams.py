@@ -42,14 +42,10 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Cuda:
 
 
 def config(path: Path, **changes: Any) -> EngineConfig:
-    kernels = {
-        "dtype": "float32",
-        "device": "cpu",
-        "attention_backend": "triton",
-        "sampling_backend": "triton",
-    }
-    sizes = {"page_size": 4, "num_pages": 40, "max_model_len": 64, "max_step_tokens": 16}
-    return EngineConfig(model=str(path), **{**kernels, **sizes, "max_running_requests": 4, **changes})
+    settings: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_running_requests": 4}
+    settings |= {"attention_backend": "triton", "sampling_backend": "triton"}
+    settings |= {"page_size": 4, "num_pages": 40, "max_model_len": 64, "max_step_tokens": 16}
+    return EngineConfig(model=str(path), **{**settings, **changes})
 
 
 def engine(settings: EngineConfig, device: TorchDevice) -> Engine:
