@@ -38,6 +38,7 @@ from aioinfer.sampling.batch import SamplingBatch
 from aioinfer.sampling.native_sampler import NativeLogits, NativeLogprobs, sample_tokens
 from tests.model.harness import attention_for, build_batch
 from tests.native.support import Bench, Heads, Row, draw_rows, normal
+from tests.sampling.support import make_batch
 from tests.tiers import PROGRAM, rest
 
 PAGES, PAGE_SIZE = 20, 8
@@ -269,14 +270,7 @@ def test_matrix_products_of_sizes_that_vectors_do_not_divide_are_refused() -> No
 
 
 def sampling(rows: int, **changes: Any) -> SamplingBatch:
-    zero, one = torch.zeros(rows, dtype=torch.int64), torch.ones(rows)
-    return replace(
-        SamplingBatch(
-            *(zero, zero, zero, one, one, torch.zeros(rows), zero, one, one, one),
-            all_greedy=False, any_top_k=True, any_top_p=True, any_min_p=True, any_penalty=False,
-        ),
-        **changes,
-    )  # fmt: skip
+    return replace(make_batch([{}] * rows), **changes)
 
 
 @pytest.mark.parametrize("bad", [*EXTREMES, VOCAB])

@@ -65,10 +65,11 @@ class Kernels:
     samplers: Sequence[Callable[[torch.Tensor, SamplingBatch], torch.Tensor]]
     #: lengths of rows that are cut in all ways
     lengths: Sequence[int]
+    triton: bool = False
 
     def share(self, native: int, interpreted: int, compiled: int) -> int:
         """How much they get."""
-        if len(self.samplers) > 1:
+        if not self.triton:
             return native
         return interpreted if interpreted_on(self.device) else compiled
 
@@ -86,9 +87,16 @@ def by_triton(*variants: tuple[str, str]) -> list[Any]:
     return [pytest.param(each, id=" ".join(each), marks=device.marks) for device, each in pairs]
 
 
+def by_torch(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
+    return Sampler(64, logits.shape[1], CPU, "torch").sample(logits, batch)
+
+
 @pytest.fixture
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
-    """Those that are named by the parameter."""
+    """Those that are named by the parameter; torch's operations, too."""
+    if request.param == "torch":
+        yield Kernels("cpu", [by_torch], [2, 150, 5000])
+        return
     if request.param == "native":
         native_thread_pool()
         teams = [shared_thread_pool(threads) for threads in (1, 3, 2)]
@@ -107,7 +115,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         return sample_tokens(logits, replace(batch, **WIDE[wide]), chosen)
 
     with np.errstate(all="ignore"):
-        yield Kernels(device, [sample], [1, 150])
+        yield Kernels(device, [sample], [1, 150], triton=True)
 
 
 def use_dirty_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +175,7 @@ def test_filters_keep_neither_more_nor_less(kernels: Kernels) -> None:
 
 @pytest.mark.parametrize("name", EDGES)
 @pytest.mark.parametrize(
-    "kernels", grid(["native"], by_triton(SMALL, ("small lists", "all")), INTERPRETER), indirect=True
+    "kernels", grid(["torch", "native"], by_triton(SMALL, ("small lists", "all")), INTERPRETER), indirect=True
 )
 def test_edges(kernels: Kernels, name: str) -> None:
     line = np.array(EDGES[name], np.float32)
@@ -185,7 +193,7 @@ def test_no_rows_give_no_tokens(kernels: Kernels) -> None:
 
 
 @pytest.mark.parametrize(
-    "kernels", grid(["native"], by_triton(("long lists", "one program")), INTERPRETER), indirect=True
+    "kernels", grid(["torch", "native"], by_triton(("long lists", "one program")), INTERPRETER), indirect=True
 )
 def test_a_row_depends_on_itself_alone(kernels: Kernels) -> None:
     """Not on its company, the threads or the flags of the batch, nor on how logits and parameters lie in
@@ -197,7 +205,7 @@ def test_a_row_depends_on_itself_alone(kernels: Kernels) -> None:
     together = kernels.sample(logits, rows)
     # As a graph has it: every flag set.
     flags: dict[str, Any] = {"any_top_k": True, "any_top_p": True, "any_min_p": True, "all_greedy": False}
-    counts = [len(rows), 1, 2, 7] if len(kernels.samplers) > 1 else [len(rows)]
+    counts = [len(rows)] if kernels.triton else [len(rows), 1, 2, 7]
     for sample in kernels.samplers:
         for count in counts:
             order = rng.permutation(len(rows))[:count].tolist()

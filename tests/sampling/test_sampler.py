@@ -15,7 +15,6 @@ from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.sampling.sampler import Sampler
 from tests.sampling.support import (
     CPU,
-    chi_square,
     make_batch,
     penalise,
     random_logits,
@@ -57,25 +56,6 @@ def test_every_row_equals_the_plain_implementation(
         assert torch.equal(before.nan_to_num(), logits.nan_to_num()), "the logits were written to"
 
 
-@pytest.mark.parametrize("vocab", [900, 5000])
-def test_a_row_does_not_depend_on_its_batch(vocab: int, sampling: SamplingBackend) -> None:
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        logits = torch.from_numpy(rng.normal(0, 3, (12, vocab)).astype(np.float32))
-        rows = [random_row(rng) for _ in range(12)]
-        sampler = Sampler(16, vocab, CPU, sampling)
-        together = sampler.sample(logits, make_batch(rows)).tolist()
-        alone = [
-            int(sampler.sample(logits[at : at + 1], make_batch([{**row, "slot": int(rng.integers(1, 16))}])))
-            for at, row in enumerate(rows)
-        ]
-        assert together == alone, (seed, rows)
-        for size in (5, 12):
-            order = rng.permutation(12)[:size].tolist()
-            some = sampler.sample(logits[order], make_batch([rows[at] for at in order])).tolist()
-            assert some == [together[at] for at in order], (seed, rows)
-
-
 def test_taking_rows_one_at_a_time_changes_nothing() -> None:
     """What a CPU does with a large vocabulary equals what other devices do with any."""
     rng = np.random.default_rng(8)
@@ -106,18 +86,6 @@ def test_a_greedy_batch_draws_nothing_penalised_or_not(monkeypatch: pytest.Monke
     batch = make_batch(rows, penalty_resets=[PenaltyReset(2, [5], [])])
     assert batch.all_greedy
     assert sampler.sample(torch.arange(6.0).expand(2, -1), batch).tolist() == [5, 4]
-
-
-@pytest.mark.parametrize("name", ["position", "seed"])
-def test_successive_tokens_are_independent(name: str, sampling: SamplingBackend) -> None:
-    draws = 30_000
-    logits = torch.tensor([1.0, 0.0, 0.5]).expand(draws, -1)
-    rows = [{"seed": -9, "position": 3, name: at, "slot": 1} for at in range(draws)]
-    tokens = Sampler(1, 3, CPU, sampling).sample(logits, make_batch(rows))
-    probabilities = logits[0].double().softmax(-1)
-    for lag in (1, 2, 7, 256):
-        pairs = torch.bincount(tokens[:-lag] * 3 + tokens[lag:], minlength=9)
-        assert chi_square(pairs, torch.outer(probabilities, probabilities) * (draws - lag)) < 3.1, lag
 
 
 # -- corners -----------------------------------------------------------------------------------------------
