@@ -23,9 +23,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
@@ -37,6 +37,8 @@ __all__ = ["UNITS", "BuildFailed", "build", "cache_directory", "find_compiler"]
 #: ``progress(done, total)``, in files
 _Progress: TypeAlias = Callable[[int, int], None] | None
 
+#: how its files in the cache begin
+_NAME = "kernels"
 _SOURCE = Path(__file__).parent / "source"
 _FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno")
 #: (source, further flags) of every object
@@ -66,26 +68,6 @@ _leaving = False
 
 class BuildFailed(Exception):
     """There is no library; the message gives the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Recipe:
-    """The sources and flags of one library."""
-
-    #: how its files in the cache begin
-    name: str
-    #: the directory of its sources
-    source: Path
-    #: (source, further flags) of every object
-    units: Sequence[tuple[str, Sequence[str]]]
-    flags: Sequence[str]
-    #: the processor that it is compiled for
-    processor: str
-
-    @property
-    def target(self) -> str:
-        """Its name, with a hash of everything but the compiler."""
-        return f"{self.name}-{_hash(*self.flags, platform.machine(), self.processor, *_sources(self.source))}"
 
 
 def cache_directory() -> Path:
@@ -126,34 +108,36 @@ def build(progress: _Progress = None, tiles: Tiles | None = None) -> Path:
     except ValueError as error:
         raise BuildFailed(str(error)) from error
     flags = [*_FLAGS, *os.environ.get("AIOINFER_CXXFLAGS", "-march=native").split(), *tiles.flags]
-    return _made(_Recipe("kernels", _SOURCE, _UNITS, flags, instruction_sets()), progress)
+    return _library(flags, progress)
 
 
-def _made(recipe: _Recipe, progress: _Progress = None) -> Path:
+def _library(flags: list[str], progress: _Progress) -> Path:
     directory = cache_directory()
+    # Everything but the compiler.
+    name = f"{_NAME}-{_hash(*flags, platform.machine(), instruction_sets(), *_sources(_SOURCE))}"
     try:
         compiler = find_compiler()
-        name = f"{recipe.target}-{_hash(_version(compiler))}"
+        version = _version(compiler)
     except BuildFailed:
-        found = _intact(directory, f"{recipe.target}-*")
+        found = _intact(directory, f"{name}-*")
         if found is None:
             raise
         return found
+    name = f"{name}-{_hash(version)}"
     found = _intact(directory, f"{name}-*")
     if found is not None:
         return found
-    pulse = None if progress is None else lambda: progress(0, len(recipe.units))
     try:
         # Closed to other users, who could put a library there.
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with turn(directory / f"{recipe.name}.lock", pulse):
+        with turn(directory / f"{_NAME}.lock", progress and partial(progress, 0, UNITS)):
             found = _intact(directory, f"{name}-*")
             if found is None:
-                _prune(directory, recipe.name)
+                _prune(directory)
                 with tempfile.TemporaryDirectory(
                     prefix=_WORKPLACE, dir=directory, ignore_cleanup_errors=True
                 ) as place:
-                    made = _compile(compiler, recipe, Path(place), progress)
+                    made = _compile([*compiler, *flags], Path(place), progress)
                     found = _publish(made, directory, name)
             return found
     except OSError as error:
@@ -185,9 +169,9 @@ def _publish(made: Path, directory: Path, name: str) -> Path:
     return path
 
 
-def _prune(directory: Path, name: str) -> None:
-    """Remove libraries of a recipe that no start has looked up for long, except the newest few, and
-    directories of compilers that were killed.
+def _prune(directory: Path) -> None:
+    """Remove libraries that no start has looked up for long, except the newest few, and directories of
+    compilers that were killed.
 
     Several processes may do so at once. A process that has loaded one keeps it: the file goes when it ends.
     """
@@ -197,7 +181,7 @@ def _prune(directory: Path, name: str) -> None:
             if now - place.stat().st_mtime > _STALE:
                 shutil.rmtree(place)
     used: list[tuple[float, Path]] = []
-    for path in directory.glob(f"{name}-*.so"):
+    for path in directory.glob(f"{_NAME}-*.so"):
         with suppress(OSError):
             used.append((path.stat().st_mtime, path))
     # One more is about to be made.
@@ -252,17 +236,16 @@ def _version(compiler: list[str]) -> str:
         raise BuildFailed(f"{' '.join(compiler)} does not run: {error}") from error
 
 
-def _compile(compiler: list[str], recipe: _Recipe, directory: Path, progress: _Progress) -> Path:
+def _compile(command: list[str], directory: Path, progress: _Progress) -> Path:
     """Compile all units in parallel, then link them."""
-    flags, units = recipe.flags, recipe.units
-    objects = [directory / f"{at}.o" for at in range(len(units))]
+    objects = [str(directory / f"{at}.o") for at in range(UNITS)]
     library = directory / "library.so"
-    with _Compilers(len(units), progress) as compilers:
-        for (source, further), target in zip(units, objects, strict=True):
-            compilers.start(*compiler, *flags, *further, "-c", str(recipe.source / source), "-o", str(target))
+    with _Compilers(progress) as compilers:
+        for (source, further), target in zip(_UNITS, objects, strict=True):
+            compilers.start(*command, *further, "-c", str(_SOURCE / source), "-o", target)
         # In order, the smallest unit last: the count is complete when all have finished.
         compilers.finish()
-        compilers.start(*compiler, *flags, "-shared", *map(str, objects), "-o", str(library))
+        compilers.start(*command, "-shared", *objects, "-o", str(library))
         compilers.finish()
     return library
 
@@ -270,8 +253,7 @@ def _compile(compiler: list[str], recipe: _Recipe, directory: Path, progress: _P
 class _Compilers:
     """Processes that end with the block, however it is left, and with the interpreter."""
 
-    def __init__(self, units: int, progress: _Progress) -> None:
-        self._units = units
+    def __init__(self, progress: _Progress) -> None:
         self._progress = progress or (lambda done, total: None)
         self._running: list[subprocess.Popen[str]] = []
         self._finished = 0
@@ -315,7 +297,7 @@ class _Compilers:
         self._tell()
 
     def _tell(self) -> None:
-        self._progress(min(self._finished, self._units), self._units)
+        self._progress(min(self._finished, UNITS), UNITS)
 
     def _wait(self, process: subprocess.Popen[str]) -> str:
         """The text that it wrote to stderr."""
