@@ -110,15 +110,6 @@ def test_without_a_number_of_pages_the_pool_is_sized_by_a_trial(
     assert info.num_pages == 6 * -(-256 // 24)
 
 
-def test_what_is_shorter_than_a_block_is_refused_before_anything_is_tried(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_checkpoint(tmp_path, CONFIG)
-    install(monkeypatch)
-    with pytest.raises(ConfigError, match=r"less than a block of 8"):
-        FakeCudaDevice(config(tmp_path, num_pages=None, max_model_len=7)).open()
-
-
 def test_what_cannot_hold_blocks_is_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, CONFIG)
     model = load_model(tmp_path, LoadOptions(dtype="float32", device=torch.device("cpu"), block_size=128))

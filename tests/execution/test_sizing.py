@@ -9,6 +9,7 @@ import torch
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
+from aioinfer.execution.backends import Backend
 from aioinfer.execution.build import Parts, build, paged
 from aioinfer.execution.decoding import kind
 from aioinfer.execution.device import DeviceInfo
@@ -122,20 +123,26 @@ def test_a_cuda_budget_leaves_alone_what_it_may_not_use() -> None:
     assert cuda_budget(total=total, free=20 * GIB, wanted=0, utilization=0.5) < 0
 
 
-@rest(SECONDS)
-def test_a_token_that_does_not_exist_fails_its_step_alone() -> None:
-    """Before the device sees it: a CUDA device would be lost."""
-    config, cpu = EngineConfig(dtype="float32", num_pages=8), torch.device("cpu")
+def built(config: EngineConfig) -> tuple[Parts, Backend, PoolSize]:
+    """The bundled model on a CPU, ready for steps."""
+    cpu = torch.device("cpu")
     model = load_model(config.model_path, LoadOptions(dtype="float32", device=cpu))
     choice = choose_attention(cpu, model.spec.head_dims, torch.float32)
     parts = Parts(config, kind(model.spec), model, choice, cpu, GrammarWorker(), DeviceLane())
-    backend, size = build(parts)
+    return parts, *build(parts)
+
+
+@rest(SECONDS)
+def test_a_token_that_does_not_exist_fails_its_step_alone() -> None:
+    """Before the device sees it: a CUDA device would be lost."""
+    parts, backend, size = built(EngineConfig(dtype="float32", num_pages=8))
+    vocab_size = parts.model.spec.vocab_size
     _, prefill, _ = parts.largest_steps(size.max_model_len)
-    for token in (-1, -(2**63), model.spec.vocab_size, 10**9, 2**63 - 1):
+    for token in (-1, -(2**63), vocab_size, 10**9, 2**63 - 1):
         prefill.sections["input_ids"][3] = token
         with pytest.raises(ValueError, match=f"there is no token {token}, "):
             backend.launch(prefill)
-    prefill.sections["input_ids"][3] = model.spec.vocab_size - 1
+    prefill.sections["input_ids"][3] = vocab_size - 1
     backend.launch(prefill).wait()
 
 
@@ -151,11 +158,7 @@ def test_a_token_that_does_not_exist_fails_its_step_alone() -> None:
 )
 def test_the_largest_steps_run_and_touch_the_junk_page_alone(settings: dict[str, Any]) -> None:
     config = EngineConfig(**{"dtype": "float32", "num_pages": 8, **settings})
-    cpu = torch.device("cpu")
-    model = load_model(config.model_path, LoadOptions(dtype="float32", device=cpu))
-    choice = choose_attention(cpu, model.spec.head_dims, torch.float32)
-    parts = Parts(config, kind(model.spec), model, choice, cpu, GrammarWorker(), DeviceLane())
-    backend, size = build(parts)
+    parts, backend, size = built(config)
     scored, prefill, decode = parts.largest_steps(size.max_model_len)
     assert len(scored.sections["score_ids"]) == len(scored.sections["input_ids"]), "every position is scored"
     assert len(scored.sections["input_ids"]) == len(prefill.sections["input_ids"])
@@ -168,4 +171,4 @@ def test_the_largest_steps_run_and_touch_the_junk_page_alone(settings: dict[str,
     assert least <= len(prefill.sections["input_ids"]) <= config.step_tokens
     for step in (scored, prefill, decode):
         tokens = backend.launch(step).wait().tokens
-        assert all(0 <= token < model.spec.vocab_size for token in tokens)
+        assert all(0 <= token < parts.model.spec.vocab_size for token in tokens)
