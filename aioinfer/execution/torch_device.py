@@ -95,8 +95,10 @@ class TorchDevice:
             sampling = choose(device, config.sampling_backend)
             if config.deterministic:
                 _check_deterministic(model, choice.name)
-                if device.type == "cuda":
-                    _check_sampling(sampling)
+                if device.type == "cuda" and sampling.name != "triton":
+                    raise ConfigError(
+                        f"deterministic: sampling is {sampling.name}, and what that adds depends on the batch"
+                    )
             draft = self._load_draft(spec, device, progress)
             parts = Parts(config, decoding, model, choice, device, self._grammars, self.lane, draft)
             self._backend, size = build(parts, progress)
@@ -299,13 +301,6 @@ def _check_deterministic(model: CausalLM, attention: str) -> None:
         variance = "the algorithms of diffusion"
     if variance or not model.invariant or attention not in ("native", "triton"):
         raise ConfigError(f"deterministic: {why_variant(spec.architecture, attention, variance)}")
-
-
-def _check_sampling(sampling: Choice) -> None:
-    if sampling.name != "triton":
-        raise ConfigError(
-            f"deterministic: sampling is {sampling.name}, and what that adds depends on the batch"
-        )
 
 
 def _adapters(model: CausalLM, config: EngineConfig) -> tuple[AdapterSlots | None, str]:

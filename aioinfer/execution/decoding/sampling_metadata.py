@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,8 @@ FLOAT_FIELDS = (
     "presence_penalty",
     "frequency_penalty",
 )
+_Ints: TypeAlias = npt.NDArray[np.int64]
+_Floats: TypeAlias = npt.NDArray[np.float32]
 _NONE = np.empty(0, np.int64)
 _KNOWN = 4
 
@@ -37,10 +40,10 @@ class SamplingMetadata:
     """Sampling parameters of S rows."""
 
     #: int64 [S]
-    seeds: npt.NDArray[np.int64]
-    top_k: npt.NDArray[np.int64]
+    seeds: _Ints
+    top_k: _Ints
     #: float32 [len(FLOAT_FIELDS), S]
-    floats: npt.NDArray[np.float32]
+    floats: _Floats
     all_greedy: bool
     any_top_k: bool
     any_top_p: bool
@@ -50,11 +53,11 @@ class SamplingMetadata:
     wide_nucleus: bool
     wide_top_k: bool
     #: rows, ids and bits of float32 of all biases, int64 [B] each
-    biases: tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]
+    biases: tuple[_Ints, _Ints, _Ints]
     #: rows where only some tokens are allowed, int64 [G], and their masks as of grammars, int32 [G, words]
-    allowed: tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None
+    allowed: tuple[_Ints, npt.NDArray[np.int32]] | None
     #: name, rows (int64 [R]) and values (float32 [R]) of each filter of aioinfer.sampling.further_filters
-    filters: list[tuple[str, npt.NDArray[np.int64], npt.NDArray[np.float32]]]
+    filters: list[tuple[str, _Ints, _Floats]]
     #: (row, how many of the likeliest tokens) where logprobs are wanted
     logprobs: list[tuple[int, int]]
     #: (row, state) where there is a grammar
@@ -62,7 +65,7 @@ class SamplingMetadata:
     #: (row, length of the sequence before which it may not end, ids that end it) where there is one
     unending: list[tuple[int, int, list[int]]]
 
-    def banned(self, positions: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def banned(self, positions: _Ints) -> tuple[_Ints, _Ints]:
         """(row, token id) pairs of end tokens that come too early for ``min_tokens``."""
         if not self.unending:
             return _NONE, _NONE
@@ -86,7 +89,7 @@ class SamplingTable:
         self._logprobs = np.full(num_slots + 1, -1, np.int64)
         self._tenants: list[NewRequestData | None] = [None] * (num_slots + 1)
         #: of the few that have them: biased ids with the bits of their bias, and the mask of allowed tokens
-        self._bias: dict[int, tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]] = {}
+        self._bias: dict[int, tuple[_Ints, _Ints]] = {}
         self._allowed: dict[int, npt.NDArray[np.int32]] = {}
         #: further filters by name
         self._filters: dict[int, dict[str, float]] = {}
@@ -122,7 +125,7 @@ class SamplingTable:
         if params.allowed_token_ids is not None:
             self._allowed[slot] = _mask(params.allowed_token_ids)
 
-    def metadata(self, slots: npt.NDArray[np.int64]) -> SamplingMetadata:
+    def metadata(self, slots: _Ints) -> SamplingMetadata:
         """Metadata of rows with these slots, int64 [S]."""
         key = slots.tobytes()
         metadata = self._known.get(key)
@@ -132,7 +135,7 @@ class SamplingTable:
                 self._known.popitem(last=False)
         return metadata
 
-    def _make(self, slots: npt.NDArray[np.int64]) -> SamplingMetadata:
+    def _make(self, slots: _Ints) -> SamplingMetadata:
         # Taken like this, each parameter's values lie next to each other.
         floats, top_k = self._floats.take(slots, axis=1), self._top_k[slots]
         temperature, top_p, min_p, repetition, presence, frequency = floats
@@ -168,9 +171,7 @@ class SamplingTable:
             unending=unending,
         )
 
-    def _further(
-        self, slots: npt.NDArray[np.int64]
-    ) -> list[tuple[str, npt.NDArray[np.int64], npt.NDArray[np.float32]]]:
+    def _further(self, slots: _Ints) -> list[tuple[str, _Ints, _Floats]]:
         if not self._filters:
             return []
         found: dict[str, dict[int, float]] = {}
@@ -182,9 +183,7 @@ class SamplingTable:
             for name, rows in sorted(found.items())
         ]
 
-    def _masks(
-        self, slots: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]] | None:
+    def _masks(self, slots: _Ints) -> tuple[_Ints, npt.NDArray[np.int32]] | None:
         found = {row: self._allowed[slot] for row, slot in enumerate(slots.tolist()) if slot in self._allowed}
         if not found:
             return None
@@ -193,9 +192,7 @@ class SamplingTable:
             mask[: len(words)] = words
         return np.fromiter(found, np.int64), masks
 
-    def _biases(
-        self, slots: npt.NDArray[np.int64]
-    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    def _biases(self, slots: _Ints) -> tuple[_Ints, _Ints, _Ints]:
         found = [
             (np.full(len(bias[0]), row), *bias)
             for row, slot in enumerate(slots.tolist())

@@ -38,6 +38,7 @@ __all__ = ["TokenDecoding", "TokenKind", "TokenPacker", "TokenWork"]
 
 #: the sampling rows of which drafts were drawn on the device, and these drafts, int64 [D] each
 _Drawn: TypeAlias = "tuple[torch.Tensor, torch.Tensor] | None"
+_Ints: TypeAlias = npt.NDArray[np.int64]
 _NO_SCORES = np.empty(0, np.int64)
 
 
@@ -59,7 +60,7 @@ class TokenWork:
     #: (row, number of scored positions, how many of the likeliest tokens)
     scores: list[tuple[int, int, int]]
     num_banned: int
-    score_ids: npt.NDArray[np.int64]
+    score_ids: _Ints
     #: of the rows that verify drafts; None if there are none
     drafts: DraftRows | None = None
     #: of a draft model
@@ -118,7 +119,7 @@ class TokenPacker:
         sampled += sum(1 + len(drafts) for drafts in generating.drafts)
         return GraphShape(decodes, step.num_tokens - decodes, max(chunks, sampled))
 
-    def pack(self, step: Step, layout: Layout) -> tuple[dict[str, npt.NDArray[np.int64]], TokenWork]:
+    def pack(self, step: Step, layout: Layout) -> tuple[dict[str, _Ints], TokenWork]:
         slots, cu_q, kv_len = layout.slots, layout.placement.cu_q, layout.placement.kv_len
         sample_slots, sample_positions, logits_rows = slots, kv_len, cu_q[:-1]
         sample_rows = list(range(len(slots)))
@@ -174,7 +175,7 @@ def _grammar_rows(
     step: Step,
     sampling: SamplingMetadata,
     sample_rows: Sequence[int],
-    sample_positions: npt.NDArray[np.int64],
+    sample_positions: _Ints,
     rows: DraftRows | None,
 ) -> list[GrammarRow]:
     """Grammar rows of a step, one for each row with a grammar."""
@@ -192,9 +193,7 @@ def _grammar_rows(
     return found
 
 
-def _scores(
-    step: Step, cu_q: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], list[tuple[int, int, int]]]:
+def _scores(step: Step, cu_q: _Ints) -> tuple[_Ints, _Ints, list[tuple[int, int, int]]]:
     """Token rows whose next token is to be scored, these tokens, and the rows they belong to."""
     if all(row.scores is None for row in step.prefilling):
         return _NO_SCORES, _NO_SCORES, []
