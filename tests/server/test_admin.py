@@ -227,6 +227,7 @@ async def test_weights_are_loaded_from_their_root_only(serving: Serving, path: s
             ({}, "path: is missing"),
             ({"path": "../x"}, "path: '../x' lies outside of weights_root"),
             ({"path": "\ud800"}, "path: "),
+            ({"path": "y" * 5000}, "path: is longer than 4096"),
             ({"path": "linked"}, "path: 'config.json' is a link that leads outside of weights_root"),
             ({"path": "deeper"}, "path: 'out' is a link that leads outside of weights_root"),
             ({"path": "piped"}, "path: 'model.safetensors' is no regular file"),

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from aioinfer.chat.answers import AnswerFormat
+from aioinfer.chat.answers import AnswerFormat, ChatFormat
+from aioinfer.chat.tools import parse_tools
+from aioinfer.params import SamplingParams
 from aioinfer.text.reasoning import REASONING_PARSERS, ReasoningParser
-from aioinfer.text.tool_calls import PARSERS, Hermes
+from aioinfer.text.tool_calls import PARSERS, Hermes, Qwen3Coder
+from aioinfer.text.tool_calls.raw_values import Signatures
 from tests.server.chats import ROME
 from tests.text.call_formats import FORMATS as CALLS
 from tests.tiers import SECONDS, rest, scaled
@@ -92,6 +95,13 @@ def test_reasoning_content_and_calls(reasoning: type[ReasoningParser]) -> None:
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
     assert reason == "tool_calls"
     check(answer, text, [*text, ""])
+
+
+def test_the_types_of_arguments_are_found_with_the_request() -> None:
+    tools = parse_tools([{"type": "function", "function": {"name": "f"}}])
+    for parser, wanted in ((Qwen3Coder, True), (Hermes, False)):
+        _, answer = ChatFormat(parser).apply(SamplingParams(), tools)
+        assert isinstance(answer.functions, Signatures) == wanted
 
 
 def test_messages_of_gpt_oss() -> None:
