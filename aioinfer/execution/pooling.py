@@ -59,8 +59,8 @@ class PoolingWork:
         for index, row in enumerate(step.prefilling, step.num_generating):
             if row.pools is None:
                 continue
-            assert row.request.pooled is not None
-            pooling, offset = row.request.pooled.pooling, int(cu_q[index]) - row.start
+            assert row.sequence.pooled is not None
+            pooling, offset = row.sequence.pooled.pooling, int(cu_q[index]) - row.start
             first, last = row.pools
             if pooling.kind == "choices":
                 choices.append((index, len(pooling.token_ids)))

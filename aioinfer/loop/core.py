@@ -360,11 +360,11 @@ class Core:
         if launched:
             self.scheduler.memory.resolved(step.id)
             self.adapters.resolved(step.id)
-        for request in step.requests:
+        for request in step.sequences:
             # A request that has ended, but for its text, goes on getting that.
             if request.output.finished_at is None and not (request.finished and request.output.text_behind):
                 self.texts.end(request, error, distrust=True)
-        return step.requests
+        return step.sequences
 
     def fail(self, step: Step, error: BaseException) -> list[Sequence]:
         """Handle a step that raised; returns the requests that it ended: all requests of the step, or, if it
@@ -387,7 +387,7 @@ class Core:
         failed: list[Sequence] = []
         count = step.num_generating
         for index, part in result.pooled.items():
-            request = step.prefilling[index - count].request
+            request = step.prefilling[index - count].sequence
             if request.finished or request.pooled is None or step.id <= request.recovery.void_until:
                 continue
             try:
@@ -401,10 +401,10 @@ class Core:
     def _record_logprobs(self, step: Step, result: StepResult, advanced: list[Sequence]) -> list[Sequence]:
         """Keep exactly one record per token. Returns requests that ended here and are not ``advanced``."""
         ended: list[Sequence] = []
-        decodes = step.generating.requests
+        decodes = step.generating.sequences
         for index, logprobs in result.logprobs.items():
             request = (
-                decodes[index] if index < len(decodes) else step.prefilling[index - len(decodes)].request
+                decodes[index] if index < len(decodes) else step.prefilling[index - len(decodes)].sequence
             )
             # After the end of the output there are none.
             missing = len(request.output_ids) - len(request.output.logprobs)
@@ -412,15 +412,15 @@ class Core:
                 request.output.logprobs += logprobs[:missing]
         for index, scored in result.prompt_logprobs.items():
             row = step.prefilling[index - len(decodes)]
-            if row.scores is None or step.id <= row.request.recovery.junk_until:
+            if row.scores is None or step.id <= row.sequence.recovery.junk_until:
                 continue
             try:
-                request = row.request
+                request = row.sequence
                 _extend(request.output.prompt_logprobs, row.scores[0] - request.request.first_scored, scored)
             except BaseException as error:
-                self.texts.end(row.request, error)
-                if row.request not in advanced:
-                    ended.append(row.request)
+                self.texts.end(row.sequence, error)
+                if row.sequence not in advanced:
+                    ended.append(row.sequence)
         return ended
 
 

@@ -44,17 +44,17 @@ class Texts:
         #: what ended a request last, if the state of all others was not checked since
         self.raised: BaseException | None = None
 
-    def all_advanced(self, requests: abc.Sequence[Sequence], now: float) -> None:
+    def all_advanced(self, sequences: abc.Sequence[Sequence], now: float) -> None:
         """A step gave these requests tokens, or their end.
 
         Most got one token whose text is known, and nothing to search it for: these take one short pass.
         """
         passed = 0
-        for request in requests:
-            text, times = request.text, request.output.token_times
+        for sequence in sequences:
+            text, times = sequence.text, sequence.output.token_times
             texts, at = text.texts, len(times)
-            if texts is not None and request.state is not _FINISHED and len(request.output_ids) == at + 1:
-                token = request.output_ids[at]
+            if texts is not None and sequence.state is not _FINISHED and len(sequence.output_ids) == at + 1:
+                token = sequence.output_ids[at]
                 piece = texts[token] if 0 <= token < len(texts) else None
                 if piece is not None:
                     times.append(now)
@@ -62,25 +62,25 @@ class Texts:
                         text.pieces.append(piece)
                     passed += 1
                     continue
-            self.advanced(request, now)
+            self.advanced(sequence, now)
         self.output_tokens += passed
 
-    def advanced(self, request: Sequence, now: float) -> None:
+    def advanced(self, sequence: Sequence, now: float) -> None:
         """A step gave the request tokens, or its end."""
-        if request.output.error is not None:
-            self.failed(request, request.output.error)
-        elif request.text.costly:
-            missing = len(request.output_ids) - len(request.output.token_times)
-            if not (missing or request.finished):
+        if sequence.output.error is not None:
+            self.failed(sequence, sequence.output.error)
+        elif sequence.text.costly:
+            missing = len(sequence.output_ids) - len(sequence.output.token_times)
+            if not (missing or sequence.finished):
                 return  # a draft only
-            self.behind[request] = None
-            request.output.text_behind = True
-            if missing > _MOST_BEHIND and not request.finished:
-                self._queues.park(request, ParkedFor.TEXT)
+            self.behind[sequence] = None
+            sequence.output.text_behind = True
+            if missing > _MOST_BEHIND and not sequence.finished:
+                self._queues.park(sequence, ParkedFor.TEXT)
         else:
-            while len(request.output.token_times) < len(request.output_ids) and self._append(request, now):
+            while len(sequence.output.token_times) < len(sequence.output_ids) and self._append(sequence, now):
                 pass
-            self._close(request, now)
+            self._close(sequence, now)
 
     def catch_up(self, seconds: float | None = None) -> list[Sequence]:
         """Go on with the requests that are behind, one token each in turn, for ``seconds`` and at least one
@@ -89,38 +89,38 @@ class Texts:
         caught_up: list[Sequence] = []
         late = False
         while self.behind and not late:
-            request = next(iter(self.behind))
-            del self.behind[request]
-            more = len(request.output.token_times) < len(request.output_ids) and self._append(request, now)
-            if more and len(request.output.token_times) < len(request.output_ids):
-                self.behind[request] = None
+            sequence = next(iter(self.behind))
+            del self.behind[sequence]
+            more = len(sequence.output.token_times) < len(sequence.output_ids) and self._append(sequence, now)
+            if more and len(sequence.output.token_times) < len(sequence.output_ids):
+                self.behind[sequence] = None
             else:
-                self._caught_up(request)
-                self._close(request, now)
-                caught_up.append(request)
+                self._caught_up(sequence)
+                self._close(sequence, now)
+                caught_up.append(sequence)
             late = seconds is not None and self._clock() - now >= seconds
         return caught_up
 
-    def abort(self, request: Sequence, error: BaseException | None) -> bool:
+    def abort(self, sequence: Sequence, error: BaseException | None) -> bool:
         """End a request, whatever its state; False if it and its text had ended already."""
-        if request.output.finished_at is not None:
+        if sequence.output.finished_at is not None:
             return False
         # A request that has finished, but for the text of its last tokens, ends without them.
-        self._queues.finish(request, "abort", error)
-        request.output.finish_reason, request.output.error = "abort", error
-        self._caught_up(request)
-        request.output.finished_at = self._clock()
+        self._queues.finish(sequence, "abort", error)
+        sequence.output.finish_reason, sequence.output.error = "abort", error
+        self._caught_up(sequence)
+        sequence.output.finished_at = self._clock()
         return True
 
-    def failed(self, request: Sequence, error: BaseException) -> None:
+    def failed(self, sequence: Sequence, error: BaseException) -> None:
         """The scheduler ended a request because its step failed. If its text is behind, it fails only when
         the text has caught up without a stop: a request does not fail because its text was late."""
-        if request.output.text_behind:
-            request.output.error = error
+        if sequence.output.text_behind:
+            sequence.output.error = error
         else:
-            self._fail(request, error, self._clock())
+            self._fail(sequence, error, self._clock())
 
-    def end(self, request: Sequence, error: BaseException, *, distrust: bool = False) -> None:
+    def end(self, sequence: Sequence, error: BaseException, *, distrust: bool = False) -> None:
         """End a request with what one of its own parts raised; tokens without a time are forgotten.
 
         ``distrust``: its KV must not be shared. Raises RuntimeError if the request cannot be ended.
@@ -129,72 +129,72 @@ class Texts:
             raise error
         if not isinstance(error, TooSlow):  # a refusal, which leaves nothing half changed
             self.raised = error
-        end_with(self._queues, request, error, distrust=distrust)
-        self.failed(request, error)
+        end_with(self._queues, sequence, error, distrust=distrust)
+        self.failed(sequence, error)
 
-    def _append(self, request: Sequence, now: float) -> bool:
+    def _append(self, sequence: Sequence, now: float) -> bool:
         """Detokenize the next token; False at the end of the text."""
-        ids, at = request.output_ids, len(request.output.token_times)
-        request.output.token_times.append(now)
+        ids, at = sequence.output_ids, len(sequence.output.token_times)
+        sequence.output.token_times.append(now)
         self.output_tokens += 1
         last = at == len(ids) - 1
-        if last and request.output.finish_reason == "stop" and not request.params.include_stop:
+        if last and sequence.output.finish_reason == "stop" and not sequence.params.include_stop:
             return False
         try:
-            stop = request.text.push(ids[at])
+            stop = sequence.text.push(ids[at])
         except BaseException as error:  # panics of libraries in Rust are no Exceptions
             # A detokenizer that raises on this output must not stop the other requests.
-            request.output.text_behind = False
-            self.end(request, error)
+            sequence.output.text_behind = False
+            self.end(sequence, error)
             return False
         if stop is not None:
             # Also where the token that completes the stop string is the last one that was allowed.
-            self._queues.finish(request, "stop")
-            self._stop(request, stop)
-            request.trim(at + 1)
+            self._queues.finish(sequence, "stop")
+            self._stop(sequence, stop)
+            sequence.trim(at + 1)
         return stop is None
 
-    def _close(self, request: Sequence, now: float) -> None:
+    def _close(self, sequence: Sequence, now: float) -> None:
         """Release the held text of a request that has ended, unless it was aborted."""
-        if not request.finished:
+        if not sequence.finished:
             return
-        if request.output.error is not None and request.output.finished_at is None:
-            self._fail(request, request.output.error, now)
-        request.output.finished_at = now
-        if request.output.finish_reason == "abort":
+        if sequence.output.error is not None and sequence.output.finished_at is None:
+            self._fail(sequence, sequence.output.error, now)
+        sequence.output.finished_at = now
+        if sequence.output.finish_reason == "abort":
             return
         # Text held back as the possible begin of a stop string is final now, and what the detokenizer held
         # back can complete one.
         try:
-            if request.pooled is not None:
-                request.output.pooled = request.pooled.result(len(request.prompt_ids))
-            stop = request.text.finish()
+            if sequence.pooled is not None:
+                sequence.output.pooled = sequence.pooled.result(len(sequence.prompt_ids))
+            stop = sequence.text.finish()
         except BaseException as error:
-            self.end(request, error)
+            self.end(sequence, error)
         else:
             if stop is not None:
-                self._stop(request, stop)
+                self._stop(sequence, stop)
 
-    def _stop(self, request: Sequence, stop: str) -> None:
-        request.output.finish_reason, request.output.stop_reason, request.output.error = "stop", stop, None
+    def _stop(self, sequence: Sequence, stop: str) -> None:
+        sequence.output.finish_reason, sequence.output.stop_reason, sequence.output.error = "stop", stop, None
 
-    def _fail(self, request: Sequence, error: BaseException, now: float) -> None:
-        self._queues.finish(request, "abort", error)
-        request.output.finish_reason, request.output.error = "abort", _reported(error)
-        request.output.finished_at = now
-        self._caught_up(request)
+    def _fail(self, sequence: Sequence, error: BaseException, now: float) -> None:
+        self._queues.finish(sequence, "abort", error)
+        sequence.output.finish_reason, sequence.output.error = "abort", _reported(error)
+        sequence.output.finished_at = now
+        self._caught_up(sequence)
 
-    def _caught_up(self, request: Sequence) -> None:
+    def _caught_up(self, sequence: Sequence) -> None:
         """A request is not behind any more; tokens that it ended without are forgotten."""
-        self.behind.pop(request, None)
-        request.output.text_behind = False
-        if len(request.output_ids) > len(request.output.token_times):
-            request.trim(len(request.output.token_times))
-        if ParkedFor.TEXT in request.parked_for and not request.finished:
+        self.behind.pop(sequence, None)
+        sequence.output.text_behind = False
+        if len(sequence.output_ids) > len(sequence.output.token_times):
+            sequence.trim(len(sequence.output.token_times))
+        if ParkedFor.TEXT in sequence.parked_for and not sequence.finished:
             try:
-                self._queues.unpark(request, ParkedFor.TEXT)
+                self._queues.unpark(sequence, ParkedFor.TEXT)
             except Exception as error:
-                self.end(request, error)
+                self.end(sequence, error)
 
 
 def _step_failed(cause: BaseException) -> EngineError:

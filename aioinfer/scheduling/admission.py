@@ -109,28 +109,28 @@ class PrefixLeaders:
         self._leaders: dict[object, Sequence] = {}
         self._marks: dict[int, object] = {}
 
-    def mark(self, request: Sequence) -> object | None:
+    def mark(self, sequence: Sequence) -> object | None:
         """The common prefix of two requests if one should wait for the other; None if not worth it."""
-        if not self._pages or not request.kv.cacheable:
+        if not self._pages or not sequence.kv.cacheable:
             return None
-        hit, node = self._memory.shared(request)
+        hit, node = self._memory.shared(sequence)
         size = self._memory.pages.page_size
         stop = (hit + self._pages) * size
-        if stop > request.cursor.reusable or (node is not None and node.detached):
+        if stop > sequence.cursor.reusable or (node is not None and node.detached):
             return None
         # The root of a namespace comes and goes while nothing is cached there.
-        return (node if hit else request.namespace, hit, request.token_key(hit * size, stop))
+        return (node if hit else sequence.namespace, hit, sequence.token_key(hit * size, stop))
 
-    def lead(self, request: Sequence) -> None:
+    def lead(self, sequence: Sequence) -> None:
         """The request is computing from where its cached prefix ends; call again when that moves."""
-        self.leave(request)
-        mark = self.mark(request)
-        if mark is not None and self._leaders.setdefault(mark, request) is request:
-            self._marks[request.key] = mark
+        self.leave(sequence)
+        mark = self.mark(sequence)
+        if mark is not None and self._leaders.setdefault(mark, sequence) is sequence:
+            self._marks[sequence.key] = mark
 
-    def leave(self, request: Sequence) -> None:
+    def leave(self, sequence: Sequence) -> None:
         """It computes no prefix any more."""
-        mark = self._marks.pop(request.key, None)
+        mark = self._marks.pop(sequence.key, None)
         if mark is not None:
             del self._leaders[mark]
 
@@ -138,9 +138,9 @@ class PrefixLeaders:
         """The running request that computes this; None if there is none."""
         return self._leaders.get(mark)
 
-    def holds_back(self, request: Sequence) -> bool:
+    def holds_back(self, sequence: Sequence) -> bool:
         """Whether a waiting request is better off waiting for a running one's prefix."""
-        mark = self.mark(request)
+        mark = self.mark(sequence)
         return mark is not None and mark in self._leaders
 
 
@@ -217,21 +217,21 @@ class Admitter:
         marks: dict[object, Sequence] = {}
         held = 0
         order = self._policy.order()
-        for request in order if first is None else chain((first,), (r for r in order if r is not first)):
-            if request.pending:
+        for sequence in order if first is None else chain((first,), (r for r in order if r is not first)):
+            if sequence.pending:
                 return  # just retracted, its newest tokens still to be read: memory is short
-            mark = self._leaders.mark(request)
-            leader = None if mark is None else self._leaders.get(mark) or marks.setdefault(mark, request)
-            if leader is None or leader is request:
-                yield request, None
+            mark = self._leaders.mark(sequence)
+            leader = None if mark is None else self._leaders.get(mark) or marks.setdefault(mark, sequence)
+            if leader is None or leader is sequence:
+                yield sequence, None
                 continue
             held += 1
             self.held += 1
             if self._memory.states is not None:
-                self._memory.states.part(leader, request)
+                self._memory.states.part(leader, sequence)
             if held > self._config.lookahead:
                 return
-            yield request, leader
+            yield sequence, leader
 
     def _in_order(self, look: _Look, budget: StepBudget) -> list[tuple[Sequence, int]]:
         left = budget.most()
@@ -297,16 +297,16 @@ class _Look:
     def advance(self) -> bool:
         """Find one more request; False if there is none, no slot for it, or no pages."""
         while self._room > 0:
-            request, leader = next(self._candidates, (None, None))
-            if request is None:
+            sequence, leader = next(self._candidates, (None, None))
+            if sequence is None:
                 break
             self._room -= 1
             if leader is not None:
-                self._outlook.claim(request, leader)
+                self._outlook.claim(sequence, leader)
                 self._claimed = True
                 continue
-            found = (request, self._memory.uncached(request))
-            if self._outlook.admits(request):
+            found = (sequence, self._memory.uncached(sequence))
+            if self._outlook.admits(sequence):
                 self.found.append(found)
                 return True
             self._room = 0

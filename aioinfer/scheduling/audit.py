@@ -33,14 +33,14 @@ def audit(scheduler: Scheduler) -> None:
     """Assert by walking that every page, slot and row is where it should be."""
     memory, size = scheduler.memory, scheduler.memory.pages.page_size
     memory.audit(scheduler.queues.running.values())
-    assert scheduler.queues.queued_tokens == sum(request.length for request in scheduler.queues.waiting)
+    assert scheduler.queues.queued_tokens == sum(sequence.length for sequence in scheduler.queues.waiting)
     scheduler.queues.batch.audit()
-    for request in scheduler.queues.running.values():
-        assert request.key in scheduler.queues.prefilling or request.key not in scheduler.queues.growing
-        places = request.cursor.in_batch + (request.key in scheduler.queues.prefilling)
+    for sequence in scheduler.queues.running.values():
+        assert sequence.key in scheduler.queues.prefilling or sequence.key not in scheduler.queues.growing
+        places = sequence.cursor.in_batch + (sequence.key in scheduler.queues.prefilling)
         assert places <= 1
-        assert not (places and request.parked)
-        assert request.cursor.computed <= len(request.kv.pages) * size, (
+        assert not (places and sequence.parked)
+        assert sequence.cursor.computed <= len(sequence.kv.pages) * size, (
             "a position is computed without a page"
         )
-        assert request.cursor.committed <= request.cursor.computed
+        assert sequence.cursor.committed <= sequence.cursor.computed

@@ -59,7 +59,7 @@ class BlockBatch:
         "_turn",
         "last_step",
         "pace",
-        "requests",
+        "sequences",
         "unit",
     )
 
@@ -69,32 +69,32 @@ class BlockBatch:
         self._max_rounds = config.max_rounds or 1
         #: positions of a block
         self.unit = block_size
-        self.requests: list[Sequence] = []
+        self.sequences: list[Sequence] = []
         self.last_step = 0
         #: tokens that a round writes, running mean
         self.pace = 0.0
         self._turn = 0
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return len(self.sequences)
 
     # -- membership -----------------------------------------------------------------------------
 
-    def add(self, request: Sequence) -> None:
-        request.cursor.row = len(self.requests)
-        self.requests.append(request)
+    def add(self, sequence: Sequence) -> None:
+        sequence.cursor.row = len(self.sequences)
+        self.sequences.append(sequence)
 
-    def remove(self, request: Sequence) -> None:
-        cursor = request.cursor
-        mover = self.requests.pop()
-        if mover is not request:
-            self.requests[cursor.row] = mover
+    def remove(self, sequence: Sequence) -> None:
+        cursor = sequence.cursor
+        mover = self.sequences.pop()
+        if mover is not sequence:
+            self.sequences[cursor.row] = mover
             mover.cursor.row = cursor.row
         cursor.row = -1
 
-    def join(self, request: Sequence) -> None:
+    def join(self, sequence: Sequence) -> None:
         # At once: a request whose prompt is cached may be the only one that wants a row of this step.
-        self.add(request)
+        self.add(sequence)
 
     def abandon(self, last_step: int) -> None:
         self.last_step = min(self.last_step, last_step)
@@ -116,14 +116,14 @@ class BlockBatch:
 
     def out_of_pages(self) -> list[Sequence]:
         size = self._memory.pages.page_size
-        short = [request for request in self.requests if request.length > len(request.kv.pages) * size]
-        return sorted(short, key=lambda request: request.key)
+        short = [sequence for sequence in self.sequences if sequence.length > len(sequence.kv.pages) * size]
+        return sorted(short, key=lambda sequence: sequence.key)
 
-    def changed_pages(self, request: Sequence) -> None:
+    def changed_pages(self, sequence: Sequence) -> None:
         """The request's next row tells the device."""
 
     def expected_tokens(self, clip: int) -> int:
-        return sum(min(request.cursor.remaining, clip) for request in self.requests)
+        return sum(min(sequence.cursor.remaining, clip) for sequence in self.sequences)
 
     # -- plan -----------------------------------------------------------------------------------
 
@@ -136,7 +136,7 @@ class BlockBatch:
 
     @property
     def _cursors(self) -> Iterable[BlockCursor]:
-        return map(_cursor, self.requests)
+        return map(_cursor, self.sequences)
 
     @property
     def _held(self) -> bool:
@@ -146,45 +146,49 @@ class BlockBatch:
         owed = not self._config.fused_commit and any(cursor.uncommitted for cursor in self._cursors)
         return owed or self.locked
 
-    def longest_chunk(self, request: Sequence) -> int | None:
+    def longest_chunk(self, sequence: Sequence) -> int | None:
         return None
 
     def launch(self, step_id: int, without: Collection[Sequence], most: int) -> Generating:
-        requests: list[Sequence] = []
+        sequences: list[Sequence] = []
         starts: list[int] = []
         lengths: list[int] = []
         hold = self._held
         # Rows of two blocks for all requests need no turns.
-        enough = most >= 2 * len(self.requests) * self.unit
-        for request in self.requests if enough else self._in_turn():
-            cursor = _cursor(request)
-            if request in without or len(cursor.flights) >= _MOST_FLIGHTS or request.kv.last_step == step_id:
+        enough = most >= 2 * len(self.sequences) * self.unit
+        for sequence in self.sequences if enough else self._in_turn():
+            cursor = _cursor(sequence)
+            if (
+                sequence in without
+                or len(cursor.flights) >= _MOST_FLIGHTS
+                or sequence.kv.last_step == step_id
+            ):
                 continue
-            chosen = self._next_row(request, cursor, most, hold)
+            chosen = self._next_row(sequence, cursor, most, hold)
             if chosen is None:
                 continue
             start, length = chosen
             cursor.flights.append(RowInFlight(start, start + length))
-            requests.append(request)
+            sequences.append(sequence)
             starts.append(start)
             lengths.append(length)
             most -= length
-            request.kv.last_step = self.last_step = step_id
-        return self._columns(requests, starts, lengths) if requests else NO_ROWS
+            sequence.kv.last_step = self.last_step = step_id
+        return self._columns(sequences, starts, lengths) if sequences else NO_ROWS
 
-    def _columns(self, requests: list[Sequence], starts: list[int], lengths: list[int]) -> Generating:
+    def _columns(self, sequences: list[Sequence], starts: list[int], lengths: list[int]) -> Generating:
         tables: list[TableUpdate] = []
         new_requests: dict[int, NewRequestData] = {}
-        for request in requests:
-            first, pages = request.kv.take_new_pages()
+        for sequence in sequences:
+            first, pages = sequence.kv.take_new_pages()
             if pages:
-                tables.append((request.kv.slot, first, pages))
-            new = new_request_data(request)
+                tables.append((sequence.kv.slot, first, pages))
+            new = new_request_data(sequence)
             if new is not None:
-                new_requests[request.kv.slot] = new
-        slots = [request.kv.slot for request in requests]
+                new_requests[sequence.kv.slot] = new
+        slots = [sequence.kv.slot for sequence in sequences]
         return Generating(
-            requests,
+            sequences,
             np.asarray(slots, np.int64),
             np.asarray(starts, np.int64),
             np.asarray(lengths, np.int64),
@@ -195,11 +199,11 @@ class BlockBatch:
 
     def _in_turn(self) -> list[Sequence]:
         """All requests, beginning with another one each time."""
-        self._turn = (self._turn + 1) % len(self.requests)
-        return self.requests[self._turn :] + self.requests[: self._turn]
+        self._turn = (self._turn + 1) % len(self.sequences)
+        return self.sequences[self._turn :] + self.sequences[: self._turn]
 
     def _next_row(
-        self, request: Sequence, cursor: BlockCursor, most: int, hold: bool
+        self, sequence: Sequence, cursor: BlockCursor, most: int, hold: bool
     ) -> tuple[int, int] | None:
         """Start and length of a request's next row of at most ``most`` positions, if it is to have one."""
         size = self.unit
@@ -207,15 +211,15 @@ class BlockBatch:
         if chosen is None:
             return None
         start, blocks = chosen
-        if blocks > 1 and (most < 2 * size or not self._has_pages(request, start + 2 * size)):
+        if blocks > 1 and (most < 2 * size or not self._has_pages(sequence, start + 2 * size)):
             blocks = 1
         return (start, blocks * size) if blocks * size <= most else None
 
-    def _has_pages(self, request: Sequence, positions: int) -> bool:
+    def _has_pages(self, sequence: Sequence, positions: int) -> bool:
         """There are pages for a second block that no other request needs; takes them."""
         memory = self._memory
-        while len(request.kv.pages) * memory.pages.page_size < positions:
-            if memory.available <= len(self.requests) or not memory.grow(request):
+        while len(sequence.kv.pages) * memory.pages.page_size < positions:
+            if memory.available <= len(self.sequences) or not memory.grow(sequence):
                 return False
         return True
 
@@ -228,39 +232,39 @@ class BlockBatch:
         counters.rounds += (outcome.rounds - 1) * len(blocks)
         updated: list[Sequence] = []
         for index, row in enumerate(step.rows):
-            request = row.request
-            cursor = _cursor(request)
-            if request.finished:
+            sequence = row.sequence
+            cursor = _cursor(sequence)
+            if sequence.finished:
                 counters.late_tokens += row.blocks * self.unit
-            elif step.id > max(request.recovery.void_until, request.recovery.junk_until):
+            elif step.id > max(sequence.recovery.void_until, sequence.recovery.junk_until):
                 if row.blocks:
                     # Before the known blocks are shared: a row in flight holds back what it writes.
                     cursor.flights.popleft()
                 if row.ids:
-                    _commit_known(request, cursor, row, queues)
-                if row.blocks and self._observe(request, cursor, blocks[index], queues):
-                    updated.append(request)
+                    _commit_known(sequence, cursor, row, queues)
+                if row.blocks and self._observe(sequence, cursor, blocks[index], queues):
+                    updated.append(sequence)
         return updated
 
     def _observe(
-        self, request: Sequence, cursor: BlockCursor, block: BlockState, queues: RequestQueues
+        self, sequence: Sequence, cursor: BlockCursor, block: BlockState, queues: RequestQueues
     ) -> bool:
         """A round has resolved; True if there are tokens, an end, or a draft for the consumer."""
         if block.failed:
-            queues.memory.distrust(request)
-            queues.finish(request, "abort", FloatingPointError("the model gave no finite logits"))
+            queues.memory.distrust(sequence)
+            queues.finish(sequence, "abort", FloatingPointError("the model gave no finite logits"))
             return True
-        output = request.output
+        output = sequence.output
         before, written = len(output.token_ids), cursor.observe(block)
         output.draft_version += cursor.drafts and not block.done
         if written is not None:
             self.pace += _NEWEST * (written - self.pace)
         for token, logprob in cursor.take_known():
-            reason = request.append(token)
-            if request.params.logprobs is not None:
+            reason = sequence.append(token)
+            if sequence.params.logprobs is not None:
                 output.logprobs.append(TokenLogprob(token, logprob))
             if reason is not None:
-                queues.finish(request, reason)
+                queues.finish(sequence, reason)
                 break
         output.block = cursor.under_way
         return len(output.token_ids) > before or cursor.drafts
@@ -270,31 +274,31 @@ class BlockBatch:
 
     def audit(self) -> None:
         """Assert that every request is described correctly."""
-        for index, request in enumerate(self.requests):
-            assert request.cursor.row == index
-            assert len(_cursor(request).flights) <= _MOST_FLIGHTS
+        for index, sequence in enumerate(self.sequences):
+            assert sequence.cursor.row == index
+            assert len(_cursor(sequence).flights) <= _MOST_FLIGHTS
 
 
-def _commit_known(request: Sequence, cursor: BlockCursor, row: Row, queues: RequestQueues) -> None:
+def _commit_known(sequence: Sequence, cursor: BlockCursor, row: Row, queues: RequestQueues) -> None:
     """The known blocks of a row are computed."""
     computed = max(cursor.committed, row.start + len(row.ids))
     cursor.commit_prefill(computed, last=computed >= cursor.block_start)
-    if request.state is SequenceState.RUNNING:
-        queues.share(request)
+    if sequence.state is SequenceState.RUNNING:
+        queues.share(sequence)
 
 
-def draft_of(request: Sequence) -> Draft | None:
+def draft_of(sequence: Sequence) -> Draft | None:
     """The newest draft of a sequence whose caller wants drafts."""
-    found = _cursor(request).draft(request.stop_ids)
+    found = _cursor(sequence).draft(sequence.stop_ids)
     if found is None:
         return None
     tokens, rounds, end = found
-    shown = end + request.params.include_stop
-    text = request.text.ahead(tokens[:shown])
-    return Draft(len(request.output_ids), tuple(tokens), text, tuple(rounds))
+    shown = end + sequence.params.include_stop
+    text = sequence.text.ahead(tokens[:shown])
+    return Draft(len(sequence.output_ids), tuple(tokens), text, tuple(rounds))
 
 
-def _cursor(request: Sequence) -> BlockCursor:
-    cursor = request.cursor
+def _cursor(sequence: Sequence) -> BlockCursor:
+    cursor = sequence.cursor
     assert isinstance(cursor, BlockCursor)
     return cursor

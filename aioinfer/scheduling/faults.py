@@ -11,7 +11,7 @@ __all__ = ["PlanFaults", "end_with"]
 
 
 def end_with(
-    queues: RequestQueues, request: Sequence, error: BaseException, *, distrust: bool = False
+    queues: RequestQueues, sequence: Sequence, error: BaseException, *, distrust: bool = False
 ) -> bool:
     """End a request for which ``error`` was raised; True the first time. Raises RuntimeError, caused by
     ``error``, if that left the request in a state in which it cannot be ended.
@@ -20,10 +20,10 @@ def end_with(
     """
     try:
         if distrust:
-            queues.memory.distrust(request)
-        return queues.finish(request, "abort", error)
+            queues.memory.distrust(sequence)
+        return queues.finish(sequence, "abort", error)
     except Exception as second:
-        raise RuntimeError(f"{error!r} left {request} in a state that has no end: {second!r}") from error
+        raise RuntimeError(f"{error!r} left {sequence} in a state that has no end: {second!r}") from error
 
 
 class PlanFaults:
@@ -43,13 +43,13 @@ class PlanFaults:
         ended, self._ended = self._ended, []
         return ended
 
-    def end(self, requests: Iterable[Sequence], error: Exception) -> None:
+    def end(self, sequences: Iterable[Sequence], error: Exception) -> None:
         """End requests of which the step that is being planned has no row, and those that the policy did not
         queue."""
         queues = self._queues
-        unqueued = [request for request in queues.shelved.values() if not request.parked]
-        for request in [*requests, *unqueued]:
+        unqueued = [sequence for sequence in queues.shelved.values() if not sequence.parked]
+        for sequence in [*sequences, *unqueued]:
             # A row that was begun is launched with no step: what it holds is not fenced by it.
-            request.kv.last_step = min(request.kv.last_step, queues.last_step)
-            if end_with(queues, request, error):
-                self._ended.append((request, error))
+            sequence.kv.last_step = min(sequence.kv.last_step, queues.last_step)
+            if end_with(queues, sequence, error):
+                self._ended.append((sequence, error))

@@ -85,32 +85,32 @@ class Memory:
         """Times a request started from one of them."""
         return 0 if self.states is None else self.states.hits
 
-    def lookup(self, request: Sequence) -> tuple[int, Node | None]:
+    def lookup(self, sequence: Sequence) -> tuple[int, Node | None]:
         """Pages of a waiting request that are cached, and the node where they end; remembered.
 
         The last known token is never among them: one position is always left to compute.
         """
         if self.tree is None:
             return 0, None
-        reusable = request.cursor.reusable
-        version, length, pages, node = request.kv.hit
+        reusable = sequence.cursor.reusable
+        version, length, pages, node = sequence.kv.hit
         if version != self.tree.version or length != reusable:
-            pages, node = self.tree.find(self._key(request), request.namespace)
-            request.kv.hit = (self.tree.version, reusable, pages, node)
+            pages, node = self.tree.find(self._key(sequence), sequence.namespace)
+            sequence.kv.hit = (self.tree.version, reusable, pages, node)
         return pages, node  # type: ignore[return-value]
 
-    def shared(self, request: Sequence) -> tuple[int, Node | None]:
+    def shared(self, sequence: Sequence) -> tuple[int, Node | None]:
         """The same of any request: of a running one, the pages it has in common with the cache from which
         others could start."""
-        if request.kv.lock is None:
-            return self.lookup(request)
+        if sequence.kv.lock is None:
+            return self.lookup(sequence)
         if self.states is None or self.states.tree is None:
-            return request.kv.cached_pages, request.kv.lock.node
-        return self.states.tree.deepest(request.kv.lock)
+            return sequence.kv.cached_pages, sequence.kv.lock.node
+        return self.states.tree.deepest(sequence.kv.lock)
 
-    def uncached(self, request: Sequence) -> int:
+    def uncached(self, sequence: Sequence) -> int:
         """Tokens of a waiting request that admission would have to compute."""
-        return request.length - self.lookup(request)[0] * self.pages.page_size
+        return sequence.length - self.lookup(sequence)[0] * self.pages.page_size
 
     def cached_tokens(self, token_ids: abc.Sequence[int], namespace: Hashable) -> int:
         """The number of these tokens that are cached, from the first on."""
@@ -118,98 +118,98 @@ class Memory:
             return 0
         return self.tree.match(token_key(token_ids), namespace) * self.pages.page_size
 
-    def fits(self, request: Sequence, reserve: int) -> bool:
+    def fits(self, sequence: Sequence, reserve: int) -> bool:
         """Whether a waiting request finds its pages with ``reserve`` more to spare. Never too pessimistic."""
-        need = self.pages.pages_for(request.length) - self.lookup(request)[0]
+        need = self.pages.pages_for(sequence.length) - self.lookup(sequence)[0]
         return need + reserve <= self.available
 
     # -- the life of a request ------------------------------------------------------------------
 
-    def admit(self, request: Sequence, reserve: int) -> bool:
+    def admit(self, sequence: Sequence, reserve: int) -> bool:
         """Give a request a slot and pages for all its known tokens; all or nothing.
 
         Everything known gets its pages at once: a prefill that started never stalls half-way.
         """
-        if not self.slots.free or not self.fits(request, reserve):
+        if not self.slots.free or not self.fits(sequence, reserve):
             return False
-        lock = None if self.tree is None else self.tree.lock(self._key(request), request.namespace)
+        lock = None if self.tree is None else self.tree.lock(self._key(sequence), sequence.namespace)
         hit = 0 if lock is None else lock.num_pages
-        need = self.pages.pages_for(request.length) - hit
+        need = self.pages.pages_for(sequence.length) - hit
         # Locking made the hit pages unavailable to others: count again.
         fresh = self._take(need) if need + reserve <= self.available else None
         if fresh is None:
             self._unlock(lock, 0)
             return False
-        (request.kv.slot,) = self.slots.take(1)
-        request.kv.lock, request.kv.cached_pages = lock, hit
-        request.kv.pages = fresh if lock is None else lock.pages() + fresh
+        (sequence.kv.slot,) = self.slots.take(1)
+        sequence.kv.lock, sequence.kv.cached_pages = lock, hit
+        sequence.kv.pages = fresh if lock is None else lock.pages() + fresh
         cached = hit * self.pages.page_size
-        request.restart(cached)
+        sequence.restart(cached)
         if self.states is not None:
-            matched = 0 if self.tree is None else self.tree.match(self._key(request), request.namespace)
-            self.states.admitted(request, matched)
-        self.queried_tokens += request.length
+            matched = 0 if self.tree is None else self.tree.match(self._key(sequence), sequence.namespace)
+            self.states.admitted(sequence, matched)
+        self.queried_tokens += sequence.length
         self.hit_tokens += cached
         return True
 
-    def grow(self, request: Sequence) -> bool:
+    def grow(self, sequence: Sequence) -> bool:
         """One more page for a running request."""
         fresh = self._take(1)
         if fresh is None:
             return False
-        request.kv.pages += fresh
+        sequence.kv.pages += fresh
         return True
 
-    def commit(self, request: Sequence, fence: int) -> bool:
+    def commit(self, sequence: Sequence, fence: int) -> bool:
         """Let others share the pages that are complete and resolved; True if its table changed.
 
         Where another request was faster with the same prefix, its pages take the place of ours.
         ``fence`` is the newest launched step that reads ours.
         """
-        changed = self._commit_pages(request, fence)
+        changed = self._commit_pages(sequence, fence)
         if self.states is not None:
-            self.states.settle(request)
+            self.states.settle(sequence)
         return changed
 
-    def _commit_pages(self, request: Sequence, fence: int) -> bool:
-        start, stop = request.kv.cached_pages, request.cursor.committed // self.pages.page_size
-        if request.kv.lock is None or not request.kv.cacheable or stop <= start:
+    def _commit_pages(self, sequence: Sequence, fence: int) -> bool:
+        start, stop = sequence.kv.cached_pages, sequence.cursor.committed // self.pages.page_size
+        if sequence.kv.lock is None or not sequence.kv.cacheable or stop <= start:
             return False
         assert self.tree is not None
-        own = request.kv.pages[start:stop]
+        own = sequence.kv.pages[start:stop]
         size = self.pages.page_size
-        kept = self.tree.extend(request.kv.lock, request.token_key(start * size, stop * size), own)
-        if request.kv.lock.num_pages != stop:
+        kept = self.tree.extend(sequence.kv.lock, sequence.token_key(start * size, stop * size), own)
+        if sequence.kv.lock.num_pages != stop:
             return False  # the prefix was flushed while it was being computed
-        request.kv.cached_pages = stop
+        sequence.kv.cached_pages = stop
         doubles = [mine for mine, theirs in zip(own, kept, strict=True) if mine != theirs]
         self.pages.keep(len(own) - len(doubles))
         if not doubles:
             return False
         self.pages.give(doubles, fence)
-        request.kv.pages[start:stop] = kept
-        request.kv.sent_pages = min(request.kv.sent_pages, start)
+        sequence.kv.pages[start:stop] = kept
+        sequence.kv.sent_pages = min(sequence.kv.sent_pages, start)
         return True
 
-    def release(self, request: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """Take back all a request holds. Sized by what was allocated, never by token counts."""
-        fence = request.kv.last_step
-        self.commit(request, fence)
+        fence = sequence.kv.last_step
+        self.commit(sequence, fence)
         if self.states is not None:
-            self.states.release(request)
-        self.pages.give(request.kv.pages[request.kv.cached_pages :], fence)
-        self._unlock(request.kv.lock, fence)
-        self.slots.give((request.kv.slot,), fence)
-        request.kv.pages, request.kv.cached_pages = [], 0
-        request.kv.slot, request.kv.lock = 0, None
+            self.states.release(sequence)
+        self.pages.give(sequence.kv.pages[sequence.kv.cached_pages :], fence)
+        self._unlock(sequence.kv.lock, fence)
+        self.slots.give((sequence.kv.slot,), fence)
+        sequence.kv.pages, sequence.kv.cached_pages = [], 0
+        sequence.kv.slot, sequence.kv.lock = 0, None
 
-    def rewind(self, request: Sequence, computed: int) -> int:
+    def rewind(self, sequence: Sequence, computed: int) -> int:
         """A running request is to continue from ``computed`` positions, with what is in flight for it void;
         returns from how many it can. Its table may have fewer pages than it needs then."""
         if self.states is None:
             return computed
-        computed = self.states.rewind(request, computed)
-        kv, pages = request.kv, computed // self.pages.page_size
+        computed = self.states.rewind(sequence, computed)
+        kv, pages = sequence.kv, computed // self.pages.page_size
         if pages < kv.cached_pages:
             # What others read is not written again, even with the same.
             assert kv.lock is not None
@@ -221,16 +221,16 @@ class Memory:
             self._drop(gone)
         return computed
 
-    def distrust(self, request: Sequence) -> None:
+    def distrust(self, sequence: Sequence) -> None:
         """The KV of a request must not be shared, as far as no other request uses it yet."""
-        request.kv.cacheable = False
-        if self.tree is None or request.finished:
+        sequence.kv.cacheable = False
+        if self.tree is None or sequence.finished:
             return
-        lock = request.kv.lock
+        lock = sequence.kv.lock
         if lock is None or self.states is not None:
             # What it left in the cache before it was retracted is found by its tokens; of a model with
             # recurrent state, its present lock need not reach so far.
-            self._drop(self.tree.forget_key(self._key(request), request.namespace))
+            self._drop(self.tree.forget_key(self._key(sequence), sequence.namespace))
         if lock is not None:
             self.tree.forget(lock)
 
@@ -251,9 +251,9 @@ class Memory:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _key(self, request: Sequence) -> bytes:
+    def _key(self, sequence: Sequence) -> bytes:
         size = self.pages.page_size
-        return request.token_key(0, request.cursor.reusable // size * size)
+        return sequence.token_key(0, sequence.cursor.reusable // size * size)
 
     def _take(self, count: int) -> list[int] | None:
         """Free pages, cached ones if there are not enough; None if some are still being read."""
@@ -288,13 +288,13 @@ class Memory:
         running = list(running)
         cached: list[int] = []
         if self.tree is not None:
-            cached = self.tree.audit(request.kv.lock for request in running if request.kv.lock is not None)
-        for request in running:
-            if request.kv.lock is not None:
-                assert request.kv.lock.pages() == request.kv.pages[: request.kv.cached_pages], request
+            cached = self.tree.audit(sequence.kv.lock for sequence in running if sequence.kv.lock is not None)
+        for sequence in running:
+            if sequence.kv.lock is not None:
+                assert sequence.kv.lock.pages() == sequence.kv.pages[: sequence.kv.cached_pages], sequence
         self.pages.audit(
-            (page for request in running for page in request.kv.pages[request.kv.cached_pages :]), cached
+            (page for sequence in running for page in sequence.kv.pages[sequence.kv.cached_pages :]), cached
         )
-        self.slots.audit(request.kv.slot for request in running)
+        self.slots.audit(sequence.kv.slot for sequence in running)
         if self.states is not None:
             self.states.audit(running)

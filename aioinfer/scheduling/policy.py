@@ -82,35 +82,35 @@ class Policy:
         """As a config calls it: DfsWeight is ``dfs-weight``."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", type(self).__name__).lower()
 
-    def add(self, request: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """A new request, or a retracted one that waits again."""
-        self._arrivals[request.place] = request
+        self._arrivals[sequence.place] = sequence
 
-    def remove(self, request: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """It was admitted or has ended."""
-        del self._arrivals[request.place]
+        del self._arrivals[sequence.place]
 
-    def started(self, request: Sequence) -> None:
+    def started(self, sequence: Sequence) -> None:
         """It holds a slot now."""
 
-    def stopped(self, request: Sequence) -> None:
+    def stopped(self, sequence: Sequence) -> None:
         """It holds its slot no longer."""
 
     def order(self) -> Iterator[Sequence]:
         """The order of admission; lazy, and void once the queue changes."""
         return iter(self._arrivals.values())
 
-    def rank(self, request: Sequence) -> Any:
+    def rank(self, sequence: Sequence) -> Any:
         """Requests of equal rank follow each other, and packing may change their order. A policy that does
         not say which are equal is obeyed to the letter."""
-        return request.key
+        return sequence.key
 
     def eldest(self) -> Sequence | None:
         """The request that has waited longest; it goes first once it was passed over too often."""
         return self._arrivals.peekitem(0)[1] if self._arrivals else None
 
-    def __contains__(self, request: Sequence) -> bool:
-        return request.place in self._arrivals
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.place in self._arrivals
 
     def __len__(self) -> int:
         return len(self._arrivals)
@@ -129,20 +129,20 @@ class Ranked(Policy):
         self._ranked: SortedDict = SortedDict()
         self._ranks: dict[int, Any] = {}
 
-    def rank(self, request: Sequence) -> Any:
+    def rank(self, sequence: Sequence) -> Any:
         """Smaller goes first; equals in the order of arrival."""
         raise NotImplementedError
 
-    def add(self, request: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         # What may raise comes first: a rank that cannot be computed or compared leaves the queue as it was.
-        rank = (self.rank(request), request.place)
-        self._ranked[rank] = request
-        self._ranks[request.key] = rank
-        super().add(request)
+        rank = (self.rank(sequence), sequence.place)
+        self._ranked[rank] = sequence
+        self._ranks[sequence.key] = rank
+        super().add(sequence)
 
-    def remove(self, request: Sequence) -> None:
-        del self._ranked[self._ranks.pop(request.key)]
-        super().remove(request)
+    def remove(self, sequence: Sequence) -> None:
+        del self._ranked[self._ranks.pop(sequence.key)]
+        super().remove(sequence)
 
     def order(self) -> Iterator[Sequence]:
         return iter(self._ranked.values())
@@ -158,12 +158,12 @@ class CacheAware(Policy):
         self._changes = 0
         self._by_arrival = False
 
-    def add(self, request: Sequence) -> None:
-        super().add(request)
+    def add(self, sequence: Sequence) -> None:
+        super().add(sequence)
         self._changes += 1
 
-    def remove(self, request: Sequence) -> None:
-        super().remove(request)
+    def remove(self, sequence: Sequence) -> None:
+        super().remove(sequence)
         self._changes += 1
 
     def order(self) -> Iterator[Sequence]:
@@ -177,12 +177,12 @@ class CacheAware(Policy):
             self._sorted, self._sorted_for = self.arrange(), now
         return iter(self._sorted)
 
-    def rank(self, request: Sequence) -> Any:
-        return None if self._by_arrival else self.match(request)
+    def rank(self, sequence: Sequence) -> Any:
+        return None if self._by_arrival else self.match(sequence)
 
-    def match(self, request: Sequence) -> Any:
+    def match(self, sequence: Sequence) -> Any:
         """A value that is equal for requests of equal rank. All are equal that are not sorted."""
-        return request.key
+        return sequence.key
 
     def arrange(self) -> list[Sequence]:
         """All waiting requests in the order of admission."""

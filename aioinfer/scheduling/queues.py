@@ -43,14 +43,14 @@ class RunningBatch(Protocol):
         """Only the requests of the batch may have rows in the next step."""
 
     @property
-    def requests(self) -> abc.Sequence[Sequence]: ...
+    def sequences(self) -> abc.Sequence[Sequence]: ...
 
     def __len__(self) -> int: ...
 
-    def add(self, request: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """A request whose known tokens are all computed. No effect if it wants no more tokens."""
 
-    def join(self, request: Sequence) -> None:
+    def join(self, sequence: Sequence) -> None:
         """The step that is being planned has the last of a request's known tokens."""
 
     def planned(
@@ -62,19 +62,19 @@ class RunningBatch(Protocol):
         """Planning raised: no step has the rows that were begun after ``last_step``, and the requests that
         run end."""
 
-    def remove(self, request: Sequence) -> None:
+    def remove(self, sequence: Sequence) -> None:
         """The request generates no more, for now or for good."""
 
     def out_of_pages(self) -> list[Sequence]:
         """Requests whose next row has no pages yet, eldest first."""
 
-    def changed_pages(self, request: Sequence) -> None:
+    def changed_pages(self, sequence: Sequence) -> None:
         """Pages were added to a request's table or exchanged in it."""
 
     def expected_tokens(self, clip: int) -> int:
         """Tokens that may still come, each request counted with at most ``clip``."""
 
-    def longest_chunk(self, request: Sequence) -> int | None:
+    def longest_chunk(self, sequence: Sequence) -> int | None:
         """Positions that a prefill chunk of a request may have; None: no limit of its own."""
 
     def may_plan(self, *, in_flight: bool) -> bool:
@@ -138,69 +138,69 @@ class RequestQueues:
 
     # -- the life of a request -----------------------------------------------------------------
 
-    def submit(self, request: Sequence) -> None:
+    def submit(self, sequence: Sequence) -> None:
         """Queue a request whose prompt fits (``length < max_length``) and that was never queued.
 
         Raises PolicyFailed, and does not queue it, if the policy raises.
         """
         try:
-            self._enqueue(request)
+            self._enqueue(sequence)
         except PolicyFailed:
-            del self.shelved[request.key]
+            del self.shelved[sequence.key]
             raise
 
-    def finish(self, request: Sequence, reason: FinishReason, error: BaseException | None = None) -> bool:
+    def finish(self, sequence: Sequence, reason: FinishReason, error: BaseException | None = None) -> bool:
         """End a request, whatever its state. The only way any request ends; True the first time.
 
         Its pages and slot come back when the last launched step that holds it has resolved.
         """
-        if request.finished:
+        if sequence.finished:
             return False
-        if request.state is SequenceState.RUNNING:
-            self._leave(request)
-        elif self.shelved.pop(request.key, None) is None:
-            self._dequeue(request)
-        request.state = SequenceState.FINISHED
-        request.output.finish(reason, error)
-        request.output.make_draft = None  # it refers to the sequence
+        if sequence.state is SequenceState.RUNNING:
+            self._leave(sequence)
+        elif self.shelved.pop(sequence.key, None) is None:
+            self._dequeue(sequence)
+        sequence.state = SequenceState.FINISHED
+        sequence.output.finish(reason, error)
+        sequence.output.make_draft = None  # it refers to the sequence
         self.counters.finished += 1
         return True
 
-    def park(self, request: Sequence, waits: ParkedFor = ParkedFor.READER) -> None:
+    def park(self, sequence: Sequence, waits: ParkedFor = ParkedFor.READER) -> None:
         """Compute nothing for a request until :meth:`unpark` was called for all that it waits for. It keeps
         its pages while no other request needs them. If the policy raises, it is not parked."""
-        if request.finished or waits in request.parked_for:
+        if sequence.finished or waits in sequence.parked_for:
             return
-        parked = request.parked
-        request.parked_for |= {waits}
+        parked = sequence.parked
+        sequence.parked_for |= {waits}
         if parked:
             return
         self.counters.parkings += 1
-        if request.state is SequenceState.RUNNING:
-            self._stop_computing(request)
+        if sequence.state is SequenceState.RUNNING:
+            self._stop_computing(sequence)
         else:
             try:
-                self._dequeue(request)
+                self._dequeue(sequence)
             except BaseException:
-                request.parked_for -= {waits}
+                sequence.parked_for -= {waits}
                 raise
-            self.shelved[request.key] = request
+            self.shelved[sequence.key] = sequence
 
-    def unpark(self, request: Sequence, waits: ParkedFor = ParkedFor.READER) -> None:
+    def unpark(self, sequence: Sequence, waits: ParkedFor = ParkedFor.READER) -> None:
         """Go on where :meth:`park` stopped, if the request waits for nothing else."""
-        if request.finished or waits not in request.parked_for:
+        if sequence.finished or waits not in sequence.parked_for:
             return
-        request.parked_for -= {waits}
-        if request.parked:
+        sequence.parked_for -= {waits}
+        if sequence.parked:
             return
-        if request.state is SequenceState.WAITING:
-            del self.shelved[request.key]
-            self._enqueue(request)
-        elif not request.cursor.relay_ready:
-            self._prefill_rest(request)
-            self.leaders.lead(request)
+        if sequence.state is SequenceState.WAITING:
+            del self.shelved[sequence.key]
+            self._enqueue(sequence)
+        elif not sequence.cursor.relay_ready:
+            self._prefill_rest(sequence)
+            self.leaders.lead(sequence)
         else:
-            self.batch.add(request)
+            self.batch.add(sequence)
 
     @property
     def has_unfinished(self) -> bool:
@@ -222,128 +222,128 @@ class RequestQueues:
 
     # -- from place to place --------------------------------------------------------------------
 
-    def _enqueue(self, request: Sequence) -> None:
+    def _enqueue(self, sequence: Sequence) -> None:
         try:
-            self.waiting.add(request)
+            self.waiting.add(sequence)
         except Exception as error:
             with contextlib.suppress(Exception):
-                self.waiting.remove(request)  # what there is of it
+                self.waiting.remove(sequence)  # what there is of it
             # So that the request is found when those are ended that the error concerns.
-            self.shelved[request.key] = request
+            self.shelved[sequence.key] = sequence
             raise PolicyFailed.because(self.waiting, error) from error
-        self.queued_tokens += request.length
+        self.queued_tokens += sequence.length
 
-    def _dequeue(self, request: Sequence) -> None:
-        self.waiting.remove(request)
-        self.queued_tokens -= request.length
+    def _dequeue(self, sequence: Sequence) -> None:
+        self.waiting.remove(sequence)
+        self.queued_tokens -= sequence.length
 
-    def _prefill_rest(self, request: Sequence) -> None:
-        self.prefilling[request.key] = request
-        if len(request.kv.pages) < self.memory.pages.pages_for(request.length):
-            self.growing[request.key] = request
+    def _prefill_rest(self, sequence: Sequence) -> None:
+        self.prefilling[sequence.key] = sequence
+        if len(sequence.kv.pages) < self.memory.pages.pages_for(sequence.length):
+            self.growing[sequence.key] = sequence
 
-    def _stop_computing(self, request: Sequence) -> None:
-        self.prefilling.pop(request.key, None)
-        self.growing.pop(request.key, None)
-        self.leaders.leave(request)
-        if request.cursor.in_batch:
-            self.batch.remove(request)
+    def _stop_computing(self, sequence: Sequence) -> None:
+        self.prefilling.pop(sequence.key, None)
+        self.growing.pop(sequence.key, None)
+        self.leaders.leave(sequence)
+        if sequence.cursor.in_batch:
+            self.batch.remove(sequence)
 
-    def admitted(self, request: Sequence) -> None:
+    def admitted(self, sequence: Sequence) -> None:
         """A waiting request has got its slot and its pages."""
-        self._dequeue(request)
-        request.state = SequenceState.RUNNING
-        self.running[request.key] = request
-        self.prefilling[request.key] = request
-        self.waiting.started(request)
-        self.leaders.lead(request)
-        if not request.recovery.retractions:
-            request.output.cached_tokens = request.cursor.computed
+        self._dequeue(sequence)
+        sequence.state = SequenceState.RUNNING
+        self.running[sequence.key] = sequence
+        self.prefilling[sequence.key] = sequence
+        self.waiting.started(sequence)
+        self.leaders.lead(sequence)
+        if not sequence.recovery.retractions:
+            sequence.output.cached_tokens = sequence.cursor.computed
         self.counters.admitted += 1
 
-    def _leave(self, request: Sequence) -> None:
-        self._stop_computing(request)
-        del self.running[request.key]
-        self.waiting.stopped(request)
-        self.memory.release(request)
+    def _leave(self, sequence: Sequence) -> None:
+        self._stop_computing(sequence)
+        del self.running[sequence.key]
+        self.waiting.stopped(sequence)
+        self.memory.release(sequence)
 
-    def retract(self, request: Sequence) -> None:
+    def retract(self, sequence: Sequence) -> None:
         """Take slot and pages from a running request; it keeps its tokens and queues up again.
 
         Tokens in flight stay valid (the fence keeps their KV alive) and are committed as they resolve; rounds
         of blocks in flight do not. What is committed stays in the prefix cache while there is room for it.
         """
-        self._leave(request)
-        request.state = SequenceState.WAITING
-        request.restart()
-        request.recovery.retractions += 1
+        self._leave(sequence)
+        sequence.state = SequenceState.WAITING
+        sequence.restart()
+        sequence.recovery.retractions += 1
         self.counters.retractions += 1
-        if not request.cursor.survives_retraction:
-            request.recovery.void_until = self.last_step
-        if request.parked:
-            self.shelved[request.key] = request
+        if not sequence.cursor.survives_retraction:
+            sequence.recovery.void_until = self.last_step
+        if sequence.parked:
+            self.shelved[sequence.key] = sequence
         else:
-            self._enqueue(request)
+            self._enqueue(sequence)
 
     def switch(self, version: int) -> None:
         """Other weights go on with every request, and none of them runs. Raises PolicyFailed."""
         # Policies may have sorted them by what is cached for them.
         waiting = [*self.waiting]
-        for request in waiting:
-            self._dequeue(request)
-        for request in (*waiting, *self.shelved.values()):
-            request.switch(version)
+        for sequence in waiting:
+            self._dequeue(sequence)
+        for sequence in (*waiting, *self.shelved.values()):
+            sequence.switch(version)
         self.memory.flush()
         failed: PolicyFailed | None = None
-        for request in waiting:
+        for sequence in waiting:
             try:
-                self._enqueue(request)
+                self._enqueue(sequence)
             except PolicyFailed as error:
                 failed = error
         if failed is not None:
             raise failed
 
-    def rewind(self, request: Sequence, computed: int) -> None:
+    def rewind(self, sequence: Sequence, computed: int) -> None:
         """Plan a request again from position ``computed``; what is in flight for it is void."""
-        request.recovery.void_until = self.last_step
-        if request.state is SequenceState.RUNNING:
-            self._stop_computing(request)
-            request.rewind(self.memory.rewind(request, computed))
-            if not request.parked:
-                self._prefill_rest(request)
-        elif request.key in self.shelved:
-            request.rewind(0)
+        sequence.recovery.void_until = self.last_step
+        if sequence.state is SequenceState.RUNNING:
+            self._stop_computing(sequence)
+            sequence.rewind(self.memory.rewind(sequence, computed))
+            if not sequence.parked:
+                self._prefill_rest(sequence)
+        elif sequence.key in self.shelved:
+            sequence.rewind(0)
         else:
-            self._dequeue(request)
-            request.rewind(0)
-            self._enqueue(request)
+            self._dequeue(sequence)
+            sequence.rewind(0)
+            self._enqueue(sequence)
 
-    def shorten(self, request: Sequence, tokens: int) -> None:
+    def shorten(self, sequence: Sequence, tokens: int) -> None:
         """Note that a launched row brought ``tokens`` less than it could have."""
-        if request.state is SequenceState.WAITING and request.key not in self.shelved:
+        if sequence.state is SequenceState.WAITING and sequence.key not in self.shelved:
             self.queued_tokens -= tokens
-        request.cursor.shorten(tokens)
+        sequence.cursor.shorten(tokens)
 
-    def start_over(self, request: Sequence) -> None:
+    def start_over(self, sequence: Sequence) -> None:
         """A step that holds the request failed: what came of later ones is junk. It loses slot and pages,
         keeps the tokens that were read, and queues up again."""
-        if request.state is SequenceState.RUNNING:
-            self.retract(request)
-        request.recovery.junk_until = self.last_step
-        if request.grammar is not None:
-            request.grammar = request.grammar.restarted(request.output_ids)
-        self.rewind(request, 0)
+        if sequence.state is SequenceState.RUNNING:
+            self.retract(sequence)
+        sequence.recovery.junk_until = self.last_step
+        if sequence.grammar is not None:
+            sequence.grammar = sequence.grammar.restarted(sequence.output_ids)
+        self.rewind(sequence, 0)
 
     # -- sharing --------------------------------------------------------------------------------
 
-    def share(self, request: Sequence) -> None:
+    def share(self, sequence: Sequence) -> None:
         """A prefill chunk has resolved: offer its pages to other requests."""
-        cursor, fence = request.cursor, request.kv.last_step
+        cursor, fence = sequence.cursor, sequence.kv.last_step
         if cursor.in_batch:
             fence = max(fence, self.batch.last_step)
-        if self.memory.commit(request, fence) and cursor.in_batch:
-            self.batch.changed_pages(request)
-        if cursor.prefilled or request.parked:
-            self.leaders.leave(request)
+        if self.memory.commit(sequence, fence) and cursor.in_batch:
+            self.batch.changed_pages(sequence)
+        if cursor.prefilled or sequence.parked:
+            self.leaders.leave(sequence)
         else:
-            self.leaders.lead(request)
+            self.leaders.lead(sequence)

@@ -61,20 +61,20 @@ def struck(step: Step) -> list[Sequence]:
     chunk of an earlier life.
     """
     return [
-        row.request for row in step.rows if step.id > row.request.recovery.void_until and _goes_on_from(row)
+        row.sequence for row in step.rows if step.id > row.sequence.recovery.void_until and _goes_on_from(row)
     ]
 
 
 def _goes_on_from(row: Row) -> bool:
-    request = row.request
-    if request.state is SequenceState.RUNNING:
-        return row.slot == request.kv.slot
-    return not request.finished and request.pending > 0
+    sequence = row.sequence
+    if sequence.state is SequenceState.RUNNING:
+        return row.slot == sequence.kv.slot
+    return not sequence.finished and sequence.pending > 0
 
 
 def without_junk(step: Step, tokens: abc.Sequence[int]) -> list[int]:
     """A step's tokens, but for those that go on from where a step failed: these rows sampled nothing."""
     return [
-        DEFERRED if token != NO_TOKEN and step.id <= request.recovery.junk_until else token
-        for request, token in zip(step.requests, tokens, strict=True)
+        DEFERRED if token != NO_TOKEN and step.id <= sequence.recovery.junk_until else token
+        for sequence, token in zip(step.sequences, tokens, strict=True)
     ]

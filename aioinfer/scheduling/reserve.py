@@ -56,26 +56,26 @@ class Reserve:
     def copy(self) -> Reserve:
         return Reserve(self._memory, self._ratio, self._clip, self._running, self._tokens)
 
-    def add(self, request: Sequence) -> None:
+    def add(self, sequence: Sequence) -> None:
         """The request runs, too."""
         self._running += 1
-        self._tokens += self.may_generate(request)
+        self._tokens += self.may_generate(sequence)
 
-    def discount(self, request: Sequence) -> None:
+    def discount(self, sequence: Sequence) -> None:
         """The request is one of them, and runs no longer."""
         self._running -= 1
-        self._tokens -= self.may_generate(request)
+        self._tokens -= self.may_generate(sequence)
 
-    def may_generate(self, request: Sequence) -> int:
+    def may_generate(self, sequence: Sequence) -> int:
         """Tokens that may still come for a request, as far as they are counted."""
-        return max(0, min(request.cursor.remaining, self._clip))
+        return max(0, min(sequence.cursor.remaining, self._clip))
 
-    def pages(self, request: Sequence | None = None) -> int:
+    def pages(self, sequence: Sequence | None = None) -> int:
         """Pages that must be left, besides those of a request that is to be admitted. An empty engine admits
         whatever fits."""
         if not self._running:
             return 0
-        tokens = self._tokens + (0 if request is None else self.may_generate(request))
+        tokens = self._tokens + (0 if sequence is None else self.may_generate(sequence))
         return max(self._running, self._memory.pages.pages_for(int(tokens * self._ratio)))
 
 
@@ -93,22 +93,22 @@ class Outlook:
         self._left = memory.available
         self._locked: set[Node] = set()
 
-    def admits(self, request: Sequence) -> bool:
+    def admits(self, sequence: Sequence) -> bool:
         """Whether the next one finds its pages; it is counted as admitted then."""
-        hit, node = self._memory.lookup(request)
-        need = self._memory.pages.pages_for(request.length) - hit
+        hit, node = self._memory.lookup(sequence)
+        need = self._memory.pages.pages_for(sequence.length) - hit
         if node is not None and not node.locks and node not in self._locked:
             self._locked.add(node)
             need += hit
-        if need + self._reserve.pages(request) > self._left:
+        if need + self._reserve.pages(sequence) > self._left:
             return False
         self._left -= need
-        self._reserve.add(request)
+        self._reserve.add(sequence)
         return True
 
-    def claim(self, request: Sequence, leader: Sequence) -> None:
+    def claim(self, sequence: Sequence, leader: Sequence) -> None:
         """Count a request that waits for a prefix of ``leader``: as admitted, with the pages that it cannot
         have in common with it."""
         pages = self._memory.pages.pages_for
-        self._left -= max(1, pages(request.length) - pages(leader.length))
-        self._reserve.add(request)
+        self._left -= max(1, pages(sequence.length) - pages(leader.length))
+        self._reserve.add(sequence)

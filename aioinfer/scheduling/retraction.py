@@ -12,10 +12,8 @@ __all__ = ["victims"]
 def victims(running: Collection[Sequence]) -> Iterator[Sequence]:
     """Parked ones first, then low priority, then the newest. Never the eldest that is not parked: so
     one request always moves on, and no two take each other's pages for ever."""
-    eldest = min(
-        (request for request in running if not request.parked), key=lambda request: request.key, default=None
-    )
+    eldest = min((each for each in running if not each.parked), key=lambda each: each.key, default=None)
     yield from sorted(
-        (request for request in running if request is not eldest),
-        key=lambda request: (not request.parked, request.priority, -request.key),
+        (sequence for sequence in running if sequence is not eldest),
+        key=lambda sequence: (not sequence.parked, sequence.priority, -sequence.key),
     )

@@ -87,24 +87,24 @@ class Scheduler:
 
     # -- requests -------------------------------------------------------------------------------
 
-    def submit(self, request: Sequence) -> None:
+    def submit(self, sequence: Sequence) -> None:
         """Queue a request whose prompt fits (``length < max_length``, or equal if it only prefills) and that
         was never queued."""
         if not self.queues.has_unfinished:
             self.ratio.reset()  # the load that it was learnt from is gone
-        self.queues.submit(request)
+        self.queues.submit(sequence)
 
-    def finish(self, request: Sequence, reason: FinishReason, error: BaseException | None = None) -> bool:
+    def finish(self, sequence: Sequence, reason: FinishReason, error: BaseException | None = None) -> bool:
         """End a request, whatever its state; True the first time."""
-        return self.queues.finish(request, reason, error)
+        return self.queues.finish(sequence, reason, error)
 
     def replace_weights(self, version: int) -> None:
         """Other weights are about to be installed, and no step is in flight: no KV of those before is
         found or read again. All requests that run are retracted."""
         queues = self.queues
         self.weight_version = version
-        for request in [*queues.running.values()]:
-            self._retract(request)
+        for sequence in [*queues.running.values()]:
+            self._retract(sequence)
         try:
             queues.switch(version)
         except PolicyFailed as error:
@@ -186,15 +186,15 @@ class Scheduler:
         rows: list[Row] = []
         # Before the chunks: a request whose prompt ends in one is in neither place until the step is planned.
         reserve = self._reserve() if self._may_admit else None
-        for request in list(queues.prefilling.values()):
+        for sequence in list(queues.prefilling.values()):
             if budget.room() <= 0:
                 return rows
-            if request.key in queues.growing:
+            if sequence.key in queues.growing:
                 continue
             try:
-                rows += self._chunk(request, budget)
+                rows += self._chunk(sequence, budget)
             except Exception as error:
-                self.faults.end([request], error)
+                self.faults.end([sequence], error)
         if reserve is not None and not self._short:
             rows += self._admissions(budget, reserve)
         return rows
@@ -223,19 +223,19 @@ class Scheduler:
         except Exception as error:
             self.faults.end(queues.waiting, PolicyFailed.because(queues.waiting, error))
             return
-        for request, most in chosen:
+        for sequence, most in chosen:
             if budget.room() <= 0:
                 break
-            if budget.beside <= 0 and self._beside_tokens(request, budget):
+            if budget.beside <= 0 and self._beside_tokens(sequence, budget):
                 continue  # it would have a slot and pages, and no row
             try:
-                if not self._admit(request, reserve):
+                if not self._admit(sequence, reserve):
                     break
                 admitted = True
-                reserve.add(request)
-                rows = self._chunk(request, budget, most)
+                reserve.add(sequence)
+                rows = self._chunk(sequence, budget, most)
             except Exception as error:
-                self.faults.end([request], error)
+                self.faults.end([sequence], error)
                 continue
             # Once its rows are given away, the request cannot be ended apart from the step.
             yield from rows
@@ -244,39 +244,39 @@ class Scheduler:
         if not queues.leaders.holds_back(eldest):
             eldest.passed += 1
 
-    def _admit(self, request: Sequence, reserve: Reserve) -> bool:
+    def _admit(self, sequence: Sequence, reserve: Reserve) -> bool:
         """Give a waiting request slot and pages, at the cost of parked requests if need be."""
         queues = self.queues
-        spare = reserve.pages(request)
+        spare = reserve.pages(sequence)
         while True:
             free = len(queues.running) < self.config.running_requests
-            if free and queues.memory.admit(request, spare):
+            if free and queues.memory.admit(sequence, spare):
                 break
             victim = next(victims(queues.running.values()), None) if queues.counters.parkings else None
             if victim is None or not victim.parked:
                 return False
             self._retract(victim)
-        queues.admitted(request)
+        queues.admitted(sequence)
         return True
 
-    def _retract(self, request: Sequence) -> None:
+    def _retract(self, sequence: Sequence) -> None:
         try:
-            self.queues.retract(request)
+            self.queues.retract(sequence)
         except PolicyFailed as error:
             self.faults.end((), error)  # but for this request, which the policy did not queue
 
-    def _chunk(self, request: Sequence, budget: StepBudget, most: int | None = None) -> list[Row]:
+    def _chunk(self, sequence: Sequence, budget: StepBudget, most: int | None = None) -> list[Row]:
         """The prefill row of the next positions of an admitted request, if it needs one."""
-        queues, cursor = self.queues, request.cursor
-        longest = queues.batch.longest_chunk(request)
+        queues, cursor = self.queues, sequence.cursor
+        longest = queues.batch.longest_chunk(sequence)
         if longest is not None:
             most = longest if most is None else min(most, longest)
         start, stop = cursor.computed, cursor.prefill_stop(mixed=self.config.mixed)
         if self.memory.states is not None:
-            end = self.memory.states.stop(request, start, stop)
+            end = self.memory.states.stop(sequence, start, stop)
             if end is not None:
                 most = end - start if most is None else min(most, end - start)
-        beside = self._beside_tokens(request, budget)
+        beside = self._beside_tokens(sequence, budget)
         if beside:
             most = budget.beside if most is None else min(most, budget.beside)
         length = budget.chunk(start, stop - start, most) if start < stop else 0
@@ -287,32 +287,32 @@ class Scheduler:
         if length:
             budget.spend_prefill(length)
             budget.beside -= length * beside
-            rows.append(self._row(request, start, length))
+            rows.append(self._row(sequence, start, length))
         if start + length == stop:
             cursor.relay_ready = True
-            del queues.prefilling[request.key]
-            queues.batch.join(request)
+            del queues.prefilling[sequence.key]
+            queues.batch.join(sequence)
         return rows
 
-    def _beside_tokens(self, request: Sequence, budget: StepBudget) -> bool:
+    def _beside_tokens(self, sequence: Sequence, budget: StepBudget) -> bool:
         """Whether a request has no output of its own, and others wait for theirs: in this step, or next."""
-        return request.cursor.only_prefills and (budget.generates or len(self.queues.batch) > 0)
+        return sequence.cursor.only_prefills and (budget.generates or len(self.queues.batch) > 0)
 
-    def _row(self, request: Sequence, start: int, length: int) -> Row:
-        kv, cursor = request.kv, request.cursor
+    def _row(self, sequence: Sequence, start: int, length: int) -> Row:
+        kv, cursor = sequence.kv, sequence.cursor
         kv.last_step = self.queues.last_step + 1
-        data = new_request_data(request)
+        data = new_request_data(sequence)
         known, samples, blocks = cursor.chunk(start, length)
         first, pages = kv.take_new_pages()
-        ids = request.known_ids(start, start + known)
+        ids = sequence.known_ids(start, start + known)
         scores = cursor.score(start + length)
-        row = Row(request, kv.slot, start, length, ids, samples, pages, first, data, scores, blocks)
+        row = Row(sequence, kv.slot, start, length, ids, samples, pages, first, data, scores, blocks)
         row.pools = cursor.pool(start, start + length)
         states = self.memory.states
         if states is not None:
             stop = start + length
             row.state_read, row.state_write = states.cells(
-                request, start, stop, kv.last_step, last=samples or row.ends
+                sequence, start, stop, kv.last_step, last=samples or row.ends
             )
         return row
 
@@ -322,8 +322,8 @@ class Scheduler:
         """Pages that are kept back for the running requests."""
         batch, clip = self.queues.batch, self.config.clip_new_tokens
         reserve = Reserve(self.memory, self.ratio.value, clip, len(batch), batch.expected_tokens(clip))
-        for request in self.queues.prefilling.values():
-            reserve.add(request)
+        for sequence in self.queues.prefilling.values():
+            reserve.add(sequence)
         return reserve
 
     def _grow(self) -> list[Sequence]:
@@ -336,28 +336,28 @@ class Scheduler:
         starved = []
         short = queues.batch.out_of_pages()
         if queues.growing:
-            short = sorted([*short, *queues.growing.values()], key=lambda request: request.key)
+            short = sorted([*short, *queues.growing.values()], key=lambda sequence: sequence.key)
         growing = queues.growing
-        for request in short:
-            cursor, kv = request.cursor, request.kv
+        for sequence in short:
+            cursor, kv = sequence.cursor, sequence.kv
             pages = memory.pages.pages_for(cursor.length)
             # The request itself may be retracted for its own pages.
-            while (cursor.in_batch or request.key in growing) and len(kv.pages) < pages:
-                if memory.grow(request):
+            while (cursor.in_batch or sequence.key in growing) and len(kv.pages) < pages:
+                if memory.grow(sequence):
                     continue
                 victim = None if memory.returning else self._victim()
                 if victim is None:
                     self._short = True
-                    starved.append(request)
+                    starved.append(sequence)
                     break
                 self._retract(victim)
                 self._short = True
                 self.ratio.rise()
             else:
-                growing.pop(request.key, None)
+                growing.pop(sequence.key, None)
                 if cursor.in_batch:
-                    queues.batch.changed_pages(request)
-        return [request for request in starved if request.cursor.in_batch]
+                    queues.batch.changed_pages(sequence)
+        return [sequence for sequence in starved if sequence.cursor.in_batch]
 
     def _victim(self) -> Sequence | None:
         return next(victims(self.queues.running.values()), None)
@@ -422,10 +422,10 @@ class Scheduler:
         """A step raised: its own requests end with ``error``, all others go on."""
         self.memory.resolved(step.id)
         failed = []
-        for request in step.requests:
-            self.memory.distrust(request)
-            if self.queues.finish(request, "abort", error):
-                failed.append(request)
+        for sequence in step.sequences:
+            self.memory.distrust(sequence)
+            if self.queues.finish(sequence, "abort", error):
+                failed.append(sequence)
         return failed
 
     def run_out(self, step: Step, error: BaseException) -> list[Sequence]:
@@ -438,15 +438,15 @@ class Scheduler:
         self.memory.resolved(step.id)
         self.cap.ran_out(step, queues.last_step)
         queues.junk_until = queues.last_step
-        requests = struck(step)
-        again = [request for request in requests if request.recovery.ran_out_at == request.cursor.progress]
-        failed = sorted(again, key=lambda request: (request.known, request.key))[-1:]
-        for request in failed:
-            queues.finish(request, "abort", error)
-        for request in requests:
-            if request.state is SequenceState.FINISHED:
+        sequences = struck(step)
+        again = [each for each in sequences if each.recovery.ran_out_at == each.cursor.progress]
+        failed = sorted(again, key=lambda sequence: (sequence.known, sequence.key))[-1:]
+        for sequence in failed:
+            queues.finish(sequence, "abort", error)
+        for sequence in sequences:
+            if sequence.state is SequenceState.FINISHED:
                 continue
-            request.recovery.ran_out_at = request.cursor.progress
+            sequence.recovery.ran_out_at = sequence.cursor.progress
             queues.counters.out_of_memory_retries += 1
-            queues.start_over(request)
+            queues.start_over(sequence)
         return failed

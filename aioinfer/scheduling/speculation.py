@@ -104,37 +104,37 @@ class Speculation:
         self._verified: tuple[int, float] | None = None
 
     def drafts(
-        self, requests: abc.Sequence[Sequence], starts: abc.Sequence[int], room: int
+        self, sequences: abc.Sequence[Sequence], starts: abc.Sequence[int], room: int
     ) -> dict[int, abc.Sequence[int]]:
         """The drafts of the next step by row, for rows of ``requests`` that begin at ``starts``; at most
         ``room`` in all. Few rows have any."""
         self._turn += 1
         self._behind = None
-        if not requests or room <= 0:
+        if not sequences or room <= 0:
             return {}
         if self.adaptive and not self._decodes:
             return {}  # what a step without drafts takes is learned first
-        asked = self._asked(requests)
-        least = self._least_chance(len(requests)) if asked and self.adaptive else 0.0
+        asked = self._asked(sequences)
+        least = self._least_chance(len(sequences)) if asked and self.adaptive else 0.0
         proposals: dict[int, tuple[Drafting, abc.Sequence[int]]] = {}
         for row in asked:
-            request, start, drafting = requests[row], starts[row], requests[row].drafting
+            sequence, start, drafting = sequences[row], starts[row], sequences[row].drafting
             if drafting is None or drafting.failed:
                 continue
-            most = min(self._most, room, request.max_length - start - 2)
+            most = min(self._most, room, sequence.max_length - start - 2)
             if most <= 0 or (
-                request.grammar is None
+                sequence.grammar is None
                 and drafting.best(self._usual) < least
-                and (self._turn + request.key) % _PROBE
+                and (self._turn + sequence.key) % _PROBE
             ):
                 continue
-            ids = self._proposal(request, drafting, start, most)
+            ids = self._proposal(sequence, drafting, start, most)
             if len(ids):
                 proposals[row] = (drafting, ids)
         if not self.adaptive:
             return _in_turn({row: ids for row, (_, ids) in proposals.items()}, room)
-        chosen = self._worthwhile(proposals, len(requests), room)
-        self._hot.update((requests[row].key, self._turn) for row in chosen)
+        chosen = self._worthwhile(proposals, len(sequences), room)
+        self._hot.update((sequences[row].key, self._turn) for row in chosen)
         if asked:
             self._pause = 1 if chosen else min(2 * self._pause, _LONGEST_PAUSE)
         return chosen
@@ -146,10 +146,10 @@ class Speculation:
             return found
         for row, drafts in enumerate(decodes.drafts, decodes.num_decodes):
             if drafts[0] == UNDRAWN:
-                request, start = decodes.requests[row], int(decodes.starts[row])
-                assert request.drafting is not None
-                first = request.drafting.computed
-                found.append(DraftInput(request.kv.slot, first, request.known_ids(first, start), row))
+                sequence, start = decodes.sequences[row], int(decodes.starts[row])
+                assert sequence.drafting is not None
+                first = sequence.drafting.computed
+                found.append(DraftInput(sequence.kv.slot, first, sequence.known_ids(first, start), row))
         behind = self._behind
         if behind is not None and behind.drafting is not None and behind.cursor.in_batch:
             first = behind.drafting.computed
@@ -176,10 +176,10 @@ class Speculation:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _asked(self, requests: abc.Sequence[Sequence]) -> Collection[int]:
+    def _asked(self, sequences: abc.Sequence[Sequence]) -> Collection[int]:
         """The rows that are asked for drafts: all, or as many as a short step of many rows has time for.
         Those whose drafts were verified last go first, the others in turn. None in a pause."""
-        rows = len(requests)
+        rows = len(sequences)
         if not self.adaptive:
             return range(rows)
         asks = int(_ASKING_SHARE / _ASKING * self._decodes.of(rows)) + 1
@@ -188,28 +188,28 @@ class Speculation:
         if self._turn % self._pause:
             return ()
         hot = self._hot = {key: turn for key, turn in self._hot.items() if self._turn - turn <= _WARM}
-        again = [row for row, request in enumerate(requests) if request.key in hot] if hot else []
+        again = [row for row, sequence in enumerate(sequences) if sequence.key in hot] if hot else []
         again = again[: asks * 3 // 4]
         first, count = self._first % rows, asks - len(again)
         self._first = (first + count) % rows
         return dict.fromkeys([*again, *(row % rows for row in range(first, first + count))])
 
-    def _proposal(self, request: Sequence, drafting: Drafting, start: int, most: int) -> abc.Sequence[int]:
+    def _proposal(self, sequence: Sequence, drafting: Drafting, start: int, most: int) -> abc.Sequence[int]:
         """Drafts for the positions after ``start``, whose own token the host may not know yet."""
-        pending = start + 1 - request.known
-        if request.grammar is not None:
-            position, forced = request.grammar.suggested
+        pending = start + 1 - sequence.known
+        if sequence.grammar is not None:
+            position, forced = sequence.grammar.suggested
             if known := forced[max(0, start + 1 - position) :][:most] if position <= start + 1 else ():
                 drafting.source = DraftSource.GRAMMAR
                 return known
-        drafting.request.extend(request.output_ids)
+        drafting.request.extend(sequence.output_ids)
         # A copy: the drafter may write to its own again.
         ids: list[int] = []
         try:
             for proposed in self._drafter.propose(drafting.request, most + pending)[pending : most + pending]:
                 token = operator.index(proposed)
                 # After an end there is nothing to verify.
-                if not 0 <= token < self._vocab_size or token in request.stop_ids:
+                if not 0 <= token < self._vocab_size or token in sequence.stop_ids:
                     break
                 ids.append(token)
             drafting.source = DraftSource.PREDICTION if drafting.request.predicted else DraftSource.TEXT
@@ -219,21 +219,21 @@ class Speculation:
             raise
         except BaseException as error:  # panics of libraries in Rust are no Exceptions
             drafting.failed = True
-            _log.error("%s: its drafter raised, and proposes nothing more", request, exc_info=error)
+            _log.error("%s: its drafter raised, and proposes nothing more", sequence, exc_info=error)
             return ()
         if self._catch_up and not drafting.request.predicted:
-            return self._undrawn(request, drafting, start, most)
+            return self._undrawn(sequence, drafting, start, most)
         return ids
 
-    def _undrawn(self, request: Sequence, drafting: Drafting, start: int, most: int) -> abc.Sequence[int]:
+    def _undrawn(self, sequence: Sequence, drafting: Drafting, start: int, most: int) -> abc.Sequence[int]:
         """Drafts of a draft model, if it can make any now: masks would have to know them."""
         drafting.computed -= drafting.computed % self.draft_unit
         missing = start - drafting.computed
         most = min(most, self._length - start)
-        if request.grammar is not None or start > request.known or most <= 0:
+        if sequence.grammar is not None or start > sequence.known or most <= 0:
             return ()
         if missing > self._catch_up:
-            self._behind = self._behind or request
+            self._behind = self._behind or sequence
             return ()
         drafting.source = DraftSource.MODEL
         if self.draft_unit > 1:

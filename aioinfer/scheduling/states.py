@@ -54,41 +54,41 @@ class StateCells:
 
     # -- the life of a request ------------------------------------------------------------------
 
-    def admitted(self, request: Sequence, matched: int) -> None:
+    def admitted(self, sequence: Sequence, matched: int) -> None:
         """Start a request after the end of its lock; ``matched`` pages of its tokens are cached, those
         without a state after them included."""
-        kv = request.kv
+        kv = sequence.kv
         kv.states = StateSnapshots()
         if kv.lock is None:
             return
-        self._start_from(request, kv.lock.node.snapshot)
+        self._start_from(sequence, kv.lock.node.snapshot)
         size = self._page_size
         if kv.cacheable:
-            self._want(request, kv.cached_pages * size, matched * size, *kv.partings.values())
+            self._want(sequence, kv.cached_pages * size, matched * size, *kv.partings.values())
 
-    def part(self, leader: Sequence, request: Sequence) -> None:
+    def part(self, leader: Sequence, sequence: Sequence) -> None:
         """``request`` waits until ``leader`` has computed what both begin with: let a snapshot be taken where
         that ends. The first few that wait are heard, once each."""
         kv, size = leader.kv, self._page_size
-        if self.tree is None or request.key in kv.partings or len(kv.partings) == _MOST_PARTINGS:
+        if self.tree is None or sequence.key in kv.partings or len(kv.partings) == _MOST_PARTINGS:
             return
-        most = min(leader.cursor.reusable, request.cursor.reusable) // size
+        most = min(leader.cursor.reusable, sequence.cursor.reusable) // size
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
             stop = middle * size
-            if leader.token_key(low * size, stop) == request.token_key(low * size, stop):
+            if leader.token_key(low * size, stop) == sequence.token_key(low * size, stop):
                 low = middle
             else:
                 high = middle - 1
-        kv.partings = {**kv.partings, request.key: low * size}
+        kv.partings = {**kv.partings, sequence.key: low * size}
         if kv.states is not None:
             kv.states.wanted.add(low * size)
 
-    def stop(self, request: Sequence, start: int, stop: int) -> int | None:
+    def stop(self, sequence: Sequence, start: int, stop: int) -> int | None:
         """The position before ``stop`` at which a chunk from ``start`` on should end for a snapshot to be
         taken there; None if nowhere, or if there is no cell for one."""
-        states = request.kv.states
+        states = sequence.kv.states
         assert states is not None
         if not states.wanted:
             return None
@@ -97,10 +97,12 @@ class StateCells:
             return None
         return min(ahead)
 
-    def cells(self, request: Sequence, start: int, stop: int, step_id: int, *, last: bool) -> tuple[int, int]:
+    def cells(
+        self, sequence: Sequence, start: int, stop: int, step_id: int, *, last: bool
+    ) -> tuple[int, int]:
         """The cells that the row of positions [start, stop) reads and writes. ``last``: it samples, and
         decodes follow, which know the slot's cell alone."""
-        kv = request.kv
+        kv = sequence.kv
         states = kv.states
         assert states is not None
         read = write = kv.slot
@@ -109,7 +111,7 @@ class StateCells:
             assert source.position == start, "the request continues elsewhere than its state"
             read = self._slots + source.item
             source.fence = step_id
-            self._leave_source(request)
+            self._leave_source(sequence)
         elif not start:
             read = 0
         if not last and stop in states.wanted and self.tree is not None and self.tree.make_room():
@@ -120,47 +122,47 @@ class StateCells:
             write = self._slots + snapshot.item
         return read, write
 
-    def settle(self, request: Sequence) -> None:
+    def settle(self, sequence: Sequence) -> None:
         """Offer a request's snapshots to others, after its pages."""
-        states = request.kv.states
+        states = sequence.kv.states
         if states is None or not states.taken:
             return
         assert self.tree is not None
-        lock, committed = request.kv.lock, request.cursor.committed
+        lock, committed = sequence.kv.lock, sequence.cursor.committed
         while states.taken and states.taken[0].position <= committed:
             # Out of the list last: what raises before leaves it to be released with the request.
             snapshot = states.taken[0]
-            shared = lock is not None and request.kv.cacheable and self.tree.attach(snapshot, lock)
+            shared = lock is not None and sequence.kv.cacheable and self.tree.attach(snapshot, lock)
             if not shared and snapshot is not states.source:
                 self.tree.pool.give((snapshot.item,), snapshot.fence)
             del states.taken[0]
 
-    def release(self, request: Sequence) -> None:
+    def release(self, sequence: Sequence) -> None:
         """The request gives up what is its own. Its lock must still be held."""
-        if request.kv.states is not None:
-            self._let_go(request)
-            request.kv.states = None
-        request.kv.partings = {}
+        if sequence.kv.states is not None:
+            self._let_go(sequence)
+            sequence.kv.states = None
+        sequence.kv.partings = {}
 
-    def rewind(self, request: Sequence, computed: int) -> int:
+    def rewind(self, sequence: Sequence, computed: int) -> int:
         """Let a running request continue from a state after at most ``computed`` positions; returns after
         how many. What is in flight for it is void."""
-        self._let_go(request)
-        request.kv.states = StateSnapshots()
-        lock = request.kv.lock
+        self._let_go(sequence)
+        sequence.kv.states = StateSnapshots()
+        lock = sequence.kv.lock
         if lock is None or self.tree is None:
             return 0
         size = self._page_size
         pages, node = self.tree.deepest(lock, computed // size)
-        self._start_from(request, node.snapshot)
-        if request.kv.cacheable:
-            self._want(request, pages * size)
+        self._start_from(sequence, node.snapshot)
+        if sequence.kv.cacheable:
+            self._want(sequence, pages * size)
         return pages * size
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _start_from(self, request: Sequence, snapshot: Snapshot | None) -> None:
-        states = request.kv.states
+    def _start_from(self, sequence: Sequence, snapshot: Snapshot | None) -> None:
+        states = sequence.kv.states
         assert states is not None
         states.source = snapshot
         if snapshot is not None:
@@ -169,20 +171,20 @@ class StateCells:
             self.tree.pool.used(snapshot)
             self.hits += 1
 
-    def _want(self, request: Sequence, start: int, *positions: int) -> None:
+    def _want(self, sequence: Sequence, start: int, *positions: int) -> None:
         """Snapshots at these positions and at the last page boundary with a token after it, as far as each
         saves enough after ``start`` and the one before it."""
-        states = request.kv.states
+        states = sequence.kv.states
         assert states is not None
-        last = (request.known - 1) // self._page_size * self._page_size
+        last = (sequence.known - 1) // self._page_size * self._page_size
         before = start
         for position in sorted({*positions, last}):
             if before + self._least <= position <= last:
                 states.wanted.add(position)
                 before = position
 
-    def _leave_source(self, request: Sequence) -> None:
-        states = request.kv.states
+    def _leave_source(self, sequence: Sequence) -> None:
+        states = sequence.kv.states
         assert states is not None
         source = states.source
         if source is None:
@@ -192,16 +194,16 @@ class StateCells:
         if source.node is None and source not in states.taken:
             # It could not be shared when its chunk resolved.
             assert self.tree is not None
-            self.tree.pool.give((source.item,), min(source.fence, request.kv.last_step))
+            self.tree.pool.give((source.item,), min(source.fence, sequence.kv.last_step))
 
-    def _let_go(self, request: Sequence) -> None:
-        states = request.kv.states
+    def _let_go(self, sequence: Sequence) -> None:
+        states = sequence.kv.states
         assert states is not None
-        self._leave_source(request)
+        self._leave_source(sequence)
         for snapshot in states.taken:
             assert self.tree is not None
             # A chunk whose planning was abandoned is in no step.
-            self.tree.pool.give((snapshot.item,), min(snapshot.fence, request.kv.last_step))
+            self.tree.pool.give((snapshot.item,), min(snapshot.fence, sequence.kv.last_step))
         states.taken.clear()
 
     # -- checks ---------------------------------------------------------------------------------
@@ -215,13 +217,13 @@ class StateCells:
         """Assert by walking that every snapshot is where it should be; the tree was audited already."""
         readers: dict[Snapshot, int] = {}
         private: list[int] = []
-        for request in running:
-            states = request.kv.states
-            assert states is not None, request
+        for sequence in running:
+            states = sequence.kv.states
+            assert states is not None, sequence
             private += [snapshot.item for snapshot in states.private()]
             if states.source is not None:
                 readers[states.source] = readers.get(states.source, 0) + 1
-                assert states.source.position == request.cursor.computed, request
+                assert states.source.position == sequence.cursor.computed, sequence
             for snapshot in states.taken:
                 assert snapshot.node is None, "a snapshot is private and shared"
         if self.pool is None:

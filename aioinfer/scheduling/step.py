@@ -81,20 +81,20 @@ class NewRequestData:
     adapter: int = 0
 
 
-def new_request_data(request: Sequence) -> NewRequestData | None:
+def new_request_data(sequence: Sequence) -> NewRequestData | None:
     """For the first row of a request in its slot; None for others."""
-    if request.kv.announced:
+    if sequence.kv.announced:
         return None
-    request.kv.announced = True
+    sequence.kv.announced = True
     return NewRequestData(
-        request.params,
-        request.seed,
-        request.stop_ids,
-        request.prompt_ids,
-        tuple(request.output_ids),
-        request.grammar,
-        request.cursor.resume,
-        0 if request.adapter is None else request.adapter.slot,
+        sequence.params,
+        sequence.seed,
+        sequence.stop_ids,
+        sequence.prompt_ids,
+        tuple(sequence.output_ids),
+        sequence.grammar,
+        sequence.cursor.resume,
+        0 if sequence.adapter is None else sequence.adapter.slot,
     )
 
 
@@ -113,7 +113,7 @@ class Row:
                  commits it and denoises the second, else it denoises the first and the second is void
     """
 
-    request: Sequence
+    sequence: Sequence
     slot: int
     start: int
     length: int
@@ -144,7 +144,7 @@ class Row:
     @property
     def ends(self) -> bool:
         """Nothing of its request follows it, not even a token: a request that only prefills ends here."""
-        return not self.samples and self.kv_length >= self.request.max_length
+        return not self.samples and self.kv_length >= self.sequence.max_length
 
     @property
     def table_update(self) -> TableUpdate:
@@ -154,7 +154,7 @@ class Row:
     @property
     def output_index(self) -> int:
         """The number of output tokens that precede the one this row samples."""
-        return self.kv_length - len(self.request.prompt_ids)
+        return self.kv_length - len(self.sequence.prompt_ids)
 
 
 class DraftInput(NamedTuple):
@@ -173,7 +173,7 @@ class Generating:
     """The rows of a step whose input lives on the device, as columns of G entries. Never changed: not
     declared frozen, because that doubles the time to make one."""
 
-    requests: list[Sequence]
+    sequences: list[Sequence]
     #: int64 [G]
     slots: npt.NDArray[np.int64]
     #: int64 [G]: the first position each row computes
@@ -195,16 +195,16 @@ class Generating:
     draft_unit: int = 1
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return len(self.sequences)
 
     @property
     def num_decodes(self) -> int:
         """Rows of one token without drafts; they come first."""
-        return 0 if self.unit > 1 else len(self.requests) - len(self.drafts)
+        return 0 if self.unit > 1 else len(self.sequences) - len(self.drafts)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.requests) if self.lengths is None else int(self.lengths.sum())
+        return len(self.sequences) if self.lengths is None else int(self.lengths.sum())
 
     @property
     def rows(self) -> list[Row]:
@@ -212,11 +212,11 @@ class Generating:
         tables = {slot: (first, pages) for slot, first, pages in self.tables}
         lengths = [1] * len(self) if self.lengths is None else self.lengths.tolist()
         rows = []
-        columns = zip(self.requests, self.slots.tolist(), self.starts.tolist(), lengths, strict=True)
-        for request, slot, start, length in columns:
+        columns = zip(self.sequences, self.slots.tolist(), self.starts.tolist(), lengths, strict=True)
+        for sequence, slot, start, length in columns:
             first, pages = tables.get(slot, (0, []))
             new, blocks = self.new_requests.get(slot), length // self.unit
-            row = Row(request, slot, start, length, (), True, pages, first, new, blocks=blocks)
+            row = Row(sequence, slot, start, length, (), True, pages, first, new, blocks=blocks)
             row.state_read = row.state_write = slot
             rows.append(row)
         for row, drafts in zip(rows[self.num_decodes :], self.drafts, strict=False):
@@ -252,16 +252,16 @@ class Step:
         return len(self.generating) + len(self.prefilling)
 
     @property
-    def requests(self) -> list[Sequence]:
+    def sequences(self) -> list[Sequence]:
         """The request of each row."""
-        return [*self.generating.requests, *(row.request for row in self.prefilling)]
+        return [*self.generating.sequences, *(row.sequence for row in self.prefilling)]
 
     @property
     def new_requests(self) -> list[Sequence]:
         """Requests whose first row in their slot is in this step."""
         new = self.generating.new_requests
-        found = [request for request in self.generating.requests if request.kv.slot in new] if new else []
-        return found + [row.request for row in self.prefilling if row.new_request is not None]
+        found = [sequence for sequence in self.generating.sequences if sequence.kv.slot in new] if new else []
+        return found + [row.sequence for row in self.prefilling if row.new_request is not None]
 
     @property
     def rows(self) -> list[Row]:

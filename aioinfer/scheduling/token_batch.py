@@ -56,7 +56,7 @@ class TokenBatch:
         "computed",
         "last_step",
         "limit",
-        "requests",
+        "sequences",
         "slots",
         "verifying",
     )
@@ -73,7 +73,7 @@ class TokenBatch:
         self.slots, self.computed, self.capacity, self.limit, self.verifying = self._columns
         #: rows of the batch whose drafts are being verified
         self._num_verifying = 0
-        self.requests: list[Sequence] = []
+        self.sequences: list[Sequence] = []
         #: requests whose page table the device does not know completely
         self._stale: dict[int, Sequence] = {}
         #: requests whose prefill ends in the step that is being planned
@@ -82,67 +82,67 @@ class TokenBatch:
         self._turn = 0
 
     def __len__(self) -> int:
-        return len(self.requests)
+        return len(self.sequences)
 
     # -- membership -----------------------------------------------------------------------------
 
-    def add(self, request: Sequence) -> None:
-        index, kv, cursor = len(self.requests), request.kv, request.cursor
+    def add(self, sequence: Sequence) -> None:
+        index, kv, cursor = len(self.sequences), sequence.kv, sequence.cursor
         assert isinstance(cursor, TokenCursor)
-        if cursor.length >= request.max_length and not cursor.verifying:
+        if cursor.length >= sequence.max_length and not cursor.verifying:
             return  # its last token is in flight, for certain
         capacity, verifying = len(kv.pages) * self._page_size, cursor.verifying > 0
-        self._columns[:, index] = (kv.slot, cursor.computed, capacity, request.max_length, verifying)
+        self._columns[:, index] = (kv.slot, cursor.computed, capacity, sequence.max_length, verifying)
         self._num_verifying += verifying
-        self.requests.append(request)
+        self.sequences.append(sequence)
         cursor.column, cursor.row = self.computed, index
         if kv.sent_pages < len(kv.pages):
-            self._stale[request.key] = request
+            self._stale[sequence.key] = sequence
 
-    def remove(self, request: Sequence) -> None:
-        cursor = request.cursor
+    def remove(self, sequence: Sequence) -> None:
+        cursor = sequence.cursor
         assert isinstance(cursor, TokenCursor)
-        index, last, computed = cursor.row, len(self.requests) - 1, cursor.computed
+        index, last, computed = cursor.row, len(self.sequences) - 1, cursor.computed
         cursor.column, cursor.row = None, -1
         cursor.leave_batch(computed)
         self._num_verifying -= cursor.verifying > 0
-        request.kv.last_step = max(request.kv.last_step, self.last_step)
-        mover = self.requests.pop()
+        sequence.kv.last_step = max(sequence.kv.last_step, self.last_step)
+        mover = self.sequences.pop()
         if index != last:
-            self.requests[index] = mover
+            self.sequences[index] = mover
             self._columns[:, index] = self._columns[:, last]
             mover.cursor.row = index
-        self._stale.pop(request.key, None)
+        self._stale.pop(sequence.key, None)
 
-    def join(self, request: Sequence) -> None:
+    def join(self, sequence: Sequence) -> None:
         # Not before the decodes of this step are chosen: the token to decode is sampled in it.
-        self._joining.append(request)
+        self._joining.append(sequence)
 
     def abandon(self, last_step: int) -> None:
         self._joining.clear()
         self.last_step = min(self.last_step, last_step)
 
     def planned(self, generating: Generating, prefilling: abc.Sequence[Row], queues: RequestQueues) -> None:
-        for request in self._joining:
-            if not request.finished:
-                self.add(request)
+        for sequence in self._joining:
+            if not sequence.finished:
+                self.add(sequence)
         self._joining.clear()
 
     # -- pages ----------------------------------------------------------------------------------
 
     def out_of_pages(self) -> list[Sequence]:
-        count = len(self.requests)
+        count = len(self.sequences)
         # No request loses its pages for drafts of another one.
         full = self.computed[:count] >= self.capacity[:count]
         rows = np.flatnonzero(full & (self.verifying[:count] == 0) if self._num_verifying else full)
-        return sorted((self.requests[row] for row in rows.tolist()), key=_by_arrival)
+        return sorted((self.sequences[row] for row in rows.tolist()), key=_by_arrival)
 
-    def changed_pages(self, request: Sequence) -> None:
-        self.capacity[request.cursor.row] = len(request.kv.pages) * self._page_size
-        self._stale[request.key] = request
+    def changed_pages(self, sequence: Sequence) -> None:
+        self.capacity[sequence.cursor.row] = len(sequence.kv.pages) * self._page_size
+        self._stale[sequence.key] = sequence
 
     def expected_tokens(self, clip: int) -> int:
-        count = len(self.requests)
+        count = len(self.sequences)
         return int(np.minimum(self.limit[:count] - self.computed[:count], clip).sum())
 
     # -- plan -----------------------------------------------------------------------------------
@@ -150,39 +150,39 @@ class TokenBatch:
     def may_plan(self, *, in_flight: bool) -> bool:
         # After a step that verifies, only the requests without drafts could have a row. Where these are few,
         # all advance faster together.
-        return self._num_verifying * FEW < max(1, len(self.requests))
+        return self._num_verifying * FEW < max(1, len(self.sequences))
 
-    def longest_chunk(self, request: Sequence) -> int | None:
-        if request.params.prompt_logprobs is None:
+    def longest_chunk(self, sequence: Sequence) -> int | None:
+        if sequence.params.prompt_logprobs is None:
             return None
         # Nothing is scored in front of the first position that is asked for.
-        return max(_MAX_SCORED, request.request.first_scored - request.cursor.computed)
+        return max(_MAX_SCORED, sequence.request.first_scored - sequence.cursor.computed)
 
     def launch(self, step_id: int, without: Collection[Sequence], most: int) -> Generating:
-        count = len(self.requests) - self._num_verifying
+        count = len(self.sequences) - self._num_verifying
         if count <= len(without) or most <= 0:
             return NO_ROWS
         self.last_step = step_id
         if not without and count <= most and not self._num_verifying:
-            requests = self.requests.copy()
+            sequences = self.sequences.copy()
             slots, starts = self.slots[:count].copy(), self.computed[:count].copy()
             self.computed[:count] += 1
             limits = self.limit[:count]
         else:
             rows = self._choose(without, most)
-            requests = [self.requests[row] for row in rows.tolist()]
+            sequences = [self.sequences[row] for row in rows.tolist()]
             slots, starts, limits = self.slots[rows], self.computed[rows], self.limit[rows]
             self.computed[rows] += 1
         drafts: dict[int, abc.Sequence[int]] = {}
         if self._speculation is not None:
-            drafts = self._speculation.drafts(requests, starts.tolist(), most - len(requests))
+            drafts = self._speculation.drafts(sequences, starts.tolist(), most - len(sequences))
         if drafts:
-            drafts = self._with_pages(requests, starts, drafts)
-        tables = self._tell_pages(requests) if self._stale else []
-        ending = [requests[row] for row in np.flatnonzero(starts + 2 >= limits).tolist()]
-        for request in ending:
-            self.remove(request)
-        decodes = Generating(requests, slots, starts, tables=tables, ending=ending)
+            drafts = self._with_pages(sequences, starts, drafts)
+        tables = self._tell_pages(sequences) if self._stale else []
+        ending = [sequences[row] for row in np.flatnonzero(starts + 2 >= limits).tolist()]
+        for sequence in ending:
+            self.remove(sequence)
+        decodes = Generating(sequences, slots, starts, tables=tables, ending=ending)
         if drafts:
             decodes = self._verify(decodes, drafts)
         if self._speculation is not None:
@@ -192,7 +192,7 @@ class TokenBatch:
 
     def _with_pages(
         self,
-        requests: abc.Sequence[Sequence],
+        sequences: abc.Sequence[Sequence],
         starts: npt.NDArray[np.int64],
         drafts: dict[int, abc.Sequence[int]],
     ) -> dict[int, abc.Sequence[int]]:
@@ -200,12 +200,12 @@ class TokenBatch:
         found: dict[int, abc.Sequence[int]] = {}
         memory = self._memory
         for row, ids in drafts.items():
-            request, start = requests[row], int(starts[row])
-            pages = request.kv.pages
+            sequence, start = sequences[row], int(starts[row])
+            pages = sequence.kv.pages
             while len(pages) * self._page_size < start + 1 + len(ids):
-                if memory.available <= len(self.requests) or not memory.grow(request):
+                if memory.available <= len(self.sequences) or not memory.grow(sequence):
                     break
-                self.changed_pages(request)
+                self.changed_pages(sequence)
             fitting = ids[: len(pages) * self._page_size - start - 1]
             if len(fitting):
                 found[row] = fitting
@@ -213,21 +213,21 @@ class TokenBatch:
 
     def _verify(self, decodes: Generating, drafts: dict[int, abc.Sequence[int]]) -> Generating:
         """The same rows, those with ``drafts`` last."""
-        requests, count = decodes.requests, len(decodes.requests)
+        sequences, count = decodes.sequences, len(decodes.sequences)
         order = np.asarray([row for row in range(count) if row not in drafts] + [*drafts], np.int64)
         lengths = np.ones(count, np.int64)
         lengths[count - len(drafts) :] += [len(ids) for ids in drafts.values()]
         for row, ids in drafts.items():
-            cursor = requests[row].cursor
+            cursor = sequences[row].cursor
             assert isinstance(cursor, TokenCursor)
             self.computed[cursor.row] += len(ids)
             self.verifying[cursor.row] = 1
             cursor.verifying, cursor.drafted = self.last_step, len(ids)
-            if (drafting := requests[row].drafting) is not None:
+            if (drafting := sequences[row].drafting) is not None:
                 cursor.source = drafting.source
         self._num_verifying += len(drafts)
         return Generating(
-            [requests[row] for row in order.tolist()],
+            [sequences[row] for row in order.tolist()],
             decodes.slots[order],
             decodes.starts[order],
             lengths,
@@ -238,26 +238,26 @@ class TokenBatch:
 
     def _choose(self, without: Collection[Sequence], most: int) -> npt.NDArray[np.int64]:
         """Rows in turn, so that all requests advance when not all fit into a step."""
-        rows = np.arange(len(self.requests))
+        rows = np.arange(len(self.sequences))
         if without:
-            rows = np.delete(rows, [request.cursor.row for request in without])
+            rows = np.delete(rows, [sequence.cursor.row for sequence in without])
         if self._num_verifying:
             rows = rows[self.verifying[rows] == 0]
         if len(rows) <= most:
             return rows
-        start = int(np.searchsorted(rows, self._turn % len(self.requests)))
+        start = int(np.searchsorted(rows, self._turn % len(self.sequences)))
         chosen = np.take(rows, np.arange(start, start + most), mode="wrap")
         self._turn = int(chosen[-1]) + 1
         return chosen
 
-    def _tell_pages(self, requests: list[Sequence]) -> list[TableUpdate]:
-        present = self._stale.keys() & {request.key for request in requests}
+    def _tell_pages(self, sequences: list[Sequence]) -> list[TableUpdate]:
+        present = self._stale.keys() & {sequence.key for sequence in sequences}
         tables: list[TableUpdate] = []
-        for request in [request for key, request in self._stale.items() if key in present]:
-            kv = request.kv
+        for sequence in [sequence for key, sequence in self._stale.items() if key in present]:
+            kv = sequence.kv
             tables.append((kv.slot, kv.sent_pages, kv.pages[kv.sent_pages :]))
             kv.sent_pages = len(kv.pages)
-            del self._stale[request.key]
+            del self._stale[sequence.key]
         return tables
 
     # -- resolve --------------------------------------------------------------------------------
@@ -268,27 +268,27 @@ class TokenBatch:
             tokens = without_junk(step, tokens)
         updated: list[Sequence] = []
         generating = step.generating
-        decodes = generating.requests
+        decodes = generating.sequences
         if generating.drafts:
             decodes = decodes[: generating.num_decodes]
-        for index, (request, token) in enumerate(zip(decodes, tokens, strict=False)):
-            if request.state is SequenceState.FINISHED:
+        for index, (sequence, token) in enumerate(zip(decodes, tokens, strict=False)):
+            if sequence.state is SequenceState.FINISHED:
                 counters.late_tokens += 1
             elif token < 0:
-                updated += _unsampled(request, step, token, forced.get(index, ()), queues)
+                updated += _unsampled(sequence, step, token, forced.get(index, ()), queues)
             else:
-                updated.append(request)
-                request.output_ids.append(token)
-                if token in request.stop_ids:
-                    request.output.stop_reason = token
-                    queues.finish(request, "stop")
+                updated.append(sequence)
+                sequence.output_ids.append(token)
+                if token in sequence.stop_ids:
+                    sequence.output.stop_reason = token
+                    queues.finish(sequence, "stop")
         for index in range(len(decodes), len(generating)):
             updated += self._resolve_verified(index, step, tokens[index], outcome, queues)
-        for request in generating.ending:
-            if request.known >= request.max_length:
-                queues.finish(request, "length")
+        for sequence in generating.ending:
+            if sequence.known >= sequence.max_length:
+                queues.finish(sequence, "length")
         for index, row in enumerate(step.prefilling, len(generating)):
-            if row.request.finished:
+            if row.sequence.finished:
                 counters.late_tokens += row.samples
             else:
                 updated += _resolve_chunk(step, row, tokens[index], forced.get(index, ()), queues)
@@ -302,117 +302,117 @@ class TokenBatch:
         self, index: int, step: Step, token: int, outcome: Outcome, queues: RequestQueues
     ) -> abc.Sequence[Sequence]:
         """Commit the tokens of a row that verified drafts."""
-        request, counters = step.generating.requests[index], queues.counters
+        sequence, counters = step.generating.sequences[index], queues.counters
         drafts = step.generating.drafts[index - step.generating.num_decodes]
         run = outcome.runs.get(index, (token,)) if token >= 0 else (token,)
-        if request.state is SequenceState.FINISHED:
+        if sequence.state is SequenceState.FINISHED:
             counters.late_tokens += len(run)
             return ()
-        cursor = request.cursor
+        cursor = sequence.cursor
         assert isinstance(cursor, TokenCursor)
         if cursor.verifying == step.id:
             if cursor.in_batch:
                 self.verifying[cursor.row] = 0
                 self._num_verifying -= 1
-            queues.shorten(request, len(drafts) + 1 - len(run))
+            queues.shorten(sequence, len(drafts) + 1 - len(run))
         if token < 0:
-            return _unsampled(request, step, token, outcome.forced.get(index, ()), queues)
-        self._count(request, len(drafts), len(run) - 1, counters)
-        if drafts[0] == UNDRAWN and request.drafting is not None:
+            return _unsampled(sequence, step, token, outcome.forced.get(index, ()), queues)
+        self._count(sequence, len(drafts), len(run) - 1, counters)
+        if drafts[0] == UNDRAWN and sequence.drafting is not None:
             # The last draft was not computed, and of the others those are of use that were right.
             start = int(step.generating.starts[index])
-            request.drafting.computed = start + 1 + min(len(run) - 1, len(drafts) - 1)
+            sequence.drafting.computed = start + 1 + min(len(run) - 1, len(drafts) - 1)
         for at, found in enumerate(run):
             if found < 0:
-                _unsampled(request, step, found, outcome.forced.get(index, ()), queues)
-            elif (reason := request.append(found)) is not None:
+                _unsampled(sequence, step, found, outcome.forced.get(index, ()), queues)
+            elif (reason := sequence.append(found)) is not None:
                 counters.late_tokens += len(run) - 1 - at
-                if request.drafting is not None:
-                    request.drafting.cut(len(run) - 1 - at)
-                    request.count_predictions()
-                queues.finish(request, reason)
+                if sequence.drafting is not None:
+                    sequence.drafting.cut(len(run) - 1 - at)
+                    sequence.count_predictions()
+                queues.finish(sequence, reason)
                 break
-        return (request,)
+        return (sequence,)
 
-    def _count(self, request: Sequence, drafted: int, accepted: int, counters: SchedulerCounters) -> None:
+    def _count(self, sequence: Sequence, drafted: int, accepted: int, counters: SchedulerCounters) -> None:
         counters.verified_rows += 1
         counters.drafted_tokens += drafted
         counters.accepted_tokens += accepted
-        cursor = request.cursor
+        cursor = sequence.cursor
         assert isinstance(cursor, TokenCursor)
-        if request.drafting is not None:
-            request.drafting.verified(cursor.source, drafted, accepted)
-            request.count_predictions()
+        if sequence.drafting is not None:
+            sequence.drafting.verified(cursor.source, drafted, accepted)
+            sequence.count_predictions()
 
     def audit(self) -> None:
         """Assert that the columns say what the requests do. O(rows)."""
         assert not self._joining
-        count = len(self.requests)
+        count = len(self.sequences)
         assert self._num_verifying == int(self.verifying[:count].sum())
-        for index, request in enumerate(self.requests):
-            assert request.cursor.row == index
+        for index, sequence in enumerate(self.sequences):
+            assert sequence.cursor.row == index
             row = [int(column[index]) for column in (self.slots, self.capacity, self.limit, self.verifying)]
-            capacity = len(request.kv.pages) * self._page_size
-            verifying = isinstance(request.cursor, TokenCursor) and request.cursor.verifying > 0
-            assert row == [request.kv.slot, capacity, request.max_length, verifying], request
+            capacity = len(sequence.kv.pages) * self._page_size
+            verifying = isinstance(sequence.cursor, TokenCursor) and sequence.cursor.verifying > 0
+            assert row == [sequence.kv.slot, capacity, sequence.max_length, verifying], sequence
 
 
 def _resolve_chunk(
     step: Step, row: Row, token: int, forced: abc.Sequence[int], queues: RequestQueues
 ) -> abc.Sequence[Sequence]:
     """Commit a prefill chunk, and the token after it if it was the last one."""
-    request = row.request
-    if row.ends and step.id <= request.recovery.void_until:
+    sequence = row.sequence
+    if row.ends and step.id <= sequence.recovery.void_until:
         return ()  # it has begun again since
-    updated: abc.Sequence[Sequence] = (request,) if row.samples or row.ends else ()
+    updated: abc.Sequence[Sequence] = (sequence,) if row.samples or row.ends else ()
     if row.samples and token >= 0:
-        request.output_ids.append(token)
+        sequence.output_ids.append(token)
     # A request that was retracted meanwhile has lost this slot, and cannot have it again yet.
-    stayed = row.slot == request.kv.slot
+    stayed = row.slot == sequence.kv.slot
     if stayed:
-        request.cursor.commit_prefill(row.kv_length, last=row.samples)
+        sequence.cursor.commit_prefill(row.kv_length, last=row.samples)
     if row.samples and token < 0:
-        updated = _unsampled(request, step, token, forced, queues)
-    elif row.samples and token in request.stop_ids:
-        request.output.stop_reason = token
-        queues.finish(request, "stop")
-    elif row.ends or (row.samples and request.known >= request.max_length):
-        queues.finish(request, "length")
+        updated = _unsampled(sequence, step, token, forced, queues)
+    elif row.samples and token in sequence.stop_ids:
+        sequence.output.stop_reason = token
+        queues.finish(sequence, "stop")
+    elif row.ends or (row.samples and sequence.known >= sequence.max_length):
+        queues.finish(sequence, "length")
     # The request may have been retracted just now.
-    if stayed and request.state is SequenceState.RUNNING:
-        queues.share(request)
+    if stayed and sequence.state is SequenceState.RUNNING:
+        queues.share(sequence)
     return updated
 
 
 def _unsampled(
-    request: Sequence, step: Step, token: int, forced: abc.Sequence[int], queues: RequestQueues
+    sequence: Sequence, step: Step, token: int, forced: abc.Sequence[int], queues: RequestQueues
 ) -> abc.Sequence[Sequence]:
     """A row sampled no token: its request ends, or continues from tokens that the host knows."""
     if token > DEFERRED:
         if token == BAD_LOGITS:
-            queues.memory.distrust(request)
+            queues.memory.distrust(sequence)
             error: Exception = FloatingPointError("the model gave no finite logits")
         else:
-            assert request.grammar is not None
-            why = request.grammar.failed or "no token is allowed"
-            if request.grammar.broken:
+            assert sequence.grammar is not None
+            why = sequence.grammar.failed or "no token is allowed"
+            if sequence.grammar.broken:
                 error = ValueError(why)
             else:
-                error = ConstraintFailed(request.params.constraints, why)
-        queues.finish(request, "abort", error)
-        return (request,)
-    if step.id <= request.recovery.void_until:
+                error = ConstraintFailed(sequence.params.constraints, why)
+        queues.finish(sequence, "abort", error)
+        return (sequence,)
+    if step.id <= sequence.recovery.void_until:
         return ()
     queues.counters.deferred_rows += 1
-    computed = request.known
+    computed = sequence.known
     # Up to the token that ends the output, if one does.
-    ended = next((reason for token in forced if (reason := request.append(token)) is not None), None)
-    queues.counters.forced_tokens += request.known - computed
-    queues.rewind(request, min(computed, request.known - 1))
+    ended = next((reason for token in forced if (reason := sequence.append(token)) is not None), None)
+    queues.counters.forced_tokens += sequence.known - computed
+    queues.rewind(sequence, min(computed, sequence.known - 1))
     if ended is not None:
-        queues.finish(request, ended)
-    return (request,) if forced else ()
+        queues.finish(sequence, ended)
+    return (sequence,) if forced else ()
 
 
-def _by_arrival(request: Sequence) -> int:
-    return request.key
+def _by_arrival(sequence: Sequence) -> int:
+    return sequence.key

@@ -97,7 +97,7 @@ class FakeDevice:
 
     def _script(self, row: Row) -> Script:
         """The script of a row's request; an empty one if the request has ended meanwhile."""
-        return self._scripts.get(row.request.output) or Script(b"", 0.0, 0.0, None)
+        return self._scripts.get(row.sequence.output) or Script(b"", 0.0, 0.0, None)
 
     def prepare_adapter(self, path: Path) -> PreparedAdapter:
         """Take any path: nothing is read."""
@@ -155,10 +155,10 @@ class FakeDevice:
             if tenant.params.logprobs is not None and token >= 0:
                 result.logprobs[index] = [logprob(row.kv_length, token)]
             if row.pools is not None:
-                assert row.request.pooled is not None
+                assert row.sequence.pooled is not None
                 first, last = row.pools
                 states = hashes(tenant.prompt_ids[:last])[first:]
-                result.pooled[index] = pool(row.request.pooled.pooling, states)
+                result.pooled[index] = pool(row.sequence.pooled.pooling, states)
             if row.scores is not None:
                 result.prompt_logprobs[index] = [
                     logprob(at + 1, tenant.prompt_ids[at + 1]) for at in range(*row.scores)

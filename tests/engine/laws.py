@@ -79,7 +79,7 @@ class LawChecker:
         assert config.mixed or not (step.num_generating and chunks), "a mixed step, and mixing is off"
 
     def check_row(self, step: Step, row: Row) -> None:
-        request, size = row.request, self.scheduler.memory.pages.page_size
+        request, size = row.sequence, self.scheduler.memory.pages.page_size
         assert not request.finished, "a row of a request that has ended"
         assert not request.parked, "a row of a parked request"
         assert row.kv_length <= self.longest(request)
@@ -111,7 +111,7 @@ class LawChecker:
         self.page_written.update(dict.fromkeys(request.kv.pages[first:stop], step.id))
 
     def check_adapter(self, step: Step, row: Row) -> None:
-        request, version = row.request, row.request.adapter
+        request, version = row.sequence, row.sequence.adapter
         assert request.namespace.adapter == (0 if version is None else version.uid), "adapter"
         assert version is None or request.output in version.users, "an adapter was given back too early"
         if row.new_request is not None:
@@ -152,13 +152,13 @@ class LawChecker:
 
     def run_out(self, step: Step, error: BaseException) -> list[Sequence]:
         self._land(step)
-        known = {request.key: request.known for request in step.requests}
+        known = {request.key: request.known for request in step.sequences}
         self.running_out = True
         failed: list[Sequence] = self.scheduler.run_out(step, error)
         self.running_out = False
         least = max(self.least, step.num_tokens // 2)
         assert self.scheduler.cap.tokens <= least, "the next step asks for as much"
-        for request in step.requests:
+        for request in step.sequences:
             assert request.known == known[request.key], (
                 "a token that was read is lost, or one that was not came"
             )
@@ -222,7 +222,7 @@ class BlockLaws(LawChecker):
         self.reached: dict[int, tuple[int, int]] = {}
 
     def plan(self) -> Step | None:
-        self.decoding = {request.key for request in self.scheduler.queues.batch.requests}
+        self.decoding = {request.key for request in self.scheduler.queues.batch.sequences}
         return super().plan()
 
     def replace_weights(self, version: int) -> None:
@@ -245,12 +245,12 @@ class BlockLaws(LawChecker):
             assert lengths[0] > most, "only the first chunk may be longer than the budget"
             assert sum(lengths[1:]) <= (most if config.admission == "pack" else 0)
         if config.max_decode_rows is not None and config.mixed:
-            blocks = sum(row.blocks for row in rounds if row.request.key in self.decoding)
+            blocks = sum(row.blocks for row in rounds if row.sequence.key in self.decoding)
             assert blocks <= config.max_decode_rows
         assert config.mixed or not (rounds and chunks), "a mixed step, and mixing is off"
         if config.diffusion_mode == "sync":
             assert self.launched == self.resolved + 1, "lock-step is one step after the other"
-            decoding = [row for row in step.rows if row.request.key in self.decoding]
+            decoding = [row for row in step.rows if row.sequence.key in self.decoding]
             if any(self.goes_on(row) for row in decoding):
                 assert not chunks, "somebody is let in before all are done"
                 assert not any(self.comes_to_the_next(row) for row in decoding), "not in step"
@@ -262,19 +262,19 @@ class BlockLaws(LawChecker):
 
     def goes_on(self, row: Row) -> bool:
         """A row is for a block of which some is known."""
-        assert isinstance(row.request.cursor, BlockCursor)
-        block = row.request.cursor.block
+        assert isinstance(row.sequence.cursor, BlockCursor)
+        block = row.sequence.cursor.block
         return block is not None and not block.done
 
     def comes_to_the_next(self, row: Row) -> bool:
         """A row is for another block than the one that was last read."""
-        assert isinstance(row.request.cursor, BlockCursor)
-        block = row.request.cursor.block
+        assert isinstance(row.sequence.cursor, BlockCursor)
+        block = row.sequence.cursor.block
         return block is not None and block.done and row.kv_length - self.size > block.start
 
     def check_row(self, step: Step, row: Row) -> None:
         super().check_row(step, row)
-        request, size = row.request, self.size
+        request, size = row.sequence, self.size
         assert isinstance(request.cursor, BlockCursor)
         assert row.start % size == row.length % size == 0 < row.length
         assert row.length == len(row.ids or ()) + row.blocks * size
@@ -287,9 +287,9 @@ class BlockLaws(LawChecker):
 
     def resolve(self, step: Step, outcome: Outcome) -> list[Sequence]:
         self._land(step)
-        known = {request.key: list(request.output_ids) for request in step.requests}
+        known = {request.key: list(request.output_ids) for request in step.sequences}
         updated: list[Sequence] = self.scheduler.resolve(step, outcome)
-        for request in step.requests:
+        for request in step.sequences:
             before = known[request.key]
             assert request.output_ids[: len(before)] == before, "a token that was read has changed"
             assert isinstance(request.cursor, BlockCursor)

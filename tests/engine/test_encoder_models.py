@@ -112,7 +112,7 @@ async def test_a_prompt_is_one_row(make_engine: MakeEngine, admission: str, shor
     asked = [rng.choices(range(1, 64), k=rng.randint(1, 40)) for _ in range(40)]
 
     def watch(step: Step) -> None:
-        assert all(row.start == 0 and row.length == len(row.request.prompt_ids) for row in step.rows)
+        assert all(row.start == 0 and row.length == len(row.sequence.prompt_ids) for row in step.rows)
         if short and step.num_rows > 1 and step.num_tokens > short:
             # Half of the largest step fits: no request runs out of memory twice in turn.
             raise StepOutOfMemory("too many")

@@ -196,7 +196,7 @@ class Boom(RuntimeError):
 
 async def test_a_failing_step_fails_its_own_requests_with_the_real_exception(make_engine: MakeEngine) -> None:
     def fault(step: Step) -> None:
-        if any(row.request.key == 2 for row in step.rows) and step.rows[0].request.key == 2:
+        if any(row.sequence.key == 2 for row in step.rows) and step.rows[0].sequence.key == 2:
             raise Boom("at step", step.id)
 
     async with make_engine(fault=fault, max_running_requests=1) as engine:

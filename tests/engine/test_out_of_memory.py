@@ -64,7 +64,7 @@ async def test_a_request_that_is_too_much_ends_alone_with_one_clean_error(
     make_engine: MakeEngine, window: int, mode: str
 ) -> None:
     def too_much(step: Step) -> bool:
-        return any(len(row.request.prompt_ids) == 99 and row.length > 5 for row in step.rows)
+        return any(len(row.sequence.prompt_ids) == 99 and row.length > 5 for row in step.rows)
 
     requests = toy_requests()[:6]
     fault = RunsOut(always=too_much)

@@ -77,7 +77,7 @@ async def test_a_mean_reads_no_cache_and_leaves_its_prompt_there(make_engine: Ma
 
 async def test_a_step_that_fails_ends_its_own_requests_and_no_others(make_engine: MakeEngine) -> None:
     def fault(step: Any) -> None:
-        if any(13 in request.prompt_ids for request in step.requests):
+        if any(13 in request.prompt_ids for request in step.sequences):
             raise RuntimeError("unlucky")
 
     async with make_engine(fault=fault, max_running_requests=1) as engine:
@@ -242,7 +242,7 @@ async def test_beside_tokens_prompts_without_an_output_take_one_chunk_of_a_step(
     seen: list[tuple[bool, int]] = []
 
     def watch(step: Any) -> None:
-        lengths = [row.length for row in step.prefilling if row.request.pooled is not None]
+        lengths = [row.length for row in step.prefilling if row.sequence.pooled is not None]
         seen.append((bool(step.num_generating), sum(lengths)))
 
     async with make_engine(fault=watch, chunk_size=16, step_priority=priority, num_pages=512) as engine:

@@ -166,7 +166,7 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
         if dice.random() >= deferral_rate:
             return None
         # What nobody samples has no logprob.
-        return 0 if row.request.params.logprobs is not None else dice.choice([0, 1, 2, 9])
+        return 0 if row.sequence.params.logprobs is not None else dice.choice([0, 1, 2, 9])
 
     # Of its own dice, so that the others fall as they did before there were states.
     snapshots = random.Random(seed + 3).choice([*[None] * 6, 0, 1, 2, 3, 8, 100])

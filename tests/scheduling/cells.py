@@ -39,7 +39,7 @@ def course(at: Desk, request: Sequence, steps: int = 20) -> list[tuple[int, int,
             break
         at.plan()
         for row in rows(at):
-            if row.request is request and row.ids:
+            if row.sequence is request and row.ids:
                 read, write = cell(at, row.state_read, request), cell(at, row.state_write, request)
                 found.append((row.start, row.kv_length, read, write))
         at.resolve()

@@ -93,7 +93,7 @@ class Desk:
         if step is None:
             return []
         self.flights.append(step)
-        return [row.request for row in step.rows]
+        return [row.sequence for row in step.rows]
 
     def resolve(self) -> None:
         while self.flights:

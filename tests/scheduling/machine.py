@@ -161,7 +161,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         step = self.scheduler.plan()
         if step is None:
             return False
-        assert len({row.request.key for row in step.rows}) == step.num_rows, "a request has two rows"
+        assert len({row.sequence.key for row in step.rows}) == step.num_rows, "a request has two rows"
         assert self.most is None or step.num_tokens <= self.most, "as much as what was too much"
         self.flights.append(self.device.launch(step, self.lives, self.flights, luck))
         return True
@@ -173,17 +173,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.most = None
         expected = []
         for row, token in zip(flight.rows, flight.tokens, strict=True):
-            life = self.lives[row.request.key]
-            if not row.samples or life.reason is not None or row.request.key in flight.void:
+            life = self.lives[row.sequence.key]
+            if not row.samples or life.reason is not None or row.sequence.key in flight.void:
                 continue
-            expected.append(row.request)
+            expected.append(row.sequence)
             if token == BAD_LOGITS:
                 life.reason = "abort"
                 continue
             life.delivered.append(token)
             if token == STOP:
                 life.reason = "stop"
-            elif len(row.request.prompt_ids) + len(life.delivered) == row.request.max_length:
+            elif len(row.sequence.prompt_ids) + len(life.delivered) == row.sequence.max_length:
                 life.reason = "length"
         assert self.scheduler.resolve(flight.step, Outcome(flight.tokens)) == expected
 
@@ -202,11 +202,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         flight = self.flights.pop(0)
         expected = set()
         for row in flight.rows:
-            life = self.lives[row.request.key]
+            life = self.lives[row.sequence.key]
             life.doomed = True
             if life.reason is None:
                 life.reason = "abort"
-                expected.add(row.request.key)
+                expected.add(row.sequence.key)
         doomed = [key for key, life in self.lives.items() if life.doomed]
         for each in (flight, *self.flights):
             self.device.spoil(each, doomed)
@@ -221,7 +221,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.device.spoil(flight, self.lives)
         again: list[tuple[int, int]] = []
         for row in flight.rows:
-            key, life = row.request.key, self.lives[row.request.key]
+            key, life = row.sequence.key, self.lives[row.sequence.key]
             if life.reason is not None or key in flight.void:
                 continue
             if key in self.scheduler.queues.running:
@@ -233,7 +233,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 each.void.add(key)
                 self.device.spoil(each, {key})
             if life.ran_out_at == len(life.delivered):
-                again.append((row.request.known, key))
+                again.append((row.sequence.known, key))
             life.ran_out_at = len(life.delivered)
             life.sampled = list(life.delivered)
         expected = {key for _, key in [max(again, default=(0, 0))] if key}

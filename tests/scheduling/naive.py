@@ -77,14 +77,14 @@ class NaiveDevice:
         rows = step.rows
         flight = Flight(step, [], rows, {}, {})
         for row in rows:
-            self._tell(row, lives[row.request.key], flights)
+            self._tell(row, lives[row.sequence.key], flights)
         for row in rows:
-            flight.tenancies[row.request.key] = lives[row.request.key].tenancy
-            self._write(row, lives[row.request.key], flight, flights)
+            flight.tenancies[row.sequence.key] = lives[row.sequence.key].tenancy
+            self._write(row, lives[row.sequence.key], flight, flights)
         for at, row in enumerate(rows):
             token = NO_TOKEN
             if row.samples:
-                life = lives[row.request.key]
+                life = lives[row.sequence.key]
                 assert row.output_index == len(life.sampled), "a token is sampled twice, or was lost"
                 token = luck[at % len(luck)]
                 life.sampled.append(token)
@@ -109,10 +109,10 @@ class NaiveDevice:
             assert not busy, f"slot {row.slot} is handed out while steps {busy} use it"
             assert [*row.new_request.output_ids] == life.sampled, "announced with other tokens than it has"
             table.clear()
-            self.tenants[row.slot] = row.request.key
+            self.tenants[row.slot] = row.sequence.key
             self.relay[row.slot] = BAD_LOGITS
             life.tenancy += 1
-        assert self.tenants[row.slot] == row.request.key, "the slot has another tenant"
+        assert self.tenants[row.slot] == row.sequence.key, "the slot has another tenant"
         assert row.first_new_page <= len(table) or not row.new_pages, "a gap in the page table"
         table[row.first_new_page : row.first_new_page + len(row.new_pages)] = row.new_pages
 
@@ -121,7 +121,7 @@ class NaiveDevice:
         assert row.length >= 1
         assert row.kv_length <= len(table) * size, "a position without a page"
         cells = [table[at // size] * size + at % size for at in range(row.kv_length)]
-        who = (row.request.key, life.tenancy)
+        who = (row.sequence.key, life.tenancy)
         for page in {cell // size for cell in cells[row.start :]}:
             others = {each for past in flights for each in past.touched.get(page, ())} - {who}
             assert not others, f"page {page} is written while {others} use it"
@@ -129,21 +129,21 @@ class NaiveDevice:
             flight.touched.setdefault(cell // size, set()).add(who)
         if not life.doomed:
             for at, cell in enumerate(cells[: row.start]):
-                assert self.cells[cell] == life.cell(at + 1), f"{row.request} reads what is not its own"
+                assert self.cells[cell] == life.cell(at + 1), f"{row.sequence} reads what is not its own"
         if self.states is not None:
             self._move_state(self.states, row, life, flight, flights)
         ids = [self.relay[row.slot]] if not row.ids else list(row.ids)
-        own = [*row.request.prompt_ids, *life.sampled][row.start : row.kv_length]
+        own = [*row.sequence.prompt_ids, *life.sampled][row.start : row.kv_length]
         assert ids == own, "the row computes other tokens than the request has"
         for at in range(row.start, row.kv_length):
             self.cells[cells[at]] = JUNK if life.doomed else life.cell(at + 1)
             self.writer[cells[at]] = flight.step.id
-            flight.written[cells[at]] = row.request.key
+            flight.written[cells[at]] = row.sequence.key
 
     def _move_state(
         self, states: list[tuple[Any, ...]], row: Row, life: Life, flight: Flight, flights: list[Flight]
     ) -> None:
-        read, write, who = row.state_read, row.state_write, (row.request.key, life.tenancy)
+        read, write, who = row.state_read, row.state_write, (row.sequence.key, life.tenancy)
         assert (read == 0) == (row.start == 0), "the empty state is that of no token"
         assert write, "the null cell is written"
         for past in flights:
@@ -153,9 +153,9 @@ class NaiveDevice:
         }
         assert not others, "two rows of a step share a cell that one of them writes"
         if not life.doomed and read:
-            assert states[read] == life.cell(row.start), f"{row.request} starts from another state"
+            assert states[read] == life.cell(row.start), f"{row.sequence} starts from another state"
         for cell in {read, write} - {0}:
             flight.states_touched.setdefault(cell, set()).add(who)
         states[write] = JUNK if life.doomed else life.cell(row.kv_length)
         self.state_writer[write] = flight.step.id
-        flight.states_written[write] = row.request.key
+        flight.states_written[write] = row.sequence.key

@@ -321,7 +321,7 @@ def test_what_led_to_bad_logits_is_not_shared(retracted: bool) -> None:
     assert desk.memory.tree.match(spoiled.token_key(0, 16)) == 4
     if retracted:
         desk.scheduler.queues.retract(spoiled)
-    tokens = [BAD_LOGITS if row.request is spoiled else 42 for row in last.rows]
+    tokens = [BAD_LOGITS if row.sequence is spoiled else 42 for row in last.rows]
     desk.scheduler.resolve(last, Outcome(tokens))
     assert isinstance(spoiled.output.error, FloatingPointError)
     again = desk.submit(prompt)

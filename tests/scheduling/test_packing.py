@@ -117,7 +117,7 @@ def test_what_the_higher_ones_leave_goes_to_the_lower_ones() -> None:
     step = desk.scheduler.plan()
     assert step is not None
     # The chunk ends with a page.
-    assert [(row.request, row.length) for row in step.prefilling] == [(high, 5), (long, 8), (short, 2)]
+    assert [(row.sequence, row.length) for row in step.prefilling] == [(high, 5), (long, 8), (short, 2)]
 
 
 def test_packing_lets_in_what_fits_whole_and_gives_the_rest_to_the_first() -> None:
@@ -125,7 +125,7 @@ def test_packing_lets_in_what_fits_whole_and_gives_the_rest_to_the_first() -> No
     long, *short = desk.submit(40), desk.submit(5), desk.submit(3)
     step = desk.scheduler.plan()
     assert step is not None
-    assert [(row.request, row.length) for row in step.prefilling] == [
+    assert [(row.sequence, row.length) for row in step.prefilling] == [
         (long, 8), (short[0], 5), (short[1], 3)
     ]  # fmt: skip
 

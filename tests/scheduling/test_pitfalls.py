@@ -78,12 +78,12 @@ def test_4_unused_entries_of_the_block_table_belong_to_nobody() -> None:
     for _ in range(bench.memory.slots.total - 1):
         former = bench.submit(30, 1)
         step, _ = bench.packed()
-        used |= {row.slot for row in step.rows if row.request is former}
+        used |= {row.slot for row in step.rows if row.sequence is former}
         bench.bring(step)
         assert former.finished
     short = bench.submit(3)
     step, packed = bench.packed()
-    rows = [row.request for row in step.rows]
+    rows = [row.sequence for row in step.rows]
     assert step.rows[rows.index(short)].slot in used
     tables = block_tables(packed)
     assert packed.num_pages == len(neighbour.kv.pages) > 30 // PAGE
@@ -105,7 +105,7 @@ def test_5_no_position_is_written_twice_while_steps_are_in_flight(limits: dict[s
         cells += section(packed, "slot_mapping")
         found = iter(section(packed, "positions"))
         for row in step.rows:
-            positions[row.request.key] += [next(found) for _ in range(row.length)]
+            positions[row.sequence.key] += [next(found) for _ in range(row.length)]
         flights.append(step)
         if len(flights) == 3:
             bench.bring(flights.pop(0))
@@ -154,8 +154,8 @@ def test_8_every_sequence_of_a_step_is_sampled_at_its_own_last_row() -> None:
     assert packed.q_lens == [1, 1, 1]
     assert section(packed, "cu_q") == [0, 1, 2, 3]
     assert section(packed, "logits_rows") == [0, 1, 2]
-    slots = {row.request.key: row.slot for row in prefill.rows}
-    assert section(packed, "sample_slots") == [slots[row.request.key] for row in decodes.rows]
+    slots = {row.sequence.key: row.slot for row in prefill.rows}
+    assert section(packed, "sample_slots") == [slots[row.sequence.key] for row in decodes.rows]
     bench.submit(7)
     for chunk, logits_rows in ((4, [0, 1, 2]), (3, [0, 1, 2, 5])):
         _, packed = bench.packed()

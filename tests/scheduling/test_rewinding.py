@@ -71,17 +71,17 @@ def test_forced_tokens_find_their_pages_or_wait_for_them() -> None:
     desk.bring(desk.launch())
     assert other.state is SequenceState.RUNNING
     step = desk.launch()
-    tokens = [FORCED if row.request is eldest else 42 for row in step.rows]
-    (at,) = [at for at, row in enumerate(step.rows) if row.request is eldest]
+    tokens = [FORCED if row.sequence is eldest else 42 for row in step.rows]
+    (at,) = [at for at, row in enumerate(step.rows) if row.sequence is eldest]
     desk.scheduler.resolve(step, Outcome(tokens, {at: list(range(50, 60))}))
     # Ten more tokens want three pages; the younger one makes room, the eldest is never retracted.
     for _ in range(3):
         step = desk.launch()
         assert other.state is SequenceState.WAITING
         assert eldest.recovery.retractions == 0
-        if any(row.request is eldest for row in step.rows):
+        if any(row.sequence is eldest for row in step.rows):
             break
-    row = next(row for row in step.rows if row.request is eldest)
+    row = next(row for row in step.rows if row.sequence is eldest)
     assert row.ids == list(range(50, 60))
     desk.bring(step)
     assert eldest.output_ids[-1] == 42

@@ -71,7 +71,7 @@ def test_without_its_snapshot_a_request_begins_again_and_leaves_cached_pages_alo
     assert at.memory.tree is not None
     assert at.memory.tree.match(request.token_key(0, 8)) == 2, "what others may read stays"
     at.plan()
-    row = next(row for row in rows(at) if row.request is request)
+    row = next(row for row in rows(at) if row.sequence is request)
     assert (row.start, row.state_read) == (0, 0)
     assert not set(shared) & set(row.new_pages)
     at.resolve()

@@ -76,7 +76,7 @@ def test_requests_come_again_in_their_old_order_before_others() -> None:
     assert step.num_rows == 3
     run_out(desk, step)
     assert list(desk.scheduler.queues.waiting) == [first, second, third, other]
-    assert [row.request for row in desk.launch().rows] == [first, second, third]
+    assert [row.sequence for row in desk.launch().rows] == [first, second, third]
 
 
 def test_prompt_and_decodes_share_what_the_memory_holds() -> None:

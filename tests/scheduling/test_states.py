@@ -132,7 +132,7 @@ def test_a_snapshot_that_a_step_in_flight_reads_is_not_written() -> None:
     assert rows(at)[0].state_read == at.memory.slots.total + 1
     other = at.submit(11)
     at.plan()
-    chunk = next(row for row in rows(at) if row.request is other)
+    chunk = next(row for row in rows(at) if row.sequence is other)
     assert (chunk.start, chunk.length, chunk.state_write) == (0, 11, other.kv.slot), "it goes without"
     at.resolve()
     assert reader.known == other.known + 1 == 13

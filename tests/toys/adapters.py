@@ -77,7 +77,7 @@ class ToyAdapters:
         for row in rows:
             slot, adapter = self._tenants.get(row.slot, (0, None))
             if slot and (adapter is None or self.installed.get(slot) is not adapter):
-                raise TaintError(f"{row.request}: its adapter is not in slot {slot} any more")
+                raise TaintError(f"{row.sequence}: its adapter is not in slot {slot} any more")
 
     def key(self, slot: int) -> int:
         """Of the adapter that the tenant of a slot came with; 0: it has none."""

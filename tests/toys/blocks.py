@@ -257,7 +257,7 @@ class ScriptedDevice(NoAdapters):
                 self.late_fault(step)
         except BaseException:
             self._lm.spoil(packed)
-            self._doomed.update(row.request.key for row in step.rows)
+            self._doomed.update(row.sequence.key for row in step.rows)
             raise
         return CompletedFlight(result)
 
@@ -287,14 +287,14 @@ class ScriptedDevice(NoAdapters):
         """The hash of everything before a row; None if the row is junk."""
         size, final = self.block_size, self._final[row.slot]
         if row.new_request is not None:
-            self._doomed.discard(row.request.key)
+            self._doomed.discard(row.sequence.key)
             known = [*row.new_request.prompt_ids, *row.new_request.output_ids]
             final[:] = self._chain(known[: len(known) // size * size])
-        if row.request.key in self._doomed:
+        if row.sequence.key in self._doomed:
             return None
         first = row.start // size
         if first > len(final):
-            raise TaintError(f"{row.request}: block {first} comes before block {len(final)} is final")
+            raise TaintError(f"{row.sequence}: block {first} comes before block {len(final)} is final")
         return final[first - 1] if first else 0
 
     def _note(self, step: Step, result: StepResult) -> None:
@@ -307,7 +307,7 @@ class ScriptedDevice(NoAdapters):
             final = self._final[row.slot]
             if (
                 state.done
-                and row.request.key not in self._doomed
+                and row.sequence.key not in self._doomed
                 and state.start == len(final) * self.block_size
             ):
                 final += self._chain(state.ids, final[-1] if final else 0)

@@ -174,7 +174,7 @@ class ToyDevice:
                 table.clear()
             if row.new_pages:
                 if row.first_new_page > len(table):
-                    raise TaintError(f"{row.request}: page {row.first_new_page} comes after a gap")
+                    raise TaintError(f"{row.sequence}: page {row.first_new_page} comes after a gap")
                 table[row.first_new_page : row.first_new_page + len(row.new_pages)] = row.new_pages
             tables.append(table.copy())
         return _Prepared(step, rows, tables)
@@ -225,9 +225,9 @@ class ToyDevice:
             tenant = self._tenants[row.slot]
             assert tenant is not None
             if row.pools is not None:
-                assert row.request.pooled is not None
+                assert row.sequence.pooled is not None
                 hashes = self._hashes(row, state, *row.pools)
-                result.pooled[index] = pool(row.request.pooled.pooling, hashes)
+                result.pooled[index] = pool(row.sequence.pooled.pooling, hashes)
             if row.scores is not None:
                 ids = [-1] * len(tenant.prompt_ids) if self._doomed_row(row) else tenant.prompt_ids
                 result.prompt_logprobs[index] = [
@@ -244,13 +244,13 @@ class ToyDevice:
     def _spoil(self, prepared: _Prepared) -> None:
         """A step failed: how far it came is unknown."""
         for row, table in zip(prepared.rows, prepared.tables, strict=True):
-            self._doomed.add(row.request.key)
+            self._doomed.add(row.sequence.key)
             if row.new_request is not None:
                 self._tenants[row.slot] = row.new_request
             self._write_junk(row, table)
 
     def _doomed_row(self, row: Row) -> bool:
-        return row.request.key in self._doomed
+        return row.sequence.key in self._doomed
 
     def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> int:
         """As in Device; ``given`` is [("weights", number)]."""
@@ -274,23 +274,23 @@ class ToyDevice:
         """Write a row's KV; returns the hashes of its sequence up to those of its positions that sample."""
         expected = self._expected[row.slot]
         if row.new_request is not None:
-            self._doomed.discard(row.request.key)
+            self._doomed.discard(row.sequence.key)
             self._tenants[row.slot] = row.new_request
             self._relay[row.slot] = _POISON
             expected.clear()
             self._extend(
                 row, expected, [*row.new_request.prompt_ids, *row.new_request.output_ids][: row.start]
             )
-        if self._doomed_row(row) or (not row.ids and row.request.key in self._void):
+        if self._doomed_row(row) or (not row.ids and row.sequence.key in self._void):
             return [self._write_junk(row, table)] * (1 + len(row.drafts))
-        self._void.discard(row.request.key)
+        self._void.discard(row.sequence.key)
         ids = row.ids or [*self._read_relay(row), *row.drafts]
         if len(ids) != row.length or row.length < 1:
-            raise TaintError(f"{row.request}: {len(ids)} ids for {row.length} positions")
+            raise TaintError(f"{row.sequence}: {len(ids)} ids for {row.length} positions")
         if len(expected) != row.start:
-            raise TaintError(f"{row.request}: position {row.start} comes after {len(expected)} others")
+            raise TaintError(f"{row.sequence}: position {row.start} comes after {len(expected)} others")
         if row.kv_length > len(table) * self.page_size:
-            raise TaintError(f"{row.request}: no page for position {row.kv_length - 1}")
+            raise TaintError(f"{row.sequence}: no page for position {row.kv_length - 1}")
         pages = np.asarray(table, np.int64)
         positions = np.arange(row.kv_length)
         cells = pages[positions // self.page_size] * self.page_size + positions % self.page_size
@@ -300,7 +300,7 @@ class ToyDevice:
         if (self._position[read] != positions[: row.start]).any() or (
             self._state[read] != np.asarray(expected, np.int64)
         ).any():
-            raise TaintError(f"{row.request}: reads KV that is not of its own tokens")
+            raise TaintError(f"{row.sequence}: reads KV that is not of its own tokens")
         self._extend(row, expected, ids)
         self._position[cells[row.start :]] = positions[row.start :]
         self._state[cells[row.start :]] = expected[row.start :]
@@ -311,18 +311,18 @@ class ToyDevice:
     def _write_junk(self, row: Row, table: list[int]) -> int:
         """What a row without anything to go on from does to its own cells, and what it samples from."""
         if row.kv_length > len(table) * self.page_size:
-            raise TaintError(f"{row.request}: no page for position {row.kv_length - 1}")
+            raise TaintError(f"{row.sequence}: no page for position {row.kv_length - 1}")
         for at in range(row.start, row.kv_length):
             self._state[table[at // self.page_size] * self.page_size + at % self.page_size] = _POISON
         if self._states is not None:
             self._states.spoil(row)
-        return mix(mix(row.request.key, row.start), self._last_step)
+        return mix(mix(row.sequence.key, row.start), self._last_step)
 
     def _extend(self, row: Row, states: list[int], ids: Sequence[int]) -> None:
         state = states[-1] if states else beginning(self.weights) ^ self.adapters.key(row.slot)
         for token in ids:
             if not 0 <= token < self.vocab_size:
-                raise TaintError(f"{row.request}: {token} is not a token")
+                raise TaintError(f"{row.sequence}: {token} is not a token")
             state = mix(state, token)
             states.append(state)
 
@@ -330,7 +330,7 @@ class ToyDevice:
         token = self._relay[row.slot]
         self._relay[row.slot] = _POISON
         if token == _POISON:
-            raise TaintError(f"{row.request}: its relay cell was never written")
+            raise TaintError(f"{row.sequence}: its relay cell was never written")
         return [token]
 
     def _sample(self, row: Row, state: int, forced: list[int], constraint: _Constraint | None = None) -> int:
@@ -340,8 +340,8 @@ class ToyDevice:
             return NO_TOKEN
         tenant = self._tenants[row.slot]
         if tenant is None:
-            raise TaintError(f"{row.request}: its slot was never admitted")
-        if row.request.key in self._void:
+            raise TaintError(f"{row.sequence}: its slot was never admitted")
+        if row.sequence.key in self._void:
             return DEFERRED
         if self._doomed_row(row) and state % 4 < 2:
             return BAD_LOGITS if state % 4 else min(tenant.stop_ids, default=0)
@@ -358,19 +358,19 @@ class ToyDevice:
             if alone:
                 constraint.sampled([token])
         if token in (DEFERRED, FORCED):
-            self._void.add(row.request.key)
+            self._void.add(row.sequence.key)
             return token
         self._relay[row.slot] = token
         if token < 0:
             # The request has ended with this; what is in flight for it already is junk.
-            self._doomed.add(row.request.key)
+            self._doomed.add(row.sequence.key)
         return token
 
     def _verify(self, row: Row, states: list[int], forced: list[int]) -> list[int]:
         """The tokens of a row as long as they are its drafts, and the one behind. Other drafts were never
         part of the sequence."""
         if self._states is not None:
-            raise TaintError(f"{row.request}: drafts of a model with recurrent state cannot be taken back")
+            raise TaintError(f"{row.sequence}: drafts of a model with recurrent state cannot be taken back")
         tenant = self._tenants[row.slot]
         constraint = None
         if tenant is not None and tenant.grammar is not None:

@@ -38,15 +38,15 @@ class ToyStates:
             raise TaintError("two rows of a step write the same cell of state")
         for row in rows:
             if not 0 < row.state_write < len(self._cells):
-                raise TaintError(f"{row.request}: writes cell {row.state_write} of state")
+                raise TaintError(f"{row.sequence}: writes cell {row.state_write} of state")
             if writers.get(row.state_read, row) is not row:
-                raise TaintError(f"{row.request}: another row writes the cell of state that it reads")
+                raise TaintError(f"{row.sequence}: another row writes the cell of state that it reads")
 
     def read(self, row: Row, state: int) -> None:
         """Raise TaintError unless a row starts from the state of its own tokens, whose hash is ``state``."""
         found = self._cells[row.state_read] if row.state_read else (0, self.beginning)
         if found != (row.start, state):
-            raise TaintError(f"{row.request}: starts from a state that is not of its own {row.start} tokens")
+            raise TaintError(f"{row.sequence}: starts from a state that is not of its own {row.start} tokens")
 
     def write(self, row: Row, state: int) -> None:
         """A row leaves the state whose hash is ``state``."""

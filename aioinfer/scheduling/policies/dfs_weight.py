@@ -19,9 +19,9 @@ class DfsWeight(CacheAware):
         at: dict[Node | None, list[Sequence]] = {}
         weight: Counter[Node] = Counter()
         below: dict[Node | None, dict[Node, None]] = {}
-        for request in self:
-            node = self.match(request)
-            at.setdefault(node, []).append(request)
+        for sequence in self:
+            node = self.match(sequence)
+            at.setdefault(node, []).append(sequence)
             while node is not None:
                 weight[node] += 1
                 below.setdefault(node.parent, {})[node] = None
@@ -37,5 +37,5 @@ class DfsWeight(CacheAware):
             stack += branches
         return arranged
 
-    def match(self, request: Sequence) -> Node | None:
-        return self._memory.lookup(request)[1]
+    def match(self, sequence: Sequence) -> Node | None:
+        return self._memory.lookup(sequence)[1]

@@ -11,5 +11,5 @@ __all__ = ["Fcfs"]
 class Fcfs(Policy):
     """First come, first served. All are of one rank: packing may let short ones go before long ones."""
 
-    def rank(self, request: Sequence) -> None:
+    def rank(self, sequence: Sequence) -> None:
         return None

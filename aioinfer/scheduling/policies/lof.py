@@ -11,5 +11,5 @@ __all__ = ["Lof"]
 class Lof(Ranked):
     """Longest output first: long ones start early, so that a batch of jobs ends together."""
 
-    def rank(self, request: Sequence) -> int:
-        return request.length - request.max_length
+    def rank(self, sequence: Sequence) -> int:
+        return sequence.length - sequence.max_length

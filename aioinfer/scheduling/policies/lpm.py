@@ -12,7 +12,7 @@ class Lpm(CacheAware):
     """Longest prefix match first: the request that needs least computing, before its prefix is evicted."""
 
     def arrange(self) -> list[Sequence]:
-        return sorted(self, key=lambda request: (-self.match(request), request.place))
+        return sorted(self, key=lambda sequence: (-self.match(sequence), sequence.place))
 
-    def match(self, request: Sequence) -> int:
-        return self._memory.lookup(request)[0]
+    def match(self, sequence: Sequence) -> int:
+        return self._memory.lookup(sequence)[0]

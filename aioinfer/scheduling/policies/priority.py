@@ -11,8 +11,8 @@ __all__ = ["Priority"]
 class Priority(Ranked):
     """Larger ``priority`` first. Strictly: a lower one waits for as long as higher ones come."""
 
-    def rank(self, request: Sequence) -> int:
-        return -request.priority
+    def rank(self, sequence: Sequence) -> int:
+        return -sequence.priority
 
     def eldest(self) -> Sequence | None:
         """The eldest of those with the largest priority: never before a more important one."""

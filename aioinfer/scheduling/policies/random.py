@@ -13,5 +13,5 @@ __all__ = ["Random"]
 class Random(Ranked):
     """A lottery; the same seed draws the same order."""
 
-    def rank(self, request: Sequence) -> bytes:
-        return hashlib.blake2b(b"%d %d" % (self._seed, request.key), digest_size=8).digest()
+    def rank(self, sequence: Sequence) -> bytes:
+        return hashlib.blake2b(b"%d %d" % (self._seed, sequence.key), digest_size=8).digest()

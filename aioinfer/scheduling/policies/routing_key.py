@@ -23,31 +23,31 @@ class RoutingKey(Policy):
         self._running: Counter[str] = Counter()
         self._groups: dict[str, SortedDict] = {}
 
-    def add(self, request: Sequence) -> None:
-        super().add(request)
-        if request.routing_key is not None:
-            self._groups.setdefault(request.routing_key, SortedDict())[request.place] = request
+    def add(self, sequence: Sequence) -> None:
+        super().add(sequence)
+        if sequence.routing_key is not None:
+            self._groups.setdefault(sequence.routing_key, SortedDict())[sequence.place] = sequence
 
-    def remove(self, request: Sequence) -> None:
-        super().remove(request)
-        if request.routing_key is not None:
-            group = self._groups[request.routing_key]
-            del group[request.place]
+    def remove(self, sequence: Sequence) -> None:
+        super().remove(sequence)
+        if sequence.routing_key is not None:
+            group = self._groups[sequence.routing_key]
+            del group[sequence.place]
             if not group:
-                del self._groups[request.routing_key]
+                del self._groups[sequence.routing_key]
 
-    def started(self, request: Sequence) -> None:
-        if request.routing_key is not None:
-            self._running[request.routing_key] += 1
+    def started(self, sequence: Sequence) -> None:
+        if sequence.routing_key is not None:
+            self._running[sequence.routing_key] += 1
 
-    def stopped(self, request: Sequence) -> None:
-        if request.routing_key is not None:
-            self._running[request.routing_key] -= 1
-            if not self._running[request.routing_key]:
-                del self._running[request.routing_key]
+    def stopped(self, sequence: Sequence) -> None:
+        if sequence.routing_key is not None:
+            self._running[sequence.routing_key] -= 1
+            if not self._running[sequence.routing_key]:
+                del self._running[sequence.routing_key]
 
-    def rank(self, request: Sequence) -> str | None:
-        return request.routing_key if request.routing_key in self._running else None
+    def rank(self, sequence: Sequence) -> str | None:
+        return sequence.routing_key if sequence.routing_key in self._running else None
 
     def order(self) -> Iterator[Sequence]:
         waiting = [(-count, key) for key, count in self._running.items() if key in self._groups]
