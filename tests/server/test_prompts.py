@@ -66,9 +66,8 @@ async def test_a_client_that_left_while_its_prompt_waited_has_no_work_done(servi
             while served.engine.stats().arriving < 102:
                 await asyncio.sleep(0.001)
             leaving.cancel()
-            while served.engine.stats().arriving > 2:
+            while served.engine.stats().arriving > 2 or served.engine._started()._intake.waiting:
                 await asyncio.sleep(0.001)
-            assert served.engine._started()._intake.waiting == 0
             tokenizer.gate.set()
             await asyncio.gather(*blocking)
         assert tokenizer.encoded == {"!0": 1, "!1": 1}
