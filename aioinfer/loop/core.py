@@ -154,17 +154,17 @@ class Core:
         """Admit no request that has not begun, until :meth:`let_in`."""
         self.holding_back = True
         queues = self.scheduler.queues
-        for request in [*queues.waiting]:
-            if request.output.admitted_at is None:
-                queues.park(request, ParkedFor.UPDATE)
+        for sequence in [*queues.waiting]:
+            if sequence.output.admitted_at is None:
+                queues.park(sequence, ParkedFor.UPDATE)
 
     def let_in(self) -> None:
         """Undo :meth:`hold_back`."""
         self.holding_back = False
         queues = self.scheduler.queues
-        for request in [*queues.shelved.values()]:
+        for sequence in [*queues.shelved.values()]:
             try:
-                queues.unpark(request, ParkedFor.UPDATE)
+                queues.unpark(sequence, ParkedFor.UPDATE)
             except PolicyFailed as error:
                 self.scheduler.faults.end((), error)
         self.ended += self._faults()
@@ -289,9 +289,11 @@ class Core:
             self._newest_step = step.id
             now = self.clock()
             # A request that was retracted is announced again: not all of these are new.
-            self.admitted = [request for request in step.new_requests if request.output.admitted_at is None]
-            for request in self.admitted:
-                request.output.admitted_at = now
+            self.admitted = [
+                sequence for sequence in step.new_requests if sequence.output.admitted_at is None
+            ]
+            for sequence in self.admitted:
+                sequence.output.admitted_at = now
         return step
 
     def _plan(self) -> Step | None:
@@ -309,10 +311,10 @@ class Core:
     def _faults(self) -> list[Sequence]:
         """The requests that ended since the last call because something raised for them."""
         ended = []
-        for request, cause in self.scheduler.faults.take():
-            _log.error("planning failed for %s", request, exc_info=cause)
-            self.texts.failed(request, cause)
-            ended.append(request)
+        for sequence, cause in self.scheduler.faults.take():
+            _log.error("planning failed for %s", sequence, exc_info=cause)
+            self.texts.failed(sequence, cause)
+            ended.append(sequence)
         return ended
 
     def take_ended(self) -> list[Sequence]:
@@ -341,7 +343,7 @@ class Core:
         if not self.texts.behind:
             return advanced
         updated = dict.fromkeys([*advanced, *(self.texts.catch_up(seconds) if searching else ())])
-        return [request for request in updated if not request.output.text_behind]
+        return [sequence for sequence in updated if not sequence.output.text_behind]
 
     def timed(self, step: Step, seconds: float) -> None:
         """A step has taken so long, from the end of the one before it: what drafts cost follows from that."""
@@ -360,10 +362,12 @@ class Core:
         if launched:
             self.scheduler.memory.resolved(step.id)
             self.adapters.resolved(step.id)
-        for request in step.sequences:
+        for sequence in step.sequences:
             # A request that has ended, but for its text, goes on getting that.
-            if request.output.finished_at is None and not (request.finished and request.output.text_behind):
-                self.texts.end(request, error, distrust=True)
+            if sequence.output.finished_at is None and not (
+                sequence.finished and sequence.output.text_behind
+            ):
+                self.texts.end(sequence, error, distrust=True)
         return step.sequences
 
     def fail(self, step: Step, error: BaseException) -> list[Sequence]:
@@ -374,28 +378,28 @@ class Core:
         else:
             failed = self.scheduler.fail(step, error)
         self.adapters.resolved(step.id)
-        for request in failed:
-            self.texts.failed(request, error)
+        for sequence in failed:
+            self.texts.failed(sequence, error)
         return failed
 
-    def abort(self, request: Sequence, error: BaseException | None = None) -> bool:
+    def abort(self, sequence: Sequence, error: BaseException | None = None) -> bool:
         """End a request, whatever its state; False if it had ended already."""
-        return self.texts.abort(request, error)
+        return self.texts.abort(sequence, error)
 
     def _record_pooled(self, step: Step, result: StepResult) -> list[Sequence]:
         """Keep what rows have pooled, before the requests end that end with it. Returns those that failed."""
         failed: list[Sequence] = []
         count = step.num_generating
         for index, part in result.pooled.items():
-            request = step.prefilling[index - count].sequence
-            if request.finished or request.pooled is None or step.id <= request.recovery.void_until:
+            sequence = step.prefilling[index - count].sequence
+            if sequence.finished or sequence.pooled is None or step.id <= sequence.recovery.void_until:
                 continue
             try:
-                request.pooled.add(part)
+                sequence.pooled.add(part)
             except FloatingPointError as error:
-                self.scheduler.memory.distrust(request)
-                self.scheduler.finish(request, "abort", error)
-                failed.append(request)
+                self.scheduler.memory.distrust(sequence)
+                self.scheduler.finish(sequence, "abort", error)
+                failed.append(sequence)
         return failed
 
     def _record_logprobs(self, step: Step, result: StepResult, advanced: list[Sequence]) -> list[Sequence]:
@@ -403,20 +407,22 @@ class Core:
         ended: list[Sequence] = []
         decodes = step.generating.sequences
         for index, logprobs in result.logprobs.items():
-            request = (
+            sequence = (
                 decodes[index] if index < len(decodes) else step.prefilling[index - len(decodes)].sequence
             )
             # After the end of the output there are none.
-            missing = len(request.output_ids) - len(request.output.logprobs)
+            missing = len(sequence.output_ids) - len(sequence.output.logprobs)
             if missing > 0:
-                request.output.logprobs += logprobs[:missing]
+                sequence.output.logprobs += logprobs[:missing]
         for index, scored in result.prompt_logprobs.items():
             row = step.prefilling[index - len(decodes)]
             if row.scores is None or step.id <= row.sequence.recovery.junk_until:
                 continue
             try:
-                request = row.sequence
-                _extend(request.output.prompt_logprobs, row.scores[0] - request.request.first_scored, scored)
+                sequence = row.sequence
+                _extend(
+                    sequence.output.prompt_logprobs, row.scores[0] - sequence.request.first_scored, scored
+                )
             except BaseException as error:
                 self.texts.end(row.sequence, error)
                 if row.sequence not in advanced:

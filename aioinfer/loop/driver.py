@@ -40,13 +40,13 @@ _SEARCHING = 0.002
 class DriverEvents(Protocol):
     """Events that a driver reports to its engine, on the loop's thread."""
 
-    def admitted(self, request: Sequence) -> None:
+    def admitted(self, sequence: Sequence) -> None:
         """The request has a row in a launched step for the first time."""
 
-    def updated(self, request: Sequence) -> None:
+    def updated(self, sequence: Sequence) -> None:
         """A resolved step gave the request tokens, a draft or its end."""
 
-    def moved(self, requests: list[Sequence]) -> list[Sequence]:
+    def moved(self, sequences: list[Sequence]) -> list[Sequence]:
         """The same for the requests of a step, as far as they go on and no task waits for their tokens;
         returns the others."""
 
@@ -327,9 +327,9 @@ class Driver:
         self._flights.append(flight)
         if self._garbage is not None:
             self._garbage.launched()
-        for request in self._core.admitted:
-            if not request.finished:
-                self._tell(self._events.admitted, [request])
+        for sequence in self._core.admitted:
+            if not sequence.finished:
+                self._tell(self._events.admitted, [sequence])
 
     def _unlaunched(self, step: Step, error: BaseException) -> StepHandle:
         """A step could not be packed: its requests end at once, before a row that follows is planned.
@@ -346,8 +346,8 @@ class Driver:
 
     def _recovered(self, ended: list[Sequence]) -> None:
         """Something raised and ended these requests: report them, and check that the others can go on."""
-        for request in ended:
-            self._events.updated(request)
+        for sequence in ended:
+            self._events.updated(sequence)
         cause = self._core.texts.raised or (ended[0].output.error if ended else None)
         self._core.texts.raised = None
         try:
@@ -355,20 +355,20 @@ class Driver:
         except AssertionError as wrong:
             raise RuntimeError(f"the scheduler's state is not what it should be: {wrong!r}") from cause
 
-    def _tell(self, event: Callable[[Sequence], None], requests: Iterable[Sequence]) -> None:
+    def _tell(self, event: Callable[[Sequence], None], sequences: Iterable[Sequence]) -> None:
         """Report requests. What that raises for one ends it."""
-        for request in requests:
+        for sequence in sequences:
             try:
-                event(request)
+                event(sequence)
             except Exception as error:
-                self._untold(request, error)
+                self._untold(sequence, error)
 
-    def _untold(self, request: Sequence, error: Exception) -> None:
-        _log.error("%s could not be reported", request, exc_info=error)
+    def _untold(self, sequence: Sequence, error: Exception) -> None:
+        _log.error("%s could not be reported", sequence, exc_info=error)
         failed = StepFailed(f"the request could not be reported: {error}")
         failed.__cause__ = error
-        self._core.abort(request, failed)
-        self._recovered([request])
+        self._core.abort(sequence, failed)
+        self._recovered([sequence])
 
     def _resolve(self, flight: StepHandle) -> None:
         """Commit a flight that has landed and report the requests that it updated."""

@@ -177,8 +177,8 @@ class Updates:
             version = check_version(version, core.weight_version)
             self._installing = asyncio.current_task()
             if mode == "abort":
-                for request in core.begun:
-                    self._end(request, Cancelled(ABORTED))
+                for sequence in core.begun:
+                    self._end(sequence, Cancelled(ABORTED))
             try:
                 ended = core.replace_weights(version)
                 await self._launcher.call(lambda device: updatable(device).install_weights(prepared))
