@@ -217,7 +217,7 @@ class Output:
         self.weight_version = 0
         #: names the arithmetic that computed its tokens; empty: that of its engine
         self.numerics = ""
-        self.switches: list[Switch] = []
+        self.switches: tuple[Switch, ...] = ()
 
     # -- how far it is --------------------------------------------------------------------------
 
@@ -308,7 +308,7 @@ class Output:
         """Note that weights of the version ``before``, or of earlier ones, computed all tokens so far."""
         count, pieces = len(self.token_ids), len(self.pieces)
         if not self.switches or self.switches[-1][:2] != (count, pieces):
-            self.switches.append((count, pieces, before))
+            self.switches += ((count, pieces, before),)
         self.plain = self.identical = False
 
     def switch_after(self, tokens: int, pieces: int) -> Switch | None:

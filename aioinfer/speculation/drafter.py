@@ -22,8 +22,9 @@ import numpy.typing as npt
 
 __all__ = ["NO_IDS", "DraftRequest", "Drafter"]
 
-#: no token ids, int32 [0]
+#: no token ids, int32 [0]; read-only
 NO_IDS: npt.NDArray[np.int32] = np.empty(0, np.int32)
+NO_IDS.flags.writeable = False
 
 
 class Drafter(Protocol):
@@ -52,7 +53,7 @@ class DraftRequest:
         self.name = name
         self.prompt_length = len(prompt_ids)
         #: int32 [P]: what the caller expects the output to be
-        self.prediction = _frozen(prediction_ids)
+        self.prediction = _frozen(prediction_ids) if len(prediction_ids) else NO_IDS
         #: of the drafter's own
         self.memory: object = None
         #: the latest proposal came from the prediction

@@ -37,7 +37,7 @@ class DraftSource(Enum):
 
 
 class UsualRates:
-    """The share of drafts that were right lately in an engine: a new request begins with it."""
+    """The share of drafts that were right lately in an engine; a request has it before its own."""
 
     __slots__ = ("_rates",)
 
@@ -80,7 +80,8 @@ class Drafting:
         self.source = DraftSource.TEXT
         #: of the latest row that verified drafts: their source, and how many were right
         self._last = (DraftSource.TEXT, 0)
-        self._rates = {source: self._usual.of(source) for source in DraftSource}
+        #: of the sources that were verified or proposed in vain; the others have the usual ones
+        self._rates: dict[DraftSource, float] = {}
         #: positions that a draft model has computed: with the tokens that are there
         self.computed = 0
         #: its drafter has raised
@@ -94,19 +95,24 @@ class Drafting:
 
     def best(self, source: DraftSource) -> float:
         """The largest chance that a first draft may have, from this source or the prediction."""
-        best = self._rates[source]
+        best = self._rate(source)
         if source is DraftSource.TEXT:
-            best = max(best, self._rates[DraftSource.SHORT])
-        return max(best, self._rates[DraftSource.PREDICTION]) if self._predicted else best
+            best = max(best, self._rate(DraftSource.SHORT))
+        return max(best, self._rate(DraftSource.PREDICTION)) if self._predicted else best
 
     @property
     def rate(self) -> float:
         """The chance that a draft of the latest proposal is right if those before it are."""
-        return self._rates[self.source]
+        return self._rate(self.source)
+
+    def _rate(self, source: DraftSource) -> float:
+        rate = self._rates.get(source)
+        return self._usual.of(source) if rate is None else rate
 
     def unused(self) -> None:
         """The latest proposal was not verified."""
-        self._rates[self.source] += _FORGET * (self._usual.of(self.source) - self._rates[self.source])
+        rate = self._rate(self.source)
+        self._rates[self.source] = rate + _FORGET * (self._usual.of(self.source) - rate)
 
     def verified(self, source: DraftSource, drafted: int, accepted: int) -> None:
         """Count ``drafted`` tokens, of which the first ``accepted`` were right."""
@@ -118,7 +124,7 @@ class Drafting:
             self.accepted_prediction += accepted
             self.rejected_prediction += rejected
         # Those after the first wrong one say nothing.
-        self._rates[source] = _moved(self._rates[source], accepted, rejected > 0, _NEWEST)
+        self._rates[source] = _moved(self._rate(source), accepted, rejected > 0, _NEWEST)
         self._usual.verified(source, accepted, rejected > 0)
 
     def cut(self, tokens: int) -> None:
