@@ -103,7 +103,7 @@ async def test_bundled_model_ids_do_not_depend_on_cache_policy_chunking_or_retra
             retract_every(engine, every)
             found = await asyncio.gather(*[_run(engine, *request) for request in bundled_requests()])
             assert found == [each.token_ids for each in alone]
-        assert (engine.stats().cached_tokens > 500) == engine.config.prefix_cache
+        assert (engine.stats().cached_tokens > 100) == engine.config.prefix_cache
         assert not every or engine.stats().retractions > 0
 
 
