@@ -119,6 +119,22 @@ def test_a_call_is_unfinished_until_its_arguments_are(name: str) -> None:
 
 
 @every_format
+def test_a_parser_tells_where_text_is_not_of_a_call(name: str) -> None:
+    parser = PARSERS[name](SCHEMAS)
+    assert parser.outside
+    if not FORMATS[name].alone:
+        parser.push("Hm. ")
+        assert parser.outside
+        assert any(written(name, [("f", {})]).startswith(opening) for opening in parser.openings)
+    text = written(name, [("f", {"text": "a Roman city"})])
+    at = text.index("f") + 1
+    parser.push(text[:at])
+    for character in text[at : text.index("city")]:
+        parser.push(character)
+        assert not parser.outside
+
+
+@every_format
 def test_text_is_passed_on_as_it_arrives(name: str) -> None:
     parser = PARSERS[name](SCHEMAS)
     text = written(name, [("f", {"text": "a Roman city"})])

@@ -143,6 +143,17 @@ class ToolCallParser(ABC):
         return self._broken or self._state == self._arguments
 
     @property
+    def openings(self) -> tuple[str, ...]:
+        """The texts with which a call can begin; none if the whole answer decides."""
+        return (self.opening,) if self.opening else ()
+
+    @property
+    def outside(self) -> bool:
+        """The newest text is neither in a call nor in what may become one."""
+        begun = self._count or self._tentative or self._held.strip()
+        return self._state in (self._text, self._gap) or not begun
+
+    @property
     def _undecided(self) -> bool:
         """The text after an opening tag may or may not be a call."""
         return self._state == self._head
