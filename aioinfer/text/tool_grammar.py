@@ -66,7 +66,7 @@ class AnswerGrammar:
     def _calls(self, parser: type[ToolCallParser], rules: Rules) -> str:
         """The form of calls, with or without text."""
         rules.add("call", self._call(parser, rules))
-        rules.add("calls", parser.group("call", _MOST_CALLS if self.parallel else 1))
+        rules.add("calls", parser.group("call", _MOST_CALLS if self.parallel else 1, rules))
         if not parser.opening:
             if self.text:
                 rules.add("PLAIN", f"TEXT & ~/{parser.beginning}(.|\\n)*/")

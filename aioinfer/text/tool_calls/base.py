@@ -114,7 +114,7 @@ class ToolCallParser(ABC):
         """
 
     @staticmethod
-    def group(call: str, most: int) -> str:
+    def group(call: str, most: int, rules: Rules) -> str:
         """The form of the calls after one opening tag: up to ``most`` if it can have several."""
         return call
 

@@ -55,7 +55,7 @@ class Llama3(JsonCalls):
         return f"{before} {rules.json(schema)} {rules.text('}')}"
 
     @staticmethod
-    def group(call: str, most: int) -> str:
+    def group(call: str, most: int, rules: Rules) -> str:
         return f'{call} ("; " {call}){{0,{most - 1}}}' if most > 1 else call
 
     @property

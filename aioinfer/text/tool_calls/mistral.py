@@ -55,7 +55,7 @@ class Mistral(JsonCalls):
         return f"{before} {rules.json(schema)} {rules.text('}')}"
 
     @staticmethod
-    def group(call: str, most: int) -> str:
+    def group(call: str, most: int, rules: Rules) -> str:
         # The tokenizers with SentencePiece write a space after the tag.
         others = f' ("," " "? {call}){{0,{most - 1}}}' if most > 1 else ""
         return f'" "? "[" {call}{others} "]"'
@@ -112,5 +112,5 @@ class MistralV11(Mistral):
         return f"{rules.text(function)} {given_id} {rules.tag(_ARGS)} {rules.json(schema)}"
 
     @staticmethod
-    def group(call: str, most: int) -> str:
+    def group(call: str, most: int, rules: Rules) -> str:
         return call
