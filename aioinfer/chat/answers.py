@@ -16,7 +16,7 @@ from aioinfer.text import tool_calls
 from aioinfer.text.reasoning import ReasoningParser
 from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
 from aioinfer.text.tokenizer import Tokenizer
-from aioinfer.text.tool_calls import Functions, Parsed, Qwen3Coder, ToolCallDelta, ToolCallParser
+from aioinfer.text.tool_calls import Functions, Parsed, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_calls.raw_values import Signatures
 
 if TYPE_CHECKING:  # it imports pydantic
@@ -137,7 +137,7 @@ class ChatFormat:
             answer = AnswerFormat(None, reasoning, constrained, {}, shown, begins)
         else:
             functions: Functions = {each.name: each.parameters for each in tools.functions}
-            if self.tools is Qwen3Coder:
+            if self.tools is not None and self.tools.reads_schemas:
                 # For all readers, and here: large bodies are parsed beside the event loop.
                 functions = signatures = Signatures(functions)
                 signatures.prepare()

@@ -75,6 +75,7 @@ class ToolCallParser(ABC):
             one together.
         tags: parts of the text that calls are found by, even if a vocabulary has special tokens for them.
         end: the text between arguments and the end of their call.
+        reads_schemas: values are written as text, and their types follow from the functions.
     """
 
     name: ClassVar[str]
@@ -83,6 +84,7 @@ class ToolCallParser(ABC):
     separator: ClassVar[str | None] = None
     tags: ClassVar[tuple[str, ...]]
     end: ClassVar[regex.Pattern[str]]
+    reads_schemas: ClassVar[bool] = False
 
     def __init__(self, functions: Functions | None = None) -> None:
         """``functions``: the functions that the model knows. The names of calls are not checked."""
@@ -165,16 +167,17 @@ class ToolCallParser(ABC):
 
     def _text(self) -> bool:
         """Parse text outside calls."""
-        at = self._held.find(self.opening)
-        end = at if at >= 0 else len(self._held) - partial_length(self._held, self.opening)
+        found = [(at, tag) for tag in self.openings if (at := self._held.find(tag)) >= 0]
+        at, opening = min(found, default=(-1, ""))
+        end = at if found else len(self._held) - max(partial_length(self._held, tag) for tag in self.openings)
         content = without_breaks(self._held[:end])
         self._out.content += content
-        if at < 0:
+        if not found:
             self._held = self._held[len(content) :]
             return False
-        self._tentative = self._held[len(content) : at + len(self.opening)]
+        self._tentative = self._held[len(content) : at + len(opening)]
         self._tag = len(self._tentative)
-        return self._go(at + len(self.opening), self._head)
+        return self._go(at + len(opening), self._head)
 
     @abstractmethod
     def _head(self) -> bool:
@@ -244,12 +247,13 @@ class ToolCallParser(ABC):
 class JsonObject:
     """Finds the end of a JSON object or array that arrives in pieces, without validating it."""
 
-    _IN_STRING = regex.compile(r'["\\]')
-    _OUTSIDE = regex.compile(r'["{}\[\]<]')
+    _OUTSIDE: ClassVar = regex.compile(r'["{}\[\]<]')
+    _WITHIN: ClassVar = {'"': regex.compile(r'["\\]'), "'": regex.compile(r"['\\]")}
 
     def __init__(self) -> None:
         self._depth = 0
-        self._in_string = False
+        #: the quotation mark of the string that is open
+        self._quote = ""
         self._escaped = False
 
     @property
@@ -262,20 +266,20 @@ class JsonObject:
         not JSON, also ends it: it can be a closing tag."""
         at = 1 if self._escaped and text else 0
         self._escaped = self._escaped and not text
-        while found := (self._IN_STRING if self._in_string else self._OUTSIDE).search(text, at):
+        while found := (self._WITHIN[self._quote] if self._quote else self._OUTSIDE).search(text, at):
             at = int(found.end())
             match found[0]:
-                case '"':
-                    self._in_string = not self._in_string
                 case "\\":
                     self._escaped = at == len(text)
                     at += 1
-                case "{" | "[":
+                case "{" | "[" | "(":
                     self._depth += 1
-                case "<":
-                    return at - 1
-                case _:
+                case "}" | "]" | ")":
                     self._depth -= 1
                     if not self._depth:
                         return at
+                case "<":
+                    return at - 1
+                case quote:
+                    self._quote = "" if self._quote else quote
         return None

@@ -60,6 +60,7 @@ class Qwen3Coder(ToolCallParser):
     separator: ClassVar[str | None] = "\n"
     tags: ClassVar[tuple[str, ...]] = (opening, _CLOSING)
     end = regex.compile(rf"\s*+{_CLOSING}")
+    reads_schemas: ClassVar[bool] = True
 
     def __init__(self, functions: Functions | None = None) -> None:
         super().__init__(functions)
