@@ -252,9 +252,9 @@ class Generation:
         ends = [end_of(prompt.encode(), tokenizer) for prompt in prompts]
         return [call.answer.reader(end) for end in ends for _ in range(call.n)]
 
-    def _spell(self, token: int) -> str:
+    def _spell(self, token: int) -> bytes:
         tokenizer = self._engine.tokenizer
-        return "" if tokenizer is None else tokenizer.decode([token], skip_special_tokens=False)
+        return b"" if tokenizer is None else tokenizer.token_bytes(token)
 
 
 async def _all(works: Sequence[Callable[[], Coroutine[Any, Any, _T]]]) -> list[_T]:

@@ -289,6 +289,9 @@ class FakeTokenizer:
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(token - 1 for token in ids if token != _END).decode(errors="replace")
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return b"" if token_id == _END else bytes([token_id - 1])
+
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         return OffsetDetokenizer(self.decode, prompt_ids)
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import time
 from codecs import utf_8_decode
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
-__all__ = ["ByteLevelDetokenizer", "TokenTexts", "token_texts"]
+__all__ = ["ByteLevelDetokenizer", "TokenTexts", "part_of_character", "token_texts"]
 
 _REPLACEMENT = "\ufffd"
+#: a token of byte fallback
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
 #: seconds of the processor that making and checking the tables may take; 150,000 tokens need half of one
 _MOST_SECONDS = 3.0
 _MOST_TOKENS = 1 << 20
@@ -176,6 +180,16 @@ def _tables(tokenizer: Any) -> Mapping[bool, TokenTexts] | None:
     return {False: kept, True: TokenTexts(texts, parts)}
 
 
+def part_of_character(token: str, text: str) -> bytes | None:
+    """The bytes of a token that its vocabulary writes as ``token`` and decodes as ``text``, with U+FFFD: one
+    byte by its number, or bytes as byte-level vocabularies write them. None if it is neither."""
+    if _REPLACEMENT not in text:
+        return None
+    found = bytes.fromhex(token[3:5]) if _BYTE.fullmatch(token) else _speller()(token)
+    return found if found.decode(errors="replace") == text else None
+
+
+@cache
 def _speller() -> Callable[[str], bytes]:
     """A function from a token to the bytes that the decoder writes: those that its characters stand for, if
     all of them do, else its own UTF-8."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 from aioinfer.checkpoint.files import Checkpoint, Directory
 from aioinfer.errors import ConfigError, InvalidRequest, shown
 from aioinfer.text import template
-from aioinfer.text.byte_level import ByteLevelDetokenizer, token_texts
+from aioinfer.text.byte_level import ByteLevelDetokenizer, part_of_character, token_texts
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
 from aioinfer.text.length import longest_token
 
@@ -33,6 +33,8 @@ _RESERVED = frozenset(
 )
 #: last tokens of a prompt: more than a tag of reasoning and the line breaks around it can have
 _PROMPT_END = 32
+#: a text before a token, so that it keeps its space
+_BEFORE = "a"
 
 
 class Tokenizer(Protocol):
@@ -72,6 +74,10 @@ class Tokenizer(Protocol):
     # has it, the length of that text is checked before it is tokenized.
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text in UTF-8, a leading space included, also if it is special; nothing for
+        an id outside the vocabulary."""
 
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         """For an output that continues ``prompt_ids``."""
@@ -216,10 +222,30 @@ class HFTokenizer:
         }
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of ``ids`` from the model's decoder, without transformers' clean-up of spaces."""
+        """The text of ``ids`` from the model's decoder, without transformers' clean-up of spaces.
+
+        With special tokens, that of a single token is its text within a text: a decoder that omits the space
+        before a text (Llama 2) would give "true" and " true" the same one.
+        """
+        given = list(ids)
+        if len(given) == 1 and not skip_special_tokens:
+            return self.token_bytes(given[0]).decode(errors="replace")
+        return self._decode(given, skip_special_tokens=skip_special_tokens)
+
+    def _decode(self, ids: list[int], *, skip_special_tokens: bool) -> str:
         options = {} if self._fast is not None else {"clean_up_tokenization_spaces": False}
         decode = (self._tokenizer if self._fast is None else self._fast).decode
-        return str(decode(list(ids), skip_special_tokens=skip_special_tokens, **options))
+        return str(decode(ids, skip_special_tokens=skip_special_tokens, **options))
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token adds to a text in UTF-8; also the byte of a token such as ``<0xE2>``, and a part of a
+        character in a byte-level vocabulary."""
+        if self._texts is not None:
+            return self._texts[False].bytes_of(token_id)
+        before = self._encode(_BEFORE, add_special_tokens=False)
+        detokenizer = self.detokenizer(before, skip_special_tokens=False)
+        text = detokenizer.push(token_id) + detokenizer.finish()
+        return part_of_character(self.token_strings([token_id])[0], text) or text.encode()
 
     def detokenizer(self, prompt_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
         """For an output that continues ``prompt_ids``; agrees with :meth:`decode`."""
@@ -228,7 +254,7 @@ class HFTokenizer:
         if self._fast is not None:
             return DecodeStreamDetokenizer(self._fast, prompt_ids, skip_special_tokens=skip_special_tokens)
         return OffsetDetokenizer(
-            lambda ids: self.decode(ids, skip_special_tokens=skip_special_tokens), prompt_ids
+            lambda ids: self._decode(ids, skip_special_tokens=skip_special_tokens), prompt_ids
         )
 
     def for_grammars(self) -> str:

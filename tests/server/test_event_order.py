@@ -90,7 +90,7 @@ async def writer(protocol: str, usage: Usage, **body: Any) -> tuple[AnswerWriter
     tokenizer = ToyTokenizer()
     context = AnswerContext(
         tokenizer=tokenizer,
-        speller=Speller(lambda token: tokenizer.decode([token])),
+        speller=Speller(tokenizer.token_bytes),
         readers=[None if call.answer is None else call.answer.reader()],
         usage=lambda _: usage,
         prompt_ids=lambda _: [],

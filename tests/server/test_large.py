@@ -27,7 +27,7 @@ from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.parsing import BodyParser, decompress
 from aioinfer.server.http.pieces import PiecesPayload
 from aioinfer.server.openai.cost import check_answer
-from aioinfer.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Speller, divided
+from aioinfer.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Speller, TextOffsets, divided
 from aioinfer.server.openai.protocol import Call, parse_chat, parse_completion
 from aioinfer.server.openai.protocol import Served as Offer
 from aioinfer.server.openai.shapes import CHAT, COMPLETION, Shape
@@ -243,12 +243,16 @@ async def test_a_whole_answer_is_written_in_slices_and_never_in_one_piece(
     ]
     decoded: list[int] = []
 
-    def spell(token: int) -> str:
+    def spell(token: int) -> bytes:
         decoded.append(token)
-        return f"t{token}\u00e9"
+        return f"t{token}\u00e9".encode()
 
+    speller = Speller(spell)
+    logprobs = [
+        shape.logprobs(speller, TextOffsets(ToyTokenizer(), [1], echo, call.params)) for echo in ("", "echo")
+    ]
     async with counting_turns() as turns:
-        written = await whole_answer(call, shape, answers, ["", "echo"], Speller(spell), [None, None])
+        written = await whole_answer(call, shape, answers, ["", "echo"], speller, [None, None], logprobs)
     assert max(map(len, written)) < 16_384
     assert turns() > sum(map(len, written)) / 4096
     assert sorted(decoded) == list(range(50))
@@ -256,14 +260,14 @@ async def test_a_whole_answer_is_written_in_slices_and_never_in_one_piece(
     found = [each["message"]["content"] if shape is CHAT else each["text"] for each in choices]
     assert found == [texts[0], "echo" + texts[1]]
     assert [each["step_map"] for each in choices] == [[7] * length] * 2
-    logprobs = choices[1]["logprobs"]
+    scores = choices[1]["logprobs"]
     if shape is CHAT:
-        entry = logprobs["content"][49]
+        entry = scores["content"][49]
         assert (entry["token"], entry["logprob"], bytes(entry["bytes"]).decode()) == ("t49é", -0.5, "t49é")
         assert entry["top_logprobs"][3] == {"token": "t3é", "logprob": -3.0, "bytes": list("t3é".encode())}
     else:
-        assert (logprobs["tokens"][49], logprobs["text_offset"][:3]) == ("t49é", [0, 3, 6])
-        assert logprobs["top_logprobs"][49]["t3é"] == -3.0
+        assert (scores["tokens"][49], scores["text_offset"][:3]) == ("t49é", [4, 4, 5])
+        assert scores["top_logprobs"][49]["t3é"] == -3.0
 
 
 @rest(SECONDS)
@@ -371,9 +375,12 @@ async def written(writer: ChatLogprobs | CompletionLogprobs, entries: list[Token
 
 async def test_logprobs_are_json_whatever_their_values() -> None:
     entries = [None, TokenLogprob(1, -float("inf"), ((2, float("nan")),))]
-    speller = Speller(lambda token: '"\\\n')
+    speller = Speller(lambda token: b'"\\\n')
+    offsets = TextOffsets(None, [7], "", SamplingParams())
     chat = json.loads(await written(ChatLogprobs(speller), entries), parse_constant=pytest.fail)
     assert [each["logprob"] for each in chat["content"]] == [-9999.0]
-    plain = json.loads(await written(CompletionLogprobs(speller), entries), parse_constant=pytest.fail)
+    plain = json.loads(
+        await written(CompletionLogprobs(speller, offsets), entries), parse_constant=pytest.fail
+    )
     assert plain["token_logprobs"] == [None, -9999.0]
     assert plain["top_logprobs"] == [None, {'"\\\n': -9999.0}]

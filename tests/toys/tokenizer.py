@@ -43,6 +43,9 @@ class ToyTokenizer:
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(self._pieces[token] for token in ids)
 
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._pieces[token_id].encode()
+
     def for_grammars(self) -> Any:
         import llguidance
 

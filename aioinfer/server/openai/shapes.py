@@ -11,7 +11,7 @@ from typing import Any
 from aioinfer.chat.answers import AnswerReader
 from aioinfer.outputs import Chunk, Usage
 from aioinfer.server.openai.diffusion import chunk_fields
-from aioinfer.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Speller
+from aioinfer.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Speller, TextOffsets
 from aioinfer.server.openai.protocol import Call
 
 __all__ = ["CHAT", "COMPLETION", "Shape", "usage_body"]
@@ -36,9 +36,9 @@ class Shape:
         #: what is said of the prompt stands beside the choices, and not in each
         self.prompt_beside = chat
 
-    def logprobs(self, speller: Speller) -> ChatLogprobs | CompletionLogprobs:
+    def logprobs(self, speller: Speller, offsets: TextOffsets) -> ChatLogprobs | CompletionLogprobs:
         """The writer of the logprobs of one choice."""
-        return ChatLogprobs(speller) if self._chat else CompletionLogprobs(speller)
+        return ChatLogprobs(speller) if self._chat else CompletionLogprobs(speller, offsets)
 
     def choice(
         self, index: int, text: str, finish_reason: str, reader: AnswerReader | None = None

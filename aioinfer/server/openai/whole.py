@@ -12,7 +12,7 @@ from aioinfer.outputs import Result
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import PIECE, Pieces
 from aioinfer.server.openai.diffusion import step_map_field
-from aioinfer.server.openai.logprobs import Speller, prompt_logprobs
+from aioinfer.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Speller, prompt_logprobs
 from aioinfer.server.openai.protocol import Call
 from aioinfer.server.openai.shapes import Shape, usage_body
 
@@ -26,15 +26,17 @@ async def whole_answer(
     echoes: Sequence[str],
     speller: Speller,
     readers: Sequence[AnswerReader | None],
+    logprobs: Sequence[ChatLogprobs | CompletionLogprobs | None],
 ) -> list[bytes]:
     """The body of an answer that is not streamed. Other callbacks run every few milliseconds."""
     pace, body = Pace(), Pieces()
     head = {"id": call.id, "object": shape.whole_object, "created": call.created, "model": call.model}
     head["system_fingerprint"] = call.fingerprint
     body.add(f'{json.dumps(head)[:-1]},"choices":[')
-    for index, (echo, result, reader) in enumerate(zip(echoes, results, readers, strict=True)):
+    choices = zip(echoes, results, readers, logprobs, strict=True)
+    for index, (echo, result, reader, scores) in enumerate(choices):
         body.add("," if index else "")
-        await _choice(body, call, shape, index, echo, result, speller, reader, pace)
+        await _choice(body, call, shape, index, echo, result, speller, reader, scores, pace)
         await pace()
     usage = usage_body([result.usage for result in results], call)
     body.add(f'],"usage":{json.dumps(usage)}')
@@ -53,6 +55,7 @@ async def _choice(
     result: Result,
     speller: Speller,
     reader: AnswerReader | None,
+    logprobs: ChatLogprobs | CompletionLogprobs | None,
     pace: Pace,
 ) -> None:
     given = index, echo + result.text, result.finish_reason, reader
@@ -71,12 +74,12 @@ async def _choice(
         await body.add_json(value, pace)
         body.add(",")
     body.add('"logprobs":')
-    if result.logprobs is None:
+    if result.logprobs is None or logprobs is None:
         body.add("null")
     else:
         echoed = result.prompt_logprobs or [] if call.echo else []
         entries = [*echoed, *result.logprobs]
-        await shape.logprobs(speller).write(entries, pace, body.add, result.prompt_token_ids)
+        await logprobs.write(entries, pace, body.add, result.prompt_token_ids if echoed else ())
     if not shape.prompt_beside:
         await _prompt(body, call, result, speller, pace)
     body.add("}")

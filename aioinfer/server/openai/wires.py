@@ -18,7 +18,7 @@ from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import cut, json_text
 from aioinfer.server.http.sse import EventStream
 from aioinfer.server.openai.fields import ChatBody, CompletionBody
-from aioinfer.server.openai.logprobs import divided
+from aioinfer.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, TextOffsets, divided
 from aioinfer.server.openai.objects import ChatAnswer, ChatChunk, CompletionAnswer, CompletionChunk
 from aioinfer.server.openai.protocol import Call, parse_chat, parse_completion
 from aioinfer.server.openai.shapes import CHAT, COMPLETION, Shape, usage_body
@@ -41,12 +41,20 @@ class OpenAIAnswer(AnswerWriter):
         self._context = context
         self._echoes = echoes
         choices = range(len(context.readers))
-        scored = call.params.logprobs is not None
         speller = context.speller
         self._speller = speller.by_id if call.tokens_by_id else speller
-        self._logprobs = [shape.logprobs(self._speller) if scored else None for _ in choices]
+        self._logprobs = [self._scores(index) for index in choices]
         #: output tokens of every choice so far
         self._sent = [0 for _ in choices]
+
+    def _scores(self, index: int) -> ChatLogprobs | CompletionLogprobs | None:
+        """The writer of a choice's logprobs, if these are wanted."""
+        call, context = self._call, self._context
+        if call.params.logprobs is None:
+            return None
+        prompt_ids, echo = context.prompt_ids(index), self._echoes[index]
+        offsets = TextOffsets(context.tokenizer, prompt_ids, echo, call.params)
+        return self._shape.logprobs(self._speller, offsets)
 
     async def open(self, events: EventStream) -> None:
         pace, shape = Pace(), self._shape
@@ -102,7 +110,7 @@ class OpenAIAnswer(AnswerWriter):
     async def whole(self, results: Sequence[Result]) -> list[bytes]:
         context = self._context
         return await whole_answer(
-            self._call, self._shape, results, self._echoes, self._speller, context.readers
+            self._call, self._shape, results, self._echoes, self._speller, context.readers, self._logprobs
         )
 
     def _usage(self, index: int, chunk: Chunk) -> dict[str, object] | None:
