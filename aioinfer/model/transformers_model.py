@@ -28,7 +28,8 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.kernels import make_adapters
 from aioinfer.model.multimodal import WRAPPERS
 from aioinfer.model.rope import longest
-from aioinfer.model.selfcheck import check_paged, record
+from aioinfer.model.selfcheck import TOLERANCE, check_cache, check_paged, record, sample
+from aioinfer.model.shallow import block_size, kinds, shallow
 from aioinfer.model.spec import ModelSpec, Progress, eos_token_ids
 from aioinfer.model.weights import RandomWeights
 
@@ -44,6 +45,13 @@ __all__ = [
 PAGED = "aioinfer_paged"
 #: name of the attention of the self-check: with it, transformers also makes masks, which state the windows
 _PROBE = "aioinfer_probe"
+
+#: what can be done about a model that is refused
+_HELP = "; docs/models.md has the models that run"
+#: ids with which the self-check is tried
+_ATTEMPTS = 3
+#: tokens of its first chunk beyond the longest block
+_MARGIN = 8
 
 #: ``attend`` is the attention of the forward that runs on this thread: a function of one layer's
 #: (module, query, key, value, attention_mask, options)
@@ -88,7 +96,10 @@ class TransformersLM:
         for parameter in ("position_ids", "logits_to_keep"):
             # Other models count positions themselves and ignore this argument among their keyword arguments.
             if parameter not in inspect.signature(self._model.forward).parameters:
-                raise ConfigError(f"model: {architecture} takes no {parameter}")
+                raise ConfigError(
+                    f"model: {architecture} of transformers takes no {parameter}, without which it cannot "
+                    f"compute several sequences in one forward{_HELP}"
+                )
         #: hidden states [1, T, hidden] of the forward that runs, after the last norm
         self._hidden: torch.Tensor | None = None
         self._shows_hidden = False
@@ -96,8 +107,7 @@ class TransformersLM:
         # What is around a decoder may pass it by.
         for part in {self._model.base_model, self._model.get_decoder()} - {self._model, None}:
             part.register_forward_hook(self._keep_hidden)
-        with _blaming(f"model: {architecture} does not run over paged KV", typed=True):
-            layers = self._check(device)
+        layers = self._checked(architecture, device)
         text = config.get_text_config()
         output = self._model.get_output_embeddings()
         self.spec = ModelSpec(
@@ -153,29 +163,83 @@ class TransformersLM:
         logits: torch.Tensor = output.logits[0]
         return logits
 
+    def _checked(self, architecture: str, device: torch.device) -> list[KVShape]:
+        """The keys of all layers. Raises ConfigError, whatever the model raises, if it does not run here."""
+        what = f"model: the code of {architecture} in transformers fails over paged KV"
+        try:
+            with _blaming(what, typed=True):
+                return self._check(device)
+        except ConfigError as error:
+            raise ConfigError(f"{error}{_HELP}") from error
+
     @torch.no_grad()
     def _check(self, device: torch.device) -> list[KVShape]:
         """Run the model with its own attention, with the recording one, and over pages; see
         :mod:`aioinfer.model.selfcheck`."""
-        model = self._model
+        model, name = self._model, type(self._model).__name__
         vocab_size = model.get_input_embeddings().weight.shape[0]
-
-        def alone(ids: torch.Tensor, attend: Callable[..., torch.Tensor] | None = None) -> torch.Tensor:
-            positions = torch.arange(len(ids), device=device)
-            return self._run(ids, positions, positions, attend)
-
         model.set_attn_implementation("eager")
-        prompts = [torch.arange(start, start + 9, device=device) % vocab_size for start in (1, 11)]
+        prompts = sample(_MARGIN, vocab_size, 0, device)
+        check_cache(name, self._cache(prompts[0]))
         with watch_modules(model) as calls:
-            expected = [alone(ids) for ids in prompts]
+            expected = [self._alone(ids) for ids in prompts]
+        if not all(bool(logits.isfinite().all()) for logits in expected):
+            raise ConfigError(
+                f"model: the logits of {name} are not finite in {model.dtype}; try another dtype"
+            )
         if self.adapters is not None:
             adapt_modules(model, self.adapters, calls, [len(ids) for ids in prompts])
         model.set_attn_implementation(_PROBE)
         num_layers = model.config.get_text_config().num_hidden_layers
-        layers = record(type(model).__name__, num_layers, lambda watch: alone(prompts[0], watch))
-        model.set_attn_implementation(PAGED)
-        check_paged(type(model).__name__, self.forward, layers, prompts, expected, model.dtype)
+        layers = record(name, num_layers, lambda watch: self._alone(prompts[0], watch))
+        if model.dtype != torch.float32:
+            # What is rounded is not judged, but it has to run.
+            model.set_attn_implementation(PAGED)
+            check_paged(self.forward, layers, prompts, expected, model.dtype)
+        error = self._difference(layers, vocab_size, device)
+        if error > TOLERANCE:
+            raise ConfigError(
+                f"model: {name} cannot run over paged KV: in chunks and decodes its logits differ by "
+                f"{error:.2g} of their spread from its own attention over the whole sequence"
+            )
         return layers
+
+    def _difference(self, layers: list[KVShape], vocab_size: int, device: torch.device) -> float:
+        """How much logits over pages differ from those of whole sequences, without rounding."""
+        model = self._model
+        tokens, error = block_size(model) + _MARGIN, 1.0
+        # Two experts can have scores that are equal but for rounding: hardly so with other ids, too.
+        for attempt in range(_ATTEMPTS):
+            prompts = sample(tokens, vocab_size, attempt, device)
+            try:
+                error = self._compare(layers[: kinds(model)], prompts)
+            except (MemoryError, torch.OutOfMemoryError):
+                raise
+            except Exception:  # some cannot compute a part of their layers
+                error = self._compare(layers, prompts)
+            if error <= TOLERANCE:
+                break
+        return error
+
+    def _compare(self, layers: list[KVShape], prompts: list[torch.Tensor]) -> float:
+        model = self._model
+        with shallow(model, len(layers)):
+            model.set_attn_implementation("eager")
+            expected = [self._alone(ids) for ids in prompts]
+            model.set_attn_implementation(PAGED)
+            return check_paged(self.forward, layers, prompts, expected, torch.float32)
+
+    def _alone(self, ids: torch.Tensor, attend: Attend | None = None) -> torch.Tensor:
+        """Logits [T, vocab_size] of a whole sequence [T]."""
+        positions = torch.arange(len(ids), device=ids.device)
+        return self._run(ids, positions, positions, attend)
+
+    def _cache(self, ids: torch.Tensor) -> Any:
+        """What transformers caches of a sequence; None if it does not say."""
+        from transformers import Cache
+
+        output = self._model(input_ids=ids[None], use_cache=True)
+        return next((value for value in output.values() if isinstance(value, Cache)), None)
 
 
 def paged(batch: Batch, attention: Attention, block: int = 1) -> Attend:

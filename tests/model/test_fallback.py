@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from aioinfer.errors import ConfigError
+from aioinfer.model import shallow, transformers_model
 from aioinfer.model.decoder import Decoder
 from aioinfer.model.inspection import LoadOptions, inspect_model
 from aioinfer.model.loader import load_model
@@ -32,6 +33,10 @@ SMALL = {
 STATE_SPACE = {
     "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1,
     "mamba_chunk_size": 16,
+}  # fmt: skip
+SPARSE = {
+    "head_dim": 8, "index_n_heads": 2, "index_head_dim": 8, "index_block_size": 128,
+    "layer_types": ["full_attention", "minimax_m3_sparse"],
 }  # fmt: skip
 #: what native kernels compute as a whole: inner sizes of the others' experts are no multiples of 16
 WHOLE = [family for family in NATIVE if family not in ("qwen3-moe", "qwen3-moe-window")]
@@ -76,10 +81,13 @@ def hybrid(*layer_types: str) -> tuple[str, dict[str, Any]]:
         ("Phimoe", {**SMALL, **EXPERTS, "sliding_window": 20}, "masks 20"),
         ("Bart", {"vocab_size": 97, "d_model": 32, "decoder_layers": 2}, "takes no position_ids"),
         ("Bloom", {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4}, "takes no position_ids"),
-        (*hybrid("linear_attention", "full_attention"), "not each of the 2 layers"),
-        (*hybrid("full_attention", "linear_attention"), "not each of the 2 layers"),
+        (*hybrid("linear_attention", "full_attention"), "LinearAttentionLayer in layer 0"),
+        (*hybrid("full_attention", "linear_attention"), "LinearAttentionLayer in layer 1"),
         # Attention in each layer, and a state space beside it.
-        ("FalconH1", {**SMALL, "head_dim": 8, **STATE_SPACE}, "in chunks and decodes"),
+        ("FalconH1", {**SMALL, "head_dim": 8, **STATE_SPACE}, "LinearAttentionAndFull.* in layer 0"),
+        # Nine tokens are one block, for which it needs nothing besides keys and values.
+        ("MiniMaxM3VLText", {**SMALL, **EXPERTS, **SPARSE}, "MiniMaxM3VLSparse.* in layer 1"),
+        ("Doge", {**SMALL}, "makes a mask of its own"),
     ],
 )
 def test_what_would_run_wrongly_is_refused(
@@ -87,14 +95,117 @@ def test_what_would_run_wrongly_is_refused(
 ) -> None:
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**settings)
-    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.normal_(std=0.25)
     model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=f"{message}.*docs/models.md has the models that run"):
         load(tmp_path, dtype=dtype)
+
+
+def falcon(tmp_path: Path, dtype: str, std: float | None = None) -> None:
+    """A small Falcon-H1 that says nothing of its state; ``std``: of its weights, None as training starts."""
+    torch.manual_seed(0)
+    config = transformers.FalconH1Config(**SMALL, head_dim=8, **STATE_SPACE)
+    model = transformers.FalconH1ForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if std is not None and parameter.dim() > 1:
+                parameter.normal_(std=std)
+    model.to(getattr(torch, dtype)).save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("std", [None, 0.05, 0.25])
+def test_a_lost_state_is_seen_in_logits_however_little_it_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, std: float | None
+) -> None:
+    monkeypatch.setattr(f"{TransformersLM.__module__}.check_cache", lambda name, cache: None)
+    falcon(tmp_path, dtype, std)
+    with pytest.raises(ConfigError, match="its logits differ by"):
+        load(tmp_path, dtype=dtype)
+
+
+@pytest.mark.parametrize("stated", [40, 4096])
+def test_what_begins_behind_the_longest_block_of_the_config_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stated: int
+) -> None:
+    from transformers.models.arcee import modeling_arcee
+
+    eager = modeling_arcee.eager_attention_forward
+
+    def other_behind(*args: Any, **options: Any) -> Any:
+        """Attention that is another one for the tokens behind the first 40."""
+        result, weights = eager(*args, **options)
+        return torch.cat([result[:, :40], result[:, 40:] * 2], dim=1), weights
+
+    monkeypatch.setattr(modeling_arcee, "eager_attention_forward", other_behind)
+    config = transformers.ArceeConfig(**{**SMALL, "max_position_embeddings": 96}, index_block_size=stated)
+    transformers.ArceeForCausalLM(config).save_pretrained(tmp_path)
+    if stated > 40:  # so long a prompt is not computed for a check
+        assert isinstance(load(tmp_path), TransformersLM)
+        return
+    with pytest.raises(ConfigError, match="its logits differ by"):
+        load(tmp_path)
+
+
+DEEP = {
+    "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 24, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 16, "intermediate_size": 96, "max_position_embeddings": 256,
+    "moe_intermediate_size": 32, "num_experts_per_tok": 6,
+}  # fmt: skip
+MIXTURES: dict[str, dict[str, Any]] = {
+    "Glm4Moe": {"n_routed_experts": 32, "n_shared_experts": 1, "n_group": 1, "topk_group": 1},
+    "Olmoe": {"num_experts": 32},
+    "Ernie4_5_Moe": {"moe_num_experts": 32, "moe_k": 6},
+}
+
+
+@pytest.mark.parametrize("kind", MIXTURES)
+def test_a_deep_mixture_of_experts_is_accepted_in_half_precision(tmp_path: Path, kind: str) -> None:
+    config = getattr(transformers, f"{kind}Config")(**DEEP, **MIXTURES[kind])
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            std = 0.5 if name.endswith("gate.weight") else parameter.shape[-1] ** -0.5
+            parameter.normal_(std=std, generator=generator)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    loaded = load(tmp_path, dtype="bfloat16", force_transformers=True)
+    assert isinstance(loaded, TransformersLM)
+    # The check has left all as it was.
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
+    state = loaded.state()
+    assert state.keys() == oracle.keys()
+    assert all(state[name].dtype == oracle[name].dtype for name in state)
+    assert all(torch.equal(state[name], oracle[name]) for name in state)
+
+
+@pytest.mark.parametrize(
+    ("family", "depth"),
+    # Gemma 4 has its layers elsewhere, too, and cannot be cut.
+    [("qwen3-moe", 1), ("gemma3", 2), ("smollm3", 2), ("qwen3-moe-mixed", 2), ("gemma4-shared", 6)],
+)
+def test_of_a_large_model_one_layer_of_each_kind_is_compared(
+    checkpoint: Checkpoint, family: str, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, oracle = checkpoint(family)
+    monkeypatch.setattr(shallow, "_SMALL", 0)
+    depths = []
+    check = transformers_model.check_paged
+
+    def watched(forward: Any, layers: Any, *args: Any) -> float:
+        depths.append(len(layers))
+        return check(forward, layers, *args)
+
+    monkeypatch.setattr(transformers_model, "check_paged", watched)
+    model = load(path, force_transformers=True)
+    assert isinstance(model, TransformersLM)
+    assert model.spec.num_layers == len(model.spec.kv_layers) == oracle.config.num_hidden_layers
+    assert depths == [depth]
+    assert len(oracle.state_dict()) == len(model.state())
 
 
 def test_a_model_that_computes_attention_by_itself_is_refused() -> None:
