@@ -1,7 +1,9 @@
-"""Patterns of JSON schemas: lookaheads at the beginning, as patterns of their own."""
+"""Patterns of JSON schemas in terms of those that llguidance knows: lookaheads at the beginning as patterns
+of their own, and white space as ECMAScript has it."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 __all__ = ["without_lookahead"]
@@ -10,6 +12,10 @@ __all__ = ["without_lookahead"]
 _KNOWN = {
     r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
 }
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
+#: White space has U+FEFF and has not U+0085, other than in Rust. A class may be within another.
+_SPACES = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
+_CLASSES = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
 #: maximum lookaheads of a pattern: the time to find them grows with the square of their number
 _MOST_HEADS = 16
 
@@ -20,6 +26,8 @@ def without_lookahead(pattern: str) -> list[str]:
     Lookaheads directly after a leading ``^`` are such patterns: ``^(?=.*a)b`` is ``^(.*a)`` and ``^b``.
     Raises ValueError for other lookaheads and for lookbehinds.
     """
+    if "\\s" in pattern or "\\S" in pattern:
+        pattern = _ESCAPED.sub(lambda found: _CLASSES.get(found[0], found[0]), pattern)
     if "(?" not in pattern:
         return [pattern]
     if pattern in _KNOWN:

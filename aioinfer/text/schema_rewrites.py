@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from itertools import permutations
 from typing import Any
 
+from aioinfer.text import formats
 from aioinfer.text.patterns import without_lookahead
 from aioinfer.text.schema_references import Pointers
 
@@ -26,19 +27,6 @@ _MOST_DEPENDENT = 6
 _MOST_ADDED = 20_000
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
-#: formats of pydantic that any text has, or any that a grammar can tell
-_ANY_TEXT = frozenset({"binary", "password", "path", "file-path", "directory-path"})
-_BASE64 = "[A-Za-z0-9+/]"
-_BASE64URL = "[A-Za-z0-9_-]"
-_PATTERNS = {
-    "base64": f"^({_BASE64}{{4}})*({_BASE64}{{2}}==|{_BASE64}{{3}}=)?$",
-    "base64url": f"^({_BASE64URL}{{4}})*({_BASE64URL}{{2}}==|{_BASE64URL}{{3}}=)?$",
-}
-_PATTERNS["byte"] = _PATTERNS["base64"]
-#: formats that llguidance knows
-_FORMATS = frozenset(
-    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "unknown")
-)
 
 #: keywords with a schema, with a list of schemas, with schemas by name
 _ONE = ("additionalProperties", "additionalItems", "items")
@@ -109,18 +97,20 @@ class _Rewriting:
     def _with_text(self, found: dict[str, Any], place: str) -> dict[str, Any]:
         """The schema with its formats and patterns of texts rewritten."""
         form = found.get("format")
-        if isinstance(form, str) and form not in _FORMATS and _has_text(found):
+        if isinstance(form, str) and form not in formats.KNOWN and _has_text(found):
             found = {key: value for key, value in found.items() if key != "format"}
-            if form in _PATTERNS:
-                found = _and(found, {"pattern": _PATTERNS[form]})
-            elif form == "ipvanyaddress":
-                found = _and(found, {"anyOf": [{"format": "ipv4"}, {"format": "ipv6"}]})
-            elif form not in _ANY_TEXT:
+            if form in formats.PARTS:
+                found = _and(found, *formats.PARTS[form])
+            elif form not in formats.ANY_TEXT:
                 raise _refused("format", place, f"with the value {form!r:.60}")
         patterns = found.get("patternProperties")
-        for name in patterns if isinstance(patterns, dict) else ():
-            if _split(name, "patternProperties", place) != [name]:
+        if isinstance(patterns, dict):
+            split = [_split(name, "patternProperties", place) for name in patterns]
+            if any(further for _, *further in split):
                 raise _refused("patternProperties", place, "with lookahead")
+            names = [name for (name,) in split]
+            if names != list(patterns):
+                found = {**found, "patternProperties": dict(zip(names, patterns.values(), strict=True))}
         pattern = found.get("pattern")
         if isinstance(pattern, str):
             parts = _split(pattern, "pattern", place)
