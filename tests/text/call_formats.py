@@ -76,6 +76,28 @@ def _qwen3_coder(name: str, arguments: Any, **how: Any) -> str:
     return f"<tool_call>\n<function={name}>\n{''.join(told)}</function>\n</tool_call>"
 
 
+def _seed_oss(name: str, arguments: Any, **how: Any) -> str:
+    told = [f"<parameter={key}>{_raw(value, **how)}</parameter>\n" for key, value in arguments.items()]
+    return f"<seed:tool_call>\n<function={name}>\n{''.join(told)}</function>\n</seed:tool_call>"
+
+
+def _glm45(name: str, arguments: Any, **how: Any) -> str:
+    told = [
+        f"<arg_key>{key}</arg_key>\n<arg_value>{_raw(value, **how)}</arg_value>\n"
+        for key, value in arguments.items()
+    ]
+    return f"<tool_call>{name}\n{''.join(told)}</tool_call>"
+
+
+def _minimax_m2(name: str, arguments: Any, **how: Any) -> str:
+    told = [f'<parameter name="{key}">{_raw(value, **how)}</parameter>\n' for key, value in arguments.items()]
+    return f'<invoke name="{name}">\n{"".join(told)}</invoke>'
+
+
+def _raw(value: Any, **how: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, **how)
+
+
 def _harmony(name: str, arguments: Any, **how: Any) -> str:
     header = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
     return header + json.dumps(arguments, **how)
@@ -104,6 +126,10 @@ def _gemma4_value(value: Any) -> str:
 _JSON = (
     "{}", "{}}", "{", "}", "[", "]", '"', "\\", ",", ":", '"a": 1', '{"a": "', '"name":', "\n", " ", MARK,
 )  # fmt: skip
+_CODER = (
+    "<function=", "<function=f>", "f>", "</function>", "<parameter=text>", "<parameter=count>",
+    "<parameter=map>", "<parameter=", "</parameter>", "</para", "12", "null", "['a', None]", *_JSON,
+)  # fmt: skip
 _MISTRAL = (
     "[TOOL_CALLS]", "[TOOL_CALLS][", '{"name": "f", "arguments": {', '{"arguments": {"a": "',
     '"}, "name": "g"}', ', "id": "a1B2c3D4e"}', "f", "[CALL_ID]a1B", "[ARGS]{", "[ARGS", "TOOL_CALLS]",
@@ -119,9 +145,25 @@ FORMATS = {
     ),
     "qwen3-coder": CallFormat(
         _qwen3_coder, "<tool_call>/<function=></parameter=>\n ",
-        ("<tool_call>", "<tool_call>\n<function=f>", "</tool_call>", "<function=", "f>", "</function>",
-         "<parameter=text>", "<parameter=count>", "<parameter=map>", "<parameter=", "</parameter>", "</para",
-         "12", "null", *_JSON),
+        ("<tool_call>", "<tool_call>\n<function=f>", "</tool_call>", *_CODER),
+    ),
+    "seed-oss": CallFormat(
+        _seed_oss, "<seed:tool_call>/<function=></parameter=>\n ",
+        ("<seed:tool_call>", "<seed:tool_call>\n<function=f>", "</seed:tool_call>", *_CODER),
+    ),
+    "glm45": CallFormat(
+        _glm45, "<tool_call>/<arg_key></arg_value>\n ",
+        ("<tool_call>", "<tool_call>f\n", "</tool_call>", "g", "<arg_key>text</arg_key>\n<arg_value>",
+         "<arg_key>count</arg_key><arg_value>", "<arg_key>map</arg_key>\n<arg_value>", "<arg_key>", "text",
+         "</arg_key>", "<arg_value>", "</arg_value>", "</arg_", "12", "null", "['a', None]", *_JSON),
+    ),
+    "minimax-m2": CallFormat(
+        _minimax_m2, '<minimax:tool_call>/<invoke name="">/<parameter name="">\n ',
+        ("<minimax:tool_call>", '<minimax:tool_call>\n<invoke name="f">', "</minimax:tool_call>",
+         '<invoke name="', '<invoke name="g">', 'f">', "</invoke>", '<parameter name="text">',
+         '<parameter name="count">', '<parameter name="map">', '<parameter name="', "</parameter>", "</para",
+         "12", "null", "['a', None]", *_JSON),
+        begin="<minimax:tool_call>\n", end="\n</minimax:tool_call>",
     ),
     # None stands for null.
     "gemma4": CallFormat(

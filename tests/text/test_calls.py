@@ -78,16 +78,18 @@ QWEN3_CODER = [
     (CODER.replace("</function>\n", ""), "", COUNT),
     (CODER.removesuffix("</tool_call>"), "", COUNT),
     # the length is reached
-    ("<tool_call>\n<function=f>\n", "", [("f", "")]),
     ("<tool_call>\n<function=f>\n<parameter=co", "", [("f", '{"co')]),
     (CODER[: CODER.index("1") + 3], "", [("f", '{"count": 1')]),
     (coder(("text", "ab"))[: -len("er>\n</function>\n</tool_call>")], "", [("f", '{"text": "ab')]),
     (coder(("list", "[1, 2]")).partition("]")[0], "", [("f", '{"list": [1, 2')]),
     # what is neither a parameter nor an end
-    ('<tool_call>\n<function=f>\n{"a": 1}\n</function>', '\n{"a": 1}\n</function>', FOUND),
-    (CODER.replace("</function>", "so </function>"), "\nso </function>\n</tool_call>", COUNT),
+    (
+        CODER.replace("</function>", "so </function>"),
+        "\nso </function>\n</tool_call>",
+        [("f", '{"count": 1')],
+    ),
     # JSON that does not end with its value
-    (coder(("list", "[1] 2")), " 2\n</parameter>\n</function>\n</tool_call>", [("f", '{"list": [1]}')]),
+    (coder(("list", "[1] 2")), " 2\n</parameter>\n</function>\n</tool_call>", [("f", '{"list": [1]')]),
     (coder(("list", "[1")), "", [("f", '{"list": [1\n}')]),
     (f"<tool_call>\n<function=>\n{CODER}", "<tool_call>\n<function=>", COUNT),
 ]
@@ -196,8 +198,10 @@ NONE = {
     "qwen3-coder": [
         "<tool_call>",
         '<tool_call>\n{"name": "f", "arguments": {}}',
-        "<function=f>\n</function>",
         "<tool_call>\n<function=f",
+        "<tool_call>\n<function=f>\n",
+        '<tool_call>\n<function=f>\n{"a": 1}\n</function>',
+        "<function=h>\n</function>",
     ],
     "gemma4": ["<|tool_call>", '<|tool_call>{"name": "f"}', "call:f{a:1}", "<|tool_call>call:f"],
     "mistral": OF_MISTRAL,

@@ -7,7 +7,18 @@ import pytest
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.text import reasoning, tool_calls
 from aioinfer.text.reasoning import DeepSeekR1, Qwen3
-from aioinfer.text.tool_calls import Gemma4, Harmony, Hermes, Llama3, Mistral, MistralV11, Qwen3Coder
+from aioinfer.text.tool_calls import (
+    Gemma4,
+    Glm45,
+    Harmony,
+    Hermes,
+    Llama3,
+    MinimaxM2,
+    Mistral,
+    MistralV11,
+    Qwen3Coder,
+    SeedOss,
+)
 from tests.toys import ToyTokenizer
 
 #: parts of templates as models have them
@@ -16,7 +27,9 @@ HERMES = PLAIN + "{{ '<tool_call>\\n{\"name\": \"' + tool.name + '\", \"argument
 #: the same tags with something else between them: Qwen3-Coder and Qwen 3.5, GLM
 CODER = PLAIN + "{{ '<tool_call>\\n<function=' + tool.name + '>\\n<parameter=' }}{{ '</tool_call>' }}"
 GEMMA = PLAIN + "{{ '<|tool_call>call:' + function['name'] + '{' }}{{ '}<tool_call|>' }}"
-GLM = PLAIN + "{{ '<tool_call>' + tool.name }}<arg_key>{{ k }}</arg_key>{{ '</tool_call>' }}"
+GLM = PLAIN + "{{ '<tool_call>' + tool.name }}<arg_key>{{ k }}</arg_key><arg_value>{{ '</tool_call>' }}"
+SEED = PLAIN + "{{ '<seed:tool_call>\\n<function=' + tool.name + '>\\n<parameter=' }}</seed:tool_call>"
+MINIMAX = PLAIN + "<minimax:tool_call>{{ '<invoke name=\"' + tool.name + '\">' }}</minimax:tool_call>"
 LLAMA = (
     PLAIN + '{{ \'Respond in the format {"name": function name, "parameters": dictionary of names.\' }}'
     "{{ '{\"name\": \"' + tool_call.name + '\", ' }}{{ '\"parameters\": ' }}{{ tool_call.arguments }}"
@@ -39,7 +52,9 @@ CALLS = [
     (HERMES, Hermes),
     (CODER, Qwen3Coder),
     (CODER + HERMES, Qwen3Coder),
-    (GLM, None),
+    (GLM, Glm45),
+    (SEED, SeedOss),
+    (MINIMAX, MinimaxM2),
     (GEMMA, Gemma4),
     (THINKING, None),
     (LLAMA, Llama3),

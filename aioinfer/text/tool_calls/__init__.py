@@ -11,30 +11,40 @@ from collections.abc import Iterable
 from aioinfer.text import AUTO
 from aioinfer.text.tool_calls.base import Functions, Parsed, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_calls.gemma4 import Gemma4
+from aioinfer.text.tool_calls.glm45 import Glm45
 from aioinfer.text.tool_calls.harmony import Harmony
 from aioinfer.text.tool_calls.hermes import Hermes
 from aioinfer.text.tool_calls.llama3 import Llama3
+from aioinfer.text.tool_calls.minimax_m2 import MinimaxM2
 from aioinfer.text.tool_calls.mistral import Mistral, MistralV11
 from aioinfer.text.tool_calls.qwen3_coder import Qwen3Coder
+from aioinfer.text.tool_calls.seed_oss import SeedOss
 
 __all__ = [
     "PARSERS",
     "Functions",
     "Gemma4",
+    "Glm45",
     "Harmony",
     "Hermes",
     "Llama3",
+    "MinimaxM2",
     "Mistral",
     "MistralV11",
     "Parsed",
     "Qwen3Coder",
+    "SeedOss",
     "ToolCallDelta",
     "ToolCallParser",
     "parser_of",
 ]
 
 PARSERS: dict[str, type[ToolCallParser]] = {
-    parser.name: parser for parser in (Hermes, Qwen3Coder, Gemma4, Mistral, MistralV11, Llama3, Harmony)
+    parser.name: parser
+    for parser in (
+        *(Hermes, Qwen3Coder, SeedOss, Glm45, MinimaxM2, Gemma4),
+        *(Mistral, MistralV11, Llama3, Harmony),
+    )
 }
 
 

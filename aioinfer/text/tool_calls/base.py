@@ -280,6 +280,10 @@ class JsonObject:
                         return at
                 case "<":
                     return at - 1
-                case quote:
-                    self._quote = "" if self._quote else quote
+                case other:
+                    self._other(other)
         return None
+
+    def _other(self, found: str) -> None:
+        """A quotation mark."""
+        self._quote = "" if self._quote else found

@@ -65,6 +65,7 @@ class Gemma4(ToolCallParser):
     opening = OPENING
     separator: ClassVar[str | None] = ""
     tags: ClassVar[tuple[str, ...]] = (OPENING, CLOSING, QUOTE)
+    reads_schemas: ClassVar[bool] = True
     end = regex.compile(rf"\s*+{regex.escape(CLOSING)}")
 
     def __init__(self, functions: Functions | None = None) -> None:

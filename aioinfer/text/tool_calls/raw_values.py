@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import regex
+
 from aioinfer.text.schema_references import Pointers
+from aioinfer.text.tool_calls.base import LONGEST_EARLY, JsonObject
 
 if TYPE_CHECKING:
     from aioinfer.text.rules import Rules
 
-__all__ = ["ANY", "References", "Signatures", "as_json", "count_of", "parameters_of", "quoted", "raw_text"]
+__all__ = [
+    "ANY",
+    "LIST_LIKE",
+    "Literal",
+    "References",
+    "Signatures",
+    "as_json",
+    "count_of",
+    "parameters_of",
+    "quoted",
+    "raw_text",
+]
 
 #: a schema that allows anything: one object, so that its id is its own
 ANY: Mapping[str, Any] = {}
+#: what lists and objects begin with, tuples of Python among them
+LIST_LIKE = ("{", "[", "(")
 _STRING = frozenset({"string"})
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 #: Python's names for them: the templates write values of earlier calls so. "null" of JSON is read without it.
@@ -27,6 +44,11 @@ _IMPLIED = {"properties": "object", "items": "array", "prefixItems": "array"}
 _UNIONS = ("anyOf", "oneOf", "allOf")
 #: A union of more schemas is taken to allow any type: they are read on the event loop.
 _MOST_UNITED = 1024
+#: Lists, objects and constants as Python writes them, without what JSON has no counterpart of.
+_PYTHON = regex.compile(
+    r"""(?:[\s\[\]{}(),:]++|-?\d[\d.eE+-]*+|(?:True|False|None)\b"""
+    r"""|'(?:[^'\\\n]|\\[\\'"abfnrtv0])*+'|"(?:[^"\\\n]|\\[\\'"abfnrtv0])*+")++"""
+)
 _ANYTHING = "(.|\\n)"
 _SLASH = re.compile(r"(\\.)|/|\n", re.DOTALL)
 _SPECIAL = re.compile(r"[^\w<>\"\s]")
@@ -99,14 +121,41 @@ class Signatures(dict[str, Mapping[str, Any]]):
         for references in self._references.values():
             references.prepare()
 
+    def declares(self, function: str, key: str) -> bool:
+        """The function's schema names the key, or none at all."""
+        properties = self._properties(function)
+        return not properties or key in properties
+
+    def _properties(self, function: str) -> Mapping[str, Any]:
+        if (references := self._references.get(function)) is None:
+            return {}
+        properties = references.resolved(self[function]).get("properties")
+        return properties if isinstance(properties, Mapping) else {}
+
     def types_of(self, function: str, key: str) -> frozenset[str]:
         """The types that the function's schema allows for the value of a key."""
         if (references := self._references.get(function)) is None:
             return _STRING
-        schema = references.resolved(self[function])
-        properties = schema.get("properties")
-        declared = properties.get(key) if isinstance(properties, Mapping) else None
-        return references.types_of(schema.get("additionalProperties") if declared is None else declared)
+        declared = self._properties(function).get(key)
+        if declared is None:
+            declared = references.resolved(self[function]).get("additionalProperties")
+        return references.types_of(declared)
+
+
+class Literal(JsonObject):
+    """Finds the end of a list or an object in JSON or in Python's notation."""
+
+    _OUTSIDE = regex.compile(r"""["'{}\[\]()<TFN]""")
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: it is not JSON
+        self.foreign = False
+
+    def _other(self, found: str) -> None:
+        self.foreign |= found != '"'
+        if found not in "TFN":
+            super()._other(found)
 
 
 def parameters_of(schema: Mapping[str, Any]) -> tuple[dict[Any, Any], frozenset[str]]:
@@ -134,7 +183,8 @@ def count_of(schema: Mapping[str, Any], key: str) -> int | None:
 def as_json(text: str, types: frozenset[str]) -> str:
     """The JSON of a value: a string if the types allow no other, or if the text is not JSON of one of them.
 
-    Text that is JSON of a type that is not allowed is left to the receiver, unless a string is allowed.
+    Text that is JSON of a type that is not allowed is left to the receiver, unless a string is allowed. What
+    begins like a list or an object, where no string is allowed, may be in Python's notation.
     """
     if types == _STRING:
         return f'"{quoted(text)}"'
@@ -143,9 +193,20 @@ def as_json(text: str, types: frozenset[str]) -> str:
     try:
         type_ = _type_of(json.loads(written, parse_int=_small, parse_constant=_no_constant))
     except (ValueError, RecursionError):
-        return f'"{quoted(text)}"'
+        found = None if "string" in types else _from_python(written)
+        return f'"{quoted(text)}"' if found is None else found
     allowed = type_ in types or (type_ == "integer" and "number" in types)
     return written if allowed or "string" not in types else f'"{quoted(text)}"'
+
+
+def _from_python(text: str) -> str | None:
+    """The JSON of a list or an object in Python's notation; None if it is none, or long."""
+    if not text.startswith(LIST_LIKE) or len(text) > LONGEST_EARLY or not _PYTHON.fullmatch(text):
+        return None
+    try:
+        return json.dumps(ast.literal_eval(text), ensure_ascii=False, allow_nan=False)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return None
 
 
 def quoted(text: str) -> str:
