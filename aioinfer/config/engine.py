@@ -285,8 +285,8 @@ class EngineConfig(Settings):
     tool_call_parser: str | None = option(
         "auto",
         "chat",
-        "format of tool calls: hermes, qwen3-coder, seed-oss, glm45, minimax-m2, gemma4,"
-        " mistral, mistral-v11, llama3, harmony;"
+        "format of tool calls: hermes, granite, apriel, nemotron, functools, qwen3-coder, seed-oss, glm45,"
+        " minimax-m2, gemma4, mistral, mistral-v11, llama3, harmony;"
         " auto: the chat template's; none: tools are refused",
     )
     reasoning_parser: str | None = option(

@@ -7,8 +7,10 @@ by its text, so a grammar names it by its id: ``<[id]>``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import regex
 
 from aioinfer.errors import InvalidRequest
 from aioinfer.text.guidance import ADDED_TO_SCHEMAS
@@ -61,9 +63,14 @@ class Rules:
             self._names[form] = self.add(self.unused(prefix), form)
         return self._names[form]
 
-    def until(self, name: str, tag: str) -> str:
-        """A rule for any text up to and including a tag."""
-        return self.add(name if self.is_token(tag) else f"{name}[lazy]", f"TEXT {self.tag(tag)}")
+    def until(self, name: str, tag: str, text: str = "TEXT") -> str:
+        """A rule for any text, or that of a terminal, up to and including a tag."""
+        return self.add(name if self.is_token(tag) else f"{name}[lazy]", f"{text} {self.tag(tag)}")
+
+    def without(self, name: str, tags: Iterable[str]) -> str:
+        """A terminal for any text without these tags."""
+        found = "|".join(regex.escape(tag) for tag in tags)
+        return self.add(name, f"TEXT & ~/(.|\\n)*({found})(.|\\n)*/") if found else "TEXT"
 
     def is_token(self, tag: str) -> bool:
         """The vocabulary has a token for the tag."""

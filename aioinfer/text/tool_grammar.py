@@ -27,8 +27,7 @@ class AnswerGrammar:
         parser: the format of calls; None if calls are not allowed.
         functions: name -> JSON schema of the arguments, for each function that may be called.
         parallel: several calls are allowed.
-        text: any text is allowed next to the calls; instead of them, where calls are known by the beginning
-            of an answer only.
+        text: any text is allowed next to the calls; instead of them, where calls have no tag.
         answer: instead of calls the answer may be an instance of this JSON schema.
         reasoning: the format of the reasoning before the answer.
         tokens: text -> id of the vocabulary's added tokens.
@@ -69,12 +68,13 @@ class AnswerGrammar:
         rules.add("calls", parser.group("call", _MOST_CALLS if self.parallel else 1, rules))
         if not parser.opening:
             if self.text:
-                rules.add("PLAIN", f"TEXT & ~/{parser.beginning}(.|\\n)*/")
+                rules.add("PLAIN", f"TEXT & ~/{parser.called(self.functions)}(.|\\n)*/")
             return "calls | PLAIN" if self.text else "calls"
         if self.text:
             # The text before calls ends with their tag; nothing follows a single call.
-            rules.until("prelude", parser.opening)
-            return "(prelude calls)* TEXT" if self.parallel else "prelude calls | TEXT"
+            plain = rules.without("PLAIN", parser().openings[1:])
+            rules.until("prelude", parser.opening, plain)
+            return f"(prelude calls)* {plain}" if self.parallel else f"prelude calls | {plain}"
         rules.add("tagged", f"{rules.tag(parser.opening)} calls")
         if not self.parallel or parser.separator is None:
             return "tagged"

@@ -130,19 +130,40 @@ _CODER = (
     "<function=", "<function=f>", "f>", "</function>", "<parameter=text>", "<parameter=count>",
     "<parameter=map>", "<parameter=", "</parameter>", "</para", "12", "null", "['a', None]", *_JSON,
 )  # fmt: skip
+#: what models write otherwise
+_SHAPES = (
+    '{"type": "function", "function": {"name": "f", "arguments": {', '{"id": "a", ', '{"name": "f"}',
+    '"arguments": "{}"', '"parameters": null', '{"name": "g", "arguments": "{\\"a\\": \\"', '\\"}"}',
+    "```json\n", "```", *_JSON,
+)  # fmt: skip
+_SHAPES_FRAME = '{"name": , "arguments": , "parameters": null, "type": "function"}[]`json\\\n '
 _MISTRAL = (
     "[TOOL_CALLS]", "[TOOL_CALLS][", '{"name": "f", "arguments": {', '{"arguments": {"a": "',
     '"}, "name": "g"}', ', "id": "a1B2c3D4e"}', "f", "[CALL_ID]a1B", "[ARGS]{", "[ARGS", "TOOL_CALLS]",
-    "}}, ", "}}]", *_JSON,
+    "}}, ", "}}]", *_SHAPES,
 )  # fmt: skip
-_MISTRAL_FRAME = '[TOOL_CALLS][CALL_ID]a1B2c3D4e[ARGS]{"name": , "arguments": , "id": }\n'
+_MISTRAL_FRAME = f"[TOOL_CALLS][CALL_ID]a1B2c3D4e[ARGS]{_SHAPES_FRAME}"
 
 FORMATS = {
     "hermes": CallFormat(
-        _hermes, '<tool_call>/{"name": , "arguments": }\n',
+        _hermes, f"<tool_call>/{_SHAPES_FRAME}",
         ("<tool_call>", "</tool_call>", '\n{"name": "f", "arguments": {', '{"arguments": {"a": "',
-         '"}, "name": "g"}', '"arguments"', "tool_call>", "<", *_JSON),
+         '"}, "name": "g"}', '"arguments"', "tool_call>", "<", *_SHAPES),
     ),
+    **{
+        name: CallFormat(
+            _mistral, begin + end + _SHAPES_FRAME,
+            (begin, end, f"{begin}[", '{"name": "f", "arguments": {', '{"arguments": {"a": "',
+             '"}, "name": "g"}', "}}, ", f"}}}}]{end}", end[2:], *_SHAPES),
+            begin=f"{begin}[", between=", ", end=f"]{end}",
+        )
+        for name, begin, end in (
+            ("granite", "<|tool_call|>", ""),
+            ("apriel", "<tool_calls>", "</tool_calls>"),
+            ("nemotron", "<TOOLCALL>", "</TOOLCALL>"),
+            ("functools", "functools", ""),
+        )
+    },
     "qwen3-coder": CallFormat(
         _qwen3_coder, "<tool_call>/<function=></parameter=>\n ",
         ("<tool_call>", "<tool_call>\n<function=f>", "</tool_call>", *_CODER),
@@ -177,10 +198,10 @@ FORMATS = {
     ),
     "mistral-v11": CallFormat(_mistral_v11, _MISTRAL_FRAME, _MISTRAL, between=""),
     "llama3": CallFormat(
-        _llama, '<|python_tag|>{"name": , "parameters": "type": "function", "arguments": }; \n',
+        _llama, f"<|python_tag|>;{_SHAPES_FRAME}",
         ("<|python_tag|>", "python_tag|>", ";", '{"name": "f", "parameters": {', '{"arguments": {"a": "',
          '{"type": "function", "name": "f", "parameters": {"', '"}, "name": "g"}', "}}; ", '"parameters"',
-         '{"name": "f", "parameters": {}}', *_JSON),
+         '{"name": "f", "parameters": {}}', '{"name": "h", "parameters": {', *_SHAPES),
         between="; ", alone=True,
     ),
     "harmony": CallFormat(

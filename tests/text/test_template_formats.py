@@ -8,14 +8,18 @@ from aioinfer.chat.answers import ChatFormat
 from aioinfer.text import reasoning, tool_calls
 from aioinfer.text.reasoning import DeepSeekR1, Qwen3
 from aioinfer.text.tool_calls import (
+    Apriel,
+    Functools,
     Gemma4,
     Glm45,
+    Granite,
     Harmony,
     Hermes,
     Llama3,
     MinimaxM2,
     Mistral,
     MistralV11,
+    Nemotron,
     Qwen3Coder,
     SeedOss,
 )
@@ -38,6 +42,15 @@ MISTRAL = PLAIN + "{{ '[TOOL_CALLS] [' }}{{ tool_call.function | tojson }}{{ ']'
 MISTRAL_V11 = PLAIN + "{{ '[TOOL_CALLS]' }}{{ name + '[CALL_ID]' + id + '[ARGS]' + arguments }}"
 #: tools are written as JSON, and calls in another format
 DECLARING = PLAIN + "{{ '{\"name\": ' + t.name + '\"description\": ' + t.description + '\"parameters\": ' }}"
+#: lists of calls; the instruction of one of them names the tags of another format, too
+GRANITE = PLAIN + "{{ 'respond with <|tool_call|> followed by a JSON list' }}{{ tools | tojson }}"
+APRIEL = (
+    PLAIN + '{{ \'Write JSON within <tool_call></tool_call>: <tool_calls>[{"name": N, "arguments": A}]\' }}'
+)
+NEMOTRON = PLAIN + "{{ '<TOOLCALL>[{\"name\": \"' + call.name + '\", \"arguments\": ' }}{{ ']</TOOLCALL>' }}"
+FUNCTOOLS = PLAIN + '{{ \'as functools[{"name": N, "arguments": A}]\' }}'
+#: within a Jinja string, as SmolLM3's
+SMOL = PLAIN + r'{{ "<tool_call>\n{\"name\": N, \"arguments\": A}\n</tool_call>" }}'
 GPT_OSS = (
     PLAIN + "{{ '<|start|>assistant to=' + name + '<|channel|>commentary json<|message|>' }}{{ '<|call|>' }}"
 )
@@ -62,6 +75,11 @@ CALLS = [
     (MISTRAL_V11, MistralV11),
     (DECLARING, None),
     (GPT_OSS, Harmony),
+    (GRANITE, Granite),
+    (APRIEL, Apriel),
+    (NEMOTRON, Nemotron),
+    (FUNCTOOLS, Functools),
+    (SMOL, Hermes),
 ]
 
 

@@ -67,9 +67,9 @@ def test_calls_in_every_format(vocabulary: Vocabulary, name: str) -> None:
     for text in ("", 'Ro\n\n{"me"}', "{", '{"name', '{"answer": 1}', "[1]"):
         assert vocabulary.allows(text, parser=parser, text=True), text
     assert not vocabulary.allows(wrong, parser=parser, text=True)
-    assert vocabulary.allows(f"Hm. {one}", parser=parser, text=True)
-    # Where the beginning tells, a call behind a text is text.
-    assert vocabulary.allows(f"Hm. {wrong}", parser=parser, text=True) == (not parser.opening)
+    assert not vocabulary.allows(f"Hm. {wrong}", parser=parser, text=True)
+    # Without a tag, calls stand alone.
+    assert vocabulary.allows(f"Hm. {one}", parser=parser, text=True) == bool(parser.opening)
     assert vocabulary.allows(f"<think>hm</think>{two}", parser=parser, reasoning=Qwen3)
     assert vocabulary.allows("42", parser=parser, answer={"type": "integer"})
     assert vocabulary.allows(two, parser=parser, answer={"type": "integer"})

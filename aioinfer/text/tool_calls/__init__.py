@@ -14,6 +14,7 @@ from aioinfer.text.tool_calls.gemma4 import Gemma4
 from aioinfer.text.tool_calls.glm45 import Glm45
 from aioinfer.text.tool_calls.harmony import Harmony
 from aioinfer.text.tool_calls.hermes import Hermes
+from aioinfer.text.tool_calls.json_lists import Apriel, Functools, Granite, Nemotron
 from aioinfer.text.tool_calls.llama3 import Llama3
 from aioinfer.text.tool_calls.minimax_m2 import MinimaxM2
 from aioinfer.text.tool_calls.mistral import Mistral, MistralV11
@@ -22,15 +23,19 @@ from aioinfer.text.tool_calls.seed_oss import SeedOss
 
 __all__ = [
     "PARSERS",
+    "Apriel",
     "Functions",
+    "Functools",
     "Gemma4",
     "Glm45",
+    "Granite",
     "Harmony",
     "Hermes",
     "Llama3",
     "MinimaxM2",
     "Mistral",
     "MistralV11",
+    "Nemotron",
     "Parsed",
     "Qwen3Coder",
     "SeedOss",
@@ -42,7 +47,8 @@ __all__ = [
 PARSERS: dict[str, type[ToolCallParser]] = {
     parser.name: parser
     for parser in (
-        *(Hermes, Qwen3Coder, SeedOss, Glm45, MinimaxM2, Gemma4),
+        *(Hermes, Granite, Apriel, Nemotron, Functools),
+        *(Qwen3Coder, SeedOss, Glm45, MinimaxM2, Gemma4),
         *(Mistral, MistralV11, Llama3, Harmony),
     )
 }

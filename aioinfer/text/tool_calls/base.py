@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -69,8 +69,7 @@ class ToolCallParser(ABC):
 
     Attributes:
         name: the setting's value.
-        opening: the tag before calls; empty if the beginning of an answer tells whether it is a call.
-        beginning: without an opening tag, a regular expression for how an answer with calls begins.
+        opening: the tag before calls; empty if calls are found without one.
         separator: the text between calls that have an opening tag each; None if the calls of an answer have
             one together.
         tags: parts of the text that calls are found by, even if a vocabulary has special tokens for them.
@@ -80,7 +79,6 @@ class ToolCallParser(ABC):
 
     name: ClassVar[str]
     opening: ClassVar[str] = ""
-    beginning: ClassVar[str] = ""
     separator: ClassVar[str | None] = None
     tags: ClassVar[tuple[str, ...]]
     end: ClassVar[regex.Pattern[str]]
@@ -119,6 +117,11 @@ class ToolCallParser(ABC):
     def group(call: str, most: int, rules: Rules) -> str:
         """The form of the calls after one opening tag: up to ``most`` if it can have several."""
         return call
+
+    @staticmethod
+    def called(functions: Iterable[str]) -> str:
+        """Without an opening tag, a regular expression for answers in which calls of these may be found."""
+        raise NotImplementedError
 
     def push(self, text: str) -> Parsed:
         """Parse the next piece of output."""
@@ -245,7 +248,7 @@ class ToolCallParser(ABC):
 
 
 class JsonObject:
-    """Finds the end of a JSON object or array that arrives in pieces, without validating it."""
+    """Finds the end of a JSON object, array or string that arrives in pieces, without validating it."""
 
     _OUTSIDE: ClassVar = regex.compile(r'["{}\[\]<]')
     _WITHIN: ClassVar = {'"': regex.compile(r'["\\]'), "'": regex.compile(r"['\\]")}
@@ -282,6 +285,8 @@ class JsonObject:
                     return at - 1
                 case other:
                     self._other(other)
+                    if not self._quote and not self._depth:
+                        return at
         return None
 
     def _other(self, found: str) -> None:

@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from aioinfer.text.tool_calls.json_calls import Heads, JsonCalls, pattern
+from aioinfer.text.tool_calls.json_calls import JsonCalls
 
 if TYPE_CHECKING:
     from aioinfer.text.rules import Rules
 
 __all__ = ["Hermes"]
 
-_CLOSING = "</tool_call>"
-_AFTER = "}\n"
-
 
 class Hermes(JsonCalls):
-    r"""``<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>``: Hermes, Qwen 2.5, Qwen 3.
+    r"""``<tool_call>\n{"name": ..., "arguments": {...}}\n</tool_call>``: Hermes, Qwen 2.5, Qwen 3, Granite 4,
+    SmolLM3.
 
-    Line breaks around a call belong to it. An output that ends inside the closing tag completes the call.
-    The first Hermes models write the arguments before the name.
+    An output that ends inside the closing tag completes the call.
     """
 
     name: ClassVar[str] = "hermes"
     opening = "<tool_call>"
+    closing = "</tool_call>"
     separator: ClassVar[str | None] = "\n"
-    tags: ClassVar[tuple[str, ...]] = (opening, _CLOSING)
-    heads = Heads.of("")
-    name_last = pattern(rf"\s*+,\s*+NAME\}}\s*+{_CLOSING}")
-    #: the brace is optional: models omit it
-    end = pattern(rf"\s*+(?:\}}\s*+)?{_CLOSING}")
+    tags: ClassVar[tuple[str, ...]] = (opening, closing)
+    before = "\n"
+    after = "\n"
 
     @staticmethod
     def in_template(template: str) -> bool:
-        # Others have something else than JSON between the same tags.
-        json_ = all(f'"{key}"' in template for key in ("name", "arguments"))
-        return json_ and Hermes.opening in template and "<function=" not in template
+        # Others have something else than JSON between the same tags, or these tags in the prompt only.
+        text = template.replace('\\"', '"')
+        json_ = all(f'"{key}"' in text for key in ("name", "arguments"))
+        return json_ and Hermes.opening in text and not any(tag in text for tag in _OTHERS)
 
-    @staticmethod
-    def write(function: str, schema: Mapping[str, Any], rules: Rules) -> str:
-        before = rules.text(f'\n{{"name": {json.dumps(function)}, "arguments": ')
-        return f"{before} {rules.json(schema)} {rules.text(_AFTER)} {rules.tag(_CLOSING)}"
+    @classmethod
+    def write(cls, function: str, schema: Mapping[str, Any], rules: Rules) -> str:
+        return f"{super().write(function, schema, rules)} {rules.tag(cls.closing)}"
+
+
+_OTHERS = ("<function=", "<tool_calls>")

@@ -1,106 +1,277 @@
-"""Calls that are JSON objects of a name and of arguments, in either order."""
+"""Calls that are JSON objects: one reader of the shapes in which models write them."""
 
 from __future__ import annotations
 
 import json
-from typing import ClassVar, NamedTuple, Self
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import regex
 
 from aioinfer.text.tool_calls.base import LONGEST_EARLY, LONGEST_HEAD, Functions, JsonObject, ToolCallParser
 
-__all__ = ["Heads", "JsonCalls", "pattern"]
+if TYPE_CHECKING:
+    from aioinfer.text.rules import Rules
 
-#: Each time up to LONGEST_EARLY characters are parsed again, in which there may be as many tags as fit.
-_MOST_NAMELESS = 4
-_NAME = r'"name"\s*+:\s*+(?P<name>"(?:[^"\\\x00-\x1f]|\\["\\/bfnrt]|\\u[0-9a-fA-F]{4})++")\s*+'
+__all__ = ["KEYS", "JsonCalls", "JsonLists"]
 
-
-def pattern(text: str) -> regex.Pattern[str]:
-    """A regular expression, in which NAME is the key "name" with its value."""
-    return regex.compile(text.replace("NAME", _NAME))
-
-
-class Heads(NamedTuple):
-    """The text before arguments."""
-
-    #: the usual order: arguments are passed on as they arrive
-    name_first: regex.Pattern[str]
-    #: the other order: the name follows the arguments
-    arguments_first: regex.Pattern[str]
-
-    @classmethod
-    def of(cls, before: str, key: str = "arguments", first: str = "") -> Self:
-        """``before``: the expression for what precedes the object; ``key``: that for the key of the
-        arguments; ``first``: that for what may precede both keys."""
-        begin = rf"{before}\s*+\{{\s*+{first}"
-        arguments = rf'"(?:{key})"\s*+:\s*+(?=\{{)'
-        return cls(pattern(rf"{begin}NAME,\s*+{arguments}"), pattern(rf"{begin}{arguments}"))
+_NAME, _ARGUMENTS, _PLAIN = ("name", "function"), ("arguments", "parameters"), ("id", "type", "index")
+#: the keys of calls
+KEYS = (*_NAME, *_ARGUMENTS, *_PLAIN)
+_SCALAR = regex.compile(r"[-+\w.]++(?=[\s,}\]])")
+#: arguments that are none
+_NOTHING = regex.compile(r'null|"\s*+"|\[\s*+\]')
+#: A text that turns out not to be a call is parsed again, as often as there are tags in it.
+_SHORTEST_LIMIT = 256
 
 
 class JsonCalls(ToolCallParser):
-    """Finds the name and the arguments of each object.
+    """Finds the name and the arguments in each object behind a tag.
+
+    There may be one object, several of them, or a list. The name is that of ``name`` or ``function``, the
+    arguments are those of ``arguments`` or ``parameters``; both can be within ``function``, as in OpenAI's
+    API. Arguments that are a text hold JSON; without any, or if they are null, there are none (``{}``).
+    Other keys belong to the call and are dropped; an object of a name and other keys only is no call.
+    A brace or a bracket too many or too few, a code fence and repeated tags do not matter.
+
+    If the name comes first, arguments are passed on as they arrive. Otherwise they are when their object
+    ends; one that does not end within LONGEST_EARLY characters is content.
 
     Attributes:
-        heads: the heads of the first object after an opening tag.
-        name_last: the text after arguments that came first, to the end of the object and its tag.
+        also: further tags before calls.
+        closing: the tag after calls; empty without.
+        strict: objects with unknown keys are no calls.
+        key: the key of arguments.
+        before, after: what encloses a call between its tags, in grammars.
     """
 
-    heads: ClassVar[Heads]
-    name_last: ClassVar[regex.Pattern[str]]
+    also: ClassVar[tuple[str, ...]] = ()
+    closing: ClassVar[str] = ""
+    strict: ClassVar[bool] = False
+    key: ClassVar[str] = "arguments"
+    before: ClassVar[str] = ""
+    after: ClassVar[str] = ""
+    _first: ClassVar[regex.Pattern[str]]
+    _next: ClassVar[regex.Pattern[str]]
+    _further: ClassVar[regex.Pattern[str]]
+    _again: ClassVar[regex.Pattern[str]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        openings = "|".join(regex.escape(tag) for tag in (cls.opening, *cls.also) if tag) or "(?!)"
+        closing = regex.escape(cls.closing) or "(?!)"
+        fence = r"(?:```\w*+\s*+)?+"
+        cls._first = regex.compile(rf"\s*+(?:(?:{openings})\s*+)*+{fence}(?P<list>\[\s*+)?+\{{")
+        # Without its brace, an object ends before what cannot be a part of it.
+        ends = rf"(?P<brace>\}})|(?P<end>(?=\]|{closing}))|(?=[\[{{;]|{openings})"
+        cls._next = regex.compile(rf'[\s,]*+(?:"(?P<key>[^"\\]{{0,64}}+)"\s*+:\s*+(?=\S)|{ends})')
+        mark = rf"(?P<mark>\{{|\]|{closing})|(?={openings})"
+        cls._further = regex.compile(rf"(?:\s*+\}}){{0,2}}+[\s,;]*+(?:```\s*+)?+(?:{mark})")
+        cls._again = regex.compile(rf"\s*+{closing}")
 
     def __init__(self, functions: Functions | None = None) -> None:
         super().__init__(functions)
-        #: how often arguments that came first led to no name
-        self._nameless = 0
+        #: The name of a call is certain enough to pass on arguments before their object ends.
+        self._sure = True
+        #: the most characters of an object before its arguments are passed on
+        self._limit = LONGEST_EARLY
+        self._listed = False
+        self._open()
+
+    def _open(self) -> None:
+        """Begin with an object."""
+        self._depth = 1
+        self._key = ""
+        self._name: str | None = None
+        self._given: str | None = None
+        #: there are keys of unknown meaning
+        self._others = False
+        #: its arguments are passed on as they arrive
+        self._begun = False
+
+    @property
+    def _most(self) -> int:
+        """The most characters that are kept before the arguments of an object, or behind them."""
+        return LONGEST_HEAD if self._begun else self._limit
+
+    @property
+    def _without(self) -> bool:
+        """There are no arguments so far."""
+        return not self._begun and (self._given is None or _NOTHING.fullmatch(self._given) is not None)
+
+    @classmethod
+    def write(cls, function: str, schema: Mapping[str, Any], rules: Rules) -> str:
+        before = rules.text(f'{cls.before}{{"name": {json.dumps(function)}, "{cls.key}": ')
+        return f"{before} {rules.json(schema)} {rules.text('}' + cls.after)}"
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        return (*super().openings, *self.also)
+
+    @property
+    def outside(self) -> bool:
+        return super().outside or (self._state == self._between and not self._held)
 
     @property
     def _undecided(self) -> bool:
-        return self._state in (self._head, self._early_arguments, self._late_name)
+        # What ends behind arguments belongs to their call, but for further keys.
+        within = self._state in (self._head, self._member, self._read, self._skip)
+        return within and not (self._begun and '"' not in self._tentative + self._held)
+
+    def _end(self) -> None:
+        super()._end()
+        if self._state == self._gap:
+            self._out.content += self._held
 
     def _head(self) -> bool:
-        return self._object(self.heads)
-
-    def _object(self, heads: Heads) -> bool:
-        """Parse the name, or the arguments before it."""
-        usual = heads.name_first.match(self._held, partial=True)
-        match = usual
-        if usual is None and self._nameless < _MOST_NAMELESS:
-            match = heads.arguments_first.match(self._held, partial=True)
-        if match is None or match.end() > LONGEST_HEAD:
-            return self._no_call()
-        if match.partial:
-            return False
-        if usual:
-            self._begin(json.loads(usual["name"]))
-            return self._go(usual.end(), self._arguments)
-        self._value = JsonObject()
-        self._tentative += self._held[: match.end()]
-        #: where the arguments begin in ``_tentative``
-        self._from = len(self._tentative)
-        return self._go(match.end(), self._early_arguments)
-
-    def _early_arguments(self) -> bool:
-        """Parse arguments of a call whose name is not known yet."""
-        end = self._value.end(self._held)
-        upto = len(self._held) if end is None else end
-        self._tentative += self._held[:upto]
-        self._go(upto, self._early_arguments if end is None else self._late_name)
-        if len(self._tentative) - self._from > LONGEST_EARLY:
-            return self._no_call()
-        return end is not None
-
-    def _no_call(self) -> bool:
-        self._nameless += self._state in (self._early_arguments, self._late_name)
-        return super()._no_call()
-
-    def _late_name(self) -> bool:
-        match = self._matched(self.name_last)
+        """Parse what precedes the first object."""
+        match = self._matched(self._first)
         if match is None:
             return self._no_call()
         if match.partial:
             return False
-        arguments = self._tentative[self._from :]
-        self._begin(json.loads(match["name"]))
-        self._pass_on(arguments)
-        return self._go(match.end(), self._after)
+        self._listed = match["list"] is not None
+        self._open()
+        self._tentative += match[0]
+        return self._go(match.end(), self._member)
+
+    def _member(self) -> bool:
+        """Parse a key, or the end of an object."""
+        match = self._matched(self._next)
+        if match is None or len(self._tentative) > self._most:
+            return self._no_call()
+        if match.partial:
+            return False
+        if match["key"] is not None:
+            self._key = match["key"]
+            if self.strict and self._key not in KEYS:
+                return self._no_call()
+            self._tentative += match[0]
+            return self._go(match.end(), self._read)
+        self._tentative += match[0]
+        if match["brace"] and self._depth == 2:
+            self._depth = 1
+            return self._go(match.end(), self._member)
+        # Where its end is not written, a name alone may be cut off.
+        self._others |= not match["brace"] and match["end"] is None
+        return self._go(match.end(), self._member) and self._close()
+
+    def _read(self) -> bool:
+        """Parse the beginning of a value."""
+        first = self._held[0]
+        if first == "{" and self._key == "function" and self._depth == 1:
+            self._depth = 2
+            self._tentative += first
+            return self._go(1, self._member)
+        if first == "{" and self._key in _ARGUMENTS and self._name and self._without and self._sure:
+            self._begin(self._name)
+            self._begun = True
+            return self._go(0, self._arguments)
+        self._value = JsonObject()
+        self._from = len(self._tentative)
+        if first in '"{[':
+            return self._go(0, self._skip)
+        match = self._matched(_SCALAR)
+        if match is None:
+            return self._no_call()
+        if match.partial:
+            return False
+        self._tentative += match[0]
+        return self._go(match.end(), self._member) and self._keep(match[0])
+
+    def _skip(self) -> bool:
+        """Parse a text, a list or an object, which is kept until the call is known."""
+        end = self._value.end(self._held)
+        upto = len(self._held) if end is None else end
+        self._tentative += self._held[:upto]
+        self._held = self._held[upto:]
+        length = len(self._tentative) - self._from
+        long = length > LONGEST_HEAD and self._key in (*_NAME, *_PLAIN)
+        if long or len(self._tentative) > self._most or (end is not None and not self._value.complete):
+            return self._no_call()
+        if end is None:
+            return False
+        return self._go(0, self._member) and self._keep(self._tentative[self._from :])
+
+    def _tail(self) -> bool:
+        return self._go(0, self._member)
+
+    def _keep(self, value: str) -> bool:
+        """Keep the value of a key."""
+        if self._key in _ARGUMENTS and self._without:
+            self._given = value
+        elif self._key in _NAME and self._name is None:
+            self._name = _decoded(value)
+        else:
+            self._others |= self._key not in _PLAIN
+        return True
+
+    def _close(self) -> bool:
+        """End an object."""
+        if not self._begun:
+            arguments = self._written()
+            if not self._name or arguments is None:
+                return self._no_call()
+            self._begin(self._name)
+            self._pass_on(arguments)
+        self._tentative, self._tag = "", 0
+        return self._go(0, self._between)
+
+    def _written(self) -> str | None:
+        """The arguments of an object; None if it is no call."""
+        if self._given is None:
+            return None if self._others else "{}"
+        if _NOTHING.fullmatch(self._given):
+            return "{}"
+        text = (_decoded(self._given) or "").strip() if self._given.startswith('"') else self._given
+        return text if text.startswith("{") and JsonObject().end(text) == len(text) else None
+
+    def _between(self) -> bool:
+        """Parse what follows an object."""
+        match = self._matched(self._further)
+        if match is None or (match["mark"] == "]" and not self._listed and not match.partial):
+            return self._go(0, self._gap)
+        if match.partial:
+            return False
+        if match["mark"] == "{":
+            self._open()
+            self._tentative = match[0]
+            return self._go(match.end(), self._member)
+        self._listed = False
+        return self._go(match.end(), self._between if match["mark"] == "]" else self._gap)
+
+    def _gap(self) -> bool:
+        """Drop closing tags and line breaks behind calls."""
+        self._held = self._held.lstrip("\n")
+        match = self._matched(self._again)
+        if match is None:
+            return bool(self._held) and self._go(0, self._text)
+        return not match.partial and self._go(match.end(), self._gap)
+
+    def _no_call(self) -> bool:
+        # What follows complete arguments is no part of their call.
+        self._begun = False
+        if len(self._tentative) > _SHORTEST_LIMIT:
+            self._limit = max(self._limit // 2, _SHORTEST_LIMIT)
+        return super()._no_call()
+
+
+class JsonLists(JsonCalls):
+    """Calls of an answer are one list behind one tag."""
+
+    @classmethod
+    def group(cls, call: str, most: int, rules: Rules) -> str:
+        others = f' ("," " "? {call}){{0,{most - 1}}}' if most > 1 else ""
+        # Tokenizers with SentencePiece write a space after a tag.
+        end = f" {rules.tag(cls.closing)}" if cls.closing else ""
+        return f'" "? "[" {call}{others} "]"{end}'
+
+
+def _decoded(value: str) -> str | None:
+    """The text of a JSON string; None if it is none that can be written in UTF-8."""
+    try:
+        text = json.loads(value, strict=False)
+        text.encode()
+    except (ValueError, AttributeError, RecursionError):
+        return None
+    return str(text)
