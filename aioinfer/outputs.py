@@ -31,6 +31,8 @@ class Usage:
     #: tokens of the caller's prediction that were verified and right, and those that were not
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
+    #: of chats: about how many tokens are reasoning: those of its text, tokenized again
+    reasoning_tokens: int = 0
 
     @property
     def total_tokens(self) -> int:

@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioinfer.chat.order import UNREAD, TemplateOrder
 from aioinfer.errors import InvalidRequest
+from aioinfer.outputs import Usage
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.text import reasoning as reasoning_formats
 from aioinfer.text import tool_calls
@@ -186,6 +188,8 @@ class AnswerReader:
     ) -> None:
         """``shown``: the reasoning is part of what is read."""
         self._shown = shown
+        #: pieces of all reasoning, also where it is not shown
+        self._reasoned: list[str] = []
         self._tools = tools
         self._reasoning = reasoning
         self._called = False
@@ -247,6 +251,22 @@ class AnswerReader:
             message["tool_calls"] = calls
         return message
 
+    @property
+    def reasoned(self) -> int:
+        """Pieces of reasoning so far."""
+        return len(self._reasoned)
+
+    async def counted(self, usage: Usage, tokenizer: Tokenizer | None) -> Usage:
+        """The token counts of the answer, those of its reasoning included."""
+        text = "".join(self._reasoned)
+        if not text or tokenizer is None:
+            return usage
+        try:
+            count = len(await asyncio.to_thread(tokenizer.encode_part, text))
+        except InvalidRequest:  # text that a tokenizer made need not be text that it takes
+            return usage
+        return replace(usage, reasoning_tokens=min(count, usage.completion_tokens))
+
     def finish_reason(self, reason: str) -> str:
         """``tool_calls`` if the answer has complete calls and ended at an end token or a stop string."""
         whole = self._tools is not None and self._called and not self._tools.unfinished
@@ -257,6 +277,8 @@ class AnswerReader:
         return text if self._reasoning is None else self._kept(*self._reasoning.push(text))
 
     def _kept(self, reasoning: str, rest: str) -> str:
+        if reasoning:
+            self._reasoned.append(reasoning)
         if self._shown:
             self._thoughts.append(reasoning)
         return rest

@@ -137,6 +137,8 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
             delta.reasoning, delta.content, delta.tool_calls = self._take()
         if chunk.finish_reason is not None:
             delta.finish_reason = self._finish_reason(chunk.finish_reason)
+            if chunk.usage is not None:
+                delta.usage = await self._counted(chunk.usage)
         found = ended or delta.content or delta.reasoning or delta.tool_calls or delta.draft
         return delta if found else None
 
@@ -189,7 +191,7 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
             reasoning="".join(self._reasoning) or None,
             tool_calls=calls,
             finish_reason=self._finish_reason(result.finish_reason),
-            usage=result.usage,
+            usage=await self._counted(result.usage),
             result=result,
             _parse=self._asked.parse,
         )
@@ -233,6 +235,9 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
         self._content.append(content)
         self._calls += calls
         return reasoning, content, calls
+
+    async def _counted(self, usage: Usage) -> Usage:
+        return usage if self._reader is None else await self._reader.counted(usage, self._tokenizer)
 
     def _finish_reason(self, reason: FinishReason) -> ChatFinishReason:
         if self._reader is None:

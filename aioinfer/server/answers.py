@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Iterable
 from typing import Any
 
 from aioinfer.chat.answers import AnswerReader
-from aioinfer.chat.parts import Part
-from aioinfer.errors import InvalidRequest
-from aioinfer.outputs import Chunk, Result, Usage
+from aioinfer.outputs import Chunk, Result
 from aioinfer.server.http.pace import Pace
-from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["as_chunk", "deltas_of", "thinking_tokens"]
+__all__ = ["as_chunk", "deltas_of"]
 
 
 def as_chunk(result: Result) -> Chunk:
@@ -29,15 +24,3 @@ async def deltas_of(reader: AnswerReader, chunk: Chunk, pace: Pace) -> list[dict
     for _ in reader.read(chunk.text, ended=chunk.finish_reason is not None):
         await pace()
     return list(reader.deltas())
-
-
-async def thinking_tokens(parts: Iterable[Part], tokenizer: Tokenizer | None, usage: Usage) -> int:
-    """About how many tokens of the output are reasoning: those of its text, tokenized again."""
-    text = "".join(part.text for part in parts if part.kind == "reasoning")
-    if not text or tokenizer is None:
-        return 0
-    try:
-        ids = await asyncio.to_thread(tokenizer.encode_part, text)
-    except InvalidRequest:  # text that a tokenizer made need not be text that it takes
-        return 0
-    return min(len(ids), usage.completion_tokens)

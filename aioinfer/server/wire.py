@@ -36,6 +36,11 @@ class AnswerContext:
     #: token ids of the prompt of a choice
     prompt_ids: Callable[[int], Sequence[int]]
 
+    async def counted(self, usage: Usage, index: int = 0) -> Usage:
+        """The token counts of a choice that has been read, those of its reasoning included."""
+        reader = self.readers[index]
+        return usage if reader is None else await reader.counted(usage, self.tokenizer)
+
 
 @dataclass(frozen=True, slots=True)
 class PlainEvent:

@@ -32,6 +32,7 @@ from aioinfer.server.openai.protocol import Call, parse_chat, parse_completion
 from aioinfer.server.openai.protocol import Served as Offer
 from aioinfer.server.openai.shapes import CHAT, COMPLETION, Shape
 from aioinfer.server.openai.whole import whole_answer
+from aioinfer.server.wire import AnswerContext
 from tests.server.conftest import Connect, Serving
 from tests.server.raw import request
 from tests.tiers import SECONDS, rest, scaled
@@ -248,11 +249,12 @@ async def test_a_whole_answer_is_written_in_slices_and_never_in_one_piece(
         return f"t{token}\u00e9".encode()
 
     speller = Speller(spell)
+    context = AnswerContext(None, speller, [None, None], lambda _: Usage(1, 1), lambda _: [1])
     logprobs = [
         shape.logprobs(speller, TextOffsets(ToyTokenizer(), [1], echo, call.params)) for echo in ("", "echo")
     ]
     async with counting_turns() as turns:
-        written = await whole_answer(call, shape, answers, ["", "echo"], speller, [None, None], logprobs)
+        written = await whole_answer(call, shape, answers, ["", "echo"], speller, context, logprobs)
     assert max(map(len, written)) < 16_384
     assert turns() > sum(map(len, written)) / 4096
     assert sorted(decoded) == list(range(50))

@@ -14,7 +14,7 @@ from aioinfer.chat.parts import Part, Parts, Step
 from aioinfer.errors import InvalidRequest
 from aioinfer.inputs import freeze
 from aioinfer.outputs import Chunk, Result, Usage
-from aioinfer.server.answers import as_chunk, deltas_of, thinking_tokens
+from aioinfer.server.answers import as_chunk, deltas_of
 from aioinfer.server.anthropic.errors import error_body
 from aioinfer.server.anthropic.parsing import parse_message
 from aioinfer.server.http.failures import Failure
@@ -129,7 +129,7 @@ class MessagesAnswer(AnswerWriter):
         return reader is not None and reader.finish_reason("stop") == "tool_calls"
 
     async def _usage(self, usage: Usage) -> dict[str, Any]:
-        thoughts = await thinking_tokens(self._parts.all, self._context.tokenizer, usage)
+        thoughts = (await self._context.counted(usage)).reasoning_tokens
         return {**_usage(usage), "output_tokens_details": {"thinking_tokens": thoughts}}
 
 

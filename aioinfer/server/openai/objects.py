@@ -16,8 +16,9 @@ class PromptDetails(TypedDict):
 
 
 class CompletionDetails(TypedDict):
-    """Tokens of the prediction that were verified: those that were right, and the others."""
+    """About how many tokens are reasoning; of a prediction, how many were verified and right, and others."""
 
+    reasoning_tokens: int
     accepted_prediction_tokens: int
     rejected_prediction_tokens: int
 
@@ -29,7 +30,7 @@ class Usage(TypedDict):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
-    #: of calls with a prediction
+    #: of calls with a prediction, and of models that reason
     completion_tokens_details: NotRequired[CompletionDetails]
 
 

@@ -172,10 +172,10 @@ def usage_body(usages: Sequence[Usage], call: Call) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(usage.cached_tokens for usage in usages[::n])},
     }
-    if call.params.prediction is not None:
+    if call.params.prediction is not None or (call.answer is not None and call.answer.reasoning is not None):
         found["completion_tokens_details"] = {
             name: sum(getattr(usage, name) for usage in usages)
-            for name in ("accepted_prediction_tokens", "rejected_prediction_tokens")
+            for name in ("reasoning_tokens", "accepted_prediction_tokens", "rejected_prediction_tokens")
         }
     return found
 

@@ -15,6 +15,7 @@ from aioinfer.server.openai.diffusion import step_map_field
 from aioinfer.server.openai.logprobs import ChatLogprobs, CompletionLogprobs, Speller, prompt_logprobs
 from aioinfer.server.openai.protocol import Call
 from aioinfer.server.openai.shapes import Shape, usage_body
+from aioinfer.server.wire import AnswerContext
 
 __all__ = ["whole_answer"]
 
@@ -25,7 +26,7 @@ async def whole_answer(
     results: Sequence[Result],
     echoes: Sequence[str],
     speller: Speller,
-    readers: Sequence[AnswerReader | None],
+    context: AnswerContext,
     logprobs: Sequence[ChatLogprobs | CompletionLogprobs | None],
 ) -> list[bytes]:
     """The body of an answer that is not streamed. Other callbacks run every few milliseconds."""
@@ -33,12 +34,13 @@ async def whole_answer(
     head = {"id": call.id, "object": shape.whole_object, "created": call.created, "model": call.model}
     head["system_fingerprint"] = call.fingerprint
     body.add(f'{json.dumps(head)[:-1]},"choices":[')
-    choices = zip(echoes, results, readers, logprobs, strict=True)
+    choices = zip(echoes, results, context.readers, logprobs, strict=True)
     for index, (echo, result, reader, scores) in enumerate(choices):
         body.add("," if index else "")
         await _choice(body, call, shape, index, echo, result, speller, reader, scores, pace)
         await pace()
-    usage = usage_body([result.usage for result in results], call)
+    usages = [await context.counted(result.usage, index) for index, result in enumerate(results)]
+    usage = usage_body(usages, call)
     body.add(f'],"usage":{json.dumps(usage)}')
     if shape.prompt_beside:
         await _prompt(body, call, results[0], speller, pace)

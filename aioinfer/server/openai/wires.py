@@ -46,6 +46,8 @@ class OpenAIAnswer(AnswerWriter):
         self._logprobs = [self._scores(index) for index in choices]
         #: output tokens of every choice so far
         self._sent = [0 for _ in choices]
+        #: those that came with reasoning
+        self._reasoned = [0 for _ in choices]
 
     def _scores(self, index: int) -> ChatLogprobs | CompletionLogprobs | None:
         """The writer of a choice's logprobs, if these are wanted."""
@@ -81,24 +83,29 @@ class OpenAIAnswer(AnswerWriter):
         pace = Pace()
         reader, logprobs = self._context.readers[index], self._logprobs[index]
         for part in divided(chunk):
-            usage = self._usage(index, part)
             scores = "null"
             if logprobs is not None and part.logprobs:
                 written: list[str] = []
                 await logprobs.write(part.logprobs, pace, written.append)
                 scores = "".join(written)
             if reader is None:
+                usage = await self._usage(index, part)
                 await events.send(self._shape.delta(self._call, index, part, scores, usage))
                 continue
             # A client that reads late gets much at once.
+            before = reader.reasoned
             for _ in reader.read(part.text, ended=part.finish_reason is not None):
                 await pace()
+            if reader.reasoned > before:
+                self._reasoned[index] += len(part.token_ids)
+            usage = await self._usage(index, part)
             for event in self._shape.deltas(self._call, index, part, reader, scores, usage):
                 await events.send(event)
                 await pace()
 
     async def close(self, usages: Sequence[Usage], events: EventStream) -> None:
         if self._call.include_usage:
+            usages = [await self._context.counted(usage, index) for index, usage in enumerate(usages)]
             await events.send(self._shape.usage(self._call, usage_body(usages, self._call)))
         await events.end(_DONE)
 
@@ -110,15 +117,21 @@ class OpenAIAnswer(AnswerWriter):
     async def whole(self, results: Sequence[Result]) -> list[bytes]:
         context = self._context
         return await whole_answer(
-            self._call, self._shape, results, self._echoes, self._speller, context.readers, self._logprobs
+            self._call, self._shape, results, self._echoes, self._speller, context, self._logprobs
         )
 
-    def _usage(self, index: int, chunk: Chunk) -> dict[str, object] | None:
+    async def _usage(self, index: int, chunk: Chunk) -> dict[str, object] | None:
         """The token counts of a choice up to the end of ``chunk``, if the call asks for them."""
         if not self._call.continuous_usage:
             return None
         self._sent[index] += len(chunk.token_ids)
-        usage = replace(self._context.usage(index), completion_tokens=self._sent[index])
+        usage = replace(
+            self._context.usage(index),
+            completion_tokens=self._sent[index],
+            reasoning_tokens=self._reasoned[index],
+        )
+        if chunk.finish_reason is not None:
+            usage = await self._context.counted(usage, index)
         return usage_body([usage], self._call)
 
 

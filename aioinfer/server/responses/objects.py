@@ -67,12 +67,12 @@ def error_code(failure: Failure) -> str:
     return "invalid_prompt" if failure.status < 500 else "server_error"
 
 
-def usage_body(usage: Usage, reasoning_tokens: int) -> dict[str, Any]:
+def usage_body(usage: Usage) -> dict[str, Any]:
     """``usage`` of a response."""
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": reasoning_tokens},
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.total_tokens,
     }

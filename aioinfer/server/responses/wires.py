@@ -12,7 +12,7 @@ from typing import Any
 
 from aioinfer.chat.parts import Part, Parts, Step
 from aioinfer.outputs import Chunk, Result, Usage
-from aioinfer.server.answers import as_chunk, deltas_of, thinking_tokens
+from aioinfer.server.answers import as_chunk, deltas_of
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import cut, json_text
@@ -86,9 +86,8 @@ class ResponsesAnswer(AnswerWriter):
         whole = self._finish == "stop"
         status = "completed" if whole else "incomplete"
         await self._take(self._parts.end(with_text=True), events, pace, status=status)
-        thoughts = await thinking_tokens(self._parts.all, self._context.tokenizer, usage)
         reason = "max_output_tokens" if self._finish == "length" else None
-        body = objects.usage_body(usage, thoughts)
+        body = objects.usage_body(await self._context.counted(usage))
         return status, await self._response(status, reason=reason, usage=body)
 
     async def _response(self, status: str, **members: Any) -> str:
