@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import regex
 
 from aioinfer.text.tags import partial_length
-from aioinfer.text.tool_calls.base import LONGEST_HEAD, Functions, ToolCallParser
+from aioinfer.text.tool_calls.base import LONGEST_EARLY, LONGEST_HEAD, Functions, ToolCallParser
 from aioinfer.text.tool_calls.raw_values import (
     References,
+    Signatures,
     as_json,
     count_of,
     parameters_of,
@@ -26,24 +27,36 @@ __all__ = ["Gemma4"]
 
 OPENING, CLOSING, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _QUOTE = regex.escape(QUOTE)
-_FUNCTION = regex.compile(r"\s*+call:(?P<name>[^\s{}<>]++)\s*+\{")
+#: white space where models may write any: bounded, since what may follow is held back
+_SPACE = r"\s{0,256}+"
+#: models omit "call", or the colon, too
+_FUNCTION = regex.compile(
+    rf"{_SPACE}(?P<word>(?:call{_SPACE})?+:{_SPACE}|call\s{{1,256}}+)?+(?P<name>[^\s{{}}<>\"']++){_SPACE}\{{"
+)
 _BARE_KEY = r"(?P<bare>[^\s:,{}\[\]<][^:,{}\[\]<]*+)"
-_KEY = regex.compile(rf"\s*+(?:{_QUOTE}(?P<quoted>[^<]*+){_QUOTE}|{_BARE_KEY})\s*+:")
-_STRING = regex.compile(rf"\s*+{_QUOTE}")
-_OPEN = regex.compile(r"\s*+(?P<bracket>[{\[])")
-_CLOSE = regex.compile(r"\s*+(?P<bracket>[}\]])")
-_COMMA = regex.compile(r"\s*+,")
+_KEY = regex.compile(rf"{_SPACE}(?:{_QUOTE}(?P<quoted>[^<]*+){_QUOTE}|{_BARE_KEY}){_SPACE}:")
+_STRING = regex.compile(rf"{_SPACE}{_QUOTE}")
+_OPEN = regex.compile(rf"{_SPACE}(?P<bracket>[{{\[])")
+_CLOSE = regex.compile(rf"{_SPACE}(?P<bracket>[}}\]])")
+_COMMA = regex.compile(rf"{_SPACE},")
 _TAG_REST = f"(?:{'|'.join(regex.escape(tag[1:]) for tag in (OPENING, CLOSING, QUOTE))})"
 #: a "<" that begins no tag belongs to it
 _BARE = regex.compile(
-    rf"\s*+(?P<value>(?:[^\s,{{}}\[\]<]|<(?!{_TAG_REST}))(?:[^,{{}}\[\]<]|<(?!{_TAG_REST}))*+)(?=[,{{}}\[\]<])"
+    rf"{_SPACE}(?P<value>(?:[^\s,{{}}\[\]<]|<(?!{_TAG_REST}))(?:[^,{{}}\[\]<]|<(?!{_TAG_REST}))*+)(?=[,{{}}\[\]<])"
 )
+_CHARACTER = rf"<(?!{_TAG_REST})|\\[^<]"
+#: a string between the quotation marks of JSON or Python
+_QUOTED = regex.compile(
+    rf"""{_SPACE}(?P<value>"(?:[^"\\<]|{_CHARACTER})*+"|'(?:[^'\\<]|{_CHARACTER})*+')(?={_SPACE}[,}}\]<])"""
+)
+_NO_VALUE = regex.compile(rf"{_SPACE}(?=[,}}])")
 #: the types of what is not between quotation marks
 _OTHER_TYPES = frozenset({"number", "boolean", "null"})
 _BRACKETS = {"{": "}", "[": "]"}
 #: a key that needs no quotation marks
 _BARE_NAME = regex.compile(r"[^\s:,{}\[\]<](?:[^:,{}\[\]<]*[^\s:,{}\[\]<])?")
 _TYPES = ("string", "integer", "number", "boolean", "null", "array", "object")
+_STRING_ONLY = frozenset({"string"})
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 #: keywords whose meaning this form does not have
 _REFUSED = frozenset(
@@ -59,6 +72,10 @@ class Gemma4(ToolCallParser):
 
     Strings are between the tags ``<|"|>``, without escapes, and keys are bare; the rest is as in JSON. What
     is neither, is a string. ``None``, ``True`` and ``False`` count as JSON.
+
+    The schema of the function decides where the notation does not fit it: a number where it wants a string is
+    text as it was written, and a string is read as JSON where it allows none, if it is not longer than 16 Ki
+    characters. Other quotation marks count as the tags, and no value where a string may be is an empty one.
     """
 
     name: ClassVar[str] = "gemma4"
@@ -66,10 +83,15 @@ class Gemma4(ToolCallParser):
     separator: ClassVar[str | None] = ""
     tags: ClassVar[tuple[str, ...]] = (OPENING, CLOSING, QUOTE)
     reads_schemas: ClassVar[bool] = True
-    end = regex.compile(rf"\s*+{regex.escape(CLOSING)}")
+    end = regex.compile(rf"{_SPACE}{regex.escape(CLOSING)}")
 
     def __init__(self, functions: Functions | None = None) -> None:
         super().__init__(functions)
+        self._signatures = functions if isinstance(functions, Signatures) else Signatures(functions or {})
+        self._references = References({})
+        #: the schema of the value, and those of the values that it is within
+        self._schema: Any = None
+        self._schemas: list[Any] = []
         #: the brackets that are open, and whether there is a value within each
         self._open: list[str] = []
         self._filled: list[bool] = []
@@ -84,7 +106,11 @@ class Gemma4(ToolCallParser):
 
     @property
     def unfinished(self) -> bool:
-        return self._broken or self._state in (self._key, self._item, self._string, self._next)
+        return self._broken or self._state in (self._key, self._item, *self._strings, self._next)
+
+    @property
+    def _strings(self) -> tuple[Any, ...]:
+        return self._string, self._other_string
 
     def _end(self) -> None:
         # What is cut off is incomplete JSON.
@@ -93,6 +119,8 @@ class Gemma4(ToolCallParser):
             self._pass_on(self._comma() + cut)
         if self._state == self._key and (key := cut.removeprefix(QUOTE).removesuffix(QUOTE)):
             self._pass_on(f'{self._comma()}"{quoted(key)}')
+        if self._state == self._other_string:
+            self._pass_on(f'"{quoted(cut)}')
         super()._end()
 
     def _head(self) -> bool:
@@ -101,20 +129,25 @@ class Gemma4(ToolCallParser):
             return self._no_call()
         if match.partial:
             return False
+        if not match["word"] and self._functions and match["name"] not in self._functions:
+            return self._no_call()
         self._begin(match["name"])
-        self._open, self._filled = [], []
+        self._open, self._filled, self._schemas = [], [], []
+        self._references = self._signatures.references(match["name"])
+        self._schema = self._signatures.get(match["name"])
         return self._enter("{", match.end())
 
     def _key(self) -> bool:
         """Parse a key of an object, or its end."""
-        if match := self._bracket(_CLOSE):
+        if match := _CLOSE.match(self._held):
             return self._leave(match["bracket"], match.end())
         match = self._matched(_KEY)
         if match is None:
             return self._break_off()
         if match.partial:
             return False
-        key = match["bare"].rstrip() if match["quoted"] is None else match["quoted"]
+        key = _unquoted(match["bare"].rstrip()) if match["quoted"] is None else match["quoted"]
+        self._schema = self._references.part(self._schemas[-1], key)
         self._pass_on(f'{self._comma()}"{quoted(key)}": ')
         # The comma is that of the key.
         self._filled[-1] = False
@@ -122,22 +155,58 @@ class Gemma4(ToolCallParser):
 
     def _item(self) -> bool:
         """Parse a value, or the end of a list."""
-        if self._open[-1] == "[" and (match := self._bracket(_CLOSE)):
+        if self._open[-1] == "[" and (match := _CLOSE.match(self._held)):
             return self._leave(match["bracket"], match.end())
-        if match := self._bracket(_OPEN):
+        if self._open[-1] == "[":
+            self._schema = self._references.part(self._schemas[-1], None)
+        if match := _OPEN.match(self._held):
             self._pass_on(self._comma())
             return self._enter(match["bracket"], match.end())
         match = _STRING.match(self._held, partial=True)
         if match and not match.partial:
-            self._pass_on(f'{self._comma()}"')
+            self._pass_on(self._comma())
+            if "string" not in self._types:
+                return self._go(match.end(), self._other_string)
+            self._pass_on('"')
             return self._go(match.end(), self._string)
-        match = match or _BARE.match(self._held, partial=True)
-        if match is None or match.end() > LONGEST_HEAD:
+        return self._other_value(match)
+
+    @property
+    def _types(self) -> frozenset[str]:
+        """The types that the schema allows for the value; those that the notation has if it names none."""
+        return self._references.named(self._schema) or _STRING_ONLY
+
+    def _other_value(self, match: regex.Match[str] | None) -> bool:
+        """Parse a value that is not between tags. ``match``: it may become one that is."""
+        may_be_empty = self._open[-1] == "{" and "string" in self._references.named(self._schema)
+        if may_be_empty and (empty := _NO_VALUE.match(self._held)):
+            self._pass_on(f'{self._comma()}""')
+            return self._go(empty.end(), self._next)
+        longest = LONGEST_EARLY
+        if match is None:
+            match = _QUOTED.match(self._held, partial=True)
+        if match is None or match.end() > longest:
+            match, longest = _BARE.match(self._held, partial=True), LONGEST_HEAD
+        if match is None or match.end() > longest:
             return self._break_off()
         if match.partial:
             return False
-        self._pass_on(self._comma() + as_json(match["value"].rstrip(), _OTHER_TYPES))
+        value = match["value"].rstrip()
+        text = _unquoted(value)
+        types = self._references.named(self._schema) or (_OTHER_TYPES if text == value else _STRING_ONLY)
+        self._pass_on(self._comma() + as_json(text, types))
         return self._go(match.end(), self._next)
+
+    def _other_string(self) -> bool:
+        """A string where the schema allows none."""
+        at = self._held.find(QUOTE, 0, LONGEST_EARLY)
+        if at >= 0:
+            self._pass_on(as_json(self._held[:at], self._types))
+            return self._go(at + len(QUOTE), self._next)
+        if len(self._held) < LONGEST_EARLY:
+            return False
+        self._pass_on('"')
+        return self._go(0, self._string)
 
     def _string(self) -> bool:
         at = self._held.find(QUOTE)
@@ -151,8 +220,11 @@ class Gemma4(ToolCallParser):
 
     def _next(self) -> bool:
         """Parse what follows a value."""
-        if match := self._bracket(_CLOSE):
+        if match := _CLOSE.match(self._held):
             return self._leave(match["bracket"], match.end())
+        if len(self._open) == 1 and (match := self._matched(self.end)):
+            # The closing tag shows that a bracket is missing.
+            return not match.partial and self._leave("}", 0)
         following = self._key if self._open[-1] == "{" else self._item
         return self._take(_COMMA, following, otherwise=self._break_off)
 
@@ -161,13 +233,10 @@ class Gemma4(ToolCallParser):
         self._broken = True
         return self._go(0, self._tail)
 
-    def _bracket(self, pattern: regex.Pattern[str]) -> regex.Match[str] | None:
-        match = pattern.match(self._held)
-        return match if match and match.end() <= LONGEST_HEAD else None
-
     def _enter(self, bracket: str, upto: int) -> bool:
         self._open.append(bracket)
         self._filled.append(False)
+        self._schemas.append(self._schema)
         self._pass_on(bracket)
         return self._go(upto, self._key if bracket == "{" else self._item)
 
@@ -176,6 +245,7 @@ class Gemma4(ToolCallParser):
             return self._break_off()
         self._open.pop()
         self._filled.pop()
+        self._schemas.pop()
         self._pass_on(bracket)
         return self._go(upto, self._next if self._open else self._tail)
 
@@ -325,6 +395,16 @@ class _Values:
 
     def _key_form(self) -> str:
         return self._rules.shared("KEY", "/[^ \\t\\r\\n:,{}\\[\\]<]{1,64}/")
+
+
+def _unquoted(text: str) -> str:
+    """The text between quotation marks of JSON or Python, if it is."""
+    if len(text) < 2 or text[0] != text[-1] or text[0] not in "\"'":
+        return text
+    try:
+        return str(json.loads(text))
+    except ValueError:
+        return text[1:-1]
 
 
 def _joined(forms: list[str]) -> list[str]:

@@ -39,6 +39,8 @@ _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "
 _LITERALS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 #: references that lead to each other
 _MOST_REFERENCES = 16
+#: schemas of a union in which a property is looked for
+_MOST_SEARCHED = 32
 #: keyword -> the type that has it
 _IMPLIED = {"properties": "object", "items": "array", "prefixItems": "array"}
 _UNIONS = ("anyOf", "oneOf", "allOf")
@@ -75,8 +77,28 @@ class References:
             schema = self._pointers.target(schema["$ref"])
         return schema if isinstance(schema, Mapping) else ANY
 
+    def part(self, schema: Any, key: str | None) -> Any:
+        """The schema of a property, or without a key of items; None if the schema names none."""
+        left = [schema]
+        for at in range(_MOST_SEARCHED):
+            if at == len(left):
+                break
+            each = self.resolved(left[at])
+            if key is None and "items" in each:
+                return each["items"]
+            properties = each.get("properties")
+            if key is not None and isinstance(properties, Mapping) and key in properties:
+                return properties[key]
+            for union in _UNIONS:
+                left += each[union][:_MOST_SEARCHED] if isinstance(each.get(union), list) else []
+        return None if key is None else self.resolved(schema).get("additionalProperties")
+
     def types_of(self, schema: Any) -> frozenset[str]:
-        """The types that a schema allows, as far as it names them; a string if it names none.
+        """The types that a schema allows, as far as it names them; a string if it names none."""
+        return self.named(schema) or _STRING
+
+    def named(self, schema: Any) -> frozenset[str]:
+        """The types that a schema names.
 
         ``schema``: a part of the root. Its types are found once.
         """
@@ -103,7 +125,7 @@ class References:
                 continue
             for key in _UNIONS:
                 left += each[key][: _MOST_UNITED + 1] if isinstance(each.get(key), list) else []
-        return frozenset(found) or _STRING
+        return frozenset(found)
 
 
 class Signatures(dict[str, Mapping[str, Any]]):
@@ -120,6 +142,10 @@ class Signatures(dict[str, Mapping[str, Any]]):
         """Do the slow part of the work."""
         for references in self._references.values():
             references.prepare()
+
+    def references(self, function: str) -> References:
+        """Those within a function's schema."""
+        return self._references.get(function) or References(ANY)
 
     def declares(self, function: str, key: str) -> bool:
         """The function's schema names the key, or none at all."""
