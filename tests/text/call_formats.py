@@ -123,6 +123,20 @@ def _gemma4_value(value: Any) -> str:
     return str(value)
 
 
+def _deepseek_v3(name: str, arguments: Any, **how: Any) -> str:
+    told = f"{name}\n```json\n{json.dumps(arguments, **how)}\n```"
+    return f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{told}<｜tool▁call▁end｜>"
+
+
+def _deepseek_v31(name: str, arguments: Any, **how: Any) -> str:
+    return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments, **how)}<｜tool▁call▁end｜>"
+
+
+def _kimi(name: str, arguments: Any, **how: Any) -> str:
+    told = json.dumps(arguments, **how)
+    return f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{told}<|tool_call_end|>"
+
+
 _JSON = (
     "{}", "{}}", "{", "}", "[", "]", '"', "\\", ",", ":", '"a": 1', '{"a": "', '"name":', "\n", " ", MARK,
 )  # fmt: skip
@@ -143,6 +157,14 @@ _MISTRAL = (
     "}}, ", "}}]", *_SHAPES,
 )  # fmt: skip
 _MISTRAL_FRAME = f"[TOOL_CALLS][CALL_ID]a1B2c3D4e[ARGS]{_SHAPES_FRAME}"
+
+_DEEPSEEK_FRAME = "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>```json<｜tool▁call▁end｜>|_ \n null"
+_DEEPSEEK = (
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{", "<｜tool▁call▁begin｜>g<｜tool▁sep｜>",
+    "<|tool_call_begin|>", "function", "<｜tool▁sep｜>", "f", "```json", "\n```",
+    "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "tool▁call", "<｜", "null", "}}", *_JSON,
+)  # fmt: skip
 
 FORMATS = {
     "hermes": CallFormat(
@@ -213,6 +235,20 @@ FORMATS = {
          "<|channel|>analysis<|message|>", "<|constrain|>", "<|message|>", "<|call|>", "<|end|>", "assistant",
          "commentary", " to=f", "json", "<|", "}}", *_JSON),
         between="<|call|><|start|>assistant",
+    ),
+    "deepseek-v3": CallFormat(
+        _deepseek_v3, _DEEPSEEK_FRAME, _DEEPSEEK, begin="<｜tool▁calls▁begin｜>", end="<｜tool▁calls▁end｜>",
+    ),
+    "deepseek-v31": CallFormat(
+        _deepseek_v31, _DEEPSEEK_FRAME, _DEEPSEEK,
+        begin="<｜tool▁calls▁begin｜>", between="", end="<｜tool▁calls▁end｜>",
+    ),
+    "kimi-k2": CallFormat(
+        _kimi, "<|tool_calls_section_begin|>functions.:0123<|dtool_call_argument_begin|> \nnull",
+        ("<|tool_calls_section_begin|>", "<|tool_call_begin|>", "functions.f:0", "functions.", "f:1", "g",
+         "<|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>{", "<|tool_call_argument_begin|>",
+         "<|tool_call_end|>", "<|tool_calls_section_end|>", "tool_call", "<|", "null", "}}", *_JSON),
+        begin="<|tool_calls_section_begin|>", between="", end="<|tool_calls_section_end|>",
     ),
 }  # fmt: skip
 

@@ -9,12 +9,15 @@ from aioinfer.text import reasoning, tool_calls
 from aioinfer.text.reasoning import DeepSeekR1, Qwen3
 from aioinfer.text.tool_calls import (
     Apriel,
+    DeepSeekV3,
+    DeepSeekV31,
     Functools,
     Gemma4,
     Glm45,
     Granite,
     Harmony,
     Hermes,
+    KimiK2,
     Llama3,
     MinimaxM2,
     Mistral,
@@ -55,6 +58,9 @@ GPT_OSS = (
     PLAIN + "{{ '<|start|>assistant to=' + name + '<|channel|>commentary json<|message|>' }}{{ '<|call|>' }}"
 )
 MAGISTRAL = PLAIN + "{{ 'Think first: [THINK]Your thoughts[/THINK]Here, the response.' }}"
+DEEPSEEK = PLAIN + "{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + name + '\\n```json\\n' + arguments }}"
+DEEPSEEK_V31 = PLAIN + "{{ '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments }}"
+KIMI = PLAIN + "<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ arguments }}<|tool_call_end|>"
 THINKING = (
     PLAIN + "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
 )
@@ -75,6 +81,9 @@ CALLS = [
     (MISTRAL_V11, MistralV11),
     (DECLARING, None),
     (GPT_OSS, Harmony),
+    (DEEPSEEK, DeepSeekV3),
+    (DEEPSEEK_V31, DeepSeekV31),
+    (KIMI, KimiK2),
     (GRANITE, Granite),
     (APRIEL, Apriel),
     (NEMOTRON, Nemotron),

@@ -10,11 +10,13 @@ from collections.abc import Iterable
 
 from aioinfer.text import AUTO
 from aioinfer.text.tool_calls.base import Functions, Parsed, ToolCallDelta, ToolCallParser
+from aioinfer.text.tool_calls.deepseek import DeepSeekV3, DeepSeekV31
 from aioinfer.text.tool_calls.gemma4 import Gemma4
 from aioinfer.text.tool_calls.glm45 import Glm45
 from aioinfer.text.tool_calls.harmony import Harmony
 from aioinfer.text.tool_calls.hermes import Hermes
 from aioinfer.text.tool_calls.json_lists import Apriel, Functools, Granite, Nemotron
+from aioinfer.text.tool_calls.kimi_k2 import KimiK2
 from aioinfer.text.tool_calls.llama3 import Llama3
 from aioinfer.text.tool_calls.minimax_m2 import MinimaxM2
 from aioinfer.text.tool_calls.mistral import Mistral, MistralV11
@@ -24,6 +26,8 @@ from aioinfer.text.tool_calls.seed_oss import SeedOss
 __all__ = [
     "PARSERS",
     "Apriel",
+    "DeepSeekV3",
+    "DeepSeekV31",
     "Functions",
     "Functools",
     "Gemma4",
@@ -31,6 +35,7 @@ __all__ = [
     "Granite",
     "Harmony",
     "Hermes",
+    "KimiK2",
     "Llama3",
     "MinimaxM2",
     "Mistral",
@@ -50,6 +55,7 @@ PARSERS: dict[str, type[ToolCallParser]] = {
         *(Hermes, Granite, Apriel, Nemotron, Functools),
         *(Qwen3Coder, SeedOss, Glm45, MinimaxM2, Gemma4),
         *(Mistral, MistralV11, Llama3, Harmony),
+        *(DeepSeekV3, DeepSeekV31, KimiK2),
     )
 }
 
