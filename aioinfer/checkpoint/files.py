@@ -47,17 +47,11 @@ class Directory:
         return read_json_object(file) if file.is_file() else {}
 
     def tokenizer(self) -> Any | None:
-        from transformers import AutoTokenizer
+        from aioinfer.checkpoint.tokenizer_files import tokenizer_in
 
-        if not any((self.path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        tokenizer = tokenizer_in(self.path)
+        if tokenizer is None:
             return None
-        tokenizer = AutoTokenizer.from_pretrained(
-            self.path,
-            config=_unknown_config(self.path),
-            local_files_only=True,
-            # Otherwise transformers asks on the terminal to run the directory's code.
-            trust_remote_code=False,
-        )
         template = self.path / "chat_template.json"
         if not tokenizer.chat_template and template.is_file():
             # Of models with more than text; transformers reads it with their processors only.
@@ -152,16 +146,3 @@ def _check_directory(path: Path) -> None:
             f"model: {path} is a file; a GGUF file, or a directory with config.json and safetensors is needed"
         )
     raise ConfigError(f"model: there is no directory {path}")
-
-
-def _unknown_config(path: Path) -> Any:
-    """The config of a model type that transformers does not know; None for known types.
-
-    Without it, AutoTokenizer logs a long warning for an unknown type before it loads the tokenizer anyway.
-    """
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
-
-    file = path / "config.json"
-    stated = read_json_object(file) if file.is_file() else {}
-    kind = stated.get("model_type")
-    return None if kind is None or kind in CONFIG_MAPPING else PreTrainedConfig.from_dict(stated)

@@ -52,7 +52,7 @@ class Common:
 
     @property
     def attention_bias(self) -> bool:
-        return "blk.0.attn_q.bias" in self.file.tensors
+        return not self.file.tensors.keys().isdisjoint({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"})
 
 
 @dataclass(frozen=True, slots=True)

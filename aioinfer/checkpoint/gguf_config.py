@@ -16,19 +16,19 @@ _NUMBER = (int, float)
 _YARN = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
 #: kinds of tokens in ``tokenizer.ggml.token_type``
 CONTROL, ADDED = 3, 4
-#: tokens that end a turn wherever they are control tokens
+#: tokens that end a text, a turn or a call wherever they are control tokens; llama.cpp ends there, too
 _ENDS = frozenset(
-    (
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<end_of_turn>",
-        "<|endoftext|>",
-        "<|eom_id|>",
-        "<EOT>",
-        "<|eot|>",
-    )
+    {
+        *("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "<|eot|>"),
+        *("<|end_of_text|>", "<end_of_utterance>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "</s>", "<eos>"),
+        *("<|return|>", "<|call|>", "<|calls|>", "<|flush|>", "<turn|>", "<|tool_response>", "[e~["),
+        "<｜end▁of▁sentence｜>",
+    }
 )
+#: the one that is a tag of HTML where it is an added token, as in Gemma's vocabulary
+_TAG = "</s>"
+#: the one that ends but a message in vocabularies that have the others
+_MESSAGE_END, _TURN_ENDS = "<|end|>", ({"<|return|>", "<|call|>"}, {"<|calls|>", "<|flush|>"})
 #: names of a layer's tensors
 _LAYER = {
     "attn_norm": "input_layernorm",
@@ -49,6 +49,7 @@ _STACKS = {
     "ffn_gate_exps": "mlp.experts.gate_proj",
     "ffn_up_exps": "mlp.experts.up_proj",
     "ffn_down_exps": "mlp.experts.down_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
 }
 _WHOLE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
@@ -122,10 +123,16 @@ def end_tokens(file: GGUFFile) -> list[int]:
     found = {file.value(name, int) for name in names if name in file.metadata}
     tokens = file.value("tokenizer.ggml.tokens", list, [])
     kinds = file.value("tokenizer.ggml.token_type", list, [])
-    for at, (token, kind) in enumerate(zip(tokens, kinds, strict=False)):
-        if kind in (CONTROL, ADDED) and token in texts:
-            found.add(at)
-    return sorted(found)
+    marked = {
+        token: at
+        for at, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if isinstance(token, str)
+        and token in texts
+        and (kind == CONTROL or (kind == ADDED and token != _TAG))
+    }
+    if any(each <= marked.keys() for each in _TURN_ENDS):
+        marked.pop(_MESSAGE_END, None)
+    return sorted(found | {*marked.values()})
 
 
 def _token(file: GGUFFile, name: str) -> int | None:

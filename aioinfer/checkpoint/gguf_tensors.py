@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from aioinfer.checkpoint.gguf_architectures import architecture_of
+from aioinfer.checkpoint.gguf_architectures import Architecture, architecture_of
 from aioinfer.checkpoint.gguf_blocks import BLOCKS
 from aioinfer.checkpoint.gguf_config import name_of
 from aioinfer.checkpoint.gguf_file import GGUFFile, StoredTensor
@@ -38,7 +38,7 @@ class GGUFTensors(Tensors):
         self._stored: dict[str, StoredTensor] = {}
         self._heads: dict[str, int] = {}
         self._norms_plus_one, self._transposed = architecture.norms_plus_one, architecture.transposed
-        for name, tensor in file.tensors.items():
+        for name, tensor in _unfused(file.tensors, architecture, heads, kv_heads):
             own = name_of(name, architecture)
             if own is None:
                 continue
@@ -108,6 +108,32 @@ class GGUFTensors(Tensors):
             each = data.reshape(self._stored[name].shape[0], -1)
             return _in_halves(name, each, heads).reshape(data.shape)
         return _in_halves(name, data, heads)
+
+
+def _unfused(
+    tensors: Mapping[str, StoredTensor], architecture: Architecture, heads: int, kv_heads: int
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Names and tensors, with one of queries, keys and values, which llama.cpp's converter makes of any
+    architecture if asked to, as the three that it was made of. Raises ConfigError."""
+    counts = {"attn_q": heads, "attn_k": kv_heads, "attn_v": kv_heads}
+    for name, tensor in tensors.items():
+        if ".attn_qkv." not in name or "attn_qkv" in architecture.names:
+            yield name, tensor
+            continue
+        total, *inner = tensor.shape
+        size, rest = divmod(total, sum(counts.values()))
+        if rest:
+            raise ConfigError(f"model: {name} has {total} rows for {heads} and {kv_heads} heads")
+        # A bias has its rows side by side.
+        rows, start = tensor.data.reshape(total, -1), 0
+        for part, count in counts.items():
+            data = rows[start : start + count * size]
+            shape = (count * size, *inner)
+            yield (
+                name.replace("attn_qkv", part),
+                StoredTensor(tensor.kind, shape, data if inner else data.reshape(1, -1)),
+            )
+            start += count * size
 
 
 def _in_halves(name: str, rows: npt.NDArray[np.uint8], heads: int) -> npt.NDArray[np.uint8]:

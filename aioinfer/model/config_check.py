@@ -1,12 +1,14 @@
 """Checks of the numbers in a config.json before any class of transformers reads them.
 
-The many config classes take nearly everything and fail later, each in its own way.
+The many config classes take nearly everything and fail later, each in its own way. What families without
+built-in code make of their sizes is transformers' affair: some state 0 experts, or a size for each layer. Of
+those, numbers are refused only that would take all memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aioinfer.config.values import shown
@@ -21,10 +23,15 @@ _SIZES = frozenset(
         *("block_ff_dim", "block_multiple_of", "conv_L_cache", "global_head_dim", "head_dim"),
         *("hidden_size", "intermediate_size", "linear_conv_kernel_dim", "linear_key_head_dim"),
         *("linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"),
-        *("moe_intermediate_size", "n_embd", "n_head", "n_inner", "no_rope_layer_interval"),
-        *("num_attention_heads", "num_experts_per_tok", "num_global_key_value_heads"),
-        *("num_key_value_heads", "shared_expert_intermediate_size", "top_k_experts", "vocab_size"),
-        "vocab_size_per_layer_input",
+        *("n_embd", "n_head", "n_inner", "no_rope_layer_interval", "num_attention_heads"),
+        *("num_global_key_value_heads", "num_key_value_heads", "vocab_size", "vocab_size_per_layer_input"),
+    }
+)
+#: as well, of models with experts
+_EXPERTS = frozenset(
+    {
+        *("moe_intermediate_size", "num_experts_per_tok", "shared_expert_intermediate_size"),
+        "top_k_experts",
     }
 )
 #: numbers of layers, of which the classes of transformers make lists
@@ -53,30 +60,56 @@ _NUMBERS = frozenset(
 #: objects whose numbers are checked, too, and those of the objects in them: rotations by type of layers
 _PARTS = frozenset({"per_layer_config", "rope_parameters", "rope_scaling", "text_config"})
 
+#: those of them that all families read
+_ROTATION = frozenset(
+    {
+        *("beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor"),
+        *("original_max_position_embeddings", "partial_rotary_factor", "rope_local_base_freq", "rope_theta"),
+        "rotary_emb_base",
+    }
+)
+#: names, and the least and largest integer
+_RANGES = (
+    (_SIZES | _EXPERTS, 1, _LARGEST),
+    (_LAYERS, 1, _MOST_LAYERS),
+    (_LENGTHS, 1, _LONGEST),
+    (_COUNTS, 0, _LARGEST),
+)
 
-def check_numbers(stated: Mapping[str, Any], file: str = "config.json", prefix: str = "") -> None:
+
+def check_numbers(
+    stated: Mapping[str, Any],
+    own_fields: Callable[[object], frozenset[str]],
+    file: str = "config.json",
+    prefix: str = "",
+    read: frozenset[str] = frozenset(),
+) -> None:
     """Raise ConfigError, with the names of the file and the field, for a number that no model can have.
 
     Fields that are null are as good as absent, and unknown ones are the config class's affair.
+
+    Args:
+        own_fields: of a model type with built-in code, the fields that it reads; none for other types.
+        read: those of the object that this one is a part of.
     """
+    if "model_type" in stated or not prefix:
+        read = own_fields(stated.get("model_type"))
+    experts = any(stated.get(name) for name in ("num_experts", "num_local_experts"))
     for name, value in stated.items():
         if value is None:
             continue
-        if (wanted := _wanted(name, value)) is not None:
+        needed = name in _ROTATION or (name in read and (value != 0 or experts or name not in _EXPERTS))
+        wanted = _wanted(name, value) if needed else _bound(name, value)
+        if wanted is not None:
             raise ConfigError(f"model: {prefix}{name} in {file} must be {wanted}, got {shown(value)}")
         if (name in _PARTS or prefix) and isinstance(value, Mapping):
-            check_numbers(value, file, f"{prefix}{name}.")
+            check_numbers(value, own_fields, file, f"{prefix}{name}.", read)
 
 
 def _wanted(name: str, value: Any) -> str | None:
     """Requirement that ``value`` does not meet, in words; None if it does."""
-    number = not isinstance(value, bool) and isinstance(value, (int, float))
-    for names, low, high in (
-        (_SIZES, 1, _LARGEST),
-        (_LAYERS, 1, _MOST_LAYERS),
-        (_LENGTHS, 1, _LONGEST),
-        (_COUNTS, 0, _LARGEST),
-    ):
+    number = _is_number(value)
+    for names, low, high in _RANGES:
         if name in names:
             fits = number and isinstance(value, int) and low <= value <= high
             return None if fits else f"an integer in [{low}, {high}]"
@@ -84,3 +117,16 @@ def _wanted(name: str, value: Any) -> str | None:
         fits = number and 0 < value <= _LARGEST and math.isfinite(value)
         return None if fits else "a positive number"
     return None
+
+
+def _bound(name: str, value: Any) -> str | None:
+    """Bound that ``value``, or a number in a list of that name, is above, in words; None if there is none."""
+    for each in value if isinstance(value, list) else [value]:
+        for names, _, high in _RANGES:
+            if name in names and _is_number(each) and not each <= high:
+                return f"{high} at most"
+    return None
+
+
+def _is_number(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float))

@@ -13,6 +13,7 @@ import torch
 from aioinfer.checkpoint.files import Checkpoint, Directory, open_checkpoint
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
+from aioinfer.model.architecture import named_architecture, own_fields
 from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.config_check import check_numbers
 from aioinfer.model.embedding_checkpoint import Headless, with_head, with_prefix
@@ -253,7 +254,7 @@ def _read_config(checkpoint: Checkpoint) -> Any:
     from aioinfer.model.configs import OWN_CONFIGS
 
     stated, name = checkpoint.config(), checkpoint.path.name
-    check_numbers(stated)
+    check_numbers(stated, own_fields)
     try:
         own = OWN_CONFIGS.get(str(stated.get("model_type")))
         if own is not None:
@@ -270,9 +271,7 @@ def _read_config(checkpoint: Checkpoint) -> Any:
         raise ConfigError(f"model: the config of {name} cannot be used: {error}") from error
     for field in _NOT_READ.get(config.model_type, ()):
         setattr(config, field, None)
-    named = config.architectures
-    if not isinstance(named, list) or not named or not isinstance(named[0], str):
-        raise ConfigError(f"model: the config of {name} names no architecture")
+    config.architectures = [named_architecture(config, name)]
     return config
 
 

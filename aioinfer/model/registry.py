@@ -17,12 +17,15 @@ from aioinfer.model.families.llama import POST_NORMS, SANDWICH_NORMS, LlamaLike
 from aioinfer.model.families.mixtral import Mixtral
 from aioinfer.model.families.qwen3_5 import Qwen3Next
 
-__all__ = ["LANGUAGE_MODELS", "own_implementation", "why_not_own"]
+__all__ = ["LANGUAGE_MODELS", "MODEL_TYPES", "own_implementation", "why_not_own"]
 
 _SDAR = Blocks(4, 151669)
 #: architecture -> (the model types whose configs it accepts, its family)
 _OWN: dict[str, tuple[frozenset[str], Family]] = {
-    "LlamaForCausalLM": (frozenset({"llama"}), LlamaLike("config", mlp_bias=True)),
+    "LlamaForCausalLM": (
+        frozenset({"llama", "internlm3", "iquestcoder"}),
+        LlamaLike("config", mlp_bias=True),
+    ),
     "MistralForCausalLM": (frozenset({"mistral"}), LlamaLike(windows="all")),
     "MixtralForCausalLM": (frozenset({"mixtral"}), Mixtral(windows="all")),
     "Phi3ForCausalLM": (
@@ -90,6 +93,8 @@ _OWN: dict[str, tuple[frozenset[str], Family]] = {
 }
 
 
+#: model types that may have an own implementation
+MODEL_TYPES = frozenset[str]().union(*(types for types, _ in _OWN.values()))
 #: architectures that generate token by token
 LANGUAGE_MODELS = frozenset(name for name, (_, family) in _OWN.items() if family.blocks is None)
 

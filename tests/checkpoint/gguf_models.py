@@ -71,10 +71,12 @@ def write_gguf(
     *,
     more: dict[str, Any] | None = None,
     further: dict[str, torch.Tensor] | None = None,
+    fused: bool = False,
 ) -> dict[str, torch.Tensor]:
     """A checkpoint with its matrices in a type that the package can make; returns its tensors as they were.
 
-    ``more``: numbers and texts of the metadata; ``further``: tensors.
+    ``more``: numbers and texts of the metadata; ``further``: tensors; ``fused``: tensors are joined that the
+    converter can join.
     """
     config = json.loads((folder / "config.json").read_text())
     architecture = _ARCHITECTURES[config["model_type"]]
@@ -91,7 +93,8 @@ def write_gguf(
         else:
             writer.add_string(name, value) if isinstance(value, str) else writer.add_uint32(name, value)
     tensors: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
-    _add_tensors(writer, tensors, gguf.GGMLQuantizationType[kind], config, architecture)
+    placed = _placed(tensors, config, architecture)
+    _add_tensors(writer, _joined(placed) if fused else placed, gguf.GGMLQuantizationType[kind])
     for name, tensor in (further or {}).items():
         writer.add_tensor(name, tensor.numpy())
     _write(writer)
@@ -172,13 +175,13 @@ def _add_windows(writer: Any, config: dict[str, Any], architecture: str) -> None
     writer.add_attention_scale(config["query_pre_attn_scalar"] ** -0.5)
 
 
-def _add_tensors(
-    writer: Any, tensors: dict[str, torch.Tensor], kind: Any, config: dict[str, Any], architecture: str
-) -> None:
+def _placed(tensors: dict[str, torch.Tensor], config: dict[str, Any], architecture: str) -> dict[str, Any]:
+    """Arrays by their names in files, as the converter changes them."""
     names = gguf.get_tensor_name_map(
         {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[architecture],
         config.get("num_hidden_layers") or config["n_layer"],
     )
+    found: dict[str, Any] = {}
     for name, tensor in _stacked(tensors).items():
         values = tensor.float().numpy()
         place = name_in_gguf(name) if "experts" in name else names.get_name(name, (".weight", ".bias"))
@@ -189,10 +192,27 @@ def _add_tensors(
         for part, count in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             if architecture in _NEIGHBOURS and part in name:
                 values = _neighbours(values, config[count])
+        found[place] = np.ascontiguousarray(values)
+    return found
+
+
+def _joined(placed: dict[str, Any]) -> dict[str, Any]:
+    """With queries, keys and values in one tensor, and gates and inputs of experts."""
+    found = dict(placed)
+    parts = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_gate_up_exps": ("ffn_gate_exps", "ffn_up_exps")}
+    for whole, (first, *rest) in parts.items():
+        for name in [name for name in placed if f".{first}." in name]:
+            each = [found.pop(name.replace(first, part)) for part in (first, *rest)]
+            found[name.replace(first, whole)] = np.concatenate(each, axis=-2 if each[0].ndim > 1 else 0)
+    return found
+
+
+def _add_tensors(writer: Any, placed: dict[str, Any], kind: Any) -> None:
+    for place, values in placed.items():
         if values.ndim == 1 or kind.name == "F32":
-            writer.add_tensor(place, np.ascontiguousarray(values))
+            writer.add_tensor(place, values)
         else:
-            writer.add_tensor(place, gguf.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
+            writer.add_tensor(place, gguf.quants.quantize(values, kind), raw_dtype=kind)
 
 
 def _neighbours(values: Any, heads: int) -> Any:

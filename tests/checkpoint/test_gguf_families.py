@@ -11,12 +11,13 @@ import torch
 from aioinfer.checkpoint.files import open_checkpoint
 from aioinfer.checkpoint.gguf_config import config_of
 from aioinfer.checkpoint.gguf_file import GGUFFile
+from aioinfer.checkpoint.gguf_tensors import GGUFTensors
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from tests.checkpoint.gguf_models import EVERY, make_family, write_gguf
-from tests.model.checkpoints import greedy_each
+from tests.model.checkpoints import assert_greedy, greedy_each
 from tests.model.harness import require
 from tests.tiers import FURTHER, points
 
@@ -209,3 +210,43 @@ def test_olmo_without_a_window_is_olmo_2(tmp_path: Path) -> None:
         config = config_with(file, attention__sliding_window=window)
         assert config["architectures"] == ["Olmo2ForCausalLM"]
         assert config["rope_parameters"]["rope_type"] == "yarn"
+
+
+FUSED = ["llama-biases", "qwen2", "qwen3", "gemma2", "smollm3-interval", "olmo2", "glm4", "llama-mha-untied"]
+
+
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+@pytest.mark.parametrize("family", FUSED)
+def test_queries_keys_and_values_may_be_one_tensor(tmp_path: Path, family: str, kind: str) -> None:
+    """Of weights and biases, in the order that the converter reorders rows to before it fuses them."""
+    make_family(family, tmp_path / "hf", hidden_size=64, intermediate_size=96)
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", kind)
+    write_gguf(tmp_path / "hf", tmp_path / "fused.gguf", kind, fused=True)
+    file = GGUFFile(tmp_path / "fused.gguf")
+    assert "blk.0.attn_qkv.weight" in file.tensors
+    assert "blk.0.attn_q.weight" not in file.tensors
+    plain, fused = (open_checkpoint(tmp_path / name) for name in ("m.gguf", "fused.gguf"))
+    assert plain.config() == fused.config()
+    one, other = plain.tensors(), fused.tensors()
+    assert set(one.names) == set(other.names)
+    for name in one.names:
+        assert one.shape(name) == other.shape(name)
+        assert torch.equal(one.read(name), other.read(name))
+        assert one.rounding(name) == other.rounding(name)
+        if one.rounding(name) is not None:
+            assert torch.equal(one.quantised(name).values, other.quantised(name).values)
+
+
+def test_gates_and_inputs_of_experts_may_be_one_tensor(tmp_path: Path) -> None:
+    oracle = make_family("qwen3-moe", tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", fused=True)
+    assert "blk.0.ffn_gate_up_exps.weight" in GGUFFile(tmp_path / "m.gguf").tensors
+    assert_greedy(tmp_path / "m.gguf", [[3, 1, 4, 1, 5], [9, 2]], 6, oracle)
+
+
+def test_fused_rows_that_do_not_fit_the_heads_are_an_error(tmp_path: Path) -> None:
+    make_family("qwen2", tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", fused=True)
+    file = GGUFFile(tmp_path / "m.gguf")
+    with pytest.raises(ConfigError, match=r"blk.0.attn_qkv.bias has 96 rows for 5 and 2 heads"):
+        GGUFTensors(file, 5, 2)

@@ -148,7 +148,7 @@ def test_white_space_after_control_tokens_of_phi_3_is_no_text(tmp_path: Path, ar
         assert found.encode(chat)[-1] == controls.index("<|assistant|>")
     else:
         assert found.encode(chat) != [1, *oracle.encode(chat).ids]
-    assert end_tokens(GGUFFile(tmp_path / "t.gguf")) == [3, 5]
+    assert end_tokens(GGUFFile(tmp_path / "t.gguf")) == [2, 3, 5]
 
 
 def test_turns_of_glm_4_end_where_the_next_one_begins(tmp_path: Path) -> None:
@@ -160,3 +160,37 @@ def test_turns_of_glm_4_end_where_the_next_one_begins(tmp_path: Path) -> None:
     for architecture, ends in (("glm4", [0, 1, 2]), ("llama", [0])):
         write_file(tmp_path / "t.gguf", stated, architecture)
         assert end_tokens(GGUFFile(tmp_path / "t.gguf")) == ends
+
+
+@pytest.mark.parametrize(
+    ("controls", "added", "ends"),
+    [
+        (
+            ["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>"],
+            [],
+            "<|end_of_text|> <|eot_id|> <|eom_id|>",
+        ),
+        (["<bos>", "</s>", "<end_of_utterance>"], [], "</s> <end_of_utterance>"),
+        (["[BOS]", "[EOS]", "[EOT]", "_<EOT>"], [], "[EOS] [EOT] _<EOT>"),
+        # A message of Harmony ends before its turn does.
+        (["<|start|>", "<|end|>", "<|return|>", "<|call|>"], [], "<|return|> <|call|>"),
+        (["<|end|>", "<|flush|>", "<|calls|>"], [], "<|flush|> <|calls|>"),
+        (["<|end|>", "<|return|>"], [], "<|end|> <|return|>"),
+        (["<turn|>", "<|tool_response>", "<eos>", "<|turn>"], [], "<turn|> <|tool_response> <eos>"),
+        (["<｜end▁of▁sentence｜>", "[e~["], ["<|im_end|>"], "<｜end▁of▁sentence｜> [e~[ <|im_end|>"),
+        # A tag of HTML, and texts of plain tokens.
+        (["<eos>"], ["</s>", "<s>"], "<eos>"),
+    ],
+)
+def test_ends_are_what_control_tokens_say(
+    tmp_path: Path, controls: list[str], added: list[str], ends: str
+) -> None:
+    plain = ["a", "[EOT]x", "<|im_end|> "]
+    stated = {
+        "tokenizer.ggml.tokens": [*plain, *controls, *added],
+        "tokenizer.ggml.token_type": [NORMAL] * 3 + [CONTROL] * len(controls) + [USER_DEFINED] * len(added),
+        "tokenizer.ggml.eos_token_id": 3,
+    }
+    write_file(tmp_path / "t.gguf", stated)
+    tokens = stated["tokenizer.ggml.tokens"]
+    assert end_tokens(GGUFFile(tmp_path / "t.gguf")) == sorted({3, *map(tokens.index, ends.split())})

@@ -100,7 +100,7 @@ TENSORS = [
     ),
 ]
 CONFIGS = [
-    ("qwen3", {"architectures": None}, "names no architecture"),
+    ("qwen3", {"architectures": [None]}, "must be names"),
     ("qwen3", {"architectures": ["NonsenseForCausalLM"]}, "no causal language model"),
     ("opt", {"architectures": ["OPTForSequenceClassification"]}, "is no causal language model"),
     ("qwen3", {"model_type": "nonsense"}, "cannot be used"),

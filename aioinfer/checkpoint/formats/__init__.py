@@ -7,7 +7,8 @@ from typing import Any
 
 from aioinfer.checkpoint.formats.awq import AWQ
 from aioinfer.checkpoint.formats.base import Format, QuantisedTensors
-from aioinfer.checkpoint.formats.compressed import IntQuantized, PackQuantized
+from aioinfer.checkpoint.formats.compressed import compressed
+from aioinfer.checkpoint.formats.fields import FIELDS, check_fields
 from aioinfer.checkpoint.formats.fp8 import FP8
 from aioinfer.checkpoint.formats.gptq import GPTQ
 from aioinfer.checkpoint.formats.mxfp4 import MXFP4Tensors
@@ -15,18 +16,6 @@ from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError, shown
 
 __all__ = ["quantised_tensors"]
-
-
-def _compressed(config: dict[str, Any]) -> Format:
-    """The one of several formats that a config of compressed-tensors names."""
-    name = config.get("format")
-    if name in ("float-quantized", "naive-quantized"):
-        return FP8.compressed(config)
-    if name == "pack-quantized":
-        return PackQuantized(config)
-    if name == "int-quantized":
-        return IntQuantized(config)
-    raise ConfigError(f"model: weights of the format {shown(name)} of compressed-tensors are not supported")
 
 
 def _by_modules(form: Callable[[dict[str, Any]], Format]) -> Callable[[Tensors, dict[str, Any]], Tensors]:
@@ -37,7 +26,7 @@ def _by_modules(form: Callable[[dict[str, Any]], Format]) -> Callable[[Tensors, 
 #: by ``quant_method``
 _FORMATS: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "awq": _by_modules(AWQ),
-    "compressed-tensors": _by_modules(_compressed),
+    "compressed-tensors": _by_modules(compressed),
     "fp8": _by_modules(FP8),
     "gptq": _by_modules(GPTQ),
     "mxfp4": lambda tensors, _: MXFP4Tensors(tensors),
@@ -54,6 +43,7 @@ def quantised_tensors(tensors: Tensors, config: Any) -> Tensors:
         raise ConfigError(
             f"model: weights quantised by {shown(method)} are not supported: {', '.join(_FORMATS)} are"
         )
+    check_fields(config, FIELDS[method], "quantization_config")
     try:
         return _FORMATS[method](tensors, config)
     except ConfigError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, Tensors
 from aioinfer.errors import ConfigError
@@ -94,11 +94,11 @@ class Format(ABC):
     """Reads quantised weights. Errors are ConfigErrors that name the tensor."""
 
     #: the part by which a quantised module is recognised
-    marker: ClassVar[str]
+    marker: str
     #: the other parts, which no model takes; some may be missing
-    others: ClassVar[frozenset[str]]
+    others: frozenset[str]
     #: whether a :class:`Stack` may be quantised, too
-    stacks: ClassVar[bool] = False
+    stacks: bool = False
 
     def quantised(self, stored: Stored) -> bool:
         """Whether a module that has the marker is quantised."""

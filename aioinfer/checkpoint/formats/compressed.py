@@ -11,7 +11,10 @@ Source: https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
+
+import regex
 
 from aioinfer.checkpoint.formats.base import (
     Format,
@@ -22,23 +25,119 @@ from aioinfer.checkpoint.formats.base import (
     rounding_of_groups,
     unpacked,
 )
-from aioinfer.checkpoint.tensors import QuantisedMatrix, Rounding
+from aioinfer.checkpoint.formats.fields import check_fields
+from aioinfer.checkpoint.formats.fp8 import FP8
+from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding
 from aioinfer.errors import ConfigError, shown
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["IntQuantized", "PackQuantized"]
+__all__ = ["compressed"]
 
 
-def _weights(config: dict[str, Any]) -> dict[str, Any]:
-    """The description of weights in a config, which must be one for all. Raises ConfigError."""
-    stated = [group["weights"] for group in config["config_groups"].values()]
-    facts = {(each.get("num_bits"), each.get("type"), each.get("symmetric", True)) for each in stated}
-    if len(facts) != 1:
-        raise ConfigError("model: weights quantised in several ways are not supported")
-    found: dict[str, Any] = stated[0]
-    return found
+#: fields of a group, and of its weights, that are read, or that change no weight
+_GROUP = frozenset({"format", "input_activations", "output_activations", "targets", "weights"})
+_WEIGHTS = frozenset(
+    {
+        *("actorder", "block_structure", "dynamic", "group_size", "num_bits", "observer", "observer_kwargs"),
+        *("scale_dtype", "strategy", "symmetric", "type", "zp_dtype"),
+    }
+)
+#: the class of modules whose weights are quantised
+_LINEAR = "Linear"
+#: bound on the time of one match
+_SECONDS = 0.5
+
+
+def compressed(config: dict[str, Any]) -> Format:
+    """The format of a config: one of several that it names, or one for each of its groups of modules. Raises
+    ConfigError."""
+    name = config.get("format")
+    form = _FORMATS.get(name) if isinstance(name, str) else None
+    if form is None:
+        raise ConfigError(
+            f"model: weights of the format {shown(name)} of compressed-tensors are not supported"
+        )
+    sparsity = (config.get("sparsity_config") or {}).get("format", "dense")
+    if sparsity != "dense":
+        raise ConfigError(f"model: sparse weights in the format {shown(sparsity)} are not supported")
+    groups = {key: group for key, group in config["config_groups"].items() if group["weights"]}
+    if not groups:
+        raise ConfigError("model: config_groups of the quantization_config has no weights")
+    for key, group in groups.items():
+        check_fields(group, _GROUP, f"group {shown(key)} in config_groups")
+        check_fields(group["weights"], _WEIGHTS, f"weights of the group {shown(key)} in config_groups")
+        if group.get("format") not in (None, name):
+            raise ConfigError(
+                f"model: config_groups of several formats, {shown(name)} and others, are not read"
+            )
+    stated = [group["weights"] for group in groups.values()]
+    if all(each == stated[0] for each in stated):
+        return form(stated[0])
+    return Grouped([(group["targets"], form(group["weights"])) for group in groups.values()])
+
+
+class Grouped(Format):
+    """Groups of modules, each with settings of its own."""
+
+    def __init__(self, groups: list[tuple[list[str], Format]]) -> None:
+        """``groups``: names of modules, patterns of them, or their class, and a format, of one class for
+        all."""
+        self._groups = groups
+        self._found: dict[str, Format] = {}
+        self._first = groups[0][1]
+        self.marker, self.others, self.stacks = self._first.marker, self._first.others, self._first.stacks
+
+    def quantised(self, stored: Stored) -> bool:
+        return self._first.quantised(stored)
+
+    def shape(self, stored: Stored) -> tuple[int, ...]:
+        return self._of(stored).shape(stored)
+
+    def read(self, stored: Stored) -> torch.Tensor:
+        return self._of(stored).read(stored)
+
+    def rounding(self, stored: Stored) -> Rounding | None:
+        return self._of(stored).rounding(stored)
+
+    def matrix(self, stored: Stored) -> QuantisedMatrix:
+        return self._of(stored).matrix(stored)
+
+    def float8(self, stored: Stored) -> Float8Matrix | None:
+        return self._of(stored).float8(stored)
+
+    def _of(self, stored: Stored) -> Format:
+        """The format of a module: of the group that names it, else of one with a pattern that it matches,
+        else of one of all of its class. Raises ConfigError."""
+        module = stored.module
+        if module not in self._found:
+            fits = (module.__eq__, lambda target: _matches(target, module), _LINEAR.__eq__)
+            found = (
+                form
+                for fit in fits
+                for targets, form in self._groups
+                if any(fit(target) is True for target in targets)
+            )
+            form = next(found, None)
+            if form is None:
+                raise ConfigError(f"model: no group in config_groups has {module} among its targets")
+            self._found[module] = form
+        return self._found[module]
+
+
+def _matches(target: str, module: str) -> bool:
+    """Whether a target is a pattern that the begin of a name matches. Raises ConfigError."""
+    prefix, _, pattern = target.partition(":")
+    if prefix != "re":
+        return False
+    try:
+        # ``concurrent``: without the interpreter's lock.
+        return regex.match(pattern, module, timeout=_SECONDS, concurrent=True) is not None
+    except (regex.error, TimeoutError, RecursionError, OverflowError) as error:
+        raise ConfigError(
+            f"model: the target {shown(target)} in config_groups cannot be used: {error}"
+        ) from error
 
 
 def _group(stated: dict[str, Any]) -> int | None:
@@ -52,8 +151,7 @@ class IntQuantized(Format):
     marker = "weight"
     others = frozenset({"weight_scale", "weight_zero_point", "input_scale", "input_zero_point"})
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        stated = _weights(config)
+    def __init__(self, stated: dict[str, Any]) -> None:
         bits = stated.get("num_bits")
         if bits != 8 or not stated.get("symmetric", True):
             raise ConfigError(
@@ -100,8 +198,7 @@ class PackQuantized(ZeroPoints):
     marker = "weight_packed"
     others = frozenset({"weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx"})
 
-    def __init__(self, config: dict[str, Any]) -> None:
-        stated = _weights(config)
+    def __init__(self, stated: dict[str, Any]) -> None:
         bits, kind = stated.get("num_bits"), stated.get("type", "int")
         if bits not in (4, 8) or kind != "int":
             raise ConfigError(
@@ -158,3 +255,12 @@ class PackQuantized(ZeroPoints):
             return values, scales, torch.full_like(scales, 2 ** (self.bits - 1))
         packed = stored.typed("weight_zero_point", "int32").T.contiguous()
         return values, scales, unpacked(packed, self.bits)[:, :outputs].T.float()
+
+
+#: by ``format``; of the description of weights
+_FORMATS: Mapping[str, Callable[[dict[str, Any]], Format]] = {
+    "float-quantized": FP8.compressed,
+    "naive-quantized": FP8.compressed,
+    "pack-quantized": PackQuantized,
+    "int-quantized": IntQuantized,
+}

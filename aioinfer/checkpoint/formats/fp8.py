@@ -44,16 +44,10 @@ class FP8(Format):
         self._block: tuple[int, int] | None = None if block is None else (block[0], block[1])
 
     @classmethod
-    def compressed(cls, config: dict[str, Any]) -> Self:
-        """As compressed-tensors describes it."""
-        blocks = {
-            tuple(group["weights"]["block_structure"])
-            for group in config["config_groups"].values()
-            if group["weights"].get("strategy") == "block"
-        }
-        if len(blocks) > 1:
-            raise ConfigError("model: blocks of several sizes are not supported")
-        return cls({"weight_block_size": list(*blocks) or None})
+    def compressed(cls, weights: dict[str, Any]) -> Self:
+        """As compressed-tensors describes weights."""
+        block = weights["block_structure"] if weights.get("strategy") == "block" else None
+        return cls({"weight_block_size": block})
 
     def quantised(self, stored: Stored) -> bool:
         return stored.has("weight_scale") or stored.has("weight_scale_inv") or _is_float8(stored)

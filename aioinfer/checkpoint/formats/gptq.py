@@ -35,10 +35,17 @@ class GPTQ(ZeroPoints):
         bits = config.get("bits")
         if bits not in (4, 8):
             raise ConfigError(f"model: GPTQ of {shown(bits)} bits is not supported, 4 and 8 are")
-        if config.get("dynamic"):
-            raise ConfigError("model: GPTQ with settings of its own for some modules is not supported")
+        for pattern, settings in (config.get("dynamic") or {}).items():
+            # Patterns with a minus say which modules are not quantised. The tensors say so, too.
+            if not pattern.startswith("-:") and any(config.get(key) != settings[key] for key in settings):
+                raise ConfigError(
+                    f"model: GPTQ with settings of its own for the modules {shown(pattern)} (dynamic) is not "
+                    "supported"
+                )
         self.bits = bits
         version = str(config.get("checkpoint_format") or config.get("format") or "gptq").lower()
+        if version not in ("gptq", "gptq_v2"):
+            raise ConfigError(f"model: GPTQ in the layout {shown(version)} is not supported")
         self._second = version == "gptq_v2"
         self._centred = config.get("sym") is True
         self._shuffled = config.get("desc_act") is True

@@ -31,6 +31,7 @@ from aioinfer.model.weights import StoredMatrix, Weights
 __all__ = [
     *("Family", "NormWeight", "Source"),
     *("build_decoder", "expert_middle", "expert_shape", "head_dim", "inner_sizes", "kv_heads", "norm_eps"),
+    "own",
 ]
 
 #: Endings of the names of tensors that follow from the config: rotary frequencies in old checkpoints, and the
@@ -281,7 +282,7 @@ def expert_shape(family: Family, config: Any) -> tuple[int, int] | None:
 
 def expert_middle(config: Any) -> int:
     """Inner dimension of one expert; where all layers have experts, some configs state no other."""
-    size: int = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    size: int = own(config, "moe_intermediate_size") or config.intermediate_size
     return size
 
 
@@ -289,12 +290,18 @@ def inner_sizes(config: Any) -> list[int]:
     """Inner dimensions of the layers' matrix products, of a config with the usual names for them."""
     names = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_inner")
     sizes = [getattr(config, name, None) for name in names]
-    return [size for size in sizes if size is not None]
+    return [size for size in sizes if size]
+
+
+def own(config: Any, name: str) -> Any:
+    """A field of the config's class; None if it has no such field. Files state fields of other families, too,
+    which their code does not read."""
+    return getattr(config, name) if hasattr(type(config), name) else None
 
 
 def norm_eps(config: Any) -> float:
     """Summand of the mean square of a norm."""
-    eps: float = config.rms_norm_eps if hasattr(config, "rms_norm_eps") else config.norm_eps
+    eps: float = own(config, "rms_norm_eps") or config.norm_eps
     return eps
 
 

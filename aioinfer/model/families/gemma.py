@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from aioinfer.model.attention.base import AttentionParams
-from aioinfer.model.families.base import NormWeight, Source, head_dim
+from aioinfer.model.families.base import NormWeight, Source, head_dim, own
 from aioinfer.model.families.llama import LayerNorms, LlamaLike
 from aioinfer.model.layer import Embedding
 
@@ -44,13 +44,13 @@ class Gemma(LlamaLike):
         return Embedding(scale=scale.item())
 
     def logit_cap(self, config: Any) -> float | None:
-        cap: float | None = getattr(config, "final_logit_softcapping", None)
+        cap: float | None = own(config, "final_logit_softcapping")
         return cap
 
     def _attention_params(self, source: Source, index: int) -> AttentionParams:
         config = source.config
         return AttentionParams(
-            scale=(getattr(config, "query_pre_attn_scalar", None) or head_dim(config)) ** -0.5,
+            scale=(own(config, "query_pre_attn_scalar") or head_dim(config)) ** -0.5,
             window=self._window(config, index),
             soft_cap=config.attn_logit_softcapping if self.capped else None,
         )

@@ -18,7 +18,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.model import rope
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.blocks import Blocks
-from aioinfer.model.families.base import Family, NormWeight, Source, head_dim, kv_heads
+from aioinfer.model.families.base import Family, NormWeight, Source, head_dim, kv_heads, own
 from aioinfer.model.gates import CONFIG_GATES
 from aioinfer.model.layer import Layer
 from aioinfer.model.linear import Linear
@@ -86,7 +86,7 @@ class LlamaLike(Family):
     def unsupported_reason(self, config: Any) -> str | None:
         if not rope.supported(config, head_dim(config), partial=self.partial_rotary):
             return "its kind of rotary positions"
-        activation, rotated = self._activation(config), getattr(config, "no_rope_layers", None)
+        activation, rotated = self._activation(config), own(config, "no_rope_layers")
         if activation not in CONFIG_GATES:
             return f"the activation {activation}"
         if self._has_experts(config) and CONFIG_GATES[activation] != "silu":
@@ -166,7 +166,7 @@ class LlamaLike(Family):
 
     def _rope(self, source: Source, index: int) -> Rope | None:
         """The rotation of a layer; SmolLM3 states the layers that have one."""
-        rotated = getattr(source.config, "no_rope_layers", None)
+        rotated = own(source.config, "no_rope_layers")
         return source.rope(index) if not rotated or rotated[index] else None
 
     def _attention_params(self, source: Source, index: int) -> AttentionParams:

@@ -1,0 +1,58 @@
+"""Numbers of a config: strict where our own code reads them, transformers' affair elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aioinfer.errors import ConfigError
+from aioinfer.model.architecture import own_fields
+from aioinfer.model.config_check import check_numbers
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"model_type": "granitemoehybrid", "num_experts_per_tok": 0, "num_local_experts": 0},
+        {"model_type": "hunyuan_v1_moe", "moe_intermediate_size": [64, 64], "num_experts_per_tok": [2, 2]},
+        {"model_type": "gemma3n_text", "intermediate_size": [64, 128], "head_dim": 0},
+        {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 0, "norm_eps": "small"},
+        {"model_type": "unheard_of", "intermediate_size": 0, "num_key_value_heads": -1},
+        # Fields that the family does not have, and experts where there are none.
+        {"model_type": "llama", "moe_intermediate_size": 0, "num_experts_per_tok": [], "conv_L_cache": -3},
+        {"model_type": "qwen3_moe", "num_experts": 0, "num_experts_per_tok": 0, "moe_intermediate_size": 0},
+        {"model_type": "mistral3", "text_config": {"model_type": "ministral", "intermediate_size": [3]}},
+    ],
+)
+def test_numbers_that_no_code_of_ours_needs_are_left_to_transformers(stated: dict[str, Any]) -> None:
+    check_numbers(stated, own_fields)
+
+
+@pytest.mark.parametrize(
+    ("stated", "message"),
+    [
+        ({"model_type": "llama", "intermediate_size": 0}, r"^model: intermediate_size in .* integer in \[1,"),
+        ({"model_type": "llama", "intermediate_size": [64]}, "intermediate_size"),
+        ({"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ({"model_type": "llama", "rope_scaling": {"factor": 0}}, r"rope_scaling\.factor"),
+        (
+            {"model_type": "x", "text_config": {"model_type": "qwen3", "head_dim": []}},
+            r"text_config\.head_dim",
+        ),
+        (
+            {"model_type": "gemma4_text", "per_layer_config": {"0": {"head_dim": 0}}},
+            r"per_layer_config\.0\.head_dim",
+        ),
+        # Of these, all memory would be taken.
+        (
+            {"model_type": "opt", "num_hidden_layers": 10**9},
+            "num_hidden_layers in config.json must be 10000 at most",
+        ),
+        ({"model_type": "hunyuan_v1_moe", "moe_intermediate_size": [64, 10**12]}, "moe_intermediate_size"),
+        ({"model_type": "granite", "max_position_embeddings": float("nan")}, "max_position_embeddings"),
+    ],
+)
+def test_numbers_that_no_model_can_have_are_refused(stated: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check_numbers(stated, own_fields)
