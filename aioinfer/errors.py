@@ -118,7 +118,8 @@ class EngineError(AioInferError):
 
 
 class StepFailed(EngineError):
-    """The step that computed this request raised; ``__cause__`` is the device's exception."""
+    """The step that computed this request raised, the second time for it alone; ``__cause__`` is the device's
+    exception."""
 
 
 class EngineFailed(EngineError):

@@ -4,7 +4,7 @@
 
                  submit                admitted                       last token planned
     (new) ──► waiting ─────► running: prefilling ──► batch ──────────► (neither)
-                 ▲  ▲                 │ retracted, or its step ran out of memory
+                 ▲  ▲                 │ retracted, or its step failed
                  │  └─────────────────┤
           unpark └──── shelved ◄──────┘ the same, while it is parked
 

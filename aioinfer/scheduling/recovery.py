@@ -1,4 +1,4 @@
-"""Recovery: the size of steps after one ran out of memory, and the results of the steps after it."""
+"""Recovery: after a step that failed, smaller ones, requests that go on alone, and results that are junk."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from aioinfer.sampling.outcomes import DEFERRED, NO_TOKEN
 from aioinfer.scheduling.sequence import Sequence, SequenceState
 from aioinfer.scheduling.step import Row, Step
 
-__all__ = ["StepCap", "struck", "without_junk"]
+__all__ = ["StepCap", "Suspects", "failed_before", "struck", "without_junk"]
 
 #: steps that a lowered cap stays where it is: at first, and at most
 _FIRST_PATIENCE = 16
@@ -52,6 +52,34 @@ class StepCap:
             self._left -= 1
         else:
             self.tokens = min(self._most, self.tokens + max(1, self.tokens // 8))
+
+
+class Suspects:
+    """The requests of steps that raised: one of them may be what a step raised for. Each goes on alone until
+    it has come further, so that a step raises for no other request again."""
+
+    __slots__ = ("_sequences",)
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._sequences)
+
+    def add(self, sequence: Sequence) -> None:
+        """The request starts over, since its step raised."""
+        sequence.recovery.failed_at = sequence.cursor.progress
+        self._sequences.append(sequence)
+
+    def next(self) -> Sequence | None:
+        """The one that goes on alone now; None if there is none that is not parked."""
+        self._sequences = [each for each in self._sequences if failed_before(each) and not each.finished]
+        return next((each for each in self._sequences if not each.parked), None)
+
+
+def failed_before(sequence: Sequence) -> bool:
+    """Whether a step of the request raised, and it came no further since."""
+    return sequence.recovery.failed_at == sequence.cursor.progress
 
 
 def struck(step: Step) -> list[Sequence]:

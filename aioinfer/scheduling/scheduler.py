@@ -17,7 +17,7 @@ from aioinfer.scheduling.faults import PlanFaults
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import PolicyFailed, make_policy
 from aioinfer.scheduling.queues import RequestQueues, RunningBatch
-from aioinfer.scheduling.recovery import StepCap, struck
+from aioinfer.scheduling.recovery import StepCap, Suspects, failed_before, struck
 from aioinfer.scheduling.reserve import NewTokenRatio, Outlook, Reserve
 from aioinfer.scheduling.retraction import victims
 from aioinfer.scheduling.sequence import Sequence, SequenceState
@@ -48,6 +48,7 @@ class Scheduler:
         "faults",
         "queues",
         "ratio",
+        "suspects",
         "weight_version",
     )
 
@@ -73,6 +74,8 @@ class Scheduler:
         self.cap = StepCap(config.step_tokens, least=batch.unit)
         #: requests that ended because planning raised for them
         self.faults = PlanFaults(self.queues)
+        #: requests of steps that raised
+        self.suspects = Suspects()
         #: how often the weights were replaced
         self.weight_version = 0
         self._prefilled_last = False
@@ -123,6 +126,12 @@ class Scheduler:
             return None
         budget = StepBudget(config, memory.pages.page_size, self.cap.tokens, queues.batch.unit)
         self._short = False
+        if self.suspects and (suspect := self.suspects.next()) is not None:
+            if queues.last_step > memory.pages.last_resolved:
+                return None
+            step = self._step(*self._alone(suspect, budget))
+            if step is not None:
+                return step
         try:
             self._preempt()
         except PolicyFailed as error:
@@ -140,6 +149,24 @@ class Scheduler:
             if not generating and (config.mixed or not prefilling):
                 generating = self._generate(budget, starved)
         return self._step(generating, prefilling)
+
+    def _alone(self, suspect: Sequence, budget: StepBudget) -> tuple[Generating, list[Row]]:
+        """The rows of one request, if it has what it needs; nothing is in flight."""
+        queues = self.queues
+        starved, prefilling = self._grow(), list[Row]()
+        try:
+            if suspect.state is SequenceState.WAITING and not queues.batch.locked:
+                free = len(queues.running) < self.config.running_requests
+                if free and queues.memory.admit(suspect, 0):
+                    queues.admitted(suspect)
+            if suspect.key in queues.prefilling and suspect.key not in queues.growing:
+                prefilling = self._chunk(suspect, budget)
+        except Exception as error:
+            self.faults.end([suspect], error)
+        if prefilling or not suspect.cursor.in_batch:
+            return NO_ROWS, prefilling
+        others = [each for each in queues.batch.sequences if each is not suspect or each in starved]
+        return self._generate(budget, others), prefilling
 
     def _step(self, generating: Generating, prefilling: list[Row]) -> Step | None:
         if not (generating or prefilling):
@@ -419,13 +446,23 @@ class Scheduler:
         return self.queues.batch.resolve(step, outcome, self.queues)
 
     def fail(self, step: Step, error: BaseException) -> list[Sequence]:
-        """A step raised: its own requests end with ``error``, all others go on."""
+        """A step raised: its requests start over, and go on one at a time until they have come further.
+
+        One that was alone in the step, or came no further since the last time, ends with ``error``. Returns
+        the requests that ended.
+        """
+        queues = self.queues
         self.memory.resolved(step.id)
-        failed = []
-        for sequence in step.sequences:
-            self.memory.distrust(sequence)
-            if self.queues.finish(sequence, "abort", error):
+        queues.junk_until = queues.last_step
+        alone, failed = step.num_rows == 1, []
+        for sequence in struck(step):
+            if alone or failed_before(sequence):
+                self.memory.distrust(sequence)
+                queues.finish(sequence, "abort", error)
                 failed.append(sequence)
+            else:
+                queues.start_over(sequence)
+                self.suspects.add(sequence)
         return failed
 
     def run_out(self, step: Step, error: BaseException) -> list[Sequence]:

@@ -49,7 +49,7 @@ class ParkedFor(Enum):
 class Recovery:
     """Which launched steps do not count for a sequence, and how often it was retracted."""
 
-    __slots__ = ("junk_until", "ran_out_at", "retractions", "void_until")
+    __slots__ = ("failed_at", "junk_until", "ran_out_at", "retractions", "void_until")
 
     def __init__(self) -> None:
         #: rows of launched steps up to this one sampled nothing that counts
@@ -58,6 +58,8 @@ class Recovery:
         self.junk_until = 0
         #: the cursor's ``progress`` when a step of this request last ran out of memory
         self.ran_out_at = -1
+        #: the same when one last raised
+        self.failed_at = -1
         self.retractions = 0
 
 

@@ -12,6 +12,7 @@ from aioinfer.scheduling.audit import audit, check
 from aioinfer.scheduling.block_batch import BlockBatch
 from aioinfer.scheduling.block_cursor import BlockCursor
 from aioinfer.scheduling.queues import RequestQueues
+from aioinfer.scheduling.recovery import failed_before
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.step import Outcome, Row, Step
@@ -37,8 +38,8 @@ class LawChecker:
         self.ended: set[int] = set()
         #: by request and life, the newest step with drafts of it
         self.verifying: dict[tuple[int, int], int] = {}
-        #: a step ran out of memory: then, and only then, the eldest is retracted
-        self.running_out = False
+        #: a step failed: then, and only then, the eldest is retracted
+        self.starting_over = False
         #: of the core; and by slot of an adapter, the newest step that read it
         self.adapters: AdapterRegistry | None = None
         self.adapter_read: dict[int, int] = {}
@@ -62,6 +63,8 @@ class LawChecker:
         assert len({row.slot for row in rows}) == len(rows) == step.num_rows, (
             "a slot has two rows in one step"
         )
+        suspects = [row for row in rows if failed_before(row.sequence)]
+        assert not suspects or len(rows) == 1, "a step could raise for others once more"
         self.check_limits(step)
         for row in rows:
             self.check_row(step, row)
@@ -145,24 +148,27 @@ class LawChecker:
         return updated
 
     def fail(self, step: Step, error: BaseException) -> list[Sequence]:
-        self._land(step)
-        failed: list[Sequence] = self.scheduler.fail(step, error)
+        failed = self._start_over(self.scheduler.fail, step, error)
         self.check()
         return failed
 
     def run_out(self, step: Step, error: BaseException) -> list[Sequence]:
-        self._land(step)
-        known = {request.key: request.known for request in step.sequences}
-        self.running_out = True
-        failed: list[Sequence] = self.scheduler.run_out(step, error)
-        self.running_out = False
+        failed = self._start_over(self.scheduler.run_out, step, error)
         least = max(self.least, step.num_tokens // 2)
         assert self.scheduler.cap.tokens <= least, "the next step asks for as much"
+        self.check()
+        return failed
+
+    def _start_over(self, handle: Any, step: Step, error: BaseException) -> list[Sequence]:
+        self._land(step)
+        known = {request.key: request.known for request in step.sequences}
+        self.starting_over = True
+        failed: list[Sequence] = handle(step, error)
+        self.starting_over = False
         for request in step.sequences:
             assert request.known == known[request.key], (
                 "a token that was read is lost, or one that was not came"
             )
-        self.check()
         return failed
 
     def _land(self, step: Step) -> None:
@@ -333,7 +339,7 @@ def watch_core(core: Core) -> LawChecker:
 
         def retract(self, request: Sequence) -> None:
             active = [each.key for each in self.running.values() if not each.parked]
-            spared = request.parked or checker.running_out or checker.updating or request.key != min(active)
+            spared = request.parked or checker.starting_over or checker.updating or request.key != min(active)
             assert spared, "the eldest request was retracted"
             super().retract(request)
 

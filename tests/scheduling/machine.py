@@ -106,7 +106,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.retracted: list[int] = []
         #: tokens that the next step may have at most, after one ran out of memory
         self.most: int | None = None
-        self.running_out = False
+        self.starting_over = False
 
     @initialize(config=configs())
     def build(self, config: dict[str, Any]) -> None:
@@ -162,6 +162,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         if step is None:
             return False
         assert len({row.sequence.key for row in step.rows}) == step.num_rows, "a request has two rows"
+        suspects = [row for row in step.rows if self.lives[row.sequence.key].suspect]
+        assert not suspects or step.num_rows == 1, "a step could raise for others once more"
         assert self.most is None or step.num_tokens <= self.most, "as much as what was too much"
         self.flights.append(self.device.launch(step, self.lives, self.flights, luck))
         return True
@@ -199,27 +201,23 @@ class SchedulerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.flights)
     @rule()
     def fail(self) -> None:
+        """The oldest step raises: for which of its requests, nobody knows."""
         flight = self.flights.pop(0)
         expected = set()
-        for row in flight.rows:
-            life = self.lives[row.sequence.key]
-            life.doomed = True
-            if life.reason is None:
+        for key, life in self._struck(flight).items():
+            if len(flight.rows) == 1 or life.failed_at == len(life.delivered):
                 life.reason = "abort"
-                expected.add(row.sequence.key)
-        doomed = [key for key, life in self.lives.items() if life.doomed]
-        for each in (flight, *self.flights):
-            self.device.spoil(each, doomed)
+                expected.add(key)
+            life.failed_at = len(life.delivered)
+        self.starting_over = True
         failed = self.scheduler.fail(flight.step, Injected())
+        self.starting_over = False
         assert {request.key for request in failed} == expected
 
-    @precondition(lambda self: self.flights)
-    @rule()
-    def run_out(self) -> None:
-        """The memory does not suffice for the oldest step; those behind it are computed from nothing."""
-        flight = self.flights.pop(0)
+    def _struck(self, flight: Flight) -> dict[int, Life]:
+        """The requests that go on from a step that failed, and cannot: each has what it had when it began."""
         self.device.spoil(flight, self.lives)
-        again: list[tuple[int, int]] = []
+        struck: dict[int, Life] = {}
         for row in flight.rows:
             key, life = row.sequence.key, self.lives[row.sequence.key]
             if life.reason is not None or key in flight.void:
@@ -232,17 +230,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             for each in self.flights:
                 each.void.add(key)
                 self.device.spoil(each, {key})
-            if life.ran_out_at == len(life.delivered):
-                again.append((row.sequence.known, key))
-            life.ran_out_at = len(life.delivered)
             life.sampled = list(life.delivered)
+            struck[key] = life
+        return struck
+
+    @precondition(lambda self: self.flights)
+    @rule()
+    def run_out(self) -> None:
+        """The memory does not suffice for the oldest step; those behind it are computed from nothing."""
+        flight = self.flights.pop(0)
+        again: list[tuple[int, int]] = []
+        for key, life in self._struck(flight).items():
+            if life.ran_out_at == len(life.delivered):
+                again.append((life.request.known, key))
+            life.ran_out_at = len(life.delivered)
         expected = {key for _, key in [max(again, default=(0, 0))] if key}
         for key in expected:
             self.lives[key].reason = "abort"
         self.most = max(1, min(flight.step.num_tokens // 2, self.most or flight.step.num_tokens))
-        self.running_out = True
+        self.starting_over = True
         failed = self.scheduler.run_out(flight.step, Injected())
-        self.running_out = False
+        self.starting_over = False
         assert {request.key for request in failed} == expected
 
     @precondition(lambda self: self.lives)
@@ -422,7 +430,7 @@ def watched(machine: SchedulerMachine, scheduler: Scheduler) -> Scheduler:
 
         def retract(self, request: Sequence) -> None:
             active = [each.key for each in self.running.values() if not each.parked]
-            spared = request.parked or machine.running_out or request.key != min(active)
+            spared = request.parked or machine.starting_over or request.key != min(active)
             assert spared, "the eldest request was retracted"
             machine.retracted.append(request.key)
             super().retract(request)

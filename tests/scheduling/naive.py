@@ -24,12 +24,17 @@ class Life:
     sampled: list[int] = field(default_factory=list)
     delivered: list[int] = field(default_factory=list)
     reason: str | None = None
-    #: a step of it failed: what later ones in flight compute for it is junk
-    doomed: bool = False
     #: tokens it had when a step of it last ran out of memory
     ran_out_at: int | None = None
+    #: tokens it had when a step of it last raised
+    failed_at: int | None = None
     #: its tenancy of a slot: who touches a page is (key, tenancy)
     tenancy: int = 0
+
+    @property
+    def suspect(self) -> bool:
+        """A step of it raised, and nothing came of it since."""
+        return self.failed_at == len(self.delivered)
 
     def cell(self, stop: int) -> tuple[Any, ...]:
         """What the cell of position ``stop - 1`` holds: all tokens up to there, and for whom."""
@@ -127,16 +132,15 @@ class NaiveDevice:
             assert not others, f"page {page} is written while {others} use it"
         for cell in cells:
             flight.touched.setdefault(cell // size, set()).add(who)
-        if not life.doomed:
-            for at, cell in enumerate(cells[: row.start]):
-                assert self.cells[cell] == life.cell(at + 1), f"{row.sequence} reads what is not its own"
+        for at, cell in enumerate(cells[: row.start]):
+            assert self.cells[cell] == life.cell(at + 1), f"{row.sequence} reads what is not its own"
         if self.states is not None:
             self._move_state(self.states, row, life, flight, flights)
         ids = [self.relay[row.slot]] if not row.ids else list(row.ids)
         own = [*row.sequence.prompt_ids, *life.sampled][row.start : row.kv_length]
         assert ids == own, "the row computes other tokens than the request has"
         for at in range(row.start, row.kv_length):
-            self.cells[cells[at]] = JUNK if life.doomed else life.cell(at + 1)
+            self.cells[cells[at]] = life.cell(at + 1)
             self.writer[cells[at]] = flight.step.id
             flight.written[cells[at]] = row.sequence.key
 
@@ -152,10 +156,10 @@ class NaiveDevice:
             (key, life.tenancy) for cell, key in flight.states_written.items() if cell == read
         }
         assert not others, "two rows of a step share a cell that one of them writes"
-        if not life.doomed and read:
+        if read:
             assert states[read] == life.cell(row.start), f"{row.sequence} starts from another state"
         for cell in {read, write} - {0}:
             flight.states_touched.setdefault(cell, set()).add(who)
-        states[write] = JUNK if life.doomed else life.cell(row.kv_length)
+        states[write] = life.cell(row.kv_length)
         self.state_writer[write] = flight.step.id
         flight.states_written[write] = row.sequence.key
