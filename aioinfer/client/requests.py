@@ -355,8 +355,8 @@ class Requests(ABC):
             prompt_name: which of the model's prompts (:attr:`sentences`) is put in front of texts; default:
                 the one that its files name, if any.
             truncate_prompt_tokens: how many tokens of an input's beginning are kept, those of the prompt
-                and special ones included, and not more than the model's files say. By default an input that
-                is too long is refused.
+                and special ones included, and not more than the model's files say; -1: as many as it takes.
+                By default an input that is too long is refused.
             progress: ``progress(done, total)`` is called as inputs end.
             options: those of :meth:`generate`.
 
@@ -499,7 +499,8 @@ class Requests(ABC):
 
         ``add_special_tokens``: whether the special tokens that the model expects around a text are added; by
         default they are, except to chats, whose template has them. Token ids are taken as they are.
-        ``truncate_prompt_tokens``: how many tokens of the prompt's end are kept.
+        ``truncate_prompt_tokens``: how many tokens of the prompt's end are kept; -100: so many that there is
+        room for 100 more in the context.
         """
         form: PromptForm | None = PromptForm(add_special_tokens, truncate_prompt_tokens)
         if form == PromptForm():

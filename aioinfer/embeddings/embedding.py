@@ -127,7 +127,7 @@ def input_form(sentences: Sentences, truncate: Any = None) -> PromptForm | None:
     if truncate is None:
         return None if longest is None else PromptForm(longest=longest)
     form = PromptForm(truncate=truncate, beginning=True, longest=longest)
-    return form if longest is None else replace(form, truncate=min(truncate, longest))
+    return form if longest is None or truncate < 0 else replace(form, truncate=min(truncate, longest))
 
 
 def source_form(prompt: Prompt, form: PromptForm | None) -> PromptForm | None:

@@ -70,12 +70,12 @@ class PromptForm:
 
     #: those that the model expects around a text; None: as usual, around text and not around a rendered chat
     special_tokens: bool | None = None
-    #: number of tokens of the prompt's end that are kept
+    #: number of tokens of the prompt's end that are kept; negative: all but so many of the context
     truncate: int | None = None
     #: it is not to be computed, so it may have any number of tokens that a text of the longest prompt's
     #: length can have
     counted: bool = False
-    #: of a truncated prompt the beginning is kept, with the special tokens around it
+    #: of a truncated prompt the beginning is kept, with the special tokens around it; -1: what fits
     beginning: bool = False
     #: most tokens that it may have, because the model was made for no more; None: those of its context
     longest: int | None = None
@@ -85,9 +85,17 @@ class PromptForm:
             raise InvalidRequest(
                 "add_special_tokens", f"must be true or false, got {shown(self.special_tokens)}"
             )
-        if self.truncate is not None and (type(self.truncate) is not int or self.truncate < 1):
-            message = f"must be a positive number of tokens, got {shown(self.truncate)}"
+        truncate = 1 if self.truncate is None else self.truncate
+        if type(truncate) is not int or not truncate or (self.beginning and truncate < -1):
+            message = f"must be a positive number of tokens, or -1, got {shown(truncate)}"
             raise InvalidRequest("truncate_prompt_tokens", message)
+
+    def most(self, context: int) -> int | None:
+        """The number of tokens that are kept, if it is not all."""
+        if self.truncate is None or self.truncate > 0:
+            return self.truncate
+        longest = context if self.longest is None else min(context, self.longest)
+        return longest if self.beginning else max(1, context + self.truncate)
 
 
 _AS_USUAL = PromptForm()
@@ -100,7 +108,17 @@ class PromptSource:
     threads at the same time.
     """
 
-    __slots__ = ("_form", "_ids", "_info", "_prompt", "_template_kwargs", "_tokenizer", "chat", "size")
+    __slots__ = (
+        "_form",
+        "_ids",
+        "_info",
+        "_most",
+        "_prompt",
+        "_template_kwargs",
+        "_tokenizer",
+        "chat",
+        "size",
+    )
 
     def __init__(
         self,
@@ -114,6 +132,8 @@ class PromptSource:
         self._tokenizer = tokenizer
         self._info = info
         self._form = form
+        #: tokens that are kept
+        self._most = form.most(info.max_model_len)
         self._ids: list[int] | None = None
         self._prompt: Any = None
         self._template_kwargs: Any = {}
@@ -154,7 +174,7 @@ class PromptSource:
         self._check_count(len(messages), "messages")
         self.size = sum(map(_content_length, messages))
         # A template can omit parts of messages: their lengths alone show only what is far too long.
-        if self.size > _CHAT_FACTOR * self._most_bytes + _CHAT_ROOM:
+        if self._most is None and self.size > _CHAT_FACTOR * self._most_bytes + _CHAT_ROOM:
             raise self._too_long(f"the messages have {self.size} characters")
         self._prompt = freeze("messages", messages)
         if template_kwargs is None:
@@ -193,31 +213,47 @@ class PromptSource:
             least = -(-len(self._prompt) // self._token_bytes)
         else:
             least = len(self._prompt)  # messages
-        return least if self._form.truncate is None else min(least, self._form.truncate)
+        return least if self._most is None else min(least, self._most)
 
     def encode(self) -> Sequence[int]:
         """Token ids of the prompt. Blocks if they are not known yet. Raises InvalidRequest."""
         tokenizer = self._tokenizer
         if self._ids is None and tokenizer is not None:
             special = self._form.special_tokens
-            if not isinstance(self._prompt, str):
+            text = self._prompt
+            if not isinstance(text, str):
                 ids = self._encode_chat(tokenizer)
-            elif special is None or special:
-                ids = tokenizer.encode(self._prompt)
             else:
-                ids = tokenizer.encode_part(self._prompt)
+                text = self._cut(tokenizer, text)
+                ids = tokenizer.encode_part(text) if special is False else tokenizer.encode(text)
             if not ids:
                 raise InvalidRequest("prompt", "is empty")
-            if self._form.beginning and isinstance(self._prompt, str) and special is not False:
-                ids = self._beginning(tokenizer, self._prompt, ids)
+            if self._form.beginning and isinstance(text, str) and special is not False:
+                ids = self._beginning(tokenizer, text, ids)
             self._ids = self._checked(ids)
             self._prompt = None
         assert self._ids is not None
         return self._ids
 
+    def _cut(self, tokenizer: Tokenizer, text: str) -> str:
+        """The part of a long text that has all tokens that are kept; the whole text where it is not known.
+
+        What is far away does not matter to tokens, unless they are aligned to it, as digits in groups are.
+        Then parts that begin a character apart have other tokens.
+        """
+        most, beginning = self._most, self._form.beginning
+        if most is None or len(text) <= 2 * most * self._token_bytes:
+            return text
+        sizes = [most * self._token_bytes + more for more in (0, 1)]
+        parts = [text[:size] if beginning else text[-size:] for size in sizes]
+        one, other = (tokenizer.encode_part(part) for part in parts)
+        kept = slice(most) if beginning else slice(-most, None)
+        same = len(one) > most < len(other) and one[kept] == other[kept]
+        return parts[0] if same else text
+
     def _beginning(self, tokenizer: Tokenizer, text: str, ids: list[int]) -> list[int]:
         """Tokens of a text's beginning, with room for the special ones around them."""
-        most = self._form.truncate
+        most = self._most
         if most is None or len(ids) <= most:
             return ids
         part = tokenizer.encode_part(text)
@@ -234,13 +270,13 @@ class PromptSource:
             if self._form.special_tokens:
                 raise InvalidRequest("add_special_tokens", "is not supported by this tokenizer's chats")
             return tokenizer.encode_chat(messages, **kwargs)
-        text = render(messages, **kwargs)
+        text = self._cut(tokenizer, render(messages, **kwargs))
         self._check_text(text)
         return tokenizer.encode(text) if self._form.special_tokens else tokenizer.encode_part(text)
 
     def _checked(self, ids: list[int]) -> list[int]:
         """The ids that are the prompt."""
-        most, longest = self._form.truncate, self._form.longest
+        most, longest = self._most, self._form.longest
         if most is not None:
             ids = ids[:most] if self._form.beginning else ids[-most:]
         if not self._form.counted:
@@ -290,7 +326,7 @@ class PromptSource:
         return self._token_bytes * self._info.max_model_len
 
     def _check_text(self, text: str) -> None:
-        if exceeds_bytes(text, self._most_bytes):
+        if self._most is None and exceeds_bytes(text, self._most_bytes):
             raise self._too_long(f"the prompt has {len(text)} characters")
 
     def _check_count(self, count: int, what: str) -> None:

@@ -206,11 +206,11 @@ async def test_an_input_longer_than_the_model_was_made_for_is_refused_or_cut(mak
             await asyncio.to_thread(elsewhere.embed, ids)
         thread = await asyncio.wrap_future(elsewhere.embed([ids], truncate_prompt_tokens=5))
         assert thread[0].vector.tolist() == toy_pooled(ids[:5], LAST).tolist()
-        for most, kept in ((5, 5), (8, 8), (20, 8)):
+        for most, kept in ((5, 5), (8, 8), (20, 8), (-1, 8)):
             found = await engine.embed([ids, ids[:3]], truncate_prompt_tokens=most)
             wanted = [toy_pooled(each, LAST).tolist() for each in (ids[:kept], ids[:3])]
             assert [each.vector.tolist() for each in found] == wanted
-        wrongs: list[Any] = [0, -1, 2.5, "5"]
+        wrongs: list[Any] = [0, -2, 2.5, "5"]
         for wrong in wrongs:
             with pytest.raises(InvalidRequest) as refused:
                 await engine.embed(ids, truncate_prompt_tokens=wrong)
@@ -225,6 +225,14 @@ async def test_special_tokens_stay_around_a_text_that_is_cut(make_engine: MakeEn
         assert list(found.prompt_token_ids) == [1, *part[:4], 2]
         short = await engine.embed("abc", truncate_prompt_tokens=6)
         assert list(short.prompt_token_ids) == [1, *ToyTokenizer().encode("abc"), 2]
+
+
+async def test_inputs_of_any_length_are_cut_to_what_the_model_takes(make_engine: MakeEngine) -> None:
+    async with make_engine() as engine:
+        most = engine.info.max_model_len
+        found = await engine.embed(["ab" * 10_000, [3] * 10_000], truncate_prompt_tokens=-1)
+        ids = ToyTokenizer().encode("ab" * most)[:most]
+        assert [list(each.prompt_token_ids) for each in found] == [ids, [3] * most]
 
 
 async def test_a_prompt_without_an_output_may_fill_the_context(make_engine: MakeEngine) -> None:

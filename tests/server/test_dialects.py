@@ -122,6 +122,12 @@ async def test_prompts_are_cut_and_have_special_tokens_or_not(bundled: Bundled) 
             assert cut["choices"][0]["prompt_token_ids"] == ids[-2:]
             assert cut["usage"]["prompt_tokens"] == 2
         assert len((await asked(client, CHATS, **body))["prompt_token_ids"]) == 2
+        # As many as leave room for the answer.
+        body = {"return_token_ids": True, "truncate_prompt_tokens": -1, "prompt": ids * 500}
+        context = (await client.get("/v1/models")).json()["data"][0]["max_model_len"]
+        for most in (1, 20):
+            cut = await asked(client, COMPLETIONS, **body, max_tokens=most)
+            assert cut["usage"]["prompt_tokens"] == context - most
         # The bundled model has no tokens around texts: both are the same, and are accepted.
         for special in (True, False):
             await asked(client, COMPLETIONS, add_special_tokens=special)
@@ -138,7 +144,7 @@ def test_what_cannot_be_is_refused_by_its_name(parse: Any) -> None:
     served = Offer("toy", SamplingParams(), most=MOST)
     bodies: list[dict[str, Any]] = [
         {"truncate_prompt_tokens": 0},
-        {"truncate_prompt_tokens": -1},
+        {"truncate_prompt_tokens": -2},
         {"add_special_tokens": "yes"},
         {"return_token_ids": 1},
         {"prompt_logprobs": 21},

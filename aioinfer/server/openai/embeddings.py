@@ -20,7 +20,7 @@ from aioinfer.errors import InvalidRequest
 from aioinfer.loop.options import Prompt
 from aioinfer.server.http.pace import Pace
 from aioinfer.server.http.pieces import Pieces
-from aioinfer.server.openai.fields import Label, Model, Priority, Seconds, as_list, prompts
+from aioinfer.server.openai.fields import Kept, Label, Model, Priority, Seconds, as_list, prompts
 from aioinfer.server.openai.protocol import Served, options_of, read
 from aioinfer.server.openapi.endpoints import Endpoint
 
@@ -76,8 +76,9 @@ class EmbeddingBody(_Scheduled, refused={"messages": Refused((), "use input")}):
     )
     normalize: bool | None = field("every embedding has length 1; by default as the model's files say")
     prompt_name: str | None = field("which of the model's prompts is put in front of texts")
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = field(
-        "number of tokens that are kept, of an input's beginning; at most as many as the model was made for"
+    truncate_prompt_tokens: Kept | None = field(
+        "number of tokens that are kept, of an input's beginning; at most as many as the model was made for, "
+        "and -1 for as many"
     )
 
 

@@ -7,7 +7,15 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, TypeAdapter, WithJsonSchema, create_model
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    PlainValidator,
+    TypeAdapter,
+    WithJsonSchema,
+    create_model,
+)
 
 from aioinfer import plugins
 from aioinfer.chat.bodies import CLIENTS, NO, OFF, Items, Object, Refused, TextOr, admit, field, later
@@ -27,6 +35,7 @@ __all__ = [
     "ChatTemplateFields",
     "CompletionBody",
     "Extensions",
+    "Kept",
     "Label",
     "Model",
     "Priority",
@@ -65,6 +74,16 @@ TokenId = Annotated[int, Field(ge=0, le=int(BOUNDS["token_id"].high))]
 TokenLimit = Annotated[int, Field(ge=1, le=int(BOUNDS["max_tokens"].high))]
 _Ids = Annotated[list[TokenId], Field(min_length=1)]
 _TopLogprobs = Annotated[int, Field(ge=0, le=int(BOUNDS["logprobs"].high))]
+
+
+def _kept(count: int) -> int:
+    if count == 0:
+        raise InvalidRequest("", "must be a positive number of tokens, or -1, got 0")
+    return count
+
+
+#: tokens that a prompt is cut to; -1: as many as there may be
+Kept = Annotated[int, Field(ge=-1), AfterValidator(_kept)]
 
 
 def prompts(most: int) -> PlainValidator:
@@ -361,8 +380,9 @@ class _Body(GrammarFields, _OpenAI, Extensions, harmless=_HARMLESS, refused=_REF
         "the special tokens that the model expects around a text; by default added to a text prompt and not "
         "to a chat, whose template has them. Token ids are taken as they are"
     )
-    truncate_prompt_tokens: Annotated[int, Field(ge=1)] | None = field(
-        "number of tokens that are kept, of the prompt's end; not with `echo`"
+    truncate_prompt_tokens: Kept | None = field(
+        "number of tokens that are kept, of the prompt's end, -1 for as many as leave room for `max_tokens`; "
+        "not with `echo`"
     )
     waiting_timeout: Seconds | None = field("seconds until the first step; at most the server's own")
     running_timeout: Seconds | None = field("seconds from the first step on; at most the server's own")

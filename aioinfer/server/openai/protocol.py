@@ -302,6 +302,8 @@ def _call(
     params = _sampling(body, defaults, logprobs, response_format, names)
     asked = {name: given(name) for name in ("add_special_tokens", "truncate_prompt_tokens")}
     form = {name: value for name, value in asked.items() if value is not None}
+    if form.get("truncate_prompt_tokens") == -1:
+        form["truncate_prompt_tokens"] = -max(1, params.max_tokens or 1)
     if "truncate_prompt_tokens" in form and echo:
         raise InvalidRequest("truncate_prompt_tokens", "cannot be combined with echo")
     names |= {"adapter": "model"}
