@@ -1,24 +1,22 @@
-"""Answers of chats with reasoning and tool calls: the grammar that constrains them and the parsers that read
-them."""
+"""Answers of chats with reasoning and tool calls: their formats, and the grammar that constrains them."""
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.chat.order import UNREAD, TemplateOrder
+from aioinfer.chat.reader import AnswerReader, joined
 from aioinfer.errors import InvalidRequest
-from aioinfer.outputs import Usage
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.text import reasoning as reasoning_formats
 from aioinfer.text import tool_calls
 from aioinfer.text.reasoning import ReasoningParser
 from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
 from aioinfer.text.tokenizer import Tokenizer
-from aioinfer.text.tool_calls import Functions, Parsed, ToolCallDelta, ToolCallParser
+from aioinfer.text.tool_calls import Functions, ToolCallParser
 from aioinfer.text.tool_calls.raw_values import Signatures
 
 if TYPE_CHECKING:  # it imports pydantic
@@ -27,8 +25,6 @@ if TYPE_CHECKING:  # it imports pydantic
 __all__ = ["AnswerFormat", "AnswerReader", "ChatFormat", "joined"]
 
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
-#: characters per push of a parser
-_PIECE = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,141 +174,6 @@ class ChatFormat:
         if answer.reasoning is not None:
             tags.update(answer.reasoning.tags)
         return tags
-
-
-class AnswerReader:
-    """Parses one answer, at once or in pieces, into the objects of OpenAI's API."""
-
-    def __init__(
-        self, tools: ToolCallParser | None, reasoning: ReasoningParser | None, *, shown: bool = True
-    ) -> None:
-        """``shown``: the reasoning is part of what is read."""
-        self._shown = shown
-        #: pieces of all reasoning, also where it is not shown
-        self._reasoned: list[str] = []
-        self._tools = tools
-        self._reasoning = reasoning
-        self._called = False
-        #: read and not yet taken
-        self._thoughts: list[str] = []
-        self._content: list[str] = []
-        self._calls: list[ToolCallDelta] = []
-
-    def read(self, text: str, *, ended: bool) -> Iterator[None]:
-        """Parse the next part of the answer, a bounded piece of it per step of the iterator."""
-        content = []
-        for piece in _cut(text):
-            content.append(self._split(piece))
-            yield
-        if ended and self._reasoning is not None:
-            content.append(self._kept(*self._reasoning.finish()))
-        if self._tools is None:
-            self._content += content
-            return
-        # In pieces: a parser copies its unparsed text at every tag that it finds.
-        for piece in _cut("".join(content)):
-            self._keep(self._tools.push(piece))
-            yield
-        if ended:
-            self._keep(self._tools.finish())
-
-    def take(self) -> tuple[str, str, list[ToolCallDelta]]:
-        """Reasoning, content and calls since the last time."""
-        taken = "".join(self._thoughts), "".join(self._content), self._calls
-        self._thoughts, self._content, self._calls = [], [], []
-        return taken
-
-    def deltas(self) -> Iterator[dict[str, Any]]:
-        """``choices[].delta`` of what was read since the last call, one per event; none if all of it is held
-        back."""
-        reasoning, content, calls = self.take()
-        if reasoning:
-            yield {"reasoning_content": reasoning}
-        if content:
-            yield {"content": content}
-        for call in calls:
-            yield {"tool_calls": [_call_delta(call)]}
-
-    def message(self) -> dict[str, Any]:
-        """``choices[].message`` of a whole answer that was read."""
-        reasoning, content, deltas = self.take()
-        message: dict[str, Any] = {
-            "role": "assistant",
-            "content": content or (None if deltas else ""),
-            "refusal": None,
-        }
-        if reasoning:
-            message["reasoning_content"] = reasoning
-        calls = [
-            {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
-            for each in joined(deltas)
-        ]
-        if calls:
-            message["tool_calls"] = calls
-        return message
-
-    @property
-    def reasoned(self) -> int:
-        """Pieces of reasoning so far."""
-        return len(self._reasoned)
-
-    async def counted(self, usage: Usage, tokenizer: Tokenizer | None) -> Usage:
-        """The token counts of the answer, those of its reasoning included."""
-        text = "".join(self._reasoned)
-        if not text or tokenizer is None:
-            return usage
-        try:
-            count = len(await asyncio.to_thread(tokenizer.encode_part, text))
-        except InvalidRequest:  # text that a tokenizer made need not be text that it takes
-            return usage
-        return replace(usage, reasoning_tokens=min(count, usage.completion_tokens))
-
-    def finish_reason(self, reason: str) -> str:
-        """``tool_calls`` if the answer has complete calls and ended at an end token or a stop string."""
-        whole = self._tools is not None and self._called and not self._tools.unfinished
-        return "tool_calls" if whole and reason == "stop" else reason
-
-    def _split(self, text: str) -> str:
-        """Keep the reasoning; return the text after it."""
-        return text if self._reasoning is None else self._kept(*self._reasoning.push(text))
-
-    def _kept(self, reasoning: str, rest: str) -> str:
-        if reasoning:
-            self._reasoned.append(reasoning)
-        if self._shown:
-            self._thoughts.append(reasoning)
-        return rest
-
-    def _keep(self, parsed: Parsed) -> None:
-        self._content.append(parsed.content)
-        self._calls += parsed.calls
-        self._called = self._called or bool(parsed.calls)
-
-
-def _cut(text: str) -> Iterator[str]:
-    for at in range(0, len(text), _PIECE):
-        yield text[at : at + _PIECE]
-
-
-def joined(deltas: Sequence[ToolCallDelta]) -> Iterator[ToolCallDelta]:
-    """The calls, each as one delta, from all deltas of an answer."""
-    first: ToolCallDelta | None = None
-    arguments: list[str] = []
-    for at, delta in enumerate(deltas):
-        arguments.append(delta.arguments)
-        if delta.id is not None:
-            first = delta
-        if at + 1 == len(deltas) or deltas[at + 1].id is not None:
-            assert first is not None
-            yield replace(first, arguments="".join(arguments))
-            arguments = []
-
-
-def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
-    if call.id is None:
-        return {"index": call.index, "function": {"arguments": call.arguments}}
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"index": call.index, "id": call.id, "type": "function", "function": function}
 
 
 def _rewritten(schema: Any, field: str, of: str = "") -> Any:

@@ -12,10 +12,6 @@ of its own vocabulary, which it downloads when it is first used.
 
 from __future__ import annotations
 
-import regex
-
-from aioinfer.text.tags import partial_length
-
 __all__ = [
     "BEGINS",
     "CALL",
@@ -24,39 +20,36 @@ __all__ = [
     "END",
     "ENDS",
     "HEADER",
+    "LEAD",
     "MESSAGE",
     "START",
     "TAGS",
-    "held_length",
     "in_template",
 ]
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
-CONSTRAIN, END, CALL = "<|constrain|>", "<|end|>", "<|call|>"
-#: tags that the text of an answer keeps
-TAGS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, "<|return|>")
-
-_TO = r"\s*+to=(?:functions\.)?+(?P<recipient>[^\s<]++)"
-_CHANNEL = r"\s*+<\|channel\|>\s*+(?P<channel>\w++)"
-#: models repeat the channel after a recipient
-_ADDRESSED = rf"{_CHANNEL}(?:{_TO}(?:\s*+<\|channel\|>\s*+\w++)?+)?+"
-#: The header of a message. Its beginning can be in the prompt, so that the channel or the recipient is
-#: the first thing of an output.
-HEADER = (
-    rf"\s*+(?:<\|start\|>\s*+assistant(?:{_TO})?+(?:{_ADDRESSED})?+|(?:{_TO})?+{_ADDRESSED})"
-    r"(?:\s*+<\|constrain\|>)?+\s*+\w*+\s*+<\|message\|>"
-)
+CONSTRAIN, END, CALL, RETURN = "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"
 #: tags with which a header can begin
-BEGINS = regex.compile(r"<\|(?:start|channel)\|>")
+BEGINS = (START, CHANNEL)
 #: tags that end a message
-ENDS = regex.compile(r"<\|(?:end|return|call)\|>")
+ENDS = (END, CALL, RETURN)
+#: tags that the text of an answer keeps
+TAGS = (*BEGINS, MESSAGE, CONSTRAIN, *ENDS)
+
+_WORD = r"(?:[^\s<]|<(?!\|))++"
+_TYPE = r"[\w.,:;/+=*-]*+"
+_TO = rf"to=(?P<recipient>{_WORD})"
+_CHANNEL = r"<\|channel\|>\s*+(?P<channel>\w*+)"
+#: what precedes the first tag of a header if that did not begin a message: the rest may be in the prompt
+LEAD = rf"\s*+(?:assistant(?=[\s<]))?+(?:\s*+to={_WORD})?+\s*+(?=<\|)"
+#: The header of a message: role, recipient, channel and type of the content. Models leave parts out, repeat
+#: the channel after a recipient, and change the order.
+HEADER = (
+    rf"(?={LEAD})\s*+(?:assistant(?=[\s<])\s*+)?+(?:<\|start\|>\s*+(?:(?!to=)[\w.:-]++)?+)?+"
+    rf"(?:\s*+(?:{_TO}|{_CHANNEL}|<\|constrain\|>\s*+{_TYPE}))*+\s*+{_TYPE}\s*+<\|message\|>"
+)
 
 
 def in_template(template: str) -> bool:
     """A chat template writes messages in this format."""
     return CHANNEL in template and MESSAGE in template
-
-
-def held_length(text: str, *tags: str) -> int:
-    """Length of the longest suffix of a text without the tags that is a proper prefix of one of them."""
-    return max(partial_length(text, tag) for tag in tags)

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
-__all__ = ["partial_length", "without_breaks"]
+import re
+
+__all__ = ["Tags", "partial_length", "without_breaks"]
 
 #: Maximum line breaks that belong to the tag after them. Without a limit, an output of line breaks only
 #: would be held back for ever.
 _MOST_BREAKS = 64
+
+
+class Tags:
+    """Finds tags in text that arrives in pieces. No tag may begin with another one."""
+
+    def __init__(self, *tags: str) -> None:
+        self.all = tuple(dict.fromkeys(tags))
+        self._first = tuple({tag[0] for tag in tags})
+        self._pattern = re.compile("|".join(map(re.escape, self.all)))
+
+    def find(self, text: str) -> tuple[int, str]:
+        """The place of the first tag, and the tag. Without one: the place of what may become one, or else the
+        length of the text, and an empty text."""
+        if not any(character in text for character in self._first):
+            return len(text), ""
+        if found := self._pattern.search(text):
+            return found.start(), found[0]
+        return len(text) - max(partial_length(text, tag) for tag in self.all), ""
 
 
 def partial_length(text: str, tag: str) -> int:

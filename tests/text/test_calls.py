@@ -163,9 +163,14 @@ HARMONY = [
     ("<|channel|>commentary to=functions.f<|channel|>commentary json<|message|>{}", "", FOUND),
     (f"I ask.\n{MESSAGE}", "I ask.", FOUND),
     (f"{MESSAGE}<|call|><|start|>assistant{MESSAGE}", "", FOUND * 2),
-    (f"{MESSAGE}{MESSAGE} so", " so", FOUND * 2),
+    (f"{MESSAGE}{MESSAGE} so<|call|>", "so", FOUND * 2),
     (MESSAGE[:-1], "", [("f", "{")]),
-    (f"<|channel|>final{MESSAGE}", "<|channel|>final", FOUND),
+    (f"<|channel|>final{MESSAGE}", "", FOUND),
+    (" to=functions.f <|constrain|>json<|message|>{}", "", FOUND),
+    # none, and what is no object
+    (f"{MESSAGE[:-2]}<|call|>", "", FOUND),
+    (MESSAGE[:-2], "", [("f", "")]),
+    (f"{MESSAGE[:-2]}Rome<|call|>", "", [("f", "Rome")]),
 ]
 CALLS: dict[str, list[tuple[str, str, Calls]]] = {
     "hermes": HERMES,
@@ -215,9 +220,6 @@ NONE = {
         "<|python",
     ],
     "harmony": [
-        " to=functions.f <|constrain|>json<|message|>{}",
-        MESSAGE[:-2],
-        f"{MESSAGE[:-2]}Rome<|call|>",
         f"{THOUGHT}<|channel|>final<|message|>{{}}",
     ],
 }

@@ -1,4 +1,4 @@
-"""The parsers of reasoning: reasoning and content, however the text is split."""
+"""Thoughts and the answer around them, however the text is split."""
 
 from __future__ import annotations
 
@@ -9,48 +9,64 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioinfer.text.reasoning import REASONING_PARSERS as ALL
-from aioinfer.text.reasoning import Harmony, ReasoningParser
+from aioinfer.text.reasoning.tagged import Tagged
+from tests.text.answers import answer, deltas, reader
 from tests.text.call_formats import cut
 
 #: the formats of two tags; the messages of Harmony have tests of their own
-REASONING_PARSERS = {name: parser for name, parser in ALL.items() if parser is not Harmony}
+PARSERS: dict[str, type[Tagged]] = {name: each for name, each in ALL.items() if issubclass(each, Tagged)}
+every_format = pytest.mark.parametrize("name", PARSERS)
 
 PIECES = [
     "<think>", "</think>", "\n", "\n\n", " ", "<", "<th", "ink>", "</", "a", "bc", "é", ">", "[TH", "[/", "]",
-    "<think>thought", "tho", "ught",
+    "<think>thought", "tho", "ught", "`",
 ]  # fmt: skip
 texts = st.lists(st.sampled_from(PIECES), max_size=14).map("".join)
 
 
 def tagged(name: str, text: str) -> str:
     """The text with the parser's tags."""
-    parser = REASONING_PARSERS[name]
-    return text.replace("<think>", parser.opening).replace("</think>", parser.closing)
+    parser = PARSERS[name]
+    return text.replace("<think>", parser.opening + parser.header).replace("</think>", parser.closing)
 
 
-def split(parser: ReasoningParser, parts: list[str]) -> tuple[str, str]:
-    pairs = [*(parser.push(part) for part in parts), parser.finish()]
-    return "".join(reasoning for reasoning, _ in pairs), "".join(content for _, content in pairs)
+def split(name: str, text: str, prompt_end: str = "") -> tuple[str, str]:
+    got = answer([text], name, None, prompt_end)
+    assert got == answer(list(text), name, None, prompt_end)
+    assert (got.calls, got.finish) == ([], "stop")
+    return got.reasoning, got.content
 
 
 def oracle(name: str, text: str, prompt_end: str) -> tuple[str, str]:
     """The whole text at once."""
-    parser = REASONING_PARSERS[name]
-    within = prompt_end.startswith(parser.opening) or (parser.opened and not prompt_end)
-    if prompt_end.startswith(parser.closing):
-        return "", text
-    opened = re.match(rf"\s*{re.escape(parser.opening)}({parser.header})?\n*", text)
-    if not opened and not within:
-        return "", text
-    body = text[opened.end() :] if opened else text
-    closed = re.search(rf"\n*{re.escape(parser.closing)}\n*", body)
-    return (body[: closed.start()], body[closed.end() :]) if closed else (body, "")
+    parser = PARSERS[name]
+    opening, closing = re.escape(parser.opening), re.escape(parser.closing)
+    within = parser.opened_by(prompt_end)
+    thoughts, content = [], ""
+    if not within and (led := re.match(rf"\s*(?={opening}|{closing})", text)):
+        text = text[led.end() :]
+    while text:
+        if within:
+            again = re.match(rf"(?:\s*{opening}(?:{parser.header})?)*\n*", text)
+            assert again
+            text = text[again.end() :]
+            body, tag, text = text.partition(parser.closing)
+            thoughts.append(body.rstrip("\n") if tag else body)
+            within = False
+        else:
+            tags = re.finditer(rf"({opening}(?:{parser.header})?)|{closing}", text)
+            tag_ = next((each for each in tags if (content + text[: each.start()]).count("`") % 2 == 0), None)
+            if tag_ is None:
+                return "\n".join(filter(None, thoughts)), content + text
+            content, text, within = content + text[: tag_.start()], text[tag_.end() :], bool(tag_[1])
+        if not within and (not content or content.endswith("\n")):
+            text = text.lstrip("\n")
+    return "\n".join(filter(None, thoughts)), content
 
 
 def test_reasoning_opened_by_the_template() -> None:
-    opened, plain = (REASONING_PARSERS[name] for name in ("deepseek-r1", "qwen3"))
-    assert split(opened(), ["hm </thi", "nk>\n", "\n42"]) == ("hm ", "42")
-    assert split(plain(), ["hm </thi", "nk>\n", "\n42"]) == ("", "hm </think>\n\n42")
+    assert split("deepseek-r1", "hm </think>\n\n42") == ("hm ", "42")
+    assert split("qwen3", "hm", "<think>\n") == ("hm", "")
 
 
 @pytest.mark.parametrize(
@@ -62,25 +78,63 @@ def test_reasoning_opened_by_the_template() -> None:
         ("<|channel>thou<channel|>42", ("thou", "42")),
         ("<|channel>thou", ("thou", "")),
         ("thought\n42", ("", "thought\n42")),
+        ("<|channel><|channel>thought\n<channel|>42", ("", "42")),
     ],
 )
 def test_the_name_of_a_channel_is_no_reasoning(text: str, wanted: tuple[str, str]) -> None:
-    parser = REASONING_PARSERS["gemma4"]
-    assert split(parser(), [text]) == split(parser(), list(text)) == wanted
+    assert split("gemma4", text) == wanted
+
+
+@every_format
+@pytest.mark.parametrize("end", ["<think>\n", "<think></think>\n\n"])
+@pytest.mark.parametrize(
+    ("text", "thought", "content"),
+    [
+        # several, behind what is said
+        ("<think>a</think>b<think>c</think>d", "a\nc", "bd"),
+        ("<think>a</think><think>b</think>c", "a\nb", "c"),
+        ("<think>a</think>\nI look.\n\n<think>\nb\n</think>\n\nYes.", "a\nb", "I look.\n\nYes."),
+        ("<think>a</think>I look.<think></think> Yes.", "a", "I look. Yes."),
+        # tags that open or close nothing
+        ("<think>\n<think>a</think>b", "a", "b"),
+        ("<think>a</think></think>\n\nb</think>", "a", "b"),
+        ("<think>a</think>\n</think>\nb", "a", "b"),
+        ("<think>a</think>b</think>\n\nc", "a", "b\n\nc"),
+        ("<think>a <think> b</think>c", "a <think> b", "c"),
+        ("<think></think>b", "", "b"),
+        ("<think>\n\n</think>\n\nb", "", "b"),
+        # code names tags
+        ("<think>a</think>The tag `</think>` ends `<think>`.<think>b</think>", "a\nb", None),
+        ("<think>a</think>\n```\n<think>\n</think>\n```\nb", "a", "```\n<think>\n</think>\n```\nb"),
+    ],
+)
+def test_a_thought_may_be_anywhere(name: str, end: str, text: str, thought: str, content: str | None) -> None:
+    content = "The tag `</think>` ends `<think>`." if content is None else content
+    wanted = tagged(name, thought), tagged(name, content)
+    if PARSERS[name].header in text:
+        assert split(name, tagged(name, text), tagged(name, end)) == wanted
+
+
+@every_format
+def test_a_tag_that_closes_nothing_is_not_shown(name: str) -> None:
+    closed = tagged(name, "<think></think>")
+    for text in ("</think>Yes.", "\n</think>\n\nYes.", "</think></think>Yes.", "Yes.</think>"):
+        assert split(name, tagged(name, text), closed) == ("", "Yes.")
+    assert split(name, tagged(name, "So it is.\n</think>\n\nYes."), closed) == ("", "So it is.\nYes.")
 
 
 def test_a_prompt_may_have_opened_or_closed_a_channel() -> None:
-    parser = REASONING_PARSERS["gemma4"]
+    parser = PARSERS["gemma4"]
     opened, closed = "<|turn>model\n<|channel>thought\n", "<|channel>thought\n<channel|>"
     assert (parser.opened_by(opened), parser.opened_by(closed)) == (True, False)
-    assert split(parser(opened), ["thought of it<channel|>", "42"]) == ("thought of it", "42")
+    assert split("gemma4", "thought of it<channel|>42", opened) == ("thought of it", "42")
     assert parser.in_template("{{ text.split('<channel|>')[-1] }}")
 
 
-@pytest.mark.parametrize("name", REASONING_PARSERS)
+@every_format
 @pytest.mark.parametrize("end", ["", "\n", "\n\n", " "])
 def test_the_end_of_the_prompt_tells_where_the_output_begins(name: str, end: str) -> None:
-    parser = REASONING_PARSERS[name]
+    parser = PARSERS[name]
     assert parser.opened_by(f"assistant{parser.opening}{end}")
     assert parser.opened_by(f"{parser.opening}{end}{parser.closing}{end}") is False
     assert parser.opened_by(f"assistant{end}") is parser.opened
@@ -88,37 +142,40 @@ def test_the_end_of_the_prompt_tells_where_the_output_begins(name: str, end: str
     assert parser.opened_by(f"What is {parser.opening}?{end}") is parser.opened
 
 
-@pytest.mark.parametrize("name", REASONING_PARSERS)
-@given(text=texts, end=st.sampled_from(["", "<think>\n", "</think>\n\n"]), data=st.data())
+@every_format
+@given(text=texts, end=st.sampled_from(["", "<think>\n", "<think></think>\n\n"]), data=st.data())
 def test_the_result_does_not_depend_on_the_split(name: str, text: str, end: str, data: st.DataObject) -> None:
     text, end = tagged(name, text), tagged(name, end)
-    parser = REASONING_PARSERS[name]
-    got = split(parser(end), cut(text, data))
-    assert got == split(parser(end), list(text))
+    got = split(name, text, end)
+    assert got == answer(cut(text, data), name, None, end)[:2]
     assert got == oracle(name, text, end)
 
 
-@pytest.mark.parametrize("name", REASONING_PARSERS)
+@every_format
 @given(space=st.integers(0, 100), breaks=st.integers(0, 100))
 def test_white_space_is_not_held_back_for_ever(name: str, space: int, breaks: int) -> None:
     text = tagged(name, " " * space + "<think>hm" + "\n" * breaks + "</think>" + "\n" * breaks + "yes")
-    got = split(REASONING_PARSERS[name](), [text])
-    assert got == split(REASONING_PARSERS[name](), list(text))
+    got = split(name, text)
     if space <= 64:
         assert got == ("hm" + "\n" * (breaks - 64), "yes")
-    elif not REASONING_PARSERS[name].opened:
-        assert got == ("", text)
+    elif not PARSERS[name].opened:
+        assert got == ("hm" + "\n" * (breaks - 64), " " * space + "\n" * breaks + "yes")
 
 
 def test_only_the_beginning_of_a_tag_is_held_back() -> None:
-    parser = REASONING_PARSERS["qwen3"]()
-    assert [parser.push(part) for part in ("<thi", "nk>a", "b<", "c", "</think", ">", "d</think")] == [
-        ("", ""),
-        ("a", ""),
-        ("b", ""),
-        ("<c", ""),
-        ("", ""),
-        ("", ""),
-        ("", "d</think"),
-    ]
-    assert parser.finish() == ("", "")
+    reads = reader("qwen3")
+    parts = ["<thi", "nk>a", "b<", "c", "</think", ">", "d</think", "<th", "ink", ">", "e"]
+    got = [[value for delta in found for value in delta.values()] for found in deltas(reads, parts)]
+    assert got == [[], ["a"], ["b"], ["<c"], [], [], ["d"], ["</think"], [], [], ["\ne"]]
+
+
+@every_format
+def test_a_reader_tells_whether_text_would_be_content(name: str) -> None:
+    text = tagged(name, "<think>\na\n</think>\n\nb\n\n<think>c</think>d")
+    reads = reader(name, None, tagged(name, "<think></think>"))
+    for at, character in enumerate(text):
+        before = text[:at]
+        content = text[at:].startswith(("b", "\n\n" + PARSERS[name].opening)) or character == "d"
+        if content or not before.endswith("b\n"):
+            assert reads.answering(text[at:]) == content, before
+        deltas(reads, [character])

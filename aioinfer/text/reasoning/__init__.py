@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from aioinfer.text import AUTO
+from aioinfer.text.reasoning.base import Answer, ReasoningParser
 from aioinfer.text.reasoning.harmony import Harmony
-from aioinfer.text.reasoning.tagged import DeepSeekR1, Gemma4, Mistral, Qwen3, ReasoningParser
+from aioinfer.text.reasoning.tagged import DeepSeekR1, Gemma4, Mistral, Qwen3
 
 __all__ = [
     "REASONING_PARSERS",
+    "Answer",
     "DeepSeekR1",
     "Gemma4",
     "Harmony",

@@ -8,36 +8,42 @@ from typing import ClassVar
 import regex
 
 from aioinfer.text import harmony
-from aioinfer.text.harmony import CHANNEL, END, MESSAGE, TAGS, held_length
-from aioinfer.text.reasoning.tagged import ReasoningParser
+from aioinfer.text.harmony import BEGINS, CALL, CHANNEL, END, ENDS, MESSAGE, START, TAGS
+from aioinfer.text.reasoning.base import ReasoningParser
+from aioinfer.text.tags import Tags
 
 __all__ = ["Harmony"]
 
 _HEADER = regex.compile(harmony.HEADER)
-_TAG = regex.compile(f"{harmony.BEGINS.pattern}|{harmony.ENDS.pattern}")
+_LEAD = regex.compile(harmony.LEAD)
+#: what is left out of a header without its end
+_CUT = regex.compile(
+    r"\s*+(?:<\|start\|>\s*+(?:assistant\b)?+)?+"
+    r"(?:\s*+<\|channel\|>\s*+(?P<channel>(?:analysis|commentary|final)\b)?+)?+\s*+"
+)
 _LONGEST_HEADER = 1024
+_TAGS = Tags(*TAGS)
 _REASONING, _CONTENT, _CALL, _OUTSIDE = range(4)
 
 
 class Harmony(ReasoningParser):
-    """Messages in the channel ``analysis`` are reasoning, those in other channels content.
+    """Messages in the channel ``analysis``, or to the assistant itself, are reasoning, those to others calls;
+    the rest is content, text outside messages, too.
 
-    Content is passed on without its tags, a call with them, for the parser of calls. There is a line break
-    between two messages of a kind. Text outside messages is content, and so is a header that is cut off.
+    No tag is passed on, but for those within the strings of arguments. There is a line break between two
+    messages of a kind.
     """
 
     name = "harmony"
     opening = f"{CHANNEL}analysis{MESSAGE}"
     closing = END
-    opened = None
     tags: ClassVar[tuple[str, ...]] = TAGS
 
     def __init__(self, prompt_end: str = "") -> None:
         super().__init__(prompt_end)
         #: the kind of the text after the newest tag
         self._kind = _REASONING if self._opened else _OUTSIDE
-        self._step: Callable[[], bool] = self._text if self._opened else self._header
-        self._out: tuple[list[str], list[str]] = ([], [])
+        self._state: Callable[[], bool] = self._text if self._opened else self._header
         #: the kinds with text that was passed on, and those that need a line break before more
         self._written: set[int] = set()
         self._apart: set[int] = set()
@@ -50,72 +56,98 @@ class Harmony(ReasoningParser):
     def opened_by(cls, prompt_end: str) -> bool | None:
         return True if prompt_end.endswith(cls.opening) else None
 
-    def push(self, text: str) -> tuple[str, str]:
+    def push(self, text: str) -> None:
         self._held += text
-        while self._step():
+        while self._state():
             pass
-        reasoning, content = map("".join, self._out)
-        self._out = ([], [])
-        return reasoning, content
 
-    def finish(self) -> tuple[str, str]:
-        while self._step == self._header and self._held:
-            self._no_header()
-            while self._step():
-                pass
-        self._pass_on(self._held)
-        self._held = ""
-        return self.push("")
+    def finish(self) -> str:
+        held, self._held = self._held, ""
+        header = self._state == self._header and _HEADER.match(held, partial=True)
+        # A header that is cut off, or white space behind a message, is not for anybody.
+        if not header or not ("<|" in held or held.lstrip().startswith("to=") or held.isspace()):
+            self._pass_on(held)
+        return ""
+
+    def answering(self, following: str) -> bool:
+        if self._state == self._header and (self._held or _LEAD.match(following, partial=True)):
+            return False
+        return self._kind in (_CONTENT, _OUTSIDE) and not (self._held + following).startswith(TAGS)
 
     def _header(self) -> bool:
-        """Parse the beginning of a message."""
+        """Parse the beginning of a message, or what is not one."""
+        lead = _LEAD.match(self._held, partial=True)
+        if lead is None or lead.end() > _LONGEST_HEADER:
+            return self._go(0, self._text)
+        if lead.partial:
+            return False
         match = _HEADER.match(self._held, partial=True)
         if match is None or match.end() > _LONGEST_HEADER:
-            return self._no_header()
+            return self._no_header(lead.end())
         if match.partial:
             return False
-        if match["recipient"]:
-            self._kind = _CALL
-            self._pass_on(match[0])
-        else:
-            self._kind = _REASONING if match["channel"] == "analysis" else _CONTENT
-            self._apart |= self._written & {self._kind}
+        self._message(match["channel"], match["recipient"])
         return self._go(match.end(), self._text)
 
-    def _no_header(self) -> bool:
-        """Make the tag a part of the text around it."""
-        tag = harmony.BEGINS.match(self._held)
-        upto = tag.end() if tag else 0
-        self._pass_on(self._held[:upto])
-        return self._go(upto, self._text)
+    def _message(self, channel: str | None, recipient: str | None) -> None:
+        self._leave()
+        itself = recipient == "assistant"
+        if recipient is not None and not itself:
+            self._kind = _CALL
+            self.into.call(f"{START}assistant to={recipient}{CHANNEL}commentary{MESSAGE}")
+            return
+        self._kind = _REASONING if channel == "analysis" or (itself and channel != "final") else _CONTENT
+        self._apart |= self._written & {self._kind}
+
+    def _leave(self) -> None:
+        """End the message."""
+        if self._kind == _CALL:
+            self.into.call(CALL)
+        self._kind = _OUTSIDE
+
+    def _no_header(self, lead: int) -> bool:
+        """Leave out the tags of a header without its end; what follows is the text of its message."""
+        cut = _CUT.match(self._held)
+        assert cut is not None
+        if cut["channel"]:
+            self._message(cut["channel"], None)
+        if cut.end() > lead:
+            return self._go(cut.end(), self._text)
+        tag = "" if lead else next(filter(self._held.startswith, TAGS), "")
+        self._pass_on(self._held[:lead])
+        return self._go(lead + len(tag), self._text)
 
     def _text(self) -> bool:
-        match = _TAG.search(self._held)
-        end = match.start() if match else len(self._held) - held_length(self._held, *TAGS)
-        self._pass_on(self._held[:end])
-        if match is None:
-            self._held = self._held[end:]
+        at, tag = _TAGS.find(self._held)
+        self._pass_on(self._held[:at])
+        if not tag:
+            self._held = self._held[at:]
             return False
-        if harmony.BEGINS.match(match[0]):
-            return self._go(end, self._header)
-        if self._kind in (_CALL, _OUTSIDE):
-            self._pass_on(match[0])
-        if self._kind == _OUTSIDE:
-            return self._go(match.end(), self._text)
-        self._kind = _OUTSIDE
-        return self._go(match.end(), self._header)
+        if self._kind == _CALL and self.into.quoted:
+            self.into.call(tag)
+        elif tag in ENDS:
+            self._leave()
+            return self._go(at + len(tag), self._header)
+        elif tag in BEGINS or self._kind == _OUTSIDE:
+            return self._go(at, self._header)
+        return self._go(at + len(tag), self._text)
 
     def _pass_on(self, text: str) -> None:
         if not text:
             return
-        out = self._out[self._kind != _REASONING]
+        if self._kind == _CALL:
+            self.into.call(text)
+            return
         if self._kind in self._apart:
             self._apart.remove(self._kind)
-            out.append("\n")
+            text = "\n" + text
         self._written.add(self._kind)
-        out.append(text)
+        if self._kind == _REASONING:
+            self.into.think(text)
+        else:
+            self.into.write(text)
 
-    def _go(self, upto: int, step: Callable[[], bool]) -> bool:
+    def _go(self, upto: int, state: Callable[[], bool]) -> bool:
         self._held = self._held[upto:]
-        self._step = step
+        self._state = state
         return True

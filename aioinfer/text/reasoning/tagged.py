@@ -1,147 +1,205 @@
-"""Parsers of reasoning between tags: they split an answer into the reasoning and the content after it."""
+"""Reasoning between two tags, wherever a model writes them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import ClassVar
 
-from aioinfer.text.tags import partial_length, without_breaks
+from aioinfer.text.reasoning.base import ReasoningParser
+from aioinfer.text.reasoning.drafts import Draft
+from aioinfer.text.tags import Tags, without_breaks
 
-__all__ = ["DeepSeekR1", "Gemma4", "Mistral", "Qwen3", "ReasoningParser"]
+__all__ = ["DeepSeekR1", "Gemma4", "Mistral", "Qwen3", "Tagged"]
 
-#: maximum white space before the opening tag
+#: maximum white space before a tag at the beginning
 _MOST_SPACE = 64
-#: reasoning and content
-_Split = tuple[str, str]
 
 
-class ReasoningParser:
-    """Text in, (reasoning, content) out; the concatenation does not depend on how the text is split.
+class Tagged(ReasoningParser):
+    """Thoughts between two tags.
 
-    Reasoning can only be at the beginning: a later tag is content. Line breaks next to a tag belong to it.
-    Only a possible prefix of a tag is held back.
+    A thought may begin anywhere in the answer, but not within a call or within code, and it may repeat its
+    opening tag. A closing tag that closes nothing is left out; the text before it was content already. Line
+    breaks next to a tag belong to it, unless only they separate what is before a thought from what is after
+    it. There is a line break between two thoughts.
+
+    A thought that is never closed ends where a call begins; one that is closed may contain drafts of calls.
+    So what looks like a call within a thought is held back until a tag or the end of the output decides.
+    Otherwise only a possible prefix of a tag is held back.
 
     Attributes:
-        name: the setting's value.
-        opening, closing: the tags around the reasoning.
-        header: text after the opening tag that belongs to it.
-        opened: where the output begins if the prompt does not show it: within reasoning (True), or with an
-            opening tag if there is reasoning (None).
-        tags: what has to be in the text, even if a vocabulary has special tokens for it.
+        framing: tags around the answer, which are left out as well.
     """
 
-    name: ClassVar[str]
     opening: ClassVar[str] = "<think>"
-    header: ClassVar[str] = ""
     closing: ClassVar[str] = "</think>"
-    opened: ClassVar[bool | None]
     tags: ClassVar[tuple[str, ...]] = (opening, closing)
+    framing: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, prompt_end: str = "") -> None:
-        """``prompt_end``: the last characters of the prompt."""
-        self._opened = self.opened_by(prompt_end)
-        self._held = ""
-        self._state: Callable[[], _Split] = self._answer if self._opened is False else self._begin
+        super().__init__(prompt_end)
+        self._state: Callable[[], bool] = self._thought if self._opened else self._begin
+        self._around = Tags(self.opening, self.closing, *self.framing)
+        self._closings = Tags(self.closing)
+        self._within: Tags | None = None
+        self._draft: Draft | None = None
+        #: the last character of the answer so far
+        self._last = ""
+        #: some reasoning was passed on; more needs a line break before it
+        self._thought_before = self._apart = False
 
-    @classmethod
-    def in_template(cls, template: str) -> bool:
-        """A chat template knows this format."""
-        return cls.closing in template
-
-    @classmethod
-    def opened_by(cls, prompt_end: str) -> bool | None:
-        """The beginning of an output after this end of a prompt: within reasoning (True), with content, since
-        the prompt has closed it (False), or with an opening tag if there is reasoning (None)."""
-        end = prompt_end.rstrip()
-        if end.endswith(cls.opening) or (cls.header and end.endswith(cls.opening + cls.header)):
-            return True
-        # Templates close it at once where a variable switches thinking off.
-        return False if end.endswith(cls.closing) else cls.opened
-
-    def push(self, text: str) -> _Split:
-        """Split the next piece of output."""
+    def push(self, text: str) -> None:
         self._held += text
-        return self._state()
+        while self._state():
+            pass
 
-    def finish(self) -> _Split:
-        """End the output: the held text."""
+    def finish(self) -> str:
         held, self._held = self._held, ""
-        within = self._state in (self._think, self._skip_header)
-        thinking = within or (self._opened and self._state == self._begin)
-        return (held, "") if thinking else ("", held)
+        if self._state in (self._begin, self._answer):
+            self._write(held)
+        elif self._state == self._drafting:
+            return self._end_draft(held)
+        elif self._state != self._closed:
+            self._think_on(held)
+        return ""
 
-    def _begin(self) -> _Split:
+    def answering(self, following: str) -> bool:
+        if self._state == self._closed and not self._separate:
+            return not following.startswith("\n")
+        outside = self._state in (self._begin, self._closed, self._answer)
+        return outside and not (self._held + following).startswith(self._around.all)
+
+    # -- the answer ------------------------------------------------------------------------------------
+
+    def _begin(self) -> bool:
+        """Before the first text: white space before a tag belongs to it."""
+        start = self._held.lstrip()
+        if len(self._held) - len(start) <= _MOST_SPACE:
+            if any(tag.startswith(start) and tag != start for tag in self._around.all):
+                return False
+            if start.startswith(self._around.all):
+                self._held = start
+        return self._go(0, self._answer)
+
+    def _answer(self) -> bool:
+        at, tag = self._around.find(self._held)
+        self._write(self._held[:at])
+        if not tag:
+            self._held = self._held[at:]
+            return False
+        if self.into.takes(tag):
+            return self._go(at + len(tag), self._header if tag == self.opening else self._closed)
+        self._last = tag[-1]
+        return self._go(at + len(tag), self._answer)
+
+    def _closed(self) -> bool:
+        """Behind a tag."""
+        if not self._separate:
+            self._held = self._held.lstrip("\n")
+        return bool(self._held) and self._go(0, self._answer)
+
+    @property
+    def _separate(self) -> bool:
+        """Line breaks that come next separate two parts of the answer."""
+        return self._last not in ("", "\n")
+
+    # -- thoughts --------------------------------------------------------------------------------------
+
+    def _header(self) -> bool:
+        if len(self._held) < len(self.header) and self.header.startswith(self._held):
+            return False
+        return self._go(len(self.header) if self._held.startswith(self.header) else 0, self._thought)
+
+    def _thought(self) -> bool:
+        """At the beginning of a thought."""
+        self._held = self._held.lstrip("\n")
         start = self._held.lstrip()
         if len(self._held) - len(start) <= _MOST_SPACE:
             if start.startswith(self.opening):
-                self._held = start[len(self.opening) :]
-                return self._to(self._skip_header)
+                return self._go(len(self._held) - len(start) + len(self.opening), self._header)
             if self.opening.startswith(start):
-                return "", ""
-        return self._to(self._think if self._opened else self._answer)
+                return False
+        self._apart = self._thought_before
+        self._draft = None
+        return self._go(0, self._thinking)
 
-    def _skip_header(self) -> _Split:
-        if len(self._held) < len(self.header) and self.header.startswith(self._held):
-            return "", ""
-        self._held = self._held.removeprefix(self.header)
-        return self._to(self._skip_to_think)
+    def _thinking(self) -> bool:
+        if self._within is None:
+            self._within = Tags(self.closing, *self.into.openings)
+        at, tag = self._within.find(self._held)
+        text = without_breaks(self._held[:at])
+        self._think_on(text)
+        if not tag:
+            self._held = self._held[len(text) :]
+            return False
+        if tag == self.closing:
+            return self._go(at + len(tag), self._closed)
+        return self._go(len(text), self._drafting)
 
-    def _skip_to_think(self) -> _Split:
-        self._held = self._held.lstrip("\n")
-        return self._to(self._think) if self._held else ("", "")
+    def _drafting(self) -> bool:
+        """Within a thought, behind what may begin a call."""
+        draft = self._draft = self._draft or Draft(self.into.draft(), self.closing)
+        at, tag = self._closings.find(self._held)
+        self._think_on(draft.push(self._held[:at]))
+        self._held = self._held[at + len(tag) :]
+        if tag:
+            self._think_on(without_breaks(draft.close()))
+        if draft.closed:
+            return self._go(0, self._closed)
+        if draft.empty:
+            return self._go(0, self._thinking) and bool(self._held)
+        return bool(tag)
 
-    def _think(self) -> _Split:
-        at = self._held.find(self.closing)
-        if at >= 0:
-            reasoning = without_breaks(self._held[:at])
-            self._held = self._held[at + len(self.closing) :]
-            return reasoning, self._to(self._skip_to_answer)[1]
-        end = len(self._held) - partial_length(self._held, self.closing)
-        reasoning = without_breaks(self._held[:end])
-        self._held = self._held[len(reasoning) :]
-        return reasoning, ""
+    def _end_draft(self, held: str) -> str:
+        assert self._draft is not None
+        self._think_on(self._draft.push(held))
+        thought, rest = self._draft.end()
+        self._think_on(thought)
+        # What is left is read once more, not again and again.
+        self._within = self._closings
+        self._state = self._closed if self._draft.closed else self._answer
+        return rest
 
-    def _skip_to_answer(self) -> _Split:
-        self._held = self._held.lstrip("\n")
-        return self._to(self._answer) if self._held else ("", "")
+    def _think_on(self, text: str) -> None:
+        if not text:
+            return
+        self.into.think("\n" + text if self._apart else text)
+        self._thought_before, self._apart = True, False
 
-    def _answer(self) -> _Split:
-        content, self._held = self._held, ""
-        return "", content
+    def _write(self, text: str) -> None:
+        if text:
+            self._last = text[-1]
+            self.into.write(text)
 
-    def _to(self, state: Callable[[], _Split]) -> _Split:
+    def _go(self, upto: int, state: Callable[[], bool]) -> bool:
+        self._held = self._held[upto:]
         self._state = state
-        return state()
+        return True
 
 
-class Qwen3(ReasoningParser):
+class Qwen3(Tagged):
     """The output contains both tags, or neither if it has no reasoning, unless the prompt has opened it."""
 
     name = "qwen3"
-    opened = None
 
 
-class DeepSeekR1(ReasoningParser):
-    """The output begins with reasoning unless the prompt has closed it.
-
-    A repeated opening tag at the start of the output is omitted.
-    """
+class DeepSeekR1(Tagged):
+    """The output begins with reasoning unless the prompt has closed it."""
 
     name = "deepseek-r1"
     opened = True
 
 
-class Mistral(ReasoningParser):
+class Mistral(Tagged):
     """``[THINK]...[/THINK]``: the output contains both tags, or neither if it has no reasoning."""
 
     name = "mistral"
     opening = "[THINK]"
     closing = "[/THINK]"
-    opened = None
     tags = (opening, closing)
 
 
-class Gemma4(ReasoningParser):
+class Gemma4(Tagged):
     """``<|channel>thought`` and a line break, the reasoning, ``<channel|>``: the output contains both tags,
     or neither if it has no reasoning. Where thinking is switched off, templates may close it in the prompt.
     """
@@ -150,5 +208,4 @@ class Gemma4(ReasoningParser):
     opening = "<|channel>"
     header = "thought"
     closing = "<channel|>"
-    opened = None
     tags = (opening, closing)

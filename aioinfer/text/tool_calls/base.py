@@ -6,7 +6,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import regex
 
@@ -46,10 +46,11 @@ class ToolCallDelta:
 
 @dataclass(slots=True)
 class Parsed:
-    """Content and calls of a piece of output."""
+    """Content and calls of a piece of output; ``before``: the length of the content before the first call."""
 
     content: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
+    before: int = 0
 
 
 def new_id() -> str:
@@ -147,6 +148,10 @@ class ToolCallParser(ABC):
         """The arguments of the newest call are incomplete, or those of an earlier one broke off."""
         return self._broken or self._state == self._arguments
 
+    def fresh(self) -> Self:
+        """A parser of the same format and functions that has read nothing."""
+        return type(self)(self._functions)
+
     @property
     def openings(self) -> tuple[str, ...]:
         """The texts with which a call can begin; none if the whole answer decides."""
@@ -157,6 +162,11 @@ class ToolCallParser(ABC):
         """The newest text is neither in a call nor in what may become one."""
         begun = self._count or self._tentative or self._held.strip()
         return self._state in (self._text, self._gap) or not begun
+
+    @property
+    def quoted(self) -> bool:
+        """The newest text is within a string of arguments that are written as JSON."""
+        return self._state == self._arguments and self._value.quoted
 
     @property
     def _undecided(self) -> bool:
@@ -208,6 +218,8 @@ class ToolCallParser(ABC):
         return bool(self._held) and self._go(0, self._text)
 
     def _begin(self, name: str) -> None:
+        if not self._out.calls:
+            self._out.before = len(self._out.content)
         self._out.calls.append(ToolCallDelta(self._count, self._new_id(), name))
         self._count += 1
         self._tentative, self._tag = "", 0
@@ -258,6 +270,11 @@ class JsonObject:
         #: the quotation mark of the string that is open
         self._quote = ""
         self._escaped = False
+
+    @property
+    def quoted(self) -> bool:
+        """A string is open."""
+        return bool(self._quote)
 
     @property
     def complete(self) -> bool:

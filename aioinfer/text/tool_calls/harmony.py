@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import regex
 
 from aioinfer.text import harmony
-from aioinfer.text.harmony import CALL, CHANNEL, CONSTRAIN, MESSAGE, START, TAGS, held_length
-from aioinfer.text.tags import without_breaks
+from aioinfer.text.harmony import CALL, CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, TAGS
+from aioinfer.text.tags import Tags
 from aioinfer.text.tool_calls.base import Functions, ToolCallParser
 
 if TYPE_CHECKING:
@@ -17,21 +17,22 @@ if TYPE_CHECKING:
 
 __all__ = ["Harmony"]
 
-_HEAD = regex.compile(rf"{harmony.HEADER}\s*+(?=\{{)")
+_HEAD = regex.compile(harmony.HEADER)
+_TAGS = Tags(*harmony.BEGINS, *harmony.ENDS)
 
 
 class Harmony(ToolCallParser):
     """``<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>``.
 
-    ``<|call|>`` ends an output, so an answer has one call. Messages without a recipient are content here,
-    with their tags; the reasoning parser of the format takes these off.
+    ``<|call|>`` ends an output, so an answer has one call. Other arguments than an object are passed on as
+    they are, and none become ``{}``. Messages without a recipient are content here, with their tags; the
+    reasoning parser of the format takes these off.
     """
 
     name: ClassVar[str] = "harmony"
     opening = CHANNEL
     separator: ClassVar[str | None] = f"{CALL}{START}assistant"
     tags: ClassVar[tuple[str, ...]] = TAGS
-    end = regex.compile(rf"\s*+(?:{harmony.ENDS.pattern})")
 
     def __init__(self, functions: Functions | None = None) -> None:
         super().__init__(functions)
@@ -47,18 +48,13 @@ class Harmony(ToolCallParser):
         before = f"{rules.text(f'commentary to=functions.{function} ')} {rules.tag(CONSTRAIN)}"
         return f"{before} {rules.text('json')} {rules.tag(MESSAGE)} {rules.json(schema)}"
 
-    def _text(self) -> bool:
-        """Parse text outside calls."""
-        tag = harmony.BEGINS.search(self._held)
-        end = tag.start() if tag else len(self._held) - held_length(self._held, START, CHANNEL)
-        content = without_breaks(self._held[:end])
-        self._out.content += content
-        if tag is None:
-            self._held = self._held[len(content) :]
-            return False
-        self._tentative = self._held[len(content) : tag.end()]
-        self._tag = len(self._tentative)
-        return self._go(tag.end(), self._head)
+    @property
+    def openings(self) -> tuple[str, ...]:
+        return harmony.BEGINS
+
+    @property
+    def unfinished(self) -> bool:
+        return super().unfinished or self._state in (self._body, self._raw)
 
     def _head(self) -> bool:
         """Parse the head of a message, from a tag or from the beginning of the output."""
@@ -68,7 +64,45 @@ class Harmony(ToolCallParser):
             return self._no_call()
         if match.partial:
             return False
-        if not match["recipient"]:
+        if match["recipient"] in (None, "assistant"):
             return self._no_call()
-        self._begin(match["recipient"])
-        return self._go(match.end() - len(tag), self._arguments)
+        self._begin(match["recipient"].removeprefix("functions."))
+        return self._go(match.end() - len(tag), self._body)
+
+    def _body(self) -> bool:
+        """Parse the beginning of arguments."""
+        self._held = self._held.lstrip()
+        at, tag = _TAGS.find(self._held)
+        if not self._held or (at == 0 and not tag):
+            return False
+        if at == 0:
+            self._pass_on("{}")
+            return self._go(0, self._tail)
+        return self._go(0, self._arguments if self._held[0] == "{" else self._raw)
+
+    def _raw(self) -> bool:
+        """Parse arguments that are no object."""
+        at, tag = _TAGS.find(self._held)
+        self._pass_on(self._held[:at])
+        self._broken = True
+        return self._go(at, self._tail if tag else self._raw) and bool(tag)
+
+    def _tail(self) -> bool:
+        """Parse what follows arguments, to the end of the message: content, but for white space before it."""
+        self._held = self._held.lstrip()
+        return bool(self._held) and self._go(0, self._rest)
+
+    def _rest(self) -> bool:
+        at, tag = _TAGS.find(self._held)
+        self._out.content += self._held[:at]
+        if not tag:
+            self._held = self._held[at:]
+            return False
+        return self._go(at + len(tag) if tag in ENDS else at, self._after)
+
+    def _end(self) -> None:
+        if self._state == self._raw:
+            self._pass_on(self._held)
+        if self._state == self._rest:
+            self._out.content += self._held
+        super()._end()
