@@ -91,18 +91,23 @@ def record(name: str, num_layers: int, run: Callable[[Callable[..., torch.Tensor
                 f"model: {name} makes a mask of its own for attention in layer {module.layer_idx}"
             )
         masked = None if attention_mask is None else int(attention_mask.flatten()[0])
+        if masked == -1:
+            raise ConfigError(
+                f"model: {name} attends in layer {module.layer_idx} to other tokens than those before "
+                "each one, or a window of them"
+            )
         if masked is not None and (window or 0) != masked:
             raise ConfigError(
                 f"model: {name} asks for a window of {window} in layer {module.layer_idx}, but masks {masked}"
             )
         if value.shape != key.shape:
-            raise ConfigError(f"model: {name} has values and keys of different sizes")
+            raise ConfigError(f"model: {name} has values of another size than keys, as in latent attention")
         seen[module.layer_idx] = KVShape(key.shape[1], key.shape[3])
         return _plain(query, key, value, options.get("scaling"), window).transpose(1, 2)
 
     run(watch)
     if not seen:
-        raise ConfigError(f"model: the attention of {name} cannot be replaced")
+        raise ConfigError(f"model: the attention of {name} in transformers cannot be replaced")
     if sorted(seen) != list(range(num_layers)) or calls != num_layers:
         raise ConfigError(f"model: not each of the {num_layers} layers of {name} has one standard attention")
     return [seen[layer] for layer in range(num_layers)]

@@ -390,9 +390,19 @@ def register() -> None:
     AttentionMaskInterface.register(_PROBE, _mask_window)
 
 
-def _mask_window(*args: Any, local_size: int | None = None, **kwargs: Any) -> torch.Tensor:
-    """The length of a mask's window, 0 for none, instead of the mask: float64 [1, 1, 1, 1]."""
-    return torch.tensor(local_size or 0, dtype=torch.float64).view(1, 1, 1, 1)
+def _mask_window(
+    *args: Any, mask_function: Callable[..., Any], local_size: int | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """The length of a mask's window, 0 for none, instead of the mask; -1 if a token sees others than those
+    before it and itself, or than a window of them (both directions, blocks): float64 [1, 1, 1, 1]."""
+
+    def sees(query: int, key: int) -> bool:
+        return bool(mask_function(*(torch.tensor(index) for index in (0, 0, query, key))))
+
+    window = local_size or 0
+    far = window or 2
+    plain = sees(far, far) and sees(far, 1) and sees(far, 0) == (not window) and not sees(0, 1)
+    return torch.tensor(window if plain else -1, dtype=torch.float64).view(1, 1, 1, 1)
 
 
 def _attend(

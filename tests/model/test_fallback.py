@@ -87,7 +87,14 @@ def hybrid(*layer_types: str) -> tuple[str, dict[str, Any]]:
         ("FalconH1", {**SMALL, "head_dim": 8, **STATE_SPACE}, "LinearAttentionAndFull.* in layer 0"),
         # Nine tokens are one block, for which it needs nothing besides keys and values.
         ("MiniMaxM3VLText", {**SMALL, **EXPERTS, **SPARSE}, "MiniMaxM3VLSparse.* in layer 1"),
+        # Attention of other kinds, which a few tokens may not tell from causal attention.
         ("Doge", {**SMALL}, "makes a mask of its own"),
+        ("Bert", {**SMALL, "is_decoder": False}, "to other tokens than those before each one"),
+        (
+            "Llama4Text",
+            {**SMALL, **EXPERTS, "attention_chunk_size": 20, "head_dim": 8, "intermediate_size_mlp": 48},
+            "to other tokens than those before each one",
+        ),
     ],
 )
 def test_what_would_run_wrongly_is_refused(
@@ -210,7 +217,7 @@ def test_of_a_large_model_one_layer_of_each_kind_is_compared(
 
 def test_a_model_that_computes_attention_by_itself_is_refused() -> None:
     # Which models do so changes with the release of transformers.
-    with pytest.raises(ConfigError, match="attention of Own cannot be replaced"):
+    with pytest.raises(ConfigError, match="attention of Own in transformers cannot be replaced"):
         record("Own", 2, lambda watch: None)
 
 
