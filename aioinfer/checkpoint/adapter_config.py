@@ -38,7 +38,7 @@ _REFUSED = {
     "megatron_config": "it was trained on layers of Megatron",
 }
 #: of init_lora_weights, those that leave the weights of the model as they were
-_PLAIN_STARTS = ("gaussian", "orthogonal", "eva")
+_PLAIN_STARTS = ("gaussian", "orthogonal", "eva", "mica")
 #: other fields that PEFT writes
 _KNOWN = frozenset(
     {
@@ -144,7 +144,7 @@ def _check_features(stated: Mapping[str, Any]) -> None:
     if bias != "none":
         raise ConfigError(f"adapter: bias is {shown(bias)}; trained biases of the model are not supported")
     start = stated.get("init_lora_weights", True)
-    if not isinstance(start, bool | None) and start not in _PLAIN_STARTS:
+    if not isinstance(start, bool | None) and str(start).lower() not in _PLAIN_STARTS:
         raise ConfigError(
             f"adapter: init_lora_weights is {shown(start)}, which changes the weights of the model; PEFT can "
             "save such an adapter converted (path_initial_model_for_weight_conversion)"

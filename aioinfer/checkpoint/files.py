@@ -61,8 +61,15 @@ class Directory:
             tokenizer.chat_template = stated
         return tokenizer
 
+    def quantisation(self) -> Any | None:
+        """How its weights are quantised: ``quantization_config``, or what stands for it; None: they are
+        not."""
+        from aioinfer.checkpoint.formats.stated import stated_quantisation
+
+        return stated_quantisation(self.path, self.config())
+
     def tensors(self) -> Tensors:
-        stored, quantisation = SafetensorsTensors(self.path), self.config().get("quantization_config")
+        stored, quantisation = SafetensorsTensors(self.path), self.quantisation()
         if quantisation is None:
             return stored
         from aioinfer.checkpoint.formats import quantised_tensors
@@ -70,7 +77,9 @@ class Directory:
         return quantised_tensors(stored, quantisation)
 
     def files(self) -> list[Path]:
-        return [self.path / "config.json", *weight_files(self.path)]
+        from aioinfer.checkpoint.formats.stated import side_files
+
+        return [self.path / "config.json", *side_files(self.path), *weight_files(self.path)]
 
 
 class GGUFCheckpoint:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.checkpoint.tensors import check_pointer
 from aioinfer.errors import ConfigError
 
 __all__ = ["GGUFFile", "StoredTensor", "parts_of"]
@@ -66,11 +67,15 @@ class GGUFFile:
         self.files = parts_of(path)
         for number, file in enumerate(self.files):
             try:
+                check_pointer(file)
                 metadata, tensors = _read(file)
+            except ConfigError:
+                raise
             except (OSError, ValueError, _Malformed) as error:
                 raise ConfigError(f"model: {file.name} cannot be read as GGUF: {error}") from error
             if number == 0:
                 self.metadata = metadata
+                _check_parts(file, metadata.get("split.count"), len(self.files))
             if twice := tensors.keys() & self.tensors.keys():
                 raise ConfigError(f"model: {file.name} and another part both hold {min(twice)}")
             self.tensors |= tensors
@@ -100,6 +105,15 @@ def parts_of(path: Path) -> list[Path]:
     return parts
 
 
+def _check_parts(file: Path, stated: Any, found: int) -> None:
+    """Raise ConfigError for a part of a model that lies alone, or that the others were appended to."""
+    if isinstance(stated, int) and stated > 1 and stated != found:
+        raise ConfigError(
+            f"model: {file.name} is the first of {stated} parts of a model (split.count): all are needed, in "
+            f"one directory, as NAME-00001-of-{stated:05}.gguf; llama-gguf-split --merge joins them, not cat"
+        )
+
+
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Raises OSError, ValueError, _Malformed."""
     from gguf import GGUF_DEFAULT_ALIGNMENT
@@ -110,6 +124,10 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     if reader.take(4) != _MAGIC:
         raise _Malformed("it does not begin as one")
     version = reader.number("<I")
+    if version & 0xFFFF == 0:
+        raise _Malformed(
+            "it is big-endian, which is not read: gguf-convert-endian of the package gguf turns it"
+        )
     if version not in _VERSIONS:
         raise _Malformed(f"its version is {version}, versions {' and '.join(map(str, _VERSIONS))} are read")
     num_tensors, num_fields = reader.number("<Q"), reader.number("<Q")

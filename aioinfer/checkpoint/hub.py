@@ -34,7 +34,7 @@ _NAME = re.compile(
 #: besides weights; what a tokenizer and a generation need
 _SMALL = re.compile(
     r"config\.json|generation_config\.json|tokenizer[^/]*\.json|special_tokens_map\.json|added_tokens\.json"
-    r"|tokenizer\.model|vocab\.json|merges\.txt|chat_template\.(json|jinja)"
+    r"|tokenizer\.model|vocab\.json|merges\.txt|chat_template\.(json|jinja)|(hf_)?quant(ize)?_config\.json"
     r"|additional_chat_templates/[^/]+\.jinja"
     # modules of sentence-transformers lie in directories of any name
     r"|modules\.json|config_sentence_transformers\.json|sentence_bert_config\.json|\w[^/]*/config\.json"

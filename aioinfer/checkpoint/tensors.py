@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
@@ -20,11 +21,16 @@ __all__ = [
     "Rounding",
     "SafetensorsTensors",
     "Tensors",
+    "check_pointer",
     "read_json_object",
     "stored_bytes",
     "weight_files",
 ]
 
+#: a file of several, and their number
+_PART = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
+#: the begin of a pointer of Git LFS
+_POINTER = b"version https://git-lfs"
 #: groups are multiples of this
 _LEAST_GROUP = 32
 
@@ -111,6 +117,7 @@ class SafetensorsTensors(Tensors):
         self._files: dict[str, Any] = {}
         try:
             for file in [path] if path.suffix == ".safetensors" else weight_files(path):
+                check_pointer(file)
                 _read_ahead(file)
                 opened: Any = safe_open(file, framework="pt", device="cpu")
                 self._files.update(dict.fromkeys(opened.keys(), opened))
@@ -163,30 +170,56 @@ def stored_bytes(
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a model directory. Raises ConfigError if there are none, or if a file that the
-    index of a sharded checkpoint names is missing."""
-    index = path / "model.safetensors.index.json"
+    """The safetensors files of a model directory: a single one, those that an index names, or all parts
+    without an index. Raises ConfigError if there are none, or if one is missing."""
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if not index.is_file():
-        single = path / "model.safetensors"
-        if not single.is_file():
-            raise ConfigError(
-                f"model: {path.name} holds no model.safetensors (pickled weights, .bin, are not loaded)"
-            )
-        return [single]
+        return [single] if single.is_file() else _parts(path, index.name)
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(map(_is_file_name, weight_map.values())):
         raise ConfigError(f"model: {index.name} has no weight_map of file names")
     files = [path / name for name in sorted(set(weight_map.values()))]
+    if single.is_file() and single not in files:
+        # The index is of other files; transformers takes the single one, too.
+        return [single]
     for file in files:
         if not file.is_file():
             raise ConfigError(f"model: {index.name} names {file.name}, which is missing")
     return files
 
 
+def _parts(path: Path, index: str) -> list[Path]:
+    """All parts of weights that have no index. Raises ConfigError."""
+    matches = [match for file in path.glob("model-*.safetensors") if (match := _PART.fullmatch(file.name))]
+    if not matches:
+        raise ConfigError(
+            f"model: {path.name} holds no model.safetensors (pickled weights, .bin, are not loaded)"
+        )
+    count = max(int(match[1]) for match in matches)
+    missing = count - len(matches)
+    if missing:
+        raise ConfigError(
+            f"model: {path.name} has no {index}, and {missing} of {count} parts of its weights are missing"
+        )
+    return sorted(path / match[0] for match in matches)
+
+
+def check_pointer(file: Path) -> None:
+    """Raise ConfigError for what Git leaves in place of a file that Git LFS keeps. Raises OSError."""
+    with file.open("rb") as opened:
+        if opened.read(len(_POINTER)) == _POINTER:
+            raise ConfigError(
+                f"model: {file.name} is a pointer of Git LFS, not the file: git lfs pull gets it"
+            )
+
+
 def read_json_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file of a model directory. Raises ConfigError."""
     try:
+        check_pointer(file)
         value = json.loads(file.read_text("utf-8"))
+    except ConfigError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"model: {file.name} cannot be read: {error}") from error
     if not isinstance(value, dict):

@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from aioinfer.checkpoint.tensors import read_json_object
+from aioinfer.checkpoint.tensors import check_pointer, read_json_object
 from aioinfer.errors import ConfigError
 
 __all__ = ["tokenizer_in"]
@@ -27,6 +27,7 @@ def tokenizer_in(path: Path) -> Any | None:
     only files that cannot be read; whatever else transformers raises for files that are damaged."""
     stated = _object(path / _SETTINGS)
     if (path / _WHOLE).is_file():
+        check_pointer(path / _WHOLE)
         return _as_stated(path, stated)
     found = [name for name in (_SETTINGS, *_VOCABULARIES) if (path / name).is_file()]
     return _by_class(path, found) if found else None

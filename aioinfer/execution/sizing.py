@@ -141,7 +141,8 @@ def size_pool(config: EngineConfig, spec: ModelSpec, page_bytes: int, budget: in
     """
     if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
         raise ConfigError(
-            f"max_model_len is {config.max_model_len}; the model knows {spec.max_model_len} positions"
+            f"max_model_len is {config.max_model_len}; the model knows {spec.max_model_len} positions, which "
+            "max_position_embeddings and the scaling of rotary positions in its config decide"
         )
     wanted_len = spec.max_model_len if config.max_model_len is None else config.max_model_len
     if spec.whole_prompts:

@@ -269,6 +269,8 @@ def _read_config(checkpoint: Checkpoint) -> Any:
     except Exception as error:
         # Each of the many config classes raises its own types of errors.
         raise ConfigError(f"model: the config of {name} cannot be used: {error}") from error
+    if isinstance(checkpoint, Directory) and (quantisation := checkpoint.quantisation()) is not None:
+        config.quantization_config = quantisation
     for field in _NOT_READ.get(config.model_type, ()):
         setattr(config, field, None)
     config.architectures = [named_architecture(config, name)]

@@ -83,7 +83,7 @@ def text_part(checkpoint: Checkpoint, config: Any, *, stored: bool) -> tuple[Che
     text, stated = getattr(config, "text_config", None), checkpoint.config()
     if text is None:
         raise ConfigError(f"model: the config of {checkpoint.path.name} has no text_config")
-    quantisation = stated.get("quantization_config")
+    quantisation = checkpoint.quantisation()
     if quantisation is None:
         quantisation = (stated.get("text_config") or {}).get("quantization_config")
     inner = _config(config, text, wrapper, quantisation)
@@ -161,7 +161,7 @@ class TextPart(Directory):
         """Whether the checkpoint has a head that is not the embedding. Raises ConfigError."""
         tensors = self._tensors
         if _HEAD not in tensors.names or _EMBEDDING not in tensors.names:
-            return _HEAD in tensors.names
+            return False
         head, embedding = tensors.read(_HEAD), tensors.read(_EMBEDDING)
         return head.dtype != embedding.dtype or not head.equal(embedding)
 

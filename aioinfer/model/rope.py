@@ -7,8 +7,13 @@ from typing import Any
 
 import torch
 
+from aioinfer.errors import ConfigError
+
 __all__ = ["Rope", "Rotary", "layer_type", "longest", "rotate", "supported"]
 
+#: model types whose configs state the length that linear scaling makes
+_SCALED = ("gemma3", "gemma4")
+_LONGEST = 2**26
 _KINDS = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 
 
@@ -36,14 +41,28 @@ def _supported(parameters: dict[str, Any], head_dim: int, partial: bool) -> bool
 
 
 def longest(config: Any) -> int:
-    """The longest sequence in positions that the config's tables are for. A LongRoPE model changes its
-    frequencies for the whole sequence once that exceeds the original length, and is limited to that."""
-    length: int = config.max_position_embeddings
-    rope = getattr(config, "rope_parameters", None) or {}
+    """The longest sequence in positions that the config's tables are for.
+
+    YaRN (arXiv 2309.00071) and linear scaling make a length longer by their factor; cards have one add the
+    scaling to a config, and nothing else. A LongRoPE model changes its frequencies for the whole sequence
+    once that exceeds the original length, and is limited to that; dynamic NTK by each length, and is limited
+    to that of the config. Raises ConfigError for one that no memory holds."""
+    stated: int = config.max_position_embeddings
+    rope, length = getattr(config, "rope_parameters", None) or {}, float(stated)
     for parameters in (rope, *rope.values()):
-        if isinstance(parameters, dict) and parameters.get("rope_type") == "longrope":
-            length = min(length, parameters["original_max_position_embeddings"])
-    return length
+        if not isinstance(parameters, dict):
+            continue
+        kind, original = (
+            parameters.get("rope_type"),
+            parameters.get("original_max_position_embeddings", stated),
+        )
+        if kind == "longrope":
+            length = min(length, original)
+        elif kind == "yarn" or (kind == "linear" and not config.model_type.startswith(_SCALED)):
+            length = max(length, original * (parameters.get("factor") or 1.0))
+    if length > _LONGEST:
+        raise ConfigError(f"model: rotary positions are scaled to {length:g} positions")
+    return int(length)
 
 
 def layer_type(config: Any, index: int) -> str | None:

@@ -97,7 +97,7 @@ def test_groups_of_rows_and_of_blocks_are_told_apart(tmp_path: Path) -> None:
             [group(["Linear"]), {**group([DOWN]), "format": "int-quantized"}],
             "config_groups of several formats",
         ),
-        ([{"targets": ["Linear"], "weights": None}], "has no weights"),
+        ([{"targets": ["Linear"], "weights": None}], "packed weights of None bits"),
         ([group(["Linear"], rotation="hadamard")], "weights of the group 'group_0' .* has 'rotation'"),
         ([{**group(["Linear"]), "outliers": [1]}], "group 'group_0' in config_groups has 'outliers'"),
     ],

@@ -15,7 +15,7 @@ from aioinfer.model.inspection import LoadOptions, inspect_model
 from aioinfer.model.loader import load_model
 from aioinfer.model.native import NativeDecoder
 from tests.model import harness
-from tests.model.checkpoints import assert_greedy, make_checkpoint
+from tests.model.checkpoints import FAMILIES, assert_greedy, make_checkpoint, make_model
 from tests.model.harness import require
 from tests.model.multimodal_models import edit_tensors
 from tests.tiers import SECONDS, rest
@@ -96,3 +96,11 @@ def test_the_table_of_inputs_stays_in_its_file(tmp_path: Path, monkeypatch: pyte
     # In another type it is a copy.
     load_model(tmp_path, LoadOptions(dtype="bfloat16", device=CPU, kernels="native"), check_size=sizes.append)
     assert sizes[1:] == [every // 2]
+
+
+def test_inputs_by_layer_of_a_size_that_no_vector_divides_run_by_torch(tmp_path: Path) -> None:
+    require("native")
+    prefix, changes = FAMILIES["gemma4-shared"]
+    oracle = make_model(prefix, {**changes, "hidden_size_per_layer_input": 8}, tmp_path, seed=2)
+    assert isinstance(load(tmp_path, "native"), Decoder)
+    assert_greedy(tmp_path, [PROMPT], 4, oracle, kernels="native")

@@ -64,7 +64,7 @@ FILES = [
     ),
     (
         "qwen3",
-        write(INDEX, '{"weight_map": {"a": "gone.safetensors"}}'),
+        write(INDEX, '{"weight_map": {"a": "gone.safetensors", "b": "model.safetensors"}}'),
         "gone.safetensors, which",
     ),
 ]

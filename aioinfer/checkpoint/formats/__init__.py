@@ -18,6 +18,14 @@ from aioinfer.errors import ConfigError, shown
 __all__ = ["quantised_tensors"]
 
 
+def _modelopt(config: dict[str, Any]) -> Format:
+    """FP8 with a scale of each tensor is the one of its formats that is read."""
+    algorithm = config.get("quant_algo")
+    if algorithm != "FP8":
+        raise ConfigError(f"model: weights of ModelOpt's {shown(algorithm)} are not supported, its FP8 is")
+    return FP8({})
+
+
 def _by_modules(form: Callable[[dict[str, Any]], Format]) -> Callable[[Tensors, dict[str, Any]], Tensors]:
     """Reads a format that stores the weight of a module in parts."""
     return lambda tensors, config: QuantisedTensors(tensors, form(config))
@@ -29,6 +37,7 @@ _FORMATS: dict[str, Callable[[Tensors, dict[str, Any]], Tensors]] = {
     "compressed-tensors": _by_modules(compressed),
     "fp8": _by_modules(FP8),
     "gptq": _by_modules(GPTQ),
+    "modelopt": _by_modules(_modelopt),
     "mxfp4": lambda tensors, _: MXFP4Tensors(tensors),
 }
 
@@ -41,7 +50,8 @@ def quantised_tensors(tensors: Tensors, config: Any) -> Tensors:
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in _FORMATS:
         raise ConfigError(
-            f"model: weights quantised by {shown(method)} are not supported: {', '.join(_FORMATS)} are"
+            f"model: weights quantised by {shown(method)} are not supported: {', '.join(_FORMATS)} are, and "
+            "the model that they were made of"
         )
     check_fields(config, FIELDS[method], "quantization_config")
     try:

@@ -63,8 +63,6 @@ def compressed(config: dict[str, Any]) -> Format:
     if sparsity != "dense":
         raise ConfigError(f"model: sparse weights in the format {shown(sparsity)} are not supported")
     groups = {key: group for key, group in config["config_groups"].items() if group["weights"]}
-    if not groups:
-        raise ConfigError("model: config_groups of the quantization_config has no weights")
     for key, group in groups.items():
         check_fields(group, _GROUP, f"group {shown(key)} in config_groups")
         check_fields(group["weights"], _WEIGHTS, f"weights of the group {shown(key)} in config_groups")
@@ -74,7 +72,7 @@ def compressed(config: dict[str, Any]) -> Format:
             )
     stated = [group["weights"] for group in groups.values()]
     if all(each == stated[0] for each in stated):
-        return form(stated[0])
+        return form(stated[0] if stated else {})
     return Grouped([(group["targets"], form(group["weights"])) for group in groups.values()])
 
 

@@ -64,6 +64,11 @@ FIELDS: Mapping[str, frozenset[str]] = {
         "weight_block_size",
     },
     "gptq": _ZEROS,
+    "modelopt": _COMMON
+    | {
+        *("config_groups", "exclude_modules", "group_size", "kv_cache_quant_algo", "kv_cache_scheme"),
+        *("quant_algo", "quantization"),
+    },
     "mxfp4": _COMMON,
 }
 

@@ -250,6 +250,9 @@ def build_decoder(
     source = Source(config, weights, kernels, blocks.size if blocks else 1, device, positions)
     vocabulary, hidden = config.vocab_size, config.hidden_size
     name = family.words(weights)
+    if config.tie_word_embeddings and f"{name}.weight" not in weights and "lm_head.weight" in weights:
+        # Stored once, under the name of the head.
+        name = "lm_head"
     words = StoredMatrix(weights, [name], [vocabulary], hidden)
     layers = [family.layer(source, index) for index in range(config.num_hidden_layers)]
     norm = family.final_norm(source)

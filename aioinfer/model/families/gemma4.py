@@ -19,7 +19,7 @@ from aioinfer.model import rope
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.blocks import Blocks
-from aioinfer.model.families.base import Family, Source
+from aioinfer.model.families.base import Family, Source, inner_sizes
 from aioinfer.model.gates import CONFIG_GATES, Gate
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.layer import Embedding, Layer
@@ -66,6 +66,9 @@ class Gemma4(Family):
 
     def kv_layers(self, config: Any) -> tuple[KVShape, ...]:
         return tuple(_heads(config, index) for index in range(_first_shared(config)))
+
+    def inner_sizes(self, config: Any) -> list[int]:
+        return [*inner_sizes(config), *filter(None, [_per_layer_size(config)])]
 
     def sparse_layers(self, config: Any) -> frozenset[int]:
         if not getattr(config, "enable_moe_block", False):
