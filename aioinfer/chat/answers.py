@@ -89,11 +89,17 @@ class ChatFormat:
         opening, closing = self.reasoning.opening, self.reasoning.closing
         return opening if content.rfind(opening) > content.rfind(closing) else closing
 
+    @property
+    def tools_variable(self) -> str:
+        """The variable of the chat template for tools: that of SmolLM3 is ``xml_tools``."""
+        names = self.template_names or frozenset()
+        return "xml_tools" if "xml_tools" in names and "tools" not in names else "tools"
+
     def offered(self, tools: Tools) -> list[dict[str, Any]]:
         """The functions as the chat template gets them. Raises InvalidRequest if nothing would tell the model
         of them."""
         names = self.template_names
-        if names is not None and "tools" not in names and not tools.enforced:
+        if names is not None and self.tools_variable not in names and not tools.enforced:
             # The grammar of a required or strict call would.
             raise InvalidRequest("tools", UNREAD, code="unsupported_parameter")
         return tools.for_template()

@@ -62,5 +62,5 @@ def conversation(
     kwargs = variables.checked()
     parsed = parse_messages(messages, chat.template_names)
     if found is not None:
-        kwargs["tools"] = chat.offered(found)
+        kwargs[chat.tools_variable] = chat.offered(found)
     return parsed, kwargs, found

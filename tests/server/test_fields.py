@@ -254,6 +254,15 @@ def test_tools_that_the_template_does_not_read_are_refused(body: dict[str, Any],
     assert parse_chat(raw, SERVED).prompts
 
 
+def test_tools_reach_a_template_in_the_variable_that_it_has() -> None:
+    raw = json.dumps({"messages": [USER], "tools": [TOOL]}).encode()
+    for names, variable in (("tools", "tools"), ("xml_tools", "xml_tools"), ("tools xml_tools", "tools")):
+        served = Served(
+            "toy", SamplingParams(), ChatFormat(tools=Hermes, template_names=frozenset(names.split()))
+        )
+        assert [*(parse_chat(raw, served).chat_template_kwargs or {})] == [variable]
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=str)
 def test_calls_that_a_grammar_requires_need_no_template(choice: Any) -> None:
     served = Served("toy", SamplingParams(), ChatFormat(tools=Hermes, template_names=frozenset({"messages"})))
