@@ -61,7 +61,7 @@ class JsonCalls(ToolCallParser):
         openings = "|".join(regex.escape(tag) for tag in (cls.opening, *cls.also) if tag) or "(?!)"
         closing = regex.escape(cls.closing) or "(?!)"
         fence = r"(?:```\w*+\s*+)?+"
-        cls._first = regex.compile(rf"\s*+(?:(?:{openings})\s*+)*+{fence}(?P<list>\[\s*+)?+\{{")
+        cls._first = regex.compile(rf"\s*+(?:(?:{openings})\s*+){{0,3}}+{fence}(?P<list>\[\s*+)?+\{{")
         # Without its brace, an object ends before what cannot be a part of it.
         ends = rf"(?P<brace>\}})|(?P<end>(?=\]|{closing}))|(?=[\[{{;]|{openings})"
         cls._next = regex.compile(rf'[\s,]*+(?:"(?P<key>[^"\\]{{0,64}}+)"\s*+:\s*+(?=\S)|{ends})')
@@ -181,10 +181,12 @@ class JsonCalls(ToolCallParser):
 
     def _skip(self) -> bool:
         """Parse a text, a list or an object, which is kept until the call is known."""
-        end = self._value.end(self._held)
-        upto = len(self._held) if end is None else end
-        self._tentative += self._held[:upto]
-        self._held = self._held[upto:]
+        # Not beyond the limit: what follows is parsed again if this is no call.
+        piece = self._held[: max(self._most + 1 - len(self._tentative), 0)]
+        end = self._value.end(piece)
+        piece = piece[:end]
+        self._tentative += piece
+        self._held = self._held[len(piece) :]
         length = len(self._tentative) - self._from
         long = length > LONGEST_HEAD and self._key in (*_NAME, *_PLAIN)
         if long or len(self._tentative) > self._most or (end is not None and not self._value.complete):

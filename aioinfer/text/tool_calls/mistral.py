@@ -18,7 +18,7 @@ __all__ = ["Mistral", "MistralV11"]
 _CALLS, _ID, _ARGS = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 #: the head of arguments that are not within an object; some templates of v11 have no tag there
 _BARE = regex.compile(
-    r"\s*+(?:\[TOOL_CALLS\]\s*+)*+(?P<name>[\w.-]++)\s*+"
+    r"\s*+(?:\[TOOL_CALLS\]\s*+){0,3}+(?P<name>[\w.-]++)\s*+"
     r"(?:\[CALL_ID\][A-Za-z0-9]*+\s*+)?+(?:\[ARGS\]\s*+)?+(?=\{)"
 )
 
