@@ -133,6 +133,16 @@ def test_calls_of_mistral_may_have_ids_and_spaces(vocabulary: Vocabulary) -> Non
     assert not vocabulary.allows(bare.replace("4e", "4"), parser=PARSERS["mistral-v11"])
 
 
+def test_text_has_no_calls_behind_a_further_tag(vocabulary: Vocabulary) -> None:
+    text = in_format("granite", ("weather", {"city": "Bern"})).replace("<|tool_call|>", "<tool_call>")
+    right = in_format("granite", ("weather", {"city": "Rome"}))
+    for parallel in (False, True):
+        options: Any = {"parser": PARSERS["granite"], "text": True, "parallel": parallel}
+        for each in (text, f"Hm. {text}", f"{text} {right}"):
+            assert not vocabulary.allows(each, **options), each
+        assert vocabulary.allows(f"Hm. <tool> {right}", **options)
+
+
 @pytest.mark.parametrize("name", PARSERS)
 def test_what_is_called_may_be_any_of_many(vocabulary: Vocabulary, name: str) -> None:
     many = {f"function_{at}": CITY for at in range(128)}
