@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.chat.order import UNREAD, TemplateOrder
 from aioinfer.chat.reader import AnswerReader, joined
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.text import reasoning as reasoning_formats
 from aioinfer.text import tool_calls
+from aioinfer.text.chat_template import UNREAD
 from aioinfer.text.reasoning import ReasoningParser
 from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
 from aioinfer.text.tokenizer import Tokenizer
@@ -60,8 +60,6 @@ class ChatFormat:
     special: frozenset[str] = frozenset()
     #: names that the chat template reads; None if not known
     template_names: frozenset[str] | None = None
-    #: sequences of messages that the chat template takes
-    order: TemplateOrder = field(default_factory=TemplateOrder)
 
     @classmethod
     def of(
@@ -74,8 +72,8 @@ class ChatFormat:
         parser = reasoning_formats.parser_of(reasoning_parser, templates)
         if tokenizer is None:
             return cls(tools, parser)
-        names, order = tokenizer.template_names, TemplateOrder.of(tokenizer)
-        return cls(tools, parser, tokenizer.added_tokens, tokenizer.special_tokens, names, order)
+        names = tokenizer.template_names
+        return cls(tools, parser, tokenizer.added_tokens, tokenizer.special_tokens, names)
 
     def continued(self, message: Mapping[str, Any]) -> str | None:
         """The stand-in for the prompt's end where the answer continues ``message``: the tag of reasoning that

@@ -71,7 +71,10 @@ class Message(
 ):
     """A message; what else the chat template reads may stand in it."""
 
-    role: str = field(_READ, ...)
+    role: str = field(
+        "`user`, `assistant`, `system`, `developer`, `tool`, `function`, or one of the chat template's own",
+        ...,
+    )
     content: TextOr[Items[TextPart]] | None = field("text or a list of parts of text")
     name: Any = field(_MAYBE)
     tool_calls: Items[CalledTool] | None = field(_READ)

@@ -7,8 +7,8 @@ from typing import Any
 
 from aioinfer.chat.bodies import admit
 from aioinfer.chat.fields import Message
-from aioinfer.chat.order import UNREAD
 from aioinfer.errors import InvalidRequest
+from aioinfer.text.chat_template import UNREAD
 
 __all__ = ["parse_messages"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from aioinfer.chat.answers import ChatFormat
-from aioinfer.chat.order import UNREAD
 from aioinfer.errors import InvalidRequest
+from aioinfer.text.chat_template import UNREAD
 
 __all__ = ["Variables"]
 

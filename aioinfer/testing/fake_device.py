@@ -21,7 +21,7 @@ from aioinfer.request import Output
 from aioinfer.sampling.outcomes import DEFERRED, FORCED, NO_TOKEN
 from aioinfer.scheduling.step import NewRequestData, Row, Step
 from aioinfer.text.detokenizer import Detokenizer, OffsetDetokenizer
-from aioinfer.text.tokenizer import plain_messages
+from aioinfer.text.messages import plain_messages
 
 __all__ = ["FakeDevice", "FakeTokenizer", "Script", "hashes", "logprob", "mix", "pool"]
 
@@ -283,7 +283,7 @@ class FakeTokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> str:
         """``role: content`` line by line, up to the answer. Raises InvalidRequest as real tokenizers do."""
-        lines = [f"{each['role']}: {each['content']}\n" for each in plain_messages(messages)]
+        lines = [f"{each['role']}: {each['content'] or ''}\n" for each in plain_messages(messages)]
         return "".join([*lines, "assistant: "])
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from aioinfer.errors import ConfigError
 
-__all__ = ["TooManySteps", "limited", "names_read", "prepare", "read_template"]
+__all__ = ["TooManySteps", "check", "limited", "names_read", "prepare", "read_template"]
 
 #: maximum bytes of a template's file; the longest of models have some 20,000
 _MOST_BYTES = 1 << 20
@@ -35,9 +35,9 @@ class TooManySteps(Exception):
 
 
 @contextmanager
-def limited() -> Iterator[None]:
-    """Prepared templates raise TooManySteps on this thread after ``MOST_STEPS`` steps."""
-    _local.steps = MOST_STEPS
+def limited(share: int = 1) -> Iterator[None]:
+    """Prepared templates raise TooManySteps on this thread after ``MOST_STEPS`` steps, or a share of them."""
+    _local.steps = MOST_STEPS // share
     try:
         yield
     finally:
@@ -56,9 +56,7 @@ def _count(steps: int) -> bool:
 
 def read_template(setting: str) -> str:
     """The template that a setting names or is: a text with a tag of Jinja is one, anything else names a file.
-    Blocks. Raises ConfigError, also for a template that Jinja does not understand."""
-    from jinja2 import TemplateError
-
+    Blocks. Raises ConfigError."""
     text = setting
     if not any(tag in setting for tag in ("{{", "{%", "{#")):
         try:
@@ -69,11 +67,18 @@ def read_template(setting: str) -> str:
             raise ConfigError(f"chat_template: {setting[:200]!r} cannot be read: {error}") from error
         if len(raw) > _MOST_BYTES:
             raise ConfigError(f"chat_template: {setting[:200]!r} has more than {_MOST_BYTES} bytes")
-    try:
-        prepare(text)
-    except TemplateError as error:
-        raise ConfigError(f"chat_template: {error}") from error
     return text
+
+
+def check(template: str) -> None:
+    """Raise ConfigError for a template that Jinja does not understand."""
+    from jinja2 import TemplateError
+
+    try:
+        prepare(template)
+    except TemplateError as error:
+        at = f"line {line}: " if (line := getattr(error, "lineno", None)) else ""
+        raise ConfigError(f"chat_template: {at}{error}; another one can be given as chat_template") from error
 
 
 def prepare(template: str) -> None:
@@ -117,21 +122,18 @@ def _counting(template: str, environment: Any) -> Any:
     return environment.from_string(tree)
 
 
-def names_read(templates: Iterable[str]) -> frozenset[str] | None:
-    """The variables and the keys of messages that templates in Jinja can read; None if they cannot be parsed.
+def names_read(templates: Iterable[str]) -> frozenset[str]:
+    """The variables and the keys of messages that templates can read.
 
     Every name and every text constant counts: a template reads ``message["name"]`` as well as
     ``message.name``.
     """
-    from jinja2 import Environment, TemplateError, nodes
+    from jinja2 import nodes
+    from transformers.utils import chat_template_utils
 
-    environment = Environment(extensions=["jinja2.ext.loopcontrols"], autoescape=False)
     found: set[str] = set()
     for template in templates:
-        try:
-            tree = environment.parse(template)
-        except TemplateError:
-            return None
+        tree = chat_template_utils._compile_jinja_template(template).environment.parse(template)
         found |= {node.name for node in tree.find_all(nodes.Name)}
         found |= {node.attr for node in tree.find_all(nodes.Getattr)}
         found |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}

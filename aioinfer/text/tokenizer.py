@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any, Protocol, Self
 
 from aioinfer.checkpoint.files import Checkpoint, Directory
-from aioinfer.errors import ConfigError, InvalidRequest, shown
+from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.text import template
 from aioinfer.text.byte_level import ByteLevelDetokenizer, part_of_character, token_texts
+from aioinfer.text.chat_template import ChatTemplate
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
 from aioinfer.text.length import longest_token
+from aioinfer.text.messages import check_text, plain_messages
 
-__all__ = ["HFTokenizer", "Tokenizer", "end_of", "plain_messages"]
+__all__ = ["HFTokenizer", "Tokenizer", "end_of"]
 
 #: Parameters of ``apply_chat_template`` itself and of its call of the template, which callers cannot set.
 _RESERVED = frozenset(
@@ -116,7 +118,11 @@ class HFTokenizer:
         self.has_chat_template = bool(tokenizer.chat_template)
         templates = tokenizer.chat_template or {}
         self.chat_templates = (templates,) if isinstance(templates, str) else tuple(templates.values())
-        self.template_names = template.names_read(self.chat_templates)
+        for each in self.chat_templates:
+            template.check(each)
+        self.template_names: frozenset[str] | None = template.names_read(self.chat_templates)
+        #: by whether a chat has tools, which may have a template of their own
+        self._templates: dict[bool, ChatTemplate] = {}
         self.vocab_size = len(tokenizer)
         added = tokenizer.added_tokens_decoder
         self.added_tokens: Mapping[str, int] = {token.content: at for at, token in added.items()}
@@ -159,12 +165,12 @@ class HFTokenizer:
 
         Raises InvalidRequest for an unpaired surrogate, which has no UTF-8 encoding.
         """
-        _check_text("prompt", text)
+        check_text("prompt", text)
         return self._encode(text, add_special_tokens=True)
 
     def encode_part(self, text: str) -> list[int]:
         """Ids of a text within another. Raises InvalidRequest."""
-        _check_text("text", text)
+        check_text("text", text)
         return self._encode(text, add_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> list[int]:
@@ -182,8 +188,8 @@ class HFTokenizer:
 
         Raises:
             InvalidRequest: of field "messages" or its malformed part, also if the template is missing,
-                refuses the messages or does not come to an end; of "chat_template_kwargs" for a reserved
-                name.
+                refuses the messages, leaves out some of them or does not come to an end; of
+                "chat_template_kwargs" for a reserved name.
         """
         conversation = plain_messages(messages)
         if not self.has_chat_template:
@@ -191,20 +197,22 @@ class HFTokenizer:
         for name in template_kwargs:
             if name in _RESERVED:
                 raise InvalidRequest("chat_template_kwargs", f"{name!r} cannot be set")
-        template_kwargs.setdefault(
-            "add_generation_prompt", not template_kwargs.get("continue_final_message", False)
-        )
-        try:
-            template.prepare(self._tokenizer.get_chat_template(tools=template_kwargs.get("tools")))
-            with template.limited():
-                text: str = self._tokenizer.apply_chat_template(
-                    conversation, tokenize=False, **template_kwargs
-                )
-        except Exception as error:
-            # A template is a program: unexpected messages can make it raise any exception.
-            raise InvalidRequest("messages", f"the chat template refused them: {error}") from error
-        _check_text("messages", text)
-        return text
+        continued = bool(template_kwargs.get("continue_final_message"))
+        if template_kwargs.setdefault("add_generation_prompt", not continued) and continued:
+            message = "add_generation_prompt and continue_final_message cannot be combined"
+            raise InvalidRequest("chat_template_kwargs", message)
+        return self._template(template_kwargs.get("tools")).render(conversation, template_kwargs)
+
+    def _template(self, tools: Any) -> ChatTemplate:
+        given = tools is not None
+        if given not in self._templates:
+            try:
+                source = self._tokenizer.get_chat_template(tools=tools)
+            except ValueError as error:
+                raise InvalidRequest("messages", f"there is no chat template for them: {error}") from error
+            tokens = self._tokenizer.special_tokens_map
+            self._templates[given] = ChatTemplate(source, tokens, self.template_names, given)
+        return self._templates[given]
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """The tokens as the vocabulary writes them, such as "Ġthe"."""
@@ -271,52 +279,3 @@ class HFTokenizer:
             # Of the library's encode methods, only the batch ones release the GIL.
             ids = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         return ids
-
-
-def plain_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages of a chat with their contents as text. Raises InvalidRequest."""
-    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise InvalidRequest("messages", "must be a non-empty list")
-    return [_message(f"messages[{number}]", message) for number, message in enumerate(messages)]
-
-
-def _message(field: str, message: Any) -> dict[str, Any]:
-    """A chat message with its content as plain text; OpenAI's text parts are joined."""
-    if not isinstance(message, Mapping):
-        raise InvalidRequest(field, f"must be an object, got {type(message).__name__}")
-    role = message.get("role")
-    if role is None:
-        raise InvalidRequest(f"{field}.role", "is missing")
-    if not isinstance(role, str) or not role:
-        raise InvalidRequest(f"{field}.role", f"must be non-empty text, got {shown(role)}")
-    content = message.get("content")
-    if isinstance(content, (list, tuple)):
-        content = "".join(_part(f"{field}.content[{number}]", part) for number, part in enumerate(content))
-    if content is None and role == "assistant":
-        # A message with tool calls only has no content.
-        content = ""
-    if content is None:
-        raise InvalidRequest(f"{field}.content", "is missing")
-    if not isinstance(content, str):
-        raise InvalidRequest(f"{field}.content", "must be text or a list of text parts")
-    _check_text(f"{field}.content", content)
-    return {**message, "role": role, "content": content}
-
-
-def _part(field: str, part: Any) -> str:
-    if not isinstance(part, Mapping) or part.get("type") != "text":
-        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        raise InvalidRequest(field, f"only parts of type 'text' are supported, got {shown(kind)}")
-    text = part.get("text")
-    if not isinstance(text, str):
-        raise InvalidRequest(f"{field}.text", "must be text")
-    return text
-
-
-def _check_text(field: str, text: Any) -> None:
-    if not isinstance(text, str):
-        raise InvalidRequest(field, f"must be text, got {type(text).__name__}")
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest(field, "has an unpaired surrogate, which is not text") from None

@@ -105,12 +105,15 @@ def test_counting_changes_no_output(prefix: str, tools: Any) -> None:
 
 def test_every_rendering_has_its_own_steps(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fast = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    fast.chat_template = {"default": "plain", "tool_use": "{% for a in range(9) %}{{ a }}{% endfor %}"}
+    fast.chat_template = {
+        "default": "{{ messages }}",
+        "tool_use": "{{ messages }}{% for a in range(9) %}{{ a }}{% endfor %}",
+    }
     tokenizer = HFTokenizer(fast)
     monkeypatch.setattr(template, "MOST_STEPS", 18)
-    assert tokenizer.render_chat(MESSAGES) == "plain"
+    assert "brief" in tokenizer.render_chat(MESSAGES)
     with pytest.raises(InvalidRequest, match="18 steps"):
         tokenizer.render_chat(MESSAGES, tools=[{"name": "f"}])
     monkeypatch.setattr(template, "MOST_STEPS", 19)
     for _ in range(2):
-        assert tokenizer.render_chat(MESSAGES, tools=[{"name": "f"}]) == "012345678"
+        assert tokenizer.render_chat(MESSAGES, tools=[{"name": "f"}]).endswith("]012345678")

@@ -117,7 +117,8 @@ def test_messages_are_rendered_up_to_the_answer(
         ([{"role": "user", "content": [{"type": "image_url"}]}], "messages[0].content[0]"),
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "user", "content": "\ud800"}], "messages[0].content"),
-        ([{"role": "us\ud800er", "content": "x"}], "messages"),
+        ([{"role": "us\ud800er", "content": "x"}], "messages[0].role"),
+        ([USER, {"role": "tool"}], "messages[1].content"),
         ([{"role": "user", "content": "x", "name": "\udfff"}], "messages"),
     ],
 )

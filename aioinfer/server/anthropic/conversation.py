@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from aioinfer.chat.bodies import admit
 from aioinfer.chat.order import TemplateOrder
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.server.anthropic.fields import (
@@ -30,13 +31,10 @@ class Conversation:
     """Messages of a chat, and where in the body each comes from.
 
     Results of tools are messages of their own, in front of what the user says beside them. Successive
-    messages of the user are one, as in Anthropic's protocol. A later system message is text of the user where
-    the chat template would refuse it.
+    messages of the user are one, as in Anthropic's protocol.
     """
 
-    def __init__(self, order: TemplateOrder) -> None:
-        """``order``: what the chat template takes."""
-        self._order = order
+    def __init__(self, _order: TemplateOrder | None = None) -> None:
         self.messages: list[dict[str, Any]] = []
         #: path of a message -> path in the body
         self.names: dict[str, str] = {}
@@ -51,8 +49,13 @@ class Conversation:
         """True if the answer continues the last message."""
         return bool(self.messages) and self.messages[-1]["role"] == "assistant"
 
-    def read(self, system: str | list[TextBlock] | None, messages: list[MessageParam]) -> None:
-        """The fields ``system`` and ``messages``. Raises InvalidRequest of a field of the body."""
+    def read(self, system: str | list[TextBlock] | None, given: list[Any]) -> None:
+        """The fields ``system`` and ``messages``, which may be checked already. Raises InvalidRequest of a
+        field of the body."""
+        messages = [
+            admit(MessageParam, message, f"messages[{number}]") if isinstance(message, dict) else message
+            for number, message in enumerate(given)
+        ]
         text = system if isinstance(system, str) else "".join([block.text for block in system or ()])
         if text:
             self._add("system", text, "system")
@@ -125,8 +128,6 @@ class Conversation:
         if left_out or (results and not texts):
             return
         text = "".join(texts)
-        if role == "system" and self.messages and not self._order.late_system:
-            role = "user"
         last = self.messages[-1] if self.messages else {}
         if role == "user" and last.get("role") == "user":
             last["content"] = [*_parts(last["content"]), {"type": "text", "text": f"\n\n{text}"}]

@@ -13,6 +13,7 @@ from aioinfer.errors import shown
 from aioinfer.server.openai.fields import VERBOSITIES, Extensions, TokenLimit
 
 __all__ = [
+    "ITEMS",
     "LOGPROBS",
     "CallItem",
     "FunctionTool",
@@ -96,7 +97,7 @@ class MessageItem(Object, harmless={**_ITEM, "phase": "a label of OpenAI's own m
 
     type: Literal["message"] | None = field("`message`, or absent")
     role: Literal["user", "assistant", "system", "developer"] = field(
-        "`user`, `assistant`, `system`, or `developer`, which is the same", ...
+        "`user`, `assistant`, `system` or `developer`", ...
     )
     content: TextOr[Items[_Part]] = field("text or a list of parts of text", ...)
 
@@ -137,7 +138,8 @@ class ReasoningItem(
     summary: Items[SummaryPart] = field("is used without `content`", list)
 
 
-_ITEMS = {
+#: models of items by their type
+ITEMS: dict[str | None, type[Object]] = {
     None: MessageItem,
     "message": MessageItem,
     "function_call": CallItem,
@@ -145,7 +147,7 @@ _ITEMS = {
     "reasoning": ReasoningItem,
 }
 _Item = Annotated[
-    Any, tagged(MessageItem, CallItem, OutputItem, ReasoningItem, pick=_ITEMS.get, unknown=_unsupported)
+    Any, tagged(MessageItem, CallItem, OutputItem, ReasoningItem, pick=ITEMS.get, unknown=_unsupported)
 ]
 
 

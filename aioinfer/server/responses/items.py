@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from aioinfer.chat.bodies import admit
 from aioinfer.chat.order import TemplateOrder
-from aioinfer.server.responses.fields import CallItem, MessageItem, OutputItem, ReasoningItem
+from aioinfer.server.responses.fields import ITEMS, CallItem, MessageItem, OutputItem, ReasoningItem
 
 __all__ = ["Conversation"]
 
@@ -13,32 +14,28 @@ __all__ = ["Conversation"]
 class Conversation:
     """Messages of a chat, and where in the body each comes from.
 
-    Items of one turn of the model (reasoning, a message, calls) become one message; system messages in front
-    of all others become one, because most chat templates take no second. What else the template would refuse
-    is put otherwise: a later system message as text of the user, and successive messages of the user as one.
+    Items of one turn of the model (reasoning, a message, calls) become one message.
     """
 
-    def __init__(self, instructions: str | None, order: TemplateOrder) -> None:
-        """``order``: what the chat template takes."""
-        self._order = order
+    def __init__(self, instructions: str | None, _order: TemplateOrder | None = None) -> None:
         self.messages: list[dict[str, Any]] = []
         #: path of a message -> path in the body
         self.names: dict[str, str] = {}
         #: the message of the model's turn that the next items belong to
         self._turn: dict[str, Any] | None = None
         self._functions: dict[str, str] = {}
-        #: system messages in front of all others
-        self._first: list[str] = []
         if instructions is not None:
-            self._system(instructions, "instructions")
+            self._add({"role": "system", "content": instructions}, "instructions")
 
     def read(self, given: str | list[Any]) -> None:
-        """The field ``input``."""
+        """The field ``input``, whose items may be checked already. Raises InvalidRequest."""
         if isinstance(given, str):
             self._add({"role": "user", "content": given}, "input")
             return
         for number, item in enumerate(given):
             field = f"input[{number}]"
+            if isinstance(item, dict):
+                item = admit(ITEMS[item.get("type")], item, field)
             match item:
                 case MessageItem():
                     self._message(field, item)
@@ -50,8 +47,6 @@ class Conversation:
                     parts = item.content or item.summary
                     if text := "".join([part.text for part in parts]):
                         self._begin(field)["reasoning_content"] = text
-        if len(self._first) > 1:
-            self.messages[0]["content"] = "\n\n".join(self._first)
 
     def _message(self, field: str, item: MessageItem) -> None:
         content = _text(item.content)
@@ -62,27 +57,7 @@ class Conversation:
             turn["content"] = content
             return
         self._turn = None
-        if item.role == "user":
-            self._user(content, field)
-        else:
-            self._system(content, field)
-
-    def _system(self, content: str, field: str) -> None:
-        if len(self.messages) <= bool(self._first):
-            self._first.append(content)
-            if len(self._first) > 1:
-                return
-        elif not self._order.late_system:
-            self._user(content, field)
-            return
-        self._add({"role": "system", "content": content}, field)
-
-    def _user(self, content: str, field: str) -> None:
-        last = self.messages[-1] if self.messages else {}
-        if last.get("role") == "user" and not self._order.successive:
-            last["content"] = f"{last['content']}\n\n{content}"
-        else:
-            self._add({"role": "user", "content": content}, field)
+        self._add({"role": item.role, "content": content}, field)
 
     def _call(self, field: str, item: CallItem) -> None:
         turn = self._turn or self._begin(field)

@@ -20,7 +20,7 @@ def parse_response(raw: bytes, served: Served) -> Call:
     """A body of ``/v1/responses``. Raises InvalidRequest, and Refused for another model."""
     body = read(ResponsesBody, raw, served)
     check_count("input", body.input, served)
-    conversation = Conversation(body.instructions, served.chat.order)
+    conversation = Conversation(body.instructions)
     conversation.read(body.input)
     names = {**conversation.names, "messages": "input"}
     top, wanted = body.top_logprobs, LOGPROBS in body.include
