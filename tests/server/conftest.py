@@ -200,10 +200,13 @@ Bundled = Callable[..., AbstractAsyncContextManager[openai.AsyncOpenAI]]
 
 
 def copy_that_reads_tools(directory: Path) -> Path:
-    """A copy of the bundled model whose template reads tools, although its text does not depend on them."""
+    """A copy of the bundled model whose template reads tools, although its text does not depend on them, and
+    prints calls."""
     shutil.copytree(EngineConfig().model_path, directory)
     template = directory / "chat_template.jinja"
-    template.write_text("{% if tools or messages[0].tool_calls %}{% endif %}" + template.read_text())
+    called = "{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}"
+    calls = "{% if tools %}{% endif %}{% for m in messages %}" + called + "{% endfor %}"
+    template.write_text(calls + template.read_text())
     return directory
 
 
