@@ -133,7 +133,7 @@ def test_a_value_without_its_closing_tag_ends_where_the_next_begins(name: str) -
         ("Rome", "Rome"),
         ("", ""),
         ("a <b> c", "a <b> c"),
-        ("a\n<parameter", "a\n<parameter"),
+        ("a\n<td", "a\n<td"),
     ):
         told = call(name, ("city", first), ("days", "4"), ("note", "x"))
         for count in (1, 2, 3):
@@ -294,3 +294,22 @@ def test_text_similar_to_the_end_of_a_value_is_passed_on_soon(name: str) -> None
 
 def test_formats_are_those_of_this_kind() -> None:
     assert set(TAGGED) <= set(FORMATS)
+
+
+@every_format
+def test_a_damaged_closing_tag_is_no_part_of_a_value(name: str) -> None:
+    closing = VALUE_END[name].strip()
+    told = call(name, ("city", "Rome"), ("days", "4"))
+    last = call(name, ("city", "Rome"))
+    for damaged in (closing[:-1], closing[:-4] + ">", closing[:-3] + ">", "<" + closing[2:], closing[:5]):
+        for text in (
+            told.replace(closing, damaged, 1),
+            told.replace(closing, damaged),
+            last.replace(closing, damaged),
+        ):
+            content, calls, complete = read(name, text)
+            assert not complete, (text, content, calls)
+    for odd in (closing.replace("</", "</ "), closing.replace(">", "=city>"), closing.replace(">", " >")):
+        assert values(name, told.replace(closing, odd)) == [{"city": "Rome", "days": 4}]
+    for tag in ("</td>", "</parameters>" if name != "glm45" else "</arg_values>", "<p", "</p"):
+        assert values(name, call(name, ("city", f"a{tag}"))) == [{"city": f"a{tag}"}]

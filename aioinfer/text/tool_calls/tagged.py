@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["Frame", "TaggedCalls"]
 
 #: white space where models may write any: bounded, since what may be a tag is held back
-_SPACE = r"\s{0,64}+"
+_MOST_SPACE = 64
+_SPACE = rf"\s{{0,{_MOST_SPACE}}}+"
 _NAME = r"""["']?+(?P<name>[^<>\s"'=]++)["']?+"""
 _KEY = r"""["']?+(?P<key>[^<>\n"'=]{1,256}+)["']?+"""
 _STRING = frozenset({"string"})
@@ -32,15 +33,17 @@ class _Patterns:
         before_key, after_key = map(_loose, frame.key)
         call_end = regex.escape(closing)
         function_end = _loose(frame.function_end) or "(?!)"
-        self.value_closing = frame.value_closing
-        value_end = regex.escape(self.value_closing)
-        padding = r"\n?" if frame.value_end.startswith("\n") else ""
-        line = rf"(?P<line>\n{_SPACE})?+"
         parameter = f"{before_key}{_SPACE}{_KEY}{_SPACE}{after_key}"
         over = f"{function_end}(?:{_SPACE}{call_end})?+" if frame.function_end else call_end
         head = rf"{_NAME}{after_name}{_SPACE}"
         follows = rf"(?=(?P<parameter>{before_key})|{function_end}|{call_end})"
         another = regex.escape(opening) + (f"|{before_name}" if frame.function[0] else "")
+        value_tag = frame.value_closing.strip("</>")
+        #: models repeat the key in the tag
+        value_end = rf"<\s?/\s?{value_tag}\s?(?:=[^<>\n]{{0,64}}+)?+>"
+        #: the texts that a call begins with
+        bare = frame.function[0].strip().rstrip("\"'")
+        self.openings = (opening, bare) if bare else (opening,)
         #: the head of a call behind its tag; the text after it shows that it is one
         self.head = regex.compile(rf"{_SPACE}{before_name}{head}{follows}")
         #: the same without the tag
@@ -53,14 +56,16 @@ class _Patterns:
         self.key_begin = regex.compile(rf"{_SPACE}{before_key}{_SPACE}{_KEY}")
         self.value_end = regex.compile(rf"{_SPACE}{value_end}")
         #: the end of a value: its tag; without that, the next parameter or the end of the call
-        self.stop = regex.compile(
-            rf"{padding}(?P<tag>{value_end})|{line}(?:{parameter}|{over}{_SPACE}(?:{another}))"
-        )
+        self.stop = regex.compile(rf"(?P<tag>{value_end})|{parameter}|{over}{_SPACE}(?:{another})")
+        firsts = {tag.lstrip("<\\/")[0] for tag in (before_key, value_tag, over)}
+        #: what may be one, to pass over other tags
+        self.near_stop = regex.compile(rf"<\s?+/?+\s?+(?:[{''.join(sorted(firsts))}]|\Z)")
         #: the end of a call, within a value, at the end of the output
-        self.over = regex.compile(rf"{line}{over}{_SPACE}")
+        self.over = regex.compile(rf"{over}{_SPACE}")
+        #: a value that ends so had a closing tag, which is damaged
+        self.damaged = regex.compile(rf"<\s?/?\s?{value_tag[:3]}[^<>]*+>?+\s*+\Z")
         #: a parameter can begin within a line of a value: it has two tags
         self.inline = "<" in frame.key[1]
-        self.padded = bool(padding)
 
 
 class TaggedCalls(ToolCallParser):
@@ -88,9 +93,12 @@ class TaggedCalls(ToolCallParser):
     closing: ClassVar[str]
     frame: ClassVar[Frame]
     reads_schemas: ClassVar[bool] = True
+    #: a line break next to a value belongs to its tags
+    _padded: ClassVar[bool]
     _patterns: ClassVar[_Patterns]
 
     def __init_subclass__(cls) -> None:
+        cls._padded = cls.frame.value_end.startswith("\n")
         cls._patterns = _Patterns(cls.frame, cls.opening, cls.closing)
         cls.end = regex.compile(rf"{_SPACE}{regex.escape(cls.closing)}")
         cls.tags = (cls.opening, cls.closing)
@@ -108,6 +116,8 @@ class TaggedCalls(ToolCallParser):
         self._list = Literal()
         #: the part of the held value that is searched already, and whether it is passed on as it arrives
         self._searched, self._raw = 0, False
+        #: the end of the text that is passed on of a value
+        self._last = ""
         #: a value has the tag of a parameter, and the content since then ends so
         self._nested = False
         self._behind = ""
@@ -118,8 +128,7 @@ class TaggedCalls(ToolCallParser):
 
     @property
     def openings(self) -> tuple[str, ...]:
-        bare = self.frame.function[0].strip().rstrip("\"'")
-        return (self.opening, bare) if bare else (self.opening,)
+        return self._patterns.openings
 
     @property
     def unfinished(self) -> bool:
@@ -140,16 +149,16 @@ class TaggedCalls(ToolCallParser):
 
     def _end_value(self) -> None:
         """A value at the end of the output: a call may be over without the tag of its last value."""
-        over = self._patterns.over.search(self._held, self._searched)
-        while over and over.end() < len(self._held):
-            over = self._patterns.over.search(self._held, over.start() + 1)
-        if over:
-            self._close(self._held[: over.start()])
+        at = self._held.find("<", self._searched)
+        while at >= 0 and not self._patterns.over.fullmatch(self._held, at):
+            at = self._held.find("<", at + 1)
+        if at >= 0:
+            self._close(self._held[: self._line_before(at)], closed=False)
             self._pass_on("}")
             self._go(len(self._held), self._tail)
             return
         # It is incomplete JSON.
-        closing = self._patterns.value_closing
+        closing = self.frame.value_closing
         cut = self._held[: len(self._held) - partial_length(self._held, closing)]
         self._pass_on(cut.strip() if self._state == self._whole_value else quoted(cut.removesuffix("\n")))
 
@@ -160,7 +169,7 @@ class TaggedCalls(ToolCallParser):
         more = super()._text()
         if self._nested:
             # A tag that closes nothing: the value with a tag in it may have been longer.
-            closing = self._patterns.value_closing
+            closing = self.frame.value_closing
             self._behind += self._out.content[before:]
             self._broken |= closing in self._behind
             self._behind = self._behind[-len(closing) :]
@@ -224,8 +233,8 @@ class TaggedCalls(ToolCallParser):
             return False
         if not self._held:
             return False
-        self._on_lines = self._patterns.padded and self._held[0] == "\n"
-        self._searched, self._raw = 0, False
+        self._on_lines = self._padded and self._held[0] == "\n"
+        self._searched, self._raw, self._last = 0, False, ""
         state = self._string if self._types == _STRING else self._whole_value
         if "string" not in self._types and start[:1] in LIST_LIKE:
             self._list = Literal()
@@ -235,22 +244,35 @@ class TaggedCalls(ToolCallParser):
     def _stop(self) -> tuple[int, regex.Match[str] | None]:
         """The end of the held text that belongs to the value, and what ends the value, if anything does."""
         at = self._searched
-        while match := self._patterns.stop.search(self._held, at, partial=True):
-            if match.partial:
-                return match.start(), None
-            if match["key"] is None or self._ends(match):
-                return match.start(), match
-            at = match.start() + 1
-        return len(self._held), None
+        while near := self._patterns.near_stop.search(self._held, at):
+            at = near.start()
+            match = self._patterns.stop.match(self._held, at, partial=True)
+            if match and not match.partial and match["tag"]:
+                return at - int(self._padded and self._held[at - 1 : at] == "\n"), match
+            if match:
+                line = self._line_before(at)
+                if match.partial:
+                    return line, None
+                if match["key"] is None or self._ends(match["key"].strip(), line < at):
+                    return line, match
+            at += 1
+        return self._line_before(len(self._held)), None
 
-    def _ends(self, match: regex.Match[str]) -> bool:
+    def _line_before(self, end: int) -> int:
+        """The beginning of the white space in front of a tag, from a line break on: it belongs to the tag."""
+        near = self._held[max(0, end - _MOST_SPACE) : end]
+        space = near[len(near.rstrip()) :]
+        breaks = space.find("\n")
+        return end if breaks < 0 else end - len(space) + breaks
+
+    def _ends(self, key: str, begins_line: bool) -> bool:
         """The tag of a parameter ends the value in front of it."""
         if "string" not in self._types:
             return True
         self._nested = True
-        if not self._signatures.declares(self._function, match["key"].strip()):
+        if not self._signatures.declares(self._function, key):
             return False
-        if self._patterns.inline or match["line"]:
+        if self._patterns.inline or begins_line:
             return True
         # The same text as where the closing tag is missing.
         self._broken |= not self._on_lines
@@ -258,11 +280,12 @@ class TaggedCalls(ToolCallParser):
 
     def _string(self) -> bool:
         upto, stop = self._stop()
-        self._pass_on(quoted(self._held[:upto]))
         if stop is None:
+            self._pass_on(quoted(self._held[:upto]))
+            self._last = (self._last + self._held[:upto])[-_MOST_SPACE:]
             self._held = self._held[upto:]
             return False
-        self._pass_on('"')
+        self._close(self._held[:upto], closed=bool(stop["tag"]))
         return self._go(stop.end() if stop["tag"] else upto, self._parameters)
 
     def _whole_value(self) -> bool:
@@ -275,11 +298,14 @@ class TaggedCalls(ToolCallParser):
         if stop is None:
             self._searched = upto
             return False
-        self._close(self._held[:upto])
+        self._close(self._held[:upto], closed=bool(stop["tag"]))
         return self._go(stop.end() if stop["tag"] else upto, self._parameters)
 
-    def _close(self, value: str) -> None:
-        """Pass on the rest of a value."""
+    def _close(self, value: str, *, closed: bool) -> None:
+        """Pass on the rest of a value, which has its closing tag or not."""
+        self._broken |= not closed and bool(
+            self._patterns.damaged.search((self._last + value)[-_MOST_SPACE:])
+        )
         self._pass_on(f'{quoted(value)}"' if self._state == self._string else as_json(value, self._types))
 
     def _literal(self) -> bool:
