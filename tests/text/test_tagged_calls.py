@@ -140,6 +140,9 @@ def test_a_value_without_its_closing_tag_ends_where_the_next_begins(name: str) -
             # Where a value has no break behind it, the next parameter begins a line all the same.
             text = told.replace("\n" + closing, "", count).replace(closing, "", count)
             assert values(name, text) == [{"city": wanted, "days": 4, "note": "x"}], text
+    first, second = KEY[name]("city"), KEY[name]("days")
+    text = call(name, ("days", "4")).replace(second, first + second)
+    assert values(name, text) == [{"city": "", "days": 4}]
     assert values(name, call(name, ("days", "4"), ("city", "Rome")).replace(closing, "")) == [
         {"days": 4, "city": "Rome"}
     ]
@@ -174,8 +177,11 @@ def test_the_tags_of_a_call_in_a_closed_value_belong_to_it(name: str) -> None:
     ):  # fmt: skip
         assert values(name, call(name, ("city", value), ("days", "4"))) == [{"city": value, "days": 4}], value
     known = KEY["qwen3-coder"]("days").strip()
-    for value in (f"see {known} there", known):
-        assert values("qwen3-coder", call("qwen3-coder", ("city", value))) == [{"city": value}]
+    value = f"see {known} there"
+    assert values("qwen3-coder", call("qwen3-coder", ("city", value))) == [{"city": value}]
+    for value in (known, f"see\n{known}\nfor more"):
+        # The text between is no number.
+        assert not read("qwen3-coder", call("qwen3-coder", ("city", value)))[2]
 
 
 @every_format
@@ -301,7 +307,8 @@ def test_a_damaged_closing_tag_is_no_part_of_a_value(name: str) -> None:
     closing = VALUE_END[name].strip()
     told = call(name, ("city", "Rome"), ("days", "4"))
     last = call(name, ("city", "Rome"))
-    for damaged in (closing[:-1], closing[:-4] + ">", closing[:-3] + ">", "<" + closing[2:], closing[:5]):
+    for damaged in (closing[:-1], closing[:-4] + ">", closing[:-3] + ">", "<" + closing[2:], closing[:5],
+                    closing[1:], closing[2:], "</" + closing[4:]):  # fmt: skip
         for text in (
             told.replace(closing, damaged, 1),
             told.replace(closing, damaged),
@@ -309,6 +316,8 @@ def test_a_damaged_closing_tag_is_no_part_of_a_value(name: str) -> None:
         ):
             content, calls, complete = read(name, text)
             assert not complete, (text, content, calls)
+        number = call(name, ("days", f"4{damaged}"))
+        assert not read(name, number)[2]
     for odd in (closing.replace("</", "</ "), closing.replace(">", "=city>"), closing.replace(">", " >")):
         assert values(name, told.replace(closing, odd)) == [{"city": "Rome", "days": 4}]
     for tag in ("</td>", "</parameters>" if name != "glm45" else "</arg_values>", "<p", "</p"):

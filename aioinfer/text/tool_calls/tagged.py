@@ -62,8 +62,9 @@ class _Patterns:
         self.near_stop = regex.compile(rf"<\s?+/?+\s?+(?:[{''.join(sorted(firsts))}]|\Z)")
         #: the end of a call, within a value, at the end of the output
         self.over = regex.compile(rf"{over}{_SPACE}")
-        #: a value that ends so had a closing tag, which is damaged
-        self.damaged = regex.compile(rf"<\s?/?\s?{value_tag[:3]}[^<>]*+>?+\s*+\Z")
+        #: a value that ends so without its closing tag had one, which is damaged
+        tail = rf"<\s?/[^<>]*+>?+|<\s?{value_tag[:3]}[^<>]*+>?+|{value_tag}>"
+        self.damaged = regex.compile(rf"(?:{tail})\s*+\Z")
         #: a parameter can begin within a line of a value: it has two tags
         self.inline = "<" in frame.key[1]
 
@@ -111,6 +112,8 @@ class TaggedCalls(ToolCallParser):
         self._types = _STRING
         #: the keys of the call
         self._given: set[str] = set()
+        #: a string of the call has no closing tag
+        self._unclosed = False
         #: the value's tag ends its line
         self._on_lines = False
         self._list = Literal()
@@ -186,7 +189,7 @@ class TaggedCalls(ToolCallParser):
             return self._no_call()
         self._function = match["name"]
         self._begin(self._function)
-        self._given = set()
+        self._given, self._unclosed = set(), False
         return self._go(match.end(), self._parameters)
 
     def _sure(self, match: regex.Match[str], bare: bool) -> bool:
@@ -253,7 +256,9 @@ class TaggedCalls(ToolCallParser):
                 line = self._line_before(at)
                 if match.partial:
                     return line, None
-                if match["key"] is None or self._ends(match["key"].strip(), line < at):
+                if match["key"] is None or self._ends(
+                    match["key"].strip(), line < at or not (at or self._last)
+                ):
                     return line, match
             at += 1
         return self._line_before(len(self._held)), None
@@ -273,6 +278,7 @@ class TaggedCalls(ToolCallParser):
         if not self._signatures.declares(self._function, key):
             return False
         if self._patterns.inline or begins_line:
+            self._unclosed = True
             return True
         # The same text as where the closing tag is missing.
         self._broken |= not self._on_lines
@@ -303,10 +309,16 @@ class TaggedCalls(ToolCallParser):
 
     def _close(self, value: str, *, closed: bool) -> None:
         """Pass on the rest of a value, which has its closing tag or not."""
-        self._broken |= not closed and bool(
-            self._patterns.damaged.search((self._last + value)[-_MOST_SPACE:])
-        )
-        self._pass_on(f'{quoted(value)}"' if self._state == self._string else as_json(value, self._types))
+        damaged = bool(self._patterns.damaged.search((self._last + value)[-_MOST_SPACE:]))
+        self._broken |= damaged and not closed
+        if self._state == self._string:
+            self._pass_on(f'{quoted(value)}"')
+            return
+        told = as_json(value, self._types)
+        if "string" not in self._types and told.startswith('"'):
+            # It is no value of this type: perhaps for a tag in it, or in front of it.
+            self._broken |= damaged or "<" in value or self._unclosed
+        self._pass_on(told)
 
     def _literal(self) -> bool:
         """A list or an object."""
