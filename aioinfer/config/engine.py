@@ -292,8 +292,9 @@ class EngineConfig(Settings):
     reasoning_parser: str | None = option(
         "auto",
         "chat",
-        "format of reasoning to split off: qwen3, deepseek-r1, mistral, gemma4, harmony;"
-        " auto: the chat template's",
+        "format of reasoning to split off: qwen3, deepseek-r1, mistral, gemma4, harmony, seed-oss, cohere,"
+        " apriel, apertus, granite, ernie45, hunyuan-a13b, hunyuan-v3, minimax-m3, solar;"
+        " auto: the chat template's; none: all is content",
     )
     chat_template: str | None = option(
         None, "chat", "chat template in place of the model's: a Jinja file, or the template itself"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 
-__all__ = ["Tags", "partial_length", "without_breaks"]
+__all__ = ["Tags", "partial_length", "tags_of", "without_breaks"]
 
 #: Maximum line breaks that belong to the tag after them. Without a limit, an output of line breaks only
 #: would be held back for ever.
@@ -27,6 +28,12 @@ class Tags:
         if found := self._pattern.search(text):
             return found.start(), found[0]
         return len(text) - max(partial_length(text, tag) for tag in self.all), ""
+
+
+@cache
+def tags_of(*tags: str) -> Tags:
+    """The tags of a format: made once."""
+    return Tags(*tags)
 
 
 def partial_length(text: str, tag: str) -> int:

@@ -59,9 +59,9 @@ async def test_reasoning_is_split_off(serving: Serving, name: str | None, specia
         reasoning, content = text.split("</think>", 1)
         wanted.reasoning = reasoning.rstrip("\n")
         wanted.content = STRAY.sub("\n", content.lstrip("\n")) or None
-    elif name == "qwen3":
+    elif name is not None and "</think>" in REASONING_PARSERS[name].tags:
         wanted.content = STRAY.sub("\n", text)
-    elif special and name in (None, "mistral", "gemma4", "harmony"):
+    elif special:
         # No tags of this format, but special tokens.
         wanted.content = text.replace("\n</think>\n", "")
     formats = {"reasoning_parser": name, "tool_call_parser": "hermes"}

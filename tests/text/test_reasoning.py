@@ -115,6 +115,24 @@ def test_a_thought_may_be_anywhere(name: str, end: str, text: str, thought: str,
         assert split(name, tagged(name, text), tagged(name, end)) == wanted
 
 
+@pytest.mark.parametrize(
+    ("name", "end", "text", "wanted"),
+    [
+        ("cohere", "<|START_THINKING|>", "a<|END_THINKING|><|START_TEXT|>b\n<|END_TEXT|>", ("a", "b\n")),
+        ("cohere", "", "<|START_RESPONSE|>b<|END_RESPONSE|>", ("", "b")),
+        ("solar", "", "<|think|>a<|end|><|begin|>assistant<|content|>b<|end|>", ("a", "b")),
+        ("solar", "<|think|><|end|><|begin|>assistant", "<|content|>b", ("", "b")),
+        ("ernie45", "<think>\n", "a\n</think>\n\n<response>\nb\n</response>\n", ("a", "b\n")),
+        ("hunyuan-a13b", "", "<think>\na\n</think>\n<answer>\nb</answer>", ("a", "b")),
+        ("apriel", "Here are my reasoning steps:\n", "a\n[BEGIN FINAL RESPONSE]\nb", ("a", "b")),
+        ("apriel", "", "[BEGIN FINAL RESPONSE]b\n[END FINAL RESPONSE]", ("", "b\n")),
+        ("minimax-m3", "", "</mm:think>b", ("", "b")),
+    ],
+)
+def test_the_answer_may_have_tags_of_its_own(name: str, end: str, text: str, wanted: tuple[str, str]) -> None:
+    assert split(name, text, end) == wanted
+
+
 @every_format
 def test_a_tag_that_closes_nothing_is_not_shown(name: str) -> None:
     closed = tagged(name, "<think></think>")
@@ -171,11 +189,11 @@ def test_only_the_beginning_of_a_tag_is_held_back() -> None:
 
 @every_format
 def test_a_reader_tells_whether_text_would_be_content(name: str) -> None:
-    text = tagged(name, "<think>\na\n</think>\n\nb\n\n<think>c</think>d")
+    text = tagged(name, "<think>\na\n</think>\n\né\n\n<think>c</think>ß")
     reads = reader(name, None, tagged(name, "<think></think>"))
     for at, character in enumerate(text):
         before = text[:at]
-        content = text[at:].startswith(("b", "\n\n" + PARSERS[name].opening)) or character == "d"
-        if content or not before.endswith("b\n"):
+        content = text[at:].startswith(("é", "\n\n" + PARSERS[name].opening)) or character == "ß"
+        if content or not before.endswith("é\n"):
             assert reads.answering(text[at:]) == content, before
         deltas(reads, [character])

@@ -6,7 +6,7 @@ import pytest
 
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.text import reasoning, tool_calls
-from aioinfer.text.reasoning import DeepSeekR1, Qwen3
+from aioinfer.text.reasoning import REASONING_PARSERS, DeepSeekR1, Qwen3
 from aioinfer.text.tool_calls import (
     Apriel,
     DeepSeekV3,
@@ -64,6 +64,19 @@ KIMI = PLAIN + "<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ argume
 THINKING = (
     PLAIN + "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
 )
+#: what tells the formats of reasoning of other models
+THINKING_OTHERWISE = {
+    "seed-oss": "{%- set think_end_token = '</seed:think>' %}",
+    "minimax-m3": "{%- set think_end_token = '</mm:think>' %}",
+    "hunyuan-v3": "{%- set HYTK = ':opensource' %}{%- set think_end_token = '</think{}>'.format(HYTK) %}",
+    "hunyuan-a13b": THINKING + "{% set content = content.split('<answer>')[-1] %}",
+    "ernie45": "{{ 'Write your thoughts in <think></think> and the response in <response></response>.' }}",
+    "granite": "{{ \"Write after 'Here is my thought process:' and after 'Here is my response:'.\" }}",
+    "apriel": "{{ 'Give the answer as [BEGIN FINAL RESPONSE] ... [END FINAL RESPONSE].' }}",
+    "apertus": "{%- set inner_token = '<|inner_prefix|>', outer_token = '<|inner_suffix|>' -%}",
+    "solar": "{{ '<|begin|>assistant<|think|>' + message.reasoning + '<|end|>' }}",
+    "cohere": "<|START_THINKING|>{{ message.tool_plan }}<|END_THINKING|>",
+}
 
 
 CALLS = [
@@ -103,7 +116,14 @@ def test_calls_are_read_in_the_format_that_the_template_writes(
 
 @pytest.mark.parametrize(
     ("template", "parser"),
-    [(PLAIN, None), (THINKING, Qwen3), (MAGISTRAL, reasoning.Mistral), (GPT_OSS, reasoning.Harmony)],
+    [
+        (PLAIN, None),
+        (THINKING, Qwen3),
+        (MAGISTRAL, reasoning.Mistral),
+        (GPT_OSS, reasoning.Harmony),
+        *((text, REASONING_PARSERS[name]) for name, text in THINKING_OTHERWISE.items()),
+        (f"{THINKING}{{{{ '<minimax:tool_call>' }}}}{{{{ '<response>' }}}}", Qwen3),
+    ],
 )
 def test_reasoning_is_split_off_where_the_template_knows_it(
     template: str, parser: type[reasoning.ReasoningParser] | None

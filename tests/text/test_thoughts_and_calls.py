@@ -15,12 +15,20 @@ from aioinfer.text.reasoning.tagged import Tagged
 from aioinfer.text.tool_calls import PARSERS
 from tests.text.answers import answer, deltas, reader
 from tests.text.call_formats import FORMATS, cut, written
-from tests.tiers import SECONDS, rest, scaled
+from tests.tiers import SECONDS, points, rest, scaled
 
 THOUGHTS = [name for name, each in REASONING_PARSERS.items() if issubclass(each, Tagged)]
 #: formats whose calls can stand behind text, next to thoughts between tags
 CALLS = [name for name in PARSERS if name != "harmony" and not FORMATS[name].alone]
-every_pair = pytest.mark.parametrize(("thought", "tools"), list(itertools.product(THOUGHTS, CALLS)))
+#: each format with one of the other kind that it occurs with
+TOGETHER = [
+    *(("qwen3", tools) for tools in CALLS),
+    *((thought, "hermes") for thought in THOUGHTS if thought != "qwen3"),
+    *((name, name) for name in THOUGHTS if name in CALLS),
+    ("mistral", "mistral-v11"),
+    ("ernie45", "granite"),
+]
+every_pair = pytest.mark.parametrize(("thought", "tools"), TOGETHER)
 every_format = pytest.mark.parametrize("tools", CALLS)
 ARGUMENTS: dict[str, Any] = {"text": "a Roman city"}
 FOUND = [("f", ARGUMENTS)]
@@ -146,7 +154,10 @@ def pieces(thought: str, tools: str) -> st.SearchStrategy[list[str]]:
 @rest(SECONDS)
 @pytest.mark.parametrize(
     ("thought", "tools"),
-    [*itertools.product(THOUGHTS, [name for name in PARSERS if name != "harmony"]), ("harmony", "harmony")],
+    points(
+        [*TOGETHER, ("qwen3", "llama3"), ("harmony", "harmony")],
+        [pair for pair in itertools.product(THOUGHTS, CALLS) if pair not in TOGETHER],
+    ),
 )
 @given(data=st.data())
 @settings(max_examples=scaled(200, 20), deadline=None)

@@ -11,7 +11,22 @@ from collections.abc import Iterable
 from aioinfer.text import AUTO
 from aioinfer.text.reasoning.base import Answer, ReasoningParser
 from aioinfer.text.reasoning.harmony import Harmony
-from aioinfer.text.reasoning.tagged import DeepSeekR1, Gemma4, Mistral, Qwen3
+from aioinfer.text.reasoning.tagged import (
+    Apertus,
+    Apriel,
+    Cohere,
+    DeepSeekR1,
+    Ernie45,
+    Gemma4,
+    Granite,
+    HunyuanA13B,
+    HunyuanV3,
+    MinimaxM3,
+    Mistral,
+    Qwen3,
+    SeedOss,
+    Solar,
+)
 
 __all__ = [
     "REASONING_PARSERS",
@@ -25,7 +40,11 @@ __all__ = [
     "parser_of",
 ]
 
-_ALL: tuple[type[ReasoningParser], ...] = (Qwen3, DeepSeekR1, Mistral, Gemma4, Harmony)
+#: What a template writes around the tags of another one tells them apart, so such formats come first.
+_ALL: tuple[type[ReasoningParser], ...] = (
+    *(Ernie45, HunyuanA13B, Qwen3, DeepSeekR1, Mistral, Gemma4, Harmony, SeedOss, Cohere, Apriel, Granite),
+    *(MinimaxM3, HunyuanV3, Solar, Apertus),
+)
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {parser.name: parser for parser in _ALL}
 
 

@@ -10,7 +10,7 @@ import regex
 from aioinfer.text import harmony
 from aioinfer.text.harmony import BEGINS, CALL, CHANNEL, END, ENDS, MESSAGE, START, TAGS
 from aioinfer.text.reasoning.base import ReasoningParser
-from aioinfer.text.tags import Tags
+from aioinfer.text.tags import tags_of
 
 __all__ = ["Harmony"]
 
@@ -22,7 +22,7 @@ _CUT = regex.compile(
     r"(?:\s*+<\|channel\|>\s*+(?P<channel>(?:analysis|commentary|final)\b)?+)?+\s*+"
 )
 _LONGEST_HEADER = 1024
-_TAGS = Tags(*TAGS)
+_TAGS = tags_of(*TAGS)
 _REASONING, _CONTENT, _CALL, _OUTSIDE = range(4)
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from aioinfer.text.reasoning.base import ReasoningParser
 from aioinfer.text.reasoning.drafts import Draft
-from aioinfer.text.tags import Tags, without_breaks
+from aioinfer.text.tags import Tags, tags_of, without_breaks
 
 __all__ = ["DeepSeekR1", "Gemma4", "Mistral", "Qwen3", "Tagged"]
 
@@ -39,8 +39,8 @@ class Tagged(ReasoningParser):
     def __init__(self, prompt_end: str = "") -> None:
         super().__init__(prompt_end)
         self._state: Callable[[], bool] = self._thought if self._opened else self._begin
-        self._around = Tags(self.opening, self.closing, *self.framing)
-        self._closings = Tags(self.closing)
+        self._around = tags_of(self.opening, self.closing, *self.framing)
+        self._closings = tags_of(self.closing)
         self._within: Tags | None = None
         self._draft: Draft | None = None
         #: the last character of the answer so far
@@ -125,7 +125,7 @@ class Tagged(ReasoningParser):
 
     def _thinking(self) -> bool:
         if self._within is None:
-            self._within = Tags(self.closing, *self.into.openings)
+            self._within = tags_of(self.closing, *self.into.openings)
         at, tag = self._within.find(self._held)
         text = without_breaks(self._held[:at])
         self._think_on(text)
@@ -209,3 +209,109 @@ class Gemma4(Tagged):
     header = "thought"
     closing = "<channel|>"
     tags = (opening, closing)
+
+
+class SeedOss(Tagged):
+    """``<seed:think>...</seed:think>``; ``<seed:cot_budget_reflect>`` within is reasoning."""
+
+    name = "seed-oss"
+    opening = "<seed:think>"
+    closing = "</seed:think>"
+    tags = (opening, closing)
+
+
+class MinimaxM3(Tagged):
+    """``<mm:think>...</mm:think>``; a closing tag alone begins an answer without reasoning."""
+
+    name = "minimax-m3"
+    opening = "<mm:think>"
+    closing = "</mm:think>"
+    tags = (opening, closing)
+
+
+class HunyuanV3(Tagged):
+    """``<think:opensource>...</think:opensource>``: Hunyuan 3, whose template puts its tags together."""
+
+    name = "hunyuan-v3"
+    opening = "<think:opensource>"
+    closing = "</think:opensource>"
+    tags = (opening, closing)
+
+    @classmethod
+    def in_template(cls, template: str) -> bool:
+        return cls.closing in template or ("</think{}>" in template and ":opensource" in template)
+
+
+class HunyuanA13B(Tagged):
+    """As Qwen 3, with the answer in ``<answer>...</answer>``."""
+
+    name = "hunyuan-a13b"
+    framing = ("<answer>", "</answer>")
+
+    @classmethod
+    def in_template(cls, template: str) -> bool:
+        return cls.closing in template and cls.framing[0] in template
+
+
+class Ernie45(Tagged):
+    """As Qwen 3, with the answer in ``<response>...</response>``: ERNIE 4.5 and Granite 3.3."""
+
+    name = "ernie45"
+    framing = ("<response>", "</response>")
+
+    @classmethod
+    def in_template(cls, template: str) -> bool:
+        # MiniMax M2 writes results of calls so.
+        return cls.closing in template and cls.framing[0] in template and "<minimax:" not in template
+
+
+class Granite(Tagged):
+    """Two sentences as tags: Granite 3.2."""
+
+    name = "granite"
+    opening = "Here is my thought process:"
+    closing = "Here is my response:"
+    tags = (opening, closing)
+
+
+class Apriel(Tagged):
+    """``Here are my reasoning steps:``, which the prompt can end with, ``[BEGIN FINAL RESPONSE]``."""
+
+    name = "apriel"
+    opening = "Here are my reasoning steps:"
+    closing = "[BEGIN FINAL RESPONSE]"
+    framing = ("[END FINAL RESPONSE]",)
+    tags = (opening, closing, *framing)
+
+
+class Apertus(Tagged):
+    """``<|inner_prefix|>...<|inner_suffix|>``."""
+
+    name = "apertus"
+    opening = "<|inner_prefix|>"
+    closing = "<|inner_suffix|>"
+    tags = (opening, closing)
+
+
+class Solar(Tagged):
+    """``<|think|>...<|end|>``, then the answer as a message of its own: Solar Open."""
+
+    name = "solar"
+    opening = "<|think|>"
+    closing = "<|end|>"
+    framing = ("<|begin|>assistant", "<|content|>")
+    tags = (opening, closing, "<|begin|>", "<|content|>")
+
+    @classmethod
+    def in_template(cls, template: str) -> bool:
+        return cls.opening in template and cls.framing[0] in template
+
+
+class Cohere(Tagged):
+    """``<|START_THINKING|>...<|END_THINKING|>``, then the answer between tags: Command R7B, Command A."""
+
+    name = "cohere"
+    opening = "<|START_THINKING|>"
+    closing = "<|END_THINKING|>"
+    framing = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
+    tags = (opening, closing, *framing)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import regex
 
-from aioinfer.text.tags import partial_length, without_breaks
+from aioinfer.text.tags import tags_of, without_breaks
 
 if TYPE_CHECKING:
     from aioinfer.text.rules import Rules
@@ -180,12 +180,10 @@ class ToolCallParser(ABC):
 
     def _text(self) -> bool:
         """Parse text outside calls."""
-        found = [(at, tag) for tag in self.openings if (at := self._held.find(tag)) >= 0]
-        at, opening = min(found, default=(-1, ""))
-        end = at if found else len(self._held) - max(partial_length(self._held, tag) for tag in self.openings)
-        content = without_breaks(self._held[:end])
+        at, opening = tags_of(*self.openings).find(self._held)
+        content = without_breaks(self._held[:at])
         self._out.content += content
-        if not found:
+        if not opening:
             self._held = self._held[len(content) :]
             return False
         self._tentative = self._held[len(content) : at + len(opening)]

@@ -9,7 +9,7 @@ import regex
 
 from aioinfer.text import harmony
 from aioinfer.text.harmony import CALL, CHANNEL, CONSTRAIN, ENDS, MESSAGE, START, TAGS
-from aioinfer.text.tags import Tags
+from aioinfer.text.tags import tags_of
 from aioinfer.text.tool_calls.base import Functions, ToolCallParser
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Harmony"]
 
 _HEAD = regex.compile(harmony.HEADER)
-_TAGS = Tags(*harmony.BEGINS, *harmony.ENDS)
+_TAGS = tags_of(*harmony.BEGINS, *harmony.ENDS)
 
 
 class Harmony(ToolCallParser):
