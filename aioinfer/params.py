@@ -164,6 +164,8 @@ class SamplingParams:
             speed: what agrees with it is generated several tokens at a time. What exceeds the context is cut.
         include_stop: keep the stop string, the match of a stop pattern or the text of the stop token in the
             output text.
+        stop_format: names of the formats of calls and of reasoning, in which ``stop`` and ``stop_regex`` are
+            not looked for, and what stands for the end of the prompt; each may be None. Chats set it.
     """
 
     temperature: float = _OpenFloat(1.0)
@@ -193,6 +195,7 @@ class SamplingParams:
     diffusion: DiffusionParams | None = None
     speculate: bool = True
     prediction: str | Sequence[int] | None = None
+    stop_format: Sequence[str | None] | None = None
 
     def __post_init__(self) -> None:
         keep_plain(self, but=_OPEN)
@@ -224,6 +227,8 @@ class SamplingParams:
         for name in ("stop", "stop_regex"):
             object.__setattr__(self, name, _texts(name, getattr(self, name)))
         _check_patterns(self.stop_regex)
+        if self.stop_format is not None:
+            object.__setattr__(self, "stop_format", _format(self.stop_format))
         object.__setattr__(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
 
     def inherit(self, defaults: SamplingParams) -> SamplingParams:
@@ -292,6 +297,13 @@ class SamplingParams:
     def penalised(self) -> bool:
         """At least one of the three penalties changes the logits."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+
+def _format(given: Any) -> tuple[str | None, ...]:
+    names = tuple(map(plain, given)) if isinstance(given, (list, tuple)) else ()
+    if len(names) != 3 or not all(name is None or type(name) is str for name in names):
+        raise InvalidRequest("stop_format", "must be three names or None")
+    return names
 
 
 _OPEN = (_OpenFloat, _OpenInt)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.chat.reader import AnswerReader, joined
 from aioinfer.errors import InvalidRequest
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.text import reasoning as reasoning_formats
 from aioinfer.text import tool_calls
 from aioinfer.text.chat_template import UNREAD
+from aioinfer.text.reader import AnswerReader, joined
 from aioinfer.text.reasoning import ReasoningParser
 from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
 from aioinfer.text.tokenizer import Tokenizer
@@ -39,6 +39,13 @@ class AnswerFormat:
     functions: Functions = field(default_factory=dict)
     shown: bool = True
     begins: str | None = None
+
+    @property
+    def names(self) -> tuple[str | None, str | None, str | None]:
+        """Of which :meth:`AnswerReader.named` makes a reader of its own."""
+        parsers = self.tools, self.reasoning
+        tools, reasoning = (None if each is None else each.name for each in parsers)
+        return tools, reasoning, self.begins
 
     def reader(self, prompt_end: str = "") -> AnswerReader:
         """The reader of one choice, whose prompt ends so."""
@@ -144,8 +151,10 @@ class ChatFormat:
                 functions = signatures = Signatures(functions)
                 signatures.prepare()
             answer = AnswerFormat(self.tools, reasoning, constrained, functions, shown, begins)
-        if self._tags(answer) & self.special:
+        if answer.reader().tags & self.special:
             params = replace(params, skip_special_tokens=False)
+        if params.stop or params.stop_regex:
+            params = replace(params, stop_format=answer.names)
         return params, answer
 
     def _grammar(self, own: Grammar | None, tools: Tools | None) -> Grammar:
@@ -170,14 +179,6 @@ class ChatFormat:
             raise InvalidRequest("tools" if tools else "grammar", refused.message) from None
         except ValueError as error:
             raise InvalidRequest("tools" if tools else "grammar", str(error)) from None
-
-    def _tags(self, answer: AnswerFormat) -> set[str]:
-        tags: set[str] = set()
-        if answer.tools is not None:
-            tags.update(answer.tools.tags)
-        if answer.reasoning is not None:
-            tags.update(answer.reasoning.tags)
-        return tags
 
 
 def _rewritten(schema: Any, field: str, of: str = "") -> Any:

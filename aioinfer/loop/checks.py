@@ -11,6 +11,7 @@ from aioinfer.loop.generation import generation
 from aioinfer.loop.options import too_long
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.pooling import Pooling
+from aioinfer.text.reader import AnswerReader
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
@@ -51,6 +52,8 @@ class Checks:
         if params.logprob_start_len and params.prompt_logprobs is None:
             raise InvalidRequest("logprob_start_len", "has no effect without prompt_logprobs")
         self._check_stops(params)
+        if params.stop_format is not None:
+            AnswerReader.named(params.stop_format)
         vocab_size = self._info.vocab_size
         check_range("stop_token_ids", params.stop_token_ids, vocab_size)
         check_range("allowed_token_ids", params.allowed_token_ids or (), vocab_size)

@@ -41,6 +41,8 @@ from aioinfer.speculation.drafter import NO_IDS, Drafter, DraftRequest
 from aioinfer.speculation.drafting import Drafting, UsualRates
 from aioinfer.speculation.lookup import LookupDrafter
 from aioinfer.text.output import OutputText
+from aioinfer.text.reader import AnswerReader
+from aioinfer.text.tokenizer import end_of
 
 if TYPE_CHECKING:
     from aioinfer.outputs import TokenLogprob
@@ -275,7 +277,11 @@ class Core:
         if self.tokenizer is None:
             return OutputText(None)
         detokenizer = self.tokenizer.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
-        return OutputText(detokenizer, params.stop, params.include_stop, params.stop_regex)
+        stops = params.stop, params.include_stop, params.stop_regex
+        if params.stop_format is None:
+            return OutputText(detokenizer, *stops)
+        answer = AnswerReader.named(params.stop_format, end_of(prompt_ids, self.tokenizer))
+        return OutputText(detokenizer, *stops, answer)
 
     # -- steps ----------------------------------------------------------------------------------
 

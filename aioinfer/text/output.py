@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from aioinfer.text.byte_level import ByteLevelDetokenizer
+from aioinfer.text.content_stops import ContentStops, Matcher
 from aioinfer.text.stop import StopMatcher
 
 if TYPE_CHECKING:
     from aioinfer.text.detokenizer import Detokenizer
-    from aioinfer.text.stop_regex import StopRegex
+    from aioinfer.text.reader import AnswerReader
 
 __all__ = ["UNKNOWN", "OutputText"]
 
@@ -39,12 +41,17 @@ class OutputText:
         stop: Sequence[str] = (),
         include_stop: bool = False,
         stop_regex: Sequence[str] = (),
+        answer: AnswerReader | None = None,
     ) -> None:
+        """``answer``: stops are looked for in its content."""
         self.enabled = detokenizer is not None
         self.costly = self.enabled and bool(stop_regex)
         self.pieces: list[str] = []
         self._detokenizer = detokenizer
-        self._matcher = _matcher(stop, stop_regex)
+        self._matcher: Matcher | ContentStops | None = None
+        if stop or stop_regex:
+            make = partial(_matcher, stop, stop_regex)
+            self._matcher = make() if answer is None else ContentStops(make, answer)
         self._include_stop = include_stop
         self._ended = False
         self._table: ByteLevelDetokenizer | None = None
@@ -81,6 +88,8 @@ class OutputText:
         self.texts = None
         text = self._detokenizer.finish()
         stop = self._release(text) if text else None
+        if stop is None and isinstance(self._matcher, ContentStops):
+            stop = self._found(*self._matcher.settle())
         if stop is None and self._matcher is not None:
             self._append(self._matcher.flush())
         self._ended = True
@@ -107,8 +116,11 @@ class OutputText:
         if self._matcher is None:
             self._append(text)
             return None
-        safe, stop = self._matcher.push(text)
-        if stop is not None:
+        return self._found(*self._matcher.push(text))
+
+    def _found(self, safe: str, stop: str | None) -> str | None:
+        """Release what a matcher releases."""
+        if stop is not None and self._matcher is not None:
             self._ended = True
             if self._include_stop:
                 safe += self._matcher.matched
@@ -120,11 +132,11 @@ class OutputText:
             self.pieces.append(text)
 
 
-def _matcher(stop: Sequence[str], stop_regex: Sequence[str]) -> StopMatcher | StopRegex | None:
-    """One matcher for all stop strings and patterns; None without any."""
-    if stop_regex:
-        # Loads the regex library, which most outputs do not use.
-        from aioinfer.text.stop_regex import StopRegex
+def _matcher(stop: Sequence[str], stop_regex: Sequence[str]) -> Matcher:
+    """One matcher for all stop strings and patterns."""
+    if not stop_regex:
+        return StopMatcher(stop)
+    # Loads the regex library, which most outputs do not use.
+    from aioinfer.text.stop_regex import StopRegex
 
-        return StopRegex(stop_regex, stop)
-    return StopMatcher(stop) if stop else None
+    return StopRegex(stop_regex, stop)

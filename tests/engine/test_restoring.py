@@ -45,6 +45,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "late logprobs": {"prompt_logprobs": 1, "logprob_start_len": 5},
     "stop strings": {"stop": ("the", " =", "\n\n")},
     "stops kept": {"stop": ("and", "a "), "include_stop": True},
+    "stops of answers": {"stop": ("e", "o"), "stop_format": ("hermes", "qwen3", None)},
     "stop pattern": {"stop_regex": ("[a-z]+ing", "[0-9]{3}"), "temperature": 1.2},
     "stop tokens": {"stop_token_ids": [46, 47, 48]},
     "special text": {"skip_special_tokens": False},

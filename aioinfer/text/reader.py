@@ -10,9 +10,9 @@ from typing import Any
 
 from aioinfer.errors import InvalidRequest
 from aioinfer.outputs import Usage
-from aioinfer.text.reasoning import ReasoningParser
+from aioinfer.text.reasoning import REASONING_PARSERS, ReasoningParser
 from aioinfer.text.tokenizer import Tokenizer
-from aioinfer.text.tool_calls import Parsed, ToolCallDelta, ToolCallParser
+from aioinfer.text.tool_calls import PARSERS, Parsed, ToolCallDelta, ToolCallParser
 
 __all__ = ["AnswerReader", "joined"]
 
@@ -42,6 +42,24 @@ class AnswerReader:
         self._read: list[tuple[str, Any]] = []
         if reasoning is not None:
             reasoning.into = self
+
+    @classmethod
+    def named(cls, names: Sequence[str | None], prompt_end: str = "") -> AnswerReader:
+        """Of ``SamplingParams.stop_format``. Raises InvalidRequest for a format that is not known."""
+        tools, reasoning, begins = names
+        try:
+            return cls(
+                None if tools is None else PARSERS[tools](),
+                None if reasoning is None else REASONING_PARSERS[reasoning](begins or prompt_end),
+            )
+        except KeyError as name:
+            raise InvalidRequest("stop_format", f"has no format {name}") from None
+
+    @property
+    def tags(self) -> set[str]:
+        """What has to be in the text, even if a vocabulary has special tokens for it."""
+        parsers = (self._tools, self._reasoning)
+        return {tag for each in parsers if each is not None for tag in each.tags}
 
     def read(self, text: str, *, ended: bool) -> Iterator[None]:
         """Parse the next part of the answer, a bounded piece of it per step of the iterator."""
