@@ -165,7 +165,8 @@ class SamplingParams:
         include_stop: keep the stop string, the match of a stop pattern or the text of the stop token in the
             output text.
         stop_format: names of the formats of calls and of reasoning, in which ``stop`` and ``stop_regex`` are
-            not looked for, and what stands for the end of the prompt; each may be None. Chats set it.
+            not looked for, and what stands for the end of the prompt, each may be None; then the names of the
+            functions. Chats set it.
     """
 
     temperature: float = _OpenFloat(1.0)
@@ -301,8 +302,9 @@ class SamplingParams:
 
 def _format(given: Any) -> tuple[str | None, ...]:
     names = tuple(map(plain, given)) if isinstance(given, (list, tuple)) else ()
-    if len(names) != 3 or not all(name is None or type(name) is str for name in names):
-        raise InvalidRequest("stop_format", "must be three names or None")
+    known = [type(name) is str or (name is None and at < 3) for at, name in enumerate(names)]
+    if len(names) < 3 or not all(known):
+        raise InvalidRequest("stop_format", "must be three names or None, and names of functions")
     return names
 
 

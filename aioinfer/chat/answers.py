@@ -41,11 +41,10 @@ class AnswerFormat:
     begins: str | None = None
 
     @property
-    def names(self) -> tuple[str | None, str | None, str | None]:
+    def names(self) -> tuple[str | None, ...]:
         """Of which :meth:`AnswerReader.named` makes a reader of its own."""
         parsers = self.tools, self.reasoning
-        tools, reasoning = (None if each is None else each.name for each in parsers)
-        return tools, reasoning, self.begins
+        return (*(None if each is None else each.name for each in parsers), self.begins, *self.functions)
 
     def reader(self, prompt_end: str = "") -> AnswerReader:
         """The reader of one choice, whose prompt ends so."""

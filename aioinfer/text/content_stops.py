@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from aioinfer.text.tags import Tags
+from aioinfer.text.tags import Tags, without_breaks
 
 if TYPE_CHECKING:
     from aioinfer.text.reader import AnswerReader
@@ -30,7 +30,8 @@ class ContentStops:
     """A matcher for the content of an answer. A match begins and ends in one run of content.
 
     Which characters are content, the reader of the answer says, one after the other, so that nothing depends
-    on how the text is split. The possible prefix of a tag is held back, too: a tag is no content.
+    on how the text is split. The possible prefix of a tag and line breaks, which belong to a tag that comes
+    next, are held back, too: these are no content.
     """
 
     __slots__ = ("_answer", "_make", "_matcher", "_tags", "_tail", "_used")
@@ -61,11 +62,12 @@ class ContentStops:
         rest = self._tail + text
         while True:
             at, tag = self._tags.find(rest)
-            stop = self._search(rest[:at], released)
-            self._tail = "" if tag else rest[at:]
+            known = len(without_breaks(rest[:at]))
+            stop = self._search(rest[:known], released)
+            self._tail = "" if tag else rest[known:]
             if stop is not None or not tag:
                 return "".join(released), stop
-            self._leave(tag, released)
+            self._leave(rest[known : at + len(tag)], released)
             rest = rest[at + len(tag) :]
 
     def settle(self) -> tuple[str, str | None]:

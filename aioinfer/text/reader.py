@@ -46,10 +46,10 @@ class AnswerReader:
     @classmethod
     def named(cls, names: Sequence[str | None], prompt_end: str = "") -> AnswerReader:
         """Of ``SamplingParams.stop_format``. Raises InvalidRequest for a format that is not known."""
-        tools, reasoning, begins = names
+        tools, reasoning, begins, *functions = names
         try:
             return cls(
-                None if tools is None else PARSERS[tools](),
+                None if tools is None else PARSERS[tools]({str(name): {} for name in functions}),
                 None if reasoning is None else REASONING_PARSERS[reasoning](begins or prompt_end),
             )
         except KeyError as name:
@@ -78,8 +78,9 @@ class AnswerReader:
     def answering(self, following: str) -> bool:
         """Text that comes next would be content, as far as that is known yet: the text so far does not end
         within reasoning or a call, or what may become one."""
-        thinks = self._reasoning is not None and not self._reasoning.answering(following)
-        return not thinks and (self._tools is None or self._tools.outside)
+        if self._reasoning is not None and not self._reasoning.answering(following):
+            return False
+        return self._tools is None or not self._tools.calling(following)
 
     # -- what a parser of reasoning writes to ----------------------------------------------------------
 

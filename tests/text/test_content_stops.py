@@ -39,6 +39,7 @@ class Pieces:
 
 HERMES = '<tool_call>\n{"name": "f", "arguments": {"a": "stop"}}\n</tool_call>'
 CODER = "<tool_call>\n<function=f>\n<parameter=a>\nstop\n</parameter>\n</function>\n</tool_call>"
+LLAMA = '{"name": "f", "parameters": {"a": "stop"}}'
 BARE = CODER.removeprefix("<tool_call>\n")
 FINAL = "<|channel|>analysis<|message|>I stop.<|end|><|start|>assistant<|channel|>final<|message|>4 stop 5"
 
@@ -66,6 +67,8 @@ CASES: dict[str, tuple[tuple[str | None, str | None], str, str, str | None]] = {
     "in a call without its opening tag": (("qwen3-coder", "qwen3"), "", BARE, None),
     "what could have been a tag": (("hermes", "qwen3"), "", "a <tool stop <thi", "a <tool "),
     "in the analysis": (("harmony", "harmony"), "", FINAL, FINAL[: FINAL.rindex("stop")]),
+    "between calls": (("hermes", None), "", f"{HERMES}\n{HERMES}", None),
+    "in a call amid text": (("llama3", None), "", f"a {LLAMA} stop", f"a {LLAMA} "),
     "in brackets": ((None, "mistral"), "", "[THINK]stop[/THINK]4 stop", "[THINK]stop[/THINK]4 "),
     "in a channel": (
         (None, "gemma4"),
@@ -80,7 +83,7 @@ def output(
     names: tuple[str | None, str | None], prompt_end: str, pieces: list[str], tail: str = "", **stops: Any
 ) -> tuple[str, str | None]:
     """The text, and the stop."""
-    answer = AnswerReader.named((*names, None), prompt_end)
+    answer = AnswerReader.named((*names, None, "f"), prompt_end)
     found = OutputText(Pieces(pieces, tail), answer=answer, **{"stop": ["stop"], **stops})
     for at in range(len(pieces)):
         if (stop := found.push(at)) is not None:
@@ -124,6 +127,16 @@ def test_no_match_spans_a_tag() -> None:
             assert output(("hermes", None), "", pieces, stop=[stop]) == (text, None)
 
 
+def test_line_breaks_around_calls_and_thoughts_are_no_content() -> None:
+    text = f"\n\n<think>a</think>\n\n{HERMES}\n\n{HERMES}\n\n\na\n\n{HERMES}b"
+    for stop in ("\n", "\n\n"):
+        for pieces in cuts(text, 4):
+            assert output(("hermes", "qwen3"), "", pieces, stop=[stop]) == (text, None)
+            lines = [*pieces, f"b{stop}", "c"]
+            assert output(("hermes", "qwen3"), "", lines, stop=[stop]) == (f"{text}b", stop)
+            assert output(("hermes", "qwen3"), "", lines[:-1], stop=[stop]) == (f"{text}b", stop)
+
+
 def test_what_may_begin_a_tag_is_content_at_the_end() -> None:
     for text, stop, before in (("a <thi", "<t", "a "), ("a <", "<", "a "), ("a <x", "<", "a ")):
         for pieces in cuts(text, 2):
@@ -156,12 +169,12 @@ def test_patterns_begin_anew_in_each_part_of_the_content() -> None:
 
 
 def test_the_names_are_those_of_formats_and_kept_in_records() -> None:
-    params = SamplingParams(stop="a", stop_format=["hermes", None, "<think>"])
+    params = SamplingParams(stop="a", stop_format=["hermes", None, "<think>", "f", "g"])
     assert params_of(record_of(params)) == params
     with pytest.raises(InvalidRequest) as refused:
         AnswerReader.named(("hermes", "none such", None))
     assert refused.value.field == "stop_format"
-    wrongs: list[Any] = ["hermes", ["hermes"], [1, None, None], {"a": 1}]
+    wrongs: list[Any] = ["hermes", ["hermes"], [1, None, None], [None] * 4, {"a": 1}]
     for wrong in wrongs:
         with pytest.raises(InvalidRequest) as refused:
             SamplingParams(stop_format=wrong)

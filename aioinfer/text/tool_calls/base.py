@@ -163,6 +163,10 @@ class ToolCallParser(ABC):
         begun = self._count or self._tentative or self._held.strip()
         return self._state in (self._text, self._gap) or not begun
 
+    def calling(self, following: str) -> bool:
+        """Text that comes next belongs to a call or to what may become one; so do line breaks behind it."""
+        return not self.outside or (self._state == self._gap and following.startswith("\n"))
+
     @property
     def quoted(self) -> bool:
         """The newest text is within a string of arguments that are written as JSON."""

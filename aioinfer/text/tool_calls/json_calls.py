@@ -112,6 +112,11 @@ class JsonCalls(ToolCallParser):
     def outside(self) -> bool:
         return super().outside or (self._state == self._between and not self._held)
 
+    def calling(self, following: str) -> bool:
+        if self._state == self._between and not self._held.strip():
+            return following.isspace()
+        return super().calling(following)
+
     @property
     def _undecided(self) -> bool:
         # What ends behind arguments belongs to their call, but for further keys.
