@@ -17,12 +17,14 @@ from aioinfer.text.grammar_bounds import GrammarBounds
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
 
-__all__ = ["ADDED_TO_SCHEMAS", "JSON_OPTIONS", "GuidanceBackend", "load_library"]
+__all__ = ["GuidanceBackend", "json_options", "load_library"]
 
 #: Models write white space between the parts; the bound prevents an output of nothing else.
-JSON_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
-#: the same as a key of a schema
-ADDED_TO_SCHEMAS = {"x-guidance": JSON_OPTIONS}
+_OPTIONS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,16}"}
+#: A name that is written by its numbers (``\u0061``) would pass for one that the schema does not know.
+_BY_NAME = {**_OPTIONS, "json_allowed_escapes": 'nrbtf\\"'}
+#: in the JSON of a schema, what may stand for a character that can only be written by its number
+_CONTROL = re.compile(r"\\u00(?:[01]|7f)|\x7f|\\\\[xucv0]", re.IGNORECASE)
 
 #: In some Lark grammars the forced bytes are unbounded, and llguidance computes them without a limit and with
 #: the GIL held; for each token, it tokenizes them all. Of several ``%llguidance`` lines the last one counts.
@@ -43,6 +45,11 @@ def load_library() -> Any:
     except ImportError as error:
         raise InvalidRequest("grammar", "needs the extra: pip install 'aioinfer[structured]'") from error
     return llguidance
+
+
+def json_options(schema: str) -> dict[str, str]:
+    """Options for the grammar of a schema, by its JSON."""
+    return _OPTIONS if _CONTROL.search(schema) else _BY_NAME
 
 
 class GuidanceBackend:
@@ -113,12 +120,13 @@ class GuidanceBackend:
                 bounds.check_schema(exact)
                 source = "{}" if schema is True else grammar.text if exact is schema else json.dumps(exact)
                 schema = exact
-                text = library.grammar_from_json_schema(source, JSON_OPTIONS)
+                written = json_options(grammar.text)
+                text = library.grammar_from_json_schema(source, written)
                 if options and isinstance(schema, dict):
-                    lark = f"start: %json {json.dumps({**schema, **ADDED_TO_SCHEMAS})}"
+                    lark = f"start: %json {json.dumps({**schema, 'x-guidance': written})}"
                     text = library.grammar_from_lark(lark + options)
             case "json_object":
-                text = library.grammar_from_json_schema('{"type": "object"}', JSON_OPTIONS)
+                text = library.grammar_from_json_schema('{"type": "object"}', _OPTIONS)
             case "regex":
                 text = library.grammar_from_regex(grammar.text)
                 if options:

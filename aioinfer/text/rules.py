@@ -13,7 +13,7 @@ from typing import Any
 import regex
 
 from aioinfer.errors import InvalidRequest
-from aioinfer.text.guidance import ADDED_TO_SCHEMAS
+from aioinfer.text.guidance import json_options
 
 __all__ = ["Rules"]
 
@@ -86,9 +86,10 @@ class Rules:
 
     def json(self, schema: Mapping[str, Any] | bool) -> str:
         """An instance of a JSON schema. Raises ValueError for one that cannot be written."""
-        given = schema if isinstance(schema, bool) else {**schema, **ADDED_TO_SCHEMAS}
         try:
-            text = json.dumps(given)
+            text = json.dumps(schema)
+            if not isinstance(schema, bool):
+                text = json.dumps({**schema, "x-guidance": json_options(text)})
         except RecursionError:
             raise ValueError("is nested too deeply") from None
         self._written += len(text)

@@ -31,12 +31,12 @@ class Grammars:
 
     def __init__(self, vocabulary: Vocabulary, schema: Any) -> None:
         self._vocabulary = vocabulary
-        self._matcher = vocabulary.backend.compile(Grammar("json_schema", json.dumps(schema)))
+        self.matcher = vocabulary.backend.compile(Grammar("json_schema", json.dumps(schema)))
 
     def allows(self, instance: Any) -> bool:
         """In any order of the properties: grammars have one."""
         texts = (json.dumps(each, ensure_ascii=False) for each in orders(instance))
-        return any(self._vocabulary.follows(self._matcher.copy(), text) for text in texts)
+        return any(self._vocabulary.follows(self.matcher.copy(), text) for text in texts)
 
 
 def orders(instance: Any) -> Iterator[Any]:
@@ -186,6 +186,32 @@ def test_white_space_of_patterns_is_that_of_ecmascript(vocabulary: Vocabulary, p
     for text, space in {" ": True, "\u00a0": True, "\ufeff": True, "\u0085": False, "a": False}.items():
         assert spaces.allows(text) == space
         assert others.allows({text: 1}) == space
+
+
+@pytest.mark.parametrize("name", ["a", "é", "🐲", 'a"', "a\\b", "a\n"])
+def test_a_name_has_one_spelling(vocabulary: Vocabulary, name: str) -> None:
+    """Another one would be a property that the schema does not know, and of any type."""
+    schemas: list[dict[str, Any]] = [
+        {"type": "object", "properties": {name: {"type": "integer"}}},
+        {"type": "object", "patternProperties": {f"^{re.escape(name)}$": {"type": "integer"}}},
+    ]
+    for schema in schemas:
+        grammar = Grammars(vocabulary, schema)
+        assert grammar.allows({name: 1})
+        assert grammar.allows({"other": "x"})
+        units = name.encode("utf-16-be").hex()
+        escaped = "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
+        assert json.loads(f'{{"{escaped}": "x"}}') == {name: "x"}
+        for value in ("1", '"x"'):
+            assert not vocabulary.follows(grammar.matcher.copy(), f'{{"{escaped}": {value}}}')
+
+
+def test_control_characters_are_written_by_their_numbers(vocabulary: Vocabulary) -> None:
+    for schema in ({"const": "a\u0001b"}, {"type": "string", "pattern": "^a\\x01b$"}, {"enum": ["a\x7f"]}):
+        grammar = Grammars(vocabulary, schema)
+        assert not grammar.allows("ab")
+        assert not grammar.allows("a")
+    assert Grammars(vocabulary, {"const": "a\u0001b"}).allows("a\u0001b")
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
