@@ -16,6 +16,7 @@ from aioinfer.text.output import OutputText
 from aioinfer.text.reader import AnswerReader
 from aioinfer.text.stop import StopMatcher
 from aioinfer.text.stop_regex import StopRegex
+from tests.text.call_formats import FORMATS
 from tests.tiers import scaled
 
 
@@ -83,7 +84,7 @@ def output(
     names: tuple[str | None, str | None], prompt_end: str, pieces: list[str], tail: str = "", **stops: Any
 ) -> tuple[str, str | None]:
     """The text, and the stop."""
-    answer = AnswerReader.named((*names, None, "f"), prompt_end)
+    answer = AnswerReader.named((*names, None, "f", "g"), prompt_end)
     found = OutputText(Pieces(pieces, tail), answer=answer, **{"stop": ["stop"], **stops})
     for at in range(len(pieces)):
         if (stop := found.push(at)) is not None:
@@ -113,6 +114,17 @@ def test_a_stop_acts_on_the_content(name: str, stops: Any) -> None:
         assert found == ((text, None) if before is None else (before, stop)), pieces
         kept = output(names, prompt_end, pieces, **stops, include_stop=True)
         assert kept[0] == (text if before is None else f"{before}stop"), pieces
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_calls_of_every_format_may_contain_a_stop(name: str) -> None:
+    form = FORMATS[name]
+    calls = [form.tell(function, {"text": "stop, stop"}) for function in "fg"]
+    text = form.begin + form.between.join(calls) + form.end
+    reasoning = "harmony" if name == "harmony" else "qwen3"
+    for stop in ("stop", "top", '"', ":", "st"):
+        for pieces in cuts(text, len(name)):
+            assert output((name, reasoning), "", pieces, stop=[stop]) == (text, None), (stop, pieces)
 
 
 def test_no_match_spans_a_tag() -> None:
