@@ -6,6 +6,7 @@ not known here is an error: text would be cut otherwise than the model has learn
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -15,56 +16,111 @@ from aioinfer.errors import ConfigError, shown
 
 __all__ = ["tokenizer_of"]
 
+_log = logging.getLogger("aioinfer")
 _KINDS = "tokenizer.ggml.token_type"
 #: control tokens of Phi-3 after which white space is text
 _KEEP_SPACE = {"<unk>", "<s>", "<|endoftext|>"}
 #: characters of a piece of SentencePiece; longer ones are whole tokens that nothing is merged into
 _LONGEST_PIECE = 128
-_LETTERS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LETTERS = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_SPACES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*" + _SPACES
 #: how the tokenizers of these models cut words, numbers and the rest
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = _LETTERS + r"\p{N}{1,3}" + _REST
 _QWEN2 = _LETTERS + r"\p{N}" + _REST
+_QWEN35 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*" + _SPACES
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
-def _gpt2(_: Any) -> Any:
-    from tokenizers import pre_tokenizers
-
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-
-
-def _digits(tokenizer: Any) -> Any:
-    from tokenizers import pre_tokenizers
-
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2(tokenizer)])
+def _by_case(ending: str, numbers: str) -> str:
+    """Words begin with a capital or have capitals only; ``ending``: contractions that belong to them."""
+    word = (
+        rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{ending}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{ending}"
+    )
+    return rf"{word}|{numbers}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*" + _SPACES
 
 
-def _by_pattern(pattern: str, *, composed: bool = False) -> Callable[[Any], Any]:
+_TEKKEN, _GPT4O = _by_case("", r"\p{N}"), _by_case(f"{_CONTRACTIONS}?", r"\p{N}{1,3}")
+#: signs that Unicode does not count as punctuation
+_SIGNS = r"\$\+<=>\^~\|"
+_THREE_DIGITS = "[0-9][0-9][0-9]"
+_HAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*" + _SPACES
+)
+#: those of ASCII, wide ones, quotation marks, and those of Chinese
+_MARKS = "!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002"
+#: letters that have a case, of the Unicode of DeepSeek's tokenizer
+_CASED = (
+    "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
+    "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5"
+    "\u03f7-\u0481\u048a-\u052f\u0531-\u0556\u10a0-\u10c5\u13a0-\u13f5\u13f8-\u13fd\u1c90-\u1cba"
+    "\u1cbd-\u1cbf\u1d00-\u1d2b\u1d6b-\u1d77\u1d79-\u1d9a\u1e00-\u1f15\u1f18-\u1f1d\u1f20-\u1f45"
+    "\u1f48-\u1f4d\u1f50-\u1f57\u1f59\u1f5b\u1f5d\u1f5f-\u1f7d\u1f80-\u1fb4\u1fb6-\u1fbc\u1fbe"
+    "\u1fc2-\u1fc4\u1fc6-\u1fcc\u1fd0-\u1fd3\u1fd6-\u1fdb\u1fe0-\u1fec\u1ff2-\u1ff4\u1ff6-\u1ffc\u2102"
+    "\u2107\u210a-\u2113\u2115\u2119-\u211d\u2124\u2126\u2128\u212a-\u212d\u212f-\u2134\u2139"
+    "\u213c-\u213f\u2145-\u2149\u214e\u2183\u2184\u2c00-\u2c7b\u2c7e-\u2ce4\u2ceb-\u2cee\u2cf2\u2cf3"
+    "\ua640-\ua66d\ua680-\ua69b\ua722-\ua76f\ua771-\ua787\ua78b-\ua78e\uab70-\uabbf\ufb00-\ufb06"
+    "\ufb13-\ufb17\uff21-\uff3a\uff41-\uff5a\U00010400-\U0001044f\U000104b0-\U000104d3"
+    "\U000104d8-\U000104fb\U00010c80-\U00010cb2\U00010cc0-\U00010cf2\U000118a0-\U000118df"
+    "\U0001e900-\U0001e943"
+)
+
+
+def _cuts(*patterns: str, late: tuple[str, ...] = (), composed: bool = False) -> Callable[[Any], Any]:
+    """Text is cut at each match of the first pattern, then all parts at those of the next one; ``late``:
+    patterns of bytes as byte-level vocabularies write them."""
+
     def make(tokenizer: Any) -> Any:
         from tokenizers import Regex, normalizers, pre_tokenizers
 
         if composed:
             tokenizer.normalizer = normalizers.NFC()
-        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+        early, last = (
+            [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in each]
+            for each in (patterns, late)
+        )
+        return pre_tokenizers.Sequence([*early, pre_tokenizers.ByteLevel(False, use_regex=False), *last])
 
     return make
 
 
+#: those whose vocabulary has whole words that merges do not lead to, and whose texts begin with a token
+_LIKE_LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "falcon3", "lfm2", "midm-2.0")
 #: by ``tokenizer.ggml.pre``
 _CUTS: dict[str, Callable[[Any], Any]] = {
-    "gpt-2": _gpt2,
-    "smollm": _digits,
+    **dict.fromkeys(("gpt-2", "phi-2", "exaone4", "gigachat", "a.x-4.0", "mellum"), _cuts(_GPT2)),
+    **dict.fromkeys(("mpt", "olmo"), _cuts(_GPT2, composed=True)),
     **dict.fromkeys(
-        ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _by_pattern(_LLAMA3)
+        ("smollm", "starcoder", "refact", "codeshell", "exaone", "minerva-7b"), _cuts(r"\p{N}", _GPT2)
     ),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), _by_pattern(_QWEN2, composed=True)),
-}
+    "command-r": _cuts(r"\p{N}", _GPT2, composed=True),
+    "falcon": _cuts(rf"[\p{{P}}{_SIGNS}`]+", _GPT2, late=(r"\p{N}+", _THREE_DIGITS)),
+    # What llama.cpp takes where a file names none.
+    "default": _cuts(rf"[\p{{P}}{_SIGNS}]+", _GPT2, r"\p{N}+", _THREE_DIGITS),
+    **dict.fromkeys((*_LIKE_LLAMA3, "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"), _cuts(_LLAMA3)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez"), _cuts(_QWEN2, composed=True)),
+    **dict.fromkeys(("hunyuan", "grok-2", "solar-open"), _cuts(_QWEN2)),
+    "qwen35": _cuts(_QWEN35, composed=True),
+    "tekken": _cuts(_TEKKEN),
+    **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _cuts(_GPT4O)),
+    "deepseek-llm": _cuts(
+        r"[\r\n]", rf"\s?[{_CASED}]+", rf"\s?[{_MARKS}]+", r"\s+$", _HAN, r"\p{N}",
+    ),
+    "deepseek-coder": _cuts(r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
+    **dict.fromkeys(
+        ("deepseek-v3", "hunyuan-dense", "joyai-llm"),
+        _cuts(r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3),
+    ),
+}  # fmt: skip
 #: by architecture, of files that name none: those that can have no other
 _RULES = {"gpt2": "gpt-2", "qwen2": "qwen2"}
 #: those whose texts begin with a token
-_BEGUN = {"llama-bpe", "llama3", "llama-v3"}
-#: those whose vocabulary, which is Llama 3's, has whole words that merges do not lead to
+_BEGUN = {*_LIKE_LLAMA3, "tekken"}
+#: those with whole words that merges do not lead to
 _WHOLE_WORDS = {*_BEGUN, "smaug-bpe"}
 
 
@@ -100,7 +156,10 @@ def _byte_level(file: GGUFFile) -> Any:
     """Merges of bytes, as GPT-2 has them."""
     from tokenizers import Tokenizer, decoders, models
 
-    pre = file.value("tokenizer.ggml.pre", str, _RULES.get(file.value("general.architecture", str)))
+    if "tokenizer.ggml.pre" not in file.metadata and file.metadata["general.architecture"] not in _RULES:
+        _log.warning("the GGUF file does not say how it cuts text; it is cut as llama.cpp does without")
+    rule = _RULES.get(file.value("general.architecture", str), "default")
+    pre = file.value("tokenizer.ggml.pre", str, rule)
     cut = _CUTS.get(pre)
     if cut is None:
         raise ConfigError(
