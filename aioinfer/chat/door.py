@@ -60,7 +60,8 @@ def conversation(
     """The messages of a chat, the variables of its template, and its tools. Raises as :func:`ask`."""
     found = parse_tools(tools, tool_choice, parallel_tool_calls)
     kwargs = variables.checked()
-    parsed = parse_messages(messages, chat.template_names)
+    told = None if chat.tools is None else chat.tools.told
+    parsed = parse_messages(messages, chat.template_names, told)
     if found is not None:
         kwargs[chat.tools_variable] = chat.offered(found)
     return parsed, kwargs, found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from aioinfer.chat.bodies import admit
@@ -13,25 +14,52 @@ from aioinfer.text.chat_template import UNREAD
 __all__ = ["parse_messages"]
 
 
-def parse_messages(messages: Any, template_names: frozenset[str] | None = None) -> list[dict[str, Any]]:
+#: calls as text: see ToolCallParser.told
+Told = Callable[[Sequence[tuple[str, str]]], str | None]
+
+
+def parse_messages(
+    messages: Any, template_names: frozenset[str] | None = None, told: Told | None = None
+) -> list[dict[str, Any]]:
     """The messages, with the arguments of calls as objects. The tokenizer checks roles and contents.
 
-    ``template_names``: the keys that the chat template reads, if they are known. Raises InvalidRequest.
+    ``template_names``: the keys that the chat template reads, if they are known. ``told``: makes calls a part
+    of the content where it does not read them. Raises InvalidRequest.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages", "must be a non-empty list")
-    return [_message(f"messages[{at}]", message, template_names) for at, message in enumerate(messages)]
+    return [_message(f"messages[{at}]", message, template_names, told) for at, message in enumerate(messages)]
 
 
-def _message(field: str, given: Any, template_names: frozenset[str] | None) -> dict[str, Any]:
+def _message(
+    field: str, given: Any, template_names: frozenset[str] | None, told: Told | None
+) -> dict[str, Any]:
     admit(Message, given, field, template_names or ())
     message = _with_thinking(given, template_names or frozenset())
     calls = message.get("tool_calls")
     if calls is None:
         return message
     if calls and template_names is not None and "tool_calls" not in template_names:
-        raise InvalidRequest(f"{field}.tool_calls", UNREAD, code="unsupported_parameter")
+        text = told and told([(call["function"]["name"], _as_text(call)) for call in calls])
+        if text is None:
+            raise InvalidRequest(f"{field}.tool_calls", UNREAD, code="unsupported_parameter")
+        return _with_text(message, text)
     return {**message, "tool_calls": [_with_arguments(call) for call in calls]}
+
+
+def _as_text(call: dict[str, Any]) -> str:
+    """The arguments of a call as they are written."""
+    arguments = call["function"].get("arguments") or {}
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _with_text(message: dict[str, Any], text: str) -> dict[str, Any]:
+    """The message with its calls as the end of its content."""
+    plain = {key: value for key, value in message.items() if key != "tool_calls"}
+    content = message.get("content")
+    if isinstance(content, list):
+        return {**plain, "content": [*content, {"type": "text", "text": text}]}
+    return {**plain, "content": f"{content}\n{text}" if content else text}
 
 
 def _with_thinking(message: dict[str, Any], template_names: frozenset[str]) -> dict[str, Any]:

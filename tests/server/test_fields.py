@@ -16,13 +16,18 @@ from aioinfer.server.http.failures import Refused
 from aioinfer.server.openai.fields import ChatBody, CompletionBody
 from aioinfer.server.openai.protocol import Call, Served, parse_chat, parse_completion
 from aioinfer.text.template import names_read
-from aioinfer.text.tool_calls import Hermes
+from aioinfer.text.tool_calls import Gemma4, Granite, Hermes
 
 USER = {"role": "user", "content": "abc"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALLED = [USER, {"role": "assistant", "content": None, "tool_calls": [
     {"type": "function", "id": "1", "function": {"name": "f", "arguments": "{}"}}]},
     {"role": "tool", "content": "1", "tool_call_id": "1"}]  # fmt: skip
+#: as content
+CALL_TEXT = (
+    '<|tool_call|>[{"name": "f", "arguments": {"a": "ü"}}, {"name": "f", "arguments": {}},'
+    ' {"name": "f", "arguments": {broken}]'
+)
 ANSWERED = {"role": "assistant", "content": "x", **dict.fromkeys(
     ("refusal", "audio", "function_call", "tool_calls", "parsed")), "annotations": []}  # fmt: skip
 SCHEMA = {"schema": {"type": "object"}, "name": "response", "description": "d", "strict": True}
@@ -246,7 +251,7 @@ def test_fields_that_the_template_reads_reach_it() -> None:
     ids=str,
 )
 def test_tools_that_the_template_does_not_read_are_refused(body: dict[str, Any], field: str) -> None:
-    served = Served("toy", SamplingParams(), ChatFormat(tools=Hermes, template_names=frozenset({"messages"})))
+    served = Served("toy", SamplingParams(), ChatFormat(tools=Gemma4, template_names=frozenset({"messages"})))
     raw = json.dumps({"messages": [USER], **body}).encode()
     with pytest.raises(InvalidRequest, match="not read by the model's chat template") as refused:
         parse_chat(raw, served)
@@ -261,6 +266,28 @@ def test_tools_reach_a_template_in_the_variable_that_it_has() -> None:
             "toy", SamplingParams(), ChatFormat(tools=Hermes, template_names=frozenset(names.split()))
         )
         assert [*(parse_chat(raw, served).chat_template_kwargs or {})] == [variable]
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (None, CALL_TEXT),
+        ("Hm.", f"Hm.\n{CALL_TEXT}"),
+        ([{"type": "text", "text": "Hm."}], [{"type": "text", "text": each} for each in ("Hm.", CALL_TEXT)]),
+    ],
+)
+def test_calls_are_text_where_the_template_does_not_read_them(content: Any, found: Any) -> None:
+    served = Served(
+        "toy", SamplingParams(), ChatFormat(tools=Granite, template_names=frozenset({"messages"}))
+    )
+    given: list[Any] = [each | ({"content": content} if "tool_calls" in each else {}) for each in CALLED]
+    given[1]["tool_calls"] = [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+        for arguments in ('{"a": "ü"}', "", "{broken")
+    ]
+    ((user, called, result),) = parse_chat(json.dumps({"messages": given}).encode(), served).prompts
+    assert called == {"role": "assistant", "content": found}
+    assert (user, result["content"]) == (given[0], given[2]["content"])
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}], ids=str)

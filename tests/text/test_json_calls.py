@@ -181,6 +181,14 @@ def test_tags_may_be_repeated_or_missing(name: str) -> None:
         assert parse(name, [text]) == parse(name, list(text)) == (content, ONE * count), text
 
 
+@every_format
+def test_calls_of_earlier_turns_are_told_as_they_are_read(name: str) -> None:
+    for calls in (ONE, NONE + ONE):
+        told = PARSERS[name].told(calls)
+        assert told is not None
+        assert parse(name, [told]) == ("", calls)
+
+
 LLAMA = '{"name": "f", "parameters": {"a": 1}}'
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -113,6 +113,12 @@ class ToolCallParser(ABC):
 
         Raises ValueError for a schema that cannot be written.
         """
+
+    @classmethod
+    def told(cls, calls: Sequence[tuple[str, str]]) -> str | None:
+        """Calls, by name and JSON of arguments, as the text of an answer, for chat templates that read only
+        the content of messages. None if those of this format read calls."""
+        return None
 
     @staticmethod
     def group(call: str, most: int, rules: Rules) -> str:

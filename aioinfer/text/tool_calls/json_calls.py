@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import regex
@@ -59,7 +59,8 @@ class JsonCalls(ToolCallParser):
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
         openings = "|".join(regex.escape(tag) for tag in (cls.opening, *cls.also) if tag) or "(?!)"
-        closing = regex.escape(cls.closing) or "(?!)"
+        tags = (cls.closing, *(tag.replace("<", "</", 1) for tag in cls.also))
+        closing = "|".join(regex.escape(tag) for tag in tags if tag) or "(?!)"
         fence = r"(?:```\w*+\s*+)?+"
         cls._first = regex.compile(rf"\s*+(?:(?:{openings})\s*+){{0,3}}+{fence}(?P<list>\[\s*+)?+\{{")
         # Without its brace, an object ends before what cannot be a part of it.
@@ -67,7 +68,7 @@ class JsonCalls(ToolCallParser):
         cls._next = regex.compile(rf'[\s,]*+(?:"(?P<key>[^"\\]{{0,64}}+)"\s*+:\s*+(?=\S)|{ends})')
         mark = rf"(?P<mark>\{{|\]|{closing})|(?={openings})"
         cls._further = regex.compile(rf"(?:\s*+\}}){{0,2}}+[\s,;]*+(?:```\s*+)?+(?:{mark})")
-        cls._again = regex.compile(rf"\s*+{closing}")
+        cls._again = regex.compile(rf"\s*+(?:{closing})")
 
     def __init__(self, functions: Functions | None = None) -> None:
         super().__init__(functions)
@@ -103,6 +104,15 @@ class JsonCalls(ToolCallParser):
     def write(cls, function: str, schema: Mapping[str, Any], rules: Rules) -> str:
         before = rules.text(f'{cls.before}{{"name": {json.dumps(function)}, "{cls.key}": ')
         return f"{before} {rules.json(schema)} {rules.text('}' + cls.after)}"
+
+    @classmethod
+    def told(cls, calls: Sequence[tuple[str, str]]) -> str | None:
+        around = f"{cls.opening}{cls.before}", f"{cls.after}{cls.closing}"
+        return (cls.separator or "").join(cls._objects([call]).join(around) for call in calls)
+
+    @classmethod
+    def _objects(cls, calls: Sequence[tuple[str, str]]) -> str:
+        return ", ".join(f'{{"name": {json.dumps(name)}, "{cls.key}": {given}}}' for name, given in calls)
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -265,6 +275,10 @@ class JsonCalls(ToolCallParser):
 
 class JsonLists(JsonCalls):
     """Calls of an answer are one list behind one tag."""
+
+    @classmethod
+    def told(cls, calls: Sequence[tuple[str, str]]) -> str | None:
+        return f"{cls.opening}[{cls._objects(calls)}]{cls.closing}"
 
     @classmethod
     def group(cls, call: str, most: int, rules: Rules) -> str:

@@ -30,6 +30,8 @@ class Apriel(JsonLists):
 
     name: ClassVar[str] = "apriel"
     opening = "<tool_calls>"
+    # The instruction of Apriel 1.5 names both.
+    also = ("<tool_call>",)
     closing = "</tool_calls>"
     tags: ClassVar[tuple[str, ...]] = (opening, closing)
 
@@ -52,7 +54,7 @@ class Nemotron(JsonLists):
 
 
 class Functools(JsonLists):
-    """``functools[{"name": ..., "arguments": {...}}]``: Phi-4-mini, FireFunction."""
+    """``functools[{"name": ..., "arguments": {...}}]``: Phi-4-mini and FireFunction."""
 
     name: ClassVar[str] = "functools"
     opening = "functools"

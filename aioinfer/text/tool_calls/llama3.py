@@ -35,6 +35,7 @@ class Llama3(JsonCalls):
 
     name: ClassVar[str] = "llama3"
     also = (_PYTHON_TAG,)
+    separator: ClassVar[str | None] = "; "
     tags: ClassVar[tuple[str, ...]] = (_PYTHON_TAG,)
     strict = True
     key = "parameters"

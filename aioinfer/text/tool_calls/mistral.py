@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import regex
@@ -73,6 +73,10 @@ class MistralV11(Mistral):
     def write(cls, function: str, schema: Mapping[str, Any], rules: Rules) -> str:
         given_id = f"({rules.tag(_ID)} /[a-zA-Z0-9]{{9}}/)?"
         return f"{rules.text(function)} {given_id} {rules.tag(_ARGS)} {rules.json(schema)}"
+
+    @classmethod
+    def told(cls, calls: Sequence[tuple[str, str]]) -> str | None:
+        return "".join(f"{_CALLS}{name}{_ARGS}{given}" for name, given in calls)
 
     @classmethod
     def group(cls, call: str, most: int, rules: Rules) -> str:
