@@ -1,4 +1,4 @@
-"""Grammars of calls whose arguments are not JSON: those of Qwen3-Coder and Gemma 4."""
+"""Grammars of calls whose arguments are not JSON: values between tags, and the notation of Gemma 4."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from aioinfer.text.tool_grammar import AnswerGrammar
 from tests.counting import calls_of
 from tests.text.call_formats import collect
 from tests.text.test_calls import coder, gemma, quoted
+from tests.text.test_tagged_calls import call as tagged
 from tests.text.vocabulary import Vocabulary
 from tests.tiers import SECONDS, rest, thinned
 
 MARKED = ("qwen3-coder", "gemma4")
+#: further formats with values between tags, and the tag behind these
+CLOSINGS = {"seed-oss": "</parameter>", "glm45": "</arg_value>", "minimax-m2": "</parameter>"}
 every_format = pytest.mark.parametrize("name", MARKED)
 DEFINITIONS = {
     "city": {"enum": ["Rome", "Oslo"]},
@@ -40,7 +43,7 @@ def call(name: str, **arguments: str) -> str:
     """A call with values as the format writes them."""
     if name == "gemma4":
         return gemma(",".join(f"{key}:{value}" for key, value in arguments.items()))
-    return coder(*arguments.items())
+    return coder(*arguments.items()) if name == "qwen3-coder" else tagged(name, *arguments.items())
 
 
 #: by format, schemas of the value ``a``, texts that they allow, and others
@@ -85,9 +88,14 @@ VALUES: dict[str, list[tuple[Any, list[str], list[str]]]] = {
 }
 
 
+for _name, _closing in CLOSINGS.items():
+    _text = {"type": "string"}, ["", "a", "\n", "{}", _closing[:-1]], [_closing, f"a{_closing}\n"]
+    VALUES[_name] = [_text, *VALUES["qwen3-coder"][1:]]
+
+
 @pytest.mark.parametrize(
     ("name", "schema", "allowed", "refused"),
-    [(name, *each) for name in MARKED for each in VALUES[name]],
+    [(name, *each) for name in VALUES for each in VALUES[name]],
     ids=lambda value: str(value)[:60],
 )
 def test_values_obey_their_schema(
@@ -200,6 +208,25 @@ def test_many_properties_take_linear_work(name: str) -> None:
             AnswerGrammar(PARSERS[name], functions).build()
 
     assert calls_of(refuse) < 150 * count
+
+
+def test_line_breaks_of_glm_may_be_left_out(vocabularies: list[Vocabulary]) -> None:
+    options: Any = {
+        "parser": PARSERS["glm45"],
+        "functions": {"f": {"properties": {"a": {}, "b": {"type": "integer"}}}},
+    }
+    told = tagged("glm45", ("a", "x"), ("b", "1"))
+    for text in (told, told.replace("\n", "", 1), told.replace("\n", "")):
+        assert all(vocabulary.allows(text, **options) for vocabulary in vocabularies)
+
+
+def test_calls_of_minimax_are_between_the_same_tags(vocabularies: list[Vocabulary]) -> None:
+    one, end = tagged("minimax-m2", ("a", "x")).split("\n</minimax")
+    two = f"{one}\n{one[one.index('<invoke') :]}\n</minimax{end}"
+    options: Any = {"parser": PARSERS["minimax-m2"], "functions": {"f": {}}}
+    for vocabulary in vocabularies:
+        assert vocabulary.allows(two, **options)
+        assert not vocabulary.allows(two, parallel=False, **options)
 
 
 @every_format

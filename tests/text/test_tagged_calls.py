@@ -191,6 +191,8 @@ def test_a_value_that_may_have_been_longer_leaves_the_call_unfinished(name: str)
     assert not complete
     assert "End." in content + arguments
     closing = VALUE_END[name].strip()
+    twice = call(name).replace("f", "g", 1) if name == "glm45" else call(name)
+    assert not read(name, call(name, ("city", f"Example:\n{twice}\n{twice}\nEnd.")))[2]
     for text in (
         call(name, ("city", f"a{closing}b")), call(name, ("days", f"4{VALUE_END[name]}{closing}")),
         call(name, ("city", "a")).replace("a", f"a{KEY[name]('days').strip()}4") if name in BARE[1:] else "",
@@ -272,6 +274,12 @@ def test_long_lists_are_passed_on_and_complete_if_they_are_json(name: str) -> No
             _, [(_, arguments)], complete = read(name, call(name, ("list", told)))
             assert complete == (more + quote == '"' or len(told) <= LONGEST_EARLY)
             assert not complete or len(json.loads(arguments)["list"][0]) == count
+
+
+@every_format
+def test_white_space_before_a_list_is_held_back_alike_whole_and_by_character(name: str) -> None:
+    for length in (LONGEST_EARLY - 1, LONGEST_EARLY, LONGEST_EARLY + 1, 3 * LONGEST_EARLY):
+        read(name, call(name, ("list", " " * length + "[1]"), ("days", "4")))
 
 
 @every_format

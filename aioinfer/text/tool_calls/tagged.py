@@ -72,8 +72,8 @@ class _Patterns:
 class TaggedCalls(ToolCallParser):
     """Calls whose parameters are raw text between tags.
 
-    A call is one from its first parameter or its end on; without the opening tag in front, also by its
-    function, which must be known then. As in vLLM and SGLang, a value is a string unless the function's
+    A call is one from its first parameter or its end on; without the opening tag in front, or without
+    parameters, its function must be known. As in vLLM and SGLang, a value is a string unless the function's
     schema names another type for it, or has ``properties`` or ``items``: then it is JSON, or a string if it
     cannot be or is longer than 16 Ki characters. Where a schema allows strings and other types, text that is
     JSON of such another type is of that type. Elsewhere lists, objects and constants may be in Python's
@@ -108,7 +108,6 @@ class TaggedCalls(ToolCallParser):
         super().__init__(functions)
         self._signatures = functions if isinstance(functions, Signatures) else Signatures(functions or {})
         self._function = ""
-        self._key = ""
         self._types = _STRING
         #: the keys of the call
         self._given: set[str] = set()
@@ -121,7 +120,7 @@ class TaggedCalls(ToolCallParser):
         self._searched, self._raw = 0, False
         #: the end of the text that is passed on of a value
         self._last = ""
-        #: a value has the tag of a parameter, and the content since then ends so
+        #: a value has the tag of a parameter or no tag behind it, and the content since then ends so
         self._nested = False
         self._behind = ""
 
@@ -193,9 +192,9 @@ class TaggedCalls(ToolCallParser):
         return self._go(match.end(), self._parameters)
 
     def _sure(self, match: regex.Match[str], bare: bool) -> bool:
-        """It is a call: by its tags, or by the name of a function."""
-        tags = not bare and (match["parameter"] or self.frame.function[0])
-        return bool(tags) or not self._functions or match["name"] in self._functions
+        """It is a call, and no text about calls: by its tags, or by the name of a function."""
+        tags = not bare and match["parameter"] is not None
+        return tags or not self._functions or match["name"] in self._functions
 
     @property
     def _separator(self) -> str:
@@ -215,12 +214,12 @@ class TaggedCalls(ToolCallParser):
                 return self._break_off()
             self._pass_on("}" if self._given else "{}")
             return self._go(match.end(), self._tail)
-        self._key = key.strip()
-        self._types = self._signatures.types_of(self._function, self._key)
+        key = key.strip()
+        self._types = self._signatures.types_of(self._function, key)
         quote = '"' if self._types == _STRING else ""
-        self._pass_on(f'{self._separator}"{quoted(self._key)}": {quote}')
-        self._broken |= self._key in self._given
-        self._given.add(self._key)
+        self._pass_on(f'{self._separator}"{quoted(key)}": {quote}')
+        self._broken |= key in self._given
+        self._given.add(key)
         return self._go(match.end(), self._value_begin)
 
     def _break_off(self) -> bool:
@@ -232,14 +231,13 @@ class TaggedCalls(ToolCallParser):
     def _value_begin(self) -> bool:
         """Find out how the value is to be read."""
         start = self._held.lstrip()
-        if not start and len(self._held) <= LONGEST_EARLY and self._types != _STRING:
-            return False
-        if not self._held:
+        near = len(self._held) - len(start) <= LONGEST_EARLY
+        if not self._held or (self._types != _STRING and near and not start):
             return False
         self._on_lines = self._padded and self._held[0] == "\n"
         self._searched, self._raw, self._last = 0, False, ""
         state = self._string if self._types == _STRING else self._whole_value
-        if "string" not in self._types and start[:1] in LIST_LIKE:
+        if near and "string" not in self._types and start[:1] in LIST_LIKE:
             self._list = Literal()
             state = self._literal
         return self._go(int(self._on_lines), state)
@@ -256,9 +254,8 @@ class TaggedCalls(ToolCallParser):
                 line = self._line_before(at)
                 if match.partial:
                     return line, None
-                if match["key"] is None or self._ends(
-                    match["key"].strip(), line < at or not (at or self._last)
-                ):
+                begins_line = line < at or not (at or self._last)
+                if match["key"] is None or self._ends(match["key"].strip(), begins_line):
                     return line, match
             at += 1
         return self._line_before(len(self._held)), None
@@ -278,7 +275,6 @@ class TaggedCalls(ToolCallParser):
         if not self._signatures.declares(self._function, key):
             return False
         if self._patterns.inline or begins_line:
-            self._unclosed = True
             return True
         # The same text as where the closing tag is missing.
         self._broken |= not self._on_lines
@@ -311,13 +307,12 @@ class TaggedCalls(ToolCallParser):
         """Pass on the rest of a value, which has its closing tag or not."""
         damaged = bool(self._patterns.damaged.search((self._last + value)[-_MOST_SPACE:]))
         self._broken |= damaged and not closed
-        if self._state == self._string:
-            self._pass_on(f'{quoted(value)}"')
-            return
-        told = as_json(value, self._types)
-        if "string" not in self._types and told.startswith('"'):
+        told = f'{quoted(value)}"' if self._state == self._string else as_json(value, self._types)
+        if self._state != self._string and "string" not in self._types and told.startswith('"'):
             # It is no value of this type: perhaps for a tag in it, or in front of it.
             self._broken |= damaged or "<" in value or self._unclosed
+        if not closed and "string" in self._types:
+            self._unclosed = self._nested = True
         self._pass_on(told)
 
     def _literal(self) -> bool:
