@@ -12,7 +12,7 @@ half precision it changes the choice of experts, which cannot be told from a sma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -23,16 +23,26 @@ from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.sdpa import SDPAAttention, visible
 from aioinfer.model.batch import Batch
 
-__all__ = ["TOLERANCE", "check_cache", "check_paged", "check_whole", "record", "sample"]
+__all__ = [
+    "FEW",
+    "TOLERANCE",
+    "Steps",
+    "check_cache",
+    "check_paged",
+    "check_whole",
+    "record",
+    "sample",
+    "steps",
+]
 
 #: options that transformers passes to attention and this package's attention does not support
 _REFUSED = ("position_bias",)
 #: layers of transformers' caches that hold keys and values alone, or nothing
 _PLAIN = frozenset({"DynamicLayer", "DynamicSlidingWindowLayer", "DummyLayer"})
-#: tokens of two sequences in the last steps of the check, after a first chunk of one of them: chunks, mixed
-#: steps and decodes
-_STEPS = ((6, 4), (1, 6), (8, 1), (1, 1))
-_TAIL = tuple(map(sum, zip(*_STEPS, strict=True)))
+#: tokens of two sequences in each step of a check
+Steps: TypeAlias = tuple[tuple[int, int], ...]
+#: to see that a model runs: a prefill, a chunk beside a decode
+FEW: Steps = ((4, 3), (2, 1))
 _PAGE_SIZE = 4
 #: The largest accepted difference in float32: root mean square, relative to the spread of the logits. Over
 #: all families of transformers, shrunk, rounding alone caused up to 1e-5; the lost state of a mixer beside
@@ -55,10 +65,15 @@ def check_cache(name: str, cache: Any) -> None:
         )
 
 
-def sample(tokens: int, vocab_size: int, attempt: int, device: torch.device) -> list[torch.Tensor]:
-    """Ids of the two sequences of a check; the first one begins with a chunk of ``tokens``."""
+def steps(tokens: int) -> Steps:
+    """Chunks, mixed steps and decodes behind a first chunk of ``tokens``."""
+    return ((tokens, 0), (6, 4), (1, 6), (8, 1), (1, 1))
+
+
+def sample(steps: Steps, vocab_size: int, attempt: int, device: torch.device) -> list[torch.Tensor]:
+    """Ids of the two sequences of a check."""
     random = torch.Generator().manual_seed(attempt)
-    lengths = (tokens + _TAIL[0], _TAIL[1])
+    lengths = map(sum, zip(*steps, strict=True))
     return [torch.randint(vocab_size, (length,), generator=random).to(device) for length in lengths]
 
 
@@ -119,14 +134,15 @@ def check_paged(
     prompts: Sequence[torch.Tensor],
     expected: Sequence[torch.Tensor],
     dtype: torch.dtype,
+    steps: Steps,
 ) -> float:
-    """Run the two sequences of :func:`sample` over pages; returns how much their logits differ from
-    ``expected``, [n, vocab_size] each, relative to the spread of these: the larger difference. Not a number
-    is 1."""
+    """Run the two sequences of :func:`sample` over pages in ``steps``; returns how much their logits differ
+    from ``expected``, [n, vocab_size] each, relative to the spread of these: the larger difference. Not a
+    number is 1."""
     attention, tables = _pool(layers, prompts, dtype)
     done = [0, 0]
     got: list[list[torch.Tensor]] = [[], []]
-    for counts in ((len(prompts[0]) - _TAIL[0], 0), *_STEPS):
+    for counts in steps:
         rows = [(at, done[at], counts[at]) for at in (0, 1) if counts[at]]
         rows.sort(key=lambda row: not _is_decode(row))
         logits = forward(_batch(rows, prompts, tables), attention).split([count for _, _, count in rows])

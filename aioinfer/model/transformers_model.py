@@ -28,7 +28,7 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.kernels import make_adapters
 from aioinfer.model.multimodal import WRAPPERS
 from aioinfer.model.rope import longest
-from aioinfer.model.selfcheck import TOLERANCE, check_cache, check_paged, record, sample
+from aioinfer.model.selfcheck import FEW, TOLERANCE, Steps, check_cache, check_paged, record, sample, steps
 from aioinfer.model.shallow import block_size, kinds, shallow
 from aioinfer.model.spec import ModelSpec, Progress, eos_token_ids
 from aioinfer.model.weights import RandomWeights
@@ -157,11 +157,15 @@ class TransformersLM:
     ) -> torch.Tensor:
         """Logits [S, vocab_size] of the tokens ``rows`` [S], from ids and positions [T]."""
         with attending(attend):
-            output = self._model(
-                input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=rows
-            )
-        logits: torch.Tensor = output.logits[0]
+            logits: torch.Tensor = self._output(ids, positions, rows).logits[0]
         return logits
+
+    def _output(
+        self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor, *, use_cache: bool = False
+    ) -> Any:
+        return self._model(
+            input_ids=ids[None], position_ids=positions[None], use_cache=use_cache, logits_to_keep=rows
+        )
 
     def _checked(self, architecture: str, device: torch.device) -> list[KVShape]:
         """The keys of all layers. Raises ConfigError, whatever the model raises, if it does not run here."""
@@ -176,13 +180,16 @@ class TransformersLM:
     def _check(self, device: torch.device) -> list[KVShape]:
         """Run the model with its own attention, with the recording one, and over pages; see
         :mod:`aioinfer.model.selfcheck`."""
+        from transformers import Cache
+
         model, name = self._model, type(self._model).__name__
         vocab_size = model.get_input_embeddings().weight.shape[0]
         model.set_attn_implementation("eager")
-        prompts = sample(_MARGIN, vocab_size, 0, device)
-        check_cache(name, self._cache(prompts[0]))
+        prompts = sample(FEW, vocab_size, 0, device)
         with watch_modules(model) as calls:
-            expected = [self._alone(ids) for ids in prompts]
+            outputs = [self._output(ids, *_places(ids), use_cache=True) for ids in prompts]
+        check_cache(name, next((each for each in outputs[0].values() if isinstance(each, Cache)), None))
+        expected = [output.logits[0] for output in outputs]
         if not all(bool(logits.isfinite().all()) for logits in expected):
             raise ConfigError(
                 f"model: the logits of {name} are not finite in {model.dtype}; try another dtype"
@@ -195,7 +202,7 @@ class TransformersLM:
         if model.dtype != torch.float32:
             # What is rounded is not judged, but it has to run.
             model.set_attn_implementation(PAGED)
-            check_paged(self.forward, layers, prompts, expected, model.dtype)
+            check_paged(self.forward, layers, prompts, expected, model.dtype, FEW)
         error = self._difference(layers, vocab_size, device)
         if error > TOLERANCE:
             raise ConfigError(
@@ -207,39 +214,37 @@ class TransformersLM:
     def _difference(self, layers: list[KVShape], vocab_size: int, device: torch.device) -> float:
         """How much logits over pages differ from those of whole sequences, without rounding."""
         model = self._model
-        tokens, error = block_size(model) + _MARGIN, 1.0
+        taken, error = steps(block_size(model) + _MARGIN), 1.0
         # Two experts can have scores that are equal but for rounding: hardly so with other ids, too.
         for attempt in range(_ATTEMPTS):
-            prompts = sample(tokens, vocab_size, attempt, device)
+            prompts = sample(taken, vocab_size, attempt, device)
             try:
-                error = self._compare(layers[: kinds(model)], prompts)
+                error = self._compare(layers[: kinds(model)], prompts, taken)
             except (MemoryError, torch.OutOfMemoryError):
                 raise
             except Exception:  # some cannot compute a part of their layers
-                error = self._compare(layers, prompts)
+                error = self._compare(layers, prompts, taken)
             if error <= TOLERANCE:
                 break
         return error
 
-    def _compare(self, layers: list[KVShape], prompts: list[torch.Tensor]) -> float:
+    def _compare(self, layers: list[KVShape], prompts: list[torch.Tensor], taken: Steps) -> float:
         model = self._model
         with shallow(model, len(layers)):
             model.set_attn_implementation("eager")
             expected = [self._alone(ids) for ids in prompts]
             model.set_attn_implementation(PAGED)
-            return check_paged(self.forward, layers, prompts, expected, torch.float32)
+            return check_paged(self.forward, layers, prompts, expected, torch.float32, taken)
 
     def _alone(self, ids: torch.Tensor, attend: Attend | None = None) -> torch.Tensor:
         """Logits [T, vocab_size] of a whole sequence [T]."""
-        positions = torch.arange(len(ids), device=ids.device)
-        return self._run(ids, positions, positions, attend)
+        return self._run(ids, *_places(ids), attend)
 
-    def _cache(self, ids: torch.Tensor) -> Any:
-        """What transformers caches of a sequence; None if it does not say."""
-        from transformers import Cache
 
-        output = self._model(input_ids=ids[None], use_cache=True)
-        return next((value for value in output.values() if isinstance(value, Cache)), None)
+def _places(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The positions of a whole sequence, and the rows of its tokens."""
+    positions = torch.arange(len(ids), device=ids.device)
+    return positions, positions
 
 
 def paged(batch: Batch, attention: Attention, block: int = 1) -> Attend:

@@ -200,7 +200,7 @@ def test_of_a_large_model_one_layer_of_each_kind_is_compared(
 ) -> None:
     path, oracle = checkpoint(family)
     monkeypatch.setattr(shallow, "_SMALL", 0)
-    depths = []
+    depths: list[int] = []
     check = transformers_model.check_paged
 
     def watched(forward: Any, layers: Any, *args: Any) -> float:
