@@ -137,6 +137,13 @@ def _kimi(name: str, arguments: Any, **how: Any) -> str:
     return f"<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>{told}<|tool_call_end|>"
 
 
+def _python(name: str, arguments: Any, **how: Any) -> str:
+    """In Python's notation, or with JSON's literals."""
+    as_json = how.get("ensure_ascii", True)
+    told = (f"{key}={json.dumps(each, **how) if as_json else repr(each)}" for key, each in arguments.items())
+    return f"{name}({', '.join(told)})"
+
+
 _JSON = (
     "{}", "{}}", "{", "}", "[", "]", '"', "\\", ",", ":", '"a": 1', '{"a": "', '"name":', "\n", " ", MARK,
 )  # fmt: skip
@@ -249,6 +256,20 @@ FORMATS = {
          "<|tool_call_begin|>functions.f:3<|tool_call_argument_begin|>{", "<|tool_call_argument_begin|>",
          "<|tool_call_end|>", "<|tool_calls_section_end|>", "tool_call", "<|", "null", "}}", *_JSON),
         begin="<|tool_calls_section_begin|>", between="", end="<|tool_calls_section_end|>",
+    ),
+    # None stands for null.
+    "lfm2": CallFormat(
+        _python, f"<|tool_call_start|><|tool_call_end|>[](),='{_SHAPES_FRAME}NoneTrueFals0",
+        ("<|tool_call_start|>", "<|tool_call_start|>[f(", "<|tool_call_start|>[f(a=", "<|tool_call_end|>",
+         "g(text='", "a=", "b=12", "'", "\\'", "\\x4", "\\u00e", "None", "True", ")]", "), ", "])", "007",
+         '{"name": "f", "arguments": {', "<|", "{'a': ", "{1, ", '""', *_SHAPES),
+        begin="<|tool_call_start|>[", between=", ", end="]<|tool_call_end|>",
+    ),
+    "pythonic": CallFormat(
+        _python, "<|python_start|><|python_end|>[](),=' \\;\"\nNoneTrueFals0{}",
+        ("[f(", "[f(a=", "<|python_start|>[f(", "<|python_end|>", "g(text='", "a=", "b=12", "'", "\\'",
+         "\\x4", "None", "{'a': ", "{1, ", "True", ")]", "), ", "])", "<|", '""', *_JSON),
+        begin="[", between=", ", end="]", alone=True,
     ),
 }  # fmt: skip
 

@@ -18,11 +18,13 @@ from aioinfer.text.tool_calls import (
     Harmony,
     Hermes,
     KimiK2,
+    Lfm2,
     Llama3,
     MinimaxM2,
     Mistral,
     MistralV11,
     Nemotron,
+    Pythonic,
     Qwen3Coder,
     SeedOss,
 )
@@ -60,6 +62,9 @@ GPT_OSS = (
 MAGISTRAL = PLAIN + "{{ 'Think first: [THINK]Your thoughts[/THINK]Here, the response.' }}"
 DEEPSEEK = PLAIN + "{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + name + '\\n```json\\n' + arguments }}"
 DEEPSEEK_V31 = PLAIN + "{{ '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments }}"
+#: LFM2's templates only tell the model of its tools
+LFM2 = PLAIN + "{{ 'List of tools: [' + tools | tojson + ']' }}"
+PYTHONIC = PLAIN + "{{ 'Respond as [func_name1(params_name1=params_value1), func_name2(params)]' }}"
 KIMI = PLAIN + "<|tool_call_begin|>{{ id }}<|tool_call_argument_begin|>{{ arguments }}<|tool_call_end|>"
 THINKING = (
     PLAIN + "{% if '</think>' in content %}{% set content = content.split('</think>')[-1] %}{% endif %}"
@@ -97,6 +102,8 @@ CALLS = [
     (DEEPSEEK, DeepSeekV3),
     (DEEPSEEK_V31, DeepSeekV31),
     (KIMI, KimiK2),
+    (LFM2, Lfm2),
+    (PYTHONIC, Pythonic),
     (GRANITE, Granite),
     (APRIEL, Apriel),
     (NEMOTRON, Nemotron),

@@ -67,7 +67,7 @@ def test_any_arguments_come_back(
     content, found = parse(name, cut(text, data))
     assert content == before
     assert [(function, json.loads(arguments)) for function, arguments in found] == calls
-    if not PARSERS[name].reads_schemas:  # as they were written
+    if not PARSERS[name].reads_schemas and name not in ("lfm2", "pythonic"):  # as they were written
         assert all(text.count(arguments) for _, arguments in found)
 
 

@@ -42,7 +42,7 @@ def test_text_with_or_without_calls(vocabulary: Vocabulary, parallel: bool) -> N
 
 
 #: formats whose calls stand next to text and reasoning in any format
-FREE = [name for name in PARSERS if name != "harmony"]
+FREE = [name for name in PARSERS if name not in ("harmony", "pythonic")]
 
 
 def in_format(name: str, *calls: tuple[str, dict[str, Any]]) -> str:
@@ -73,6 +73,19 @@ def test_calls_in_every_format(vocabulary: Vocabulary, name: str) -> None:
     assert vocabulary.allows(f"<think>hm</think>{two}", parser=parser, reasoning=Qwen3)
     assert vocabulary.allows("42", parser=parser, answer={"type": "integer"})
     assert vocabulary.allows(two, parser=parser, answer={"type": "integer"})
+
+
+def test_calls_that_are_the_whole_answer_are_not_constrained_next_to_text(vocabulary: Vocabulary) -> None:
+    rome, now = ("weather", {"city": "Rome"}), ("now", {"zone": "1"})
+    parser = PARSERS["pythonic"]
+    one, two = in_format("pythonic", rome), in_format("pythonic", rome, now)
+    assert vocabulary.allows(one, parser=parser)
+    assert vocabulary.allows(two, parser=parser)
+    assert not vocabulary.allows(two, parser=parser, parallel=False)
+    for text in ("", "Rome", one.replace("Rome", "Bern"), f"x{one}", one[:-1], one.replace("city", "town")):
+        assert not vocabulary.allows(text, parser=parser), text
+    with pytest.raises(ValueError, match="require a call"):
+        vocabulary.allows(one, parser=parser, text=True)
 
 
 CALLED: Any = {"parser": PARSERS["harmony"], "functions": FUNCTIONS}

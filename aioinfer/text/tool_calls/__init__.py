@@ -20,6 +20,7 @@ from aioinfer.text.tool_calls.kimi_k2 import KimiK2
 from aioinfer.text.tool_calls.llama3 import Llama3
 from aioinfer.text.tool_calls.minimax_m2 import MinimaxM2
 from aioinfer.text.tool_calls.mistral import Mistral, MistralV11
+from aioinfer.text.tool_calls.pythonic import Lfm2, Pythonic
 from aioinfer.text.tool_calls.qwen3_coder import Qwen3Coder
 from aioinfer.text.tool_calls.seed_oss import SeedOss
 
@@ -36,12 +37,14 @@ __all__ = [
     "Harmony",
     "Hermes",
     "KimiK2",
+    "Lfm2",
     "Llama3",
     "MinimaxM2",
     "Mistral",
     "MistralV11",
     "Nemotron",
     "Parsed",
+    "Pythonic",
     "Qwen3Coder",
     "SeedOss",
     "ToolCallDelta",
@@ -55,7 +58,7 @@ PARSERS: dict[str, type[ToolCallParser]] = {
         *(Hermes, Granite, Apriel, Nemotron, Functools),
         *(Qwen3Coder, SeedOss, Glm45, MinimaxM2, Gemma4),
         *(Mistral, MistralV11, Llama3, Harmony),
-        *(DeepSeekV3, DeepSeekV31, KimiK2),
+        *(DeepSeekV3, DeepSeekV31, KimiK2, Lfm2, Pythonic),
     )
 }
 
