@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from aioinfer.errors import ConfigError
 from aioinfer.model.architecture import own_fields
 from aioinfer.model.config_check import check_numbers
+from tests.model.checkpoints import assert_greedy, make_model
 
 
 @pytest.mark.parametrize(
@@ -56,3 +58,17 @@ def test_numbers_that_no_code_of_ours_needs_are_left_to_transformers(stated: dic
 def test_numbers_that_no_model_can_have_are_refused(stated: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_numbers(stated, own_fields)
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_a_shared_expert_of_no_size_is_none(tmp_path: Path) -> None:
+    """Also where modules are watched for adapters."""
+    changes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    oracle = make_model("Qwen2Moe", {**changes, "shared_expert_intermediate_size": 0}, tmp_path, seed=1)
+    assert_greedy(tmp_path, [[3, 1, 4, 1, 5], [9, 2]], 6, oracle, max_lora_rank=8)
+
+
+def test_sizes_may_be_a_list_with_one_for_each_layer(tmp_path: Path) -> None:
+    changes = {"num_experts": 4, "moe_topk": [2, 1, 2], "moe_intermediate_size": [32, 32, 32], "head_dim": 16}
+    oracle = make_model("HunYuanMoEV1", changes, tmp_path, seed=1)
+    assert_greedy(tmp_path, [[3, 1, 4, 1, 5], [9, 2]], 6, oracle)

@@ -19,6 +19,7 @@ from tests.model.checkpoints import assert_greedy, make_checkpoint
         ("llama-gqa-tied", {"no_rope_layers": [0, 0, 1], "norm_eps": 0.5, "layer_norm_epsilon": 0.5}),
         ("gemma", {"final_logit_softcapping": 1.0, "query_pre_attn_scalar": 3}),
         ("mixtral", {"moe_intermediate_size": 16, "norm_eps": 0.5}),
+        ("llama-gqa-tied", {"moe_intermediate_size": [1, 2], "num_experts_per_tok": []}),
         ("qwen3", {"num_experts_per_tok": 0, "moe_intermediate_size": 0, "no_rope_layers": [0, 0, 0]}),
     ],
 )

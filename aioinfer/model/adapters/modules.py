@@ -32,7 +32,8 @@ def watch_modules(model: Any) -> Iterator[dict[str, list[int]]]:
     handles = []
     for name, module in model.named_modules():
         found = _linear(module)
-        if found is not None:
+        # Some have no inputs: a shared expert that the config makes none of.
+        if found is not None and min(found[:2]) > 0:
             calls[name] = []
             handles.append(module.register_forward_pre_hook(watch(name, found[0])))
     try:

@@ -291,9 +291,8 @@ def expert_middle(config: Any) -> int:
 
 def inner_sizes(config: Any) -> list[int]:
     """Inner dimensions of the layers' matrix products, of a config with the usual names for them."""
-    names = ("hidden_size", "intermediate_size", "moe_intermediate_size", "n_inner")
-    sizes = [getattr(config, name, None) for name in names]
-    return [size for size in sizes if size]
+    sizes = [getattr(config, name, None) for name in ("hidden_size", "intermediate_size", "n_inner")]
+    return [size for size in (*sizes, own(config, "moe_intermediate_size")) if size]
 
 
 def own(config: Any, name: str) -> Any:
