@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +12,9 @@ if TYPE_CHECKING:
     from aioinfer.text.reader import AnswerReader
 
 __all__ = ["ContentStops", "Matcher"]
+
+#: what follows such a character of content is content, too: no call begins with them, but for a tag
+_WORDS = re.compile(r"[\w ]+")
 
 
 class Matcher(Protocol):
@@ -29,9 +33,9 @@ class Matcher(Protocol):
 class ContentStops:
     """A matcher for the content of an answer. A match begins and ends in one run of content.
 
-    Which characters are content, the reader of the answer says, one after the other, so that nothing depends
-    on how the text is split. The possible prefix of a tag and line breaks, which belong to a tag that comes
-    next, are held back, too: these are no content.
+    Which characters are content, the reader of the answer says one after the other, words aside, so that
+    nothing depends on how the text is split. The possible prefix of a tag and line breaks, which belong to a
+    tag that comes next, are held back, too: these are no content.
     """
 
     __slots__ = ("_answer", "_make", "_matcher", "_tags", "_tail", "_used")
@@ -83,15 +87,18 @@ class ContentStops:
 
     def _search(self, text: str, released: list[str]) -> str | None:
         """Append text without tags; returns the stop that it completed, if any."""
-        begin = 0
-        for at, character in enumerate(text):
-            if self._answer.answering(character):
-                self._feed(character)
+        begin = at = 0
+        while at < len(text):
+            if self._answer.answering(text[at]):
+                words = _WORDS.match(text, at)
+                end = at + 1 if words is None else words.end()
+                self._feed(text[at:end])
+                at = end
                 continue
             if stop := self._match(text[begin:at], released):
                 return stop
-            self._leave(character, released)
-            begin = at + 1
+            self._leave(text[at], released)
+            begin = at = at + 1
         return self._match(text[begin:], released)
 
     def _match(self, content: str, released: list[str]) -> str | None:
