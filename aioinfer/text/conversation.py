@@ -11,7 +11,9 @@ import hashlib
 import json
 import re
 import string
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from aioinfer.text.messages import RESULT_ROLES
@@ -99,7 +101,7 @@ def fitted(messages: Sequence[Message], changes: Change) -> list[Message]:
         _set_ids(found, changes)
     if any("tool_calls" in message for message in found):
         found = list(_calls(found, changes))
-    found = _turns(found, changes)
+    found = _turns(_merged(found, changes), changes)
     for message in found:
         content = message["content"]
         if content is None and "tool_calls" not in message:
@@ -150,17 +152,17 @@ def _set_ids(messages: list[Message], changes: Change) -> None:
     """Give calls and results ids that the template takes, the same to a call and its results. A result
     without an id belongs to the first call that has none yet."""
     number = 0
-    open_ids: list[str] = []
+    open_ids: deque[str] = deque()
     for message in messages:
         if calls := message.get("tool_calls"):
             ids = [_id(call.get("id"), number + at, changes) for at, call in enumerate(calls)]
             number += len(ids)
-            open_ids = [each for each, call in zip(ids, calls, strict=True) if not call.get("id")]
+            open_ids = deque(each for each, call in zip(ids, calls, strict=True) if not call.get("id"))
             message["tool_calls"] = [{**call, "id": each} for call, each in zip(calls, ids, strict=True)]
         elif message["role"] in RESULT_ROLES:
             given = message.get("tool_call_id")
             if not given and open_ids:
-                message["tool_call_id"] = open_ids.pop(0)
+                message["tool_call_id"] = open_ids.popleft()
             else:
                 message["tool_call_id"] = _id(given, number, changes)
 
@@ -206,15 +208,14 @@ def _one_by_one(
     message: Message, calls: list[Any], results: list[Message], beside: str | None
 ) -> Iterable[Message]:
     """Each call as a message, and its results behind it: those with its id, or the one in its place."""
-    ids = [call.get("id") for call in calls]
-    taken = [
-        ids.index(result.get("tool_call_id")) if result.get("tool_call_id") in ids else min(at, len(ids) - 1)
-        for at, result in enumerate(results)
-    ]
-    for number, call in enumerate(calls):
+    places = {str(call.get("id")): at for at, call in enumerate(calls)}
+    behind: list[list[Message]] = [[] for _ in calls]
+    for at, result in enumerate(results):
+        behind[places.get(str(result.get("tool_call_id")), min(at, len(calls) - 1))].append(result)
+    for call, its_results in zip(calls, behind, strict=True):
         yield {**message, "tool_calls": [call]}
         message = {"role": message["role"], "content": beside}
-        yield from (result for result, at in zip(results, taken, strict=True) if at == number)
+        yield from its_results
 
 
 def _call(call: Any, changes: Change) -> Any:
@@ -243,30 +244,35 @@ def _parsed(arguments: str) -> Any:
 # -- the order of turns -------------------------------------------------------------------------
 
 
-def _turns(messages: list[Message], changes: Change) -> list[Message]:
+def _merged(messages: list[Message], changes: Change) -> Iterable[Message]:
+    """The messages, with successive ones of a role as one where the template takes no others."""
+    joins = {"user": Change.JOIN_USERS, "assistant": Change.JOIN_ASSISTANTS}
+    for (role, calls), same in groupby(messages, key=lambda each: (each["role"], "tool_calls" in each)):
+        run = list(same)
+        if len(run) == 1 or calls or role not in joins or joins[role] not in changes:
+            yield from run
+        else:
+            merged = {key: value for message in reversed(run) for key, value in message.items()}
+            yield {**merged, "content": _joined(*(message["content"] for message in run))}
+
+
+def _turns(messages: Iterable[Message], changes: Change) -> list[Message]:
     """The messages in an order that the template takes. Turns are messages of the user, and of the assistant
     without calls."""
-    joins = {"user": Change.JOIN_USERS in changes, "assistant": Change.JOIN_ASSISTANTS in changes}
     empty = " " if Change.SPACE in changes else ""
     last = "" if Change.BEGIN_WITH_USER in changes else None
     found: list[Message] = []
     for message in messages:
         role = message["role"]
-        if role not in _OTHER or "tool_calls" in message:
-            found.append(message)
-            continue
-        before = found[-1] if found else {"role": ""}
-        if before["role"] == role and joins[role] and "tool_calls" not in before:
-            content = _joined(before["content"], message["content"])
-            found[-1] = {**message, **before, "content": content}
-            continue
-        apart = before["role"] in RESULT_ROLES or "tool_calls" in before
-        again = last == role and apart and Change.SPLIT_TURNS in changes
-        answered = role == "user" and before["role"] in RESULT_ROLES and Change.ANSWER_RESULTS in changes
-        if again or answered or (last == "" and role == "assistant"):
-            found.append({"role": _OTHER[role], "content": empty})
+        if role in _OTHER and "tool_calls" not in message:
+            behind_result = bool(found) and found[-1]["role"] in RESULT_ROLES
+            apart = behind_result or (bool(found) and "tool_calls" in found[-1])
+            again = last == role and apart and Change.SPLIT_TURNS in changes
+            answered = role == "user" and behind_result and Change.ANSWER_RESULTS in changes
+            if again or answered or (last == "" and role == "assistant"):
+                found.append({"role": _OTHER[role], "content": empty})
+            last = role
         found.append(message)
-        last = role
     return found
 
 

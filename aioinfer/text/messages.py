@@ -40,6 +40,9 @@ def _message(field: str, message: Any) -> dict[str, Any]:
         if not isinstance(content, str):
             raise InvalidRequest(f"{field}.content", "must be text or a list of text parts")
         check_text(f"{field}.content", content)
+    calls = message.get("tool_calls") or ()
+    if not isinstance(calls, (list, tuple)) or not all(isinstance(call, Mapping) for call in calls):
+        raise InvalidRequest(f"{field}.tool_calls", "must be a list of calls")
     plain = {"role": role, "content": content}
     for key, value in message.items():
         # Templates ask whether the key is there.

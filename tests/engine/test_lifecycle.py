@@ -51,7 +51,7 @@ def forever(*given, **named):
 async def main():
     engine = Engine(EngineConfig(model="tiny-chat", threads=1, num_pages=64, attention_backend="sdpa"))
     await engine.start()
-    engine.tokenizer._tokenizer.apply_chat_template = forever
+    engine.tokenizer.render_chat = forever
     stream = engine.generate([{"role": "user", "content": "x"}])
     await asyncio.to_thread(begun.wait)
     await engine.aclose()

@@ -429,3 +429,38 @@ def test_trying_a_template_takes_few_steps(directory: Path, monkeypatch: pytest.
     del taken[:]
     prompt(said(("user", "a"), ("assistant", "b"), ("user", "c")))
     assert taken == [1]
+
+
+def test_long_conversations_take_time_for_each_message_once(directory: Path) -> None:
+    """Quadratic ones would take many minutes."""
+    many = 5_000
+    split = CHATML.replace("m.content", "m.content.split('</think>')[-1]")
+    thoughts = said(*[("assistant", f"<think>{at}</think>{at}") for at in range(many)])
+    assert Prompt(directory, split)(thoughts).endswith(f"[assistant]{many - 1}")
+    users = said(*[("user", f"{at} " * 9) for at in range(many)])
+    assert Prompt(directory, ALTERNATES)(users).count("[user]") == 1
+    one = CHATML.replace(
+        "{{ m.content }}", "{{ m.content }}{{ m.tool_calls[0].function.name if m.tool_calls }}"
+    )
+    asked = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call(f"<{at}>", id=f"<{at}>") for at in range(many)],
+    }
+    results = [{"role": "tool", "content": "7", "tool_call_id": f"<{at}>"} for at in reversed(range(many))]
+    text = Prompt(directory, one)([asked, *results])
+    assert text.startswith("[assistant]<0>[tool]7[assistant]<1>[tool]7[assistant]<2>")
+    assert text.count("[tool]7") == many
+
+
+@pytest.mark.parametrize("calls_", ["find", {"id": "a"}, ["find"], 7])
+def test_calls_that_are_no_list_are_refused(directory: Path, calls_: Any) -> None:
+    fast = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    fast.chat_template = calls("{{ c.function }}")
+    message = {"role": "assistant", "content": "a", "tool_calls": calls_}
+    with pytest.raises(InvalidRequest) as caught:
+        HFTokenizer(fast).render_chat([message])
+    assert caught.value.field == "messages[0].tool_calls"
+    # Its function is the template's business.
+    text = HFTokenizer(fast).render_chat([{**message, "tool_calls": [{"function": "find"}]}])
+    assert text == "[assistant]a<find>"
