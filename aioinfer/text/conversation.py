@@ -223,7 +223,7 @@ def _call(call: Any, changes: Change) -> Any:
     if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
         return call
     arguments = function.get("arguments")
-    if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+    if arguments is None or (isinstance(arguments, str) and arguments.strip() in ("", "null")):
         arguments = {}
     if isinstance(arguments, str) and Change.OBJECT_ARGUMENTS in changes:
         arguments = _parsed(arguments)
