@@ -148,7 +148,7 @@ class ChatTemplate:
 def _missing(messages: Sequence[Message], text: str) -> list[int]:
     """Messages whose contents are not found in the text as they are. One with a role of the template's own
     never is: where the template reads it has not been tried."""
-    missing = []
+    missing: list[int] = []
     at, back = 0, _BACK
     for index, message in enumerate(messages):
         content = (message["content"] or "").strip()
