@@ -8,7 +8,7 @@ import json
 import pytest
 
 from aioinfer.text.tool_calls import PARSERS
-from aioinfer.text.tool_calls.base import LONGEST_EARLY
+from aioinfer.text.tool_calls.base import LONGEST_EARLY, LONGEST_HEAD
 from tests.text.call_formats import Calls, collect, parse
 from tests.tiers import SECONDS, rest, scaled
 
@@ -187,6 +187,25 @@ def test_calls_of_earlier_turns_are_told_as_they_are_read(name: str) -> None:
         told = PARSERS[name].told(calls)
         assert told is not None
         assert parse(name, [told]) == ("", calls)
+
+
+@every_format
+@pytest.mark.parametrize("before", ['{"name": "f"}', '{"name": "f", "arguments": {}', '{"name": "f"'])
+def test_white_space_is_skipped_up_to_a_limit_wherever_it_is_cut(name: str, before: str) -> None:
+    opening, closing = TAGS[name]
+    for length in range(LONGEST_HEAD - 20, LONGEST_HEAD + 3, 2):
+        space = " " * length
+        for tag in (opening.strip() or '{"name": "f"}', closing.strip() or "]"):
+            text = f"{opening}{before}{space}{tag}"
+            at = len(text) - len(tag)
+            pieces = [text[:at], *text[at:]]
+            assert parse(name, pieces) == parse(name, [text])
+
+
+@pytest.mark.parametrize("name", ["granite", "apriel"])
+def test_lists_are_found_between_other_tags(name: str) -> None:
+    text = '<tool_call>[{"name": "f", "arguments": {"a": 1}}]</tool_call>\nSo'
+    assert parse(name, [text]) == parse(name, list(text)) == ("So", ONE)
 
 
 LLAMA = '{"name": "f", "parameters": {"a": 1}}'

@@ -63,10 +63,11 @@ class JsonCalls(ToolCallParser):
         closing = "|".join(regex.escape(tag) for tag in tags if tag) or "(?!)"
         fence = r"(?:```\w*+\s*+)?+"
         cls._first = regex.compile(rf"\s*+(?:(?:{openings})\s*+){{0,3}}+{fence}(?P<list>\[\s*+)?+\{{")
-        # Without its brace, an object ends before what cannot be a part of it.
-        ends = rf"(?P<brace>\}})|(?P<end>(?=\]|{closing}))|(?=[\[{{;]|{openings})"
+        # Without its brace, an object ends before what cannot be a part of it. No lookahead: partial matches
+        # would be longer than whole ones.
+        ends = rf"(?P<brace>\}})|(?P<end>\]|{closing})|(?P<other>[\[{{;]|{openings})"
         cls._next = regex.compile(rf'[\s,]*+(?:"(?P<key>[^"\\]{{0,64}}+)"\s*+:\s*+(?=\S)|{ends})')
-        mark = rf"(?P<mark>\{{|\]|{closing})|(?={openings})"
+        mark = rf"(?P<mark>\{{|\]|{closing})|(?P<other>{openings})"
         cls._further = regex.compile(rf"(?:\s*+\}}){{0,2}}+[\s,;]*+(?:```\s*+)?+(?:{mark})")
         cls._again = regex.compile(rf"\s*+(?:{closing})")
 
@@ -163,13 +164,15 @@ class JsonCalls(ToolCallParser):
                 return self._no_call()
             self._tentative += match[0]
             return self._go(match.end(), self._read)
-        self._tentative += match[0]
+        upto = match.end() if match["brace"] else match.start("end" if match["end"] else "other")
+        self._tentative += match[0][:upto]
+        self._go(upto, self._member)
         if match["brace"] and self._depth == 2:
             self._depth = 1
-            return self._go(match.end(), self._member)
+            return True
         # Where its end is not written, a name alone may be cut off.
-        self._others |= not match["brace"] and match["end"] is None
-        return self._go(match.end(), self._member) and self._close()
+        self._others |= match["other"] is not None
+        return self._close()
 
     def _read(self) -> bool:
         """Parse the beginning of a value."""
@@ -255,7 +258,8 @@ class JsonCalls(ToolCallParser):
             self._tentative = match[0]
             return self._go(match.end(), self._member)
         self._listed = False
-        return self._go(match.end(), self._between if match["mark"] == "]" else self._gap)
+        upto = match.start("other") if match["other"] else match.end()
+        return self._go(upto, self._between if match["mark"] == "]" else self._gap)
 
     def _gap(self) -> bool:
         """Drop closing tags and line breaks behind calls."""
