@@ -220,6 +220,17 @@ def test_line_breaks_of_glm_may_be_left_out(vocabularies: list[Vocabulary]) -> N
         assert all(vocabulary.allows(text, **options) for vocabulary in vocabularies)
 
 
+@pytest.mark.parametrize("name", ["qwen3-coder", "seed-oss", "minimax-m2"])
+def test_text_has_no_calls_without_their_opening_tag(vocabularies: list[Vocabulary], name: str) -> None:
+    functions = {"f": {"properties": {"a": {"type": "integer"}}, "required": ["a"]}}
+    options: Any = {"parser": PARSERS[name], "functions": functions, "text": True}
+    right, wrong = tagged(name, ("a", "1")), tagged(name, ("a", "x"))
+    for vocabulary in vocabularies:
+        assert vocabulary.allows(f"Hm. {right}", **options)
+        for text in (wrong, wrong.partition("\n")[2], f"Hm. {right} {wrong.partition(chr(10))[2]}"):
+            assert not vocabulary.allows(text, **options)
+
+
 def test_calls_of_minimax_are_between_the_same_tags(vocabularies: list[Vocabulary]) -> None:
     one, end = tagged("minimax-m2", ("a", "x")).split("\n</minimax")
     two = f"{one}\n{one[one.index('<invoke') :]}\n</minimax{end}"

@@ -149,6 +149,20 @@ def test_a_value_without_its_closing_tag_ends_where_the_next_begins(name: str) -
 
 
 @every_format
+def test_a_value_without_its_closing_tag_may_end_within_a_line(name: str) -> None:
+    told = call(name, ("city", "Rome"), ("days", "4"), ("note", "x")).replace("\n", "")
+    text = told.replace(VALUE_END[name].strip(), "", 1)
+    assert values(name, text) == [{"city": "Rome", "days": 4, "note": "x"}]
+    for wrong in (text.replace(">4", "> is a tag"), text.replace("days", "city", 1)):
+        assert not read(name, wrong)[2]
+    # It may be a text about the tag of a text.
+    told = (
+        call(name, ("city", "Rome"), ("note", "x")).replace("\n", "").replace(VALUE_END[name].strip(), "", 1)
+    )
+    assert read(name, told)[2] == (name == "glm45")
+
+
+@every_format
 def test_a_value_without_its_closing_tag_ends_with_the_call(name: str) -> None:
     closing = VALUE_END[name].strip()
     for key, value, wanted in (

@@ -84,7 +84,8 @@ class TaggedCalls(ToolCallParser):
 
     A value ends at its closing tag, whatever other tags it has. Without that it ends in front of the next
     parameter (for a string: one that the schema names and that begins a line) or of the end of the call. A
-    call with anything else between its parameters, or with a parameter twice, stays unfinished.
+    call stays unfinished that has anything else between its parameters, or a parameter twice, or a string
+    that may or may not go on.
 
     Attributes:
         closing: the tag after calls.
@@ -276,9 +277,12 @@ class TaggedCalls(ToolCallParser):
             return False
         if self._patterns.inline or begins_line:
             return True
-        # The same text as where the closing tag is missing.
-        self._broken |= not self._on_lines
-        return False
+        if self._on_lines:
+            return False
+        # Where tags are within lines, the closing tag may be missing: a number behind it would show that.
+        shown = "string" not in self._signatures.types_of(self._function, key)
+        self._broken |= not shown
+        return shown
 
     def _string(self) -> bool:
         upto, stop = self._stop()
