@@ -31,7 +31,7 @@ _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 class AnswerFormat:
     """The parsers for the answers of one call, and the functions that it offers; ``constrained``: a grammar
     was built from its tools; ``shown``: the answer includes the reasoning; ``begins``: what stands for the
-    end of the prompt, where an answer continues a message."""
+    end of the prompt, where an answer continues a message; ``json``: a grammar makes the content JSON."""
 
     tools: type[ToolCallParser] | None
     reasoning: type[ReasoningParser] | None
@@ -39,6 +39,7 @@ class AnswerFormat:
     functions: Functions = field(default_factory=dict)
     shown: bool = True
     begins: str | None = None
+    json: bool = False
 
     @property
     def names(self) -> tuple[str | None, ...]:
@@ -52,6 +53,7 @@ class AnswerFormat:
             None if self.tools is None else self.tools(self.functions),
             None if self.reasoning is None else self.reasoning(self.begins or prompt_end),
             shown=self.shown,
+            json=self.json,
         )
 
 
@@ -128,7 +130,7 @@ class ChatFormat:
             raise InvalidRequest("tools", "cannot be used: there is no tool_call_parser for this model")
         reasoning = self.reasoning
         own = params.structure
-        constrained = False
+        constrained = json = False
         if own is not None and tools is not None and tools.required:
             raise InvalidRequest("tool_choice", "that requires a call cannot be combined with a grammar")
         if own is not None and own.kind not in ("json_schema", "json_object"):
@@ -137,19 +139,20 @@ class ChatFormat:
             grammar = self._grammar(own, tools)
             params = replace(params, grammar=grammar if begins is None else grammar.behind(begins))
             constrained = tools is not None
+            json = own is not None
         if not separate:
             reasoning = None
         if tools is None and reasoning is None:
             return params, None
         if tools is None:
-            answer = AnswerFormat(None, reasoning, constrained, {}, shown, begins)
+            answer = AnswerFormat(None, reasoning, constrained, {}, shown, begins, json)
         else:
             functions: Functions = {each.name: each.parameters for each in tools.functions}
             if self.tools is not None and self.tools.reads_schemas:
                 # For all readers, and here: large bodies are parsed beside the event loop.
                 functions = signatures = Signatures(functions)
                 signatures.prepare()
-            answer = AnswerFormat(self.tools, reasoning, constrained, functions, shown, begins)
+            answer = AnswerFormat(self.tools, reasoning, constrained, functions, shown, begins, json)
         if answer.reader().tags & self.special:
             params = replace(params, skip_special_tokens=False)
         if params.stop or params.stop_regex:

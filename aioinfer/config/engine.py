@@ -293,7 +293,7 @@ class EngineConfig(Settings):
         "auto",
         "chat",
         "format of reasoning to split off: qwen3, deepseek-r1, mistral, gemma4, harmony, seed-oss, cohere,"
-        " apriel, apertus, granite, ernie45, hunyuan-a13b, hunyuan-v3, minimax-m3, solar;"
+        " apriel, apertus, granite, ernie45, hunyuan-a13b, hunyuan-v3, minimax-m3, kimi-k3, solar;"
         " auto: the chat template's; none: all is content",
     )
     chat_template: str | None = option(

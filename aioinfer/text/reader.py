@@ -27,17 +27,24 @@ class AnswerReader:
     """
 
     def __init__(
-        self, tools: ToolCallParser | None, reasoning: ReasoningParser | None, *, shown: bool = True
+        self,
+        tools: ToolCallParser | None,
+        reasoning: ReasoningParser | None,
+        *,
+        shown: bool = True,
+        json: bool = False,
     ) -> None:
-        """``shown``: the reasoning is part of what is read."""
+        """``shown``: the reasoning is part of what is read. ``json``: a grammar makes the content JSON, whose
+        texts may have tags."""
         self._shown = shown
+        self._json = json
         #: pieces of all reasoning, also where it is not shown
         self._reasoned: list[str] = []
         self._tools = tools
         self._reasoning = reasoning
         self._called = False
-        #: an odd number of backticks precedes: the newest content is code
-        self._code = False
+        #: tags in the newest content are text: it is JSON, or code, with an odd number of backticks before it
+        self._literal = False
         #: read and not yet taken, in order
         self._read: list[tuple[str, Any]] = []
         if reasoning is not None:
@@ -119,7 +126,7 @@ class AnswerReader:
             known = parsed.content.endswith(tag)
             parsed.content = parsed.content.removesuffix(tag)
             self._keep(parsed)
-        if not known or not self._code:
+        if not known or not self._literal:
             return known
         self.write(tag)
         return False
@@ -195,7 +202,7 @@ class AnswerReader:
     def _add(self, content: str) -> None:
         if content:
             self._read.append(("content", content))
-            self._code ^= bool(content.count("`") % 2)
+            self._literal = self._json or self._literal ^ bool(content.count("`") % 2)
 
 
 def _cut(text: str) -> Iterator[str]:

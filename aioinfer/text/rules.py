@@ -7,6 +7,7 @@ by its text, so a grammar names it by its id: ``<[id]>``.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ __all__ = ["Rules"]
 
 #: More than any grammar may have. A definition is written again for every value that refers to it.
 _MOST_WRITTEN = 1 << 22
+_TOKENS = re.compile(r"(<\|[^<>]*\|>)")
 #: characters of any grammar: known before the rest of a larger one is built
 _MOST = 1 << 20
 
@@ -65,7 +67,8 @@ class Rules:
 
     def until(self, name: str, tag: str, text: str = "TEXT") -> str:
         """A rule for any text, or that of a terminal, up to and including a tag."""
-        return self.add(name if self.is_token(tag) else f"{name}[lazy]", f"{text} {self.tag(tag)}")
+        form = self.tag(tag)
+        return self.add(name if form.startswith("<[") else f"{name}[lazy]", f"{text} {form}")
 
     def without(self, name: str, tags: Iterable[str]) -> str:
         """A terminal for any text without these tags."""
@@ -77,8 +80,13 @@ class Rules:
         return tag in self._tokens
 
     def tag(self, tag: str) -> str:
-        """A tag, as the vocabulary has it."""
-        return f"<[{self._tokens[tag]}]>" if self.is_token(tag) else json.dumps(tag)
+        """A tag, as the vocabulary has it: one token, or several in ``<|...|>`` with text between them."""
+        parts = [tag] if self.is_token(tag) else [part for part in _TOKENS.split(tag) if part]
+        if not any(map(self.is_token, parts)):
+            return json.dumps(tag)
+        return " ".join(
+            f"<[{self._tokens[each]}]>" if self.is_token(each) else json.dumps(each) for each in parts
+        )
 
     def text(self, text: str) -> str:
         """This text."""

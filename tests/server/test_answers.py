@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from aioinfer.chat.answers import AnswerFormat, ChatFormat
 from aioinfer.chat.tools import parse_tools
-from aioinfer.params import SamplingParams
+from aioinfer.params import Grammar, SamplingParams
 from aioinfer.text.reasoning import REASONING_PARSERS, ReasoningParser
 from aioinfer.text.tool_calls import PARSERS, Hermes, Qwen3Coder
 from aioinfer.text.tool_calls.raw_values import Signatures
@@ -102,6 +102,17 @@ def test_the_types_of_arguments_are_found_with_the_request() -> None:
     for parser, wanted in ((Qwen3Coder, True), (Hermes, False)):
         _, answer = ChatFormat(parser).apply(SamplingParams(), tools)
         assert isinstance(answer.functions, Signatures) == wanted
+
+
+def test_tags_within_json_of_a_grammar_are_text() -> None:
+    json_ = SamplingParams(grammar=Grammar("json_object"))
+    for params, wanted in ((json_, True), (SamplingParams(), False)):
+        _, answer = ChatFormat(Hermes, REASONING_PARSERS["qwen3"]).apply(params, None)
+        assert answer.json == wanted
+        reader = answer.reader("<think></think>")
+        for _ in reader.read('{"a": "</think>"}', ended=True):
+            pass
+        assert ("</think>" in reader.message()["content"]) == wanted
 
 
 def test_messages_of_gpt_oss() -> None:

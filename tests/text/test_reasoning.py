@@ -127,6 +127,11 @@ def test_a_thought_may_be_anywhere(name: str, end: str, text: str, thought: str,
         ("apriel", "Here are my reasoning steps:\n", "a\n[BEGIN FINAL RESPONSE]\nb", ("a", "b")),
         ("apriel", "", "[BEGIN FINAL RESPONSE]b\n[END FINAL RESPONSE]", ("", "b\n")),
         ("minimax-m3", "", "</mm:think>b", ("", "b")),
+        (
+            *("kimi-k3", "<|open|>think<|sep|>", "a<|close|>think<|sep|><|open|>response<|sep|>b"),
+            ("a", "b"),
+        ),
+        ("kimi-k3", "", "<|open|>response<|sep|>b<|close|>response<|sep|><|close|>message<|sep|>", ("", "b")),
     ],
 )
 def test_the_answer_may_have_tags_of_its_own(name: str, end: str, text: str, wanted: tuple[str, str]) -> None:

@@ -80,6 +80,7 @@ THINKING_OTHERWISE = {
     "apriel": "{{ 'Give the answer as [BEGIN FINAL RESPONSE] ... [END FINAL RESPONSE].' }}",
     "apertus": "{%- set inner_token = '<|inner_prefix|>', outer_token = '<|inner_suffix|>' -%}",
     "solar": "{{ '<|begin|>assistant<|think|>' + message.reasoning + '<|end|>' }}",
+    "kimi-k3": "{{- '<|open|>' + tag -}}{%- endmacro -%}{{- open_tag('think') -}}",
     "cohere": "<|START_THINKING|>{{ message.tool_plan }}<|END_THINKING|>",
 }
 

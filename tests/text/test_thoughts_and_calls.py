@@ -10,11 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from aioinfer.chat.answers import AnswerReader
 from aioinfer.text.reasoning import REASONING_PARSERS, Qwen3
 from aioinfer.text.reasoning.tagged import Tagged
 from aioinfer.text.tool_calls import PARSERS
 from tests.text.answers import answer, deltas, reader
-from tests.text.call_formats import FORMATS, cut, written
+from tests.text.call_formats import FORMATS, SCHEMAS, cut, written
 from tests.tiers import SECONDS, points, rest, scaled
 
 THOUGHTS = [name for name, each in REASONING_PARSERS.items() if issubclass(each, Tagged)]
@@ -141,6 +142,23 @@ def test_what_is_read_at_the_end_is_read_once_more_and_not_again() -> None:
     got = answer([one_ * 3], Qwen3.name, "hermes")
     assert [name for name, _ in got.calls] == ["f"]
     assert got.reasoning == f"{one('hermes')}\n{one_}"
+
+
+def test_tags_within_json_that_a_grammar_made_are_text() -> None:
+    text = '{"a": "<think>hm</think>", "b": "</think>"}'
+    for tools in (None, PARSERS["hermes"](SCHEMAS)):
+        reads = AnswerReader(tools, Qwen3("<think>"), json=True)
+        read_ = [*deltas(reads, f"hm</think>\n{text}", ended=True)]
+        got = [delta for part in read_ for delta in part]
+        assert "".join(each.get("reasoning_content", "") for each in got) == "hm"
+        assert "".join(each.get("content", "") for each in got) == text
+
+
+def test_what_was_read_comes_in_its_order() -> None:
+    text = f"a<think>b</think>c{one('hermes', {})}d<think>e</think>"
+    found = deltas(reader("qwen3", "hermes"), [text])[0]
+    kinds = ["content", "reasoning_content", "content", "tool_calls", "tool_calls", "content"]
+    assert [kind for each in found for kind in each] == [*kinds, "reasoning_content"]
 
 
 def pieces(thought: str, tools: str) -> st.SearchStrategy[list[str]]:

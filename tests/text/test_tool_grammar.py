@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from aioinfer.errors import InvalidRequest
 from aioinfer.text.grammar_spec import Grammar
-from aioinfer.text.reasoning import DeepSeekR1, Harmony, Qwen3, ReasoningParser
+from aioinfer.text.reasoning import REASONING_PARSERS, DeepSeekR1, Harmony, Qwen3, ReasoningParser
 from aioinfer.text.tool_calls import PARSERS, Hermes
 from aioinfer.text.tool_grammar import AnswerGrammar
 from tests.text.call_formats import written
@@ -187,6 +187,21 @@ def test_reasoning_goes_on_from_the_end_of_the_prompt(
         assert not vocabulary.allows(end, **opened)
         assert vocabulary.allows(end, **closed)
         assert "text" in options or not vocabulary.allows(f"<think>hm</think>{end}", **closed)
+
+
+@pytest.mark.parametrize("name", [name for name in REASONING_PARSERS if name != "harmony"])
+def test_thoughts_in_every_format(vocabulary: Vocabulary, name: str) -> None:
+    parser = REASONING_PARSERS[name]
+    options: Any = {"reasoning": parser, "functions": {}, "answer": {"type": "integer"}}
+    thought = f"\nRome? <{parser.closing}\n"
+    for end, begin in ((parser.opening, ""), (parser.opening + parser.closing, None), ("", parser.opening)):
+        options["prompt_end"] = end
+        # Words are tokenized otherwise where they are forced.
+        words = " " in parser.opening and begin and not vocabulary.tokens
+        known = begin is not None and (end or not parser.opened) and not words
+        assert not known or vocabulary.allows(f"{begin}{thought}7", **options)
+        assert vocabulary.allows("7", **options) == (parser.opened_by(end) is not True)
+        assert not vocabulary.allows(f"{begin}Rome", **options)
 
 
 def test_white_space_is_bounded_and_arguments_are_json(vocabulary: Vocabulary) -> None:

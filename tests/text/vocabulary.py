@@ -10,12 +10,14 @@ from tokenizers import AddedToken, Tokenizer
 from aioinfer.config import EngineConfig
 from aioinfer.text.grammar import Matcher
 from aioinfer.text.guidance import GuidanceBackend
+from aioinfer.text.reasoning import REASONING_PARSERS
 from aioinfer.text.tool_calls import PARSERS, Hermes
 from aioinfer.text.tool_grammar import AnswerGrammar
 
 __all__ = ["CITY", "FUNCTIONS", "Vocabulary"]
 
-TAGS = ["<think>", "</think>", *dict.fromkeys(tag for parser in PARSERS.values() for tag in parser.tags)]
+_TAGS = [*(each.tags for each in REASONING_PARSERS.values()), *(each.tags for each in PARSERS.values())]
+TAGS = [*dict.fromkeys(tag for tags in _TAGS for tag in tags)]
 CITY = {"type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"]}
 FUNCTIONS: dict[str, Any] = {"weather": {**CITY, "additionalProperties": False}, "now": {"type": "object"}}
 

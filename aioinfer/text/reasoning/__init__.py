@@ -21,6 +21,7 @@ from aioinfer.text.reasoning.tagged import (
     Granite,
     HunyuanA13B,
     HunyuanV3,
+    KimiK3,
     MinimaxM3,
     Mistral,
     Qwen3,
@@ -43,7 +44,7 @@ __all__ = [
 #: What a template writes around the tags of another one tells them apart, so such formats come first.
 _ALL: tuple[type[ReasoningParser], ...] = (
     *(Ernie45, HunyuanA13B, Qwen3, DeepSeekR1, Mistral, Gemma4, Harmony, SeedOss, Cohere, Apriel, Granite),
-    *(MinimaxM3, HunyuanV3, Solar, Apertus),
+    *(MinimaxM3, HunyuanV3, Solar, Apertus, KimiK3),
 )
 REASONING_PARSERS: dict[str, type[ReasoningParser]] = {parser.name: parser for parser in _ALL}
 

@@ -140,6 +140,9 @@ class Tagged(ReasoningParser):
         """Within a thought, behind what may begin a call."""
         draft = self._draft = self._draft or Draft(self.into.draft(), self.closing)
         at, tag = self._closings.find(self._held)
+        if at and not draft.called:
+            # By character, so that the end of what is no call is found wherever the text is split.
+            at, tag = 1, ""
         self._think_on(draft.push(self._held[:at]))
         self._held = self._held[at + len(tag) :]
         if tag:
@@ -147,8 +150,8 @@ class Tagged(ReasoningParser):
         if draft.closed:
             return self._go(0, self._closed)
         if draft.empty:
-            return self._go(0, self._thinking) and bool(self._held)
-        return bool(tag)
+            self._state = self._thinking
+        return bool(at or tag) and bool(self._held)
 
     def _end_draft(self, held: str) -> str:
         assert self._draft is not None
@@ -315,3 +318,17 @@ class Cohere(Tagged):
     closing = "<|END_THINKING|>"
     framing = ("<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|START_TEXT|>", "<|END_TEXT|>")
     tags = (opening, closing, *framing)
+
+
+class KimiK3(Tagged):
+    """``<|open|>think<|sep|>...<|close|>think<|sep|>``, then the answer between tags of the same kind."""
+
+    name = "kimi-k3"
+    opening = "<|open|>think<|sep|>"
+    closing = "<|close|>think<|sep|>"
+    framing = ("<|open|>response<|sep|>", "<|close|>response<|sep|>", "<|close|>message<|sep|>")
+    tags = ("<|open|>", "<|close|>", "<|sep|>")
+
+    @classmethod
+    def in_template(cls, template: str) -> bool:
+        return "<|open|>" in template and "open_tag('think')" in template
