@@ -52,7 +52,7 @@ def _defaults(path: Path, stated: dict[str, Any]) -> dict[str, str]:
 
     config = _object(path / "config.json")
     name = stated.get("tokenizer_class") or config.get("tokenizer_class")
-    name = name or auto.TOKENIZER_MAPPING_NAMES.get(config.get("model_type"))
+    name = name or auto.TOKENIZER_MAPPING_NAMES.get(str(config.get("model_type")))
     kind = auto.tokenizer_class_from_name(name) if isinstance(name, str) else None
     if kind is None:
         return {}

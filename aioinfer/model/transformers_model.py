@@ -82,7 +82,7 @@ class TransformersLM:
         paged KV differ from those of its own attention."""
         architecture = config.architectures[0]
         self.updates: Recipe | None = None
-        _refuse_unknown(architecture)
+        _refuse_unknown(architecture, config.model_type)
         register()
         progress = progress or (lambda stage, done, total: None)
         progress("weights", 0, 1)
@@ -272,7 +272,7 @@ def attending(attend: Attend | None) -> Iterator[None]:
         _local.attend = None
 
 
-def _refuse_unknown(architecture: str) -> None:
+def _refuse_unknown(architecture: str, kind: str) -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     known: set[str] = set()
@@ -280,6 +280,9 @@ def _refuse_unknown(architecture: str) -> None:
         known.update((names,) if isinstance(names, str) else names)
     if architecture not in known:
         more = ""
+        if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+            causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[kind]
+            more = f"; if it is computed as {causal}, architectures in config.json has to say so"
         if architecture.endswith("ForConditionalGeneration"):
             more = f"; of models with more than text, the text part of {', '.join(WRAPPERS)} can be loaded"
         raise ConfigError(f"model: {architecture} is no causal language model of transformers{more}")

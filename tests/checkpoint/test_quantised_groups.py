@@ -139,7 +139,7 @@ HARMLESS: dict[str, list[dict[str, Any]]] = {
         {"autoround_version": "0.4.1", "data_type": "int", "iters": 200, "amp": True, "seqlen": 2048,
          "backend": "auto_round:gptq:exllamav2", "low_gpu_mem_usage": True, "enable_quanted_input": True,
          "to_quant_block_names": [["model.layers.0"]], "scale_dtype": "torch.float16", "lr": 0.005},
-        {"provider": "auto-round", "unheard_of": None, "rotation": "", "adapter": {}},
+        {"provider": "auto-round", "method": "gptq", "hyb_act": False, "unheard_of": None, "rotation": ""},
     ],
     "awq": [
         {"zero_point": True, "modules_to_not_convert": ["visual"], "do_fuse": False, "backend": "autoawq",

@@ -47,8 +47,8 @@ _TOOLS = frozenset(
 )
 _COMMON = _MODULES | _TOOLS
 _ZEROS = _COMMON | {
-    *("bits", "checkpoint_format", "desc_act", "dynamic", "format", "group_size", "q_group_size", "sym"),
-    *("w_bit", "zero_point"),
+    *("bits", "checkpoint_format", "desc_act", "dynamic", "format", "group_size", "method", "q_group_size"),
+    *("sym", "w_bit", "zero_point"),
 }
 #: by ``quant_method``
 FIELDS: Mapping[str, frozenset[str]] = {
