@@ -80,13 +80,14 @@ class ChatTemplate:
         for at, message in enumerate(messages):
             if not calls_arrive and "tool_calls" in message:
                 raise InvalidRequest(f"messages[{at}].tool_calls", UNREAD, code="unsupported_parameter")
-        conversation = fitted(messages, changes)
-        less = changes & ~PLACES
-        if less != changes and (in_place := fitted(messages, less)) != conversation:
+        in_place = fitted(messages, less := changes & ~PLACES)
+        if less == changes or (_usual(messages) and Change.SYSTEM_TO_USER not in changes):
+            return less, in_place
+        if (conversation := fitted(messages, changes)) != in_place:
             marked = _marked(messages)
-            if self._arrived(marked, less, variables) >= self._arrived(marked, changes, variables):
-                return less, in_place
-        return changes, conversation
+            if not self._arrived(marked, less, variables) >= self._arrived(marked, changes, variables):
+                return changes, conversation
+        return less, in_place
 
     def _arrived(
         self, conversation: list[Message], changes: Change, variables: Mapping[str, Any], share: int = 1
@@ -143,6 +144,14 @@ class ChatTemplate:
             variables = {"tools": [_TOOL] if self._tools else None, "add_generation_prompt": not continues}
             total += len(self._arrived(each, changes, variables, _SHARE))
         return total
+
+
+def _usual(messages: Sequence[Message]) -> bool:
+    """Each message has a place that every template knows: a system message, then turns without calls."""
+    roles = [message["role"] for message in messages]
+    first = roles[0] == "system"
+    in_turn = set(roles[first::2]) <= {"user"} and set(roles[first + 1 :: 2]) <= {"assistant"}
+    return in_turn and not any("tool_calls" in message for message in messages)
 
 
 def _missing(messages: Sequence[Message], text: str) -> list[int]:

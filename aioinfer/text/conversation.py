@@ -76,11 +76,18 @@ class Change(enum.Flag):
     THOUGHT_PARTS = enum.auto()
 
 
-#: changes of where something stands, and not of how it is written
-PLACES = (
+#: changes of the order of turns
+_TURNS = (
     Change.JOIN_USERS
     | Change.JOIN_ASSISTANTS
     | Change.BEGIN_WITH_USER
+    | Change.SPLIT_TURNS
+    | Change.ANSWER_RESULTS
+    | Change.SPACE
+)
+#: changes of where something stands, and not of how it is written
+PLACES = (
+    _TURNS
     | Change.SYSTEM_TO_USER
     | Change.JOIN_SYSTEMS
     | Change.LATE_SYSTEM_TO_USER
@@ -88,9 +95,6 @@ PLACES = (
     | Change.FUNCTION_TO_TOOL
     | Change.SPLIT_TEXT
     | Change.SPLIT_CALLS
-    | Change.SPLIT_TURNS
-    | Change.ANSWER_RESULTS
-    | Change.SPACE
 )
 
 
@@ -101,14 +105,16 @@ def fitted(messages: Sequence[Message], changes: Change) -> list[Message]:
         _set_ids(found, changes)
     if any("tool_calls" in message for message in found):
         found = list(_calls(found, changes))
-    found = _turns(_merged(found, changes), changes)
+    if changes & _TURNS:
+        found = _turns(_merged(found, changes), changes)
+    parts, thought_parts = Change.PARTS in changes, Change.THOUGHT_PARTS in changes
     for message in found:
         content = message["content"]
         if content is None and "tool_calls" not in message:
             message["content"] = content = ""
-        if Change.PARTS in changes and content is not None:
+        if parts and content is not None:
             message["content"] = [{"type": "text", "text": content}]
-        if Change.THOUGHT_PARTS in changes and message["role"] == "assistant":
+        if thought_parts and message["role"] == "assistant":
             _put_thoughts(message)
     return found
 
