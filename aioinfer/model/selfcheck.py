@@ -45,7 +45,7 @@ Steps: TypeAlias = tuple[tuple[int, int], ...]
 FEW: Steps = ((4, 3), (2, 1))
 _PAGE_SIZE = 4
 #: The largest accepted difference in float32: root mean square, relative to the spread of the logits. Over
-#: all families of transformers, shrunk, rounding alone caused up to 1e-5; the lost state of a mixer beside
+#: all families of transformers, shrunk, rounding alone caused up to 2e-5; the lost state of a mixer beside
 #: attention 1e-3 with the weights that training starts from, and 0.3 with larger ones.
 TOLERANCE = 1e-4
 #: of an encoder in half precision
