@@ -286,8 +286,8 @@ class EngineConfig(Settings):
         "auto",
         "chat",
         "format of tool calls: hermes, granite, apriel, nemotron, functools, qwen3-coder, seed-oss, glm45,"
-        " minimax-m2, gemma4, mistral, mistral-v11, llama3, harmony, deepseek-v3, deepseek-v31, kimi-k2,"
-        " lfm2, pythonic; auto: the chat template's; none: tools are refused",
+        " minimax-m2, gemma4, mistral, mistral-v11, llama3, harmony, deepseek-v3, deepseek-v31, deepseek-v32,"
+        " deepseek-v4, kimi-k2, lfm2, pythonic; auto: the chat template's; none: tools are refused",
     )
     reasoning_parser: str | None = option(
         "auto",

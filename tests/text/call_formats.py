@@ -94,6 +94,15 @@ def _minimax_m2(name: str, arguments: Any, **how: Any) -> str:
     return f'<invoke name="{name}">\n{"".join(told)}</invoke>'
 
 
+def _dsml(name: str, arguments: Any, **how: Any) -> str:
+    told = "".join(
+        f'<｜DSML｜parameter name="{key}" string="{"true" if isinstance(value, str) else "false"}">'
+        f"{_raw(value, **how)}</｜DSML｜parameter>\n"
+        for key, value in arguments.items()
+    )
+    return f'<｜DSML｜invoke name="{name}">\n{told}</｜DSML｜invoke>'
+
+
 def _raw(value: Any, **how: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, **how)
 
@@ -173,6 +182,15 @@ _DEEPSEEK = (
     "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "tool▁call", "<｜", "null", "}}", *_JSON,
 )  # fmt: skip
 
+_DSML_FRAME = '<｜DSML｜function_calls>/<｜DSML｜invoke name="">/<｜DSML｜parameter string="true">\n '
+_DSML = (
+    "<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", '<｜DSML｜invoke name="f">',
+    "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>", '<｜DSML｜invoke name="', 'f">',
+    '<｜DSML｜invoke name="g">', "</｜DSML｜invoke>", '<｜DSML｜parameter name="text" string="true">',
+    '<｜DSML｜parameter name="count" string="false">', '<｜DSML｜parameter name="map">',
+    '<｜DSML｜parameter name="', "</｜DSML｜parameter>", "</｜DSML｜pa", "12", "null", "['a', None]", *_JSON,
+)  # fmt: skip
+
 FORMATS = {
     "hermes": CallFormat(
         _hermes, f"<tool_call>/{_SHAPES_FRAME}",
@@ -249,6 +267,12 @@ FORMATS = {
     "deepseek-v31": CallFormat(
         _deepseek_v31, _DEEPSEEK_FRAME, _DEEPSEEK,
         begin="<｜tool▁calls▁begin｜>", between="", end="<｜tool▁calls▁end｜>",
+    ),
+    "deepseek-v32": CallFormat(
+        _dsml, _DSML_FRAME, _DSML, begin="<｜DSML｜function_calls>\n", end="\n</｜DSML｜function_calls>",
+    ),
+    "deepseek-v4": CallFormat(
+        _dsml, _DSML_FRAME, _DSML, begin="<｜DSML｜tool_calls>\n", end="\n</｜DSML｜tool_calls>",
     ),
     "kimi-k2": CallFormat(
         _kimi, "<|tool_calls_section_begin|>functions.:0123<|dtool_call_argument_begin|> \nnull",

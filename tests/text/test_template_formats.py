@@ -10,7 +10,9 @@ from aioinfer.text.reasoning import REASONING_PARSERS, DeepSeekR1, Qwen3
 from aioinfer.text.tool_calls import (
     Apriel,
     DeepSeekV3,
+    DeepSeekV4,
     DeepSeekV31,
+    DeepSeekV32,
     Functools,
     Gemma4,
     Glm45,
@@ -62,6 +64,8 @@ GPT_OSS = (
 MAGISTRAL = PLAIN + "{{ 'Think first: [THINK]Your thoughts[/THINK]Here, the response.' }}"
 DEEPSEEK = PLAIN + "{{ '<｜tool▁call▁begin｜>function<｜tool▁sep｜>' + name + '\\n```json\\n' + arguments }}"
 DEEPSEEK_V31 = PLAIN + "{{ '<｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments }}"
+#: the tags are put together
+DSML = PLAIN + "{% set token = '｜DSML｜' %}{{ '<' + token + 'invoke name=' + name }}{{ '<' + token + '"
 #: LFM2's templates only tell the model of its tools
 LFM2 = PLAIN + "{{ 'List of tools: [' + tools | tojson + ']' }}"
 PYTHONIC = PLAIN + "{{ 'Respond as [func_name1(params_name1=params_value1), func_name2(params)]' }}"
@@ -102,6 +106,8 @@ CALLS = [
     (GPT_OSS, Harmony),
     (DEEPSEEK, DeepSeekV3),
     (DEEPSEEK_V31, DeepSeekV31),
+    (DSML + "function_calls>' }}", DeepSeekV32),
+    (DSML + "tool_calls>' }}", DeepSeekV4),
     (KIMI, KimiK2),
     (LFM2, Lfm2),
     (PYTHONIC, Pythonic),

@@ -41,14 +41,25 @@ class Vocabulary:
     def follows(self, matcher: Matcher, text: str) -> bool:
         """The text is a whole output, token by token allowed by the masks."""
         mask = np.zeros(-(-self.size // 32), np.int32)
-        for token in [*self.tokenizer.encode(text, add_special_tokens=False).ids, self.end]:
+        left = self._ids(text)
+        while left:
             if matcher.stopped:
-                return token == self.end
+                return left == [self.end]
             self.backend.fill([matcher], [mask])
-            if not mask[token // 32] >> (token % 32) & 1:
-                return False
-            assert matcher.accept(token)
+            if not self._allowed(mask, left[0]):
+                # Text that is forced is tokenized without the text in front of it.
+                left = self._ids(self.tokenizer.decode(left[:-1], skip_special_tokens=False))
+                if not self._allowed(mask, left[0]):
+                    return False
+            assert matcher.accept(left.pop(0))
         return True
+
+    def _ids(self, text: str) -> list[int]:
+        return [*self.tokenizer.encode(text, add_special_tokens=False).ids, self.end]
+
+    @staticmethod
+    def _allowed(mask: np.ndarray, token: int) -> bool:
+        return bool(mask[token // 32] >> (token % 32) & 1)
 
     def allows(self, output: str, /, **options: Any) -> bool:
         """The output is a whole answer; ``options`` are those of AnswerGrammar."""

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from aioinfer.text import AUTO
 from aioinfer.text.tool_calls.base import Functions, Parsed, ToolCallDelta, ToolCallParser
 from aioinfer.text.tool_calls.deepseek import DeepSeekV3, DeepSeekV31
+from aioinfer.text.tool_calls.deepseek_v32 import DeepSeekV4, DeepSeekV32
 from aioinfer.text.tool_calls.gemma4 import Gemma4
 from aioinfer.text.tool_calls.glm45 import Glm45
 from aioinfer.text.tool_calls.harmony import Harmony
@@ -28,7 +29,9 @@ __all__ = [
     "PARSERS",
     "Apriel",
     "DeepSeekV3",
+    "DeepSeekV4",
     "DeepSeekV31",
+    "DeepSeekV32",
     "Functions",
     "Functools",
     "Gemma4",
@@ -58,7 +61,7 @@ PARSERS: dict[str, type[ToolCallParser]] = {
         *(Hermes, Granite, Apriel, Nemotron, Functools),
         *(Qwen3Coder, SeedOss, Glm45, MinimaxM2, Gemma4),
         *(Mistral, MistralV11, Llama3, Harmony),
-        *(DeepSeekV3, DeepSeekV31, KimiK2, Lfm2, Pythonic),
+        *(DeepSeekV3, DeepSeekV31, DeepSeekV32, DeepSeekV4, KimiK2, Lfm2, Pythonic),
     )
 }
 

@@ -53,7 +53,7 @@ _PYTHON = regex.compile(
 )
 _ANYTHING = "(.|\\n)"
 _SLASH = re.compile(r"(\\.)|/|\n", re.DOTALL)
-_SPECIAL = re.compile(r"[^\w<>\"\s]")
+_SPECIAL = re.compile(r"[^\w<>\"\s\u0080-\U0010ffff]")
 
 
 class References:

@@ -23,6 +23,7 @@ _SPACE = rf"\s{{0,{_MOST_SPACE}}}+"
 _NAME = r"""["']?+(?P<name>[^<>\s"'=]++)["']?+"""
 _KEY = r"""["']?+(?P<key>[^<>\n"'=]{1,256}+)["']?+"""
 _STRING = frozenset({"string"})
+_NO_STRING = frozenset({"integer", "number", "boolean", "null", "array", "object"})
 
 
 class _Patterns:
@@ -33,7 +34,8 @@ class _Patterns:
         before_key, after_key = map(_loose, frame.key)
         call_end = regex.escape(closing)
         function_end = _loose(frame.function_end) or "(?!)"
-        parameter = f"{before_key}{_SPACE}{_KEY}{_SPACE}{after_key}"
+        kind = rf"""(?:{frame.attribute or "(?!)"}={_SPACE}["']?+(?P<string>true|false)["']?+{_SPACE})?+"""
+        parameter = f"{before_key}{_SPACE}{_KEY}{_SPACE}{kind}{after_key}"
         over = f"{function_end}(?:{_SPACE}{call_end})?+" if frame.function_end else call_end
         head = rf"{_NAME}{after_name}{_SPACE}"
         follows = rf"(?=(?P<parameter>{before_key})|{function_end}|{call_end})"
@@ -217,6 +219,8 @@ class TaggedCalls(ToolCallParser):
             return self._go(match.end(), self._tail)
         key = key.strip()
         self._types = self._signatures.types_of(self._function, key)
+        if match["string"]:
+            self._types = _STRING if match["string"] == "true" else (self._types - _STRING or _NO_STRING)
         quote = '"' if self._types == _STRING else ""
         self._pass_on(f'{self._separator}"{quoted(key)}": {quote}')
         self._broken |= key in self._given

@@ -40,6 +40,8 @@ class Frame(NamedTuple):
     function_end: str
     #: some versions of the format have no line breaks
     breaks_optional: bool = False
+    #: of parameters, within the tag: the value is a string ("true") or JSON ("false")
+    attribute: str = ""
 
     @property
     def value_closing(self) -> str:
@@ -69,6 +71,9 @@ class _Parameters:
     def __init__(self, schema: Mapping[str, Any], frame: Frame, rules: Rules) -> None:
         self._rules = rules
         self._frame = frame
+        before, after = frame.key
+        #: around the name of a parameter, up to its attribute
+        self._key = (before, f'{after.removesuffix(">")} {frame.attribute}="' if frame.attribute else after)
         self._root = schema
         self._references = References(schema)
         #: forms of values, by the schema
@@ -94,13 +99,13 @@ class _Parameters:
         for name, value in names.items():
             if not isinstance(name, str) or not regex.fullmatch(_NAME, name):
                 raise ValueError(f"has the property {name!r}, which calls of this format cannot express")
-            part = f"{self.text(name.join(self._frame.key))} {self._value(value)}"
+            part = f"{self.text(name.join(self._key))} {self._value(value)}"
             parts.append(part if name in needed else f"({part})?")
         return " ".join(parts)
 
     def _any(self, schema: Any) -> str:
         key = self._rules.shared("KEY", f"/{_NAME.replace('+', '{1,64}')}/")
-        before, after = map(self.text, self._frame.key)
+        before, after = map(self.text, self._key)
         return f"({before} {key} {after} {self._value(schema)})*"
 
     def _value(self, schema: Any) -> str:
@@ -121,9 +126,9 @@ class _Parameters:
             return []
         seen.add(id(schema))
         if "string" not in (types := self._references.types_of(schema)):
-            return [f"{self._rules.json(self._with_definitions(schema))} {end}"]
+            return [f"{self._kind('false')} {self._rules.json(self._with_definitions(schema))} {end}"]
         if (values := _listed(schema)) is not None:
-            return [f"{self._rules.text(self._as_text(value))} {end}" for value in values]
+            return [f"{self._listed(value)} {end}" for value in values]
         for key in ("anyOf", "oneOf", "allOf"):
             if isinstance(branches := schema.get(key), list) and "type" not in schema:
                 if key == "allOf" and len(branches) != 1:
@@ -131,8 +136,19 @@ class _Parameters:
                 return [choice for branch in branches for choice in self._choices(branch, seen)]
         others = sorted(types - {"string"})
         json_ = {**schema, "type": others}
-        json_form = [f"{self._rules.json(self._with_definitions(json_))} {end}"] if others else []
-        return [self._string(schema), *json_form]
+        string = f"{self._kind('true')} {self._string(schema)}"
+        if not others:
+            return [string]
+        return [string, f"{self._kind('false')} {self._rules.json(self._with_definitions(json_))} {end}"]
+
+    def _kind(self, value: str) -> str:
+        """The value of the attribute, to the end of its tag."""
+        return self._rules.text(f'{value}">') if self._frame.attribute else ""
+
+    def _listed(self, value: Any) -> str:
+        """One of the values that a schema lists."""
+        kind = self._kind("true" if isinstance(value, str) else "false")
+        return f"{kind} {self._rules.text(self._as_text(value))}"
 
     def _string(self, schema: Mapping[str, Any]) -> str:
         closing, end = self._frame.value_closing, self._frame.value_end
