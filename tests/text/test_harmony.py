@@ -29,6 +29,11 @@ def read(parts: list[str], prompt_end: str = START) -> Answer:
     return answer(parts, "harmony", "harmony", prompt_end)
 
 
+def test_a_header_may_follow_several_ends() -> None:
+    text = f"{THOUGHT[: -len(START)]}<|call|><|end|><|return|> to=assistant"
+    assert read([text]) == read(list(text)) == ("Hm.\n", "", [], "stop")
+
+
 @pytest.mark.parametrize(
     ("text", "reasoning", "content"),
     [

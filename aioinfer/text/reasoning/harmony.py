@@ -23,6 +23,7 @@ _CUT = regex.compile(
 )
 _LONGEST_HEADER = 1024
 _TAGS = tags_of(*TAGS)
+_WITHIN = tuple(tag for tag in TAGS if tag not in ENDS)
 _REASONING, _CONTENT, _CALL, _OUTSIDE = range(4)
 
 
@@ -113,7 +114,8 @@ class Harmony(ReasoningParser):
             self._message(cut["channel"], None)
         if cut.end() > lead:
             return self._go(cut.end(), self._text)
-        tag = "" if lead else next(filter(self._held.startswith, TAGS), "")
+        # A tag that ends a message is one with and without the rest of it here.
+        tag = "" if lead else next(filter(self._held.startswith, _WITHIN), "")
         self._pass_on(self._held[:lead])
         return self._go(lead + len(tag), self._text)
 
