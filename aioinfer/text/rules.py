@@ -20,7 +20,7 @@ __all__ = ["Rules"]
 
 #: More than any grammar may have. A definition is written again for every value that refers to it.
 _MOST_WRITTEN = 1 << 22
-_TOKENS = re.compile(r"(<\|[^<>]*\|>)")
+_TOKENS = re.compile(r"(<\|[^<>]*\|>|｜\w+｜)")
 #: characters of any grammar: known before the rest of a larger one is built
 _MOST = 1 << 20
 
@@ -68,6 +68,10 @@ class Rules:
     def until(self, name: str, tag: str, text: str = "TEXT") -> str:
         """A rule for any text, or that of a terminal, up to and including a tag."""
         form = self.tag(tag)
+        before, token, after = form.partition(" <[")
+        if token and not form.startswith("<["):
+            # What precedes a token within the tag is a part of the text, as far as the lexer can tell.
+            return self.add(name, f"{self.shared('BEFORE', f'{text} {before}')}{token}{after}")
         return self.add(name if form.startswith("<[") else f"{name}[lazy]", f"{text} {form}")
 
     def without(self, name: str, tags: Iterable[str]) -> str:
@@ -80,7 +84,7 @@ class Rules:
         return tag in self._tokens
 
     def tag(self, tag: str) -> str:
-        """A tag, as the vocabulary has it: one token, or several in ``<|...|>`` with text between them."""
+        """A tag, as the vocabulary has it: one token, or several in ``<|...|>`` or bars with text between."""
         parts = [tag] if self.is_token(tag) else [part for part in _TOKENS.split(tag) if part]
         if not any(map(self.is_token, parts)):
             return json.dumps(tag)

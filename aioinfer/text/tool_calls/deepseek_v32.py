@@ -33,6 +33,7 @@ class DeepSeekV32(TaggedCalls):
         value_end=f"</{_MARK}parameter>\n",
         function_end=f"</{_MARK}invoke>\n",
         attribute="string",
+        mark=_MARK,
     )
 
     @staticmethod

@@ -105,7 +105,7 @@ class TaggedCalls(ToolCallParser):
         cls._padded = cls.frame.value_end.startswith("\n")
         cls._patterns = _Patterns(cls.frame, cls.opening, cls.closing)
         cls.end = regex.compile(rf"{_SPACE}{regex.escape(cls.closing)}")
-        cls.tags = (cls.opening, cls.closing)
+        cls.tags = (cls.frame.mark,) if cls.frame.mark else (cls.opening, cls.closing)
 
     def __init__(self, functions: Functions | None = None) -> None:
         super().__init__(functions)

@@ -42,6 +42,8 @@ class Frame(NamedTuple):
     breaks_optional: bool = False
     #: of parameters, within the tag: the value is a string ("true") or JSON ("false")
     attribute: str = ""
+    #: the part of all tags that may be a token
+    mark: str = ""
 
     @property
     def value_closing(self) -> str:
@@ -81,6 +83,8 @@ class _Parameters:
 
     def text(self, text: str) -> str:
         """A part of the frame."""
+        if self._frame.mark and self._frame.mark in text:
+            return self._rules.tag(text)
         if not self._frame.breaks_optional or "\n" not in text:
             return self._rules.text(text)
         lines = [self._rules.text(line) if line else "" for line in text.split("\n")]
@@ -152,6 +156,10 @@ class _Parameters:
 
     def _string(self, schema: Mapping[str, Any]) -> str:
         closing, end = self._frame.value_closing, self._frame.value_end
+        if self._rules.is_token(self._frame.mark):
+            before = end[: end.index(self._frame.mark)]
+            raw = raw_text(schema, closing, before, self._rules)
+            return f"{raw} {self.text(end.removeprefix(before))}"
         if not self._frame.breaks_optional:
             return raw_text(schema, closing, end, self._rules)
         return f"{raw_text(schema, closing, closing, self._rules)} {self.text(end.removeprefix(closing))}"
