@@ -24,6 +24,7 @@ __all__ = [
     "MESSAGE",
     "START",
     "TAGS",
+    "USERS",
     "in_template",
 ]
 
@@ -37,7 +38,8 @@ ENDS = (END, CALL, RETURN)
 TAGS = (*BEGINS, MESSAGE, CONSTRAIN, *ENDS)
 
 _WORD = r"(?:[^\s<]|<(?!\|))++"
-_TYPE = r"[\w.,:;/+=*-]*+"
+#: the type of the content: a few words, with any punctuation
+_TYPE = r"(?:(?!to=)[^\s<]++\s*+){0,4}+"
 _TO = rf"to=(?P<recipient>{_WORD})"
 _CHANNEL = r"<\|channel\|>\s*+(?P<channel>\w*+)"
 #: what precedes the first tag of a header if that did not begin a message: the rest may be in the prompt
@@ -45,9 +47,12 @@ LEAD = rf"\s*+(?:assistant(?=[\s<]))?+(?:\s*+to={_WORD})?+\s*+(?=<\|)"
 #: The header of a message: role, recipient, channel and type of the content. Models leave parts out, repeat
 #: the channel after a recipient, and change the order.
 HEADER = (
-    rf"(?={LEAD})\s*+(?:assistant(?=[\s<])\s*+)?+(?:<\|start\|>\s*+(?:(?!to=)[\w.:-]++)?+)?+"
-    rf"(?:\s*+(?:{_TO}|{_CHANNEL}|<\|constrain\|>\s*+{_TYPE}))*+\s*+{_TYPE}\s*+<\|message\|>"
+    rf"(?={LEAD})\s*+(?:assistant(?=[\s<])\s*+)?+(?:<\|start\|>\s*+(?:(?!to=)[\w.:-]++)?+)?+\s*+{_TYPE}"
+    rf"(?:(?:{_TO}|{_CHANNEL}|<\|constrain\|>)\s*+{_TYPE})*+<\|message\|>"
 )
+
+#: recipients that are no tools: a message to them is for the user
+USERS = (None, "user", "all")
 
 
 def in_template(template: str) -> bool:

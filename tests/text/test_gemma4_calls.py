@@ -55,6 +55,12 @@ def test_the_word_before_a_name_may_be_missing(head: str) -> None:
     assert read(text + text) == ("", [("f", '{"days": 4}')] * 2, True)
 
 
+def test_a_brace_too_many_is_dropped() -> None:
+    for end in ("}}", "}\n}\n"):
+        assert read(f"<|tool_call>call:f{{days:4{end}<tool_call|>a") == ("a", [("f", '{"days": 4}')], True)
+    assert read("<|tool_call>call:f{days:4}} b")[0] == "} b"
+
+
 def test_without_the_word_a_name_must_be_known() -> None:
     for text in ("<|tool_call>h{days:4}<tool_call|>", "<|tool_call>call{a:1}", "<|tool_call> {a:1}",
                  "<|tool_call>call:f no bracket<tool_call|>", "<|tool_call>:<tool_call|>",

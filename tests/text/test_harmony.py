@@ -62,7 +62,18 @@ def test_a_header_may_follow_several_ends() -> None:
         ("<|channel|><|message|>42", "", "42"),
         ("<|message|>42", "", "42"),
         ("<|start|>user<|message|>x", "", "x"),
+        ("<|channel|>final (json)<|message|>42", "", "42"),
+        ('<|channel|>final <|constrain|>text/plain; charset="utf-8"<|message|>42', "", "42"),
+        # to the user
+        ("<|channel|>final to=user<|message|>42", "", "42"),
+        ("<|channel|>commentary to=all<|message|>42", "", "42"),
         # headers without their end
+        ("<|start|>assistantYes.", "", "Yes."),
+        ("<|channel|>final Yes.", "", "Yes."),
+        ("<|channel|>analysis So, ", "So, ", ""),
+        ("<|channel|>comm", "", ""),
+        ("<|start|>assist", "", ""),
+        ("<|channel|>final json<|mess", "", ""),
         (f"<|channel|>final {THOUGHT}{FINAL}42", "Hm.\n", "42"),
         ('<|channel|>final {"a": 1}<|return|>', "", '{"a": 1}'),
         (f"<|channel|>analysis I think{NEXT}{FINAL}42", "I think", "42"),
@@ -99,6 +110,7 @@ def test_the_channel_tells_reasoning_from_content(text: str, reasoning: str, con
         (f"{THOUGHT.removesuffix(START)}{CALL}", "f", "{}"),
         ("<|channel|>analysis to=functions.f<|message|>{}<|end|>", "f", "{}"),
         ("<|channel|>commentary to=functions.f<|channel|>commentary json<|message|>\n{}", "f", "{}"),
+        ("<|channel|>commentary json to=functions.f<|message|>{}", "f", "{}"),
         (" to=math.sum<|channel|>commentary<|message|>{}", "math.sum", "{}"),
         # none, and what is no object
         (CALL.replace("{}", "<|call|>"), "f", "{}"),

@@ -31,6 +31,7 @@ every_format = pytest.mark.parametrize("name", TAGS)
 SHAPES: dict[str, tuple[str, Calls]] = {
     "no arguments": ('{"name": "f"}', NONE),
     "no arguments, an id": ('{"id": "1", "name": "f", "type": "function"}', NONE),
+    "null as text": ('{"name": "f", "arguments": "null"}', NONE),
     "null": ('{"name": "f", "arguments": null}', NONE),
     "an empty text": ('{"name": "f", "arguments": ""}', NONE),
     "a blank text": ('{"arguments": " ", "name": "f"}', NONE),

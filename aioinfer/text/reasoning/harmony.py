@@ -18,9 +18,12 @@ _HEADER = regex.compile(harmony.HEADER)
 _LEAD = regex.compile(harmony.LEAD)
 #: what is left out of a header without its end
 _CUT = regex.compile(
-    r"\s*+(?:<\|start\|>\s*+(?:assistant\b)?+)?+"
+    r"\s*+(?:<\|start\|>\s*+(?:assistant)?+)?+"
     r"(?:\s*+<\|channel\|>\s*+(?P<channel>(?:analysis|commentary|final)\b)?+)?+\s*+"
 )
+#: words of headers; what is left of one that is cut off is the beginning of one, or has a recipient or a tag
+_WORDS = ("assistant", "analysis", "commentary", "final", "to=", "code", "json")
+_CUT_OFF = regex.compile(r"\w*+\s*+<|to=")
 _LONGEST_HEADER = 1024
 _TAGS = tags_of(*TAGS)
 _WITHIN = tuple(tag for tag in TAGS if tag not in ENDS)
@@ -63,11 +66,10 @@ class Harmony(ReasoningParser):
             pass
 
     def finish(self) -> str:
+        if self._state == self._header:
+            self._end_header(self._held)
         held, self._held = self._held, ""
-        header = self._state == self._header and _HEADER.match(held, partial=True)
-        # A header that is cut off, or white space behind a message, is not for anybody.
-        if not header or not ("<|" in held or held.lstrip().startswith("to=") or held.isspace()):
-            self._pass_on(held)
+        self._pass_on(held)
         return ""
 
     def answering(self, following: str) -> bool:
@@ -90,10 +92,22 @@ class Harmony(ReasoningParser):
         self._message(match["channel"], match["recipient"])
         return self._go(match.end(), self._text)
 
+    def _end_header(self, held: str) -> None:
+        """A header that is cut off, or white space behind a message, is not for anybody."""
+        begun = "<|" in held or held.lstrip().startswith("to=") or held.isspace()
+        cut = _CUT.match(held)
+        if not begun or cut is None or not _HEADER.match(held, partial=True):
+            return
+        rest = held[cut.end() :].rstrip()
+        if _CUT_OFF.match(rest) or any(word.startswith(rest) for word in _WORDS):
+            self._held = ""
+        else:
+            self._no_header(0)
+
     def _message(self, channel: str | None, recipient: str | None) -> None:
         self._leave()
         itself = recipient == "assistant"
-        if recipient is not None and not itself:
+        if recipient not in harmony.USERS and not itself:
             self._kind = _CALL
             self.into.call(f"{START}assistant to={recipient}{CHANNEL}commentary{MESSAGE}")
             return

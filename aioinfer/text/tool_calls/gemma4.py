@@ -83,7 +83,8 @@ class Gemma4(ToolCallParser):
     separator: ClassVar[str | None] = ""
     tags: ClassVar[tuple[str, ...]] = (OPENING, CLOSING, QUOTE)
     reads_schemas: ClassVar[bool] = True
-    end = regex.compile(rf"{_SPACE}{regex.escape(CLOSING)}")
+    #: models write a brace too many
+    end = regex.compile(rf"(?:{_SPACE}\}})?+{_SPACE}{regex.escape(CLOSING)}")
 
     def __init__(self, functions: Functions | None = None) -> None:
         super().__init__(functions)

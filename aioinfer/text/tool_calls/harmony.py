@@ -64,7 +64,7 @@ class Harmony(ToolCallParser):
             return self._no_call()
         if match.partial:
             return False
-        if match["recipient"] in (None, "assistant"):
+        if match["recipient"] in (*harmony.USERS, "assistant"):
             return self._no_call()
         self._begin(match["recipient"].removeprefix("functions."))
         return self._go(match.end() - len(tag), self._body)

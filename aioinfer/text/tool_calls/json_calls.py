@@ -241,9 +241,9 @@ class JsonCalls(ToolCallParser):
         """The arguments of an object; None if it is no call."""
         if self._given is None:
             return None if self._others else "{}"
-        if _NOTHING.fullmatch(self._given):
-            return "{}"
         text = (_decoded(self._given) or "").strip() if self._given.startswith('"') else self._given
+        if _NOTHING.fullmatch(self._given) or _NOTHING.fullmatch(text):
+            return "{}"
         return text if text.startswith("{") and JsonObject().end(text) == len(text) else None
 
     def _between(self) -> bool:
