@@ -33,7 +33,7 @@ class KimiK2(NamedCalls):
     tags: ClassVar[tuple[str, ...]] = (_SECTION, _SECTION_END, _CALL, _ARGUMENTS, _CALL_END)
     begins = regex.compile(f"{regex.escape(_SECTION)}|{regex.escape(_CALL)}|(?P<end>{_ENDS})")
     head = regex.compile(
-        rf"\s*+(?:{regex.escape(_CALL)}\s*+)?+(?:functions\.)?+(?P<name>[^\s<{{\"]+?)(?::(?P<index>\d{{1,9}}))?"
+        rf"\s*+(?:{regex.escape(_CALL)}\s*+)?+(?:functions\.)?+(?P<name>[^\s<{{\"]++)"
         rf"\s*+(?:{regex.escape(_ARGUMENTS)}\s*+)?+(?:(?P<none>(?:null\s*+)?+(?={_ENDS}))|(?=\{{))"
     )
     end = regex.compile(rf"\s*+{_ENDS}")
@@ -62,13 +62,16 @@ class KimiK2(NamedCalls):
         return f"{call}{{1,{most}}} {rules.tag(_SECTION_END)}"
 
     def _begin_call(self, head: regex.Match[str]) -> None:
-        index = self._next if head["index"] is None else int(head["index"])
-        if f"functions.{head['name']}:{index}" in self._ids:
+        name, _, digits = head["name"].rpartition(":")
+        if not name or not (digits.isdecimal() and digits.isascii() and len(digits) < 10):
+            name, digits = head["name"], ""
+        index = int(digits) if digits else self._next
+        if f"functions.{name}:{index}" in self._ids:
             index = self._next
         self._next = max(self._next, index + 1)
-        self._id = f"functions.{head['name']}:{index}"
+        self._id = f"functions.{name}:{index}"
         self._ids.add(self._id)
-        super()._begin_call(head)
+        self._begin(name)
 
     def _new_id(self) -> str:
         return self._id
