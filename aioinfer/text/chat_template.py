@@ -310,7 +310,7 @@ _TRIALS: tuple[tuple[tuple[Change, ...], Sequence[list[Message]]], ...] = (
     ),
     ((Change.OBJECT_ARGUMENTS,), ([_said(0, "user"), _calling(_BROKEN), _talk("user", "call", "tool")[2]],)),
     ((Change.FUNCTION_TO_TOOL,), (_talk("user", "call", "function"),)),
-    ((Change.NINE_IDS,), (_with_ids("call_0123456789abcdef"),)),
+    ((Change.NINE_IDS,), (_with_ids("call_0123456789abcdef"), _with_ids("0"))),
     ((Change.SOME_IDS,), (_with_ids(None),)),
     (
         (Change.SPLIT_CALLS,),
@@ -328,6 +328,7 @@ _TRIALS: tuple[tuple[tuple[Change, ...], Sequence[list[Message]]], ...] = (
             _talk("user", "call", "user"),
         ),
     ),
+    ((Change.BEGIN_WITH_USER, Change.BEGIN_WITH_USER | Change.SPACE), (_talk("call", "tool", "user"),)),
     (
         (Change.ANSWER_RESULTS, Change.ANSWER_RESULTS | Change.SPACE),
         (_talk("user", "call", "tool", "user"), _talk("user", "assistant", "call", "tool", "user")),

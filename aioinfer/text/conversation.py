@@ -40,7 +40,7 @@ class Change(enum.Flag):
     JOIN_USERS = enum.auto()
     #: successive messages of the assistant are one
     JOIN_ASSISTANTS = enum.auto()
-    #: a conversation that begins with the assistant begins with an empty turn of the user
+    #: a conversation that begins with the assistant, or with a call, begins with an empty turn of the user
     BEGIN_WITH_USER = enum.auto()
     #: the system messages in front are text of the first message of the user
     SYSTEM_TO_USER = enum.auto()
@@ -270,12 +270,15 @@ def _turns(messages: Iterable[Message], changes: Change) -> list[Message]:
     found: list[Message] = []
     for message in messages:
         role = message["role"]
+        if last == "" and role == "assistant":
+            found.append({"role": "user", "content": empty})
+            last = "user"
         if role in _OTHER and "tool_calls" not in message:
             behind_result = bool(found) and found[-1]["role"] in RESULT_ROLES
             apart = behind_result or (bool(found) and "tool_calls" in found[-1])
             again = last == role and apart and Change.SPLIT_TURNS in changes
             answered = role == "user" and behind_result and Change.ANSWER_RESULTS in changes
-            if again or answered or (last == "" and role == "assistant"):
+            if again or answered:
                 found.append({"role": _OTHER[role], "content": empty})
             last = role
         found.append(message)

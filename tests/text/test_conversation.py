@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -280,6 +281,23 @@ def test_ids_are_made_to_fit(directory: Path) -> None:
     first, second = (each.partition(">")[0] for each in prompt(two).split("<find")[1:])
     assert first != second
     assert prompt(two).endswith(f"[tool]{first}seven[tool]{second}8")
+
+
+def test_ids_that_are_too_short_are_made_to_fit(directory: Path) -> None:
+    prompt = Prompt(directory, calls("{{ c.function.name }}" + NINE.replace("!=", "<")))
+    for given in ("0", "call_1"):
+        text = prompt(round_trip(call(id=given)))
+        assert re.fullmatch(r"\[user]where\[assistant]<find[0-9A-Za-z]{9}>\[tool]seven", text)
+
+
+def test_a_conversation_that_begins_with_a_call(directory: Path) -> None:
+    source = calls("{{ c.function.name }}{{ c.function.arguments.a }}").replace(
+        "{% for m in messages %}",
+        "[user]{{ messages[0].content or '' }}{% for m in messages[1:] %}",
+        1,
+    )
+    conversation = [*round_trip(call())[1:], *said(("user", "so"))]
+    assert Prompt(directory, source)(conversation) == "[user][assistant]<findb>[tool]seven[user]so"
 
 
 def test_calls_without_ids_get_some(directory: Path) -> None:
