@@ -156,6 +156,8 @@ def _python(name: str, arguments: Any, **how: Any) -> str:
 _JSON = (
     "{}", "{}}", "{", "}", "[", "]", '"', "\\", ",", ":", '"a": 1', '{"a": "', '"name":', "\n", " ", MARK,
 )  # fmt: skip
+#: of values in Python's notation, which become JSON
+_PYTHON_FRAME = "'None,"
 _CODER = (
     "<function=", "<function=f>", "f>", "</function>", "<parameter=text>", "<parameter=count>",
     "<parameter=map>", "<parameter=", "</parameter>", "</para", "12", "null", "['a', None]", *_JSON,
@@ -182,7 +184,9 @@ _DEEPSEEK = (
     "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "tool▁call", "<｜", "null", "}}", *_JSON,
 )  # fmt: skip
 
-_DSML_FRAME = '<｜DSML｜function_calls>/<｜DSML｜invoke name="">/<｜DSML｜parameter string="true">\n '
+_DSML_FRAME = (
+    f'<｜DSML｜function_calls>/<｜DSML｜invoke name="">/<｜DSML｜parameter string="true">\n {_PYTHON_FRAME}'
+)
 _DSML = (
     "<｜DSML｜function_calls>", "<｜DSML｜tool_calls>", '<｜DSML｜invoke name="f">',
     "</｜DSML｜function_calls>", "</｜DSML｜tool_calls>", '<｜DSML｜invoke name="', 'f">',
@@ -212,21 +216,21 @@ FORMATS = {
         )
     },
     "qwen3-coder": CallFormat(
-        _qwen3_coder, "<tool_call>/<function=></parameter=>\n ",
+        _qwen3_coder, f"<tool_call>/<function=></parameter=>\n {_PYTHON_FRAME}",
         ("<tool_call>", "<tool_call>\n<function=f>", "</tool_call>", *_CODER),
     ),
     "seed-oss": CallFormat(
-        _seed_oss, "<seed:tool_call>/<function=></parameter=>\n ",
+        _seed_oss, f"<seed:tool_call>/<function=></parameter=>\n {_PYTHON_FRAME}",
         ("<seed:tool_call>", "<seed:tool_call>\n<function=f>", "</seed:tool_call>", *_CODER),
     ),
     "glm45": CallFormat(
-        _glm45, "<tool_call>/<arg_key></arg_value>\n ",
+        _glm45, f"<tool_call>/<arg_key></arg_value>\n {_PYTHON_FRAME}",
         ("<tool_call>", "<tool_call>f\n", "</tool_call>", "g", "<arg_key>text</arg_key>\n<arg_value>",
          "<arg_key>count</arg_key><arg_value>", "<arg_key>map</arg_key>\n<arg_value>", "<arg_key>", "text",
          "</arg_key>", "<arg_value>", "</arg_value>", "</arg_", "12", "null", "['a', None]", *_JSON),
     ),
     "minimax-m2": CallFormat(
-        _minimax_m2, '<minimax:tool_call>/<invoke name="">/<parameter name="">\n ',
+        _minimax_m2, f'<minimax:tool_call>/<invoke name="">/<parameter name="">\n {_PYTHON_FRAME}',
         ("<minimax:tool_call>", '<minimax:tool_call>\n<invoke name="f">', "</minimax:tool_call>",
          '<invoke name="', '<invoke name="g">', 'f">', "</invoke>", '<parameter name="text">',
          '<parameter name="count">', '<parameter name="map">', '<parameter name="', "</parameter>", "</para",
