@@ -99,3 +99,27 @@ async def test_messages(messages: Messages, directory: Path, prompts: list[str])
             model="tiny-chat", max_tokens=1, system="be brief", messages=conversation
         )
     check(prompts[0])
+
+
+async def test_null_in_the_history_ends_no_conversation(
+    bundled: Bundled, messages: Messages, directory: Path, prompts: list[str]
+) -> None:
+    called: Any = {"type": "function_call", "call_id": "abcdefghi", "name": "find", "arguments": None}
+    output: Any = {"type": "function_call_output", "call_id": "abcdefghi", "output": None}
+    conversation: Any = [{"role": "user", "content": "where"}, called, output]
+    async with bundled(directory) as client:
+        for _ in range(2):
+            await client.responses.create(model="tiny-chat", max_output_tokens=1, input=conversation)
+            called["arguments"] = ""
+            conversation.append({"role": "assistant", "content": None})
+    use = {"type": "tool_use", "id": "abcdefghi", "name": "find", "input": None}
+    result: Any = {"type": "tool_result", "tool_use_id": "abcdefghi", "content": None}
+    conversation = [
+        {"role": "user", "content": "where"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    async with messages(directory) as anthropic:
+        await anthropic.messages.create(model="tiny-chat", max_tokens=1, messages=conversation)
+    expected = "[user]where[assistant]abcdefghi find{}[tool]"
+    assert prompts == [expected, f"{expected}[assistant]", expected]

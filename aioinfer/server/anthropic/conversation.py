@@ -106,7 +106,7 @@ class Conversation:
                     where, called = f"{field}.content[{number}]", f"{at}.tool_calls[{len(calls)}]"
                     self.names |= {f"{at}.tool_calls": field, called: where, f"{called}.function": where}
                     self._functions[block.id] = block.name
-                    function = {"name": block.name, "arguments": block.input}
+                    function = {"name": block.name, "arguments": block.input or {}}
                     calls.append({"id": block.id, "type": "function", "function": function})
         message = self._add("assistant", "".join(texts), field)
         if thoughts:

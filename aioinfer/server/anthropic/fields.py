@@ -66,7 +66,7 @@ class ToolUseBlock(Object, harmless=_CACHED, refused={"caller": _DIRECT, "toolse
     type: Literal["tool_use"] = field("`tool_use`", ...)
     id: str = field(_READ, ...)
     name: str = field(_READ, ...)
-    input: dict[str, Any] = field(_READ, ...)
+    input: dict[str, Any] | None = field("an object; empty if it is null or absent")
 
 
 class ToolReferenceBlock(Object, harmless=_CACHED):

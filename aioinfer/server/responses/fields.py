@@ -99,7 +99,9 @@ class MessageItem(Object, harmless={**_ITEM, "phase": "a label of OpenAI's own m
     role: Literal["user", "assistant", "system", "developer"] = field(
         "`user`, `assistant`, `system` or `developer`", ...
     )
-    content: TextOr[Items[_Part]] = field("text or a list of parts of text", ...)
+    content: TextOr[Items[_Part]] | None = field(
+        "text or a list of parts of text; null only of the assistant"
+    )
 
 
 class CallItem(
@@ -112,7 +114,7 @@ class CallItem(
     type: Literal["function_call"] = field("`function_call`", ...)
     call_id: str = field(_READ, ...)
     name: str = field(_READ, ...)
-    arguments: str = field(_READ, ...)
+    arguments: str | None = field("text; none if it is null or absent")
 
 
 class OutputItem(Object, harmless=_ITEM, refused=_CALLS):
@@ -120,7 +122,7 @@ class OutputItem(Object, harmless=_ITEM, refused=_CALLS):
 
     type: Literal["function_call_output"] = field("`function_call_output`", ...)
     call_id: str = field(_READ, ...)
-    output: TextOr[Items[_Part]] = field("text or a list of parts of text", ...)
+    output: TextOr[Items[_Part]] | None = field("text or a list of parts of text; empty if it is null")
     name: str | None = field(_READ)
 
 

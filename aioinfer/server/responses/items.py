@@ -6,6 +6,7 @@ from typing import Any
 
 from aioinfer.chat.bodies import admit
 from aioinfer.chat.order import TemplateOrder
+from aioinfer.errors import InvalidRequest
 from aioinfer.server.responses.fields import ITEMS, CallItem, MessageItem, OutputItem, ReasoningItem
 
 __all__ = ["Conversation"]
@@ -49,6 +50,8 @@ class Conversation:
                         self._begin(field)["reasoning_content"] = text
 
     def _message(self, field: str, item: MessageItem) -> None:
+        if item.content is None and item.role != "assistant":
+            raise InvalidRequest(f"{field}.content", "is missing")
         content = _text(item.content)
         if item.role == "assistant":
             turn = self._turn
@@ -65,7 +68,7 @@ class Conversation:
         at = f"messages[{len(self.messages) - 1}].tool_calls"
         called = f"{at}[{len(calls)}]"
         self.names |= {at: field, called: field, f"{called}.function": field}
-        function = {"name": item.name, "arguments": item.arguments}
+        function = {"name": item.name, "arguments": item.arguments or "{}"}
         calls.append({"id": item.call_id, "type": "function", "function": function})
         self._functions[item.call_id] = item.name
 
@@ -88,6 +91,6 @@ class Conversation:
         self.messages.append(message)
 
 
-def _text(content: str | list[Any]) -> str:
+def _text(content: str | list[Any] | None) -> str:
     """The text of a message: of a list of parts, all of them."""
-    return content if isinstance(content, str) else "".join([part.text for part in content])
+    return content if isinstance(content, str) else "".join([part.text for part in content or ()])
