@@ -38,8 +38,8 @@ ENDS = (END, CALL, RETURN)
 TAGS = (*BEGINS, MESSAGE, CONSTRAIN, *ENDS)
 
 _WORD = r"(?:[^\s<]|<(?!\|))++"
-#: the type of the content: a few words, with any punctuation
-_TYPE = r"(?:(?!to=)[^\s<]++\s*+){0,4}+"
+#: the type of the content: a few words with any punctuation, but no JSON
+_TYPE = r"(?:(?!to=)[^\s<{\[]++\s*+){0,4}+"
 _TO = rf"to=(?P<recipient>{_WORD})"
 _CHANNEL = r"<\|channel\|>\s*+(?P<channel>\w*+)"
 #: what precedes the first tag of a header if that did not begin a message: the rest may be in the prompt

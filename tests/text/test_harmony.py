@@ -71,6 +71,8 @@ def test_a_header_may_follow_several_ends() -> None:
         ("<|start|>assistantYes.", "", "Yes."),
         ("<|channel|>final Yes.", "", "Yes."),
         ("<|channel|>analysis So, ", "So, ", ""),
+        ("<|channel|>final <|constrain|>json Yes, yes", "", "Yes, yes"),
+        ('<|channel|>final <|constrain|>json {"a": 1}', "", 'json {"a": 1}'),
         ("<|channel|>comm", "", ""),
         ("<|start|>assist", "", ""),
         ("<|channel|>final json<|mess", "", ""),

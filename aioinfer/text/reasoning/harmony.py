@@ -24,8 +24,10 @@ _CUT = regex.compile(
 #: words of headers; what is left of one that is cut off is the beginning of one, or has a recipient or a tag
 _WORDS = ("assistant", "analysis", "commentary", "final", "to=", "code", "json")
 _CUT_OFF = regex.compile(r"\w*+\s*+<|to=")
+_TYPE = regex.compile(r"(?:<\|constrain\|>\s*+[\w./+-]*+)?+\s*+")
 _LONGEST_HEADER = 1024
 _TAGS = tags_of(*TAGS)
+_ANY_TAG = regex.compile("|".join(map(regex.escape, TAGS)))
 _WITHIN = tuple(tag for tag in TAGS if tag not in ENDS)
 _REASONING, _CONTENT, _CALL, _OUTSIDE = range(4)
 
@@ -98,11 +100,14 @@ class Harmony(ReasoningParser):
         cut = _CUT.match(held)
         if not begun or cut is None or not _HEADER.match(held, partial=True):
             return
-        rest = held[cut.end() :].rstrip()
-        if _CUT_OFF.match(rest) or any(word.startswith(rest) for word in _WORDS):
+        type_ = _TYPE.match(held, cut.end())
+        rest = held[type_.end() if type_ else cut.end() :]
+        if _CUT_OFF.match(rest) or any(word.startswith(rest.rstrip()) for word in _WORDS):
             self._held = ""
-        else:
-            self._no_header(0)
+            return
+        rest = _ANY_TAG.sub("", rest)
+        self._held = held[: cut.end()] + rest[: _TAGS.find(rest)[0]]
+        self._no_header(0)
 
     def _message(self, channel: str | None, recipient: str | None) -> None:
         self._leave()
