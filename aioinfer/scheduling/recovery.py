@@ -72,9 +72,10 @@ class Suspects:
         self._sequences.append(sequence)
 
     def next(self) -> Sequence | None:
-        """The one that goes on alone now; None if there is none that is not parked."""
+        """The one that goes on alone now, one that runs before one that waits; None if all are parked."""
         self._sequences = [each for each in self._sequences if failed_before(each) and not each.finished]
-        return next((each for each in self._sequences if not each.parked), None)
+        ready = (each for each in self._sequences if not each.parked)
+        return min(ready, key=lambda each: each.state is SequenceState.WAITING, default=None)
 
 
 def failed_before(sequence: Sequence) -> bool:

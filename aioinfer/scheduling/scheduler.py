@@ -156,9 +156,7 @@ class Scheduler:
         starved, prefilling = self._grow(), list[Row]()
         try:
             if suspect.state is SequenceState.WAITING and not queues.batch.locked:
-                free = len(queues.running) < self.config.running_requests
-                if free and queues.memory.admit(suspect, 0):
-                    queues.admitted(suspect)
+                self._admit(suspect, 0)
             if suspect.key in queues.prefilling and suspect.key not in queues.growing:
                 prefilling = self._chunk(suspect, budget)
         except Exception as error:
@@ -251,12 +249,12 @@ class Scheduler:
             self.faults.end(queues.waiting, PolicyFailed.because(queues.waiting, error))
             return
         for sequence, most in chosen:
-            if budget.room() <= 0:
-                break
+            if budget.room() <= 0 or failed_before(sequence):
+                break  # a suspect is the next that is admitted: when it has its place alone
             if budget.beside <= 0 and self._beside_tokens(sequence, budget):
                 continue  # it would have a slot and pages, and no row
             try:
-                if not self._admit(sequence, reserve):
+                if not self._admit(sequence, reserve.pages(sequence)):
                     break
                 admitted = True
                 reserve.add(sequence)
@@ -271,10 +269,10 @@ class Scheduler:
         if not queues.leaders.holds_back(eldest):
             eldest.passed += 1
 
-    def _admit(self, sequence: Sequence, reserve: Reserve) -> bool:
-        """Give a waiting request slot and pages, at the cost of parked requests if need be."""
+    def _admit(self, sequence: Sequence, spare: int) -> bool:
+        """Give a waiting request slot and pages, at the cost of parked requests if need be. ``spare``: pages
+        that must be left."""
         queues = self.queues
-        spare = reserve.pages(sequence)
         while True:
             free = len(queues.running) < self.config.running_requests
             if free and queues.memory.admit(sequence, spare):

@@ -139,6 +139,7 @@ HARMLESS: dict[str, list[dict[str, Any]]] = {
         {"autoround_version": "0.4.1", "data_type": "int", "iters": 200, "amp": True, "seqlen": 2048,
          "backend": "auto_round:gptq:exllamav2", "low_gpu_mem_usage": True, "enable_quanted_input": True,
          "to_quant_block_names": [["model.layers.0"]], "scale_dtype": "torch.float16", "lr": 0.005},
+        {"act_bits": 16, "act_data_type": "int", "act_dynamic": True, "act_group_size": 128, "act_sym": True},
         {"provider": "auto-round", "method": "gptq", "hyb_act": False, "unheard_of": None, "rotation": ""},
     ],
     "awq": [

@@ -26,6 +26,8 @@ _MODULES = frozenset(
 #: how the weights were found, and which kernels a library is to use
 _TOOLS = frozenset(
     {
+        # Of AutoRound, which states them of weights alone, too. What is multiplied is not rounded by them.
+        *("act_bits", "act_data_type", "act_dynamic", "act_group_size", "act_sym"),
         *("act_group_aware", "amp", "autoround_version", "backend", "batch_size", "cache_block_outputs"),
         *("damp_auto_increment", "damp_percent", "data_type", "dataset", "dequantize", "disable_exllama"),
         *("do_fuse", "enable_alg_ext", "enable_minmax_tuning", "enable_norm_bias_tuning"),
