@@ -35,6 +35,9 @@ ANY: Mapping[str, Any] = {}
 LIST_LIKE = ("{", "[", "(")
 _STRING = frozenset({"string"})
 _TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
+#: names of other languages that clients send
+_ALIASES = {"float": "number", "double": "number", "int": "integer", "bool": "boolean", "list": "array",
+            "dict": "object", "str": "string"}  # fmt: skip
 #: Python's names for them: the templates write values of earlier calls so. "null" of JSON is read without it.
 _LITERALS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 #: references that lead to each other
@@ -244,7 +247,7 @@ def _named(schema: Mapping[str, Any]) -> frozenset[str]:
     """The types that a schema itself names."""
     named = schema.get("type")
     given = named if isinstance(named, list) else [named]
-    if types := _TYPES.intersection(name for name in given if isinstance(name, str)):
+    if types := _TYPES.intersection(_ALIASES.get(name, name) for name in given if isinstance(name, str)):
         return types
     values = schema["enum"] if isinstance(schema.get("enum"), list) else []
     # One value of each Python type.
