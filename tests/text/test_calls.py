@@ -104,8 +104,8 @@ GEMMA4 = [
     ("<|tool_call>call:f{a:12", "", [("f", '{"a": 12')]),
     ('<|tool_call>call:f{a:[1,<|"|>b<|', "", [("f", '{"a": [1, "b')]),
     # brackets that do not fit, and what is no value
-    ("<|tool_call>call:f{a:[1}<tool_call|>", "}<tool_call|>", [("f", '{"a": [1')]),
-    ("<|tool_call>call:f{a:}<tool_call|>", "}<tool_call|>", [("f", '{"a": ')]),
+    ("<|tool_call>call:f{a:[1}<tool_call|>", "", [("f", '{"a": [1')]),
+    ("<|tool_call>call:f{a:}<tool_call|>", "", [("f", '{"a": ')]),
     (gemma("a:1") + "}", "}", ONE),
     (f"<|tool_call>call:{gemma()}", "<|tool_call>call:", FOUND),
 ]
