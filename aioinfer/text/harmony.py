@@ -39,7 +39,8 @@ TAGS = (*BEGINS, MESSAGE, CONSTRAIN, *ENDS)
 
 _WORD = r"(?:[^\s<]|<(?!\|))++"
 #: the type of the content: a few words with any punctuation, but no JSON
-_TYPE = r"(?:(?!to=)[^\s<{\[]++\s*+){0,4}+"
+_TYPE = r"(?:(?!to=)[!-;=-Z^-z|~]++\s*+){0,4}+"
+_ROLE = r"(?:(?!to=)[\w.:-]++\s*+){0,2}+"
 _TO = rf"to=(?P<recipient>{_WORD})"
 _CHANNEL = r"<\|channel\|>\s*+(?P<channel>\w*+)"
 #: what precedes the first tag of a header if that did not begin a message: the rest may be in the prompt
@@ -47,7 +48,7 @@ LEAD = rf"\s*+(?:assistant(?=[\s<]))?+(?:\s*+to={_WORD})?+\s*+(?=<\|)"
 #: The header of a message: role, recipient, channel and type of the content. Models leave parts out, repeat
 #: the channel after a recipient, and change the order.
 HEADER = (
-    rf"(?={LEAD})\s*+(?:assistant(?=[\s<])\s*+)?+(?:<\|start\|>\s*+(?:(?!to=)[\w.:-]++)?+)?+\s*+{_TYPE}"
+    rf"(?={LEAD})\s*+(?:assistant(?=[\s<])\s*+)?+(?:<\|start\|>\s*+{_ROLE})?+"
     rf"(?:(?:{_TO}|{_CHANNEL}|<\|constrain\|>)\s*+{_TYPE})*+<\|message\|>"
 )
 

@@ -100,11 +100,11 @@ class Rules:
         """An instance of a JSON schema. Raises ValueError for one that cannot be written."""
         try:
             text = json.dumps(schema)
+            self._written += len(text)
             if not isinstance(schema, bool):
                 text = json.dumps({**schema, "x-guidance": json_options(text)})
         except RecursionError:
             raise ValueError("is nested too deeply") from None
-        self._written += len(text)
         if self._written > _MOST_WRITTEN:
             raise ValueError("has too many references to large definitions")
         return f"%json {text}"

@@ -235,7 +235,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"messages": [said({"type": "image"})]}, "messages[0].content[0].type"),
     ({"messages": [said({"type": "text"})]}, "messages[0].content[0].text"),
     ({"messages": [said({**CALL, "input": {}})]}, "messages[0].content[0].type"),
-    ({"messages": [USER, said(CALL, role="assistant")]}, "messages[1].content[0].input"),
+    ({"messages": [USER, said({**CALL, "input": 5}, role="assistant")]}, "messages[1].content[0].input"),
     ({"messages": [said({"type": "tool_result"})]}, "messages[0].content[0].tool_use_id"),
     ({"system": 5}, "system"),
     ({"system": [{"type": "image"}]}, "system[0].type"),

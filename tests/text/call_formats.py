@@ -257,7 +257,8 @@ FORMATS = {
     ),
     "harmony": CallFormat(
         _harmony,
-        "<|start|>assistant<|channel|>commentary to=functions. <|constrain|>json<|message|><|call|><|end|>\n",
+        "<|start|>assistant<|channel|>commentary to=functions. <|constrain|>json<|message|><|call|><|end|>\n"
+        '",:1',
         ("<|start|>", "<|start|>assistant", "<|channel|>",
          "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{",
          "<|start|>assistant to=functions.g<|channel|>commentary json<|message|>",

@@ -62,6 +62,7 @@ def test_a_header_may_follow_several_ends() -> None:
         ("<|channel|><|message|>42", "", "42"),
         ("<|message|>42", "", "42"),
         ("<|start|>user<|message|>x", "", "x"),
+        ("<|start|>}<|channel|>final<|message|>x", "", "}x"),
         ("<|channel|>final (json)<|message|>42", "", "42"),
         ('<|channel|>final <|constrain|>text/plain; charset="utf-8"<|message|>42', "", "42"),
         # to the user
@@ -158,7 +159,7 @@ def test_nothing_is_lost_and_the_cuts_do_not_matter(data: st.DataObject) -> None
     assert not any(tag in got.content for tag in TAGS)
     # All but tags and headers comes back.
     lost = "".join(Counter(text) - seen)
-    assert re.fullmatch(r"[\w\s<|>.,:=]*", lost)
+    assert re.fullmatch(r"[\w\s<|>.,:=\"]*", lost)
 
 
 def test_text_is_passed_on_as_it_arrives() -> None:
