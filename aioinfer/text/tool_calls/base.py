@@ -127,7 +127,8 @@ class ToolCallParser(ABC):
 
     @staticmethod
     def called(functions: Iterable[str]) -> str:
-        """Without an opening tag, a regular expression for answers in which calls of these may be found."""
+        """A regular expression for answers in which calls of these may be found. Only formats without an
+        opening tag are asked for it, and define it."""
         raise NotImplementedError
 
     def push(self, text: str) -> Parsed:
