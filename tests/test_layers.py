@@ -64,6 +64,8 @@ LAYERS: list[set[str]] = [
     {"text", "cache", "native"},
     # where a model comes from, and how its files are read; copies and checks of a caller's data
     {"checkpoint", "inputs"},
+    # what was promised of the memory
+    {"ledger"},
     # exceptions, results, parts found by file name
     {"errors", "outputs", "plugins"},
     # the version of the package

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from math import ceil
 from pathlib import Path
 
 from aioinfer.errors import ConfigError
+from aioinfer.ledger import Available
 
-__all__ = ["Available", "check_threads", "cpu_quota", "default_threads", "give_back", "memory_available"]
+__all__ = ["check_threads", "cpu_quota", "default_threads", "give_back", "memory_available"]
 
 _GROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
@@ -84,14 +84,6 @@ def _quota(group: Path) -> float | None:
         except (OSError, ValueError):
             continue
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class Available:
-    """Bytes, and where that limit comes from."""
-
-    bytes: int
-    source: str
 
 
 def memory_available(

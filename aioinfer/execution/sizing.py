@@ -17,7 +17,7 @@ from typing import Any
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
-from aioinfer.execution.limits import Available
+from aioinfer.ledger import Available
 from aioinfer.model.spec import ModelSpec
 
 __all__ = [

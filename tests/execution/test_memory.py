@@ -15,9 +15,10 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
 from aioinfer.execution import build as building
 from aioinfer.execution import torch_device
-from aioinfer.execution.limits import Available, give_back, memory_available
+from aioinfer.execution.limits import give_back, memory_available
 from aioinfer.execution.sizing import check_pool
 from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.ledger import Available
 from aioinfer.model.attention.pool import KVShape, pool_zeros
 from aioinfer.model.backend import Backend
 from aioinfer.model.kernels import make_attention

@@ -19,8 +19,8 @@ import torch
 from aioinfer import Engine, EngineConfig, SamplingParams
 from aioinfer.cli.doctor import examine
 from aioinfer.errors import ConfigError
-from aioinfer.execution.limits import Available
 from aioinfer.execution.sizing import check_pool
+from aioinfer.ledger import Available
 from aioinfer.model import weights_cache
 from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.loader import load_model
