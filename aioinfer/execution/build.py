@@ -64,8 +64,9 @@ class Parts:
     def packer(self, max_len: int, graphs: GraphShapes = _NO_GRAPHS) -> Packer:
         """A packer for sequences of up to ``max_len`` positions."""
         config, page_size = self.config, self.config.positions_per_page
-        rows, states = self.kind.rows(config), bool(self.model.spec.states)
-        return Packer(rows, config.num_slots, -(-max_len // page_size), page_size, graphs, states=states)
+        rows, spec = self.kind.rows(config), self.model.spec
+        given = {"states": bool(spec.states), "hidden": spec.hidden_states}
+        return Packer(rows, config.num_slots, -(-max_len // page_size), page_size, graphs, **given)
 
     def runner(self, num_pages: int, num_snapshots: int | None = None) -> Runner:
         """Runs steps over new pools."""

@@ -112,6 +112,11 @@ class StepGraphs:
         """Logits of the last forward, valid until the next forward."""
         return self._captured.logits(packed)
 
+    @property
+    def broken(self) -> torch.Tensor:
+        """See :class:`~aioinfer.execution.decoding.base.Captured`."""
+        return self._captured.broken
+
     def finish(self, packed: PackedStep) -> Output | None:
         """Sample or denoise the last forward's step; None if that was not captured."""
         return self._captured.finish(packed, self._replay)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,9 @@ class PackedStep:
     adapter_slots: list[int] | None = None
     #: the pooling of rows; its sections are hidden_rows [H], pooled_logits [L] and pooled_ids [L]
     pooling: PoolingWork | None = None
+    #: rows of prompts that sample nothing: the hidden states of their last positions, which attend to all the
+    #: others, are the last of hidden_rows, and say whether the row is finite
+    watched: Sequence[int] = ()
 
     @property
     def decodes_only(self) -> bool:

@@ -25,7 +25,8 @@ class Packer:
     """Keeps, by slot, what rows do not repeat: page tables and adapters here, parameters in ``rows``.
 
     ``graphs``: steps that have room in one of these are computed by captured steps, which know most of the
-    page tables of decodes already. ``states``: the model has recurrent state.
+    page tables of decodes already. ``states``: the model has recurrent state. ``hidden``: it gives hidden
+    states, and rows that sample nothing are checked by these.
     """
 
     def __init__(
@@ -37,10 +38,12 @@ class Packer:
         graphs: GraphShapes = _NO_GRAPHS,
         *,
         states: bool = False,
+        hidden: bool = False,
     ) -> None:
         self._rows = rows
         self._graphs = graphs
         self._states = states
+        self._hidden = hidden
         self._tables = PageTables(num_slots, max_pages, page_size)
         #: by slot, the slot of its tenant's adapter; and whether any has ever had one
         self._adapters = np.zeros(num_slots + 1, np.int64)
@@ -66,6 +69,10 @@ class Packer:
         pooling = None
         if any(row.pools is not None for row in prefilling):
             pooling = PoolingWork.pack(step, placement.cu_q, own)
+        watched = _watched(step) if self._hidden else []
+        if watched:
+            pooled = own.get("hidden_rows", np.empty(0, np.int64))
+            own["hidden_rows"] = np.concatenate((pooled, placement.cu_q[1:][watched] - 1))
         return PackedStep(
             sections=Sections(
                 {
@@ -89,6 +96,7 @@ class Packer:
             multi_step=step.multi_step,
             adapter_slots=None if layout.adapters is None else layout.adapters.tolist(),
             pooling=pooling,
+            watched=watched,
         )
 
     def _layout(self, step: Step) -> Layout:
@@ -120,6 +128,12 @@ class Packer:
             first = int(cu_q[at])
             ids[first : first + len(row.ids)] = row.ids
         return ids
+
+
+def _watched(step: Step) -> list[int]:
+    return [
+        at for at, row in enumerate(step.prefilling, step.num_generating) if not (row.samples or row.blocks)
+    ]
 
 
 def _states(step: Step) -> dict[str, npt.NDArray[np.int64]]:

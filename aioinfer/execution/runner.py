@@ -18,6 +18,7 @@ from aioinfer.model.batch import Batch
 from aioinfer.model.spec import CausalLM
 from aioinfer.model.state import RowStates, StatePool
 from aioinfer.observe.timeline import DeviceLane, now
+from aioinfer.sampling.outcomes import BAD_LOGITS
 
 __all__ = ["Runner", "check_ids"]
 
@@ -74,6 +75,9 @@ class Runner:
                 break
         output.rounds = rounds
         output.tensors += pooled
+        if packed.watched:
+            assert batch.hidden is not None, "a model without hidden states is not asked for any"
+            output.tensors.append(~batch.hidden[-len(packed.watched) :].isfinite().all(1))
         output.times = (start, forward, output.masked or forward, now())
         return output
 
@@ -88,18 +92,24 @@ class Runner:
             # The rows ask for more than what was captured.
             parts = packed.sections.split(transfer.send(packed.sections.ints))
             output = self.decoding.step(graphs.logits(packed), packed, parts, None, transfer)
+        if packed.watched:
+            chunks = np.asarray(packed.watched, np.int64) - packed.num_decodes
+            output.tensors.append(graphs.broken[transfer.send(chunks)])
         output.times = (start, forward, output.masked or forward, now())
         return output
 
     def read(self, packed: PackedStep, output: Output, copies: Sequence[torch.Tensor]) -> StepResult:
         """The result of a step from copies of its tensors, which are on the host by now."""
         start = now()
-        pooling, count = packed.pooling, len(copies)
+        pooling, count = packed.pooling, len(copies) - bool(packed.watched)
         if pooling is not None:
             count -= pooling.num_tensors
         result = self.decoding.read(packed, output, copies[:count])
         if pooling is not None:
-            result.pooled = pooling.read(copies[count:])
+            result.pooled = pooling.read(copies[count : count + pooling.num_tensors])
+        if packed.watched:
+            for row in np.asarray(packed.watched)[copies[-1].numpy()].tolist():
+                result.tokens[row] = BAD_LOGITS
         self.lane.add("copy", packed.step_id, start, now())
         return result
 

@@ -1,11 +1,14 @@
 """Outcomes: the negative entries of a step's result, for rows that sampled no token."""
 
-__all__ = ["BAD_GRAMMAR", "BAD_LOGITS", "DEFERRED", "FORCED", "NO_TOKEN"]
+__all__ = ["BAD_GRAMMAR", "BAD_LOGITS", "DEFERRED", "FORCED", "NOT_FINITE", "NO_TOKEN"]
 
 #: the row does not sample
 NO_TOKEN = -1
-#: the row's logits were not finite; its request fails, no other does
+#: the row's logits were not finite, or, of a row that does not sample, its last hidden state; its request
+#: fails, no other does
 BAD_LOGITS = -2
+#: what that request is told
+NOT_FINITE = "the model gave no finite numbers"
 #: the row's grammar allows no token, or raised; its request fails, no other does
 BAD_GRAMMAR = -3
 #: the row was computed but could not sample yet. Later rows of the same request that are already launched are

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from aioinfer.outputs import Draft, TokenLogprob
+from aioinfer.sampling.outcomes import BAD_LOGITS, NOT_FINITE
 from aioinfer.scheduling.block_cursor import BlockCursor, RowInFlight
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.sequence import Sequence, SequenceState
@@ -240,6 +241,10 @@ class BlockBatch:
                 if row.blocks:
                     # Before the known blocks are shared: a row in flight holds back what it writes.
                     cursor.flights.popleft()
+                if outcome.tokens[index] == BAD_LOGITS:
+                    _fail(sequence, queues)
+                    updated.append(sequence)
+                    continue
                 if row.ids:
                     _commit_known(sequence, cursor, row, queues)
                 if row.blocks and self._observe(sequence, cursor, blocks[index], queues):
@@ -251,8 +256,7 @@ class BlockBatch:
     ) -> bool:
         """A round has resolved; True if there are tokens, an end, or a draft for the consumer."""
         if block.failed:
-            queues.memory.distrust(sequence)
-            queues.finish(sequence, "abort", FloatingPointError("the model gave no finite logits"))
+            _fail(sequence, queues)
             return True
         output = sequence.output
         before, written = len(output.token_ids), cursor.observe(block)
@@ -277,6 +281,11 @@ class BlockBatch:
         for index, sequence in enumerate(self.sequences):
             assert sequence.cursor.row == index
             assert len(_cursor(sequence).flights) <= _MOST_FLIGHTS
+
+
+def _fail(sequence: Sequence, queues: RequestQueues) -> None:
+    queues.memory.distrust(sequence)
+    queues.finish(sequence, "abort", FloatingPointError(NOT_FINITE))
 
 
 def _commit_known(sequence: Sequence, cursor: BlockCursor, row: Row, queues: RequestQueues) -> None:

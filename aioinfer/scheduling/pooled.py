@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.pooling import Pooling
+from aioinfer.sampling.outcomes import NOT_FINITE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,7 +30,7 @@ class Pooled:
         import numpy as np  # a device has imported it
 
         if not np.isfinite(part).all():
-            raise FloatingPointError("the model gave no finite hidden states")
+            raise FloatingPointError(NOT_FINITE)
         if self.pooling.kind == "mean" and self._parts:
             self._parts[0] = self._parts[0] + part
         else:

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.errors import ConstraintFailed
-from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED
+from aioinfer.sampling.outcomes import BAD_LOGITS, DEFERRED, NOT_FINITE
 from aioinfer.scheduling.counters import SchedulerCounters
 from aioinfer.scheduling.cursor import TokenCursor
 from aioinfer.scheduling.recovery import without_junk
@@ -364,6 +364,8 @@ def _resolve_chunk(
     sequence = row.sequence
     if row.ends and step.id <= sequence.recovery.void_until:
         return ()  # it has begun again since
+    if token == BAD_LOGITS:
+        return _unsampled(sequence, step, token, forced, queues)
     updated: abc.Sequence[Sequence] = (sequence,) if row.samples or row.ends else ()
     if row.samples and token >= 0:
         sequence.output_ids.append(token)
@@ -391,7 +393,7 @@ def _unsampled(
     if token > DEFERRED:
         if token == BAD_LOGITS:
             queues.memory.distrust(sequence)
-            error: Exception = FloatingPointError("the model gave no finite logits")
+            error: Exception = FloatingPointError(NOT_FINITE)
         else:
             assert sequence.grammar is not None
             why = sequence.grammar.failed or "no token is allowed"

@@ -144,7 +144,7 @@ CPU = torch.device("cpu")
 
 
 class Model:
-    """Keeps its batch, and likes the token behind each position's own."""
+    """Keeps its batch, and likes the token behind each position's own; multiples of 3 it cannot compute."""
 
     capturable = True
     invariant = True
@@ -153,6 +153,8 @@ class Model:
 
     def forward(self, batch: Batch, attention: Any) -> torch.Tensor:
         self.batch = batch
+        if batch.hidden_rows is not None:
+            batch.hidden = torch.where(batch.input_ids[batch.hidden_rows] % 3 > 0, 1.0, torch.inf)[:, None]
         return torch.nn.functional.one_hot(batch.input_ids[batch.logits_rows] + 1, VOCAB).float()
 
 
@@ -170,7 +172,8 @@ class Desk:
             self.model, attention, shapes=shapes, max_pages=PAGES, page_size=PAGE
         )
         self.packers = [
-            Packer(TokenPacker(SLOTS), SLOTS, PAGES, PAGE, each) for each in (shapes, GraphShapes())
+            Packer(TokenPacker(SLOTS), SLOTS, PAGES, PAGE, each, hidden=True)
+            for each in (shapes, GraphShapes())
         ]
         self.sent = 0
         #: by slot, what its newest tenant asked for
@@ -250,6 +253,10 @@ class Desk:
         wanted = self.model.batch.input_ids[self.model.batch.logits_rows] + 1
         likeliest = self.captured.logits(given).argmax(1)
         assert likeliest.tolist() == wanted[: len(likeliest)].tolist()
+        plain = packed.plain
+        last = plain.sections["input_ids"][plain.sections["cu_q"][1:] - 1]
+        broken = self.captured.broken.tolist()
+        assert all(broken[row - plain.num_decodes] == (last[row] % 3 == 0) for row in plain.watched)
 
 
 class Packed(NamedTuple):

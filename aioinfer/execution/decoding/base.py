@@ -129,6 +129,9 @@ class Captured(Protocol):
     """Work on memory that lies still, so that it can be captured and replayed. Rows beyond a step's own are
     padding: slot 0, null page, no context; positions beyond those of its chunks are a row of padding."""
 
+    #: bool [C]: the last position of a chunk of the last forward is not finite; valid until the next forward
+    broken: torch.Tensor
+
     def prepare(self) -> None:
         """Called before the first capture: make what must not be made during one."""
 

@@ -111,6 +111,8 @@ class CapturedBlocks:
         self._cu_q = torch.arange(max_rows + 1, device=device) * block
         # Of all sizes, and not in the graphs' pool.
         self._logits = torch.empty(max_rows * block, spec.vocab_size, dtype=spec.dtype, device=device)
+        #: steps with chunks of prompts are not captured
+        self.broken: torch.Tensor = torch.zeros(0, dtype=torch.bool, device=device)
         self._records = torch.empty(max_rows, table.words, dtype=torch.int64, device=device)
         self._kept = torch.empty(KEPT, max_rows, table.words, dtype=torch.int64, device=device)
         self._turn = 0

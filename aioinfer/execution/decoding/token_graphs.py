@@ -134,6 +134,8 @@ class CapturedTokens:
         # Of all sizes, and not in the graphs' pool: the next forward would write there while tokens are still
         # copied to the host.
         self._logits = torch.empty(max_rows, model.spec.vocab_size, device=device)
+        chunks = max(shape.chunks for shape in shapes)
+        self.broken: torch.Tensor = torch.zeros(chunks, dtype=torch.bool, device=device)
         self._tokens = torch.empty(KEPT, max_rows, dtype=torch.int64, device=device)
         #: which of these the next step's are, on the device and on the host, and whether they agree
         self._turns = torch.zeros(1, dtype=torch.int64, device=device)
@@ -200,6 +202,8 @@ class CapturedTokens:
         sampling = (rows.slots[: shape.logits] > 0).to(torch.int64)
         batch = self._with_chunks(shape) if shape.tokens else self._decodes(shape.rows, sampling)
         self._logits[: shape.logits].copy_(self._model.forward(batch, self._attention))
+        if batch.hidden is not None:
+            self.broken[: shape.chunks].copy_(batch.hidden.isfinite().all(1).logical_not_())
         rows.starts[: shape.logits] += sampling
 
     def _decodes(self, size: int, live: torch.Tensor) -> Batch:
@@ -238,6 +242,8 @@ class CapturedTokens:
             kv_len=torch.cat((decodes.kv_len, chunks.kv_len)),
             block_table=torch.cat((decodes.block_table, table)),
             logits_rows=chunks.logits_rows,
+            # Those of rows without positions are others' or padding, and are not looked at.
+            hidden_rows=chunks.cu_q[1:-1] - 1,
             q_lens=[],
             kv_lens=[],
             num_decodes=shape.rows,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -29,7 +30,7 @@ from aioinfer.observe.timeline import now
 from aioinfer.outputs import TokenLogprob
 from aioinfer.sampling.batch import FilterRows, PenaltyReset, SamplingBatch
 from aioinfer.sampling.logprobs import Logprobs, score
-from aioinfer.sampling.outcomes import NO_TOKEN
+from aioinfer.sampling.outcomes import BAD_LOGITS, NO_TOKEN
 from aioinfer.sampling.sampler import Sampler
 from aioinfer.sampling.verification import DraftRows, Drafts
 from aioinfer.scheduling.step import NO_ROWS, Generating, NewRequestData, Step
@@ -395,7 +396,9 @@ def _read_logprobs(
             result.logprobs.setdefault(work.sample_rows[sampled], []).append(found)
     ids = iter(work.score_ids.tolist())
     for row, number, count in work.scores:
-        result.prompt_logprobs[row] = [entry(next(ids), count) for _ in range(number)]
+        scored = result.prompt_logprobs[row] = [entry(next(ids), count) for _ in range(number)]
+        if any(math.isnan(each.logprob) for each in scored):
+            result.tokens[row] = BAD_LOGITS
 
 
 def _sampling_batch(work: TokenWork, parts: dict[str, torch.Tensor], transfer: Transfer) -> SamplingBatch:
