@@ -8,6 +8,8 @@ one is what the system has left, without what others were promised and have not 
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import threading
 import weakref
@@ -18,7 +20,7 @@ from typing import Generic, TypeVar
 
 from aioinfer.errors import OutOfMemory
 
-__all__ = ["LEDGER", "Available", "ByteCache", "Entry", "Ledger", "Share"]
+__all__ = ["LEDGER", "Available", "ByteCache", "Entry", "Ledger", "Share", "give_back", "resident"]
 
 _GIB = 1 << 30
 
@@ -105,7 +107,9 @@ class Share:
 class Ledger:
     """The shares of a process. On any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, available: Callable[[], Available | None] = lambda: None) -> None:
+        """``available``: what the system has left; None where it does not say."""
+        self.available = available
         #: what is checked while it is held stays true: memory for a pool is checked and made under it
         self.claims = threading.RLock()
         #: held for moments
@@ -133,30 +137,64 @@ class Ledger:
         return found
 
     def untaken(self) -> int:
-        """Bytes that were promised and are not taken yet."""
+        """Bytes that were promised and are not taken yet; a share with a bound may come to have all of it.
+        Takes a millisecond for each gigabyte of pools."""
         with self.lock:
             shares = list(self._shares)
         once = {each if each.key is None else each.key: each for each in shares}
-        return sum(max(0, each.promised - each.taken) for each in once.values())
+        return sum(max(0, (each.bound or each.promised) - each.taken) for each in once.values())
 
-    def left(self, available: Available | None) -> Available | None:
-        """What is ``available`` by the system, without what was promised and is not taken."""
-        if available is None:
-            return None
-        return Available(max(0, available.bytes - self.untaken()), available.source)
+    def left(self) -> Available | None:
+        """What the system has left, without what was promised and is not taken."""
+        available = self.available()
+        return available and Available(max(0, available.bytes - self.untaken()), available.source)
 
-    def claim(self, share: Share, size: int, available: Available | None) -> None:
-        """Promise ``size`` bytes more to a share. Raises OutOfMemory: they are not left; ``available``: as
-        the system says, None where it does not."""
+    def short(self, size: int) -> Available | None:
+        """What is left, if that is less than ``size`` bytes, also without what closed engines and failed
+        starts have left behind."""
+        left = self.left()
+        if left is not None and size > left.bytes:
+            gc.collect()
+            give_back()
+            left = self.left()
+        return left if left is not None and size > left.bytes else None
+
+    def said(self, left: Available) -> str:
+        """What is left, for a message."""
+        untaken = self.untaken()
+        text = f"the {left.source} has {left.bytes / _GIB:.2f} GiB left"
+        return f"{text} beside {untaken / _GIB:.2f} GiB that this process has promised" if untaken else text
+
+    def claim(self, share: Share, size: int) -> None:
+        """Promise ``size`` bytes more to a share. Raises OutOfMemory: they are not left."""
         with self.claims:
-            left = self.left(available)
-            if left is not None and size > left.bytes:
-                raise OutOfMemory(
-                    f"{share.name}: {size / _GIB:.2f} GiB are needed, and the {left.source} has "
-                    f"{left.bytes / _GIB:.2f} GiB left"
-                )
+            if (left := self.short(size)) is not None:
+                raise OutOfMemory(f"{share.name}: {size / _GIB:.2f} GiB are needed, and {self.said(left)}")
             with self.lock:
                 share.promised += size
+
+
+def give_back() -> None:
+    """Return memory that was freed to the system, where the C library keeps it for later: building a model
+    leaves it a hundred megabytes and more."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def resident(address: int, size: int) -> int:
+    """Bytes of a mapping of ``size`` bytes that are in memory, in whole pages; 0 where the system does not
+    say."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    begin, end = address - address % page, address + size
+    mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
+    count, found = 0, (ctypes.c_ubyte * (1 << 16))()
+    for start in range(begin, end, page << 16):
+        pages = min(1 << 16, -(-(end - start) // page))
+        if mincore is None or mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * page), found):
+            return 0
+        count += bytes(found[:pages]).count(1)
+    return min(size, count * page)
 
 
 class ByteCache(Generic[_KeyT, _ValueT]):

@@ -35,6 +35,7 @@ from aioinfer.execution.graph_shapes import GraphShapes
 from aioinfer.execution.graphs import Graph
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.runner import Runner
+from aioinfer.ledger import Share
 from aioinfer.observe.timeline import DeviceLane, now
 
 __all__ = ["Backend", "CpuBackend", "CudaBackend", "Direct", "lacks_memory"]
@@ -85,9 +86,11 @@ class Direct:
 class CpuBackend:
     """The step is done when ``launch`` returns."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, steps: Share | None = None) -> None:
+        """``steps``: what they take of the memory; it is kept as long as the backend."""
         self.graphs = GraphShapes()
         self._runner = runner
+        self._steps = steps
         self._transfer = Direct(torch.device("cpu"))
 
     def launch(self, packed: PackedStep) -> Flight:

@@ -14,12 +14,20 @@ from aioinfer.execution.decoding.base import Kind
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.graph_shapes import GraphShapes
 from aioinfer.execution.graphs import StepGraphs, graphs_unsupported
-from aioinfer.execution.limits import give_back, memory_available
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.runner import Runner
-from aioinfer.execution.sizing import PoolSize, check_pool, cpu_budget, cuda_budget, fit_states, size_pool
+from aioinfer.execution.sizing import (
+    PoolSize,
+    check_pool,
+    cpu_budget,
+    cuda_budget,
+    fit_states,
+    size_pool,
+    step_bytes,
+)
 from aioinfer.execution.warmup import measure
+from aioinfer.ledger import LEDGER, Share, give_back
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.backend import Backend as ModelBackend
@@ -154,8 +162,11 @@ def build(parts: Parts, progress: Progress | None = None) -> tuple[Backend, Pool
     size = size_pool(config, spec, parts.page_bytes, cpu_budget(config))
     give_back()
     pool_bytes = (size.num_pages + 1) * parts.page_bytes + size.state_bytes
-    check_pool(config, pool_bytes, memory_available(), spec.mapped_bytes, state_bytes=size.state_bytes)
-    return CpuBackend(parts.runner(size.num_pages, size.num_snapshots)), size
+    with LEDGER.claims:
+        steps = Share("steps", step_bytes(config, spec))
+        check_pool(config, pool_bytes, state_bytes=size.state_bytes)
+        runner = parts.runner(size.num_pages, size.num_snapshots)
+    return CpuBackend(runner, steps), size
 
 
 def _build_cuda(parts: Parts, progress: Progress | None) -> tuple[Backend, PoolSize]:

@@ -17,17 +17,22 @@ from typing import Any
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
-from aioinfer.ledger import Available
+from aioinfer.execution.memory import memory_available
+from aioinfer.ledger import LEDGER
 from aioinfer.model.spec import ModelSpec
 
 __all__ = [
-    *("PoolSize", "by_memory", "check_pool", "check_weights", "cpu_budget", "cuda_budget"),
-    *("fewer_requests", "fit_states", "size_pool"),
+    *("PoolSize", "by_memory", "check_pool", "cpu_budget", "cuda_budget"),
+    *("fewer_requests", "fit_states", "size_pool", "step_bytes"),
 ]
+
+LEDGER.available = memory_available
 
 _GIB = 1 << 30
 _MIB = 1 << 20
 
+#: bytes that steps of the smallest model take, with what the C library keeps
+_STEP_BASE = 24 << 20
 #: at most so much of what the slots' states leave of the memory budget goes to snapshots of states
 _SNAPSHOT_SHARE = 4
 #: and at most this many per running request
@@ -55,26 +60,25 @@ def cpu_budget(config: EngineConfig) -> int:
     return int(config.kv_memory_gib * _GIB)
 
 
-def check_pool(
-    config: EngineConfig,
-    pool_bytes: int,
-    available: Available | None,
-    mapped_bytes: int = 0,
-    *,
-    state_bytes: int = 0,
-) -> None:
-    """Raise ConfigError if a pool on the CPU is larger than the memory there is.
+def step_bytes(config: EngineConfig, spec: ModelSpec) -> int:
+    """Bytes that steps on the CPU take for moments. Estimated: for each token the activations of a layer in
+    float32, two of an inner size of four times the hidden one and eight of that, and for each row the logits,
+    four times."""
+    per_token = 4 * (2 * 4 + 8) * spec.hidden_size
+    rows = config.running_requests * spec.unit
+    return _STEP_BASE + config.step_tokens * per_token + 16 * rows * spec.vocab_size
 
-    ``pool_bytes``: of KV pages and recurrent states; ``state_bytes``: of the latter alone. ``mapped_bytes``:
-    of weights in a mapped file. They count as available, and would be read again in every step if the pool
-    took their memory.
 
-    Its memory is taken as it is used: a pool that is too large would start, and be the end of the process
-    when it is full.
+def check_pool(config: EngineConfig, pool_bytes: int, *, state_bytes: int = 0) -> None:
+    """Raise ConfigError if a pool on the CPU is larger than the memory that is left for it.
+
+    ``pool_bytes``: of KV pages and recurrent states; ``state_bytes``: of the latter alone. Its memory is
+    taken as it is used: a pool that is too large would start, and be the end of the process when it is full.
+    The same memory cannot be promised twice, see :mod:`aioinfer.ledger`.
     """
-    if available is None or pool_bytes <= available.bytes - mapped_bytes:
+    left = LEDGER.short(pool_bytes)
+    if left is None:
         return
-    left = max(0, available.bytes - mapped_bytes)
     knob = f"num_pages is {config.num_pages}"
     if config.num_pages is None:
         knob = f"kv_memory_gib is {config.kv_memory_gib:g}"
@@ -86,21 +90,7 @@ def check_pool(
             f"the KV pool takes {(pool_bytes - state_bytes) / _GIB:.2f} GiB, the recurrent states of slots "
             f"and snapshots {state_bytes / _GIB:.2f} GiB"
         )
-    raise ConfigError(
-        f"{knob}: {takes}, and the {available.source} has {left / _GIB:.2f} GiB left beside the model"
-    )
-
-
-def check_weights(weight_bytes: int, available: Available | None) -> None:
-    """Raise OutOfMemory if the weights alone are more than the memory there is on the CPU.
-
-    The system would end the process while they are read; mapped ones would be read again in every step.
-    """
-    if available is not None and weight_bytes > available.bytes:
-        raise OutOfMemory(
-            f"model: its weights take {weight_bytes / _GIB:.2f} GiB at least, and the {available.source} has "
-            f"{available.bytes / _GIB:.2f} GiB left: a smaller model or dtype, or more memory is needed"
-        )
+    raise ConfigError(f"{knob}: {takes}, and {LEDGER.said(left)}")
 
 
 def cuda_budget(*, total: int, free: int, wanted: int, utilization: float) -> int:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aioinfer.checkpoint.adapter import ADAPTER_FILES
 from aioinfer.checkpoint.locate import locate
 from aioinfer.config import SPECULATION, EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
@@ -18,11 +19,12 @@ from aioinfer.execution.cuda_device import callers_device, current, pick_device
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
 from aioinfer.execution.draft_checks import check_draft
 from aioinfer.execution.grammar_worker import GrammarWorker
-from aioinfer.execution.limits import check_threads, cpu_quota, default_threads, memory_available
+from aioinfer.execution.limits import check_threads, cpu_quota, default_threads
 from aioinfer.execution.opening import preload_torch
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
-from aioinfer.execution.sizing import by_memory, check_weights, fewer_requests
+from aioinfer.execution.sizing import by_memory, fewer_requests
+from aioinfer.ledger import LEDGER, Share
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.scheduling.step import Step
 
@@ -38,6 +40,9 @@ if TYPE_CHECKING:
     from aioinfer.model.updates.recipe import PreparedUpdate
 
 __all__ = ["TorchDevice"]
+
+#: of an adapter, while it is read: the file, its tensors, and what kernels read
+_ADAPTER_COPIES = 3
 
 
 class TorchDevice:
@@ -58,6 +63,9 @@ class TorchDevice:
         self.lane = DeviceLane()
         self._adapters: AdapterSlots | None = None
         self._threads_before: int | None = None
+        #: of the memory: of weights, and of adapters by their slots
+        self._weights: list[Share] = []
+        self._held: dict[int, Share] = {}
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
         preload_torch()
@@ -205,7 +213,8 @@ class TorchDevice:
 
         config = self._config
         on_cpu = device.type == "cpu"
-        return load_model(
+        loading = _Loading(progress)
+        model = load_model(
             path or config.model_path,
             LoadOptions(
                 dtype=config.dtype,
@@ -221,9 +230,13 @@ class TorchDevice:
                 max_lora_rank=config.max_lora_rank if config.max_adapters and path is None else 0,
                 deterministic=config.deterministic,
             ),
-            progress=progress,
-            check_size=(lambda size: check_weights(size, memory_available())) if on_cpu else None,
+            progress=loading,
+            check_size=loading.claim if on_cpu else None,
         )
+        loading("weights", 1, 1)
+        if not config.cache_weights:  # those that are mapped have a share of their own
+            self._weights.append(loading.share)
+        return model
 
     def prepare(self, step: Step) -> PackedStep:
         assert self._packer is not None, "not open"
@@ -238,6 +251,11 @@ class TorchDevice:
         if slots is None:
             raise ConfigError("adapters: the device is closed, or its model computes none")
         assert self._device is not None, "it has adapters"
+        reading = Share("adapters")
+        with suppress(OSError):  # reading says it better
+            LEDGER.claim(
+                reading, _ADAPTER_COPIES * sum((path / name).stat().st_size for name in ADAPTER_FILES)
+            )
         try:
             with current(self._device):
                 return slots.prepare(path)
@@ -247,14 +265,18 @@ class TorchDevice:
             if not lacks_memory(error):
                 raise
             raise OutOfMemory(f"there is no memory for the adapter {path.name}") from error
+        finally:
+            reading.close()
 
     def install_adapter(self, slot: int, adapter: PreparedAdapter) -> None:
         assert self._adapters is not None, "the model computes no adapters"
         self._adapters.install(slot, adapter)
+        self._held[slot] = Share("adapters", adapter.num_bytes, adapter.num_bytes)
 
     def remove_adapter(self, slot: int) -> None:
         if self._adapters is not None:
             self._adapters.remove(slot)
+            self._held.pop(slot, None)
 
     def prepare_weights(self, given: Any, go_on: Callable[[], None]) -> PreparedUpdate:
         from aioinfer.model.updates.recipe import prepare_update
@@ -282,6 +304,8 @@ class TorchDevice:
         self._backend = self._model = None
         self._packer = None
         self._adapters = None
+        self._weights.clear()
+        self._held.clear()
         self._grammars.close()
         self.lane.parts = dict
         if self._threads_before is not None:
@@ -289,6 +313,28 @@ class TorchDevice:
 
             torch.set_num_threads(self._threads_before)
             self._threads_before = None
+
+
+class _Loading:
+    """The ``progress`` of weights that are read or made, and their share of the memory."""
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self.share = Share("weights")
+
+    def claim(self, size: int) -> None:
+        """``size`` bytes more are taken next. Raises OutOfMemory."""
+        self.share.taken = self.share.promised  # of random weights, those before were made
+        try:
+            LEDGER.claim(self.share, size)
+        except OutOfMemory as error:
+            raise OutOfMemory(f"{error}: a smaller model or dtype, or more memory is needed") from None
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        if stage == "weights":
+            self.share.taken = self.share.promised * done // max(1, total)
+        if self._progress is not None:
+            self._progress(stage, done, total)
 
 
 def _check_deterministic(model: CausalLM, attention: str) -> None:

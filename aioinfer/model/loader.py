@@ -142,9 +142,9 @@ class _Own:
             return self._build(None)
         check_cache_weights(self.layers, options.load_format, opened.architecture)
         facts = str(opened.dtype), options.quantization, options.experts
-        model, done, mapped = _load_cached(opened.checkpoint, self._build, self.progress, *facts)
+        model, done = _load_cached(opened.checkpoint, self._build, self.progress, *facts)
         reason = f"{model.spec.layer_reason}; {done}"
-        model.spec = replace(model.spec, layer_reason=reason, mapped_bytes=mapped)
+        model.spec = replace(model.spec, layer_reason=reason)
         return model
 
     def _bytes(self, tensors: Tensors) -> int:
@@ -228,7 +228,7 @@ def _load_cached(
     build: Callable[[Blobs | None], CausalLM],
     progress: Progress | None,
     *facts: object,
-) -> tuple[CausalLM, str, int]:
+) -> tuple[CausalLM, str]:
     """Load a model over weights mapped from the cache. Raises ConfigError."""
     from aioinfer.native.bindings import shared_thread_pool
     from aioinfer.native.build import BuildFailed, cache_directory

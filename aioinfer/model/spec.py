@@ -69,8 +69,6 @@ class ModelSpec:
     generates: bool = True
     #: every position sees all of its prompt, which is one row and never cut
     whole_prompts: bool = False
-    #: bytes of weights in a mapped file: the system counts their memory as available
-    mapped_bytes: int = 0
     #: the recurrent state of a sequence, see :mod:`aioinfer.model.state`; empty if the model has none
     states: tuple[StateShape, ...] = ()
 

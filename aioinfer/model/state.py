@@ -46,7 +46,9 @@ class StatePool:
 
     def __init__(self, shapes: Sequence[StateShape], num_cells: int, device: torch.device) -> None:
         self.num_cells = num_cells
-        self.tensors = [pool_zeros((num_cells + 1, *shape), dtype, device) for shape, dtype in shapes]
+        self.tensors = [
+            pool_zeros((num_cells + 1, *shape), dtype, device, "recurrent states") for shape, dtype in shapes
+        ]
 
 
 @dataclass(slots=True)

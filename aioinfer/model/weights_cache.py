@@ -29,6 +29,7 @@ from typing import IO, Any, Protocol, Self, TypeVar
 
 import numpy as np
 
+from aioinfer.ledger import Share
 from aioinfer.model.spec import Progress
 from aioinfer.native.bindings import InvalidArguments, ThreadPool
 from aioinfer.native.turns import turn
@@ -87,14 +88,17 @@ class PackedWeightsFile:
         with path.open("rb") as file:
             with suppress(OSError, AttributeError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-            size = os.fstat(file.fileno()).st_size
+            stat = os.fstat(file.fileno())
+            size = stat.st_size
             if size <= _TRAILER.size:
                 raise _Unusable("it has no contents")
             mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-        #: keeps the mapping
-        self._bytes = np.frombuffer(mapped, dtype=np.uint8)
-        self._address = self._bytes.ctypes.data
-        self.size = size
+        memory = np.frombuffer(mapped, dtype=np.uint8)
+        self._address = memory.ctypes.data
+        # They count as free, and would be read again in every step if others took their memory.
+        share = Share("mapped weights", size, key=(stat.st_dev, stat.st_ino))
+        #: keeps the mapping, and its place in the ledger
+        self._owner = memory, share
         end = size - _TRAILER.size
         start, checksum, magic = _TRAILER.unpack(mapped[end:])
         if magic != _MAGIC or start > end or _checksum(pool, self._address, end, progress) != checksum:
@@ -107,7 +111,7 @@ class PackedWeightsFile:
         if found is None:
             raise _Unusable(f"it has no {name}")
         offset, size = found
-        return MappedMemory(self._address + offset, size, self._bytes)
+        return MappedMemory(self._address + offset, size, self._owner)
 
     def add(self, name: str, address: int, size: int) -> None:
         """Do nothing: the file is complete."""
@@ -212,7 +216,7 @@ class WeightsCache:
         pool: ThreadPool,
         build: Callable[[Blobs | None], _Model],
         progress: Progress | None = None,
-    ) -> tuple[_Model, str, int]:
+    ) -> tuple[_Model, str]:
         """A model over mapped weights; they are written first if that has not been done.
 
         Args:
@@ -220,7 +224,7 @@ class WeightsCache:
             progress: called while a file is checked; what it raises is raised here.
 
         Returns:
-            The model, what was done, in words, and how many bytes are mapped.
+            The model, and what was done, in words.
         """
         group = f"weights-{self._group}-{_hash(pool.kernels.name)}-"
         path = self._directory / f"{group}{self._state}.packed"
@@ -228,26 +232,26 @@ class WeightsCache:
         self._prune(path, group)
         before, done = _identity(path), "weights are mapped from the cache"
         if (found := mapped()) is not None:
-            return found[0], done, found[1]
+            return found, done
         pulse = None if progress is None else lambda: progress("weights", 0, 1)
         with turn(path.with_name(f"{_UNFINISHED}{path.stem}"), pulse):
             # What another process has written meanwhile is shared with it.
             if _identity(path) != before and (found := mapped()) is not None:
-                return found[0], done, found[1]
+                return found, done
             _log.info("packed weights are written to %s, once for this processor", path)
             with WeightsWriter(path) as writer:
                 built = build(writer)
                 written = writer.commit(pool, progress)
             if not written:
                 _log.warning("packed weights cannot be cached: %s", writer.failed)
-                return built, f"weights could not be cached: {writer.failed}", 0
+                return built, f"weights could not be cached: {writer.failed}"
             # Not both at once: what is not in the file takes memory of its own.
             del built
             self._prune(path, group)
             found = mapped()
             if found is None:
-                return build(None), "weights were cached", 0
-            return found[0], "weights were cached and mapped", found[1]
+                return build(None), "weights were cached"
+            return found, "weights were cached and mapped"
 
     def _mapped(
         self,
@@ -255,7 +259,7 @@ class WeightsCache:
         pool: ThreadPool,
         build: Callable[[Blobs | None], _Model],
         progress: Progress | None,
-    ) -> tuple[_Model, int] | None:
+    ) -> _Model | None:
         with suppress(OSError):  # of another user, or not to be written
             os.utime(path)  # the time of its last use, see _prune
         try:
@@ -266,7 +270,7 @@ class WeightsCache:
             _log.warning("the packed weights in %s are made anew: %s", path, error)
             return None
         try:
-            return build(file), file.size
+            return build(file)
         except (InvalidArguments, _Unusable) as error:
             _log.warning("the packed weights in %s are made anew: %s", path, error)
             return None

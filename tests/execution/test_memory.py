@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ import torch
 from aioinfer.checkpoint.tensors import SafetensorsTensors, stored_bytes
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
-from aioinfer.execution import build as building
-from aioinfer.execution import torch_device
-from aioinfer.execution.limits import give_back, memory_available
+from aioinfer.execution.memory import memory_available
 from aioinfer.execution.sizing import check_pool
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.ledger import Available
+from aioinfer.ledger import LEDGER, Available, give_back, resident
 from aioinfer.model.attention.pool import KVShape, pool_zeros
 from aioinfer.model.backend import Backend
 from aioinfer.model.kernels import make_attention
@@ -98,29 +95,39 @@ def test_what_is_left_is_the_least_of_machine_and_groups(
     assert available(tmp_path, membership, files, free) == (None if wanted is None else Available(*wanted))
 
 
-def test_a_system_that_says_nothing_sets_no_limit(tmp_path: Path) -> None:
+def test_a_system_that_says_nothing_sets_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_available(tmp_path, tmp_path / "none", tmp_path / "none") is None
-    check_pool(EngineConfig(), 10**18, None)
+    monkeypatch.setattr(LEDGER, "available", lambda: None)
+    check_pool(EngineConfig(), 10**18)
 
 
-def test_a_pool_beyond_the_memory_is_refused_with_the_setting_it_comes_from() -> None:
-    left = Available(3 * GIB // 2, "control group")
+def leave(patch: pytest.MonkeyPatch, size: int, source: str = "control group") -> None:
+    """The system has so much left, beside what this process has promised before."""
+    gc.collect()
+    patch.setattr(LEDGER, "available", lambda: Available(size + promised, source))
+    promised = LEDGER.untaken()
+
+
+def test_a_pool_beyond_the_memory_is_refused_with_the_setting_it_comes_from(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    leave(monkeypatch, 3 * GIB // 2)
     with pytest.raises(ConfigError, match=r"kv_memory_gib is 2: .* 2.00 GiB, .* control group has 1.50 GiB"):
-        check_pool(EngineConfig(kv_memory_gib=2), 2 * GIB, left)
+        check_pool(EngineConfig(kv_memory_gib=2), 2 * GIB)
     with pytest.raises(ConfigError, match="num_pages is 77: "):
-        check_pool(EngineConfig(num_pages=77), 2 * GIB, left)
-    check_pool(EngineConfig(kv_memory_gib=2), 3 * GIB // 2, left)
+        check_pool(EngineConfig(num_pages=77), 2 * GIB)
+    check_pool(EngineConfig(kv_memory_gib=2), 3 * GIB // 2)
     fixed = EngineConfig(num_pages=77, max_running_requests=200)
     told = r"num_pages is 77, max_running_requests 200: .* takes 0.50 GiB, .* states .* 1.50 GiB, .* has 1.50"
     with pytest.raises(ConfigError, match=told):
-        check_pool(fixed, 2 * GIB, left, state_bytes=3 * GIB // 2)
+        check_pool(fixed, 2 * GIB, state_bytes=3 * GIB // 2)
 
 
 def test_a_device_does_not_open_with_a_pool_that_cannot_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="num_pages is 1000000000: the KV pool takes"):
         TorchDevice(EngineConfig(device="cpu", threads=1, num_pages=10**9)).open()
-    monkeypatch.setattr(building, "memory_available", lambda: Available(1000, "control group"))
-    with pytest.raises(ConfigError, match=r"kv_memory_gib is 1: .* control group has 0.00 GiB"):
+    leave(monkeypatch, 32 * MIB)
+    with pytest.raises(ConfigError, match=r"kv_memory_gib is 1: .* control group has 0.00 GiB left beside"):
         TorchDevice(EngineConfig(device="cpu", threads=1)).open()
 
 
@@ -139,7 +146,8 @@ def test_weights_beyond_the_memory_are_refused_before_they_are_read(
     def limited_to(limit: int) -> None:
         files = {"memory.max": f"{limit}", "memory.current": "0"}
         left = available(tmp_path, "0::/", files, 8 * GIB)
-        monkeypatch.setattr(torch_device, "memory_available", lambda: left)
+        assert left is not None
+        leave(monkeypatch, left.bytes, left.source)
 
     def unread(*given: object, **named: object) -> None:
         raise AssertionError("weights are read")
@@ -148,7 +156,7 @@ def test_weights_beyond_the_memory_are_refused_before_they_are_read(
         patch.setattr(Weights, "__init__", unread)
         patch.setattr("aioinfer.model.transformers_model.TransformersLM.__init__", unread)
         limited_to(size * numbers - 1)
-        with pytest.raises(OutOfMemory, match=r"its weights take .* GiB at least, and the control group has"):
+        with pytest.raises(OutOfMemory, match=r"weights: .* GiB are needed, and the control group has"):
             TorchDevice(config).open()
         limited_to(size * numbers)
         with pytest.raises(AssertionError, match="weights are read"):
@@ -159,19 +167,9 @@ def test_random_weights_beyond_the_memory_are_refused_as_they_are_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = EngineConfig(device="cpu", threads=1, num_pages=64, load_format="random")
-    monkeypatch.setattr(torch_device, "memory_available", lambda: Available(1000, "control group"))
+    leave(monkeypatch, 1000)
     with pytest.raises(OutOfMemory, match="control group"):
         TorchDevice(config).open()
-
-
-def resident(store: torch.Tensor) -> int:
-    """Bytes of the tensor that are in memory, whatever else this process has there."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    begin, end = -(-store.data_ptr() // page), (store.data_ptr() + store.nbytes) // page
-    found = (ctypes.c_ubyte * (end - begin))()
-    mincore = ctypes.CDLL(None, use_errno=True).mincore
-    assert mincore(ctypes.c_void_p(begin * page), ctypes.c_size_t((end - begin) * page), found) == 0
-    return page * sum(each & 1 for each in found)
 
 
 @pytest.mark.parametrize("kernels", ["native", "sdpa"])
@@ -185,13 +183,13 @@ def test_a_pool_takes_memory_as_it_is_used(kernels: Any) -> None:
     )
     stores = attention._cells if kernels == "native" else [*attention._pool.keys, *attention._pool.values]
     assert sum(store.nbytes for store in stores) >= 512 * MIB
-    assert sum(map(resident, stores)) < 32 * MIB
+    assert sum(resident(store.data_ptr(), store.nbytes) for store in stores) < 32 * MIB
     for store in stores:
         assert store.data_ptr() % 64 == 0
         assert not store.flatten()[-(1 << 20) :].any()
         store.flatten()[: 1 << 20].fill_(1)
     # Written or read, in pages that may be large.
-    assert 0 < sum(map(resident, stores)) < 64 * MIB
+    assert 0 < sum(resident(store.data_ptr(), store.nbytes) for store in stores) < 64 * MIB
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

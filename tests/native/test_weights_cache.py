@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import gc
 import logging
 import os
 import shutil
@@ -20,7 +21,7 @@ from aioinfer import Engine, EngineConfig, SamplingParams
 from aioinfer.cli.doctor import examine
 from aioinfer.errors import ConfigError
 from aioinfer.execution.sizing import check_pool
-from aioinfer.ledger import Available
+from aioinfer.ledger import LEDGER, Available
 from aioinfer.model import weights_cache
 from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.loader import load_model
@@ -205,14 +206,24 @@ def test_files_of_other_kernels_and_of_other_code_are_told_apart(
     assert len(files(cache)) == 2
 
 
-def test_mapped_weights_count_as_memory_that_a_pool_cannot_have(checkpoint: Callable[[str], Any]) -> None:
-    mapped = load(checkpoint("qwen3")[0]).spec.mapped_bytes
+def test_mapped_weights_count_as_memory_that_a_pool_cannot_have(
+    checkpoint: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gc.collect()
+    before = LEDGER.untaken()
+    model = load(checkpoint("qwen3")[0])
+    mapped = LEDGER.untaken() - before
     assert mapped > 10_000
+    again = load(checkpoint("qwen3")[0])  # the same memory
+    assert LEDGER.untaken() - before == mapped
     config = EngineConfig(num_pages=9)
-    left = Available(mapped + 5000, "machine")
-    check_pool(config, 5000, left, mapped)
-    with pytest.raises(ConfigError, match=r"has 0\.00 GiB left beside the model"):
-        check_pool(config, 5001, left, mapped)
+    monkeypatch.setattr(LEDGER, "available", lambda: Available(before + mapped + 5000, "machine"))
+    check_pool(config, 5000)
+    with pytest.raises(ConfigError, match=r"has 0\.00 GiB left beside 0\.00 GiB that this process"):
+        check_pool(config, 5001)
+    del model, again
+    gc.collect()
+    check_pool(config, mapped + 5000)
 
 
 class Cancelled(BaseException):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 import torch
+
+from aioinfer.ledger import Share, resident
 
 __all__ = ["KVPool", "KVScales", "KVShape", "pool_zeros"]
 
@@ -15,15 +19,20 @@ __all__ = ["KVPool", "KVScales", "KVShape", "pool_zeros"]
 _ALIGNMENT = 64
 
 
-def pool_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def pool_zeros(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, share: str = "KV pages"
+) -> torch.Tensor:
     """Zeros for a KV pool. On a CPU their memory is taken page by page when it is first written: the unused
-    part of a pool costs nothing."""
+    part of a pool costs nothing, and is promised in the ledger, under the name ``share``, while it lives."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     size = prod(shape) * dtype.itemsize
     # torch.zeros writes them; numpy's come from the system, which has them zeroed on demand.
     memory = np.zeros(size + _ALIGNMENT, np.uint8)
     first = -memory.ctypes.data % _ALIGNMENT
+    promised = Share(share, size, partial(resident, memory.ctypes.data, size))
+    # It ends with the last reference to it, which the finalizer has.
+    weakref.finalize(memory, id, promised).atexit = False
     return torch.from_numpy(memory[first : first + size]).view(dtype).view(*shape)
 
 
