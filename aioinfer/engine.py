@@ -168,6 +168,7 @@ class Engine(EngineLike):
         )
         info = factory.completed(info, tokenizer, config, fingerprint)
         core = Core(config, info, tokenizer, clock_of(intake.loop), self._drafter)
+        await intake.run(core.preparing.warm_up)
         adapters = AdapterLoads(core.adapters, launcher, intake, config.model_name)
         await adapters.load_all(config.adapter_paths)
         chat_format = await intake.run(

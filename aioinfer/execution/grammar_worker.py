@@ -231,13 +231,17 @@ class GrammarWorker:
         if batch.ahead:
             self._look_ahead(batch.ahead)
             return
-        start, rows = time.monotonic(), len(batch.tokens) + len(batch.accepted)
+        start, used, rows = time.monotonic(), time.thread_time(), len(batch.tokens) + len(batch.accepted)
+        position = sum(state.position for state in batch.states)
         with self._changed:
             self._batches.append(batch)
         while (states := self._accept(batch)) is None:
             pass
-        masks = _fill([state for state in states if state.failed is None])
+        masks = _advanced(states)
         slow = time.monotonic() - start > self._patience * rows
+        if len(batch.states) == 1:  # as slow ones always are
+            (state,) = batch.states
+            state.charge(time.thread_time() - used, state.position - position)
         with self._changed:
             for state in states:
                 if state.failed is None:
@@ -298,6 +302,15 @@ class _Batch:
         self.accepted: list[GrammarState] = [] if accepted is None else accepted
         #: all that the batch began with
         self.states = [*self.accepted, *(state for state, _ in tokens)]
+
+
+def _advanced(states: list[GrammarState]) -> dict[int, npt.NDArray[np.int32]]:
+    """The masks after the tokens that the grammars force, by the ids of the states that have not failed."""
+    began = time.monotonic()
+    masks = _fill([state for state in states if state.failed is None])
+    seconds = time.monotonic() - began
+    followed = [state for state in states if id(state) in masks and state.follow(masks[id(state)], seconds)]
+    return masks | _fill([state for state in followed if state.failed is None])
 
 
 def _fill(states: list[GrammarState]) -> dict[int, npt.NDArray[np.int32]]:

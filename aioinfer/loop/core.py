@@ -65,7 +65,6 @@ class Core:
         "_generation",
         "_newest_step",
         "_next_key",
-        "_preparing",
         "_seeds",
         "_usual_rates",
         "adapters",
@@ -75,6 +74,7 @@ class Core:
         "ended",
         "holding_back",
         "info",
+        "preparing",
         "scheduler",
         "texts",
         "tokenizer",
@@ -117,7 +117,8 @@ class Core:
         self._seeds = random.Random(config.seed)
         self._next_key = 0
         self._arrivals = 0
-        self._preparing = Preparing(config, info, tokenizer, drafts=self._drafter is not None)
+        #: what requests need besides their prompts
+        self.preparing = Preparing(config, info, tokenizer, drafts=self._drafter is not None)
 
     def _new_scheduler(self) -> Scheduler:
         config, info = self._config, self.info
@@ -204,7 +205,7 @@ class Core:
         """Work out what a request needs besides its prompt. May take long, then on any thread, if the
         parameters say so (``worked_out``) and with a checkpoint. Raises InvalidRequest, also if the extra for
         grammars is missing."""
-        prepared = self._preparing.complete(prompt_ids, params, self.checks.stop_ids(params))
+        prepared = self.preparing.complete(prompt_ids, params, self.checks.stop_ids(params))
         if checkpoint is None:
             return prepared
         text = self._output_text(prompt_ids, params)
@@ -258,7 +259,7 @@ class Core:
             sequence.take_version(self.weight_version)
         else:
             resumption.place(sequence, cell, self.weight_version)
-        if self._preparing.speculates(params):
+        if self.preparing.speculates(params):
             prompt = np.frombuffer(sequence.token_key(0, len(prompt_ids)), np.int32)
             prediction = NO_IDS if prepared.prediction is None else prepared.prediction
             drafts = DraftRequest(prompt, prediction, output.label or "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Preparing"]
 
+_log = logging.getLogger("aioinfer")
+
 
 class Preparing:
     """Prepares the requests of one engine, on several threads. ``drafts``: the engine has a drafter."""
@@ -39,6 +42,18 @@ class Preparing:
         self._drafts = drafts
         self._compiler: Compiler | None = None
         self._compiler_lock = threading.Lock()
+
+    def warm_up(self) -> None:
+        """Build what every grammar needs: the first one would take a second of the interpreter's lock.
+
+        Blocks. Does nothing where no request can have a grammar; such requests are told why.
+        """
+        if self._tokenizer is None or not self._info.generates or self._info.block_size is not None:
+            return
+        try:
+            self._grammar_compiler()
+        except Exception as error:  # the library raises several types for a tokenizer that it cannot read
+            _log.info("there will be no grammars: %s", error)
 
     def complete(
         self, prompt_ids: Sequence[int], params: SamplingParams, stop_ids: frozenset[int]

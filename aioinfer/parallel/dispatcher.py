@@ -172,20 +172,22 @@ class Dispatcher(EngineLike):
             model = self._model = await bring_up(self.config, self._replicas, intake, progress)
             for replica in self._replicas[1:]:
                 check_same_model(replica, self._replicas[0].info)
+            running = Dispatching(
+                self.config,
+                Placing(self._replicas, self._policy),
+                intake,
+                model.info,
+                model.tokenizer,
+                clock_of(loop),
+                on_loss=self._on_loss,
+            )
+            await intake.run(running.preparing.warm_up)
         except BaseException:
             await intake.aclose()
             raise
         self.default_params, self.sentences = model.default_params, model.sentences
         self._chat_format = model.chat_format
-        return Dispatching(
-            self.config,
-            Placing(self._replicas, self._policy),
-            intake,
-            model.info,
-            model.tokenizer,
-            clock_of(loop),
-            on_loss=self._on_loss,
-        )
+        return running
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Stop serving, and close the engines. As :meth:`aioinfer.Engine.aclose`."""

@@ -102,7 +102,7 @@ class Dispatching(Service[Record], ReplicaEvents):
         #: seconds from a loss to the next token, of streams that have that, in all
         self.resume_seconds = 0.0
         #: finds what is wrong with a request before an engine has it
-        self._preparing = Preparing(config, info, tokenizer, drafts=False)
+        self.preparing = Preparing(config, info, tokenizer, drafts=False)
         self.queue = RecordQueue(ranked=config.policy == "priority")
         self._seeds = random.Random(config.seed)
         self._keys, self._arrivals = 0, 0
@@ -127,7 +127,7 @@ class Dispatching(Service[Record], ReplicaEvents):
     def _complete(
         self, ids: Sequence[int], params: SamplingParams, checkpoint: StreamCheckpoint | None
     ) -> Prepared:
-        return self._preparing.complete(ids, params, self.checks.stop_ids(params))
+        return self.preparing.complete(ids, params, self.checks.stop_ids(params))
 
     def _accept(self, record: Record, prepared: Prepared, checkpoint: StreamCheckpoint | None) -> None:
         request, ids = record.request, prepared.prompt_ids

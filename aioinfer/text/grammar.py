@@ -11,6 +11,7 @@ Backends: :mod:`aioinfer.text.guidance`, :mod:`aioinfer.text.bad_words`.
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
@@ -31,6 +32,11 @@ _MOST_FORCED = 256
 #: The maximum sum of tokens that the matcher works out for them: for each, it tokenizes the rest of the
 #: forced text. llguidance does so with the interpreter's lock held, 1000 tokens in a millisecond.
 _MOST_TOKENIZED = 16_384
+#: Seconds of a mask, at most, after which forced tokens are asked for. The mask finds the forced text, too,
+#: without the interpreter's lock: where that takes long, it would take half as long again with the lock held.
+_LONG_MASK = 0.02
+#: Seconds of processor time that a grammar may take per token, and in all beyond that.
+_PER_TOKEN, MOST_SECONDS = 0.005, 2.0
 
 
 class Matcher(Protocol):
@@ -151,6 +157,8 @@ class GrammarState:
     unsampled: bool = False
     #: the drafts that the next row to sample verifies, if there are any
     ahead: LookAhead | None = None
+    #: seconds of processor time that its tokens took beyond what each may take
+    overtime: float = 0.0
     #: a position and the tokens that will be there: forced, but fewer than ``least_forced``. Replaced as
     #: a whole, so that any thread may read it
     suggested: tuple[int, Sequence[int]] = (0, ())
@@ -167,14 +175,22 @@ class GrammarState:
         Runs of ``least_forced`` or more forced tokens are appended without sampling. Raises InvalidRequest if
         no first token is allowed; a dead end after forced tokens fails the output later.
         """
-        self.follow()
-        self.backend.fill([self.matcher], [self.mask])
-        self.restrict(self.mask)
+        began, used = time.monotonic(), time.thread_time()
+        self._fill()
+        if self.follow(self.mask, time.monotonic() - began):
+            self._fill()
+        self.charge(time.thread_time() - used, 1)
+        if self.failed is not None:
+            raise InvalidRequest("grammar", self.failed)
         if self.matcher.error is not None or not self.mask.any():
             if not self.forced:
                 raise InvalidRequest("grammar", self.matcher.error or "allows no output")
             self.failed = self.matcher.error or self.dead_end
         return self
+
+    def _fill(self) -> None:
+        self.backend.fill([self.matcher], [self.mask])
+        self.restrict(self.mask)
 
     def restarted(self, output_ids: Sequence[int]) -> GrammarState:
         """Another state for the same output, of which only ``output_ids`` are left. They are accepted before
@@ -183,6 +199,7 @@ class GrammarState:
             *(self.backend, self.origin.copy(), self.begin, self.vocab_size, self.least_forced, self.bounds),
             suggests=self.suggests,
             missed=tuple(output_ids),
+            overtime=self.overtime,
         )
 
     @property
@@ -196,7 +213,7 @@ class GrammarState:
             self.bounds.restrict(mask, self.position)
 
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by ``tokens``, then by the tokens that the grammar forces after them."""
+        """Advance by ``tokens``."""
         try:
             with self._using:
                 for token in tokens:
@@ -204,7 +221,6 @@ class GrammarState:
                         self._refused(token)
                         return
                     self.position += 1
-                self.follow()
         except BaseException as error:  # panics of Rust libraries are not Exceptions
             self.fail(f"its grammar failed: {error}")
 
@@ -242,10 +258,29 @@ class GrammarState:
         else:
             self.fail(f"its grammar does not allow token {token}")
 
-    def follow(self) -> None:
-        """Advance by the forced tokens, if the run has ``least_forced`` or more."""
+    def charge(self, seconds: float, tokens: int) -> None:
+        """Note the processor time that ``tokens`` took; the output fails when that is too much in all."""
+        self.overtime += max(0.0, seconds - _PER_TOKEN * tokens)
+        if self.overtime > MOST_SECONDS and self.failed is None:
+            said = f"has taken more than {MOST_SECONDS:g} seconds of processor time"
+            self.failed = f"{said}: it is ambiguous or too large"
+
+    def follow(self, mask: npt.NDArray[np.int32], seconds: float) -> bool:
+        """Advance by the forced tokens, if the run has ``least_forced`` or more; whether it did. ``mask`` is
+        that of its position, which took ``seconds``; a mask of one token is what forced tokens begin with."""
         if not (self.least_forced or self.suggests) or self.position < self.force_from:
-            return
+            return False
+        if seconds > _LONG_MASK or np.count_nonzero(mask) != 1:
+            return False
+        before = self.position
+        try:
+            with self._using:
+                self._follow()
+        except BaseException as error:  # panics of Rust libraries are not Exceptions
+            self.fail(f"its grammar failed: {error}")
+        return self.position > before
+
+    def _follow(self) -> None:
         ahead = self.matcher.forced()
         if not self.least_forced or len(ahead) < self.least_forced:
             self.suggested = (self.position, ahead)

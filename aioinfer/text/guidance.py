@@ -16,6 +16,7 @@ from aioinfer.text.grammar import Matcher
 from aioinfer.text.grammar_bounds import GrammarBounds
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
+from aioinfer.text.stop_regex import written_out
 
 __all__ = ["GuidanceBackend", "json_options", "load_library"]
 
@@ -30,10 +31,16 @@ _CONTROL = re.compile(r"\\u00(?:[01]|7f)|\x7f|\\\\[xucv0]", re.IGNORECASE)
 #: the GIL held; for each token, it tokenizes them all. Of several ``%llguidance`` lines the last one counts.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
+#: Maximum Earley items of a position: what a schema of 500 optional properties needs at its start.
+_WIDEST = 2000
+#: The same for grammars that may be ambiguous. Their rows grow with the output, the time per token with the
+#: square of that, and a token is accepted with the interpreter's lock held: 2 ms a character at 300.
+_WIDEST_LARK = 200
 #: maximum rules of GBNF: the time that llguidance takes to translate them grows with their square, to 2 s
 _MOST_GBNF_RULES = 500
-#: a text of this many characters takes a millisecond to tokenize
-_LONG = 4096
+#: Characters of a text, written out, that may be forced. A schema can repeat each of its texts 20,000 times.
+_LONG = 1024
+_LEAST = re.compile(r'"min(?:Length|Items|Properties)":\s*(?:[\d.]{4}|\de)')
 _TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+', re.DOTALL)
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
@@ -66,14 +73,6 @@ class GuidanceBackend:
         self._tokenizer = llguidance.LLTokenizer(
             tokenizer, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
         )
-        self._limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=1_000_000,
-            step_lexer_fuel=200_000,
-            step_max_items=50_000,
-            max_lexer_states=50_000,
-            max_grammar_size=200_000,
-            verbose_errors=False,
-        )
         #: one executor per calling thread: a slow call does not delay the other threads
         self._executors = threading.local()
 
@@ -84,7 +83,16 @@ class GuidanceBackend:
             raise InvalidRequest("grammar", str(error)) from None
         except (ValueError, RecursionError) as error:
             raise InvalidRequest("grammar", f"is not a {grammar.kind}: {error}") from None
-        matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=self._limits)
+        limits = self._library.LLParserLimits(
+            max_items_in_row=_WIDEST_LARK if grammar.kind == "lark" else _WIDEST,
+            initial_lexer_fuel=1_000_000,
+            step_lexer_fuel=200_000,
+            step_max_items=50_000,
+            max_lexer_states=50_000,
+            max_grammar_size=200_000,
+            verbose_errors=False,
+        )
+        matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidRequest("grammar", _reason(matcher.get_error()))
         return _GuidanceMatcher(matcher)
@@ -105,7 +113,6 @@ class GuidanceBackend:
         """The grammar as text for LLMatcher. Raises ValueError."""
         library = self._library.LLMatcher
         text: str
-        options = _NO_FORCING if _has_long_text(grammar) else ""
         grammar = grammar.behind("")
         match grammar.kind:
             case "json_schema":
@@ -122,30 +129,29 @@ class GuidanceBackend:
                 schema = exact
                 written = json_options(grammar.text)
                 text = library.grammar_from_json_schema(source, written)
-                if options and isinstance(schema, dict):
+                if isinstance(schema, dict) and _forces_much(json.dumps(schema)):
                     lark = f"start: %json {json.dumps({**schema, 'x-guidance': written})}"
-                    text = library.grammar_from_lark(lark + options)
+                    text = library.grammar_from_lark(lark + _NO_FORCING)
             case "json_object":
                 text = library.grammar_from_json_schema('{"type": "object"}', _OPTIONS)
             case "regex":
                 text = library.grammar_from_regex(grammar.text)
-                if options:
+                if written_out(grammar.text) > _LONG:
                     regex = _SLASH.sub(lambda found: found[1] or r"\/", grammar.text)
-                    text = library.grammar_from_lark(f"start: /{regex}/{options}")
+                    text = library.grammar_from_lark(f"start: /{regex}/{_NO_FORCING}")
             case "choice":
                 choices = json.loads(grammar.text)
                 if not isinstance(choices, list) or not choices or not all(map(_is_text, choices)):
                     raise ValueError("must be a non-empty list of non-empty texts")
-                text = library.grammar_from_lark(
-                    "start: " + " | ".join(map(_lark_literal, choices)) + options
-                )
+                lark = "start: " + " | ".join(map(_lark_literal, choices))
+                text = library.grammar_from_lark(lark + _NO_FORCING * _forces_much(lark))
             case "lark":
                 GrammarBounds(self._max_depth).check_lark(lark := _lark(grammar.text))
                 text = library.grammar_from_lark(lark + _NO_FORCING)
             case "answer":
                 # Builders write the rules, by recursion in Python: their depth has its limit.
                 GrammarBounds(self._max_depth).check_lark(grammar.text, rules=False)
-                text = library.grammar_from_lark(grammar.text + options)
+                text = library.grammar_from_lark(grammar.text + _NO_FORCING * _forces_much(grammar.text))
         return text
 
 
@@ -195,11 +201,10 @@ def _lark(source: str) -> str:
     return text
 
 
-def _has_long_text(grammar: Grammar) -> bool:
-    """It may force a text that takes long to tokenize."""
-    if grammar.kind == "regex":
-        return len(grammar.text) > _LONG
-    return any(found.end() - found.start() > _LONG for found in _TEXT.finditer(grammar.text))
+def _forces_much(text: str) -> bool:
+    """The grammar may force a text that takes long to find and to tokenize. ``text``: its JSON or Lark."""
+    texts = (found[0] for found in _TEXT.finditer(text))
+    return _LEAST.search(text) is not None or any(written_out(each) > _LONG for each in texts)
 
 
 def _is_text(value: Any) -> bool:

@@ -11,7 +11,7 @@ import regex
 
 from aioinfer.text.stop import StopStrings, TooSlow
 
-__all__ = ["StopRegex", "check_pattern"]
+__all__ = ["StopRegex", "check_pattern", "written_out"]
 
 #: A match begins at most this many characters before the end of the text; earlier text is released.
 _WINDOW = 512
@@ -131,7 +131,7 @@ def check_pattern(source: str) -> regex.Pattern[str]:
         ValueError: it is malformed, too large once its repeats are unrolled, matches the empty text
             (which would end every output before it begins), or searches backwards.
     """
-    if _nodes(source) > _MAX_NODES:
+    if written_out(source) > _MAX_NODES:
         raise ValueError("is too large with its repeats unrolled")
     try:
         pattern = regex.compile(source)
@@ -148,7 +148,7 @@ def check_pattern(source: str) -> regex.Pattern[str]:
     return pattern
 
 
-def _nodes(source: str) -> int:
+def written_out(source: str) -> int:
     """An upper bound of a pattern's nodes after unrolling: all repeats of groups count as nested.
 
     The bound parses no other syntax, so a pattern cannot be written to evade it.

@@ -179,7 +179,7 @@ async def test_a_grammar_that_hangs_delays_only_its_own_rows(window: Any) -> Non
         alone = await engine.generate("Hello", bound)
         expected = await engine.generate("Others", free)
         also = await engine.generate("Also", bound)
-        compiler = core._preparing._compiler
+        compiler = core.preparing._compiler
         assert compiler is not None
         matcher = compiler.matcher
 

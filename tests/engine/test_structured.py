@@ -76,9 +76,9 @@ async def test_outputs_of_the_bundled_model_always_validate(window: int, every: 
             temperature = rng.choice([0.0, 0.7, 1.0, 2.0])
             params = SamplingParams(temperature=temperature, seed=number, max_tokens=300, grammar=grammar)
             result = await engine.generate([{"role": "user", "content": "Answer in JSON."}], params)
-            assert engine._core._preparing._compiler is not None
+            assert engine._core.preparing._compiler is not None
             ended = result.finish_reason == "stop"
-            replay(engine._core._preparing._compiler, grammar, result.token_ids, ended=ended)
+            replay(engine._core.preparing._compiler, grammar, result.token_ids, ended=ended)
             if ended:
                 jsonschema.validate(json.loads(result.text), schema)
             return ended
@@ -211,10 +211,10 @@ async def test_random_slips_are_one_clean_error_or_another_grammar(make_engine: 
                 assert "grammar" in str(error), grammar
                 refused += 1
             else:
-                assert engine._core._preparing._compiler is not None
+                assert engine._core.preparing._compiler is not None
                 ended = result.finish_reason == "stop"
                 replay(
-                    Compiler(engine._core._preparing._compiler.backend),
+                    Compiler(engine._core.preparing._compiler.backend),
                     grammar,
                     result.token_ids,
                     ended=ended,
@@ -274,7 +274,7 @@ async def test_one_compilation_serves_all_who_ask_at_a_time(make_engine: MakeEng
     async with make_engine() as engine:
         params = SamplingParams(max_tokens=5, grammar=Grammar("regex", "[ab]{4}"))
         await engine.generate([1], params)
-        compiler = engine._core._preparing._compiler
+        compiler = engine._core.preparing._compiler
         assert compiler is not None
         calls = []
         compile_once = compiler.backend.compile
