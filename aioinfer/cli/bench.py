@@ -11,12 +11,12 @@ import asyncio
 import contextlib
 import json
 import random
-import sys
 import time
 from collections.abc import Sequence
 from typing import Any
 
 from aioinfer.cli.flags import read_settings
+from aioinfer.cli.streams import note, write
 from aioinfer.cli.terminal import Progress
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
@@ -46,17 +46,17 @@ async def bench(options: argparse.Namespace) -> int:
         results = await _run(engine, options, requests=options.requests)
         seconds = time.perf_counter() - started
         for name, value in _figures(results, seconds).items():
-            print(f"{name:24} {value}")
-        print(f"{'engine':24} {engine.info.description}")
+            write(f"{name:24} {value}")
+        write(f"{'engine':24} {engine.info.description}")
         if options.trace is not None:
             trace = await asyncio.to_thread(engine.timeline.chrome_trace)
             try:
                 options.trace.write_text(trace)
             except OSError as error:
-                print(f"aioinfer: {error}", file=sys.stderr)
+                note(f"aioinfer: {error}")
                 return 1
             steps = sum(event["ph"] == "X" for event in json.loads(trace)["traceEvents"])
-            print(f"{'trace':24} {steps} events in {options.trace}; open it at https://ui.perfetto.dev")
+            write(f"{'trace':24} {steps} events in {options.trace}; open it at https://ui.perfetto.dev")
     return 0
 
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from aioinfer._version import __version__
 from aioinfer.cli.flags import read_settings
+from aioinfer.cli.streams import note, write
 from aioinfer.cli.terminal import Progress, loop_factory
 from aioinfer.config import EngineConfig
 from aioinfer.errors import AioInferError, ConfigError, RequestError
@@ -323,6 +324,10 @@ def _converse(conversation: Conversation) -> int:
         except UnicodeDecodeError:
             _note("that was not UTF-8")
             continue
+        except OSError as error:  # of the terminal, unless it is the output's
+            _write("")
+            _note(f"the input has ended: {error.strerror}")
+            return 1
         except KeyboardInterrupt:  # drops what was typed
             _write("\n")
             continue
@@ -330,15 +335,13 @@ def _converse(conversation: Conversation) -> int:
 
 
 def _write(text: str) -> None:
-    # A lone surrogate has no bytes.
-    sys.stdout.write(text.encode(sys.stdout.encoding, "replace").decode(sys.stdout.encoding))
-    sys.stdout.flush()
+    write(text, end="")
 
 
 def _note(text: str) -> None:
     if text:
         dim, normal = ("\033[2m", "\033[0m") if sys.stderr.isatty() else ("", "")
-        print(f"{dim}{text}{normal}", file=sys.stderr, flush=True)
+        note(f"{dim}{text}{normal}")
 
 
 def history_path() -> Path:

@@ -28,7 +28,8 @@ from aioinfer.cli.chat import chat
 from aioinfer.cli.flags import Parser, add_common, add_settings, read_settings
 from aioinfer.cli.replica import run_replica
 from aioinfer.cli.serving import serve_model
-from aioinfer.cli.terminal import Progress, interrupted, loop_factory
+from aioinfer.cli.streams import OutputLost, note, open_streams, settle_streams, write
+from aioinfer.cli.terminal import Progress, ending_signals, interrupted, loop_factory
 from aioinfer.config import EngineConfig, ReplicaConfig, ServerConfig
 from aioinfer.errors import AioInferError, ConfigError
 
@@ -40,7 +41,18 @@ _LEAST_FILES = 64
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    open_streams()
+    try:
+        return _run(_parser().parse_args(arguments))
+    except OutputLost as lost:
+        if not lost.unread:
+            note(f"aioinfer: {lost}")
+        return lost.status
+    finally:
+        settle_streams()
+
+
+def _run(options: argparse.Namespace) -> int:
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
         _check_open_files()
@@ -49,19 +61,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=loop_factory()) as runner:
             return runner.run(_interruptible(options.command(options)))
     except AioInferError as error:
-        print(f"aioinfer: {' '.join(str(error).split())}", file=sys.stderr)
+        note(f"aioinfer: {' '.join(str(error).split())}")
         return 2
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
-        print(f"aioinfer: {error.strerror}: raise the limit (ulimit -n)", file=sys.stderr)
+        note(f"aioinfer: {error.strerror}: raise the limit (ulimit -n)")
         return 1
     except KeyboardInterrupt:
         return interrupted(signal.SIGINT)
 
 
 async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
-    """Have SIGINT and SIGTERM cancel the command, which then closes what it opened."""
+    """Have signals cancel the command, which then closes what it opened."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     received: list[int] = []
@@ -72,7 +84,7 @@ async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
 
     # Elsewhere than on the main thread, and on loops of Windows, handlers cannot be set.
     settable = threading.current_thread() is threading.main_thread() and sys.platform != "win32"
-    numbers = (signal.SIGINT, signal.SIGTERM) if settable else ()
+    numbers = ending_signals() if settable else ()
     for number in numbers:
         loop.add_signal_handler(number, interrupt, number)
     try:
@@ -118,15 +130,13 @@ async def _generate(options: argparse.Namespace) -> int:
         started = time.monotonic()
         async with engine.generate(prompt, params) as stream:
             async for chunk in stream:
-                print(chunk.text, end="", flush=True)
-            print()
+                write(chunk.text, end="")
+            write("")
         if options.stats:
             usage = stream.result().usage
             seconds = time.monotonic() - started
             rate = usage.completion_tokens / seconds
-            print(
-                f"{usage.completion_tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s", file=sys.stderr
-            )
+            note(f"{usage.completion_tokens} tokens in {seconds:.2f} s, {rate:.1f} tokens/s")
     return 0
 
 
@@ -136,7 +146,7 @@ async def _doctor(options: argparse.Namespace) -> int:
     findings = examine(read_settings(EngineConfig, options))
     width = max(len(finding.subject) for finding in findings)
     for finding in findings:
-        print(f"{finding.subject:{width}}  {finding.text}")
+        write(f"{finding.subject:{width}}  {finding.text}")
     return int(any(finding.fatal for finding in findings))
 
 
@@ -151,7 +161,7 @@ async def _models(options: argparse.Namespace) -> int:
     found += [(name, f"cached: {path}") for name, path in cached_models().items()]
     width = max(len(name) for name, _ in found)
     for name, where in found:
-        print(f"{name:{width}}  {where}")
+        write(f"{name:{width}}  {where}")
     return 0
 
 
@@ -160,8 +170,8 @@ async def _key(options: argparse.Namespace) -> int:
 
     check_name(options.name, "key")
     key = new_key()
-    print(f"- name: {options.name}\n  sha256: '{digest_of(key)}'")
-    print(f"The key, which is shown this once: {key}", file=sys.stderr)
+    write(f"- name: {options.name}\n  sha256: '{digest_of(key)}'")
+    note(f"The key, which is shown this once: {key}")
     return 0
 
 
@@ -181,17 +191,17 @@ async def _trace(options: argparse.Namespace) -> int:
         trace = await asyncio.to_thread(fetch)
         events = sum(event["ph"] == "X" for event in json.loads(trace)["traceEvents"])
     except (OSError, ValueError, http.client.HTTPException) as error:
-        print(f"aioinfer: {options.url}: {error}", file=sys.stderr)
+        note(f"aioinfer: {options.url}: {error}")
         return 1
     except (KeyError, TypeError):
-        print(f"aioinfer: {options.url}: the response is not a trace", file=sys.stderr)
+        note(f"aioinfer: {options.url}: the response is not a trace")
         return 1
     try:
         options.output.write_bytes(trace)
     except OSError as error:
-        print(f"aioinfer: {error}", file=sys.stderr)
+        note(f"aioinfer: {error}")
         return 1
-    print(f"{events} events in {options.output}; open it at https://ui.perfetto.dev")
+    write(f"{events} events in {options.output}; open it at https://ui.perfetto.dev")
     return 0
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import signal
+import os
 import socket
+import stat
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -14,8 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 from aioinfer._version import __version__
 from aioinfer.cli.flags import read_settings
-from aioinfer.cli.terminal import Progress, interrupted, started
+from aioinfer.cli.streams import OutputLost, note, write
+from aioinfer.cli.terminal import Progress, ending_signals, interrupted, started
 from aioinfer.config import EngineConfig, ReplicaConfig
+from aioinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     from aioinfer.parallel.agent import Agent
@@ -75,9 +78,12 @@ class _Serving:
     async def run(self, *, with_parent: bool) -> int:
         """Returns the exit status."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in ending_signals():
             loop.add_signal_handler(number, self._signalled, number)
         if with_parent:
+            mode = os.fstat(sys.stdin.fileno()).st_mode
+            if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode)):  # uvloop's pipes are sockets
+                raise ConfigError("--with-parent: standard input is no pipe")
             await loop.connect_read_pipe(lambda: _Parent(self._orphaned), sys.stdin)
         began = time.monotonic()
         stopped = asyncio.ensure_future(self._stop.wait())
@@ -101,11 +107,12 @@ class _Serving:
             for each in self._sockets:
                 listen = loop.create_unix_server if self._config.socket is not None else loop.create_server
                 servers.append(await listen(agent.connect, sock=each))
-            self._announce(seconds)
+            with contextlib.suppress(OutputLost):
+                self._announce(seconds)
             ends: list[asyncio.Future[Any]] = [stopped, agent.lost]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if agent.lost.done():
-                print(f"aioinfer: the engine is lost: {agent.lost.result()}", file=sys.stderr)
+                note(f"aioinfer: the engine is lost: {agent.lost.result()}")
                 return 1
             await self._drain(agent)
             return 0
@@ -127,12 +134,13 @@ class _Serving:
         await asyncio.wait(ends)
 
     def _announce(self, seconds: float) -> None:
+        """Raises OutputLost."""
         name, description = self._engine.config.model_name, self._engine.info.description
-        print(f"aioinfer {__version__}: {name} ({description}), loaded in {seconds:.1f} s")
+        write(f"aioinfer {__version__}: {name} ({description}), loaded in {seconds:.1f} s")
         for each in self._sockets:
             address = each.getsockname()
             shown = address if isinstance(address, str) else f"{address[0]}:{address[1]}"
-            print(f"Replica on {shown}", flush=True)
+            write(f"Replica on {shown}")
 
 
 class _Parent(asyncio.Protocol):

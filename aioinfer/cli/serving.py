@@ -8,14 +8,14 @@ import dataclasses
 import json
 import logging
 import shlex
-import signal
-import sys
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from aioinfer._version import __version__
 from aioinfer.cli.flags import read_settings
-from aioinfer.cli.terminal import Progress, interrupted, started
+from aioinfer.cli.streams import OutputLost, write
+from aioinfer.cli.terminal import Progress, ending_signals, interrupted, started
 from aioinfer.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ async def _serve_on(bound: Bound, engine_config: EngineConfig, config: ServerCon
         stop.set()
 
     starting_up = True
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in ending_signals():
         loop.add_signal_handler(number, signalled, number)
     began = time.monotonic()
     stopped = asyncio.ensure_future(stop.wait())
@@ -90,9 +90,11 @@ async def _serve_on(bound: Bound, engine_config: EngineConfig, config: ServerCon
 
         def ready(url: str) -> None:
             several = f"{config.replicas} replicas: " if config.replicas > 1 else ""
-            _banner(several + engine.info.description, time.monotonic() - began, url, config, engine.config)
-            for admin in bound.admin:
-                print(f"Admin routes on {_shown(admin.getsockname())}", flush=True)
+            description, seconds = several + engine.info.description, time.monotonic() - began
+            with suppress(OutputLost):  # a full disk, or a pipe that nobody reads
+                _banner(description, seconds, url, config, engine.config)
+                for admin in bound.admin:
+                    write(f"Admin routes on {_shown(admin.getsockname())}")
 
         await serve(engine, config, stop=stop, ready=ready, sockets=bound)
     finally:
@@ -137,7 +139,7 @@ def _shown(address: Any) -> str:
 def _banner(
     description: str, seconds: float, url: str, config: ServerConfig, engine_config: EngineConfig
 ) -> None:
-    """Print model, URL and an example request."""
+    """Print model, URL and an example request. Raises OutputLost."""
     name = (*config.model_names, engine_config.model_name)[0]
     body = json.dumps({"model": name, "stream": True, "messages": [{"role": "user", "content": "Hello!"}]})
     key = ' -H "Authorization: Bearer $AIOINFER_API_KEY"' if config.needs_key else ""
@@ -145,9 +147,8 @@ def _banner(
     if url.startswith("unix:"):
         where = f"{'https' if config.tls_certificate else 'http'}://localhost"
         options = f" --unix-socket {shlex.quote(url.removeprefix('unix:'))}"
-    print(f"aioinfer {__version__}: {name} ({description}), loaded in {seconds:.1f} s")
-    print(f"Serving on {url}  (OpenAI API: {where}/v1)")
-    print("Try it:")
+    write(f"aioinfer {__version__}: {name} ({description}), loaded in {seconds:.1f} s")
+    write(f"Serving on {url}  (OpenAI API: {where}/v1)")
+    write("Try it:")
     command = f"curl -N{options} {where}/v1/chat/completions"
-    print(f"  {command} -H 'Content-Type: application/json'{key} -d '{body}'")
-    sys.stdout.flush()
+    write(f"  {command} -H 'Content-Type: application/json'{key} -d '{body}'")

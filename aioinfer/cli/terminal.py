@@ -6,9 +6,12 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any
 
-__all__ = ["Progress", "interrupted", "loop_factory", "started"]
+from aioinfer.cli.streams import note
+
+__all__ = ["Progress", "ending_signals", "interrupted", "loop_factory", "started"]
 
 
 #: said before the stage of that name, on a terminal and elsewhere: a first start would be silent for long
@@ -23,6 +26,10 @@ class Progress:
         self._bar: Any = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        with suppress(OSError):  # a terminal that is gone
+            self._show(stage, done, total)
+
+    def _show(self, stage: str, done: int, total: int) -> None:
         if stage != self._stage:
             from tqdm import tqdm
 
@@ -31,7 +38,7 @@ class Progress:
             unit: dict[str, Any] = {"unit": "B", "unit_scale": True} if stage == "download" else {}
             self._stage = stage
             if stage in _SAID:
-                print(f"aioinfer: {_SAID[stage]}", file=sys.stderr, flush=True)
+                note(f"aioinfer: {_SAID[stage]}")
             self._bar = tqdm(total=total, desc=stage, disable=not sys.stderr.isatty(), leave=False, **unit)
         self._bar.total = total
         self._bar.update(done - self._bar.n)
@@ -49,9 +56,16 @@ def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
+def ending_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end a command in order; that of a terminal which is closed, unless it is ignored, as
+    ``nohup`` has it."""
+    hangup = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hangup else ()))
+
+
 def interrupted(number: int) -> int:
     """Say that a signal ended the command; returns the exit status of a shell for it."""
-    print(f"aioinfer: interrupted by {signal.Signals(number).name}", file=sys.stderr)
+    note(f"aioinfer: interrupted by {signal.Signals(number).name}")
     return 128 + number
 
 

@@ -32,6 +32,7 @@ import numpy as np
 from aioinfer.ledger import Share
 from aioinfer.model.spec import Progress
 from aioinfer.native.bindings import InvalidArguments, ThreadPool
+from aioinfer.native.trust import check_folder, make_folder, open_trusted
 from aioinfer.native.turns import turn
 
 __all__ = ["MappedMemory", "PackedWeightsFile", "WeightsCache", "WeightsWriter"]
@@ -83,9 +84,9 @@ class PackedWeightsFile:
     """A whole file, mapped for reading."""
 
     def __init__(self, path: Path, pool: ThreadPool, progress: Progress | None = None) -> None:
-        """Raise OSError if it cannot be read, _Unusable if it was cut or damaged, and the exceptions of
-        ``progress``, which is called while all of it is read."""
-        with path.open("rb") as file:
+        """Raise OSError if it cannot be read, NotTrusted if others could have written it, _Unusable if it was
+        cut or damaged, and the exceptions of ``progress``, which is called while all of it is read."""
+        with open(open_trusted(path), "rb") as file:
             with suppress(OSError, AttributeError):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
             stat = os.fstat(file.fileno())
@@ -131,8 +132,7 @@ class WeightsWriter:
         self._file: IO[bytes] | None = None
         self._name = ""
         try:
-            # Closed to other users, who could put weights there.
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(path.parent)
             opened, self._name = tempfile.mkstemp(dir=path.parent, prefix=_UNFINISHED)
             self._file = os.fdopen(opened, "w+b")
             with suppress(OSError):  # a file system without locks
@@ -229,6 +229,11 @@ class WeightsCache:
         group = f"weights-{self._group}-{_hash(pool.kernels.name)}-"
         path = self._directory / f"{group}{self._state}.packed"
         mapped = partial(self._mapped, path, pool, build, progress)
+        try:
+            with suppress(FileNotFoundError):
+                check_folder(self._directory)
+        except OSError as error:
+            return build(None), self._uncached(error)
         self._prune(path, group)
         before, done = _identity(path), "weights are mapped from the cache"
         if (found := mapped()) is not None:
@@ -243,8 +248,7 @@ class WeightsCache:
                 built = build(writer)
                 written = writer.commit(pool, progress)
             if not written:
-                _log.warning("packed weights cannot be cached: %s", writer.failed)
-                return built, f"weights could not be cached: {writer.failed}"
+                return built, self._uncached(writer.failed)
             # Not both at once: what is not in the file takes memory of its own.
             del built
             self._prune(path, group)
@@ -253,6 +257,11 @@ class WeightsCache:
                 return build(None), "weights were cached"
             return found, "weights were cached and mapped"
 
+    def _uncached(self, reason: OSError | None) -> str:
+        """Log why nothing is cached; what was done, in words."""
+        _log.warning("packed weights cannot be cached: %s", reason)
+        return f"weights could not be cached: {reason}"
+
     def _mapped(
         self,
         path: Path,
@@ -260,7 +269,7 @@ class WeightsCache:
         build: Callable[[Blobs | None], _Model],
         progress: Progress | None,
     ) -> _Model | None:
-        with suppress(OSError):  # of another user, or not to be written
+        with suppress(OSError):  # of root, or not to be written
             os.utime(path)  # the time of its last use, see _prune
         try:
             file = PackedWeightsFile(path, pool, progress)

@@ -14,12 +14,14 @@ import threading
 import weakref
 from collections.abc import Callable
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, Literal, cast
 
 from aioinfer.native.arguments import ENTRIES, STRUCTURES
 from aioinfer.native.build import UNITS, BuildFailed, build
 from aioinfer.native.processor import PERMITTED, Tiles, choose_tiles
 from aioinfer.native.structures import Arguments, describe
+from aioinfer.native.trust import open_trusted
 
 __all__ = [
     "GATES", "PARTS", "InvalidArguments", "KernelError", "Kernels", "LayoutMismatch", "Number",
@@ -98,13 +100,13 @@ class Kernels:
             tiles: those that it was compiled with.
 
         Raises:
-            OSError: the library cannot be loaded.
+            OSError: the library cannot be loaded; NotTrusted: others could have written it.
             AttributeError: it lacks an entry point.
             LayoutMismatch: an argument structure differs.
         """
         #: of the file: it has a hash of sources, processor, compiler and content
         self.name = os.path.basename(path)
-        self._library = ctypes.CDLL(path)
+        self._library = _open_library(path)
         self._tiles = tiles
         self._functions: dict[str, Callable[..., Any]] = {}
         #: by structure and type of model
@@ -170,6 +172,18 @@ class Kernels:
             kind, text = self._functions["error_kind"](), self._functions["error"]().decode()
             raise _ERRORS[kind](f"{function.__name__}: {text}")
         return result
+
+
+def _open_library(path: str) -> ctypes.CDLL:
+    """Load the very file that was found to be this user's. Raises OSError."""
+    opened = open_trusted(Path(path))
+    # Kept open: the loader knows a library by its path, and would take this one for another of that number.
+    by_descriptor = f"/proc/self/fd/{opened}"
+    try:
+        return ctypes.CDLL(by_descriptor if os.path.exists(by_descriptor) else path)
+    except OSError as error:
+        os.close(opened)
+        raise OSError(f"{path} cannot be loaded: {error}") from error
 
 
 def release(owner: object, kernels: Kernels, name: str, handle: int) -> None:

@@ -4,7 +4,8 @@ Only a C++20 compiler is needed: the sources include no headers of Python or tor
 quickly and works with every version of both. It is compiled for the processor at hand. Its name has hashes
 
 - of sources, flags and processor, and of the compiler: where one of them is another, so is the library, and
-  the old one stays, until it was not used for long. Without a compiler, the library of any compiler will do.
+  the old one stays, until it was not used for long. Where none can be made, the library of any compiler will
+  do.
 - of its content: a file that was damaged is recognised before it is loaded, which would end the process, and
   compiled again.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import importlib.util
+import logging
 import os
 import platform
 import shlex
@@ -30,6 +32,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from aioinfer.native.processor import Tiles, choose_tiles, instruction_sets
+from aioinfer.native.trust import NotTrusted, check_folder, make_folder, open_trusted
 from aioinfer.native.turns import turn
 
 __all__ = ["UNITS", "BuildFailed", "build", "cache_directory", "find_compiler"]
@@ -64,6 +67,9 @@ _KEPT = 4
 _UNUSED = 30 * 86400.0
 #: the interpreter is about to exit
 _leaving = False
+#: ends its process group when what it reads ends, with the process at the other end
+_WATCHER = "import os, signal; os.read(0, 1); os.killpg(0, signal.SIGKILL)"
+_log = logging.getLogger("aioinfer")
 
 
 class BuildFailed(Exception):
@@ -113,23 +119,36 @@ def build(progress: _Progress = None, tiles: Tiles | None = None) -> Path:
 
 def _library(flags: list[str], progress: _Progress) -> Path:
     directory = cache_directory()
-    # Everything but the compiler.
-    name = f"{_NAME}-{_hash(*flags, platform.machine(), instruction_sets(), *_sources(_SOURCE))}"
+    # Everything but the compiler. Flags that name a processor make the same library on all machines.
+    machine = instruction_sets() if any("native" in flag for flag in flags) else ""
+    name = f"{_NAME}-{_hash(*flags, platform.machine(), machine, *_sources(_SOURCE))}"
     try:
-        compiler = find_compiler()
-        version = _version(compiler)
-    except BuildFailed:
-        found = _intact(directory, f"{name}-*")
-        if found is None:
-            raise
-        return found
-    name = f"{name}-{_hash(version)}"
+        with suppress(FileNotFoundError):
+            check_folder(directory)
+        try:
+            return _of_compiler(directory, name, flags, progress)
+        except BuildFailed:
+            # No compiler, or one that fails, or nothing can be written: in an image, say, that was built
+            # with another compiler.
+            found = _intact(directory, f"{name}-*")
+            if found is None:
+                raise
+            return found
+    except NotTrusted as error:
+        raise BuildFailed(str(error)) from error
+    except OSError as error:
+        raise BuildFailed(f"{directory} cannot be read or written: {error}") from error
+
+
+def _of_compiler(directory: Path, name: str, flags: list[str], progress: _Progress) -> Path:
+    """The library of this machine's compiler. Raises BuildFailed, and NotTrusted."""
+    compiler = find_compiler()
+    name = f"{name}-{_hash(_version(compiler))}"
     found = _intact(directory, f"{name}-*")
     if found is not None:
         return found
     try:
-        # Closed to other users, who could put a library there.
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(directory)
         with turn(directory / f"{_NAME}.lock", progress and partial(progress, 0, UNITS)):
             found = _intact(directory, f"{name}-*")
             if found is None:
@@ -140,17 +159,24 @@ def _library(flags: list[str], progress: _Progress) -> Path:
                     made = _compile([*compiler, *flags], Path(place), progress)
                     found = _publish(made, directory, name)
             return found
+    except NotTrusted:
+        raise
     except OSError as error:
         raise BuildFailed(f"{directory} cannot be written: {error}") from error
 
 
 def _intact(directory: Path, pattern: str) -> Path | None:
-    """A library of this name whose content has the hash in its name. Removes damaged ones."""
+    """A library of this name whose content has the hash in its name. Removes damaged ones, and uses none that
+    others could have written."""
     for path in sorted(directory.glob(f"{pattern}.so")):
         try:
-            with suppress(PermissionError):  # of another user
+            with suppress(OSError):  # of root, or in a file system for reading only
                 os.utime(path)  # the time of its last use, see _prune; first, so that it is not removed now
-            content = path.read_bytes()
+            with open(open_trusted(path), "rb") as file:
+                content = file.read()
+        except NotTrusted as error:
+            _log.warning("compiled kernels are not used: %s", error)
+            continue
         except OSError:
             continue
         if path.stem.rpartition("-")[2] == _hash(content):
@@ -163,6 +189,7 @@ def _intact(directory: Path, pattern: str) -> Path | None:
 def _publish(made: Path, directory: Path, name: str) -> Path:
     """Move a library to its place, whole or not at all, also if the system stops."""
     path = directory / f"{name}-{_hash(made.read_bytes())}.so"
+    made.chmod(0o755)  # whatever the umask: see trust
     _sync(made)
     os.replace(made, path)
     _sync(directory)
@@ -240,7 +267,7 @@ def _compile(command: list[str], directory: Path, progress: _Progress) -> Path:
     """Compile all units in parallel, then link them."""
     objects = [str(directory / f"{at}.o") for at in range(UNITS)]
     library = directory / "library.so"
-    with _Compilers(progress) as compilers:
+    with _Compilers(directory, progress) as compilers:
         for (source, further), target in zip(_UNITS, objects, strict=True):
             compilers.start(*command, *further, "-c", str(_SOURCE / source), "-o", target)
         # In order, the smallest unit last: the count is complete when all have finished.
@@ -251,20 +278,43 @@ def _compile(command: list[str], directory: Path, progress: _Progress) -> Path:
 
 
 class _Compilers:
-    """Processes that end with the block, however it is left, and with the interpreter."""
+    """Processes that end with the block, however it is left, and with this process, however it ends.
 
-    def __init__(self, progress: _Progress) -> None:
+    They are one process group, which a further process watches: a signal at the death of the parent would
+    reach the command of a compiler, not the processes that it starts.
+    """
+
+    def __init__(self, directory: Path, progress: _Progress) -> None:
+        """``directory``: where they keep temporary files, since nothing else may be writable."""
         self._progress = progress or (lambda done, total: None)
+        self._environ = {**os.environ, "TMPDIR": str(directory), "XDG_CACHE_HOME": str(directory)}
         self._running: list[subprocess.Popen[str]] = []
         self._finished = 0
 
     def __enter__(self) -> _Compilers:
+        """Raises OSError."""
+        reading, self._living = os.pipe()
+        try:
+            self._watcher = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _WATCHER],
+                stdin=reading,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                process_group=0,
+            )
+        except OSError:
+            os.close(self._living)
+            raise
+        finally:
+            os.close(reading)
         atexit.register(self._leave)
         return self
 
     def __exit__(self, *error: object) -> None:
         atexit.unregister(self._leave)
         self._kill()
+        self._watcher.wait()
+        os.close(self._living)
         for process in self._running:
             with process:
                 pass
@@ -279,7 +329,8 @@ class _Compilers:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,
+                env=self._environ,
+                process_group=self._watcher.pid,
             )
         except OSError as error:
             raise BuildFailed(f"{command[0]} does not run: {error}") from error
@@ -315,11 +366,9 @@ class _Compilers:
         return said
 
     def _kill(self) -> None:
-        """End those that still run, with their process groups: the command only starts others."""
-        for process in self._running:
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+        """End the group. Its number is the watcher's, and nobody else's until that one is waited for."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._watcher.pid, signal.SIGKILL)
 
     def _leave(self) -> None:
         """The interpreter exits while a thread waits for compilers: end them, and then the thread."""

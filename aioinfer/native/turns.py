@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from aioinfer.native.trust import make_folder
+
 __all__ = ["turn"]
 
 _log = logging.getLogger("aioinfer")
@@ -51,9 +53,8 @@ def turn(lock: Path, pulse: Callable[[], None] | None = None) -> Iterator[None]:
 def _take(lock: Path) -> int | None:
     """The file, open and locked; _HELD: another process has it; None: there are no files or no locks here."""
     try:
-        # Closed to other users, who could put files there.
-        lock.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        opened = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        make_folder(lock.parent)
+        opened = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:
         return None
     found: int | None = _HELD

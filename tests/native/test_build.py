@@ -84,6 +84,8 @@ def test_flags_compilers_processors_and_sources_have_libraries_of_their_own(
     compiler(WORKS.replace("fake 1", "fake 2"))
     found.append(build())
     monkeypatch.setattr(building, "instruction_sets", lambda: "flags: none")
+    assert build() == found[-1], "flags that name a processor are for all machines"
+    monkeypatch.setenv("AIOINFER_CXXFLAGS", "-march=x86-64-v3 -mtune=native")
     found.append(build())
     source = tmp_path / "source"
     shutil.copytree(building._SOURCE, source)
@@ -151,6 +153,54 @@ def test_compilers_end_with_the_process_that_started_them(compiler: Compiler, tm
     assert not workers.with_name("went on").exists()
 
 
+KILLS = {
+    "killed": "os.kill(os.getpid(), signal.SIGKILL)",
+    "left": "os._exit(3)",
+    "replaced": 'os.execv("/bin/true", ["true"])',
+}
+
+
+@pytest.mark.parametrize("end", KILLS)
+def test_compilers_end_with_a_process_that_cannot_end_them(
+    compiler: Compiler, tmp_path: Path, end: str
+) -> None:
+    """By the kernel, for example, which is out of memory. So do the processes that they have started."""
+    workers = tmp_path / "workers"
+    compiler(f'\n[ "$1" = --version ] && exit\nsleep 100 & echo $$ $! >> "{workers}"; wait')
+    code = f"""if True:
+        import os, pathlib, signal
+        from aioinfer.native.build import UNITS, build
+
+        workers = pathlib.Path({str(workers)!r})
+
+        def progress(done, total):
+            if workers.exists() and len(workers.read_text().split()) == 2 * UNITS:
+                {KILLS[end]}
+
+        build(progress)
+    """
+    env = {**os.environ, "PYTHONPATH": str(_ROOT)}
+    subprocess.run([sys.executable, "-c", code], env=env, timeout=240, capture_output=True)
+    pids = workers.read_text().split()
+    assert len(pids) == 2 * UNITS
+    for pid in pids:
+        while alive(int(pid)):
+            pass
+
+
+def test_compilers_write_to_their_workplace_only(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else may be writable. ``zig`` and ``ccache`` keep files of their own in the user's cache."""
+    monkeypatch.setenv("TMPDIR", "/nowhere")
+    work = WORKS.replace("\necho", '\necho "$TMPDIR" "$XDG_CACHE_HOME" >> "$(dirname "$0")/places"\necho', 1)
+    compiler(work)
+    build()
+    [(temporary, cache)] = {tuple(line.split()) for line in (tmp_path / "places").read_text().splitlines()}
+    assert temporary == cache
+    assert temporary.startswith(str(cache_directory() / "compiling-"))
+
+
 def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path))
@@ -187,14 +237,19 @@ def test_a_cache_that_cannot_be_written_is_named(
     compiler(WORKS)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(BuildFailed, match="file/cache cannot be written"):
+    with pytest.raises(BuildFailed, match="file/cache cannot be read or written"):
         build()
 
 
-def test_a_new_cache_is_closed_to_other_users(compiler: Compiler) -> None:
+def test_a_new_cache_can_be_read_by_other_users_and_not_written(compiler: Compiler) -> None:
+    """An image is built by root, and runs as somebody else."""
     compiler(WORKS)
-    build()
-    assert cache_directory().stat().st_mode & 0o077 == 0
+    before = os.umask(0)
+    try:
+        path = build()
+    finally:
+        os.umask(before)
+    assert [each.stat().st_mode & 0o777 for each in (path.parent, path)] == [0o755, 0o755]
 
 
 @rest(SECONDS)

@@ -5,6 +5,7 @@ Most tests use scripts as compilers.
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import time
@@ -160,6 +161,24 @@ def test_libraries_that_were_not_used_for_long_are_removed_but_for_the_newest(
     compiler(WORKS.replace("fake 1", "fake 2"))
     libraries = {path.name, build().name, *(f"kernels-{name}.so" for name in kept)}
     assert {each.name for each in path.parent.glob("kernels-*")} == {*libraries, "kernels-other.txt"}
+
+
+def test_kernels_of_a_file_system_for_reading_only_are_used(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of this compiler, and those of another one where it cannot compile."""
+    script = compiler(WORKS)
+    path = build()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    for name in ("utime", "mkdir"):
+        monkeypatch.setattr(os, name, refuse)
+    assert build() == path
+    compiler(WORKS.replace("fake 1", "fake 2"))
+    assert build() == path
+    assert calls(script) == UNITS + 1
 
 
 def test_a_library_that_another_process_removes_meanwhile_is_no_error(
