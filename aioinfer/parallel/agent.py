@@ -21,7 +21,7 @@ from aioinfer.errors import EngineClosed, EngineError, EngineFailed, RequestErro
 from aioinfer.loop.clock import clock_of
 from aioinfer.observe.observers import Observer
 from aioinfer.parallel import messages
-from aioinfer.parallel.connection import BEAT, Connection
+from aioinfer.parallel.connection import Connection
 from aioinfer.parallel.frames import FrameError
 from aioinfer.parallel.reading import Reading
 from aioinfer.parallel.rows import Ending, Rows
@@ -37,8 +37,6 @@ _log = logging.getLogger("aioinfer")
 
 #: seconds in which a connection must have shown its token
 _PATIENCE = 5.0
-#: seconds without any frame from a dispatcher, which sends one per BEAT: its host is gone
-_SILENCE = 30.0
 #: seconds for the last frames of a connection that is closed
 _FAREWELL = 1.0
 #: tokens, and characters of their text, from which on rows go into another frame
@@ -173,7 +171,6 @@ class _Session:
         self.connection = Connection(self, _HELLO)
         self._trusted = self._refused = False
         self._timer: asyncio.TimerHandle | None = None
-        self._silent = 0
         #: by attempt, what is computed
         self.open: dict[int, _Reading] = {}
         #: what may have news
@@ -213,6 +210,10 @@ class _Session:
                 self._adapt(message)
             case messages.Ping():
                 pass
+
+    def beat(self) -> messages.Stats:
+        """As in End."""
+        return messages.Stats(self._agent.engine.stats())
 
     def fill(self) -> bool:
         """As in End: one frame of what is new."""
@@ -283,18 +284,7 @@ class _Session:
         self.connection.send(welcome)
         assert self._timer is not None
         self._timer.cancel()
-        self._timer = self._loop.call_later(BEAT, self._beat)
-
-    def _beat(self) -> None:
-        """Send statistics, which also say that the replica is alive."""
-        self._timer = self._loop.call_later(BEAT, self._beat)
-        connection = self.connection
-        self._silent = 0 if connection.heard else self._silent + 1
-        connection.heard = False
-        if self._silent * BEAT > _SILENCE:
-            connection.abort(FrameError(f"no frame for {_SILENCE:g} s"))
-        elif not connection.full:
-            connection.send(messages.Stats(self._agent.engine.stats()))
+        self.connection.begin_beats()
 
     # -- attempts ---------------------------------------------------------------------------------
 

@@ -12,11 +12,13 @@ from aioinfer.errors import ConfigError, shown
 from aioinfer.parallel.frames import HANDSHAKE_LIMIT, LIMIT, FrameError, FrameReader, frame
 from aioinfer.parallel.messages import Decoder, Message, encoded
 
-__all__ = ["BEAT", "MISSES", "PATIENCE", "Connect", "Connection", "End", "connector"]
+__all__ = ["BEAT", "LOST", "PATIENCE", "SILENT", "Connect", "Connection", "End", "connector"]
 
-#: seconds between two frames of a replica, at most; one without a frame for this many beats is lost
+#: seconds between two frames of either end, at most
 BEAT = 0.25
-MISSES = 3
+#: beats without a frame after which a replica gets no new work, and after which a peer is lost. Between them
+#: its process may be stopped, swapped out, or held up by one call: what it computes is not given up
+SILENT, LOST = 4, 120
 #: seconds in which a replica must have answered
 PATIENCE = 10.0
 
@@ -50,6 +52,9 @@ class End(Protocol):
     def received(self, message: Any) -> None:
         """A message. Raises FrameError, which ends the connection."""
 
+    def beat(self) -> Message:
+        """What says that this end is alive. Called once per :data:`BEAT`."""
+
     def fill(self) -> bool:
         """Send what has waited for the socket to take more. Called once per turn of the loop in which
         something is sent, before it is written. Whether there is more."""
@@ -73,8 +78,9 @@ class Connection(asyncio.Protocol):
         #: the socket takes nothing at the moment: messages would wait in memory
         self.full = False
         self._cause: BaseException | None = None
-        #: a frame has come since this was last set to False
-        self.heard = False
+        #: beats since the last frame
+        self.silence = 0
+        self._timer: asyncio.TimerHandle | None = None
         self.closed = False
         #: done when the socket is closed
         self.gone: asyncio.Future[None] = self._loop.create_future()
@@ -90,7 +96,7 @@ class Connection(asyncio.Protocol):
             for payload in self._frames.feed(data):
                 if self.closed:
                     return
-                self.heard = True
+                self.silence = 0
                 self._end.received(self._decode(payload))
         except FrameError as error:
             self.abort(error)
@@ -106,6 +112,8 @@ class Connection(asyncio.Protocol):
         if self._cause is None:
             self._cause = exc
         self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
         if not self.gone.done():
             self.gone.set_result(None)
             self._end.ended(self._cause)
@@ -115,6 +123,21 @@ class Connection(asyncio.Protocol):
     def trust(self, decode: Decoder) -> None:
         """From now on, frames may be long, and ``decode`` reads them."""
         self._frames.limit, self._decode = LIMIT, decode
+
+    def begin_beats(self) -> None:
+        """Begin to send and to expect heartbeats."""
+        self._timer = self._loop.call_later(BEAT, self._beat)
+
+    def _beat(self) -> None:
+        # It counts looks and not seconds: when this loop has stood still, nothing was read meanwhile.
+        self._timer = self._loop.call_later(BEAT, self._beat)
+        self.silence += 1
+        if self.silence >= LOST:
+            self.abort(FrameError(f"no frame for {LOST * BEAT:g} s"))
+            return
+        message = self._end.beat()
+        if not self.full:
+            self.send(message)
 
     def send(self, message: Message) -> None:
         """Send a message. Raises FrameError: it is too large, or has no encoding."""

@@ -83,8 +83,8 @@ class Dispatcher(EngineLike):
         A request that two engines in turn were lost with, before its next token, fails.
 
         ``processes``: the number of engines with ``config`` in child processes, instead of ``engines`` on
-        this loop. They are started again when they are lost; after three losses in a minute without a
-        finished request one stays down. On a CPU they share its cores, and of several GPUs each has one.
+        this loop. They are started again when they are lost, with growing pauses where that does not help. On
+        a CPU they share its cores, and of several GPUs each has one.
 
         ``ray``: a Ray cluster, "auto" or HOST:PORT, that places these engines on its nodes instead, each with
         a GPU or a share of the CPUs. This process does not import Ray.
@@ -435,8 +435,8 @@ class Dispatcher(EngineLike):
 
     @property
     def degraded(self) -> bool:
-        """Some replicas do not take requests: they are lost, or start, or drain."""
-        return any(each.state is not ReplicaState.READY for each in self._replicas)
+        """Some replicas do not take requests: they are lost or silent, or start, or drain."""
+        return not all(each.takes_work for each in self._replicas)
 
     @property
     def info(self) -> DeviceInfo:

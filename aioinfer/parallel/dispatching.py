@@ -70,10 +70,8 @@ OnLoss = Literal["identical", "continue", "fail"]
 
 #: requests that are sent in one turn of the loop
 _MOST_SENT = 32
-#: losses at one and the same token after which the request itself is blamed
+#: losses at one and the same token, or before the first, after which the request itself is blamed
 _MOST_LOSSES = 2
-#: losses before it had a row, after which it is given up
-_MOST_UNBEGUN = 4
 
 
 class Dispatching(Service[Record], ReplicaEvents):
@@ -268,7 +266,7 @@ class Dispatching(Service[Record], ReplicaEvents):
             except Diverged as error:
                 _log.error("%s on %s: %s", attempt.record, attempt.replica.name, error)
                 self.diverged += 1
-                self._lose(attempt, error, begun=True)
+                self._lose(attempt, error)
             except ValueError as error:
                 self.lost(attempt.replica, error)
         for cell in tell_lanes(told):
@@ -286,7 +284,6 @@ class Dispatching(Service[Record], ReplicaEvents):
     def _take(self, attempt: Attempt, rows: Rows, now: float) -> bool:
         record = attempt.record
         if rows.admitted_at is not None:
-            attempt.admitted = True
             if record.output.admitted_at is None:
                 record.output.admitted_at = rows.admitted_at
             if not attempt.resumes:
@@ -340,25 +337,19 @@ class Dispatching(Service[Record], ReplicaEvents):
         if self.when_lost is not None:
             self.when_lost(replica)
 
-    def _lose(self, attempt: Attempt, cause: BaseException, *, begun: bool = False) -> None:
-        """Give up a lost attempt: its stream goes on elsewhere, or fails."""
+    def _lose(self, attempt: Attempt, cause: BaseException) -> None:
+        """Give up a lost attempt: its stream goes on elsewhere, or fails. A request can end its replica
+        before it has a row, while its grammar is built, for example."""
         record = attempt.record
-        begun = begun or attempt.replica.begun(attempt)
         self._leave(attempt, abort=True)
-        record.unbegun += not begun
-        if begun:
-            record.unbegun = 0
-            if len(record.output.token_ids) > record.lost_length:
-                record.losses.clear()
-            record.losses.append(cause)
-            record.lost_length = len(record.output.token_ids)
+        if len(record.output.token_ids) > record.lost_length:
+            record.losses.clear()
+        record.losses.append(cause)
+        record.lost_length = len(record.output.token_ids)
         if self.on_loss == "fail":
             self.end(record, self._for_good(record, "its replica is lost", cause))
         elif len(record.losses) >= _MOST_LOSSES:
             self.end(record, self._for_good(record, f"{len(record.losses)} replicas were lost with it"))
-        elif record.unbegun >= _MOST_UNBEGUN:
-            reason = f"{record.unbegun} replicas were lost before they had begun with it"
-            self.end(record, self._for_good(record, reason, cause))
         else:
             self._again(record)
 

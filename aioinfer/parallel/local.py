@@ -88,9 +88,6 @@ class LocalReplica(Replica):
         if reading is not None:
             reading.stream.leave()
 
-    def begun(self, attempt: Attempt) -> bool:
-        return attempt.handle is not None and attempt.handle.output.admitted_at is not None
-
     def caught_up(self, attempt: Attempt) -> None:
         if attempt.handle is not None:
             attempt.handle.mirror()

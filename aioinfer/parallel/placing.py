@@ -45,7 +45,7 @@ class Placing:
 
     @property
     def ready(self) -> list[Replica]:
-        """Replicas that take requests."""
+        """Replicas that take requests, or will when they are heard again."""
         return [each for each in self.replicas if each.state is _READY]
 
     @property
@@ -59,7 +59,7 @@ class Placing:
         """A replica that takes requests has what is ``wanted`` (None: anything) and the adapter of a record;
         ``soon``: or one may have these soon; ``sent``: the adapter that it had where it was sent."""
         return any(
-            ((soon and each.coming) or (each.state is _READY and has_adapter(each, record, sent)))
+            ((soon and each.coming) or (each.takes_work and has_adapter(each, record, sent)))
             and (wanted is None or wanted.is_of(each))
             for each in self.replicas
         )
@@ -67,7 +67,11 @@ class Placing:
     def choose(self, record: Record, wanted: Wanted | None = None) -> Placement | None:
         """The replica that computes a record, rather one that is not given weights; None: none has room.
         ``wanted``: what it must have."""
-        free = [each for each in self.ready if has_adapter(each, record) and self._has_room(each, record)]
+        free = [
+            each
+            for each in self.ready
+            if each.takes_work and has_adapter(each, record) and self._has_room(each, record)
+        ]
         if record.output.token_ids:
             preferred = wanted or Wanted(record.output.numerics, record.output.newest_version)
             same = [each for each in free if preferred.is_of(each)]

@@ -94,6 +94,10 @@ class ProcessReplica(LaunchedReplica):
         """Process id of the child, while there is one."""
         return None if self._child is None else self._child.process.pid
 
+    @property
+    def ended(self) -> bool:
+        return self._child is not None and self._child.process.returncode is not None
+
     def give_up(self) -> None:
         if self._child is not None:
             self._child.kill()

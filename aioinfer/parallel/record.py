@@ -36,7 +36,6 @@ class Record(OpenRequest):
         "namespace",
         "place",
         "queued",
-        "unbegun",
     )
 
     def __init__(self, cell: StreamCell) -> None:
@@ -49,8 +48,6 @@ class Record(OpenRequest):
         #: errors that ended attempts which had come to the same token, and how many tokens there were
         self.losses: list[BaseException] = []
         self.lost_length = -1
-        #: replicas in turn that were lost before they had begun with it
-        self.unbegun = 0
         #: when the last one was, until its next token is there
         self.lost_at: float | None = None
         #: of its released text

@@ -15,7 +15,7 @@ from aioinfer.loop.clock import clock_of
 from aioinfer.loop.waiting import finish
 from aioinfer.outputs import AdapterInfo, Draft
 from aioinfer.parallel import messages
-from aioinfer.parallel.connection import BEAT, MISSES, PATIENCE, Connect, Connection, connector
+from aioinfer.parallel.connection import PATIENCE, SILENT, Connect, Connection, connector
 from aioinfer.parallel.frames import FrameError
 from aioinfer.parallel.prefixes import PAGE, RememberedPages
 from aioinfer.parallel.reading import request_of
@@ -37,8 +37,9 @@ _FIRST, _ANSWERS = messages.Decoder(messages.Welcome | messages.Refused), messag
 
 
 class SocketReplica(Replica):
-    """Receives one frame per step. It is lost when its socket is closed, or silent for three quarters of a
-    second, and can be launched again then."""
+    """Receives one frame per step. It is lost when its socket is closed, its process ends, or there is no
+    frame for half a minute, and can be launched again then. After a second without a frame it gets no new
+    work until it is heard again; what it computes waits."""
 
     def __init__(self, address: str | Connect, name: str, *, token: str = "") -> None:
         """``address``: as in :func:`connector`, or what connects. Raises ConfigError."""
@@ -96,7 +97,7 @@ class SocketReplica(Replica):
             raise
         self._link, self._welcome, self._stats = link, welcome, welcome.stats
         self._adapters = list(welcome.adapters)
-        link.begin()
+        link.connection.begin_beats()
 
     def begin_launch(self) -> None:
         """Forget what is known of an earlier process."""
@@ -163,9 +164,6 @@ class SocketReplica(Replica):
         if link is not None and link.sent.pop(attempt.number, None) is not None:
             link.connection.send(messages.Abort(attempt.number))
 
-    def begun(self, attempt: Attempt) -> bool:
-        return attempt.admitted
-
     def caught_up(self, attempt: Attempt) -> None:
         if self._link is not None:
             self._link.tell_read(attempt)
@@ -182,6 +180,11 @@ class SocketReplica(Replica):
     def measured(self, stats: EngineStats) -> None:
         self.note_version(stats.weight_version)
         self._stats = stats
+
+    @property
+    def ended(self) -> bool:
+        """Its process, if it was started here, has ended."""
+        return False
 
     no_updates = "engines in other processes are given weights there"
 
@@ -269,23 +272,6 @@ class _Link:
         self._adapts = 0
         #: this end closes it
         self.closing = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._misses = 0
-
-    def begin(self) -> None:
-        """Begin to send and to expect heartbeats."""
-        self._timer = self._loop.call_later(BEAT, self._beat)
-
-    def _beat(self) -> None:
-        # It counts looks and not seconds: when this loop has stood still, nothing was read meanwhile.
-        self._timer = self._loop.call_later(BEAT, self._beat)
-        connection = self.connection
-        self._misses = 0 if connection.heard else self._misses + 1
-        connection.heard = False
-        if self._misses >= MISSES:
-            connection.abort(EngineFailed(f"no frame for {MISSES * BEAT:g} s"))
-        else:
-            connection.send(messages.Ping())
 
     async def adapt(self, name: str, path: str | None) -> messages.Adapted:
         """Have an adapter loaded or unloaded. A cancelled call cancels it there and waits for the answer."""
@@ -306,6 +292,9 @@ class _Link:
         self.connection.trust(_FIRST)
 
     def received(self, message: messages.Welcome | messages.Refused | messages.Answers) -> None:
+        if self._replica.silent:
+            self._replica.silent = False
+            self._replica.events.adapted()
         match message:
             case messages.StepRows():
                 check(message.rows, self._replica.info.vocab_size)
@@ -332,12 +321,21 @@ class _Link:
                 if not self.welcome.done():
                     self.welcome.set_exception(ConfigError(f"it refuses: {message.reason}"))
 
+    def beat(self) -> messages.Ping:
+        replica = self._replica
+        if self.connection.silence >= SILENT and not replica.silent:
+            _log.warning("the replica %s is silent: it gets no new work until it is heard", replica.name)
+            replica.silent = True
+            replica.events.adapted()
+        if replica.silent and replica.ended:  # and others have its socket, too
+            self.connection.abort(EngineFailed("its process has ended"))
+        return messages.Ping()
+
     def fill(self) -> bool:
         return False
 
     def ended(self, cause: BaseException | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        self._replica.silent = False
         for paused in self.pausing:
             _set(paused)
         for waiting in self._adapting.values():

@@ -148,13 +148,25 @@ class Replica(ABC):
         self.events = ReplicaEvents()
         #: it is given other weights: for some time it computes nothing
         self.updating = False
+        #: it is not heard at the moment, and gets no new work
+        self.silent = False
         #: it is closed, or about to be, and is started again
         self.restarting = False
 
     @property
+    def takes_work(self) -> bool:
+        """It takes requests at the moment."""
+        return self.state is ReplicaState.READY and not self.silent
+
+    @property
+    def status(self) -> str:
+        """The state, or "silent" of one that would take requests if it were heard."""
+        return "silent" if self.silent and self.state is ReplicaState.READY else self.state.value
+
+    @property
     def coming(self) -> bool:
         """It may take requests soon."""
-        return self.restarting or self.state in (ReplicaState.STARTING, ReplicaState.DRAINING)
+        return self.silent or self.restarting or self.state in (ReplicaState.STARTING, ReplicaState.DRAINING)
 
     @property
     @abstractmethod
@@ -193,10 +205,6 @@ class Replica(ABC):
     @abstractmethod
     def abort(self, attempt: Attempt) -> None:
         """Nothing more is wanted of it. On a replica that is lost, too, and amid a step."""
-
-    @abstractmethod
-    def begun(self, attempt: Attempt) -> bool:
-        """It has had a row in a step, as far as that is known."""
 
     @abstractmethod
     def caught_up(self, attempt: Attempt) -> None:
@@ -295,7 +303,7 @@ class Attempt:
         attempt        t2 t3 t4 t5 t6                t2 to t4 must be the same; t5 and t6 are new
     """
 
-    __slots__ = ("admitted", "ended", "handle", "number", "pages", "prompt_logprobs", "read", "record",
+    __slots__ = ("ended", "handle", "number", "pages", "prompt_logprobs", "read", "record",
                  "replica", "resumes", "tokens", "uncached", "wanted", "weight_version")  # fmt: skip
 
     def __init__(self, record: Record, replica: Replica, number: int) -> None:
@@ -312,8 +320,6 @@ class Attempt:
         self.handle: Any = None
         #: of a remote one: tokens that it knows to be read
         self.read = 0
-        #: it has reported its first step
-        self.admitted = False
         #: those that it has brought
         self.prompt_logprobs: list[TokenLogprob] = []
         #: of the replica's load: tokens in all, those to compute before the first one, hashes of its prefixes

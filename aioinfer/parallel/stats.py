@@ -35,6 +35,7 @@ class ReplicaStats:
     """One replica at one moment, as its dispatcher knows it."""
 
     name: str
+    #: starting, ready, silent (it is not heard, and gets no new work), draining, lost, or closed
     state: str
     #: why it is lost
     cause: str | None
@@ -49,7 +50,7 @@ class ReplicaStats:
         """At this moment."""
         return cls(
             name=replica.name,
-            state=replica.state.value,
+            state=replica.status,
             cause=None if replica.cause is None else str(replica.cause),
             requests=replica.load.requests,
             backlog=replica.load.backlog,

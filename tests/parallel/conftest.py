@@ -24,7 +24,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A replica whose process gets no turn on a busy machine is not lost before two minutes."""
-    monkeypatch.setattr("aioinfer.parallel.remote.MISSES", 480)
+    monkeypatch.setattr("aioinfer.parallel.connection.LOST", 480)
 
 
 @pytest.fixture

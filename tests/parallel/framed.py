@@ -140,13 +140,13 @@ class FramedReplica(SocketReplica):
             self.sockets[1].abort()
         lose_engine(self.engine)
 
-    def hang(self) -> None:
-        """For so long that it must be noticed."""
+    def hang(self, seconds: float) -> None:
+        """Nothing of it arrives for so long."""
         sockets = self.sockets
         for end in sockets:
             end.held = True
         for end in sockets:
-            asyncio.get_running_loop().call_later(3.0, end.release)
+            asyncio.get_running_loop().call_later(seconds, end.release)
 
 
 class FramedDispatcher(Dispatcher):

@@ -31,7 +31,7 @@ async def run_world(world: World, dispatcher: Dispatcher, lifetimes: int) -> Non
     if not disturbing.cancelled():
         disturbing.result()
     gc.collect()
-    await asyncio.sleep(2.0)  # what is lost last is noticed by its silence
+    await asyncio.sleep(45.0)  # what is lost last is noticed by its silence
     world.verify(world, world.claims)
     running = dispatcher._started()
     assert not running.open, "a stream has not ended"

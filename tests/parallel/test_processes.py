@@ -206,7 +206,7 @@ async def _interrupted(dispatcher: Dispatcher, number: signal.Signals) -> tuple[
 async def _silent(replica: Any) -> None:
     """Two minutes pass in which it is not heard."""
     while replica.state is ReplicaState.READY:
-        replica._link._misses, replica._link.connection.heard = 480, False
+        replica._link.connection.silence = 480
         await asyncio.sleep(0.01)
 
 

@@ -84,9 +84,9 @@ async def test_a_load_whose_answer_does_not_name_the_adapter_fails(tmp_path: Pat
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats of 20 ms."""
-    for module in ("agent", "remote"):
-        monkeypatch.setattr(f"aioinfer.parallel.{module}.BEAT", 0.02)
+    """Heartbeats of 20 ms, of which five make a loss."""
+    monkeypatch.setattr("aioinfer.parallel.connection.BEAT", 0.02)
+    monkeypatch.setattr("aioinfer.parallel.connection.LOST", 5)
 
 
 @rest(SECONDS)
@@ -103,15 +103,14 @@ async def test_a_replica_without_work_is_alive(quick: None, served: Served) -> N
 async def test_silence_is_noticed(quick: None, tmp_path: Path) -> None:
     async with started(tmp_path) as (_, told, _):
         await until(lambda: told.causes)
-        assert "no frame for 0.06 s" in str(told.causes[0])
+        assert "no frame for 0.1 s" in str(told.causes[0])
 
 
 @rest(SECONDS)
 async def test_a_dispatcher_that_is_silent_is_sent_away(
-    quick: None, served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    quick: None, served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Its host is gone, and never closed the socket."""
-    monkeypatch.setattr("aioinfer.parallel.agent._SILENCE", 0.1)
     peer = await Peer.connect(served.path)
     peer.send(Hello(TOKEN))
     while await peer.next() is not None:

@@ -73,13 +73,11 @@ async def test_a_request_that_the_replica_refuses_fails_alone(tmp_path: Path) ->
 
 
 async def test_the_first_step_of_a_request_is_told_before_it_brings_anything(tmp_path: Path) -> None:
-    """So that a request that ends a replica with its first step is known as one that it had begun."""
+    """From then on the running timeout counts."""
     async with dispatching(tmp_path, toy(600.0)) as dispatcher:
         stream = dispatcher.generate([1, 2, 3], SamplingParams(seed=1, max_tokens=1))
         await until(lambda: stream.admitted)
         assert not stream.usage.completion_tokens
-        (attempt,) = dispatcher.replicas[0].load.attempts.values()
-        assert dispatcher.replicas[0].begun(attempt)
         stream.close()
 
 

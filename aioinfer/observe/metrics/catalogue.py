@@ -178,8 +178,8 @@ _COUNTERS = (
     _counter("forward_seconds", "Time by part of the forward.", unit="seconds", label="part"),
 )
 
-#: values of ReplicaState
-_REPLICA_STATES = ("starting", "ready", "draining", "lost", "closed")
+#: values of ReplicaStats.state
+_REPLICA_STATES = ("starting", "ready", "silent", "draining", "lost", "closed")
 
 
 def _replicas(snapshot: Snapshot) -> Mapping[str, float] | None:
