@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import itertools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
 __all__ = ["Engine", "EngineState", "Prompt"]
 
 _log = logging.getLogger("aioinfer")
+#: numbers of the engines of this process, in the order of their starts
+_started = itertools.count(1)
 
 
 class Engine(EngineLike):
@@ -179,7 +182,7 @@ class Engine(EngineLike):
         if self._measuring is not None:
             runtime.measure(self._measuring)
         observing.observe(runtime, self.config, runtime.stats)
-        _log.info("started: %s", info.decisions)
+        _log.info("engine %d, %s, started: %s", next(_started), config.model_name, info.decisions)
         return runtime
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from aioinfer import EngineConfig, ServerConfig
 from aioinfer.cli.main import main
+from aioinfer.config import ReplicaConfig
 from aioinfer.errors import ConfigError
 from tests.tiers import SECONDS, rest
 
@@ -55,6 +56,17 @@ def test_a_misspelt_variable_is_told(caplog: pytest.LogCaptureFixture) -> None:
     (record,) = caplog.records
     assert "AIOINFER_CHUNKSIZE" in record.getMessage()
     assert "did you mean AIOINFER_CHUNK_SIZE?" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["CHUNKSIZE", "MAX_BODYMIB", "REPLICATOKEN", "DRAIN_TIMEOUTS"])
+def test_a_command_with_several_configs_warns_of_a_variable_once(
+    caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    environ = {f"AIOINFER_{name}": "1"}
+    for kind in (EngineConfig, ServerConfig):
+        kind.load(environ=environ)
+    ReplicaConfig.load(environ=environ, socket="s")
+    assert [f"AIOINFER_{name} " in record.getMessage() for record in caplog.records] == [True]
 
 
 BAD: dict[str, tuple[str | bytes, str]] = {

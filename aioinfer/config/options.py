@@ -117,11 +117,12 @@ class Settings:
             ConfigError: a value is invalid, or the file cannot be read or has an unknown key.
             TypeError: one of ``settings`` is no field.
         """
-        known = {item.name for kind in _KINDS for item in dataclasses.fields(kind)}
+        #: by name, the config that was imported first of those that have the field
+        known = {item.name: kind for kind in reversed(_KINDS) for item in dataclasses.fields(kind)}
         if unknown := sorted(settings.keys() - {item.name for item in dataclasses.fields(cast(Any, cls))}):
             raise TypeError(f"{cls.__name__} has no field {unknown[0]}")
         environ = os.environ if environ is None else environ
-        warn_of_variables(environ, known)
+        warn_of_variables(environ, known, {name for name, kind in known.items() if kind is cls})
         file = {} if path is None else read_settings_file(path, known)
         found: Self = load_settings(cls, settings, environ, file)
         return found

@@ -196,14 +196,16 @@ def read_yaml(path: str | Path) -> Any:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from error
 
 
-def warn_of_variables(environ: Mapping[str, str], known: Collection[str]) -> None:
-    """Log variables that look like settings and are none, as ``AIOINFER_CHUNKSIZE``.
+def warn_of_variables(environ: Mapping[str, str], known: Collection[str], own: Collection[str]) -> None:
+    """Log variables that look like settings and are none, as ``AIOINFER_CHUNKSIZE``, if one of a config's
+    ``own`` is the closest of all that are ``known``: a command loads several configs.
 
     They are not refused: orchestrators make variables of any name.
     """
     names = {name.removeprefix(_PREFIX).lower() for name in environ if name.startswith(_PREFIX)}
     for name in sorted(names.difference(known)):
-        if close := difflib.get_close_matches(name, known, 1, 0.85):
+        close = difflib.get_close_matches(name, known, 1, 0.85)
+        if close and close[0] in own:
             variable, meant = (f"{_PREFIX}{each.upper()}" for each in (name, close[0]))
             _log.warning("the variable %s is no setting; did you mean %s?", variable, meant)
 

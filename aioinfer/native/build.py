@@ -94,7 +94,7 @@ def cache_directory() -> Path:
 
 
 def build(progress: _Progress = None, tiles: Tiles | None = None) -> Path:
-    """Return the library for this machine; compiling it the first time takes about half a minute.
+    """Return the library for this machine; compiling it takes a minute or two of processor time.
 
     Of several processes one compiles and the others wait; none of them sees half a file. The compiler is
     AIOINFER_CXX, or the first of ``$CXX``, ``c++``, ``g++``, ``clang++`` and that of the package ziglang (the

@@ -38,7 +38,7 @@ from tests.observe.scrapes import read_text, values
 from tests.tiers import SECONDS, rest
 
 SHELL = {"sh", "console"}
-LANGUAGES = {*SHELL, "python", "yaml", "json", "text", ""}
+LANGUAGES = {*SHELL, "python", "yaml", "json", "dockerfile", "text", ""}
 WITH_PYTHON = [page for page in PAGES if any(fence.language == "python" for fence in fences(page))]
 WITH_COMMANDS = [page for page in PAGES if any(fence.language in SHELL for fence in fences(page))]
 
@@ -145,6 +145,13 @@ def _aioinfer(arguments: list[str], *_: Any) -> None:
             read_settings(cls, options)
 
 
+def _docker(arguments: list[str], *_: Any) -> None:
+    """The image of the page, and arguments of its command."""
+    assert arguments[0] in ("build", "run")
+    if arguments[0] == "run":
+        _aioinfer(["serve", *arguments[arguments.index("aioinfer") + 1 :]])
+
+
 def _python(arguments: list[str], monkeypatch: pytest.MonkeyPatch, config: pytest.Config) -> None:
     """A module or a file of this repository, run until it has parsed its arguments."""
     module = arguments[0] == "-m"
@@ -181,6 +188,8 @@ def _pip(arguments: list[str], *_: Any) -> None:
     """Extras that exist, of this project."""
     project = tomllib.loads(read("pyproject.toml"))["project"]
     assert arguments[0] == "install"
+    if arguments[1:] == ["torch", "--index-url", "https://download.pytorch.org/whl/cpu"]:
+        return
     for word in arguments[1:]:
         if word.startswith("-"):
             assert word in ("-e", "-q", "--no-deps"), word
@@ -215,6 +224,7 @@ CHECKS: dict[str, Callable[..., None]] = {
     "bash": _bash,
     "cd": lambda arguments, *_: None,
     "compute-sanitizer": _sanitizer,
+    "docker": _docker,
     "curl": lambda arguments, *_: Request.of(arguments) and None,
     "git": lambda arguments, *_: None,
     "mypy": _tool([]),
@@ -225,6 +235,25 @@ CHECKS: dict[str, Callable[..., None]] = {
     "ruff": _tool(["check", "."], ["format", "."], ["format", "--check", "."]),
     "source": lambda arguments, *_: None,
 }
+
+
+def test_the_image_is_built_and_started_by_what_there_is() -> None:
+    (dockerfile,) = (fence.text for fence in fences("docs/containers.md") if fence.language == "dockerfile")
+    (command,) = re.findall(r"^CMD (.*)$", dockerfile, re.M)
+    for program, *arguments in [
+        json.loads(command),
+        *map(str.split, re.findall(r"^RUN (aioinfer .*)$", dockerfile, re.M)),
+    ]:
+        assert program == "aioinfer"
+        _parser().parse_args(arguments)
+    source = "".join(path.read_text("utf-8") for path in ROOT.glob("aioinfer/native/*.py"))
+    known = {
+        f"AIOINFER_{name.upper()}"
+        for cls in (EngineConfig, ServerConfig)
+        for name in cls.__dataclass_fields__
+    }
+    for variable in set(re.findall(r"AIOINFER_\w+", read("docs/containers.md"))):
+        assert variable in known or variable in source, variable
 
 
 # -- recipes -------------------------------------------------------------------------------------------

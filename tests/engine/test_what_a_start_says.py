@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,9 @@ async def test_a_start_logs_one_line_of_what_was_decided(
         async with Engine(settings(checkpoint)) as engine:
             info = engine.info
     (line,) = lines(caplog)
-    assert line == f"started: {info.decisions}"
+    said = re.fullmatch(r"engine (\d+), (\S+), started: (.*)", line)
+    assert said is not None
+    assert said.group(2, 3) == (checkpoint.name, info.decisions)
     assert "\n" not in line
     for part in ("Qwen3ForCausalLM", "attention sdpa (asked for)", "32 KV pages of 16", "max_model_len 256"):
         assert part in line
@@ -55,6 +58,14 @@ async def test_a_start_logs_one_line_of_what_was_decided(
     pages, layers, heads, dims = 32, 3, 2, 16
     assert info.kv_bytes == pages * 16 * layers * 2 * heads * dims * 4
     assert info.model_positions == info.max_model_len == 256
+
+
+async def test_the_lines_of_two_engines_differ(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "aioinfer"):
+        async with Engine(settings(checkpoint)), Engine(settings(checkpoint)):
+            pass
+    first, second = lines(caplog)
+    assert first != second
 
 
 async def test_a_fallback_says_why(checkpoint: Path, caplog: pytest.LogCaptureFixture) -> None:
