@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from aioinfer.client.chats import ChatStream
     from aioinfer.client.disconnects import until_disconnected
     from aioinfer.client.mapping import ResultMap
+    from aioinfer.client.rows import ChatRow
+    from aioinfer.client.threadsafe import RemoteStream, ThreadsafeEngine
     from aioinfer.config import EngineConfig, ServerConfig
     from aioinfer.embeddings.embedding import Embedding
     from aioinfer.embeddings.scoring import Scores
@@ -44,6 +46,7 @@ if TYPE_CHECKING:
     from aioinfer.pooling import Pooling
     from aioinfer.resuming.record import StreamCheckpoint
     from aioinfer.stream import Stream
+    from aioinfer.text.tool_calls import ToolCallDelta
 
 # No output unless the application configures logging; the root logger belongs to the application.
 logging.getLogger("aioinfer").addHandler(logging.NullHandler())
@@ -55,6 +58,7 @@ _HOME = {
     "ChatDelta": "chat.results",
     "ChatResult": "chat.results",
     "ToolCall": "chat.results",
+    "ChatRow": "client.rows",
     "ChatStream": "client.chats",
     "Chunk": "outputs",
     "ConfigError": "errors",
@@ -75,6 +79,7 @@ _HOME = {
     "OutOfMemory": "errors",
     "Pooling": "pooling",
     "Rejected": "errors",
+    "RemoteStream": "client.threadsafe",
     "RequestError": "errors",
     "RequestMetrics": "outputs",
     "Result": "outputs",
@@ -85,7 +90,9 @@ _HOME = {
     "StepFailed": "errors",
     "Stream": "stream",
     "StreamCheckpoint": "resuming.record",
+    "ThreadsafeEngine": "client.threadsafe",
     "TimedOut": "errors",
+    "ToolCallDelta": "text.tool_calls",
     "Usage": "outputs",
     "WrongLoop": "errors",
     "until_disconnected": "client.disconnects",
@@ -98,6 +105,7 @@ __all__ = [
     "Cancelled",
     "ChatDelta",
     "ChatResult",
+    "ChatRow",
     "ChatStream",
     "Chunk",
     "ConfigError",
@@ -117,6 +125,7 @@ __all__ = [
     "OutOfMemory",
     "Pooling",
     "Rejected",
+    "RemoteStream",
     "RequestError",
     "RequestMetrics",
     "Result",
@@ -127,8 +136,10 @@ __all__ = [
     "StepFailed",
     "Stream",
     "StreamCheckpoint",
+    "ThreadsafeEngine",
     "TimedOut",
     "ToolCall",
+    "ToolCallDelta",
     "Usage",
     "WrongLoop",
     "until_disconnected",

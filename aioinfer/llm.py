@@ -277,13 +277,15 @@ class LLM:
                 raise InvalidRequest(f"prompts[{index}]", error.message, code=error.code) from error
             asked.append((source, settled))
 
-        def submit(item: Any, waiting: int) -> Stream:
-            return self._engine.generate(*item, **options)
+        def open(item: Any) -> Callable[[int], Stream]:
+            return lambda waiting: self._engine.generate(*item, **options)
 
         concurrency = max(1, min(len(asked), self.config.max_queued_requests))
-        results = ResultMap(submit, asked, concurrency=concurrency, progress=progress, on_error="raise")
+        results: ResultMap[Result] = ResultMap(
+            open, asked, concurrency=concurrency, room=serving.when_room, progress=progress
+        )
         async with self._running(), results:
-            return [result async for result in results]  # type: ignore[misc]
+            return [result async for result in results]
 
     def stream(
         self,

@@ -517,9 +517,9 @@ def tell_lanes(cells: Sequence[StreamCell]) -> list[StreamCell]:
     return others
 
 
-def when_ended(stream: Stream, call: Callable[[], object]) -> None:
-    """Have ``call`` called once when the stream's request has ended, amid the work of the engine: it must
-    return at once, not raise, and not refer to the stream. From then on the stream can only be awaited."""
-    cell = stream._cell
+def when_ended(cell: StreamCell, call: Callable[[], object]) -> None:
+    """Have ``call`` called once when the request of a stream with this cell has ended, amid the work of the
+    engine: it must return at once, not raise, and not refer to the stream. From then on, that can only be
+    awaited."""
     cell.waiter, cell.wants = _Callback(call), Want.RESULT
     cell.notify()

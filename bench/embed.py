@@ -68,7 +68,7 @@ async def _throughput(engine: Engine, options: argparse.Namespace, report: Repor
                     async for _ in results:
                         pass
             else:
-                await engine.embed(prompts, pooling=way)  # type: ignore[arg-type]
+                await engine.embed(prompts, pooling=way)  # type: ignore[call-overload]
             if number:  # the first round warms up
                 seconds[way].append(time.perf_counter() - begin)
     for way, each in seconds.items():

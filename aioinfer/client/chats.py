@@ -17,7 +17,7 @@ from aioinfer.chat.results import ChatDelta, ChatFinishReason, ChatResult, ToolC
 from aioinfer.errors import Cancelled, RequestError, renamed
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import Chunk, FinishReason, Result, Usage
-from aioinfer.stream import Stream
+from aioinfer.stream import Stream, StreamCell
 from aioinfer.text.tokenizer import Tokenizer, end_of
 from aioinfer.text.tool_calls import ToolCallDelta
 
@@ -99,6 +99,11 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
     def request_id(self) -> str:
         """The caller's name for the request, or one that was made for it."""
         return self._stream.request_id
+
+    @property
+    def cell(self) -> StreamCell:
+        """As :attr:`aioinfer.Stream.cell`."""
+        return self._stream.cell
 
     async def accepted(self) -> None:
         """Wait until the prompt is tokenized, checked and queued. Raises InvalidRequest, Rejected."""

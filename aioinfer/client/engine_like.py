@@ -6,7 +6,7 @@ from abc import abstractmethod
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from aioinfer.client.requests import Requests
+from aioinfer.client.batches import Batches
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.loop.service import EngineState
 from aioinfer.loop.updating import UpdateMode, WeightSource
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["EngineLike"]
 
 
-class EngineLike(Requests):
-    """Takes requests, as :class:`Requests` says, is started and closed, and can be observed."""
+class EngineLike(Batches):
+    """Takes requests, as :class:`Batches` says, is started and closed, and can be observed."""
 
     # -- life -----------------------------------------------------------------------------------
 

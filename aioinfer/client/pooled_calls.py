@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from aioinfer.client.mapping import MapProgress, ResultMap
+from aioinfer.client.mapping import MapProgress, OnError, ResultMap
 from aioinfer.config import EngineConfig
 from aioinfer.embeddings.embedding import of_input
 from aioinfer.errors import AioInferError, Rejected, StepFailed
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PooledCall", "listing"]
 
-_Finished = TypeVar("_Finished")
 #: one call has this part of the queue at most, so that others find room
 _SHARE = 4
 #: ids that are checked between two turns of the loop, and so many that the rest of an input counts as
@@ -35,7 +35,7 @@ _listed: ContextVar[list[Stream] | None] = ContextVar("_listed", default=None)
 @contextmanager
 def listing(streams: list[Stream]) -> Iterator[None]:
     """Puts the streams of the calls that are made here into a list, for what has to be known of them however
-    the calls end."""
+    the calls end. These calls do not wait for room before their first request: others may go elsewhere."""
     token = _listed.set(streams)
     try:
         yield
@@ -53,45 +53,64 @@ class PooledCall:
         submit: Callable[[PromptSource, int], Stream],
         name: Callable[[int], str],
         at_once: int,
+        when_room: Callable[[Callable[[], None]], object],
+        hint: str = "",
     ) -> None:
         """``source``: an input, checked and copied; ``submit``: its request, in front of which so many of the
         call wait; ``name``: of an input by its index, in errors; ``at_once``: requests that are open at a
-        time."""
+        time; ``when_room``: as of :class:`ResultMap`; ``hint``: what helps with an input that is too long."""
         self._config = config
         self._make = source
         self._submit = submit
         self._name = name
         self._at_once = at_once
+        self._when_room = when_room
+        self._hint = hint
         #: requests that may not have begun yet, and how many tokens their prompts have at least
         self._waiting: list[tuple[Stream, int]] = []
 
     async def results(
-        self, inputs: Sequence[Prompt], finish: Callable[[Result], _Finished], progress: MapProgress | None
-    ) -> list[_Finished]:
-        """The results, as ``finish`` returns them, in order. Raises as :meth:`aioinfer.Engine.embed`."""
-        sources = await self._sources(inputs)
-        return await self._computed(sources, range(len(sources)), finish, progress)
+        self,
+        inputs: Sequence[Any],
+        prompt: Callable[[Any], Prompt],
+        finish: Callable[[Result], Any],
+        progress: MapProgress | None,
+        found: list[Any],
+        on_error: OnError,
+    ) -> None:
+        """Put the results, as ``finish`` returns them, in order into ``found``, which has None before.
+        ``prompt``: that of an input. Raises as :meth:`aioinfer.Engine.embed`."""
+        found += [None] * len(inputs)
+        sources = await self._sources(inputs, prompt, on_error)
+
+        def put(index: int, result: Result | AioInferError) -> None:
+            found[index] = result if isinstance(result, AioInferError) else finish(result)
+
+        await self._computed(sources, range(len(sources)), put, progress, on_error)
 
     async def of_one_version(
-        self, inputs: Sequence[Prompt], progress: MapProgress | None, adapter: Callable[[], str]
-    ) -> list[Result]:
+        self,
+        inputs: Sequence[Prompt],
+        progress: MapProgress | None,
+        adapter: Callable[[], str],
+        *,
+        on_error: OnError = "raise",
+    ) -> list[Any]:
         """Results that can be compared: all by the same weights and adapter, of which ``adapter`` tells what
         requests have at present. If these are replaced meanwhile, what came before is computed once more.
         Raises StepFailed if that goes on and on."""
-        sources = await self._sources(inputs)
-        numbers, found, used = [*range(len(sources))], dict[int, Result](), adapter()
+        sources = await self._sources(inputs, lambda prompt: prompt, on_error)
+        numbers, found, used = [*range(len(sources))], dict[int, Result | AioInferError](), adapter()
         tries = 1 + _AGAIN
         while numbers and tries:
-            computed = await self._computed(
-                [sources[index] for index in numbers], numbers, lambda result: result, progress
-            )
+            await self._computed(sources, numbers, found.__setitem__, progress, on_error)
             progress = None  # all have been reported
-            found.update(zip(numbers, computed, strict=True))
-            newest = max(each.weight_version for each in found.values())
-            old = [index for index, each in found.items() if each.weight_version != newest]
+            versions = {at: each.weight_version for at, each in found.items() if isinstance(each, Result)}
+            newest = max(versions.values(), default=0)
+            old = [index for index, version in versions.items() if version != newest]
             before, used = used, adapter()
             if before != used:
-                old = [*found]
+                old = [*versions]
             # Some replicas may keep older weights: the others have a part of what is left each time.
             tries -= len(old) >= len(numbers) or len(numbers) == len(sources)
             numbers = sorted(old)
@@ -101,15 +120,21 @@ class PooledCall:
             )
         return [found[index] for index in range(len(sources))]
 
-    async def _sources(self, inputs: Sequence[Prompt]) -> list[PromptSource]:
+    async def _sources(
+        self, inputs: Sequence[Any], prompt: Callable[[Any], Prompt], on_error: OnError
+    ) -> list[PromptSource | AioInferError]:
         """All inputs: what can be seen of one without tokenizing is found before any is computed."""
-        found: list[PromptSource] = []
+        found: list[PromptSource | AioInferError] = []
         work = 0
         for index, each in enumerate(inputs):
             try:
-                source = self._make(each)
+                source = self._make(prompt(each))
             except AioInferError as error:
-                raise of_input(error, self._name(index)) from error.__cause__
+                named = of_input(error, self._name(index), self._hint)
+                if on_error == "raise":
+                    raise named from error.__cause__
+                found.append(named)
+                continue
             found.append(source)
             work += _EACH + len(source.ids or ())
             if work >= _PER_TURN:
@@ -119,25 +144,46 @@ class PooledCall:
 
     async def _computed(
         self,
-        sources: Sequence[PromptSource],
+        sources: Sequence[PromptSource | AioInferError],
         numbers: Sequence[int],
-        finish: Callable[[Result], _Finished],
+        put: Callable[[int, Result | AioInferError], object],
         progress: MapProgress | None,
-    ) -> list[_Finished]:
-        """``numbers``: which inputs of the call the sources are."""
-        found: list[_Finished] = []
+        on_error: OnError,
+    ) -> None:
+        """Compute those of the inputs with these ``numbers``; ``put`` has each as it is done."""
+        rows: ResultMap[Any] = ResultMap(
+            self._open,
+            [sources[index] for index in numbers],
+            concurrency=self._at_once,
+            room=self._when_room,
+            progress=progress,
+            on_error=on_error,
+            patient=_listed.get() is None,
+        )
+        count = 0
         try:
-            async with ResultMap(
-                self._queue, sources, concurrency=self._at_once, progress=progress, on_error="raise"
-            ) as results:
-                async for result in results:
-                    assert isinstance(result, Result)
-                    found.append(finish(result))
+            async with rows:
+                async for result in rows:
+                    put(numbers[count], self._named(result, numbers[count]))
+                    count += 1
         except AioInferError as error:
-            raise of_input(error, self._name(numbers[len(found)])) from error.__cause__
-        return found
+            raise self._named(error, numbers[count]) from error.__cause__
+        finally:
+            for index, result in (await rows.undelivered()).items():
+                put(numbers[index], self._named(result, numbers[index]))
 
-    def _queue(self, source: Any, waiting: int) -> Stream:
+    def _named(self, result: Any, index: int) -> Any:
+        """An error by the name of its input; anything else unchanged."""
+        if not isinstance(result, AioInferError):
+            return result
+        return of_input(result, self._name(index), self._hint)
+
+    def _open(self, source: PromptSource | AioInferError) -> Callable[[int], Stream]:
+        if isinstance(source, AioInferError):
+            raise source
+        return partial(self._queue, source)
+
+    def _queue(self, source: PromptSource, waiting: int) -> Stream:
         """Raises Rejected, uncounted, while the requests of the call that wait are its share of the queue."""
         self._waiting = [each for each in self._waiting if not (each[0].admitted or each[0].done)]
         tokens = source.least_tokens

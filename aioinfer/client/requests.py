@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Unpack
 
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.chat.asking import ChatRequest, chat_request
 from aioinfer.chat.functions import Tool
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.client.chats import ChatStream
-from aioinfer.client.mapping import MapProgress, OnError, Prompts, ResultMap
-from aioinfer.client.pooled_calls import PooledCall
 from aioinfer.config import EngineConfig
-from aioinfer.embeddings.embedding import EmbeddingForm, inputs_of, source_form
-from aioinfer.embeddings.scoring import ScoreMethod, Scores, score_job
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource, check_chat, pooling_params
 from aioinfer.outputs import AdapterInfo
 from aioinfer.params import SamplingParams, Schema, inherited
-from aioinfer.pooling import Pooling
 from aioinfer.request import JobOptions, Request, RequestOptions
 from aioinfer.resuming.record import StreamCheckpoint, options_of
 from aioinfer.stream import Stream
@@ -39,7 +34,7 @@ _MOST_CHOICES = 128
 
 
 class Requests(ABC):
-    """Calls that make requests: one output, a chat, choices, many outputs."""
+    """Calls that make requests: one output, a chat, choices; :mod:`aioinfer.client.batches` has many."""
 
     config: EngineConfig
     #: what the model recommends: for outputs, and for embeddings
@@ -59,10 +54,6 @@ class Requests(ABC):
     @abstractmethod
     def _serving(self) -> Service[Any]:
         """The service that takes the requests. Raises EngineClosed, EngineFailed, WrongLoop."""
-
-    def _at_once(self) -> int:
-        """Requests of one call that are open at a time."""
-        return 2 * self._serving().info.settle(self.config).running_requests
 
     @property
     @abstractmethod
@@ -238,26 +229,31 @@ class Requests(ABC):
 
         Raises as :meth:`generate`, with these names, also for tools that the model's formats cannot express.
         """
-        self._serving()
         try:
-            asked = chat_request(
-                self.chat_format,
+            asked, prompt = self.asked_chat(
                 messages,
-                inherited(params, self.default_params),
+                params,
                 tools=tools,
                 tool_choice=tool_choice,
                 parallel_tool_calls=parallel_tool_calls,
                 response_format=response_format,
                 chat_template_kwargs=chat_template_kwargs,
             )
-            try:
-                prompt = self.prompt(asked.messages, chat_template_kwargs=asked.template_kwargs)
-            except RequestError as error:
-                raise renamed(error, asked.names) from error.__cause__
         except RequestError as error:
             error.request_id = options.get("request_id")
             raise
         return self.open_chat(asked, prompt, **options)
+
+    def asked_chat(
+        self, messages: Sequence[Mapping[str, Any]], params: SamplingParams | None, **asked: Any
+    ) -> tuple[ChatRequest, PromptSource]:
+        """The first half of :meth:`chat`: check and copy its arguments but ``options``, all by name."""
+        self._serving()
+        checked = chat_request(self.chat_format, messages, inherited(params, self.default_params), **asked)
+        try:
+            return checked, self.prompt(checked.messages, chat_template_kwargs=checked.template_kwargs)
+        except RequestError as error:
+            raise renamed(error, checked.names) from error.__cause__
 
     def open_chat(
         self, asked: ChatRequest, prompt: PromptSource, **options: Unpack[RequestOptions]
@@ -269,184 +265,6 @@ class Requests(ABC):
         except RequestError as error:
             raise renamed(error, asked.names) from error.__cause__
         return ChatStream(stream, prompt, asked, self.tokenizer)
-
-    def map(
-        self,
-        prompts: Prompts,
-        params: SamplingParams | None = None,
-        *,
-        concurrency: int | None = None,
-        progress: MapProgress | None = None,
-        on_error: OnError = "raise",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Unpack[JobOptions],
-    ) -> ResultMap:
-        """The results of many prompts, in their order, as an asynchronous iterator.
-
-        ::
-
-            async with engine.map(prompts, SamplingParams(max_tokens=64)) as results:
-                async for result in results:
-                    print(result.text)
-
-        Prompts are read as there is room, and the requests of others get their turns between them.
-
-        Args:
-            prompts: any iterable or asynchronous iterable of prompts; it may be endless.
-            concurrency: most requests that are open, and most further results that are kept in memory;
-                default: twice as many as run at a time.
-            progress: ``progress(done, total)`` is called by the consumer's task; total is None if ``prompts``
-                has no length.
-            on_error: "raise" ends the iteration with the first error; "return" yields the error in the place
-                of its prompt's result.
-            params, chat_template_kwargs, options: as of :meth:`generate`, for every prompt.
-
-        Raises InvalidRequest for these arguments, EngineClosed, EngineFailed and WrongLoop.
-        """
-        self._serving()
-
-        def submit(prompt: Prompt, waiting: int) -> Stream:
-            return self.generate(
-                prompt,
-                params,
-                queue_behind=waiting,
-                chat_template_kwargs=chat_template_kwargs,
-                **options,
-            )
-
-        return ResultMap(
-            submit,
-            prompts,
-            concurrency=self._at_once() if concurrency is None else concurrency,
-            progress=progress,
-            on_error=on_error,
-        )
-
-    async def embed(
-        self,
-        inputs: Prompt | Sequence[Prompt],
-        *,
-        pooling: Literal["last", "cls", "mean", "tokens"] | None = None,
-        dimensions: int | None = None,
-        normalize: bool | None = None,
-        prompt_name: str | None = None,
-        truncate_prompt_tokens: int | None = None,
-        progress: MapProgress | None = None,
-        **options: Unpack[JobOptions],
-    ) -> Any:
-        """The embedding of one input, or of several a list in their order.
-
-        ::
-
-            texts = await engine.embed(["a query", "a document"])
-            similarity = texts[0].vector @ texts[1].vector
-
-        Inputs are computed as prompts are, with those of all other requests: they share steps, the prefix
-        cache and the policy, and never more wait than the queue has room for.
-
-        Args:
-            inputs: a text, token ids, a chat, or a list of any of these.
-            pooling: "last", the hidden state of the last token; "cls", that of the first one, of an encoder;
-                "mean", the mean of all, which does not read the prefix cache; "tokens", those of all tokens,
-                [tokens, dimensions] (at most 2**26 numbers). Default: as the model's files say, else "last",
-                or "mean" of an encoder.
-            dimensions: how many of the numbers are kept, before they are normalised.
-            normalize: every vector has length 1. Default: as the model's files say, else True.
-            prompt_name: which of the model's prompts (:attr:`sentences`) is put in front of texts; default:
-                the one that its files name, if any.
-            truncate_prompt_tokens: how many tokens of an input's beginning are kept, those of the prompt
-                and special ones included, and not more than the model's files say; -1: as many as it takes.
-                By default an input that is too long is refused.
-            progress: ``progress(done, total)`` is called as inputs end.
-            options: those of :meth:`generate`.
-
-        Returns:
-            :class:`~aioinfer.Embedding`, or a list of them. Each input has the adapter and the weights that
-            are there when it is queued and computed: ``weight_version`` tells vectors of other weights apart.
-
-        Raises as :meth:`generate`, with ``field`` "inputs[3]" for the input at index 3, if there are several;
-        all else is withdrawn then, and when the call is cancelled.
-        """
-        form = EmbeddingForm.of(
-            self._serving().info,
-            self.sentences,
-            pooling=pooling,
-            dimensions=dimensions,
-            normalize=normalize,
-            prompt_name=prompt_name,
-            truncate_prompt_tokens=truncate_prompt_tokens,
-        )
-        given, one = inputs_of(inputs)
-
-        def name(index: int) -> str:
-            return "inputs" if one else f"inputs[{index}]"
-
-        call = self._pooled_call(form.pooling, form.form, name, **options)
-        found = await call.results([form.prompt(each) for each in given], form.finish, progress)
-        return found[0] if one else found
-
-    async def score(
-        self,
-        query: str | Sequence[str],
-        documents: Sequence[str],
-        *,
-        method: ScoreMethod | None = None,
-        instruction: str | None = None,
-        template: str | None = None,
-        progress: MapProgress | None = None,
-        **options: Unpack[JobOptions],
-    ) -> Scores:
-        """Scores of documents for a query; ``query`` may be a list with one for each document.
-
-        Args:
-            method: "classifier", "judge" or "cosine"; see :mod:`aioinfer.embeddings.scoring`. Default: the
-                classifier's head if the model has one; "cosine" for embedding models; else "judge", with the
-                template of Qwen3-Reranker.
-            instruction: what makes a document fit, for the template's ``{instruction}``.
-            template: a text with ``{query}`` and ``{document}``, which a judge or a classifier reads.
-            progress, options: as of :meth:`embed`.
-
-        All scores are by the same weights: where these, or the adapter, are replaced meanwhile, what was
-        computed before is computed again. Raises as :meth:`generate`; ``field`` is "documents[3]" for the
-        document at index 3. StepFailed if the weights are replaced again and again.
-        """
-        serving = self._serving()
-        job = score_job(
-            serving.info,
-            self.tokenizer,
-            self.sentences,
-            query,
-            documents,
-            method=method,
-            instruction=instruction,
-            template=template,
-        )
-        call = self._pooled_call(job.pooling, job.form, job.name, **options)
-        name = options.get("adapter")
-        return job.finish(await call.of_one_version(job.prompts, progress, lambda: self._files_of(name)))
-
-    def _pooled_call(
-        self,
-        pooling: Pooling,
-        form: PromptForm | None,
-        name: Callable[[int], str],
-        **options: Unpack[JobOptions],
-    ) -> PooledCall:
-        """``name``: of the input with an index, in errors."""
-        serving = self._serving()
-
-        def source(prompt: Prompt) -> PromptSource:
-            return serving.source(prompt, None, source_form(prompt, form))
-
-        def submit(prompt: PromptSource, waiting: int) -> Stream:
-            return self.generate(prompt, pooling=pooling, queue_behind=waiting, **options)
-
-        return PooledCall(self.config, source, submit, name, self._at_once())
-
-    def _files_of(self, adapter: str | None) -> str:
-        """Fingerprint of the adapter that new requests have by this name."""
-        found = () if adapter is None else self.adapters()
-        return next((each.fingerprint for each in found if each.name == adapter), "")
 
     def choices(
         self,

@@ -31,7 +31,7 @@ from aioinfer.request import RequestOptions
 from aioinfer.stream import Stream
 
 if TYPE_CHECKING:
-    from aioinfer.client.requests import Requests
+    from aioinfer.client.batches import Batches
     from aioinfer.embeddings.scoring import Scores
     from aioinfer.loop.service import Service
 
@@ -49,7 +49,7 @@ class ThreadsafeEngine:
     is nothing to close: it lasts as long as the engine.
     """
 
-    def __init__(self, engine: Requests, serving: Service[Any], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: Batches, serving: Service[Any], loop: asyncio.AbstractEventLoop) -> None:
         self._engine = engine
         self._serving = serving
         self._loop = loop

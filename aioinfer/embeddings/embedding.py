@@ -12,6 +12,7 @@ from aioinfer.inputs import plain
 from aioinfer.loop.options import PromptForm, PromptSource, is_one
 from aioinfer.outputs import Result, Usage
 from aioinfer.pooling import Pooling, PoolingKind
+from aioinfer.request import JobOptions
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,12 +23,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Embedding",
+    "EmbeddingArguments",
     "EmbeddingForm",
     "EmbeddingOptions",
     "input_form",
     "inputs_of",
     "of_input",
     "source_form",
+    "split_options",
 ]
 
 _KINDS: tuple[PoolingKind, ...] = ("last", "cls", "mean", "tokens")
@@ -53,6 +56,20 @@ class EmbeddingOptions(TypedDict, total=False):
     normalize: bool | None
     prompt_name: str | None
     truncate_prompt_tokens: int | None
+
+
+class EmbeddingArguments(EmbeddingOptions, JobOptions, total=False):
+    """These, and options of all requests."""
+
+
+def split_options(given: EmbeddingArguments) -> tuple[EmbeddingOptions, JobOptions]:
+    """What says how to embed, and the options of requests."""
+    names = EmbeddingOptions.__annotations__.keys()
+    parts: Any = ({}, {})
+    for name, value in given.items():
+        parts[name not in names][name] = value
+    settings, options = parts
+    return settings, options
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +175,13 @@ def inputs_of(inputs: Any) -> tuple[list[Prompt], bool]:
         raise InvalidRequest("inputs", f"must be {kinds}, got {shown(inputs)}") from None
 
 
-def of_input(error: AioInferError, name: str) -> AioInferError:
-    """The error of the input with this name, with that name."""
+def of_input(error: AioInferError, name: str, hint: str = "") -> AioInferError:
+    """The error of the input with this name, with that name; ``hint``: what helps if it is too long."""
     if isinstance(error, InvalidRequest) and error.field == "prompt":
-        named = InvalidRequest(name, error.message, code=error.code)
+        message = error.message
+        if hint and error.code == "context_length_exceeded":
+            message = f"{message.rstrip('.')}. {hint}."
+        named = InvalidRequest(name, message, code=error.code)
         named.__cause__, named.request_id = error.__cause__, error.request_id
         return named
     error.add_note(f"of {name}")

@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.embeddings.embedding import EmbeddingForm
-from aioinfer.errors import InvalidRequest, shown
+from aioinfer.errors import AioInferError, InvalidRequest, shown
 from aioinfer.loop.options import PromptForm
 from aioinfer.outputs import Result, Usage
 from aioinfer.pooling import Pooling
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["METHODS", "ScoreJob", "ScoreMethod", "ScoreOptions", "Scores", "score_job"]
+__all__ = ["METHODS", "ScoreJob", "ScoreMethod", "ScoreOptions", "Scores", "bad_pairs", "score_job"]
 
 ScoreMethod: TypeAlias = Literal["classifier", "judge", "cosine"]
 METHODS: tuple[ScoreMethod, ...] = ("classifier", "judge", "cosine")
@@ -64,6 +64,20 @@ class Scores:
     tokens: list[int] = field(default_factory=list)
     #: of the weights that computed all of them
     weight_version: int = field(default=0, compare=False)
+    #: with ``on_error="return"``: the errors of documents that have no score, by index
+    errors: Mapping[int, AioInferError] = field(default_factory=dict, compare=False)
+
+    @classmethod
+    def with_errors(cls, some: Scores | None, errors: Mapping[int, AioInferError], count: int) -> Scores:
+        """The scores of ``count`` documents: of ``some`` those without an error, NaN for the others."""
+        some = some or cls([], Usage(0, 0))
+        scores, tokens = iter(some.scores), iter(some.tokens)
+        return replace(
+            some,
+            scores=[math.nan if at in errors else next(scores) for at in range(count)],
+            tokens=[0 if at in errors else next(tokens) for at in range(count)],
+            errors=dict(errors),
+        )
 
 
 class ScoreOptions(TypedDict, total=False):
@@ -85,11 +99,15 @@ class ScoreJob:
     #: index of the document that a prompt belongs to; None: to the query
     documents: list[int | None]
     finish: Callable[[Sequence[Result]], Scores]
+    #: which prompts the score of each document is made of
+    needs: list[tuple[int, ...]]
 
-    def name(self, index: int) -> str:
-        """The caller's name for a prompt."""
+    def name(self, index: int, kept: Sequence[int] | None = None) -> str:
+        """The caller's name for a prompt; ``kept``: which of the caller's documents there are, None: all."""
         document = self.documents[index]
-        return "query" if document is None else f"documents[{document}]"
+        if document is None:
+            return "query"
+        return f"documents[{document if kept is None else kept[document]}]"
 
 
 def score_job(
@@ -123,11 +141,13 @@ def score_job(
     wanted = _INSTRUCTION if instruction is None else _text("instruction", instruction)
     prompts = [_filled(form, wanted, *pair) for pair in pairs]
     each: list[int | None] = [*range(len(pairs))]
+    alone: list[tuple[int, ...]] = [(index,) for index in range(len(pairs))]
     if method == "classifier":
         raw = _is_raw(info, sentences)
-        return ScoreJob(prompts, Pooling("classes"), None, each, partial(_of_classes, raw=raw))
+        return ScoreJob(prompts, Pooling("classes"), None, each, partial(_of_classes, raw=raw), alone)
     answers = _answers(tokenizer, sentences, own_template=template is not None)
-    return ScoreJob(prompts, Pooling("choices", answers), PromptForm(special_tokens=False), each, _of_choices)
+    form_of = PromptForm(special_tokens=False)
+    return ScoreJob(prompts, Pooling("choices", answers), form_of, each, _of_choices, alone)
 
 
 def _method(info: DeviceInfo, sentences: Sentences) -> ScoreMethod:
@@ -159,6 +179,23 @@ def _pairs(query: str | Sequence[str], documents: Sequence[str]) -> list[tuple[s
         raise InvalidRequest("query", f"must be a text, or one for each of {len(texts)} documents")
     queries = [_text(f"query[{index}]", each) for index, each in enumerate(query)]
     return [*zip(queries, texts, strict=True)]
+
+
+def bad_pairs(query: Any, documents: Any) -> dict[int, AioInferError]:
+    """The errors of single documents, and of queries that belong to them, by index; what is wrong with all
+    is left to :func:`score_job`."""
+    found: dict[int, AioInferError] = {}
+    if isinstance(documents, str) or not isinstance(documents, Sequence):
+        return found
+    several = isinstance(query, Sequence) and not isinstance(query, str) and len(query) == len(documents)
+    for at, text in enumerate(documents):
+        try:
+            _text(f"documents[{at}]", text)
+            if several:
+                _text(f"query[{at}]", query[at])
+        except InvalidRequest as error:
+            found[at] = error
+    return found
 
 
 def _text(field_: str, given: Any) -> str:
@@ -241,7 +278,7 @@ def _cosine(info: DeviceInfo, sentences: Sentences, pairs: Sequence[tuple[str, s
     forms = [EmbeddingForm.of(info, sentences, normalize=True, prompt_name=name) for name in names]
     at: dict[str, int] = {}
     documents: list[int | None] = []
-    places: list[tuple[int, int]] = []
+    places: list[tuple[int, ...]] = []
     for index, (query, document) in enumerate(pairs):
         found = []
         for form, text, owner in ((forms[0], query, None), (forms[1], document, index)):
@@ -258,7 +295,7 @@ def _cosine(info: DeviceInfo, sentences: Sentences, pairs: Sequence[tuple[str, s
         tokens = [results[second].usage.prompt_tokens for _, second in places]
         return Scores(found, _usage(results), tokens, results[0].weight_version)
 
-    return ScoreJob(list(at), forms[0].pooling, forms[0].form, documents, finish)
+    return ScoreJob(list(at), forms[0].pooling, forms[0].form, documents, finish, [*places])
 
 
 def _scores(results: Sequence[Result], scores: list[float]) -> Scores:

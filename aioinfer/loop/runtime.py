@@ -144,6 +144,7 @@ class Runtime(Service[_Open]):
         if cell.outlet is not None:
             cell.outlet.lane.moved((cell.outlet,))
         self._set_timer(self.open[cell], "running", sequence.request.running_timeout)
+        self._has_room()
 
     def updated(self, sequence: Sequence) -> None:
         """Wake the consumer, or end its stream; park the request if the consumer lags."""

@@ -138,6 +138,8 @@ class Service(ABC, Generic[_Opened]):
         self.open: dict[StreamCell, _Opened] = {}
         #: requests whose prompts are not tokenized yet, and the tokens that these have at least
         self.arriving, self._arriving_tokens = 0, 0
+        #: called once when the queue may have room; in a dict, as each counts once
+        self._awaiting_room: dict[Callable[[], None], None] = {}
         #: set while closing waits for the open requests
         self._drained: asyncio.Future[None] | None = None
 
@@ -242,6 +244,22 @@ class Service(ABC, Generic[_Opened]):
             raise Rejected(f"{waiting} requests are waiting already (max_queued_requests)")
         if known and known + tokens > self.config.max_queued_tokens:
             raise Rejected(f"{known} prompt tokens are waiting already (max_queued_tokens)")
+
+    def check_room(self, tokens: int) -> None:
+        """Raise Rejected, which is not counted, if a request with at least so many tokens would be."""
+        self._check_queue(tokens, self.arriving, self._arriving_tokens)
+
+    def when_room(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once when a request has begun or ended, whosever it is: amid the work of the
+        engine, so it must return at once and not raise."""
+        self._awaiting_room[call] = None
+
+    def _has_room(self) -> None:
+        """A request has begun, or ended."""
+        if self._awaiting_room:
+            calls, self._awaiting_room = self._awaiting_room, {}
+            for call in calls:
+                call()
 
     async def encode(self, prompt: PromptSource) -> Sequence[int]:
         """The token ids of a prompt. Raises InvalidRequest, EngineClosed."""
@@ -379,6 +397,7 @@ class Service(ABC, Generic[_Opened]):
         # Last: one that could not be reported is still open, and ends with the engine.
         if self.open.pop(opened.cell, None) is not None and self.observers:
             self.observers.ended(opened.output)
+        self._has_room()
         if self._drained is not None and not self._busy:
             self._set_drained()
 

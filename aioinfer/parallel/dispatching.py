@@ -240,6 +240,7 @@ class Dispatching(Service[Record], ReplicaEvents):
             attempt.ended = True
             raise
         self.queue.remove(record)
+        self._has_room()
         record.cell.cancel_timer()
         self.attempts[record] = attempt
         if not record.output.token_ids:

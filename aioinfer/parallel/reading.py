@@ -49,7 +49,7 @@ class Reading:
         """From now on, the lane is told what moves it, and ``finished`` called once when the stream has
         ended, amid a step."""
         self.stream.cell.outlet = self
-        when_ended(self.stream, functools.partial(finished, self))
+        when_ended(self.stream.cell, functools.partial(finished, self))
 
     @property
     def news(self) -> bool:

@@ -371,6 +371,26 @@ async def test_map_and_choices() -> None:
 
 
 @virtual
+async def test_a_map_waits_while_others_fill_the_queue_of_a_dispatcher() -> None:
+    async with Dispatcher(toys(2, max_running_requests=1, max_queued_requests=2)) as dispatcher:
+        running = [dispatcher.generate(prompt(1), ENDLESS) for _ in range(2)]
+        await turn()
+        others = [dispatcher.generate(prompt(1), ENDLESS) for _ in range(2)]
+        found: list[list[int]] = []
+
+        async def mapped() -> None:
+            async for result in dispatcher.map([prompt(number) for number in range(6)], PARAMS):
+                found.append(result.token_ids)
+
+        job = asyncio.create_task(mapped())
+        await asyncio.sleep(5)  # of a virtual clock
+        assert not found
+        await end([*running, *others])
+        await job
+        assert found == [expected(prompt(number)) for number in range(6)]
+
+
+@virtual
 async def test_request_ids_are_the_callers_or_made_and_need_not_be_unique() -> None:
     async with Dispatcher(toys(2)) as dispatcher:
         streams = [dispatcher.generate([1, 2], PARAMS, request_id="same") for _ in range(4)]

@@ -258,6 +258,26 @@ async def test_what_a_call_that_fails_has_computed_is_charged(
 
 
 @pytest.mark.usefixtures("still")
+async def test_a_call_that_finds_the_queue_full_is_refused_and_does_not_wait(
+    embedder: Serving, gate: Gate
+) -> None:
+    async with embedder(fault=gate, max_running_requests=1, max_queued_requests=1) as served:
+        held = served.engine.generate([1, 2])
+        await asyncio.to_thread(gate.arrived.acquire)
+        more = served.engine.generate([1, 2])
+        await more.accepted()
+        bodies: dict[str, Any] = {
+            "/v1/embeddings": {"input": ["a", "b"]},
+            "/v1/score": {"text_1": "a", "text_2": ["b", "c"]},
+        }
+        for path, body in bodies.items():
+            assert (await served.post(path, body)).status == 429
+        gate.release()
+        held.close()
+        more.close()
+
+
+@pytest.mark.usefixtures("still")
 async def test_a_client_that_leaves_withdraws_its_inputs_and_is_charged_for_them(
     serving: Serving, tmp_path: Path, gate: Gate
 ) -> None:

@@ -1,0 +1,76 @@
+"""Rows: what calls with many requests are given, and how each becomes a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from aioinfer.chat.functions import Tool
+from aioinfer.errors import InvalidRequest, shown
+from aioinfer.params import SamplingParams, Schema
+
+__all__ = ["ChatRow", "ParamsOf"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatRow:
+    """One chat of many, with arguments of its own, for :meth:`aioinfer.Engine.map` and
+    :meth:`aioinfer.LLM.chat`. Its result is a :class:`~aioinfer.ChatResult`.
+
+    The fields are the arguments of :meth:`aioinfer.Engine.chat`; None: that of the call. Nothing is checked
+    or copied before the row is read.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    params: SamplingParams | None = None
+    #: the caller's name for the row, which ``ChatResult.result`` and errors have as ``request_id``
+    id: str | None = None
+    tools: Sequence[Tool] | None = None
+    tool_choice: str | Tool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: Schema | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+
+    def asked(self, usual: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of a chat besides messages and parameters; ``usual``: where the row has none."""
+        names = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template_kwargs")
+        own = {name: getattr(self, name) for name in names}
+        return {name: usual.get(name) if value is None else value for name, value in own.items()}
+
+
+class ParamsOf:
+    """The parameters of each row of a call, which has one for all or a list with one for each."""
+
+    def __init__(self, given: SamplingParams | Sequence[SamplingParams | None] | None, rows: Any) -> None:
+        """Raises InvalidRequest for what is neither, and for lists of different lengths."""
+        self._each: list[SamplingParams | None] | None = None
+        self._all: SamplingParams | None = None
+        if isinstance(given, (list, tuple)):
+            self._each = list(given)
+            wrong = next((at for at, each in enumerate(given) if not _fits(each)), None)
+            if wrong is not None:
+                raise InvalidRequest(f"params[{wrong}]", f"must be SamplingParams, got {shown(given[wrong])}")
+            if hasattr(rows, "__len__") and len(rows) != len(given):
+                raise InvalidRequest("params", f"are {len(given)}, for {len(rows)} prompts")
+        elif _fits(given):
+            self._all = given  # type: ignore[assignment]
+        else:
+            raise InvalidRequest("params", f"must be SamplingParams, or a list of them, got {shown(given)}")
+
+    @property
+    def common(self) -> SamplingParams | None:
+        """Those of all rows, if these are the same."""
+        return self._all
+
+    def of(self, index: int) -> SamplingParams | None:
+        """Those of a row. Raises InvalidRequest."""
+        if self._each is None:
+            return self._all
+        if index >= len(self._each):
+            raise InvalidRequest("params", f"are {len(self._each)}, for more prompts")
+        return self._each[index]
+
+
+def _fits(given: Any) -> bool:
+    return given is None or isinstance(given, SamplingParams)
