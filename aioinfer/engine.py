@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from aioinfer.cache.namespace import Namespace
 from aioinfer.chat.answers import ChatFormat
+from aioinfer.chat.asking import chat_format
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.client.engine_like import EngineLike
 from aioinfer.client.threadsafe import ThreadsafeEngine
@@ -174,10 +175,8 @@ class Engine(EngineLike):
         await intake.run(core.preparing.warm_up)
         adapters = AdapterLoads(core.adapters, launcher, intake, config.model_name)
         await adapters.load_all(config.adapter_paths)
-        chat_format = await intake.run(
-            ChatFormat.of, tokenizer, config.tool_call_parser, config.reasoning_parser
-        )
-        self.default_params, self.sentences, self._chat_format = defaults, sentences, chat_format
+        found = await intake.run(chat_format, tokenizer, config.tool_call_parser, config.reasoning_parser)
+        self.default_params, self.sentences, self._chat_format = defaults, sentences, found
         runtime = Runtime(config, core, launcher, intake, adapters)
         if self._measuring is not None:
             runtime.measure(self._measuring)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -80,3 +82,25 @@ async def test_an_engine_starts_whose_tokenizer_no_grammar_can_use(monkeypatch: 
         assert (await engine.generate("x", SamplingParams(max_tokens=2))).token_ids
         with pytest.raises(errors.AioInferError, match="decoder type"):
             await engine.generate("x", SamplingParams(grammar=Grammar("choice", ["yes"])))
+
+
+def test_no_first_request_of_a_kind_imports_on_the_loop() -> None:
+    """In a process of its own, where nothing is imported yet."""
+    code = """
+import asyncio, sys
+from aioinfer import Engine, EngineConfig, Grammar, SamplingParams
+async def main():
+    async with Engine(EngineConfig(threads=1, tool_call_parser="hermes")) as engine:
+        before = set(sys.modules)
+        short, chat = SamplingParams(max_tokens=2, logprobs=2), [{"role": "user", "content": "x"}]
+        await engine.generate("x", short)
+        await engine.generate("x", short.changed(grammar=Grammar("choice", ["yes"])))
+        await engine.chat(chat, short, response_format={"type": "json_object"})
+        await engine.embed(["x"])
+        print({each.split(".")[0] for each in set(sys.modules) - before} & {"pydantic", "llguidance"})
+asyncio.run(main())
+"""
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
+    assert found.stdout == "set()\n"
