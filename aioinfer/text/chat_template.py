@@ -102,10 +102,10 @@ class ChatTemplate:
     def _rendered(self, messages: list[Message], variables: Mapping[str, Any], share: int = 1) -> str:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        template.prepare(self._source)
+        name = template.prepare(self._source)
         with template.limited(share):
             texts, _ = render_jinja_template(
-                [messages], chat_template=self._source, **{**self._special_tokens, **variables}
+                [messages], chat_template=name, **{**self._special_tokens, **variables}
             )
         text: str = texts[0]
         return text

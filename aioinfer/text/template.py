@@ -1,7 +1,9 @@
 """Chat templates: the names that they read, and a bound on the steps of one rendering.
 
 A template is a program that comes with a model's files. Jinja's sandbox restricts what it can reach, not how
-long it runs: loops within loops and recursive macros would hold a worker thread for the life of the process.
+long it runs: loops within loops and recursive macros would hold a worker thread for the life of the process,
+and so would constants, which Jinja works out while it compiles. Here nothing is worked out before it is
+rendered, and steps are counted for passes, calls, and the characters and elements of what is made.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aioinfer.errors import ConfigError
+from aioinfer.text.template_costs import CHARACTERS, made
 
 __all__ = ["TooManySteps", "check", "limited", "names_read", "prepare", "read_template"]
 
@@ -24,6 +27,9 @@ MOST_STEPS = 1_000_000
 _CALL = 10
 #: the filter that counts passes of loops
 _FILTER = "aioinfer counts"
+
+#: filters that write all that is in a value
+_WRITING = frozenset({"tojson", "string", "pprint", "join", "xmlattr", "urlencode", "format"})
 
 _local = threading.local()
 #: held while a compiled template is changed
@@ -54,6 +60,48 @@ def _count(steps: int) -> bool:
     return True
 
 
+def _counted(value: Any) -> Any:
+    """What was made, whose size is counted."""
+    if isinstance(value, (str, list, tuple, dict)):
+        _count(len(value) // CHARACTERS)
+    return value
+
+
+def _written(value: Any) -> Any:
+    """What is about to become text, with all that is within: the same list can be in it many times over."""
+    level = [value]
+    while level:
+        each = level.pop()
+        if isinstance(each, (list, tuple, dict)):
+            _count(1 + len(each))
+            level += [*each.keys(), *each.values()] if isinstance(each, dict) else each
+        else:
+            _counted(each)
+    return value
+
+
+def _counted_filter(name: str, function: Any) -> Any:
+    """A filter that counts what it makes."""
+    from jinja2 import pass_context
+    from jinja2.utils import _PassArg
+
+    wanted = _PassArg.from_obj(function)
+
+    @pass_context
+    def counted(context: Any, value: Any, *arguments: Any, **named: Any) -> Any:
+        if name in _WRITING:
+            _written(value)
+        _count(made(name, value, [*arguments, *named.values()]))
+        first = {
+            _PassArg.context: [context],
+            _PassArg.eval_context: [context.eval_ctx],
+            _PassArg.environment: [context.environment],
+        }.get(wanted, [])  # type: ignore[arg-type]
+        return _counted(function(*first, value, *arguments, **named))
+
+    return counted
+
+
 def read_template(setting: str) -> str:
     """The template that a setting names or is: a text with a tag of Jinja is one, anything else names a file.
     Blocks. Raises ConfigError."""
@@ -81,43 +129,73 @@ def check(template: str) -> None:
         raise ConfigError(f"chat_template: {at}{error}; another one can be given as chat_template") from error
 
 
-def prepare(template: str) -> None:
-    """Have the compiled form of a template, which transformers keeps, count its steps."""
+def prepare(template: str) -> str:
+    """Compile a template so that it counts its steps; returns the name by which transformers renders it.
+
+    The name is the template as a comment: transformers sets up the environment (filters, the tag
+    "generation") only while it compiles, and must not work out a template's constants.
+    """
     from transformers.utils import chat_template_utils
 
-    # Transformers sets up the environment (filters, the tag "generation") in this function only.
-    compiled = chat_template_utils._compile_jinja_template(template)
+    name = "{#" + template.replace("#}", "# }") + "#}"
+    compiled = chat_template_utils._compile_jinja_template(name)
     with _preparing:
         if _FILTER not in compiled.environment.filters:
             vars(compiled).update(vars(_counting(template, compiled.environment)))
+    return name
 
 
 def _counting(template: str, environment: Any) -> Any:
-    """The template, compiled so that it counts passes and tests of loops, calls and elements of ranges."""
+    """The template, compiled so that it counts its steps."""
     from jinja2 import nodes, pass_context
     from jinja2.runtime import BlockReference, LoopContext, Macro
+    from jinja2.visitor import NodeTransformer
+
+    class _Joining(NodeTransformer):
+        """Has ``~`` be a filter, which is counted."""
+
+        def visit_Concat(self, node: nodes.Concat) -> nodes.Filter:
+            self.generic_visit(node)
+            joined = nodes.Filter(nodes.List(node.nodes), "join", [], [], None, None)
+            return joined.set_lineno(node.lineno)  # type: ignore[return-value]
 
     call = environment.call
 
     def counted_call(context: Any, called: Any, *arguments: Any, **named: Any) -> Any:
         _count(_CALL if isinstance(called, (Macro, BlockReference, LoopContext)) else 1)
+        # The sandbox wraps the methods that format.
+        receiver = getattr(getattr(called, "__wrapped__", called), "__self__", None)
+        if isinstance(receiver, str):
+            _count(made(called.__name__, receiver, [*arguments, *named.values()]))
         result = call(context, called, *arguments, **named)
         if isinstance(result, range):
             _count(len(result))
-        return result
+        return _counted(result)
+
+    def binop(context: Any, operator: str, left: Any, right: Any) -> Any:
+        _count(made(operator, left, [right]))
+        return _counted(environment.binop_table[operator](left, right))
 
     environment.call = counted_call
-    # A filter is called without the checks of the sandbox; with the context, not while it is compiled.
+    environment.optimized = False
+    # Neither these nor filters that are called with the context are worked out while it is compiled.
+    environment.intercepted_binops = frozenset(environment.binop_table)
+    environment.call_binop = binop
+    environment.finalize = pass_context(lambda _, value: _written(value))
+    for name, function in environment.filters.items():
+        environment.filters[name] = _counted_filter(name, function)
     environment.filters[_FILTER] = pass_context(lambda _, steps: _count(steps))
     # Text without meaning, of any length.
     environment.globals.pop("lipsum", None)
-    step = nodes.Filter(nodes.Const(1), _FILTER, [], [], None, None)
-    tree = environment.parse(template)
-    for loop in tree.find_all(nodes.For):
-        loop.body.insert(0, nodes.ExprStmt(step))
-        if loop.test is not None:
-            loop.test = nodes.And(step, loop.test)
-        loop.set_lineno(loop.lineno)
+
+    tree = _Joining().visit(environment.parse(template))
+    for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock, nodes.Block)):
+        text = sum(len(each.data) for each in node.find_all(nodes.TemplateData))
+        step = nodes.Filter(nodes.Const(1 + text // CHARACTERS), _FILTER, [], [], None, None)
+        node.body.insert(0, nodes.ExprStmt(step))
+        if isinstance(node, nodes.For) and node.test is not None:
+            node.test = nodes.And(step, node.test)
+        node.set_lineno(node.lineno)
     tree.set_environment(environment)
     return environment.from_string(tree)
 
@@ -133,7 +211,7 @@ def names_read(templates: Iterable[str]) -> frozenset[str]:
 
     found: set[str] = set()
     for template in templates:
-        tree = chat_template_utils._compile_jinja_template(template).environment.parse(template)
+        tree = chat_template_utils._compile_jinja_template(prepare(template)).environment.parse(template)
         found |= {node.name for node in tree.find_all(nodes.Name)}
         found |= {node.attr for node in tree.find_all(nodes.Getattr)}
         found |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
