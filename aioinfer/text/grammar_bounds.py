@@ -19,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
+from aioinfer.text.costs import Multiple, common_multiple, multiple_of, remainders
 from aioinfer.text.schema_references import Pointers, inner
 
 __all__ = ["MOST_LEVELS", "MOST_RULES", "GrammarBounds"]
@@ -60,6 +61,8 @@ class _Shape(NamedTuple):
     #: by the number of an option or an item, the name of a property, a pattern as a tuple, or ``_REST``
     parts: Mapping[Any, _Shape] = {}
     reference: str = ""
+    #: of a number, and of alternatives with numbers: a text is compared with all of them at once
+    multiple: Multiple = None
 
 
 _ANY, _NEVER = _Shape("any"), _Shape("never")
@@ -168,12 +171,19 @@ class GrammarBounds:
                 return _numbered(shape.kind, [self._merge(each, beside) for each in shape.parts.values()])
         if one.kind != other.kind:
             return _NEVER
+        if one.kind == "number":
+            return _number(common_multiple((one.multiple, other.multiple)), 1)
         parts: dict[Any, _Shape] = {}
+        rests = [_unnamed(each) for each in (one, other)]
         for key in {**one.parts, **other.parts}:
             if key is _REST and not (_REST in one.parts and _REST in other.parts):
                 parts[key] = one.parts.get(key) or other.parts[key]
             else:
-                parts[key] = self._largest(product(_parts_for(one, key), _parts_for(other, key)))
+                found = (
+                    [each.parts[key]] if key in each.parts else rest
+                    for each, rest in zip((one, other), rests, strict=True)
+                )
+                parts[key] = self._largest(product(*found))
         own = one.size + other.size - _inner_size(one.parts) - _inner_size(other.parts) - 1
         return _with_parts(one.kind, parts, own)
 
@@ -254,7 +264,10 @@ class GrammarBounds:
             rest = self._rest(schema.get("additionalProperties"))
             return _with_parts("object", {**patterns, **names, **rest}, 1 + own)
         text = sum(len(each) for each in schema.values() if _is_text(each))
-        return _Shape("number" if kind == "integer" else str(kind), 1 + text // _CHARACTERS)
+        size = 1 + text // _CHARACTERS
+        return (
+            _number(multiple_of(schema), size) if kind in ("integer", "number") else _Shape(str(kind), size)
+        )
 
     def _rest(self, schema: Any) -> dict[Any, _Shape]:
         return {} if schema is None else {_REST: self._compile(schema)}
@@ -274,16 +287,21 @@ def _check_size(parts: int) -> None:
         raise ValueError(f"has more than {_MOST_PARTS} parts when its schemas are merged")
 
 
-def _parts_for(shape: _Shape, key: Any) -> list[_Shape]:
-    """The schemas of an array or object for an item or property, of which one holds."""
-    if key in shape.parts:
-        return [shape.parts[key]]
+def _unnamed(shape: _Shape) -> list[_Shape]:
+    """The schemas of items or properties that have none of their own: one of them holds."""
     patterns = [each for name, each in shape.parts.items() if isinstance(name, tuple)]
     return [*patterns, shape.parts.get(_REST, _ANY)]
 
 
 def _numbered(kind: str, options: Iterable[_Shape]) -> _Shape:
-    return _with_parts(kind, dict(enumerate(options)))
+    found = dict(enumerate(options))
+    return _with_parts(kind, found)._replace(
+        multiple=common_multiple(each.multiple for each in found.values())
+    )
+
+
+def _number(multiple: Multiple, size: int) -> _Shape:
+    return _Shape("number", size + remainders(multiple), multiple=multiple)
 
 
 def _with_parts(kind: str, parts: Mapping[Any, _Shape], own: int = 1) -> _Shape:

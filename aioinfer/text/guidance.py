@@ -12,11 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.errors import InvalidRequest
+from aioinfer.text.costs import written_out
 from aioinfer.text.grammar import Matcher
 from aioinfer.text.grammar_bounds import GrammarBounds
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
-from aioinfer.text.stop_regex import written_out
 
 __all__ = ["GuidanceBackend", "json_options", "load_library"]
 
@@ -27,8 +27,8 @@ _BY_NAME = {**_OPTIONS, "json_allowed_escapes": 'nrbtf\\"'}
 #: in the JSON of a schema, what may stand for a character that can only be written by its number
 _CONTROL = re.compile(r"\\u00(?:[01]|7f)|\x7f|\\\\[xucv0]", re.IGNORECASE)
 
-#: In some Lark grammars the forced bytes are unbounded, and llguidance computes them without a limit and with
-#: the GIL held; for each token, it tokenizes them all. Of several ``%llguidance`` lines the last one counts.
+#: What a grammar forces can be unbounded, and llguidance computes it without a limit and with the GIL held;
+#: for each token, it tokenizes all of it. Of several ``%llguidance`` lines the last one counts.
 _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 
 #: Maximum Earley items of a position: what a schema of 500 optional properties needs at its start.
@@ -36,12 +36,15 @@ _WIDEST = 2000
 #: The same for grammars that may be ambiguous. Their rows grow with the output, the time per token with the
 #: square of that, and a token is accepted with the interpreter's lock held: 2 ms a character at 300.
 _WIDEST_LARK = 200
-#: maximum rules of GBNF: the time that llguidance takes to translate them grows with their square, to 2 s
-_MOST_GBNF_RULES = 500
+#: maximum rules and characters of GBNF, which llguidance translates in Python: together they take 0.2 s
+_MOST_GBNF_RULES, _MOST_GBNF = 500, 1 << 16
+#: A line of Lark. llguidance's own test for it takes time that grows with the square of the blank lines.
+_IS_LARK = re.compile(r"^[^\S\n]*+(?:%llguidance\b|start\s*+:)", re.MULTILINE)
 #: Characters of a text, written out, that may be forced. A schema can repeat each of its texts 20,000 times.
 _LONG = 1024
 _LEAST = re.compile(r'"min(?:Length|Items|Properties)":\s*(?:[\d.]{4}|\de)')
-_TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+', re.DOTALL)
+#: what is between quotes, or within them
+_TEXT = re.compile(r'(?:[^"\\]++|\\.)++', re.DOTALL)
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 
@@ -116,22 +119,7 @@ class GuidanceBackend:
         grammar = grammar.behind("")
         match grammar.kind:
             case "json_schema":
-                bounds = GrammarBounds(self._max_depth)
-                schema = json.loads(grammar.text)
-                bounds.check_nesting(schema)
-                if schema is False:
-                    raise ValueError("allows nothing")
-                if schema is not True and not isinstance(schema, dict):
-                    raise ValueError("must be an object")
-                exact = rewritten(schema)
-                bounds.check_schema(exact)
-                source = "{}" if schema is True else grammar.text if exact is schema else json.dumps(exact)
-                schema = exact
-                written = json_options(grammar.text)
-                text = library.grammar_from_json_schema(source, written)
-                if isinstance(schema, dict) and _forces_much(json.dumps(schema)):
-                    lark = f"start: %json {json.dumps({**schema, 'x-guidance': written})}"
-                    text = library.grammar_from_lark(lark + _NO_FORCING)
+                text = self._of_schema(json.loads(grammar.text), json_options(grammar.text))
             case "json_object":
                 text = library.grammar_from_json_schema('{"type": "object"}', _OPTIONS)
             case "regex":
@@ -152,6 +140,25 @@ class GuidanceBackend:
                 # Builders write the rules, by recursion in Python: their depth has its limit.
                 GrammarBounds(self._max_depth).check_lark(grammar.text, rules=False)
                 text = library.grammar_from_lark(grammar.text + _NO_FORCING * _forces_much(grammar.text))
+        return text
+
+    def _of_schema(self, schema: Any, options: dict[str, str]) -> str:
+        """The grammar of a schema. Raises ValueError."""
+        bounds = GrammarBounds(self._max_depth)
+        bounds.check_nesting(schema)
+        if schema is False:
+            raise ValueError("allows nothing")
+        if schema is not True and not isinstance(schema, dict):
+            raise ValueError("must be an object")
+        exact = {} if schema is True else rewritten(schema)
+        bounds.check_schema(exact)
+        text: str
+        own = exact.get("x-guidance")  # it may forbid white space, without which a text is forced to its end
+        if own is None and not _forces_much(source := json.dumps(exact)):
+            text = self._library.LLMatcher.grammar_from_json_schema(source, options)
+        else:
+            exact = {**exact, "x-guidance": {**options, **own} if isinstance(own, dict) else options}
+            text = self._library.LLMatcher.grammar_from_lark(f"start: %json {json.dumps(exact)}{_NO_FORCING}")
         return text
 
 
@@ -184,12 +191,14 @@ class _GuidanceMatcher:
 
 def _lark(source: str) -> str:
     """Translate GBNF (llama.cpp; also accepted by vLLM and SGLang) to Lark; Lark is returned unchanged."""
-    from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
     if not source.strip():
         raise ValueError("is empty")
-    if is_lark_syntax(source):
+    if _IS_LARK.search(source):
         return source
+    if len(source) > _MOST_GBNF:
+        raise ValueError(f"has more than {_MOST_GBNF} characters of GBNF")
     if source.count("::=") > _MOST_GBNF_RULES:
         raise ValueError(f"has more than {_MOST_GBNF_RULES} rules of GBNF")
     try:

@@ -16,7 +16,8 @@ _ESCAPED = re.compile(r"\\.", re.DOTALL)
 #: White space has U+FEFF and has not U+0085, other than in Rust. A class may be within another.
 _SPACES = r"\t-\r \x{a0}\x{1680}\x{2000}-\x{200a}\x{2028}\x{2029}\x{202f}\x{205f}\x{3000}\x{feff}"
 _CLASSES = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
-#: maximum lookaheads of a pattern: the time to find them grows with the square of their number
+_LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
+#: maximum lookaheads of a pattern, each of which becomes a pattern that all texts have to match
 _MOST_HEADS = 16
 
 
@@ -33,33 +34,28 @@ def without_lookahead(pattern: str) -> list[str]:
     if pattern in _KNOWN:
         return [_KNOWN[pattern]]
     heads: list[str] = []
-    rest = pattern
-    while rest.startswith("^(?="):
-        if len(heads) == _MOST_HEADS:
-            raise ValueError(f"with more than {_MOST_HEADS} lookaheads")
-        end = _closing(rest)
-        inside, after = rest[len("^(?=") : end], rest[end + 1 :]
-        # After a lookahead that is repeated or one of several alternatives, it would mean something else.
-        if _alternatives(after) or after[:1] in ("*", "+", "?", "{"):
+    begin = 1  # where a lookahead may be: after "^", or after the one before
+    for at, depth in _depths(pattern):
+        head = pattern[0] == "^" and pattern.startswith("(?=", begin)
+        if head and pattern[at] == ")" and depth == 0:
+            # After a lookahead that is repeated or one of several alternatives, it would mean something else.
+            if len(heads) == _MOST_HEADS:
+                raise ValueError(f"with more than {_MOST_HEADS} lookaheads")
+            heads.append(f"^({pattern[begin + 3 : at]})")
+            begin = at + 1
+            if pattern[begin : begin + 1] in ("*", "+", "?", "{"):
+                raise ValueError("with this lookahead")
+        elif heads and pattern[at] == "|" and depth <= 0:
             raise ValueError("with this lookahead")
-        heads.append(f"^({inside})")
-        rest = f"^{after}"
-    for each in (rest, *heads):
-        if _looks(each):
+        elif pattern.startswith(_LOOKS, at) and not (head and at == begin):
             raise ValueError("with lookahead or lookbehind but at the beginning, or negative")
-    return [rest, *heads]
+    if pattern[0] == "^" and pattern.startswith("(?=", begin):
+        raise ValueError("without balanced groups")
+    return [f"^{pattern[begin:]}" if heads else pattern, *heads]
 
 
-def _looks(pattern: str) -> bool:
-    """The pattern has a lookahead or lookbehind."""
-    return any(
-        pattern.startswith(mark, at) for at in _plain(pattern) for mark in ("(?=", "(?!", "(?<=", "(?<!")
-    )
-
-
-def _plain(pattern: str) -> list[int]:
+def _plain(pattern: str) -> Iterator[int]:
     """The places of characters that are neither escaped nor in a class."""
-    found: list[int] = []
     at, inside = 0, False
     while at < len(pattern):
         if pattern[at] == "\\":
@@ -68,7 +64,7 @@ def _plain(pattern: str) -> list[int]:
         if inside:
             inside = pattern[at] != "]"
         else:
-            found.append(at)
+            yield at
             if pattern[at] == "[":
                 inside = True
                 # A bracket that comes first in a class is one of its characters.
@@ -77,7 +73,6 @@ def _plain(pattern: str) -> list[int]:
                     raise ValueError("with a class that begins with a bracket")
                 continue
         at += 1
-    return found
 
 
 def _depths(pattern: str) -> Iterator[tuple[int, int]]:
@@ -86,16 +81,3 @@ def _depths(pattern: str) -> Iterator[tuple[int, int]]:
     for at in _plain(pattern):
         depth += {"(": 1, ")": -1}.get(pattern[at], 0)
         yield at, depth
-
-
-def _closing(pattern: str) -> int:
-    """The end of the first group. Raises ValueError."""
-    for at, depth in _depths(pattern):
-        if pattern[at] == ")" and depth == 0:
-            return at
-    raise ValueError("without balanced groups")
-
-
-def _alternatives(pattern: str) -> bool:
-    """The pattern has alternatives outside all groups."""
-    return any(pattern[at] == "|" and depth <= 0 for at, depth in _depths(pattern))

@@ -23,8 +23,10 @@ _MOST_UNIQUE = 5
 #: entries of a list of which each may be the one that is contained
 _MOST_CONTAINING = 32
 _MOST_DEPENDENT = 6
-#: parts that may be added to one schema
-_MOST_ADDED = 20_000
+#: parts that may be added to one schema, or read to find what is to be added
+_MOST_ADDED = 50_000
+#: characters of a text that count as one more part
+_CHARACTERS = 64
 
 _TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 
@@ -38,6 +40,10 @@ _UNKNOWN = (
 )
 
 
+#: a place in a schema as the one around it and a name: written out for errors only, as it may be long
+_Place = tuple["_Place", str] | None
+
+
 class UnsupportedKeyword(ValueError):
     """A keyword that no other keywords can express."""
 
@@ -48,7 +54,7 @@ def rewritten(schema: Any) -> Any:
 
     Raises UnsupportedKeyword for a keyword that others cannot express; the message names it and its place.
     """
-    return _Rewriting(schema).schema(schema, "")
+    return _Rewriting(schema).schema(schema, None)
 
 
 class _Rewriting:
@@ -58,8 +64,8 @@ class _Rewriting:
         self._pointers = Pointers(root)
         self._added = 0
 
-    def schema(self, given: Any, place: str) -> Any:
-        """``place``: a JSON pointer, for errors."""
+    def schema(self, given: Any, place: _Place) -> Any:
+        """The schema rewritten. ``place``: where it is, for errors."""
         if not isinstance(given, dict):
             return given
         found = self._inner(given, place)
@@ -75,26 +81,25 @@ class _Rewriting:
                     found = _and(found, further)
         return self._with_text(found, place)
 
-    def _inner(self, given: dict[str, Any], place: str) -> dict[str, Any]:
+    def _inner(self, given: dict[str, Any], place: _Place) -> dict[str, Any]:
         """The schema with the schemas within it rewritten."""
         changed: dict[str, Any] = {}
         for name in _ONE:
             if isinstance(given.get(name), dict):
-                changed[name] = self.schema(given[name], f"{place}/{name}")
+                changed[name] = self.schema(given[name], (place, name))
         for name in _LISTS:
             if isinstance(given.get(name), list):
-                parts = [self.schema(each, f"{place}/{name}/{at}") for at, each in enumerate(given[name])]
-                changed[name] = parts
+                inside = (place, name)
+                changed[name] = [self.schema(each, (inside, str(at))) for at, each in enumerate(given[name])]
         for name in _NAMED:
             if isinstance(given.get(name), dict):
-                changed[name] = {
-                    key: self.schema(each, f"{place}/{name}/{key}") for key, each in given[name].items()
-                }
+                inside = (place, name)
+                changed[name] = {key: self.schema(each, (inside, key)) for key, each in given[name].items()}
         if all(_same(value, given[name]) for name, value in changed.items()):
             return given
         return {**given, **changed}
 
-    def _with_text(self, found: dict[str, Any], place: str) -> dict[str, Any]:
+    def _with_text(self, found: dict[str, Any], place: _Place) -> dict[str, Any]:
         """The schema with its formats and patterns of texts rewritten."""
         form = found.get("format")
         if isinstance(form, str) and form not in formats.KNOWN and _has_text(found):
@@ -130,15 +135,26 @@ class _Rewriting:
         target = self._pointers.target(given["$ref"])
         return given if target is None else target
 
+    def _values(self, schema: Any) -> list[Any] | None:
+        """All values that a schema allows, each once, if it names them."""
+        if not isinstance(schema, dict):
+            return None
+        if "const" in schema:
+            return [schema["const"]]
+        if isinstance(schema.get("enum"), list):
+            self._add(schema["enum"])  # many references may lead to one long list
+            return list({_canonical(each): each for each in schema["enum"]}.values())
+        return [False, True] if schema.get("type") == "boolean" else None
+
     # -- one keyword each, as a further schema; None if it changes nothing ----------------------
 
-    def unique_items(self, given: dict[str, Any], place: str) -> dict[str, Any] | None:
+    def unique_items(self, given: dict[str, Any], place: _Place) -> dict[str, Any] | None:
         if given["uniqueItems"] is not True:
             return None
         most = given.get("maxItems")
         if isinstance(most, int) and most <= 1:
             return None
-        values = _values(self._resolved(given.get("items")))
+        values = self._values(self._resolved(given.get("items")))
         if values is None or len(values) > _MOST_UNIQUE or "prefixItems" in given:
             why = f"unless the items are an enum of at most {_MOST_UNIQUE} values"
             raise _refused("uniqueItems", place, why)
@@ -149,7 +165,7 @@ class _Rewriting:
                 lists.append({"prefixItems": entries, "items": False, "minItems": count})
         return {"anyOf": lists}
 
-    def property_names(self, given: dict[str, Any], place: str) -> dict[str, Any] | None:
+    def property_names(self, given: dict[str, Any], place: _Place) -> dict[str, Any] | None:
         rule = self._resolved(given["propertyNames"])
         if rule is True or rule == {}:
             return None
@@ -158,7 +174,7 @@ class _Rewriting:
         rule = {key: value for key, value in rule.items() if key not in ("title", "description")}
         if rule.get("type") == "string":
             del rule["type"]
-        names = _values(rule) if rule else None
+        names = self._values(rule) if rule else None
         if names is not None and rule.keys() <= {"enum", "const"}:
             allowed = dict.fromkeys((name for name in names if isinstance(name, str)), True)
             return {"properties": allowed, "additionalProperties": False}
@@ -175,17 +191,17 @@ class _Rewriting:
             )
         return {"patternProperties": {pattern: True}, "additionalProperties": False}
 
-    def contains(self, given: dict[str, Any], place: str) -> dict[str, Any] | None:
+    def contains(self, given: dict[str, Any], place: _Place) -> dict[str, Any] | None:
         least, most = given.get("minContains", 1), given.get("maxItems")
         if least == 0:
             return None
         if least != 1 or not isinstance(most, int) or most > _MOST_CONTAINING:
             raise _refused("contains", place, f"without maxItems of at most {_MOST_CONTAINING}")
-        inner = self.schema(given["contains"], f"{place}/contains")
+        inner = self.schema(given["contains"], (place, "contains"))
         lists = [{"prefixItems": [True] * at + [inner], "minItems": at + 1} for at in range(most)]
         return {"anyOf": lists} if lists else {"type": [each for each in _TYPES if each != "array"]}
 
-    def dependent_required(self, given: dict[str, Any], place: str) -> dict[str, Any] | None:
+    def dependent_required(self, given: dict[str, Any], place: _Place) -> dict[str, Any] | None:
         rules = given["dependentRequired"]
         if not isinstance(rules, dict) or not all(isinstance(each, list) for each in rules.values()):
             raise _refused("dependentRequired", place)
@@ -198,7 +214,7 @@ class _Rewriting:
             parts.append({"anyOf": [absent, {"required": [name, *needed]}]})
         return {"allOf": parts} if parts else None
 
-    def negated(self, given: dict[str, Any], place: str) -> dict[str, Any] | None:
+    def negated(self, given: dict[str, Any], place: _Place) -> dict[str, Any] | None:
         rule = self._resolved(given["not"])
         if rule is False:
             return None
@@ -207,15 +223,15 @@ class _Rewriting:
         if isinstance(rule, dict) and rule.keys() == {"required"} and isinstance(rule["required"], list):
             absent = [{"properties": {name: False}} for name in rule["required"]]
             return {"type": "object", "anyOf": absent} if absent else _nothing(place)
-        excluded = _values(rule) if isinstance(rule, dict) and rule.keys() <= {"enum", "const"} else None
-        known = _values(self._resolved(given)) if excluded is not None else None
+        excluded = self._values(rule) if isinstance(rule, dict) and rule.keys() <= {"enum", "const"} else None
+        known = self._values(self._resolved(given)) if excluded is not None else None
         if excluded is None or known is None:
             raise _refused("not", place, "other than of types, of required, or of values beside an enum")
         texts = {_canonical(each) for each in excluded}
         left = [each for each in known if _canonical(each) not in texts]
         return {"enum": left} if left else _nothing(place)
 
-    def _other_types(self, types: Any, place: str) -> dict[str, Any]:
+    def _other_types(self, types: Any, place: _Place) -> dict[str, Any]:
         excluded = {types} if isinstance(types, str) else set(types if isinstance(types, list) else ())
         if not excluded or ("integer" in excluded and "number" not in excluded):
             raise _refused("not", place, "of integers")
@@ -225,7 +241,7 @@ class _Rewriting:
         return {"type": left} if left else _nothing(place)
 
 
-_Rewrite = Callable[[_Rewriting, dict[str, Any], str], dict[str, Any] | None]
+_Rewrite = Callable[[_Rewriting, dict[str, Any], _Place], dict[str, Any] | None]
 _REWRITES: Mapping[str, _Rewrite] = {
     "uniqueItems": _Rewriting.unique_items,
     "propertyNames": _Rewriting.property_names,
@@ -243,12 +259,22 @@ def _and(schema: dict[str, Any], *further: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "allOf": parts} if parts else schema
 
 
-def _refused(keyword: str, place: str, why: str = "") -> UnsupportedKeyword:
-    where = f" at {place[:200]}" if place else ""
-    return UnsupportedKeyword(f"the keyword {keyword!r}{where} is not supported{' ' if why else ''}{why}")
+def _refused(keyword: str, place: _Place, why: str = "") -> UnsupportedKeyword:
+    return UnsupportedKeyword(
+        f"the keyword {keyword!r}{_at(place)} is not supported{' ' if why else ''}{why}"
+    )
 
 
-def _split(pattern: str, keyword: str, place: str) -> list[str]:
+def _at(place: _Place) -> str:
+    """A place as a JSON pointer, cut."""
+    names: list[str] = []
+    while place is not None:
+        place, name = place
+        names.append(f"/{name[:200]}")
+    return f" at {''.join(reversed(names))[:200]}" if names else ""
+
+
+def _split(pattern: str, keyword: str, place: _Place) -> list[str]:
     """The pattern as patterns without lookahead. Raises UnsupportedKeyword."""
     try:
         return without_lookahead(pattern)
@@ -256,30 +282,22 @@ def _split(pattern: str, keyword: str, place: str) -> list[str]:
         raise _refused(keyword, place, str(error)) from None
 
 
-def _nothing(place: str) -> Any:
-    raise UnsupportedKeyword(f"the keyword 'not'{' at ' if place else ''}{place[:200]} allows nothing")
-
-
-def _values(schema: Any) -> list[Any] | None:
-    """All values that a schema allows, each once, if it names them."""
-    if not isinstance(schema, dict):
-        return None
-    if "const" in schema:
-        return [schema["const"]]
-    if isinstance(schema.get("enum"), list):
-        return list({_canonical(each): each for each in schema["enum"]}.values())
-    return [False, True] if schema.get("type") == "boolean" else None
+def _nothing(place: _Place) -> Any:
+    raise UnsupportedKeyword(f"the keyword 'not'{_at(place)} allows nothing")
 
 
 def _canonical(value: Any) -> str:
     """Equal texts for equal values of JSON: 1 is 1.0, and is not true."""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
+    return json.dumps(_whole(value), sort_keys=True)
+
+
+def _whole(value: Any) -> Any:
+    """The value with numbers like 1.0 as integers."""
     if isinstance(value, list):
-        return f"[{','.join(map(_canonical, value))}]"
+        return [_whole(each) for each in value]
     if isinstance(value, dict):
-        return json.dumps({key: _canonical(each) for key, each in value.items()}, sort_keys=True)
-    return json.dumps(value)
+        return {name: _whole(each) for name, each in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _has_text(schema: Mapping[str, Any]) -> bool:
@@ -298,5 +316,8 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _parts(value: Any) -> int:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    """The parts of a schema. A long text counts as several: what is added is written out as text."""
+    if isinstance(value, str):
+        return 1 + len(value) // _CHARACTERS
+    inner = (*value, *value.values()) if isinstance(value, dict) else value if isinstance(value, list) else ()
     return 1 + sum(map(_parts, inner))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-import re
 import time
 from collections.abc import Sequence
 
 import regex
 
+from aioinfer.text.costs import MOST_NODES, written_out
 from aioinfer.text.stop import StopStrings, TooSlow
 
-__all__ = ["StopRegex", "check_pattern", "written_out"]
+__all__ = ["StopRegex", "check_pattern"]
 
 #: A match begins at most this many characters before the end of the text; earlier text is released.
 _WINDOW = 512
@@ -19,13 +19,6 @@ _WINDOW = 512
 _CONTEXT = 64
 #: seconds of this thread's CPU time per token for the patterns of one output
 _BUDGET = 0.005
-#: The library unrolls counted repeats, nested ones multiplicatively: maximum nodes of a pattern.
-_MAX_NODES = 10_000
-_REPEAT = re.compile(r"(.?)(?:\{(\d*)(?:,(\d*))?\}|\+)", re.DOTALL)
-#: Cost factor of full case folding (to "SS", for example), which turns character sets into sets of texts.
-_FOLDING_COST = 32
-#: Flags ``f`` or ``V1`` in a group, or a comment before them.
-_FOLDING = re.compile(r"\(\?[^:()<>=!&|P#]*[fV#]")
 
 
 class StopRegex:
@@ -131,7 +124,7 @@ def check_pattern(source: str) -> regex.Pattern[str]:
         ValueError: it is malformed, too large once its repeats are unrolled, matches the empty text
             (which would end every output before it begins), or searches backwards.
     """
-    if written_out(source) > _MAX_NODES:
+    if written_out(source) > MOST_NODES:
         raise ValueError("is too large with its repeats unrolled")
     try:
         pattern = regex.compile(source)
@@ -146,21 +139,3 @@ def check_pattern(source: str) -> regex.Pattern[str]:
     if empty is not None:
         raise ValueError("matches the empty text")
     return pattern
-
-
-def written_out(source: str) -> int:
-    """An upper bound of a pattern's nodes after unrolling: all repeats of groups count as nested.
-
-    The bound parses no other syntax, so a pattern cannot be written to evade it.
-    """
-    size, factor = len(source), 1
-    for before, low, high in _REPEAT.findall(source):
-        if len(low) + len(high) > 9:
-            return _MAX_NODES + 1
-        count = max(int(low or 1), int(high or 1))
-        if before.isalnum() or (before and before in "]."):
-            size += count
-        else:
-            # One more for the copy after the counted ones.
-            factor = min(factor * (count + 1), _MAX_NODES + 1)
-    return size * factor * (_FOLDING_COST if _FOLDING.search(source) else 1)

@@ -1,0 +1,195 @@
+"""Small grammars that would cost much are refused before they are built or built so that they cost little."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from aioinfer.errors import InvalidRequest
+from aioinfer.text.costs import MOST_NODES, common_multiple, multiple_of, remainders, written_out
+from aioinfer.text.grammar_spec import Grammar
+from aioinfer.text.guidance import GuidanceBackend
+from aioinfer.text.patterns import without_lookahead
+from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
+from tests.text.vocabulary import Vocabulary
+
+#: characters of the largest grammar
+MOST = 1 << 20
+#: seconds of this thread that tell linear time from more
+SOON = 20.0
+PRIMES = [1009, 1013, 1019, 1021]
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return Vocabulary()
+
+
+@pytest.fixture(scope="module")
+def guidance(vocabulary: Vocabulary) -> GuidanceBackend:
+    return vocabulary.backend
+
+
+def compiled(guidance: GuidanceBackend, schema: Any) -> Any:
+    return guidance.compile(Grammar("json_schema", json.dumps(schema)))
+
+
+# -- numbers -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "multiple", [0.01, 0.5, 2.5, 1e-9, 5, 100, 360, 1440, 65536, 86400, 100_000, 10**6, 3_600_000, 10**9]
+)
+def test_usual_multiples_are_accepted(guidance: GuidanceBackend, multiple: float) -> None:
+    compiled(guidance, {"type": "number", "multipleOf": multiple})
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "integer", "multipleOf": 9_999_991},
+        {"multipleOf": 1.048577},
+        {"properties": {"a": {"items": {"type": ["number", "null"], "multipleOf": 499_979}}}},
+        {"allOf": [{"type": "integer", "multipleOf": each} for each in PRIMES]},
+        {"multipleOf": 1009, "anyOf": [{"multipleOf": 1013}, {"type": "string"}]},
+        {"$defs": {"a": {"multipleOf": 1009}}, "$ref": "#/$defs/a", "multipleOf": 1013},
+        {"anyOf": [{"type": "integer", "multipleOf": each} for each in PRIMES]},
+        {"anyOf": [{"anyOf": [{"multipleOf": each}, {"type": "string"}]} for each in PRIMES]},
+        {"not": {"type": "null"}, "multipleOf": 777_777},
+    ],
+)
+def test_multiples_with_many_remainders_are_refused(guidance: GuidanceBackend, schema: Any) -> None:
+    refusal = "'multipleOf' needs more than 100000 remainders"
+    with pytest.raises(InvalidRequest, match=refusal):
+        compiled(guidance, schema)
+    with pytest.raises(InvalidRequest, match=refusal):
+        guidance.compile(Grammar("lark", f"start: %json {json.dumps(schema)}"))
+
+
+def test_the_remainders_of_all_numbers_count_together(guidance: GuidanceBackend) -> None:
+    schema = {"properties": {f"p{at}": {"type": "integer", "multipleOf": 99_991 - at} for at in range(4)}}
+    with pytest.raises(InvalidRequest, match="more than 250000 parts"):
+        compiled(guidance, schema)
+
+
+def test_multiples_are_read_as_decimals() -> None:
+    assert multiple_of({"multipleOf": 0.25}) == (25, 2)
+    assert [multiple_of({"multipleOf": odd}) for odd in (0, -1, True, "1", 1e300, 10**400)] == [None] * 6
+    assert common_multiple([(1, 2), (5, 0), None]) == (500, 2)
+    assert [remainders(each) for each in (None, (7, 0), (3_000_000, 0), (864_00, 0))] == [0, 7, 3000, 86400]
+
+
+# -- repeats -------------------------------------------------------------------------------------------
+
+REPEATS = [
+    ("regex", "(((a{100}){100}){100})"),
+    ("regex", "a{1000000}"),
+    ("lark", "start: /(((a{100}){100}){100})/"),
+    ("lark", 'start: A\nA: (("a"{1000}){1000})'),
+    ("lark", 'start: a{1000}\na: b{1000}\nb: "x"'),
+    ("json_schema", {"type": "string", "pattern": "^(((a{100}){100}){100})$"}),
+    ("json_schema", {"type": "string", "pattern": "^a*$", "minLength": 1_000_000}),
+    ("json_schema", {"pattern": "^(?x)a{ 1000000 }$", "type": "string"}),
+    ("json_schema", {"type": "object", "patternProperties": {"^a{1000000}$": {}}, "minProperties": 1}),
+    (
+        "json_schema",
+        {
+            "x-guidance": {"whitespace_flexible": False},
+            "items": {"const": 1},
+            "minItems": 10**6,
+            "type": "array",
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "source"), REPEATS)
+def test_no_grammar_forces_a_long_text(vocabulary: Vocabulary, kind: Any, source: Any) -> None:
+    text = source if isinstance(source, str) else json.dumps(source)
+    matcher = vocabulary.backend.compile(Grammar(kind, text))
+    mask = np.zeros(-(-vocabulary.size // 32), np.int32)
+    for _ in range(3):
+        assert len(matcher.forced()) <= MOST_NODES
+        assert matcher.error is None
+        vocabulary.backend.fill([matcher], [mask])
+        first = np.unpackbits(mask.view(np.uint8), bitorder="little").argmax()
+        assert matcher.accept(int(first))
+
+
+def test_nested_repeats_count_multiplicatively() -> None:
+    assert written_out("(((a{100}){100}){100})") > MOST_NODES
+    assert written_out("a{ 100000 }") > MOST_NODES
+    assert written_out(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T\d{2}(:\d{2})?") < 200
+
+
+# -- linear time ---------------------------------------------------------------------------------------
+
+
+def soon(begin: float) -> bool:
+    return time.thread_time() - begin < SOON
+
+
+@pytest.mark.parametrize("source", ['root ::= "a"', "", " \t", "start", "start\r: "])
+def test_blank_lines_are_read_once(guidance: GuidanceBackend, source: str) -> None:
+    begin = time.thread_time()
+    for blank in ("\n", "\r\n", " \n", "\n\t", "\x0c\n"):
+        with pytest.raises(InvalidRequest, match=r"GBNF|empty"):
+            guidance.compile(Grammar("lark", source.strip(" :\r") + blank * (MOST // len(blank) - 20)))
+    assert soon(begin)
+
+
+def test_large_gbnf_is_refused(guidance: GuidanceBackend) -> None:
+    for source in ("root ::= " + '"a" | ' * 20_000 + '"a"', 'root ::= "' + "a" * 100_000 + '"'):
+        with pytest.raises(InvalidRequest, match="more than 65536 characters of GBNF"):
+            guidance.compile(Grammar("lark", source))
+    guidance.compile(Grammar("lark", "root ::= " + '"a" | ' * 5000 + '"a"'))
+
+
+@pytest.mark.parametrize("part", ["(?=a)", "(?=", "(?=(", "(?=a|", "(?=[", "(?=a)?", "(?!a)", "(?<=a)"])
+def test_lookaheads_are_split_in_one_pass(part: str) -> None:
+    begin = time.thread_time()
+    with pytest.raises(ValueError, match="with"):
+        without_lookahead("^" + part * (MOST // len(part)))
+    assert soon(begin)
+
+
+def test_places_are_written_out_for_errors_only() -> None:
+    begin = time.thread_time()
+    name = "n" * 400_000
+    many = {f"p{at}": {"type": "string"} for at in range(20_000)}
+    rewritten({"properties": {name: {"properties": many}}})
+    with pytest.raises(UnsupportedKeyword, match=r"'if' at /properties/nnn"):
+        rewritten({"properties": {name: {"properties": {**many, "x": {"if": {}}}}}})
+    assert soon(begin)
+
+
+def test_values_nested_deeply_are_compared_in_linear_time() -> None:
+    value: Any = 1.0
+    for _ in range(60):
+        value = {'"': [value]}
+    begin = time.thread_time()
+    assert rewritten({"enum": [value, 2], "not": {"const": value}})["allOf"] == [{"enum": [2]}]
+    assert soon(begin)
+
+
+def test_values_that_many_references_lead_to_count_each_time() -> None:
+    long = {"enum": list(range(20_000))}
+    schema = {"$defs": {"a": long}, "items": [{"propertyNames": {"$ref": "#/$defs/a"}}] * 5000}
+    with pytest.raises(UnsupportedKeyword, match="more than 50000 parts"):
+        rewritten(schema)
+    long_texts = {"items": {"enum": ["x" * 100_000, "y" * 100_000, 1, 2]}, "uniqueItems": True}
+    with pytest.raises(UnsupportedKeyword, match="more than 50000 parts"):
+        rewritten(long_texts)
+
+
+def test_names_and_patterns_are_merged_in_linear_time(guidance: GuidanceBackend) -> None:
+    names = {f"n{at}": True for at in range(15_000)}
+    patterns = {f"^p{at}$": True for at in range(15_000)}
+    begin = time.thread_time()
+    with pytest.raises(InvalidRequest, match="more than 50000 merges"):
+        compiled(guidance, {"allOf": [{"properties": names}, {"patternProperties": patterns}]})
+    assert soon(begin)
