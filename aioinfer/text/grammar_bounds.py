@@ -174,16 +174,14 @@ class GrammarBounds:
         if one.kind == "number":
             return _number(common_multiple((one.multiple, other.multiple)), 1)
         parts: dict[Any, _Shape] = {}
-        rests = [_unnamed(each) for each in (one, other)]
+        unnamed, others = _unnamed(one), _unnamed(other)
         for key in {**one.parts, **other.parts}:
             if key is _REST and not (_REST in one.parts and _REST in other.parts):
                 parts[key] = one.parts.get(key) or other.parts[key]
             else:
-                found = (
-                    [each.parts[key]] if key in each.parts else rest
-                    for each, rest in zip((one, other), rests, strict=True)
-                )
-                parts[key] = self._largest(product(*found))
+                left = [one.parts[key]] if key in one.parts else unnamed
+                right = [other.parts[key]] if key in other.parts else others
+                parts[key] = self._largest(product(left, right))
         own = one.size + other.size - _inner_size(one.parts) - _inner_size(other.parts) - 1
         return _with_parts(one.kind, parts, own)
 
