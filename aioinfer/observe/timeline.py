@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain, islice
+from typing import Any, TypeAlias
 
 __all__ = ["Lane", "Overlap", "Timeline"]
 
@@ -23,6 +24,11 @@ __all__ = ["Lane", "Overlap", "Timeline"]
 _EVENTS = 1 << 14
 #: requests kept
 _REQUESTS = 1 << 12
+#: events of a piece of a trace
+_PIECE = 1 << 6
+
+#: what was done, in which step, start and end
+Event: TypeAlias = tuple[str, int, float, float]
 
 now = time.perf_counter
 
@@ -34,7 +40,7 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.events: deque[tuple[str, int, float, float]] = deque(maxlen=_EVENTS)
+        self.events: deque[Event] = deque(maxlen=_EVENTS)
 
     def add(self, what: str, step: int, start: float, end: float) -> None:
         """Append a finished event; a full lane drops the oldest one."""
@@ -133,27 +139,36 @@ class Timeline:
 
     def chrome_trace(self) -> str:
         """JSON in Chrome's trace event format; times in microseconds from the first event."""
+        return "".join(self.trace_pieces())
+
+    def trace_pieces(self) -> Iterator[str]:
+        """:meth:`chrome_trace` in pieces, between which other threads run."""
         lanes: tuple[Lane, ...] = (self.loop, self.launch, self.device)
         kept = [(lane, list(lane.events)) for lane in lanes]
         requests = list(self.requests)
         begun = [events[0][2] for _, events in kept if events] + [start for _, start, _, _ in requests]
         origin = min(begun, default=0.0)
-        trace: list[dict[str, Any]] = []
-        for number, (lane, events) in enumerate(kept, 1):
-            trace.append(_named("thread_name", number, {"name": lane.name}))
-            trace.append(_named("thread_sort_index", number, {"sort_index": number}))
-            trace.extend(_events(number, events, origin))
-        trace.extend(_spans(requests, origin))
-        return json.dumps({"traceEvents": trace, "displayTimeUnit": "ms"})
+        events = chain(_lanes(kept, origin), _spans(requests, origin))
+        yield '{"traceEvents": ['
+        first = True
+        while piece := [*islice(events, _PIECE)]:
+            yield ("" if first else ", ") + json.dumps(piece)[1:-1]
+            first = False
+        yield '], "displayTimeUnit": "ms"}'
+
+
+def _lanes(kept: Iterable[tuple[Lane, list[Event]]], origin: float) -> Iterator[dict[str, Any]]:
+    for number, (lane, events) in enumerate(kept, 1):
+        yield _named("thread_name", number, {"name": lane.name})
+        yield _named("thread_sort_index", number, {"sort_index": number})
+        yield from _events(number, events, origin)
 
 
 def _named(what: str, lane: int, arguments: dict[str, Any]) -> dict[str, Any]:
     return {"ph": "M", "pid": 1, "tid": lane, "name": what, "args": arguments}
 
 
-def _events(
-    lane: int, events: Iterable[tuple[str, int, float, float]], origin: float
-) -> Iterable[dict[str, Any]]:
+def _events(lane: int, events: Iterable[Event], origin: float) -> Iterator[dict[str, Any]]:
     for what, step, start, end in events:
         yield {
             "ph": "X",
@@ -167,7 +182,7 @@ def _events(
         }
 
 
-def _spans(requests: Iterable[tuple[str, float, float, int]], origin: float) -> Iterable[dict[str, Any]]:
+def _spans(requests: Iterable[tuple[str, float, float, int]], origin: float) -> Iterator[dict[str, Any]]:
     """Requests as nestable asynchronous events: they overlap, so they have a track each."""
     for number, (name, start, end, tokens) in enumerate(requests):
         shared = {"cat": "request", "id": number, "pid": 1, "tid": 1, "name": name}

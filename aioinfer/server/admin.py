@@ -26,6 +26,7 @@ from aioinfer.server.http.failures import Failure, Refused, as_failure
 from aioinfer.server.http.keys import Keys
 from aioinfer.server.http.records import add_headers, recorded
 from aioinfer.server.openai.protocol import json_object
+from aioinfer.server.status import send_trace
 
 __all__ = ["ADMIN_HOST", "admin_application"]
 
@@ -154,8 +155,7 @@ class _AdminRoutes:
         if not 0 <= seconds <= _LONGEST_TRACE:
             raise InvalidRequest("seconds", f"must be from 0 to {_LONGEST_TRACE:g}")
         await asyncio.sleep(seconds)
-        text = await asyncio.to_thread(self._engine.timeline.chrome_trace)
-        return web.Response(text=text, content_type="application/json")
+        return await send_trace(request, self._engine, self._config.send_timeout)
 
     async def log_level(self, request: web.Request) -> web.StreamResponse:
         level = logging.getLogger("aioinfer").getEffectiveLevel()

@@ -18,12 +18,12 @@ from aioinfer.errors import Rejected, RequestError
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.server.express import ExpressLane
-from aioinfer.server.http.bodies import read_body
+from aioinfer.server.http.bodies import make_room, read_body
 from aioinfer.server.http.disconnects import ClientGone, Watched, Watcher
 from aioinfer.server.http.failures import as_failure
 from aioinfer.server.http.limits import Limits
 from aioinfer.server.http.pace import Pace
-from aioinfer.server.http.parsing import BodyParser, plain, refuse_large
+from aioinfer.server.http.parsing import BodyParser, refuse_large
 from aioinfer.server.http.pieces import whole_response
 from aioinfer.server.http.records import Record, record_of
 from aioinfer.server.http.sse import EventStream
@@ -54,6 +54,7 @@ class Generation:
         self._model, self._aliases = models[0], frozenset(models[1:])
         self._speller = Speller(self._spell)
         self._parser = BodyParser()
+        make_room(Limits.of(config, None, batch=True).body)
         self._watcher = Watcher(min(config.ping_interval, config.send_timeout))
         self._lane = ExpressLane()
         #: requests that only want tokens or their text
@@ -116,7 +117,9 @@ class Generation:
         # The limit of the application, too, where the engine is mounted in one.
         longest = min(limits.body, request.client_max_size or limits.body)
         refuse_large(request, longest)
-        raw = await plain(request, await read_body(request, self._config.body_timeout, longest), longest)
+        held = record_of(request).body
+        raw = await read_body(request, self._config.body_timeout, longest, held)
+        raw = await self._parser.plain(request, raw, longest, held)
         chat = engine.chat_format
         computes = fingerprint(self._model, engine.config, engine.info)
         most = {name: getattr(engine.config, name, None) for name in OPTIONS}
@@ -132,7 +135,7 @@ class Generation:
             ready=engine.ready,
             request_id=record_of(request).id,
         )
-        return await self._parser.parse(lambda body: parse(body, served), raw, limits), limits
+        return await self._parser.parse(lambda body: parse(body, served), raw, limits, held), limits
 
     def watched(self, request: web.Request) -> Watched:
         """``async with``: raises ClientGone where the task waits if the client disconnects."""

@@ -18,14 +18,17 @@ from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig
 from aioinfer.engine import EngineState
 from aioinfer.errors import EngineClosed
+from aioinfer.ledger import Share
 from aioinfer.outputs import AdapterInfo
 from aioinfer.server.http.access import WebAccess
+from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.http.keys import Keys
+from aioinfer.server.http.pieces import whole_response
 from aioinfer.server.openai.objects import Model, Models, Permission
 from aioinfer.server.openai.protocol import model_not_found
 from aioinfer.server.openapi.endpoints import Endpoint, Route
 
-__all__ = ["HEALTH", "OPEN_PATHS", "TRACE", "Status"]
+__all__ = ["HEALTH", "OPEN_PATHS", "TRACE", "Status", "send_trace"]
 
 
 class Health(TypedDict):
@@ -52,7 +55,14 @@ HEALTH = Endpoint(
     open=True,
     tag="status",
 )
-TRACE = Endpoint("GET", "/debug/trace", "The latest steps as a Chrome trace", answer={}, tag="status")
+TRACE = Endpoint(
+    "GET",
+    "/debug/trace",
+    "The latest steps as a Chrome trace",
+    answer={},
+    statuses={429: "Another trace is being made or sent."},
+    tag="status",
+)
 _READY = replace(HEALTH, path="/readyz", place="root")
 _PING = replace(_READY, path="/ping", summary="Whether requests are accepted, for SageMaker")
 _LIVE = Endpoint("GET", "/livez", "The process is alive", answer=Live, open=True, place="root", tag="status")
@@ -62,6 +72,36 @@ _MODEL = Endpoint("GET", "/models/{model}", "The served model, or an adapter", a
 
 #: paths of a server that monitors ask by any name, without a key and beyond the limit of connections
 OPEN_PATHS = frozenset({HEALTH.path, _READY.path, _PING.path, _LIVE.path})
+
+
+#: seconds between two pieces of a trace, in which the loop has the interpreter's lock
+_PAUSE = 0.0005
+#: traces that are being made and sent in this process; one is far smaller
+_TRACES = Share("traces", bound=16 << 20)
+
+
+async def send_trace(request: web.Request, engine: EngineLike, send_timeout: float) -> web.StreamResponse:
+    """Make and send the trace of an engine, one at a time in a process. Raises Refused (429)."""
+    assert _TRACES.bound is not None
+    if not _TRACES.take(_TRACES.bound):
+        headers, message = {"Retry-After": "5"}, "another trace is being made or sent"
+        raise Refused(Failure(429, "rate_limit_error", message, code="one_trace_at_a_time", headers=headers))
+    try:
+        pieces = await asyncio.to_thread(_trace_of, engine)
+        response = whole_response(request, pieces, send_timeout)
+        await response.prepare(request)
+        await response.write_eof()
+        return response
+    finally:
+        _TRACES.give(_TRACES.bound)
+
+
+def _trace_of(engine: EngineLike) -> list[bytes]:
+    found = []
+    for piece in engine.timeline.trace_pieces():
+        found.append(piece.encode())
+        time.sleep(_PAUSE)
+    return found
 
 
 class Status:
@@ -133,8 +173,7 @@ class Status:
         """The latest steps as a Chrome trace, for Perfetto or chrome://tracing."""
         if not self._keys.given:
             self._access.check_local(request)
-        trace = await asyncio.to_thread(self._engine.timeline.chrome_trace)
-        return web.Response(text=trace, content_type="application/json")
+        return await send_trace(request, self._engine, self._config.send_timeout)
 
     def _adapters(self) -> list[AdapterInfo]:
         """Those that requests can select by a name of their own."""

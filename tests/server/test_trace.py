@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from aioinfer.cli.main import main
+from aioinfer.observe.timeline import Timeline
 from aioinfer.params import SamplingParams
 from tests.engine.simulation import settle
 from tests.observe.test_timeline import by_step, check_order, read_trace
-from tests.server.conftest import Served, Serving
+from tests.server.conftest import Connect, Served, Serving
+from tests.server.raw import request
 
 
 async def work(served: Served) -> None:
@@ -94,3 +98,46 @@ def check_line(capsys: pytest.CaptureFixture[str], part: str) -> None:
     line = capsys.readouterr().err
     assert line.count("\n") == 1
     assert part in line
+
+
+async def test_one_trace_is_made_at_a_time_and_until_it_was_sent(
+    serving: Serving, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def held(timeline: Timeline) -> Iterator[str]:
+        begun.set()
+        go_on.wait()
+        yield "x" * (8 << 20)
+        yield "y" * (8 << 20)
+
+    async with serving(server={"admin_port": 0}) as served:
+        with monkeypatch.context() as patch:
+            patch.setattr(Timeline, "trace_pieces", held)
+            deaf = await connect(served)
+            await deaf.send(request("GET", "/debug/trace"))
+            await asyncio.to_thread(begun.wait)
+            refused = await served.get("/debug/trace")
+            assert (refused.status, refused.headers["Retry-After"]) == (429, "5")
+            go_on.set()
+            await deaf.head()
+            # Not read: it is held in memory meanwhile.
+            assert (await served.get("/debug/trace")).status == 429
+            await deaf.close()
+        while (reply := await served.get("/debug/trace")).status == 429:
+            await asyncio.sleep(0.01)
+        read_trace(reply.text)
+
+
+async def test_a_client_that_leaves_amid_its_trace_lets_the_next_one_have_one(
+    serving: Serving, connect: Connect
+) -> None:
+    async with serving() as served:
+        await work(served)
+        for _ in range(3):
+            leaving = await connect(served)
+            await leaving.send(request("GET", "/debug/trace"))
+            await leaving.close()
+        while (reply := await served.get("/debug/trace")).status == 429:
+            await asyncio.sleep(0.01)
+        read_trace(reply.text)

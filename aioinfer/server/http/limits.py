@@ -56,12 +56,14 @@ class Limits:
             logprobs=config.max_answer_logprobs or max(_ENTRIES, (1 + _MOST_TOP_LOGPROBS) * context),
         )
 
-    def check_values(self, raw: bytes) -> None:
-        """Raise InvalidRequest for a body with more values than the limit. Marks inside texts count, too."""
+    def check_values(self, raw: bytes) -> int:
+        """The number of values of a body; marks inside texts count, too. Raises InvalidRequest for more than
+        the limit."""
         values = sum(raw.count(mark) for mark in (b",", b":", b"[", b"{"))
         if values > self.values:
             message = f"has {values} values; this server reads at most {self.values} (max_body_values)"
             raise InvalidRequest("body", message)
+        return values
 
     @property
     def echo(self) -> int:

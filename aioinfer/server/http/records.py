@@ -12,12 +12,13 @@ import re
 import time
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from aioinfer.server.http.bodies import BodyBytes
 from aioinfer.server.http.keys import Key
 from aioinfer.stream import Stream
 
@@ -49,18 +50,19 @@ class Record:
     #: from arrival in the engine to the first token of any choice
     ttft: float | None = None
     finish_reason: str | None = None
+    body: BodyBytes = field(default_factory=BodyBytes)
 
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
         """A call for tokens, within the limits of its key. Raises Refused (429)."""
-        if self.key is None:
-            yield
-            return
-        self.key.enter()
+        if self.key is not None:
+            self.key.enter()
         try:
             yield
         finally:
-            self.key.leave(self.prompt_tokens + self.output_tokens)
+            self.body.release()
+            if self.key is not None:
+                self.key.leave(self.prompt_tokens + self.output_tokens)
 
     @contextlib.contextmanager
     def counting(self, streams: Sequence[Stream], choices: int) -> Iterator[None]:

@@ -400,9 +400,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object whose keys differ: of two equal ones, one would be ignored."""
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidRequest("body", f"has the key {shown(twice)} twice in one object")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise InvalidRequest("body", f"has the key {shown(name)} twice in one object")
+            seen.add(name)
     return found
 
 
