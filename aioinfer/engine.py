@@ -12,25 +12,26 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 from aioinfer.cache.namespace import Namespace
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.chat.asking import chat_format
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.client.engine_like import EngineLike
-from aioinfer.client.threadsafe import ThreadsafeEngine
-from aioinfer.config import EngineConfig
-from aioinfer.errors import EngineClosed, EngineError
+from aioinfer.client.in_thread import EngineInThread
+from aioinfer.config import EngineConfig, given
+from aioinfer.errors import EngineError
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.execution.opening import Opening
 from aioinfer.loop import factory, observing
 from aioinfer.loop.adapters import AdapterLoads
+from aioinfer.loop.belonging import asyncio_loop, require_loop, require_process, this_process
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.options import Prompt
 from aioinfer.loop.runtime import Runtime
-from aioinfer.loop.service import EngineState, asyncio_loop, require_loop
+from aioinfer.loop.service import EngineState, not_started
 from aioinfer.loop.updating import UpdateMode, WeightSource
 from aioinfer.observe.observers import Observer
 from aioinfer.observe.stats import EngineStats
@@ -52,6 +53,7 @@ __all__ = ["Engine", "EngineState", "Prompt"]
 _log = logging.getLogger("aioinfer")
 #: numbers of the engines of this process, in the order of their starts
 _started = itertools.count(1)
+_Arguments = ParamSpec("_Arguments")
 
 
 class Engine(EngineLike):
@@ -80,7 +82,7 @@ class Engine(EngineLike):
     ) -> None:
         """``launcher`` and ``tokenizer`` replace the real ones in tests and simulations; ``tokenizer``
         is called on a worker thread. ``drafter`` proposes tokens in place of ``config.speculation``."""
-        self.config = config if config is not None else EngineConfig()
+        self.config = given(config)
         self.default_params = SamplingParams()
         self.sentences = Sentences()
         self._chat_format = ChatFormat()
@@ -89,6 +91,8 @@ class Engine(EngineLike):
         self._drafter = drafter
         #: the loop that start() is running on
         self._starting: asyncio.AbstractEventLoop | None = None
+        #: the process that it was made or started in
+        self._process = this_process()
         #: from the end of start() on, also when closed
         self._runtime: Runtime | None = None
         #: the state while there is no runtime
@@ -115,7 +119,7 @@ class Engine(EngineLike):
         if self.state not in (EngineState.NEW, EngineState.CLOSED):
             raise EngineError(f"the engine cannot be started: it is {self.state.value}")
         self._reset(EngineState.STARTING)
-        self._starting = loop
+        self._starting, self._process = loop, this_process()
         try:
             # An earlier start may hold memory still, which this one would find missing.
             if self._leaving is not None and self._leaving.get_loop() is loop:
@@ -223,17 +227,22 @@ class Engine(EngineLike):
         return None if self._runtime.state is EngineState.CLOSED else self._runtime.loop
 
     def _forget_dead_loop(self) -> None:
-        """An engine that outlived its loop is closed."""
+        """An engine that outlived its loop, or is a copy amid its start in a child of a fork, is closed."""
+        if self._starting is not None and self._process is not this_process():
+            self._reset(EngineState.CLOSED)
         if self._loop is not None and self._loop.is_closed():
             if self._runtime is not None:
                 self._runtime.outlive_loop()
             self._reset(EngineState.CLOSED)
 
-    def threadsafe(self) -> ThreadsafeEngine:
-        """The running engine for other threads than that of its loop, and for other loops; it can be used
-        until the engine is closed. Raises EngineClosed, EngineFailed, WrongLoop."""
-        runtime = self._serving()
-        return ThreadsafeEngine(self, runtime, runtime.loop)
+    @classmethod
+    def in_thread(
+        cls: Callable[_Arguments, Engine], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> EngineInThread:
+        """Start an engine on a loop and a thread of its own, for programs without a loop; the arguments are
+        those of the class. It is closed by its ``close()`` or ``with``, and when the interpreter exits. Waits
+        for the start, and raises as :meth:`start`."""
+        return EngineInThread(cls(*args, **kwargs))
 
     # -- pausing --------------------------------------------------------------------------------
 
@@ -394,12 +403,13 @@ class Engine(EngineLike):
     def _started(self) -> Runtime:
         """The runtime, which a closed engine keeps. Raises EngineClosed before the start."""
         if self._runtime is None:
-            raise EngineClosed(f"the engine is {self.state.value}")
+            raise not_started("engine", self.state)
         return self._runtime
 
     def _serving(self) -> Runtime:
         """The runtime, if it accepts requests. Raises EngineClosed, EngineFailed, WrongLoop."""
         if self._starting is not None:
+            require_process(self._process)
             require_loop(self._starting)
         runtime = self._started()
         runtime.check_serving()

@@ -6,28 +6,23 @@ while a call waits for it, and rests between calls.
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import dataclasses
 import itertools
-import logging
 import os
 import sys
-import threading
-import weakref
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 from aioinfer.checkpoint.sentences import Sentences
+from aioinfer.client.in_thread import LoopThread
 from aioinfer.client.mapping import MapProgress, ResultMap
-from aioinfer.config import EngineConfig
+from aioinfer.config import EngineConfig, given
 from aioinfer.embeddings.embedding import EmbeddingOptions
 from aioinfer.embeddings.scoring import ScoreOptions, Scores
 from aioinfer.engine import Engine
-from aioinfer.errors import EngineClosed, InvalidRequest
+from aioinfer.errors import InvalidRequest
 from aioinfer.execution.device import Device
 from aioinfer.loop import factory
 from aioinfer.loop.options import Prompt, is_one, pooling_params
@@ -47,7 +42,6 @@ if TYPE_CHECKING:
 __all__ = ["LLM"]
 
 _T = TypeVar("_T")
-_log = logging.getLogger("aioinfer")
 
 
 class LLM:
@@ -63,9 +57,11 @@ class LLM:
     computes one forward pass of everything that can run and returns the requests that finished with it;
     :meth:`take_chunks` has what is new of the others.
 
-    The engine has a thread and an event loop of its own, so an LLM also works in a notebook and within an
-    event loop, and an exception that interrupts a call, such as KeyboardInterrupt, ends the requests of that
-    call and no others. Errors, options and their defaults are those of :class:`~aioinfer.Engine`.
+    The engine has a thread and an event loop of its own. So an LLM also works in a notebook and within an
+    event loop, and any number of threads may call it: the requests of their calls share its steps. An
+    exception that interrupts a call, such as KeyboardInterrupt, ends the requests of that call and no others.
+    In a child of a fork it raises EngineClosed. Errors, options and their defaults are those of
+    :class:`~aioinfer.Engine`.
     """
 
     def __init__(
@@ -78,18 +74,12 @@ class LLM:
     ) -> None:
         """Load the model. Raises ConfigError, OutOfMemory. ``device`` and ``tokenizer`` replace the real
         ones in tests; ``drafter`` proposes tokens in place of ``config.speculation``."""
-        self.config = config if config is not None else EngineConfig()
+        self.config = given(config)
         launcher = factory.make_launcher if device is None else _inline(device)
         # The loop has nothing else to do: steps are launched on its thread.
         inline = dataclasses.replace(self.config, launch_mode="inline")
         self._engine = Engine(inline, launcher=launcher, tokenizer=tokenizer, drafter=drafter)
-        self._loop = asyncio.new_event_loop()
-        # It does not refer to this object: one that is dropped is closed.
-        self._thread = threading.Thread(
-            target=_run_loop, args=(self._loop,), name="aioinfer-llm", daemon=True
-        )
-        self._thread.start()
-        self._stop = weakref.finalize(self, _close, self._engine, self._loop, self._thread)
+        self._home = LoopThread(self._engine, "LLM")
         self._keys = itertools.count(1)
         #: requests of :meth:`add_request` that were not returned, by key, and those that have ended
         self._open: dict[int, Stream] = {}
@@ -97,43 +87,12 @@ class LLM:
         self._unread: dict[int, Stream] = {}
         #: calls for which the engine runs
         self._calls = 0
-        try:
-            self._run(self._start())
-        except BaseException:
-            self._stop()
-            raise
-
-    async def _start(self) -> None:
-        await self._engine.start()
-        await self._engine.pause()
+        self._run(self._engine.pause())
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
-        """Run a coroutine on the engine's loop. What interrupts the wait cancels it. Raises EngineClosed."""
-        if not self._stop.alive:
-            work.close()
-            raise EngineClosed("the LLM is closed")
-        done: concurrent.futures.Future[_T] = concurrent.futures.Future()
-        tasks: list[asyncio.Task[_T]] = []
-
-        def begin() -> None:
-            tasks.append(self._loop.create_task(work))
-            tasks[0].add_done_callback(partial(_tell, done))
-
-        def stop() -> None:
-            if tasks:
-                tasks[0].cancel()
-            else:  # interrupted before that
-                work.close()
-                done.set_exception(asyncio.CancelledError())
-
-        try:
-            self._loop.call_soon_threadsafe(begin)
-            return done.result()
-        except BaseException:
-            if not done.done():
-                self._loop.call_soon_threadsafe(stop)
-                concurrent.futures.wait([done])
-            raise
+        """Run a coroutine on the engine's loop, which alone changes what this object has. What interrupts the
+        wait cancels it. Raises EngineClosed, WrongLoop."""
+        return self._home.run(work)
 
     @asynccontextmanager
     async def _running(self) -> AsyncIterator[None]:
@@ -161,7 +120,10 @@ class LLM:
 
         The options are those of :meth:`aioinfer.Engine.generate`. All arguments are copied.
         """
-        stream = self._run(self._queued(prompt, params, chat_template_kwargs, options))
+        return self._run(self._add(prompt, params, chat_template_kwargs, options))
+
+    async def _add(self, *asked: Any) -> int:
+        stream = await self._queued(*asked)
         key = next(self._keys)
         self._open[key] = self._unread[key] = stream
         return key
@@ -179,7 +141,7 @@ class LLM:
 
     def has_unfinished(self) -> bool:
         """A request has not been returned by :meth:`step` yet, or a step is in flight."""
-        return self._stop.alive and bool(self._open or self._engine._started().driver.steps_in_flight)
+        return self._home.open and bool(self._open or self._engine._started().driver.steps_in_flight)
 
     def step(self) -> dict[int, Result]:
         """Compute one step and return the requests that finished with it, by key.
@@ -205,7 +167,7 @@ class LLM:
         """New output of the requests since the previous call, by key; also of those that finished in the
         latest :meth:`step`. The chunks of one request are like those of a :class:`~aioinfer.Stream`: after
         an update of the weights its last ones can take further calls, until one has ``finish_reason``."""
-        return self._run(self._take()) if self._unread else {}
+        return self._run(self._take())
 
     async def _take(self) -> dict[int, Chunk]:
         chunks: dict[int, Chunk] = {}
@@ -219,11 +181,14 @@ class LLM:
 
     def abort(self, key: int) -> bool:
         """End a request; :meth:`step` does not return it. False if it is not there or has ended."""
+        return self._home.open and self._run(self._abort(key))
+
+    async def _abort(self, key: int) -> bool:
         stream = self._open.get(key)
-        if stream is None or stream.done or not self._stop.alive:
+        if stream is None or stream.done:
             return False
         del self._open[key], self._unread[key]
-        self._run(stream.aclose())
+        stream.close()
         return True
 
     # -- whole answers --------------------------------------------------------------------------
@@ -301,8 +266,7 @@ class LLM:
         and aborted when the iterator is closed or dropped. Raises InvalidRequest; the iterator also Rejected
         and the errors of the request.
         """
-        if not self._stop.alive:
-            raise EngineClosed("the LLM is closed")
+        self._home.check_open()
         serving = self._engine._runtime
         assert serving is not None
         source, settled = serving.source(prompt, chat_template_kwargs), inherited(params, self.default_params)
@@ -424,8 +388,7 @@ class LLM:
 
     def close(self) -> None:
         """Free the model's memory. Idempotent."""
-        self._open, self._unread = {}, {}
-        self._stop()
+        self._home.close()
 
     def __enter__(self) -> Self:
         return self
@@ -434,47 +397,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _tell(done: concurrent.futures.Future[_T], task: asyncio.Task[_T]) -> None:
-    """Tell a waiting thread what has become of a task."""
-    if task.cancelled():
-        done.set_exception(EngineClosed("the LLM was closed"))
-    elif (error := task.exception()) is not None:
-        done.set_exception(error)
-    else:
-        done.set_result(task.result())
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run a loop until it is stopped. What a callback raises that stops it, such as SystemExit, has ended the
-    engine by then, and must not leave callers waiting."""
-    stopped = False
-    while not stopped:
-        try:
-            loop.run_forever()
-            stopped = True
-        except BaseException:
-            _log.exception("a callback of the engine's loop has stopped it")
-    loop.close()
-
-
-def _close(engine: Engine, loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
-    """Close an engine, its loop and the thread of that. On any thread."""
-
-    async def end() -> None:
-        try:
-            await engine.aclose()
-        finally:
-            loop.stop()
-
-    def begin() -> None:
-        tasks.append(loop.create_task(end()))
-
-    tasks: list[asyncio.Task[None]] = []
-    loop.call_soon_threadsafe(begin)
-    if threading.current_thread() is not thread:  # else it is dropped by its own thread
-        thread.join()
 
 
 def _inline(device: Callable[[EngineConfig], Device]) -> Callable[[EngineConfig], Launcher]:

@@ -294,7 +294,10 @@ class Stream(Coroutine[Any, Any, Result]):
             self._raise_error()
             if self.done:
                 raise Cancelled("the stream was closed before its prompt was tokenized")
-            raise RuntimeError("the prompt has not been tokenized yet")
+            raise RuntimeError(
+                "the prompt has not been tokenized yet, and result() does not wait: await the stream, or use "
+                "one of engine.threadsafe()"
+            )
         return self._cell.output.result()
 
     def checkpoint(self) -> StreamCheckpoint:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from aioinfer.client.batches import Batches
+from aioinfer.client.threadsafe import ThreadsafeEngine
 from aioinfer.execution.device import DeviceInfo, Progress
-from aioinfer.loop.service import EngineState
+from aioinfer.loop.service import EngineState, Service
 from aioinfer.loop.updating import UpdateMode, WeightSource
 from aioinfer.observe.stats import EngineStats
 from aioinfer.observe.timeline import Timeline
@@ -16,7 +17,6 @@ from aioinfer.observe.timeline import Timeline
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
-    from aioinfer.client.threadsafe import ThreadsafeEngine
     from aioinfer.observe.metrics.measuring import Measuring
 
 __all__ = ["EngineLike"]
@@ -46,8 +46,15 @@ class EngineLike(Batches):
         await self.aclose(drain=kind is None)
 
     @abstractmethod
+    def _started(self) -> Service[Any]:
+        """The service of the latest start. Raises EngineClosed before the start."""
+
     def threadsafe(self) -> ThreadsafeEngine:
-        """The same for other threads than that of its loop, and for other loops."""
+        """The same for other threads than that of its loop, and for other loops; it can be used until the
+        engine is closed. On any thread. Raises EngineClosed, EngineFailed."""
+        serving = self._started()
+        serving.check_running()
+        return ThreadsafeEngine(self, serving)
 
     # -- pausing --------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Unpack
 
 from aioinfer.chat.answers import ChatFormat
@@ -29,6 +30,7 @@ __all__ = ["Requests"]
 
 #: options with a default in the config
 _CONFIGURED = ("waiting_timeout", "running_timeout", "max_lag")
+_OPTIONS = frozenset(each.name for each in fields(Request))
 #: choices of one prompt, as in the HTTP API
 _MOST_CHOICES = 128
 
@@ -174,6 +176,10 @@ class Requests(ABC):
         for name in _CONFIGURED:
             if given.get(name) is None:
                 given[name] = getattr(self.config, name)
+        for name in given.keys() - _OPTIONS:
+            known = name in SamplingParams.__dataclass_fields__
+            way = f"; give SamplingParams({name}=...)" if known else ""
+            raise TypeError(f"a request has no option {name!r}{way}")
         return Request(params=params, **given)
 
     def queue(

@@ -23,6 +23,7 @@ from aioinfer.chat.results import ChatDelta, ChatResult
 from aioinfer.client.chats import ChatStream
 from aioinfer.embeddings.embedding import input_form, inputs_of, of_input, source_form
 from aioinfer.errors import EngineClosed, InvalidRequest, Rejected, RequestError, WrongLoop, renamed
+from aioinfer.loop.belonging import running_loop, this_process
 from aioinfer.loop.options import Prompt
 from aioinfer.loop.updating import Updatable, UpdateMode, WeightSource, frozen
 from aioinfer.outputs import AdapterInfo, Chunk, Result
@@ -49,10 +50,11 @@ class ThreadsafeEngine:
     is nothing to close: it lasts as long as the engine.
     """
 
-    def __init__(self, engine: Batches, serving: Service[Any], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, engine: Batches, serving: Service[Any]) -> None:
         self._engine = engine
-        self._serving = serving
-        self._loop = loop
+        #: what the engine was from this start to its end
+        self.serving = serving
+        self._loop = serving.loop
         self._defaults = engine.default_params
         self._format = engine.chat_format
         self._most = engine.config.max_queued_requests
@@ -73,7 +75,7 @@ class ThreadsafeEngine:
 
         Raises InvalidRequest; Rejected if too many requests are on their way to the loop; EngineClosed.
         """
-        source = self._serving.source(prompt, chat_template_kwargs)
+        source = self.serving.source(prompt, chat_template_kwargs)
         params = inherited(params, self._defaults)
 
         async def make() -> Stream:
@@ -105,7 +107,7 @@ class ThreadsafeEngine:
             chat_template_kwargs=chat_template_kwargs,
         )
         try:
-            source = self._serving.source(asked.messages, asked.template_kwargs)
+            source = self.serving.source(asked.messages, asked.template_kwargs)
         except RequestError as error:
             raise renamed(error, asked.names) from error.__cause__
 
@@ -164,7 +166,7 @@ class ThreadsafeEngine:
             try:
                 # A text may get another one in front of it.
                 given_form = source_form(each, form)
-                kept.append(each if isinstance(each, str) else self._serving.source(each, None, given_form))
+                kept.append(each if isinstance(each, str) else self.serving.source(each, None, given_form))
             except InvalidRequest as error:
                 raise of_input(error, "inputs" if one else f"inputs[{index}]") from error.__cause__
         return self._send(lambda: self._engine.embed(kept[0] if one else kept, **options))
@@ -177,6 +179,7 @@ class ThreadsafeEngine:
         return self._send(lambda: self._engine.score(queries, texts, **options))
 
     def _send(self, make: Callable[[], Coroutine[Any, Any, _T]]) -> concurrent.futures.Future[_T]:
+        self.check_process()
         with self._lock:
             if self._sent >= self._most:
                 raise Rejected(f"{self._sent} requests are on their way to the loop (max_queued_requests)")
@@ -196,7 +199,8 @@ class ThreadsafeEngine:
 
     def run(self, make: Callable[[], Coroutine[Any, Any, _T]]) -> concurrent.futures.Future[_T]:
         """Run a coroutine on the engine's loop. Raises EngineClosed if the engine is closed, or its loop."""
-        if self._loop.is_closed() or self._engine.closed:
+        self.check_process()
+        if self._loop.is_closed() or self.serving.closed:
             raise EngineClosed("the engine was closed, or its event loop")
         made = make()
         try:
@@ -205,13 +209,18 @@ class ThreadsafeEngine:
             made.close()
             raise EngineClosed(f"the event loop of the engine was closed: {error}") from None
 
+    @property
+    def forked(self) -> bool:
+        """This is a child of a fork, which has the engine's objects and not its threads."""
+        return self.serving.process is not this_process()
+
+    def check_process(self) -> None:
+        """Raise EngineClosed in a child of a fork."""
+        self.serving.check_process()
+
     def check_may_block(self) -> None:
         """Raise WrongLoop where waiting would stop the engine's own loop."""
-        try:
-            running = asyncio.get_running_loop()
-        except RuntimeError:
-            return
-        if running is self._loop:
+        if running_loop() is self._loop:
             raise WrongLoop("waiting here would stop the engine's loop: await it, or use the engine itself")
 
 
@@ -246,6 +255,7 @@ class RemoteStream(Generic[_Item, _Final]):
 
     def future(self) -> concurrent.futures.Future[_Final]:
         """The same as a future; cancelling it ends the request. From then on the stream is not iterated."""
+        self._engine.check_process()
         with self._lock:
             if self._final is None:
                 self._final = self._engine.run(self._finish)
@@ -263,18 +273,21 @@ class RemoteStream(Generic[_Item, _Final]):
         return self
 
     async def __anext__(self) -> _Item:
+        _check_asyncio()
         item = await asyncio.wrap_future(self._engine.run(self._next))
         if item is None:
             raise StopAsyncIteration
         return item
 
     def __await__(self) -> Generator[Any, None, _Final]:
+        _check_asyncio()
         return asyncio.wrap_future(self.future()).__await__()
 
     def close(self) -> None:
         """End the request, one turn of the engine's loop later. Never waits; idempotent."""
-        self._opened.cancel()
-        self._opened.add_done_callback(_close)
+        if not self._engine.forked:  # a future's lock may be held by a thread that is not there
+            self._opened.cancel()
+            self._opened.add_done_callback(_close)
 
     async def aclose(self) -> None:
         """The same."""
@@ -308,8 +321,17 @@ class RemoteStream(Generic[_Item, _Final]):
 
     def __del__(self) -> None:
         # On any thread and at any point, amid a step of the engine, too.
-        if not self._opened.cancel():
+        if not (self._engine.forked or self._opened.cancel()):
             self._opened.add_done_callback(_leave)
+
+
+def _check_asyncio() -> None:
+    """Raise WrongLoop where asyncio does not run."""
+    if running_loop() is None:
+        raise WrongLoop(
+            "a stream is awaited and iterated with async for under asyncio only: use stream.result() in a "
+            "thread, under trio await trio.to_thread.run_sync(stream.result), or iterate with for there"
+        )
 
 
 def _outcome(future: concurrent.futures.Future[_T], timeout: float | None) -> _T:

@@ -6,7 +6,7 @@ environment over the file, the file over the defaults below. A field's metadata 
 and its bounds.
 """
 
-from aioinfer.config.engine import PAGE_SIZE, SPECULATION, EngineConfig, policy_names
+from aioinfer.config.engine import PAGE_SIZE, SPECULATION, EngineConfig, given, policy_names
 from aioinfer.config.options import GROUPS
 from aioinfer.config.replica import ReplicaConfig
 from aioinfer.config.server import ServerConfig, is_loopback
@@ -19,6 +19,7 @@ __all__ = [
     "EngineConfig",
     "ReplicaConfig",
     "ServerConfig",
+    "given",
     "is_loopback",
     "load_settings",
     "parse_setting",

@@ -23,7 +23,7 @@ from aioinfer.config.options import (
 from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError
 
-__all__ = ["PAGE_SIZE", "EngineConfig", "policy_names"]
+__all__ = ["PAGE_SIZE", "EngineConfig", "given", "policy_names"]
 
 _DEVICE = re.compile(r"auto|cpu|cuda(:(0|[1-9]\d?))?")
 #: positions of a page, where neither a config nor the device says otherwise
@@ -437,6 +437,16 @@ class EngineConfig(Settings):
         """Rows, one block each, of the largest denoising round captured as a graph."""
         rows = min(2 * self.running_requests, self.step_tokens // block_size)
         return min(rows, self.max_decode_rows or rows, self.decode_graph_rows)
+
+
+def given(config: object) -> EngineConfig:
+    """A config as it was passed to an engine, or the defaults. Raises ConfigError: it is something else."""
+    if config is None:
+        return EngineConfig()
+    if isinstance(config, EngineConfig):
+        return config
+    model = shown(config) if isinstance(config, str) else "..."
+    raise ConfigError(f"config must be EngineConfig(model={model}), for example; got {shown(config)}")
 
 
 def policy_names() -> tuple[str, ...]:

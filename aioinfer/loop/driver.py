@@ -174,20 +174,22 @@ class Driver:
         self._interrupt()
         self.wake()
         while self.paused and self._flights and not self._stopping:
-            if self._quiet is None or self._quiet.done():
-                self._quiet = self._loop.create_future()
-            await asyncio.shield(self._quiet)
+            self._by_steps = False  # a step that waited with this may have begun since
+            await self._until_quiet()
 
     async def step(self) -> None:
-        """Launch what may be launched and wait until a step has resolved, and go no further; returns at once
-        if there is nothing to compute."""
-        self._by_steps, self._stepped = True, self._loop.create_future()
-        try:
-            self._landed()
-            if self._flights and not self._stopping:
-                await self._stepped
-        finally:
-            self._stepped = None
+        """Launch what may be launched and wait until a step has resolved; returns at once if there is nothing
+        to compute. While paused, go no further; several calls at a time wait for the same step."""
+        if self._quiet is not None and not self._quiet.done():
+            await asyncio.shield(self._quiet)  # else the pause would wait for the next step
+        if self._stepped is None or self._stepped.done():
+            self._stepped = self._loop.create_future()
+        stepped = self._stepped
+        self._by_steps = self.paused
+        self._landed()
+        if not self._flights or self._stopping:
+            self._set_stepped()
+        await asyncio.shield(stepped)
 
     async def hold(self) -> None:
         """As :meth:`pause`, until :meth:`release`, which has to follow whatever happens. It neither
@@ -195,9 +197,14 @@ class Driver:
         self._holds += 1
         self._interrupt()
         while self._flights and not self._stopping:
-            if self._quiet is None or self._quiet.done():
-                self._quiet = self._loop.create_future()
-            await asyncio.shield(self._quiet)
+            await self._until_quiet()
+
+    async def _until_quiet(self) -> None:
+        """Wait until no step is in flight, or for :meth:`resume`."""
+        if self._quiet is None or self._quiet.done():
+            self._quiet = self._loop.create_future()
+        self.wake()
+        await asyncio.shield(self._quiet)
 
     def release(self) -> None:
         """Go on after :meth:`hold`."""

@@ -25,7 +25,14 @@ from aioinfer.errors import (
     Rejected,
     RequestError,
     TimedOut,
-    WrongLoop,
+)
+from aioinfer.loop.belonging import (
+    end_in_children,
+    fork_error,
+    require_loop,
+    require_process,
+    running_loop,
+    this_process,
 )
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource
@@ -41,7 +48,7 @@ if TYPE_CHECKING:
     from aioinfer.loop.checks import Checks
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["EngineState", "OpenRequest", "Service", "asyncio_loop", "require_loop", "running_loop"]
+__all__ = ["EngineState", "OpenRequest", "Service", "not_started"]
 
 _log = logging.getLogger("aioinfer")
 
@@ -57,36 +64,10 @@ class EngineState(Enum):
     CLOSED = "closed"
 
 
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The running loop, if there is one."""
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
-
-
-def asyncio_loop() -> asyncio.AbstractEventLoop:
-    """The running loop. Raises WrongLoop where there is none, under trio for example."""
-    loop = running_loop()
-    if loop is None:
-        raise WrongLoop(
-            "an engine runs on an asyncio event loop, and none is running here. Under trio, say, "
-            "start it in a thread of its own with asyncio.run, and use its threadsafe() from here; without "
-            "any loop, use LLM"
-        )
-    return loop
-
-
-def require_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Raise WrongLoop unless ``loop`` is the running one."""
-    running = running_loop()
-    if running is not loop:
-        where = "there is no running loop here" if running is None else "this is another one"
-        raise WrongLoop(
-            f"the engine belongs to the event loop that started it, and {where}. Start and use it in one "
-            "asyncio.run, on that thread; with pytest-asyncio, give the fixture that starts it and the tests "
-            "the same loop_scope"
-        )
+def not_started(kind: str, state: EngineState) -> EngineClosed:
+    """The error of what is used before its start."""
+    way = "" if state is EngineState.STARTING else ": await its start(), or enter it with async with"
+    return EngineClosed(f"the {kind} is {state.value}{way}")
 
 
 class OpenRequest:
@@ -125,6 +106,7 @@ class Service(ABC, Generic[_Opened]):
         clock: Callable[[], float],
     ) -> None:
         self.loop = asyncio.get_running_loop()
+        self.process = this_process()
         self.state = EngineState.RUNNING
         self.config = config
         self.info = info
@@ -142,6 +124,7 @@ class Service(ABC, Generic[_Opened]):
         self._awaiting_room: dict[Callable[[], None], None] = {}
         #: set while closing waits for the open requests
         self._drained: asyncio.Future[None] | None = None
+        end_in_children(self)
 
     # -- the way of a request -------------------------------------------------------------------
 
@@ -305,6 +288,10 @@ class Service(ABC, Generic[_Opened]):
 
     # -- as StreamOwner -------------------------------------------------------------------------
 
+    def check_process(self) -> None:
+        """Raise EngineClosed in another process than its own. On any thread."""
+        require_process(self.process, self.kind)
+
     def check_loop(self) -> None:
         """Raise WrongLoop on any other loop than its own; once it is closed, any loop will do."""
         if self.state is not EngineState.CLOSED:
@@ -313,6 +300,11 @@ class Service(ABC, Generic[_Opened]):
     def check_serving(self) -> None:
         """Raise WrongLoop, EngineFailed or EngineClosed unless requests are accepted here and now."""
         self.check_loop()
+        self.check_running()
+
+    def check_running(self) -> None:
+        """The same on any thread, without WrongLoop."""
+        self.check_process()
         if self.state is EngineState.FAILED:
             raise self._failed_error()
         if self.state is not EngineState.RUNNING:
@@ -347,6 +339,15 @@ class Service(ABC, Generic[_Opened]):
         return take(cell, self.info)
 
     # -- endings --------------------------------------------------------------------------------
+
+    def forked(self) -> None:
+        """This is a copy in a child of a fork: nothing is computed for it. Its streams end; what belongs to
+        threads, locks and devices is left as it is."""
+        self.state = EngineState.CLOSED
+        for cell in list(self.open):
+            cell.output.refuse(fork_error(self.kind))
+            cell.notify()
+        self.open.clear()
 
     def _set_timer(self, opened: _Opened, phase: str, seconds: float | None) -> None:
         """End a request after a number of seconds, None for never."""
@@ -418,6 +419,7 @@ class Service(ABC, Generic[_Opened]):
 
     def check_open(self) -> None:
         """Raise EngineClosed when nothing may begin any more."""
+        self.check_process()
         if self.closing:
             raise EngineClosed(f"the {self.kind} was closed")
 

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, get_args
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.client.engine_like import EngineLike
-from aioinfer.client.threadsafe import ThreadsafeEngine
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import ConfigError, EngineClosed, EngineError, shown
+from aioinfer.loop.belonging import asyncio_loop, require_loop
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.observing import observe
-from aioinfer.loop.service import asyncio_loop, require_loop
+from aioinfer.loop.service import not_started
 from aioinfer.loop.updating import UpdateMode, WeightSource
 from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.dispatching import Dispatching, OnLoss
@@ -138,6 +138,8 @@ class Dispatcher(EngineLike):
         when it is cancelled, all of them are closed.
         """
         loop = asyncio_loop()
+        if self._running is not None:
+            self._running.check_process()
         await self._forget_dead_loop()
         if self.state not in (EngineState.NEW, EngineState.CLOSED):
             raise EngineError(f"the dispatcher cannot be started: it is {self.state.value}")
@@ -225,11 +227,6 @@ class Dispatcher(EngineLike):
         if self._supervisor is not None:
             await self._supervisor.aclose()
         await running.close(drain, self._replicas)
-
-    def threadsafe(self) -> ThreadsafeEngine:
-        """As :meth:`aioinfer.Engine.threadsafe`."""
-        running = self._serving()
-        return ThreadsafeEngine(self, running, running.loop)
 
     # -- replicas -------------------------------------------------------------------------------
 
@@ -493,7 +490,7 @@ class Dispatcher(EngineLike):
 
     def _started(self) -> Dispatching:
         if self._running is None:
-            raise EngineClosed(f"the dispatcher is {self.state.value}")
+            raise not_started("dispatcher", self.state)
         return self._running
 
     def _serving(self) -> Dispatching:

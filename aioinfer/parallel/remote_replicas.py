@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from aioinfer.config import EngineConfig
+from aioinfer.config import EngineConfig, given
 from aioinfer.errors import ConfigError, shown
 from aioinfer.parallel.processes import ProcessReplica
 from aioinfer.parallel.remote import SocketReplica
@@ -35,7 +35,7 @@ def remote_replicas(
         raise ConfigError("config: that of an engine belongs to the engine")
     if ray is not None and not processes:
         raise ConfigError("ray: processes must be given, how many replicas the cluster is to place")
-    config = config or EngineConfig()
+    config = given(config)
     if ray is not None:
         return _on_ray(config, processes, ray)
     children: list[SocketReplica] = [

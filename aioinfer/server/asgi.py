@@ -25,7 +25,7 @@ from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig
 from aioinfer.engine import EngineState
 from aioinfer.errors import AioInferError
-from aioinfer.loop.service import asyncio_loop
+from aioinfer.loop.belonging import asyncio_loop
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.logs import ACCESS, HTTP, AccessLog, Throttle
 from aioinfer.server.http.records import record_of

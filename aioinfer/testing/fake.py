@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-from aioinfer.config import EngineConfig
+from aioinfer.config import EngineConfig, given
 from aioinfer.engine import Engine
-from aioinfer.errors import EngineClosed, EngineError, InvalidRequest, Rejected, RequestError, StepFailed
+from aioinfer.errors import EngineError, InvalidRequest, Rejected, RequestError, StepFailed
 from aioinfer.execution.device import DeviceLost
 from aioinfer.loop.options import PromptSource
 from aioinfer.loop.runtime import Runtime
@@ -116,7 +116,7 @@ class FakeEngine(Engine):
             model="fake", num_pages=4096, overlap_steps=0, tool_call_parser="hermes", reasoning_parser="qwen3"
         )
         # A step brings one token of an answer, at its own pace.
-        config = replace(config, speculation="off")
+        config = replace(given(config), speculation="off")
         super().__init__(config, launcher=self._new_launcher, tokenizer=lambda _: FakeTokenizer())
         self.answers = answers
         self.delay = delay
@@ -138,9 +138,7 @@ class FakeEngine(Engine):
 
     def lose_device(self, cause: Exception | None = None) -> None:
         """Lose the device: every stream ends with EngineFailed, and the engine with it."""
-        if self._runtime is None:
-            raise EngineClosed(f"the engine is {self.state.value}")
-        self._runtime.lost(cause or DeviceLost("the device was lost"))
+        self._started().lost(cause or DeviceLost("the device was lost"))
 
     def _new_launcher(self, config: EngineConfig) -> TimedLauncher:
         device = self._device = FakeDevice(config, asyncio.get_running_loop().time)

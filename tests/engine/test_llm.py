@@ -209,7 +209,7 @@ def test_an_interrupt_while_a_call_is_handed_over_leaves_no_request(
     monkeypatch: pytest.MonkeyPatch, begun: bool
 ) -> None:
     with make_llm() as llm:
-        hand_over = llm._loop.call_soon_threadsafe
+        hand_over = llm._home.loop.call_soon_threadsafe
 
         def interrupted(call: Any) -> None:
             monkeypatch.undo()
@@ -217,7 +217,7 @@ def test_an_interrupt_while_a_call_is_handed_over_leaves_no_request(
                 hand_over(call)
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(llm._loop, "call_soon_threadsafe", interrupted)
+        monkeypatch.setattr(llm._home.loop, "call_soon_threadsafe", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, LONG.changed(max_tokens=200), progress=False)
         for _ in range(3):
@@ -238,7 +238,7 @@ def test_within_an_event_loop_and_on_another_thread_it_works_as_everywhere() -> 
 
 def test_one_that_is_dropped_ends_its_thread() -> None:
     llm = make_llm()
-    thread = llm._thread
+    thread = llm._home.thread
     answers(llm)
     del llm
     gc.collect()
