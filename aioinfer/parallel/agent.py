@@ -13,6 +13,7 @@ import functools
 import hmac
 import logging
 import os
+import secrets
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
@@ -54,6 +55,7 @@ class Agent:
         self.token = token
         self.session: _Session | None = None
         self.leaving = False
+        self.life = secrets.token_hex(8)
         self._drained = asyncio.Event()
         #: connections that were refused, by reason
         self.refused: Counter[str] = Counter()
@@ -86,7 +88,7 @@ class Agent:
         """End the connections and what is computed for them. The engine goes on. Idempotent."""
         sessions = list(self._sessions)
         for session in sessions:
-            session.connection.finish()
+            session.finish()
         if sessions:
             await asyncio.wait([session.connection.gone for session in sessions], timeout=_FAREWELL)
         for session in sessions:
@@ -235,9 +237,16 @@ class _Session:
             self._agent.emptied()
         if self._cause is not None and not (self._moved or self._told):
             self._told = True
+            self.connection.send(self.beat())
             self.connection.send(messages.Lost.of(self._cause))
             self._loop.call_soon(self.connection.finish)
         return bool(self._moved)
+
+    def finish(self) -> None:
+        """Send the last statistics, and close the connection."""
+        if self._trusted:
+            self.connection.send(self.beat())
+        self.connection.finish()
 
     def ended(self, cause: BaseException | None) -> None:
         if self._timer is not None:
@@ -277,6 +286,7 @@ class _Session:
             engine.stats(),
             engine.config.prefix_cache,
             tuple(engine.adapters()),
+            agent.life,
         )
         self._trusted = True
         agent.session = self

@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.checkpoint.sentences import Sentences
@@ -30,7 +29,7 @@ from aioinfer.parallel.policies import RoutingPolicy, routing_policy
 from aioinfer.parallel.remote_replicas import remote_replicas
 from aioinfer.parallel.replica import Replica, ReplicaState, close_all
 from aioinfer.parallel.served_model import ServedModel, bring_up, check_same_model
-from aioinfer.parallel.stats import DispatcherStats, add_counts, with_counts
+from aioinfer.parallel.stats import DispatcherStats, add_counts, counts_of
 from aioinfer.parallel.supervisor import Supervisor
 from aioinfer.params import SamplingParams
 from aioinfer.request import check_timeout
@@ -123,8 +122,8 @@ class Dispatcher(EngineLike):
         self._measuring: Measuring | None = None
         #: replicas that are being restarted or removed
         self._changed: set[Replica] = set()
-        #: counters of engines that are gone
-        self._past: Counter[str] = Counter()
+        #: counters of replicas that are gone
+        self._past: dict[str, Any] = {}
         #: by request: engines that join are, too
         self._paused = False
         self._model: ServedModel
@@ -145,9 +144,11 @@ class Dispatcher(EngineLike):
             raise EngineError(f"the dispatcher cannot be started: it is {self.state.value}")
         self._running, self._closing, self._idle = None, None, EngineState.STARTING
         self._paused = False
-        self._past.clear()
         try:
             running = await self._begin(loop, progress)
+            self._past.clear()
+            for replica in self._replicas:
+                replica.past.clear()
             await running.adapters.reconcile()
             for replica in self._replicas:
                 await replica.start(running)
@@ -162,8 +163,8 @@ class Dispatcher(EngineLike):
         self._supervisor = Supervisor(self.restart)
         self._running.when_lost = self._supervisor.lost
         if self._measuring is not None:
-            running.measure(self._measuring, self._counted)
-        observe(running, self.config, self._counted)
+            running.measure(self._measuring, self.stats)
+        observe(running, self.config, self.stats)
 
     async def _begin(self, loop: asyncio.AbstractEventLoop, progress: Progress | None) -> Dispatching:
         from aioinfer.loop.factory import import_parts
@@ -249,7 +250,7 @@ class Dispatcher(EngineLike):
             check_same_model(replica, running.info)
             await self._join(running, replica)
         except BaseException:
-            self._replicas.remove(replica)
+            self._forget(replica)
             if replica in running.placing.replicas:
                 running.placing.replicas.remove(replica)
             if not engine.closed and engine.state is not EngineState.STARTING:
@@ -264,10 +265,12 @@ class Dispatcher(EngineLike):
         with self._changing(name) as replica:
             running.drain(replica)
             await running.emptied(replica)
-            self._replicas.remove(replica)
             running.placing.replicas.remove(replica)
             running.left()
-            await self._end(replica)
+            try:
+                await replica.aclose()
+            finally:
+                self._forget(replica)
 
     async def restart(self, name: str | None = None) -> None:
         """Close and start the engine of one replica, also one that is lost; or of all, one after the other.
@@ -281,7 +284,7 @@ class Dispatcher(EngineLike):
             running.drain(replica)
             await running.emptied(replica)
             try:
-                await self._end(replica)
+                await replica.aclose()
                 await self._launch(running, replica)
                 check_same_model(replica, running.info)
                 await self._join(running, replica)
@@ -291,12 +294,9 @@ class Dispatcher(EngineLike):
                     running.lost(replica, error)
                 raise
 
-    async def _end(self, replica: Replica) -> None:
-        before = replica.stats()
-        try:
-            await replica.aclose()
-        finally:
-            add_counts(self._past, replica.stats() or before)
+    def _forget(self, replica: Replica) -> None:
+        add_counts(self._past, counts_of(replica))
+        self._replicas.remove(replica)
 
     async def _launch(self, running: Dispatching, replica: Replica) -> None:
         """Start an engine, unless the dispatcher closes: it would outlive that."""
@@ -457,6 +457,7 @@ class Dispatcher(EngineLike):
         return DispatcherStats.sum_of(
             self._replicas,
             self._model.stats,
+            self._past,
             state=running.state.value,
             arriving=running.arriving,
             waiting=len(queue),
@@ -482,11 +483,8 @@ class Dispatcher(EngineLike):
 
             self._measuring = Measuring()
             if self._running is not None and not self._running.closed:
-                self._running.measure(self._measuring, self._counted)
+                self._running.measure(self._measuring, self.stats)
         return self._measuring
-
-    def _counted(self) -> DispatcherStats:
-        return with_counts(self.stats(), self._past)
 
     def _started(self) -> Dispatching:
         if self._running is None:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 __all__ = ["Child", "HostUnavailable", "LaunchedReplica"]
 
 
+#: seconds for what an ended process has sent
+_LAST_WORDS = 1.0
+
+
 class HostUnavailable(EngineError):
     """There is no place where a replica could be started, at the moment."""
 
@@ -100,11 +104,15 @@ class LaunchedReplica(SocketReplica):
             raise
 
     async def aclose(self) -> None:
-        lost = self.state is ReplicaState.LOST
+        lost, link = self.state is ReplicaState.LOST, self._link
+        if link is not None:
+            link.closing = True  # its end is no loss
         try:
-            await super().aclose()
-        finally:
             await self._end(kill=lost)
+            if link is not None and not lost:  # its last statistics are on their way
+                await asyncio.wait([link.connection.gone], timeout=_LAST_WORDS)
+        finally:
+            await super().aclose()
 
     @abstractmethod
     async def _spawn(self) -> None:

@@ -17,6 +17,7 @@ from aioinfer.parallel.reading import Reading, request_of
 from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import Attempt, Replica, ReplicaEvents, ReplicaState
 from aioinfer.parallel.rows import Rows
+from aioinfer.parallel.stats import counts_of
 from aioinfer.stream import Outlet, Stream
 
 if TYPE_CHECKING:
@@ -38,6 +39,8 @@ class LocalReplica(Replica):
         self.engine = engine
         #: of its last start
         self._info: DeviceInfo | None = None
+        #: statistics of the engine before, while it is started again
+        self._last: EngineStats | None = None
 
     @property
     def info(self) -> DeviceInfo:
@@ -56,7 +59,9 @@ class LocalReplica(Replica):
         WrongLoop of one that is."""
         self.state = ReplicaState.STARTING
         if self.engine.closed:
+            self._last = self.stats()
             await self.engine.start(progress)
+            self.past, self._last = counts_of(self), None
         else:
             self.engine.cached_tokens(())  # raises unless it serves here
         self._info = self.engine.info
@@ -125,10 +130,12 @@ class LocalReplica(Replica):
         return self.engine.cached_tokens(token_ids, cache_salt=salt, adapter=name)
 
     def stats(self) -> EngineStats | None:
+        if self._last is not None or self._info is None:
+            return self._last
         try:
             return self.engine.stats()
         except EngineClosed:
-            return None  # it is starting
+            return None  # it was given up while it started
 
     def follow(self, observers: Observers) -> None:
         self.engine.observe(_Steps(observers))

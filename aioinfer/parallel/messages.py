@@ -38,7 +38,7 @@ def _protocol(version: int) -> str:
 
 
 #: a peer that speaks another one is refused
-PROTOCOL = _protocol(6)
+PROTOCOL = _protocol(7)
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -142,6 +142,8 @@ class Welcome(Message, tag=16):
     #: it has a prefix cache
     caches: bool = True
     adapters: tuple[AdapterInfo, ...] = ()
+    #: names the engine: another one, with another name, counts from 0
+    life: str = ""
 
 
 class Refused(Message, tag=17):

@@ -22,6 +22,7 @@ from aioinfer.parallel.reading import request_of
 from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import Attempt, Replica, ReplicaEvents, ReplicaState
 from aioinfer.parallel.rows import Rows, check
+from aioinfer.parallel.stats import counts_of
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
@@ -55,6 +56,8 @@ class SocketReplica(Replica):
         self._link: _Link | None = None
         self._welcome: messages.Welcome | None = None
         self._stats: EngineStats | None = None
+        #: names the engine that counts these
+        self._life: str | None = None
         #: as far as it has told
         self._adapters: list[AdapterInfo] = []
 
@@ -95,13 +98,15 @@ class SocketReplica(Replica):
             if isinstance(error, ConfigError):
                 self._refuse(str(error))
             raise
-        self._link, self._welcome, self._stats = link, welcome, welcome.stats
+        if self._life not in (None, welcome.life):
+            self.past = counts_of(self)
+        self._link, self._welcome, self._stats, self._life = link, welcome, welcome.stats, welcome.life
         self._adapters = list(welcome.adapters)
         link.connection.begin_beats()
 
     def begin_launch(self) -> None:
         """Forget what is known of an earlier process."""
-        self.state, self.completed, self._stats = ReplicaState.STARTING, 0, None
+        self.state, self.completed = ReplicaState.STARTING, 0
         self.remembered.clear()
 
     def _refuse(self, why: str) -> None:
@@ -191,7 +196,9 @@ class SocketReplica(Replica):
     @property
     def weight_version(self) -> int:
         """Newest version that it has reported."""
-        return 0 if self._stats is None else self._stats.weight_version
+        if self._stats is None or self.state is ReplicaState.STARTING:
+            return 0
+        return self._stats.weight_version
 
     def note_version(self, version: int) -> None:
         if self._stats is not None and version > self._stats.weight_version:
@@ -201,7 +208,7 @@ class SocketReplica(Replica):
     # -- the engine -------------------------------------------------------------------------------
 
     def stats(self) -> EngineStats | None:
-        """Statistics of the last quarter of a second, or of the moment of the loss."""
+        """Statistics of the last quarter of a second, or from before it was lost or closed."""
         return self._stats
 
     def adapters(self) -> list[AdapterInfo]:
@@ -324,7 +331,7 @@ class _Link:
     def beat(self) -> messages.Ping:
         replica = self._replica
         if self.connection.silence >= SILENT and not replica.silent:
-            _log.warning("the replica %s is silent: it gets no new work until it is heard", replica.name)
+            _log.info("the replica %s is silent: it gets no new work until it is heard", replica.name)
             replica.silent = True
             replica.events.adapted()
         if replica.silent and replica.ended:  # and others have its socket, too

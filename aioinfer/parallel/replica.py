@@ -144,6 +144,8 @@ class Replica(ABC):
         #: why it is LOST
         self.cause: BaseException | None = None
         self.load = Load()
+        #: counters of earlier engines in its place, by their names
+        self.past: dict[str, Any] = {}
         #: where it reports, from :meth:`start` on
         self.events = ReplicaEvents()
         #: it is given other weights: for some time it computes nothing
@@ -221,7 +223,7 @@ class Replica(ABC):
 
     @abstractmethod
     def stats(self) -> EngineStats | None:
-        """None: unknown, of one that is lost, for example."""
+        """The last ones that are known; None before its first start."""
 
     def follow(self, observers: Observers) -> None:
         """Report the steps of an engine on this loop to these, too."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self
 
 from aioinfer.observe.metrics.catalogue import OWN, Value
@@ -15,15 +15,14 @@ if TYPE_CHECKING:
 
 __all__ = ["DispatcherStats", "ReplicaStats"]
 
-#: fields that count from the start of an engine on
+#: fields that count from the start of an engine on, of which some are mappings
 _COUNTERS = tuple(
     entry.field
     for entry in OWN
-    if isinstance(entry, Value)
-    and entry.kind == "counter"
-    and entry.field is not None
-    and entry.label is None
+    if isinstance(entry, Value) and entry.kind == "counter" and entry.field is not None
 )
+#: states in which a replica's gauges count
+_SERVING = frozenset({"ready", "silent", "draining"})
 #: where the largest value counts
 _LARGEST = frozenset({"stalled", "loop_lag", "loop_lag_worst", "weight_version"})
 #: where the mean does
@@ -42,7 +41,7 @@ class ReplicaStats:
     #: requests that were sent to it and have not ended, and tokens that it has to compute before first ones
     requests: int
     backlog: int
-    #: its own statistics; None if it is lost
+    #: its own statistics, the last ones that are known; None before its first start
     stats: EngineStats | None
 
     @classmethod
@@ -60,8 +59,10 @@ class ReplicaStats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DispatcherStats(EngineStats):
-    """The sums over the replicas that are not lost: of times since the last step the largest, of ratios the
-    mean. ``waiting`` and ``waiting_tokens`` count what waits for a replica, too."""
+    """Gauges are sums over the replicas that serve: of times since the last step the largest, of ratios the
+    mean. ``waiting`` and ``waiting_tokens`` count what waits for a replica, too. Counters never fall: they
+    have all that was counted since the start, by engines that were lost, restarted or removed, too, up to the
+    last report of one that was killed, which is a quarter of a second old at most."""
 
     replicas: tuple[ReplicaStats, ...]
     #: streams that went on elsewhere, and replies of replicas that differed from what was delivered
@@ -75,6 +76,7 @@ class DispatcherStats(EngineStats):
         cls,
         replicas: Sequence[Replica],
         empty: EngineStats,
+        past: Mapping[str, Any],
         *,
         state: str,
         arriving: int,
@@ -82,10 +84,14 @@ class DispatcherStats(EngineStats):
         waiting_tokens: int,
         **own: Any,
     ) -> Self:
-        """The sum over replicas, with what waits in front of them. ``empty``: a sum of none; ``own``: the
-        fields that only a dispatcher has."""
+        """The sum over replicas, with what waits in front of them. ``empty``: a sum of none; ``past``: the
+        counters of those that were removed; ``own``: the fields that only a dispatcher has."""
         each = tuple(map(ReplicaStats.of, replicas))
-        total = _summed([one.stats for one in each if one.stats is not None and one.state != "lost"], empty)
+        serving = [one.stats for one in each if one.stats is not None and one.state in _SERVING]
+        total, counts = _summed(serving, empty), dict(past)
+        for replica in replicas:
+            add_counts(counts, counts_of(replica))
+        total |= counts
         total["state"] = state
         total["arriving"] += arriving
         total["waiting"] += waiting
@@ -103,19 +109,24 @@ class DispatcherStats(EngineStats):
         return sum(each.state == "ready" for each in self.replicas)
 
 
-def add_counts(past: Counter[str], stats: EngineStats | None) -> None:
-    """Keep the counters of an engine that is about to count from 0 again."""
+def counts_of(replica: Replica) -> dict[str, Any]:
+    """Counters of a replica, those of earlier engines in its place included."""
+    found, stats = dict(replica.past), replica.stats()
     if stats is not None:
-        past.update({name: getattr(stats, name) for name in _COUNTERS})
+        add_counts(found, {name: getattr(stats, name) for name in _COUNTERS})
+    return found
 
 
-def with_counts(stats: DispatcherStats, past: Counter[str]) -> DispatcherStats:
-    """The same with what is kept, and with what lost engines had counted: counters do not fall."""
-    total = Counter(past)
-    for each in stats.replicas:
-        if each.state == "lost":
-            add_counts(total, each.stats)
-    return replace(stats, **{name: getattr(stats, name) + total[name] for name in _COUNTERS})
+def add_counts(counts: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Add counters, numbers and mappings, by their names."""
+    for name, value in more.items():
+        counts[name] = _together(counts[name], value) if name in counts else value
+
+
+def _together(one: Any, other: Any) -> Any:
+    if isinstance(one, Mapping):
+        return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}
+    return one + other
 
 
 def _summed(each: Sequence[EngineStats], empty: EngineStats) -> dict[str, Any]:
@@ -135,5 +146,5 @@ def _summed(each: Sequence[EngineStats], empty: EngineStats) -> dict[str, Any]:
         elif isinstance(first, str):
             found[item.name] = first
         else:
-            found[item.name] = dict(sum(map(Counter, values), Counter()))
+            found[item.name] = functools.reduce(_together, values)
     return found
