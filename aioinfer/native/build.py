@@ -143,7 +143,9 @@ def _library(flags: list[str], progress: _Progress) -> Path:
 def _of_compiler(directory: Path, name: str, flags: list[str], progress: _Progress) -> Path:
     """The library of this machine's compiler. Raises BuildFailed, and NotTrusted."""
     compiler = find_compiler()
-    name = f"{name}-{_hash(_version(compiler))}"
+    with suppress(OSError):
+        make_folder(directory)  # zig writes there even to say its version
+    name = f"{name}-{_hash(_version(compiler, directory))}"
     found = _intact(directory, f"{name}-*")
     if found is not None:
         return found
@@ -256,9 +258,15 @@ def _sources(directory: Path) -> Iterator[str | bytes]:
         yield from (file.name, file.read_bytes())
 
 
-def _version(compiler: list[str]) -> str:
+def _environment(directory: Path) -> dict[str, str]:
+    """Of compilers, some of which keep files in the user's cache: in ours, nothing else may be writable."""
+    return {**os.environ, "XDG_CACHE_HOME": str(directory)}
+
+
+def _version(compiler: list[str], directory: Path) -> str:
+    command, env = [*compiler, "--version"], _environment(directory)
     try:
-        return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildFailed(f"{' '.join(compiler)} does not run: {error}") from error
 
@@ -285,9 +293,9 @@ class _Compilers:
     """
 
     def __init__(self, directory: Path, progress: _Progress) -> None:
-        """``directory``: where they keep temporary files, since nothing else may be writable."""
+        """``directory``: where they keep temporary files, in the cache."""
         self._progress = progress or (lambda done, total: None)
-        self._environ = {**os.environ, "TMPDIR": str(directory), "XDG_CACHE_HOME": str(directory)}
+        self._environ = {**_environment(directory.parent), "TMPDIR": str(directory)}
         self._running: list[subprocess.Popen[str]] = []
         self._finished = 0
 

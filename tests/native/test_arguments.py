@@ -15,6 +15,7 @@ from aioinfer.model.native_linear import NativeLinear
 from aioinfer.native import bindings
 from aioinfer.native.arguments import ExpertsArguments
 from aioinfer.native.bindings import Kernels, LayoutMismatch, ThreadPool, kernels, shared_thread_pool
+from aioinfer.native.build import build
 from aioinfer.native.processor import choose_tiles
 from aioinfer.native.structures import STRUCTURES, Arguments, describe
 from aioinfer.native.tensors import address, rows_address
@@ -60,7 +61,7 @@ def test_the_library_and_the_bindings_agree_on_every_structure() -> None:
     ids=["more", "float", "order", "name"],
 )
 def test_another_layout_is_refused(monkeypatch: pytest.MonkeyPatch, other: type[Arguments], why: str) -> None:
-    path = kernels()._library._name
+    path = str(build())
     others = [other if kind is ExpertsArguments else kind for kind in STRUCTURES]
     monkeypatch.setattr(bindings, "STRUCTURES", others)
     with pytest.raises(LayoutMismatch, match=f"^argument structure {why}$"):

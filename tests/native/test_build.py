@@ -188,7 +188,7 @@ def test_compilers_end_with_a_process_that_cannot_end_them(
             pass
 
 
-def test_compilers_write_to_their_workplace_only(
+def test_compilers_write_to_the_cache_only(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing else may be writable. ``zig`` and ``ccache`` keep files of their own in the user's cache."""
@@ -197,8 +197,8 @@ def test_compilers_write_to_their_workplace_only(
     compiler(work)
     build()
     [(temporary, cache)] = {tuple(line.split()) for line in (tmp_path / "places").read_text().splitlines()}
-    assert temporary == cache
-    assert temporary.startswith(str(cache_directory() / "compiling-"))
+    assert cache == str(cache_directory())
+    assert temporary.startswith(f"{cache}/compiling-")
 
 
 def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def test_a_later_turn_waits_and_leaves_nothing(tmp_path: Path) -> None:
     thread.join()
     assert order == ["first", "later"]
     assert not lock.exists()
-    assert lock.parent.stat().st_mode & 0o077 == 0
+    assert lock.parent.stat().st_mode & 0o022 == 0
 
 
 def test_what_is_raised_while_waiting_is_raised(tmp_path: Path) -> None:
