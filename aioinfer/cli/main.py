@@ -1,4 +1,4 @@
-"""The command line: ``aioinfer serve``, ``replica``, ``chat``, ``generate``, ``bench``, ``trace``,
+"""The command line: ``aioinfer serve``, ``replica``, ``chat``, ``generate``, ``batch``, ``bench``, ``trace``,
 ``models``, ``key`` and ``doctor``.
 
 The only room of the package that handles signals, configures logging and chooses an event loop. Flags
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from aioinfer._version import __version__
+from aioinfer.cli.batch import batch
 from aioinfer.cli.bench import bench
 from aioinfer.cli.chat import chat
 from aioinfer.cli.flags import Parser, add_common, add_settings, read_settings
@@ -222,6 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_replica(commands)
     _add_chat(commands)
     _add_generate(commands)
+    _add_batch(commands)
     _add_bench(commands)
     _add_trace(commands)
     _command(commands, "models", "", "list the models that need no download", _models, plain=True)
@@ -267,6 +269,20 @@ def _add_generate(commands: Any) -> None:
     parser.add_argument("--temperature", type=float, help="0 is greedy; default: the model's")
     parser.add_argument("--max-tokens", type=int, default=512, help="maximum output (default: 512)")
     parser.add_argument("--stats", action="store_true", help="print tokens and speed to stderr")
+    parser.set_defaults(model_argument=None)
+    add_settings(parser, EngineConfig)
+
+
+def _add_batch(commands: Any) -> None:
+    help = "answer a file of requests in the form of OpenAI's Batch API, or go on with it"
+    parser = _command(commands, "batch", "INPUT OUTPUT", help, batch)
+    parser.add_argument("input", type=Path, metavar="INPUT", help="file of rows, one JSON object a line")
+    parser.add_argument(
+        "output", type=Path, metavar="OUTPUT", help="file of answers; rows that it has are done already"
+    )
+    parser.add_argument(
+        "--served-model-name", metavar="NAMES", help="names that rows may give the model; default: its own"
+    )
     parser.set_defaults(model_argument=None)
     add_settings(parser, EngineConfig)
 
