@@ -9,17 +9,37 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import select
 import sys
 from collections.abc import Awaitable
 from typing import Any, NoReturn, TypeVar
 
-__all__ = ["until_disconnected"]
+__all__ = ["hung_up", "until_disconnected"]
 
 _T = TypeVar("_T")
 #: nginx's status of a connection that its client has closed
 _CLIENT_GONE = 499
 #: seconds between checks of a connection of aiohttp's, which has no event for its end
 _INTERVAL = 0.25
+
+
+def hung_up(transport: asyncio.BaseTransport | None) -> bool:
+    """Whether the peer of a transport has closed it or will send nothing more.
+
+    A transport learns of that when it reads. It does not while its protocol has paused it, because requests
+    or other data wait there that nothing takes; so the system is asked.
+    """
+    if transport is None or transport.is_closing():
+        return True
+    socket = transport.get_extra_info("socket")
+    if socket is None or not hasattr(select, "POLLRDHUP"):
+        return False
+    try:
+        poll = select.poll()
+        poll.register(socket, select.POLLRDHUP)  # errors are told in any case
+        return bool(poll.poll(0))
+    except (OSError, ValueError):  # it was closed meanwhile
+        return True
 
 
 async def until_disconnected(request: Any, work: Awaitable[_T]) -> _T:
@@ -92,7 +112,7 @@ def _leave_starlette() -> NoReturn:
 
 
 async def _aiohttp_gone(request: Any) -> None:
-    while request.transport is not None and not request.transport.is_closing():  # noqa: ASYNC110
+    while not hung_up(request.transport):  # noqa: ASYNC110
         await asyncio.sleep(_INTERVAL)
 
 

@@ -63,10 +63,10 @@ class LevelBody(Object):
     level: Literal["debug", "info", "warning", "error"] = field("of the loggers of this package", ...)
 
 
-def admin_application(engine: EngineLike, config: ServerConfig) -> web.Application:
-    """The admin routes of an engine."""
+def admin_application(engine: EngineLike, config: ServerConfig, *outer: Middleware) -> web.Application:
+    """The admin routes of an engine, within ``outer`` middlewares."""
     routes = _AdminRoutes(engine, config)
-    app = web.Application(middlewares=[recorded, _guard(config)], client_max_size=_LARGEST_BODY)
+    app = web.Application(middlewares=[recorded, *outer, _guard(config)], client_max_size=_LARGEST_BODY)
     app.on_response_prepare.append(add_headers)
     app.add_routes(
         [
@@ -173,7 +173,7 @@ class _AdminRoutes:
 
 
 def _guard(config: ServerConfig) -> Middleware:
-    """Checks origin, host and key, and turns exceptions into error objects."""
+    """Checks origin, host and key, reads the body in time, and turns exceptions into error objects."""
     keys = Keys.single("admin_key", config.admin_key)
 
     @web.middleware
@@ -185,6 +185,14 @@ def _guard(config: ServerConfig) -> Middleware:
                 if not is_loopback(host_name(value)):
                     raise _forbidden(f"the host {value[:200]!r} is not a name of loopback")
             keys.check(request)
+            async with asyncio.timeout(config.body_timeout):
+                await request.read()
+        except TimeoutError:
+            message = f"the body did not arrive within {config.body_timeout:g} s"
+            return Failure(408, "invalid_request_error", message, close=True).response()
+        except Exception as error:
+            return as_failure(error).response()
+        try:
             return await handler(request)
         except Exception as error:
             return as_failure(error).response()

@@ -6,7 +6,7 @@ import asyncio
 import os
 import posixpath
 import socket
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Container, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.server.admin import ADMIN_HOST, admin_application
 from aioinfer.server.asgi import AsgiApplication
 from aioinfer.server.http.access import WebAccess
-from aioinfer.server.http.connections import Connection, Connections
+from aioinfer.server.http.connections import SURPLUS, Connection, Connections
 from aioinfer.server.http.failures import as_failure
 from aioinfer.server.http.keys import Keys
 from aioinfer.server.http.limits import MOST_BODY_MIB
@@ -35,6 +35,8 @@ from aioinfer.server.status import HEALTH, OPEN_PATHS
 __all__ = ["asgi_app", "create_app", "serve", "setup"]
 
 _MIB = 1 << 20
+#: connections to the admin routes
+_ADMIN_CONNECTIONS = 16
 
 
 def setup(
@@ -124,19 +126,17 @@ async def _serve(
     ready: Callable[[str], None] | None,
     bound: Bound,
 ) -> None:
-    connections = Connections(
-        limit=connection_limit(config.max_connections),
-        header_timeout=config.header_timeout,
-        send_timeout=config.send_timeout,
-        unlimited=OPEN_PATHS,
-    )
+    others = _ADMIN_CONNECTIONS + SURPLUS if bound.admin else 0
+    connections = _connections(config, connection_limit(config.max_connections, others), OPEN_PATHS)
+    operators = _connections(config, _ADMIN_CONNECTIONS)
     logged = [AccessLog.of_cancelled(config.access_log_format)] if config.access_log else []
     app = _application(config, *logged, connections.middleware)
     _mount_whole(app, engine, config)
     runner = _runner(app, config)
-    admin = _runner(admin_application(engine, config), config)
+    admin = _runner(admin_application(engine, config, operators.middleware), config)
     async with AsyncExitStack() as closing:  # the last one goes first, also if others raise
         closing.callback(connections.stop)
+        closing.callback(operators.stop)
         closing.push_async_callback(admin.cleanup)
         closing.push_async_callback(runner.cleanup)
         await runner.setup()
@@ -147,12 +147,18 @@ async def _serve(
         for each in bound.public:
             server = await listen(public, each, config.host, tls=bound.tls, handshake=config.header_timeout)
             closing.callback(server.close)
+        private = partial(Connection, operators, admin.server, **_handling(config))
         for each in bound.admin:
-            closing.callback((await listen(admin.server, each, ADMIN_HOST)).close)
+            closing.callback((await listen(private, each, ADMIN_HOST)).close)
         if ready is not None:
             ready(_url(bound, config))
         await stop.wait()
         await engine.aclose(drain=True, timeout=config.drain_timeout)
+
+
+def _connections(config: ServerConfig, limit: int, unlimited: Container[str] = ()) -> Connections:
+    times = {"header_timeout": config.header_timeout, "send_timeout": config.send_timeout}
+    return Connections(limit=limit, unlimited=unlimited, **times)
 
 
 def _runner(app: web.Application, config: ServerConfig) -> web.AppRunner:

@@ -241,3 +241,39 @@ async def test_weights_are_loaded_from_their_root_only(serving: Serving, path: s
         status, body = await admin("POST", "/update_weights", {"path": "x"})
         assert status == 400, "a toy has no weights in files"
         assert (await admin("GET", "/stats"))[1]["weight_version"] == 0
+
+
+async def test_connections_are_bounded_in_number_and_in_time(serving: Serving, path: str) -> None:
+    """Whoever may connect to the socket takes no files from the public one."""
+    times = {"header_timeout": 600.0, "body_timeout": 0.05, "admin_key": "not known to all"}
+    async with administered(serving, path, times) as (served, admin):
+        opened = [await asyncio.open_unix_connection(path) for _ in range(60)]
+        for _, writer in opened:
+            writer.write(b"GET /st")
+        closed = [asyncio.create_task(reader.read()) for reader, _ in opened]
+        await until(lambda: sum(each.done() for each in closed) >= 60 - 32)
+        assert (await served.get("/health")).status == 200
+        # Those without a request make room.
+        assert (await admin("GET", "/stats", Authorization="Bearer not known to all"))[0] == 200
+        for _, writer in opened:
+            writer.transport.abort()
+        await asyncio.wait(closed)
+
+
+async def test_connections_without_a_whole_request_are_closed(serving: Serving, path: str) -> None:
+    async with administered(serving, path, {"header_timeout": 0.05}):
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b"GET /stats HTTP/1.1\r\nHost: loc")
+        async with asyncio.timeout(60):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_body_that_does_not_arrive_keeps_nobody_waiting(serving: Serving, path: str) -> None:
+    async with administered(serving, path, {"body_timeout": 0.05}) as (_, admin):
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b"PUT /log-level HTTP/1.1\r\nHost: localhost\r\nContent-Length: 20\r\n\r\n{")
+        async with asyncio.timeout(60):
+            assert b" 408 " in (await reader.readuntil(b"\r\n\r\n")).splitlines()[0]
+        writer.close()
+        assert (await admin("GET", "/stats"))[0] == 200

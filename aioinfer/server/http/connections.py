@@ -13,14 +13,14 @@ from aiohttp.typedefs import Handler, Middleware
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.logs import Throttle
 
-__all__ = ["Connection", "Connections"]
+__all__ = ["SURPLUS", "Connection", "Connections"]
 
 _log = logging.getLogger("aioinfer.server")
 
 #: seconds between two looks at all connections
 _LOOK_INTERVAL = 1.0
 #: connections beyond the limit whose next request gets a response; those beyond these are closed at once
-_SURPLUS = 16
+SURPLUS = 16
 
 
 class Connections:
@@ -63,7 +63,7 @@ class Connections:
             pass
         if len(self._open) > self._limit:
             connection.surplus = True
-            if len(self._open) > self._limit + _SURPLUS:
+            if len(self._open) > self._limit + SURPLUS:
                 self._open.discard(connection)
                 self._full.warning(f"{self._limit} connections are open: a new one was closed")
                 return False

@@ -9,6 +9,8 @@ from typing import Self
 
 from aiohttp import web
 
+from aioinfer.client.disconnects import hung_up
+
 __all__ = ["WATCH_INTERVAL", "ClientGone", "Watched", "Watcher", "is_gone"]
 
 #: seconds between checks of a connection
@@ -103,7 +105,10 @@ class Watched:
 
     def look(self, now: float) -> None:
         """End the task if the client is gone; ``now`` is the loop's time."""
-        if is_gone(self._request):
+        transport = self._request.transport
+        if hung_up(transport):
+            if transport is not None:
+                transport.abort()  # what else it has sent is for nobody
             self.give_up(ClientGone("the client has closed its connection"))
 
     def give_up(self, error: ClientGone) -> None:

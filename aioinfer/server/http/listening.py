@@ -169,8 +169,9 @@ def cannot_listen(error: OSError, host: str, port: int) -> ConfigError:
             return ConfigError(f"cannot listen on port {port} of host {host}: {error.strerror or error}")
 
 
-def connection_limit(wanted: int | None) -> int:
-    """The number of connections that may be open at once; ``wanted`` is ``max_connections`` of the config.
+def connection_limit(wanted: int | None, others: int = 0) -> int:
+    """The number of connections that may be open at once; ``wanted`` is ``max_connections`` of the config,
+    ``others`` those of other sockets.
 
     Fewer than ``wanted`` if the limit of open files leaves fewer, which is logged. Raises ConfigError if it
     leaves none.
@@ -180,7 +181,7 @@ def connection_limit(wanted: int | None) -> int:
         import resource
 
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        left = files - len(os.listdir("/proc/self/fd")) - _SPARE_FILES
+        left = files - len(os.listdir("/proc/self/fd")) - _SPARE_FILES - others
     except (ImportError, OSError):
         return most
     if files == resource.RLIM_INFINITY:
