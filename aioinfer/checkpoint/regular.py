@@ -1,4 +1,4 @@
-"""Regular files in a directory that others may write to.
+"""Regular files in a directory that comes from others, or that others may write to.
 
 A pipe would keep its reader for good, a device has no end, and a link can lead anywhere: files are checked
 before any of them is opened, and again when they are open, since they may have been replaced.
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from aioinfer.errors import ConfigError, shown
 
-__all__ = ["check_regular", "open_regular"]
+__all__ = ["check_regular", "open_regular", "read_regular"]
 
 
 def check_regular(files: Iterable[Path], root: Path | None = None) -> None:
@@ -48,3 +48,10 @@ def open_regular(file: Path, most_bytes: int) -> tuple[FileIO, int]:
         opened.close()
         raise
     return opened, status.st_size
+
+
+def read_regular(file: Path, most_bytes: int) -> bytes:
+    """What is in a file. Raises OSError, and ValueError as :func:`open_regular` does."""
+    opened, _ = open_regular(file, most_bytes)
+    with opened:
+        return opened.read()

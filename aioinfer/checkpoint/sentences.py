@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
-from aioinfer.checkpoint.tensors import read_json_object
+from aioinfer.checkpoint.regular import read_regular
+from aioinfer.checkpoint.tensors import MOST_JSON, read_json_object
 from aioinfer.errors import ConfigError, shown
 
 __all__ = ["Sentences"]
@@ -110,7 +111,7 @@ def _modules(file: Path) -> list[tuple[str, str]]:
     import json
 
     try:
-        modules: Any = json.loads(file.read_bytes())
+        modules: Any = json.loads(read_regular(file, MOST_JSON))
         kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
         places = [
             module.get("path", _DIRECTORIES.get(kind, ""))

@@ -6,16 +6,19 @@ import json
 import math
 import os
 import re
+import sys
 from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
+from aioinfer.checkpoint.regular import open_regular, read_regular
 from aioinfer.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "MOST_JSON",
     "Float8Matrix",
     "QuantisedMatrix",
     "Rounding",
@@ -27,6 +30,8 @@ __all__ = [
     "weight_files",
 ]
 
+#: bytes of a file of JSON: the largest vocabularies have 40 million
+MOST_JSON = 1 << 28
 #: a file of several, and their number
 _PART = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 #: the begin of a pointer of Git LFS
@@ -121,7 +126,9 @@ class SafetensorsTensors(Tensors):
                 _read_ahead(file)
                 opened: Any = safe_open(file, framework="pt", device="cpu")
                 self._files.update(dict.fromkeys(opened.keys(), opened))
-        except (OSError, SafetensorError) as error:
+        except ConfigError:
+            raise
+        except (OSError, ValueError, SafetensorError) as error:
             raise ConfigError(f"model: the weights of {path.name} cannot be read: {error}") from error
 
     @property
@@ -206,7 +213,8 @@ def _parts(path: Path, index: str) -> list[Path]:
 
 def check_pointer(file: Path) -> None:
     """Raise ConfigError for what Git leaves in place of a file that Git LFS keeps. Raises OSError."""
-    with file.open("rb") as opened:
+    opened, _ = open_regular(file, sys.maxsize)
+    with opened:
         if opened.read(len(_POINTER)) == _POINTER:
             raise ConfigError(
                 f"model: {file.name} is a pointer of Git LFS, not the file: git lfs pull gets it"
@@ -217,7 +225,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file of a model directory. Raises ConfigError."""
     try:
         check_pointer(file)
-        value = json.loads(file.read_text("utf-8"))
+        value = json.loads(read_regular(file, MOST_JSON).decode("utf-8"))
     except ConfigError:
         raise
     except (OSError, ValueError, RecursionError) as error:

@@ -6,7 +6,9 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from aioinfer.checkpoint.regular import check_regular
 from aioinfer.checkpoint.tensors import check_pointer, read_json_object
+from aioinfer.checkpoint.tokenizer_growth import check_growth
 from aioinfer.errors import ConfigError
 
 __all__ = ["tokenizer_in"]
@@ -25,12 +27,27 @@ _ADVICE = (
 def tokenizer_in(path: Path) -> Any | None:
     """A tokenizer of transformers; None if the directory has no file of one. Raises ConfigError if it has
     only files that cannot be read; whatever else transformers raises for files that are damaged."""
+    check_regular(_texts(path), _root(path))
     stated = _object(path / _SETTINGS)
     if (path / _WHOLE).is_file():
         check_pointer(path / _WHOLE)
+        check_growth(path / _WHOLE)
         return _as_stated(path, stated)
     found = [name for name in (_SETTINGS, *_VOCABULARIES) if (path / name).is_file()]
     return _by_class(path, found) if found else None
+
+
+def _texts(path: Path) -> list[Path]:
+    """Files whose text clients can be shown: templates, and vocabularies that are lists of words."""
+    names = ("*.jinja", "additional_chat_templates/*.jinja", "*.txt")
+    return [file for name in names for file in path.glob(name)]
+
+
+def _root(path: Path) -> Path:
+    """The directory that links among the files of a model lead into: a cache of the hub keeps them beside its
+    snapshots."""
+    found = path.resolve()
+    return found.parent.parent if found.parent.name == "snapshots" else found
 
 
 def _as_stated(path: Path, stated: dict[str, Any]) -> Any:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, shown
+from aioinfer.ledger import LEDGER
 
 __all__ = ["Rope", "Rotary", "layer_type", "longest", "rotate", "supported"]
 
 #: model types whose configs state the length that linear scaling makes
 _SCALED = ("gemma3", "gemma4")
 _LONGEST = 2**26
+#: positions whose factors are computed at a time, in float32
+_AT_A_TIME = 2**16
 _KINDS = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 
 
@@ -57,12 +61,27 @@ def longest(config: Any) -> int:
             parameters.get("original_max_position_embeddings", stated),
         )
         if kind == "longrope":
+            _check_factors(config, parameters)
             length = min(length, original)
         elif kind == "yarn" or (kind == "linear" and not config.model_type.startswith(_SCALED)):
             length = max(length, original * (parameters.get("factor") or 1.0))
     if length > _LONGEST:
         raise ConfigError(f"model: rotary positions are scaled to {length:g} positions")
     return int(length)
+
+
+def _check_factors(config: Any, parameters: dict[str, Any]) -> None:
+    """Raise ConfigError, by the name of the list, unless there is a factor for each frequency."""
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    count = _rotary_dim(parameters, size) // 2
+    for name in ("short_factor", "long_factor"):
+        given = parameters.get(name)
+        factors = given if isinstance(given, list) else []
+        numbers = all(type(each) in (int, float) and 0 < each < math.inf for each in factors)
+        if not (numbers and len(factors) == count):
+            raise ConfigError(
+                f"model: {name} of longrope must be a list of {count} positive numbers, got {shown(given)}"
+            )
 
 
 def layer_type(config: Any, index: int) -> str | None:
@@ -99,17 +118,31 @@ class Rope:
     ) -> None:
         """``layer_type``: that of the layers that are rotated by it; see :func:`layer_type`."""
         inv_freq, scaling = _frequencies(config, head_dim, layer_type)
-        angles = torch.arange(max_positions, dtype=torch.float32)[:, None] * inv_freq
-        angles = torch.cat((angles, angles), dim=-1)
-        cos, sin = angles.cos() * scaling, angles.sin() * scaling
-        sin[:, : sin.shape[1] // 2] *= -1
+        size = 2 * len(inv_freq)
+        _check_memory(2 * max_positions * size * dtype.itemsize, max_positions)
+        table = [torch.empty(max_positions, 1, size, dtype=dtype) for _ in range(2)]
+        for begin in range(0, max_positions, _AT_A_TIME):
+            part = slice(begin, min(begin + _AT_A_TIME, max_positions))
+            angles = torch.arange(part.start, part.stop, dtype=torch.float32)[:, None] * inv_freq
+            angles = torch.cat((angles, angles), dim=-1)
+            cos, sin = angles.cos() * scaling, angles.sin() * scaling
+            sin[:, : size // 2] *= -1
+            for whole, each in zip(table, (cos, sin), strict=True):
+                whole[part, 0] = each.to(dtype)
         #: cosines and sines of all positions, [positions, 1, rotary_dim] each; see :class:`Rotary`
-        self.table = tuple(each.to(dtype).unsqueeze(1).to(device) for each in (cos, sin))
+        self.table = tuple(each.to(device) for each in table)
 
     def at(self, positions: torch.Tensor) -> Rotary:
         """The factors of tokens at positions [T] int64."""
         cos, sin = self.table
         return Rotary(cos[positions], sin[positions])
+
+
+def _check_memory(size: int, positions: int) -> None:
+    """Raise ConfigError if there is no room for tables of ``size`` bytes."""
+    if (left := LEDGER.short(size)) is not None:
+        takes = f"rotary factors of {positions} positions take {size / 2**30:.2f} GiB"
+        raise ConfigError(f"model: max_position_embeddings: {takes}, and {LEDGER.said(left)}")
 
 
 def rotate(heads: torch.Tensor, rotary: Rotary) -> torch.Tensor:
