@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-__all__ = ["NamedLocks", "finish"]
+__all__ = ["NamedLocks", "apart", "finish"]
 
 _T = TypeVar("_T")
+
+#: what clean up behind coroutines that were closed
+_apart: set[asyncio.Task[Any]] = set()
 
 
 class NamedLocks:
@@ -47,3 +50,22 @@ async def finish(work: Awaitable[_T], when_cancelled: Callable[[], object] | Non
             future.exception()  # retrieved: often that of having been stopped
         raise cancelled
     return future.result()
+
+
+async def apart(work: Coroutine[Any, Any, _T], name: str) -> _T:
+    """Await work that undoes what it has begun when it is cut short, in a task of its own: a coroutine that
+    is closed at an await cannot wait for that. The work is cancelled then, and goes on undoing. When the
+    caller is cancelled, that is waited for."""
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    _apart.add(task)
+    task.add_done_callback(_ended)
+    try:
+        return await finish(task, task.cancel)
+    finally:
+        task.cancel()
+
+
+def _ended(task: asyncio.Task[Any]) -> None:
+    _apart.discard(task)
+    if not task.cancelled():
+        task.exception()  # retrieved: its caller may have left

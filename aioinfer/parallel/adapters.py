@@ -15,7 +15,7 @@ from aioinfer.errors import AioInferError, ConfigError, EngineClosed, EngineFail
 from aioinfer.loop.adapters import checked_path
 from aioinfer.loop.resumption import check_adapter
 from aioinfer.loop.service import Service
-from aioinfer.loop.waiting import NamedLocks, finish
+from aioinfer.loop.waiting import NamedLocks, apart, finish
 from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.placing import Placing
 from aioinfer.scheduling.adapters import adapter_not_loaded, check_adapter_name
@@ -52,7 +52,9 @@ class ReplicaAdapters:
         cancelled, each has what it had before, and what was raised is raised. One that is lost meanwhile does
         not count."""
         check_adapter_name(name, self._streams.info.model)
-        path = checked_path(path)
+        return await apart(self._load_everywhere(name, checked_path(path)), "aioinfer-adapter")
+
+    async def _load_everywhere(self, name: str, path: str) -> AdapterInfo:
         async with self._turns[name]:
             self._streams.check_serving()
             had = {replica: _found(replica, name) for replica in self._placing.ready}

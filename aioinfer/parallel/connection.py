@@ -8,7 +8,7 @@ import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeAlias, cast
 
-from aioinfer.errors import ConfigError, shown
+from aioinfer.errors import ConfigError, EngineFailed, shown
 from aioinfer.parallel.frames import HANDSHAKE_LIMIT, LIMIT, FrameError, FrameReader, frame
 from aioinfer.parallel.messages import Decoder, Message, encoded
 
@@ -133,7 +133,7 @@ class Connection(asyncio.Protocol):
         self._timer = self._loop.call_later(BEAT, self._beat)
         self.silence += 1
         if self.silence >= LOST:
-            self.abort(FrameError(f"no frame for {LOST * BEAT:g} s"))
+            self.abort(EngineFailed(f"no frame for {LOST * BEAT:g} s"))
             return
         message = self._end.beat()
         if not self.full:

@@ -21,6 +21,7 @@ from aioinfer.loop.intake import Intake
 from aioinfer.loop.observing import observe
 from aioinfer.loop.service import not_started
 from aioinfer.loop.updating import UpdateMode, WeightSource
+from aioinfer.loop.waiting import apart
 from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.dispatching import Dispatching, OnLoss
 from aioinfer.parallel.local import LocalReplica
@@ -86,16 +87,14 @@ class Dispatcher(EngineLike):
         a CPU they share its cores, and of several GPUs each has one.
 
         ``ray``: a Ray cluster, "auto" or HOST:PORT, that places these engines on its nodes instead, each with
-        a GPU or a share of the CPUs. This process does not import Ray.
+        a GPU or a share of the CPUs.
 
         ``addresses``: instead of these, replicas that run already (``aioinfer replica``), by HOST:PORT or the
         path of a Unix socket, with their ``token``. ``config`` says which model it is, for prompts and chats
         here. One that is lost is connected to again, for as long as it takes.
 
         Limits, deadlines, ``policy`` "priority" and ``seed`` are those of the first engine's config, and
-        count for all together; other queue policies order what waits in an engine.
-
-        Raises ConfigError.
+        count for all together; other queue policies order what waits in an engine. Raises ConfigError.
         """
         remote = remote_replicas(engines, config, processes, ray, addresses, token)
         given = isinstance(engines, Sequence) and len(engines) > 0
@@ -136,7 +135,9 @@ class Dispatcher(EngineLike):
         Raises as :meth:`aioinfer.Engine.start`, and ConfigError for engines of different models. Then, and
         when it is cancelled, all of them are closed.
         """
-        loop = asyncio_loop()
+        await apart(self._start(asyncio_loop(), progress), "aioinfer-starting")
+
+    async def _start(self, loop: asyncio.AbstractEventLoop, progress: Progress | None) -> None:
         if self._running is not None:
             self._running.check_process()
         await self._forget_dead_loop()
@@ -236,6 +237,9 @@ class Dispatcher(EngineLike):
 
         Raises as :meth:`start`, and EngineClosed.
         """
+        return await apart(self._add(engine), "aioinfer-replica")
+
+    async def _add(self, engine: Engine) -> str:
         running = self._started()
         running.check_loop()
         if not isinstance(engine, Engine):
@@ -247,8 +251,6 @@ class Dispatcher(EngineLike):
         self._replicas.append(replica)
         try:
             await self._launch(running, replica)
-            check_same_model(replica, running.info)
-            await self._join(running, replica)
         except BaseException:
             self._forget(replica)
             if replica in running.placing.replicas:
@@ -261,6 +263,9 @@ class Dispatcher(EngineLike):
     async def remove(self, name: str) -> None:
         """Let the streams of a replica go on in others, and close its engine. Where there is no other one,
         wait for their ends first. Raises ConfigError: no such replica, or it is being changed."""
+        await apart(self._remove(name), "aioinfer-replica")
+
+    async def _remove(self, name: str) -> None:
         running = self._started()
         with self._changing(name) as replica:
             running.drain(replica)
@@ -276,7 +281,7 @@ class Dispatcher(EngineLike):
         """Close and start the engine of one replica, also one that is lost; or of all, one after the other.
         Streams go on in the others meanwhile. Raises as :meth:`remove` and :meth:`start`."""
         for each in [name] if name is not None else [replica.name for replica in self._replicas]:
-            await self._restart(each)
+            await apart(self._restart(each), "aioinfer-replica")
 
     async def _restart(self, name: str) -> None:
         running = self._started()
@@ -286,8 +291,6 @@ class Dispatcher(EngineLike):
             try:
                 await replica.aclose()
                 await self._launch(running, replica)
-                check_same_model(replica, running.info)
-                await self._join(running, replica)
             except BaseException as error:
                 if not running.closing:
                     replica.state = ReplicaState.STARTING  # or was closed on the way there
@@ -299,10 +302,12 @@ class Dispatcher(EngineLike):
         self._replicas.remove(replica)
 
     async def _launch(self, running: Dispatching, replica: Replica) -> None:
-        """Start an engine, unless the dispatcher closes: it would outlive that."""
+        """Start an engine, unless the dispatcher closes: it would outlive that; and send requests to it."""
         running.check_open()
         await replica.launch()
         await self._unless_closed(running, replica)
+        check_same_model(replica, running.info)
+        await self._join(running, replica)
 
     async def _unless_closed(self, running: Dispatching, replica: Replica) -> None:
         try:
@@ -345,11 +350,10 @@ class Dispatcher(EngineLike):
         return LocalReplica(engine, name)
 
     def _replica(self, name: str) -> Replica:
-        for replica in self._replicas:
-            if replica.name == name:
-                return replica
-        names = ", ".join(each.name for each in self._replicas)
-        raise ConfigError(f"there is no replica {shown(name)}; there are {names}")
+        found = {each.name: each for each in self._replicas}
+        if name not in found:
+            raise ConfigError(f"there is no replica {shown(name)}; there are {', '.join(found)}")
+        return found[name]
 
     # -- pausing --------------------------------------------------------------------------------
 
@@ -390,8 +394,7 @@ class Dispatcher(EngineLike):
         await self._serving().adapters.unload(name)
 
     def adapters(self) -> list[AdapterInfo]:
-        """As :meth:`aioinfer.Engine.adapters`: those that at least one replica has, or will have when it has
-        started."""
+        """As :meth:`aioinfer.Engine.adapters`: those that a replica has, or will have when it has started."""
         return self._started().adapters.all()
 
     # -- weights --------------------------------------------------------------------------------
