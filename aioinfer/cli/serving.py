@@ -123,11 +123,13 @@ def _engine(engine_config: EngineConfig, config: ServerConfig) -> EngineLike:
 
 def _log_accesses(form: str) -> None:
     """Lines of the access log go where other messages go; JSON without their prefix."""
+    from aioinfer.server.http.logs import JsonLines
+
     log = logging.getLogger("aioinfer.access")
     log.setLevel(logging.INFO)
     if form == "json":
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(JsonLines())
         log.handlers = [handler]
         log.propagate = False
 

@@ -27,7 +27,7 @@ from aioinfer.engine import EngineState
 from aioinfer.errors import AioInferError
 from aioinfer.loop.belonging import asyncio_loop
 from aioinfer.server.http.failures import Failure
-from aioinfer.server.http.logs import ACCESS, HTTP, AccessLog, Throttle
+from aioinfer.server.http.logs import ACCESS, CLIENT_GONE, HTTP, AccessLog, Throttle
 from aioinfer.server.http.records import record_of
 
 __all__ = ["AsgiApplication"]
@@ -185,7 +185,8 @@ class _Exchange:
         """Respond. The handler runs in this task, and is cancelled when the client leaves.
 
         For a client that has left or was given up this returns without the end of the response, whereupon
-        the server closes the connection.
+        the server closes the connection. If nothing of it was sent, there is an empty one of status 499,
+        which reaches nobody: middlewares take an application for faulty that sends nothing.
         """
         receiving: asyncio.Task[None] | None = None
         try:
@@ -199,6 +200,7 @@ class _Exchange:
             self._over = True
             self._protocol.connection_lost(None)  # it and its parser refer to each other
             await self._end(receiving)
+        await self._transport.answer_gone()
 
     async def _respond(self, log: AccessLog | None) -> None:
         request = self._request
@@ -283,6 +285,8 @@ class _Transport(asyncio.Transport):
         self._turn = asyncio.Lock()
         self._unsent = 0
         self._closing = False
+        #: something was passed on
+        self._begun = False
         #: the body may be received further
         self.readable = asyncio.Event()
         self.readable.set()
@@ -305,10 +309,19 @@ class _Transport(asyncio.Transport):
         finally:
             self._unsent -= len(data)
 
+    async def answer_gone(self) -> None:
+        """The response for a client that has left before there was any."""
+        if self._begun:
+            return
+        with contextlib.suppress(OSError):
+            await self._send({"type": "http.response.start", "status": CLIENT_GONE, "headers": []})
+            await self._send({"type": "http.response.body", "body": b""})
+
     async def _pass_on(self, message: Message) -> None:
         async with self._turn:
             if self._closing or self.complete:
                 raise ClientConnectionResetError("Cannot write to closing transport")
+            self._begun = True
             self.complete = not message.get("more_body", True)
             try:
                 await self._send(message)

@@ -163,11 +163,11 @@ class Generation:
                     streams.append(await stack.enter_async_context(stream))
                     await pace()
                 if call.stream:
-                    make_writer = partial(self._writer, wire, call, prompts, streams)
+                    make_writer = partial(self._writer, wire, call, prompts, streams, record)
                     return await self._stream(request, call, make_writer, streams, record)
                 async with self.watched(request):
                     results = await _all([partial(_result, stream) for stream in streams])
-                pieces = await (await self._writer(wire, call, prompts, streams)).whole(results)
+                pieces = await (await self._writer(wire, call, prompts, streams, record)).whole(results)
                 return whole_response(request, pieces, self._config.send_timeout)
 
     async def _stream(
@@ -236,12 +236,18 @@ class Generation:
         return last.usage
 
     async def _writer(
-        self, wire: Wire, call: Call, prompts: Sequence[PromptSource], streams: Sequence[Stream]
+        self,
+        wire: Wire,
+        call: Call,
+        prompts: Sequence[PromptSource],
+        streams: Sequence[Stream],
+        record: Record,
     ) -> AnswerWriter:
+        record.readers = self._readers(call, prompts)
         context = AnswerContext(
             tokenizer=self._engine.tokenizer,
             speller=self._speller,
-            readers=self._readers(call, prompts),
+            readers=record.readers,
             usage=lambda index: streams[index].usage,
             prompt_ids=lambda index: prompts[index // call.n].encode(),
         )

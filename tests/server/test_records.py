@@ -11,9 +11,13 @@ import anthropic
 import pytest
 from aiohttp import web
 
+from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.server import setup
+from aioinfer.server.http.logs import JsonLines
+from aioinfer.testing import Answer, FakeEngine
 from tests.engine.conftest import Gate
-from tests.server.conftest import Connect, Serving
+from tests.server.calls import http
+from tests.server.conftest import Connect, Serving, run_server
 from tests.server.raw import request
 from tests.server.test_adversity import ENDLESS, PATH, until
 from tests.server.test_keys import opened
@@ -149,7 +153,12 @@ async def test_embeddings_and_scores_have_the_id_too(serving: Serving) -> None:
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Any:
     caplog.set_level(logging.INFO, "aioinfer.access")
-    return lambda: [each.getMessage() for each in caplog.records if each.name == "aioinfer.access"]
+    return lambda: [line_of(each) for each in caplog.records if each.name == "aioinfer.access"]
+
+
+def line_of(record: logging.LogRecord) -> str:
+    """What the command line writes."""
+    return record.getMessage() if record.msg == "%s" else JsonLines().format(record)
 
 
 LOG = {"access_log": True, "access_log_format": "json"}
@@ -220,6 +229,47 @@ async def test_an_engine_that_fails_amid_a_stream_is_an_error_in_the_log(
             await served.post(PATH, {**ENDLESS, "stream": stream})
         await until(lambda: len(lines()) == 2)
     assert [json.loads(line)["finish_reason"] for line in lines()] == ["error", "error"]
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_records_have_the_fields_of_their_line(
+    serving: Serving, caplog: pytest.LogCaptureFixture, form: str
+) -> None:
+    """For formatters that make JSON themselves: the message is none."""
+    caplog.set_level(logging.INFO, "aioinfer.access")
+    async with serving(server={**LOG, "access_log_format": form}) as served:
+        await served.post(PATH, BODY, **{ID: "mine"})
+        await served.get("/nothing-here")
+    called, missing = (vars(each) for each in caplog.records if each.name == "aioinfer.access")
+    assert (called["status"], called["id"], called["output_tokens"]) == (200, "mine", 5)
+    assert called["ttft"] > 0
+    assert (missing["status"], missing["path"], "ttft" in missing) == (404, "/nothing-here", False)
+    if form == "json":
+        assert called["message"] == '"POST /v1/completions" 200'
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_of_a_tool_is_logged_as_one(lines: Any, path: str, stream: bool) -> None:
+    tool: dict[str, Any] = {"name": "now", "description": "the time"}
+    schema: dict[str, Any] = {"type": "object", "properties": {}}
+    messages = [{"role": "user", "content": "x"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "chat/completions": {
+            "messages": messages,
+            "tools": [{"type": "function", "function": {**tool, "parameters": schema}}],
+        },
+        "responses": {"input": "x", "tools": [{"type": "function", **tool, "parameters": schema}]},
+        "messages": {"messages": messages, "max_tokens": 99, "tools": [{**tool, "input_schema": schema}]},
+    }
+    config = EngineConfig(model="fake", tool_call_parser="hermes")
+    engine = FakeEngine([Answer(tool_calls=[("now", {})]), Answer("it is late")], config=config)
+    async with run_server(engine, ServerConfig(port=0, **LOG)) as running, http(running.url) as client:
+        for _ in range(2):
+            reply = await client.post(f"/v1/{path}", {**bodies[path], "stream": stream})
+            assert reply.status == 200, reply.text
+        await until(lambda: len(lines()) == 2)
+    assert [json.loads(line)["finish_reason"] for line in lines()] == ["tool_calls", "stop"]
 
 
 async def test_there_is_no_line_without_the_setting(serving: Serving, lines: Any) -> None:

@@ -18,7 +18,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from aioinfer.server.http.records import record_of
 
-__all__ = ["ACCESS", "CLIENT_GONE", "HTTP", "AccessLog", "Throttle"]
+__all__ = ["ACCESS", "CLIENT_GONE", "HTTP", "AccessLog", "JsonLines", "Throttle"]
 
 #: one line per request, if the config says so
 ACCESS = logging.getLogger("aioinfer.access")
@@ -27,6 +27,11 @@ CLIENT_GONE = 499
 #: aiohttp's messages about connections
 HTTP = logging.getLogger("aioinfer.server.http")
 
+#: what a record of the access log may have
+_FIELDS = (
+    *("time", "remote", "method", "path", "status", "bytes", "seconds", "id", "key", "model"),
+    *("prompt_tokens", "output_tokens", "ttft", "finish_reason", "call", "user_agent"),
+)
 _INTERVAL = 60.0
 _LONGEST = 200
 #: characters of a User-Agent
@@ -64,8 +69,18 @@ class Throttle:
             self._log.warning("%s%s", message, self.note())
 
 
+class JsonLines(logging.Formatter):
+    """The fields of a record of the access log as JSON."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        found = vars(record)
+        return json.dumps({name: found[name] for name in _FIELDS if name in found})
+
+
 class AccessLog(AbstractAccessLogger):
-    """Writes the access log. ``log_format`` is "text" or "json"; texts of the client are quoted and cut."""
+    """Writes the access log; texts of the client are quoted and cut. Records have the fields of a line as
+    attributes. Their message is the line if ``log_format`` is "text", else method, path and status: JSON of
+    the fields is a formatter's work, such as :class:`JsonLines`."""
 
     @property
     def enabled(self) -> bool:
@@ -75,8 +90,11 @@ class AccessLog(AbstractAccessLogger):
         if not self.enabled:
             return
         entry = _entry(request, response, time)
-        line = json.dumps(entry) if self.log_format == "json" else _text(entry, request.version)
-        self.logger.info("%s", line)
+        if self.log_format == "json":
+            asked = json.dumps(f"{entry['method']} {entry['path']}")
+            self.logger.info("%s %s", asked, entry["status"], extra=entry)
+        else:
+            self.logger.info("%s", _text(dict(entry), request.version), extra=entry)
 
     @classmethod
     def of_cancelled(cls, form: str) -> Middleware:

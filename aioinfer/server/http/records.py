@@ -18,6 +18,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
+from aioinfer.chat.answers import AnswerReader
 from aioinfer.server.http.bodies import BodyBytes
 from aioinfer.server.http.keys import Key
 from aioinfer.stream import Stream
@@ -50,6 +51,8 @@ class Record:
     #: from arrival in the engine to the first token of any choice
     ttft: float | None = None
     finish_reason: str | None = None
+    #: the parsers of its choices, if its answer is parsed
+    readers: Sequence[AnswerReader | None] = ()
     body: BodyBytes = field(default_factory=BodyBytes)
 
     @contextlib.contextmanager
@@ -83,7 +86,9 @@ class Record:
             self.output_tokens += usage.completion_tokens
             if index % choices == 0:  # the choices of a prompt share it
                 self.prompt_tokens += usage.prompt_tokens
-            reason = stream.finish_reason or "abort"
+            reason: str = stream.finish_reason or "abort"
+            if index < len(self.readers) and (reader := self.readers[index]) is not None:
+                reason = reader.finish_reason(reason)  # calls of tools
             reasons.append(how if reason == "abort" else reason)
         times = [stream.metrics.ttft for stream in streams[:_LOOKED_AT]]
         self.ttft = min((each for each in times if each is not None), default=None)
