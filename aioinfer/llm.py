@@ -9,23 +9,27 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar, Unpack, overload
 
+from aioinfer.chat.results import ChatResult
 from aioinfer.checkpoint.sentences import Sentences
+from aioinfer.client.answering import Answering
+from aioinfer.client.bar import Bar
 from aioinfer.client.in_thread import LoopThread
-from aioinfer.client.mapping import MapProgress, ResultMap
+from aioinfer.client.mapping import MapProgress, OnError, check_on_error
+from aioinfer.client.rows import ChatArguments, Chats, Params, ParamsOf, kept, rows_of, split_chat
 from aioinfer.config import EngineConfig, given
-from aioinfer.embeddings.embedding import EmbeddingOptions
+from aioinfer.embeddings.embedding import Embedding, EmbeddingArguments
 from aioinfer.embeddings.scoring import ScoreOptions, Scores
 from aioinfer.engine import Engine
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import AioInferError
 from aioinfer.execution.device import Device
 from aioinfer.loop import factory
-from aioinfer.loop.options import Prompt, is_one, pooling_params
+from aioinfer.loop.options import Prompt, is_one
 from aioinfer.loop.updating import UpdateMode, WeightSource, frozen
 from aioinfer.observe.stats import EngineStats
 from aioinfer.outputs import AdapterInfo, Chunk, Result
@@ -193,64 +197,120 @@ class LLM:
 
     # -- whole answers --------------------------------------------------------------------------
 
+    @overload
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: Params = None,
         *,
+        on_error: Literal["raise"] = "raise",
         progress: bool | None = None,
         **options: Unpack[RequestOptions],
-    ) -> list[Result]:
+    ) -> list[Result]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        on_error: OnError,
+        progress: bool | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[Result | AioInferError]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params = None,
+        *,
+        on_error: OnError = "raise",
+        progress: bool | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Any:
         """Generate for all prompts; results in their order.
 
         A single prompt (text, a list of token ids, a list of messages) is a list of one. ``params`` is one
-        for all or one for each; ``options``, for all, are those of :meth:`aioinfer.Engine.generate`.
-        ``progress`` shows a bar; by default only on a terminal. A single message is refused: a chat is a
-        list.
+        for all or a list with one for each; ``options``, for all, are those of
+        :meth:`aioinfer.Engine.generate`. ``progress`` shows a bar; by default only on a terminal. A single
+        message is refused: a chat is a list. With ``on_error="return"``, a prompt that fails has its error in
+        its place.
 
         Raises InvalidRequest before anything is computed, with ``field`` "prompts[3]" for the prompt at index
-        3, if there are several; and the errors of requests. Whatever it is, no request of this call is left.
+        3, if there are several; and the errors of requests. Whatever it is, no request of this call is left,
+        and ``results`` of the exception, also of KeyboardInterrupt, is the list with what was done, and None
+        for the rest.
         """
         given: Any = prompts
         batch = [given] if is_one(given) else list(given)
-        each = list(params) if isinstance(params, Sequence) else [params] * len(batch)
-        if len(each) != len(batch):
-            raise ValueError(f"{len(each)} params for {len(batch)} prompts")
-        with _Bar(len(batch), progress) as shown:
-            return self._run(self._generate(batch, each, options, shown))
+        return self._answers(batch, params, options, {}, "prompts", progress, on_error)
 
-    async def _generate(
+    @overload
+    def chat(
         self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams | None],
-        options: RequestOptions,
-        progress: MapProgress,
-    ) -> list[Result]:
-        serving, pooling = self._engine._serving(), options.get("pooling")
-        asked: list[Any] = []
-        for index, (prompt, chosen) in enumerate(zip(prompts, params, strict=True)):
-            if pooling is not None:
-                chosen = pooling_params(inherited(chosen, SamplingParams()))
-            settled = inherited(chosen, self.default_params)
-            try:
-                source = serving.source(prompt)
-                serving.checks.check(settled, pooling)
-                serving.checks.check_length(settled, len(await serving.encode(source)), pooling)
-            except InvalidRequest as error:
-                if len(prompts) == 1 or error.field != "prompt":
-                    raise
-                raise InvalidRequest(f"prompts[{index}]", error.message, code=error.code) from error
-            asked.append((source, settled))
+        chats: Chats,
+        params: Params = None,
+        *,
+        on_error: Literal["raise"] = "raise",
+        progress: bool | None = None,
+        **arguments: Unpack[ChatArguments],
+    ) -> list[ChatResult]: ...
 
-        def open(item: Any) -> Callable[[int], Stream]:
-            return lambda waiting: self._engine.generate(*item, **options)
+    @overload
+    def chat(
+        self,
+        chats: Chats,
+        params: Params = None,
+        *,
+        on_error: OnError,
+        progress: bool | None = None,
+        **arguments: Unpack[ChatArguments],
+    ) -> list[ChatResult | AioInferError]: ...
 
-        concurrency = max(1, min(len(asked), self.config.max_queued_requests))
-        results: ResultMap[Result] = ResultMap(
-            open, asked, concurrency=concurrency, room=serving.when_room, progress=progress
-        )
-        async with self._running(), results:
-            return [result async for result in results]
+    def chat(
+        self,
+        chats: Chats,
+        params: Params = None,
+        *,
+        on_error: OnError = "raise",
+        progress: bool | None = None,
+        **arguments: Unpack[ChatArguments],
+    ) -> Any:
+        """The next answers of all chats, in their order, parsed as by :meth:`aioinfer.Engine.chat`.
+
+        A single chat (a list of messages, or a :class:`~aioinfer.ChatRow`) is a list of one. Chats that are
+        rows have parameters, tools, formats and names of their own; the arguments of the call, which are
+        those of :meth:`aioinfer.Engine.chat`, are for rows that have none. Otherwise as :meth:`generate`,
+        with ``field`` "chats[3].messages[0].role" in errors.
+        """
+        usual, options = split_chat(arguments)
+        return self._answers(rows_of(chats), params, options, usual, "chats", progress, on_error)
+
+    def _answers(
+        self,
+        rows: Sequence[Any],
+        params: Any,
+        options: Any,
+        usual: Mapping[str, Any],
+        name: str,
+        progress: bool | None,
+        on_error: OnError,
+    ) -> list[Any]:
+        each = ParamsOf(params, rows)
+        check_on_error(on_error)
+        found: list[Any] = []
+
+        async def answer(shown: MapProgress) -> None:
+            self._engine.check_job(each.common, options)
+            if any(value is not None for value in usual.values()):
+                # What is wrong with all is not the error of each.
+                self._engine.asked_chat([{"role": "user", "content": "?"}], each.common, **usual)
+            answering = Answering(self._engine, each, options, usual)
+            await answering.into(found, rows, name=name, progress=shown, on_error=on_error)
+
+        with kept(found), Bar(len(rows), progress) as shown:
+            self._run(self._computed(partial(answer, shown)))
+        return found
 
     def stream(
         self,
@@ -290,20 +350,64 @@ class LLM:
                 return await anext(stream, None) if chunk is None else chunk
         return chunk
 
+    @overload
+    def embed(  # type: ignore[overload-overlap]
+        self,
+        inputs: Prompt,
+        *,
+        on_error: Literal["raise"] = "raise",
+        progress: bool | None = None,
+        **asked: Unpack[EmbeddingArguments],
+    ) -> Embedding: ...
+
+    @overload
+    def embed(  # type: ignore[overload-overlap]
+        self,
+        inputs: Prompt,
+        *,
+        on_error: OnError,
+        progress: bool | None = None,
+        **asked: Unpack[EmbeddingArguments],
+    ) -> Embedding | AioInferError: ...
+
+    @overload
+    def embed(
+        self,
+        inputs: Sequence[Prompt],
+        *,
+        on_error: Literal["raise"] = "raise",
+        progress: bool | None = None,
+        **asked: Unpack[EmbeddingArguments],
+    ) -> list[Embedding]: ...
+
+    @overload
+    def embed(
+        self,
+        inputs: Sequence[Prompt],
+        *,
+        on_error: OnError,
+        progress: bool | None = None,
+        **asked: Unpack[EmbeddingArguments],
+    ) -> list[Embedding | AioInferError]: ...
+
     def embed(
         self,
         inputs: Prompt | Sequence[Prompt],
         *,
-        adapter: str | None = None,
+        on_error: OnError = "raise",
         progress: bool | None = None,
-        **asked: Unpack[EmbeddingOptions],
+        **asked: Unpack[EmbeddingArguments],
     ) -> Any:
         """As :meth:`aioinfer.Engine.embed`; ``progress`` as of :meth:`generate`."""
         given: Any = inputs
-        with _Bar(1 if is_one(given) else len(given), progress) as shown:
-            return self._run(
-                self._computed(lambda: self._engine.embed(inputs, adapter=adapter, progress=shown, **asked))
+        found: list[Any] = []
+        with kept(found), Bar(1 if is_one(given) else len(given), progress) as shown:
+            self._run(
+                self._computed(
+                    lambda: self._engine.embed_into(found, inputs, on_error=on_error, progress=shown, **asked)
+                )
             )
+        return found[0] if is_one(given) else found
 
     def score(
         self,
@@ -311,14 +415,17 @@ class LLM:
         documents: Sequence[str],
         *,
         adapter: str | None = None,
+        on_error: OnError = "raise",
         progress: bool | None = None,
         **asked: Unpack[ScoreOptions],
     ) -> Scores:
         """As :meth:`aioinfer.Engine.score`; ``progress`` as of :meth:`generate`."""
-        with _Bar(len(documents), progress) as shown:
+        with Bar(len(documents), progress) as shown:
             return self._run(
                 self._computed(
-                    lambda: self._engine.score(query, documents, adapter=adapter, progress=shown, **asked)
+                    lambda: self._engine.score(
+                        query, documents, adapter=adapter, on_error=on_error, progress=shown, **asked
+                    )
                 )
             )
 
@@ -406,22 +513,3 @@ def _inline(device: Callable[[EngineConfig], Device]) -> Callable[[EngineConfig]
         return InlineLauncher(device(config))
 
     return launcher
-
-
-class _Bar:
-    """A progress bar, called with how many of all are done."""
-
-    def __init__(self, total: int, shown: bool | None) -> None:
-        from tqdm import tqdm
-
-        hidden = not (sys.stderr.isatty() if shown is None else shown)
-        self._bar = tqdm(total=total, unit="request", disable=hidden)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __call__(self, done: int, total: int | None) -> None:
-        self._bar.update(done - self._bar.n if not self._bar.disable else 0)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from aioinfer.chat.results import ChatResult
+from aioinfer.client.answering import Answering
 from aioinfer.client.mapping import (
     MapProgress,
     OnError,
-    Open,
-    Opened,
     Prompts,
     ResultMap,
     Rows,
@@ -18,7 +17,7 @@ from aioinfer.client.mapping import (
 )
 from aioinfer.client.pooled_calls import PooledCall
 from aioinfer.client.requests import Requests
-from aioinfer.client.rows import ChatRow, ParamsOf
+from aioinfer.client.rows import ChatRow, Params, ParamsOf, kept
 from aioinfer.embeddings.embedding import (
     Embedding,
     EmbeddingArguments,
@@ -43,7 +42,6 @@ __all__ = ["Batches"]
 
 #: of inputs that are too long for an embedding
 _TOO_LONG = "truncate_prompt_tokens keeps the beginning"
-_Params = SamplingParams | Sequence[SamplingParams | None] | None
 
 
 class Batches(Requests):
@@ -53,7 +51,7 @@ class Batches(Requests):
     def map(
         self,
         prompts: Rows[ChatRow],
-        params: _Params = None,
+        params: Params = None,
         *,
         on_error: Literal["raise"] = "raise",
         concurrency: int | None = None,
@@ -66,7 +64,7 @@ class Batches(Requests):
     def map(
         self,
         prompts: Rows[ChatRow],
-        params: _Params = None,
+        params: Params = None,
         *,
         on_error: OnError,
         concurrency: int | None = None,
@@ -79,7 +77,7 @@ class Batches(Requests):
     def map(
         self,
         prompts: Prompts,
-        params: _Params = None,
+        params: Params = None,
         *,
         on_error: Literal["raise"] = "raise",
         concurrency: int | None = None,
@@ -92,7 +90,7 @@ class Batches(Requests):
     def map(
         self,
         prompts: Prompts,
-        params: _Params = None,
+        params: Params = None,
         *,
         on_error: OnError,
         concurrency: int | None = None,
@@ -104,7 +102,7 @@ class Batches(Requests):
     def map(
         self,
         prompts: Rows[Any],
-        params: _Params = None,
+        params: Params = None,
         *,
         on_error: OnError = "raise",
         concurrency: int | None = None,
@@ -142,57 +140,15 @@ class Batches(Requests):
         each = ParamsOf(params, prompts)
         self.check_job(each.common, options)
         check_on_error(on_error)
+        usual = {"chat_template_kwargs": chat_template_kwargs}
         return ResultMap(
-            self.opening(each, options, {"chat_template_kwargs": chat_template_kwargs}),
+            Answering(self, each, options, usual).open,
             prompts,
             concurrency=self._at_once() if concurrency is None else concurrency,
-            room=self._serving().when_room,
+            room=self.when_room,
             progress=progress,
             on_error=on_error,
         )
-
-    def opening(self, params: ParamsOf, options: Mapping[str, Any], usual: Mapping[str, Any]) -> Open:
-        """How the rows of a map become requests; ``usual``: arguments of chats that have none."""
-        count = 0
-
-        def open(given: Any) -> Callable[[int], Opened]:
-            nonlocal count
-            count += 1
-            name = given.id if isinstance(given, ChatRow) else None
-            settled = {**options, "request_id": options.get("request_id") if name is None else name}
-            try:
-                chosen = params.of(count - 1)
-                if isinstance(given, ChatRow):
-                    return self._chat_opener(given, chosen, settled, usual)
-                return self._opener(given, chosen, settled, usual.get("chat_template_kwargs"))
-            except AioInferError as error:
-                error.request_id = settled["request_id"]
-                raise
-
-        return open
-
-    def _opener(
-        self, given: Prompt, params: SamplingParams | None, options: Any, kwargs: Mapping[str, Any] | None
-    ) -> Callable[[int], Stream]:
-        source = self.prompt(given, chat_template_kwargs=kwargs)
-
-        def opened(waiting: int) -> Stream:
-            self._serving().check_room(source.least_tokens)
-            return self.generate(source, params, queue_behind=waiting, **options)
-
-        return opened
-
-    def _chat_opener(
-        self, row: ChatRow, params: SamplingParams | None, options: Any, usual: Mapping[str, Any]
-    ) -> Callable[[int], Opened]:
-        chosen = params if row.params is None else row.params
-        asked, source = self.asked_chat(row.messages, chosen, **row.asked(usual))
-
-        def opened(waiting: int) -> Opened:
-            self._serving().check_room(source.least_tokens)
-            return self.open_chat(asked, source, queue_behind=waiting, **options)
-
-        return opened
 
     def check_job(self, params: SamplingParams | None, options: Any) -> None:
         """Raise InvalidRequest for what is wrong with the common arguments of many requests, and what
@@ -297,11 +253,8 @@ class Batches(Requests):
         a timeout of :func:`asyncio.timeout`, ``error.__cause__.results``).
         """
         found: list[Any] = []
-        try:
+        with kept(found):
             await self.embed_into(found, inputs, on_error=on_error, progress=progress, **options)
-        except BaseException as error:
-            error.results = found  # type: ignore[attr-defined]
-            raise
         return found[0] if is_one(inputs) else found
 
     async def embed_into(
@@ -420,7 +373,7 @@ class Batches(Requests):
             return serving.source(prompt, None, source_form(prompt, form))
 
         def submit(prompt: PromptSource, waiting: int) -> Stream:
-            serving.check_room(prompt.least_tokens)
+            self.check_room(prompt)
             return self.generate(prompt, pooling=pooling, queue_behind=waiting, **options)
 
-        return PooledCall(self.config, source, submit, name, self._at_once(), serving.when_room, hint)
+        return PooledCall(self.config, source, submit, name, self._at_once(), self.when_room, hint)

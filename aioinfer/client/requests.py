@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -18,6 +18,7 @@ from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource, check_chat, pooling_params
 from aioinfer.outputs import AdapterInfo
 from aioinfer.params import SamplingParams, Schema, inherited
+from aioinfer.pooling import Pooling
 from aioinfer.request import JobOptions, Request, RequestOptions
 from aioinfer.resuming.record import StreamCheckpoint, options_of
 from aioinfer.stream import Stream
@@ -198,6 +199,22 @@ class Requests(ABC):
     ) -> Stream:
         """The way of every request; engines in tests add to it."""
         return serving.generate(prompt, request, checkpoint)
+
+    def check_room(self, prompt: PromptSource) -> None:
+        """Raise Rejected, which is not counted, if the queue certainly has no room for a prompt."""
+        self._serving().check_room(prompt.least_tokens)
+
+    def when_room(self, call: Callable[[], None]) -> None:
+        """As :meth:`aioinfer.loop.service.Service.when_room`."""
+        self._serving().when_room(call)
+
+    async def check_whole(
+        self, prompt: PromptSource, params: SamplingParams, pooling: Pooling | None
+    ) -> None:
+        """Tokenize a prompt, and raise InvalidRequest for what an engine would refuse then."""
+        serving = self._serving()
+        serving.checks.check(params, pooling)
+        serving.checks.check_length(params, len(await serving.encode(prompt)), pooling)
 
     def abort(self, request_id: str) -> int:
         """End the open requests with this name (``Stream.request_id``) and return their number; their streams

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypedDict
 
 from aioinfer.chat.functions import Tool
 from aioinfer.errors import InvalidRequest, shown
+from aioinfer.loop.options import is_one
 from aioinfer.params import SamplingParams, Schema
+from aioinfer.request import RequestOptions
 
-__all__ = ["ChatRow", "ParamsOf"]
+__all__ = ["ChatArguments", "ChatRow", "Chats", "Params", "ParamsOf", "kept", "rows_of", "split_chat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +37,54 @@ class ChatRow:
 
     def asked(self, usual: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of a chat besides messages and parameters; ``usual``: where the row has none."""
-        names = ("tools", "tool_choice", "parallel_tool_calls", "response_format", "chat_template_kwargs")
-        own = {name: getattr(self, name) for name in names}
+        own = {name: getattr(self, name) for name in _ChatOptions.__annotations__}
         return {name: usual.get(name) if value is None else value for name, value in own.items()}
+
+
+#: one chat, or several
+Chats: TypeAlias = "ChatRow | Sequence[Mapping[str, Any]] | Sequence[ChatRow | Sequence[Mapping[str, Any]]]"
+#: those of all rows, or of each
+Params: TypeAlias = SamplingParams | Sequence[SamplingParams | None] | None
+
+
+def rows_of(chats: Any) -> list[ChatRow]:
+    """One chat, or several, as rows."""
+    several = isinstance(chats, (list, tuple)) and bool(chats) and isinstance(chats[0], ChatRow)
+    one = isinstance(chats, ChatRow) or (is_one(chats) and not several)
+    return [each if isinstance(each, ChatRow) else ChatRow(each) for each in ([chats] if one else chats)]
+
+
+class _ChatOptions(TypedDict, total=False):
+    """Fields of :class:`ChatRow` for rows that have none."""
+
+    tools: Sequence[Tool] | None
+    tool_choice: str | Tool | None
+    parallel_tool_calls: bool | None
+    response_format: Schema | None
+    chat_template_kwargs: Mapping[str, Any] | None
+
+
+class ChatArguments(_ChatOptions, RequestOptions, total=False):
+    """These, and options of all requests."""
+
+
+def split_chat(given: ChatArguments) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of chats, and the options of requests."""
+    names = _ChatOptions.__annotations__.keys()
+    parts: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for name, value in given.items():
+        parts[name not in names][name] = value
+    return parts
+
+
+@contextmanager
+def kept(found: list[Any]) -> Iterator[None]:
+    """Have whatever ends a call early take along what is done, as ``results``."""
+    try:
+        yield
+    except BaseException as error:
+        error.results = found  # type: ignore[attr-defined]
+        raise
 
 
 class ParamsOf:
