@@ -12,6 +12,7 @@ from aioinfer._version import __version__
 from aioinfer.cli.terminal import Progress
 from aioinfer.config import EngineConfig
 from aioinfer.errors import AioInferError, ConfigError
+from aioinfer.ledger import LEDGER
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,7 @@ def examine(config: EngineConfig) -> list[Finding]:
         Finding("aioinfer", f"{__version__}, Python {platform.python_version()}, {platform.platform()}"),
         Finding("packages", ", ".join(map(_package, _PACKAGES))),
         Finding("cpu", _cpu()),
+        Finding("memory", _memory()),
         *_gpus(),
     ]
     try:
@@ -65,6 +67,21 @@ def _cpu() -> str:
     text = f"{os.cpu_count()} cores, one thread each on {threads} of them, {capability}"
     page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
     return f"{text}; {page * pages / 2**30:.1f} GiB of memory"
+
+
+def _memory() -> str:
+    """What is left, and what a server has bounds for."""
+    import aioinfer.execution.sizing
+    import aioinfer.server.status  # noqa: F401  with the shares of a server
+
+    left = LEDGER.left()
+    text = "the system does not say what is left" if left is None else LEDGER.said(left)
+    bounds = [
+        f"{name} {entry.bound / 2**20:.0f} MiB"
+        for name, entry in LEDGER.entries().items()
+        if entry.bound is not None
+    ]
+    return f"{text}; at most for {', '.join(bounds)}" if bounds else text
 
 
 def _gpus() -> list[Finding]:

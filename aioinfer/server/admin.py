@@ -19,6 +19,7 @@ from aioinfer.chat.bodies import Object, admit, field
 from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig, is_loopback
 from aioinfer.errors import ConfigError, InvalidRequest
+from aioinfer.ledger import LEDGER
 from aioinfer.server.adapters import Adapters, LoadBody, UnloadBody
 from aioinfer.server.confinement import Confined
 from aioinfer.server.http.access import host_name
@@ -95,8 +96,11 @@ class _AdminRoutes:
         self._adapters = Adapters(engine, config, config.model_names or (engine.config.model_name,))
 
     async def stats(self, request: web.Request) -> web.StreamResponse:
-        """Every gauge and counter of :class:`~aioinfer.EngineStats`."""
-        return _json(dataclasses.asdict(self._engine.stats()))
+        """Every gauge and counter of :class:`~aioinfer.EngineStats`, and the shares of the process in the
+        memory."""
+        memory = await asyncio.to_thread(LEDGER.entries)  # looks at the pages of pools
+        shares = {name: dataclasses.asdict(entry) for name, entry in memory.items()}
+        return _json({**dataclasses.asdict(self._engine.stats()), "memory": shares})
 
     async def pause(self, request: web.Request) -> web.StreamResponse:
         """Launch no more steps; answered when none is in flight."""

@@ -188,7 +188,7 @@ def test_labels_have_few_values() -> None:
     assert len(set(CAUSES)) == len(CAUSES) < 20
     label_names = {entry.label for entry in (*OWN, *VLLM) if isinstance(entry, Value)}
     # Of "part": the parts of a forward that the kernels know.
-    assert label_names == {None, "state", "finish_reason", "finished_reason", "cause", "part"}
+    assert label_names == {None, "share", "state", "finish_reason", "finished_reason", "cause", "part"}
 
 
 # -- registries ----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 
 from aioinfer.config import ServerConfig
 from aioinfer.engine import EngineState
+from aioinfer.ledger import Share
 from aioinfer.server.http.listening import bind_all
 from tests.engine.conftest import Gate
 from tests.server.calls import Http, http
@@ -277,3 +278,17 @@ async def test_a_body_that_does_not_arrive_keeps_nobody_waiting(serving: Serving
             assert b" 408 " in (await reader.readuntil(b"\r\n\r\n")).splitlines()[0]
         writer.close()
         assert (await admin("GET", "/stats"))[0] == 200
+
+
+async def test_the_shares_of_the_memory_are_among_the_statistics_and_the_metrics(
+    serving: Serving, path: str
+) -> None:
+    async with administered(serving, path) as (served, admin):
+        pool = Share("KV pages", 7000, 3000)
+        shares = (await admin("GET", "/stats"))[1]["memory"]
+        assert shares["KV pages"]["promised"] >= 7000
+        assert shares["bodies"]["bound"] >= 64 << 20
+        text = (await served.get("/metrics")).text
+        for name in ("promised", "taken"):
+            assert f"aioinfer_memory_{name}_bytes{{" in text
+        pool.close()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from aioinfer.ledger import LEDGER
 from aioinfer.observe.metrics import histograms
 from aioinfer.observe.metrics.recorder import Snapshot
 
@@ -77,7 +78,27 @@ def _pages(snapshot: Snapshot) -> Mapping[str, float]:
     }
 
 
+def _memory(what: str) -> _Read:
+    def read(snapshot: Snapshot) -> Mapping[str, float]:
+        return {name: getattr(entry, what) for name, entry in LEDGER.entries().items()}
+
+    return read
+
+
+_MEMORY = tuple(
+    Value(
+        f"aioinfer_memory_{what}_bytes",
+        "gauge",
+        f"Memory that the whole process {help}.",
+        _memory(what),
+        "bytes",
+        "share",
+    )
+    for what, help in (("promised", "may take or has taken"), ("taken", "has taken"))
+)
+
 _GAUGES = (
+    *_MEMORY,
     Value("aioinfer_engine_state", "gauge", "1 for the state the engine is in.", _states, label="state"),
     _gauge("engine_paused", "1 while no steps are launched, by request.", "paused"),
     _gauge("requests_arriving", "Requests whose prompt is being tokenized.", "arriving"),
