@@ -105,9 +105,8 @@ def test_kernels_are_compiled_where_only_the_cache_can_be_written(library: Path,
 
 @nightly(COMPILES)
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("compiler", ["g++", f"{sys.executable} -m ziglang c++"], ids=["g++", "zig"])
-def test_real_compilers_need_no_other_place(tmp_path: Path, compiler: str) -> None:
+def test_a_real_compiler_needs_no_other_place(tmp_path: Path) -> None:
     volume = tmp_path / "volume"
     volume.mkdir()
-    flags = {"AIOINFER_CXX": compiler, "AIOINFER_CXXFLAGS": "-march=native -O0"}
+    flags = {"AIOINFER_CXX": "g++", "AIOINFER_CXXFLAGS": "-march=native -O0"}
     assert "17 + 25 = 42" in answer(volume / "own", volume, **flags)
