@@ -34,8 +34,10 @@ BENCHES = {
     "diffusion": "a diffusion model in lock-step, first done first out, and with each further optimisation",
     "fanout": "tokens to many clients: events/s against a bare aiohttp writer, the loop, the device",
     "parallel": "several engines as one: policies, cost of the dispatcher, failover",
+    "attack": "hostile requests to a server: how much longer others wait, memory kept, replicas lost",
 }
-_MODULES = {name: f"bench.{name}.command" for name in ("cpu", "gpu", "speculation", "fanout", "parallel")}
+_FOLDERS = ("cpu", "gpu", "speculation", "fanout", "parallel", "attack")
+_MODULES = {name: f"bench.{name}.command" for name in _FOLDERS}
 #: options that are not reported: places on this machine, and secrets
 _HIDDEN = frozenset({"json", "commit", "key", "place"})
 

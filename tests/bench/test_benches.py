@@ -192,6 +192,13 @@ def test_a_bench_has_its_sections(tmp_path: Path, name: str, options: str, secti
 
 
 @nightly(PROGRAM)
+def test_an_attack_has_a_row_for_each_number_of_replicas(tmp_path: Path) -> None:
+    line = run("attack", "--only multiple-of admin-port frozen --alone 1 --replicas 2", tmp_path)
+    assert [row["attack"] for row in line["rows"]] == ["multiple-of", "admin-port", "frozen"]
+    assert not any(row["lost"] for row in line["rows"])
+
+
+@nightly(PROGRAM)
 def test_the_speculation_bench_compares_with_and_without_drafts(tmp_path: Path) -> None:
     options = "--only oracle edits free pair --model tiny --output 12 --rounds 1 --items 2 --threads 1"
     sections = run("speculation", f"{options} --place {tmp_path}", tmp_path)["sections"]
