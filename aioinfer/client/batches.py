@@ -19,6 +19,7 @@ from aioinfer.client.pooled_calls import PooledCall
 from aioinfer.client.requests import Requests
 from aioinfer.client.rows import ChatRow, Params, ParamsOf, kept
 from aioinfer.embeddings.embedding import (
+    TOO_LONG,
     Embedding,
     EmbeddingArguments,
     EmbeddingForm,
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
     from aioinfer.stream import Stream
 
 __all__ = ["Batches"]
-
-#: of inputs that are too long for an embedding
-_TOO_LONG = "truncate_prompt_tokens keeps the beginning"
 
 
 class Batches(Requests):
@@ -275,7 +273,7 @@ class Batches(Requests):
         def name(index: int) -> str:
             return "inputs" if one else f"inputs[{index}]"
 
-        call = self._pooled_call(form.pooling, form.form, name, hint=_TOO_LONG, **job)
+        call = self._pooled_call(form.pooling, form.form, name, hint=TOO_LONG, **job)
         await call.results(given, form.prompt, form.finish, progress, found, on_error)
 
     async def score(

@@ -16,12 +16,12 @@ from collections.abc import (
     Sequence,
 )
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, Unpack, cast, overload
 
 from aioinfer.chat.asking import chat_request
 from aioinfer.chat.results import ChatDelta, ChatResult
 from aioinfer.client.chats import ChatStream
-from aioinfer.embeddings.embedding import input_form, inputs_of, of_input, source_form
+from aioinfer.embeddings.embedding import TOO_LONG, Embedding, input_form, inputs_of, of_input, source_form
 from aioinfer.errors import EngineClosed, InvalidRequest, Rejected, RequestError, WrongLoop, renamed
 from aioinfer.loop.belonging import running_loop, this_process
 from aioinfer.loop.options import Prompt
@@ -155,6 +155,21 @@ class ThreadsafeEngine:
 
         return self.run(update)
 
+    @overload
+    def embed(
+        self, inputs: Prompt, *, on_error: Literal["raise"] = "raise", **options: Any
+    ) -> concurrent.futures.Future[Embedding]: ...
+
+    @overload
+    def embed(
+        self, inputs: Sequence[Prompt], *, on_error: Literal["raise"] = "raise", **options: Any
+    ) -> concurrent.futures.Future[list[Embedding]]: ...
+
+    @overload
+    def embed(
+        self, inputs: Prompt | Sequence[Prompt], *, on_error: Literal["raise", "return"], **options: Any
+    ) -> concurrent.futures.Future[Any]: ...
+
     def embed(self, inputs: Prompt | Sequence[Prompt], **options: Any) -> concurrent.futures.Future[Any]:
         """As :meth:`aioinfer.Engine.embed`, as a future: ``future.result()`` waits on this thread, and
         ``asyncio.wrap_future(future)`` on another loop; cancelling it withdraws what is left. ``progress`` is
@@ -168,7 +183,11 @@ class ThreadsafeEngine:
                 given_form = source_form(each, form)
                 kept.append(each if isinstance(each, str) else self.serving.source(each, None, given_form))
             except InvalidRequest as error:
-                raise of_input(error, "inputs" if one else f"inputs[{index}]") from error.__cause__
+                if options.get("on_error") == "return":
+                    kept.append(each)  # refused there once more, in its place
+                    continue
+                name = "inputs" if one else f"inputs[{index}]"
+                raise of_input(error, name, TOO_LONG) from error.__cause__
         return self._send(lambda: self._engine.embed(kept[0] if one else kept, **options))
 
     def score(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from aioinfer.loop.options import Prompt
 
 __all__ = [
+    "TOO_LONG",
     "Embedding",
     "EmbeddingArguments",
     "EmbeddingForm",
@@ -33,6 +34,8 @@ __all__ = [
     "split_options",
 ]
 
+#: what helps with an input that is too long
+TOO_LONG = "truncate_prompt_tokens keeps the beginning"
 _KINDS: tuple[PoolingKind, ...] = ("last", "cls", "mean", "tokens")
 
 

@@ -67,6 +67,12 @@ class Scores:
     #: with ``on_error="return"``: the errors of documents that have no score, by index
     errors: Mapping[int, AioInferError] = field(default_factory=dict, compare=False)
 
+    def ranking(self, top_n: int | None = None) -> list[int]:
+        """The indices of the documents, best first, equal ones in their order; of the best ``top_n`` only.
+        Documents without a score are left out."""
+        scored = [index for index in range(len(self.scores)) if index not in self.errors]
+        return sorted(scored, key=lambda index: -self.scores[index])[:top_n]
+
     @classmethod
     def with_errors(cls, some: Scores | None, errors: Mapping[int, AioInferError], count: int) -> Scores:
         """The scores of ``count`` documents: of ``some`` those without an error, NaN for the others."""

@@ -337,9 +337,8 @@ def score_answer(call: ScoreCall, found: Scores, name: str) -> ScoreAnswer:
 
 def rerank_answer(call: ScoreCall, found: Scores, name: str) -> RerankAnswer:
     """The answer to a call of ``/v1/rerank``, with this id: equal scores in the order of the request."""
-    order = sorted(range(len(found.scores)), key=lambda index: -found.scores[index])
     results: list[Ranked] = []
-    for index in order[: call.top_n]:
+    for index in found.ranking(call.top_n):
         ranked: Ranked = {"index": index, "relevance_score": found.scores[index]}
         if call.with_documents:
             ranked["document"] = {"text": call.documents[index]}
