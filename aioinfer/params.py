@@ -136,7 +136,8 @@ class SamplingParams:
             batch. ``None`` draws a seed from the engine's seed.
         max_tokens: at most this many new tokens; ``None``: up to the model's context length; 0: nothing is
             sampled, the prompt is computed only, with ``prompt_logprobs`` to be scored.
-        min_tokens: end-of-sequence and stop tokens cannot be sampled before this many new tokens.
+        min_tokens: end-of-sequence and stop tokens cannot be sampled before this many new tokens, and stop
+            strings and patterns that these complete are text like any other.
         stop: strings that end the output; its text ends before the first match.
         stop_regex: regular expressions (of the ``regex`` package) that end the output like ``stop``; the
             text so far is searched after every token, a match has at most 512 characters, and a request

@@ -278,11 +278,11 @@ class Core:
         if self.tokenizer is None:
             return OutputText(None)
         detokenizer = self.tokenizer.detokenizer(prompt_ids, skip_special_tokens=params.skip_special_tokens)
+        answer = None
+        if params.stop_format is not None:
+            answer = AnswerReader.named(params.stop_format, end_of(prompt_ids, self.tokenizer))
         stops = params.stop, params.include_stop, params.stop_regex
-        if params.stop_format is None:
-            return OutputText(detokenizer, *stops)
-        answer = AnswerReader.named(params.stop_format, end_of(prompt_ids, self.tokenizer))
-        return OutputText(detokenizer, *stops, answer)
+        return OutputText(detokenizer, *stops, answer, params.min_tokens)
 
     # -- steps ----------------------------------------------------------------------------------
 

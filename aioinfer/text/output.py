@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -21,6 +21,43 @@ __all__ = ["UNKNOWN", "OutputText"]
 UNKNOWN = "\N{LIGHT SHADE}"
 
 
+class _LateStops:
+    """A matcher whose matches are text like any other while ``early()``. Matches do not overlap."""
+
+    __slots__ = ("_early", "_make", "_matcher")
+
+    def __init__(self, make: Callable[[], Matcher], early: Callable[[], bool]) -> None:
+        self._make = make
+        self._matcher = make()
+        self._early = early
+
+    @property
+    def matched(self) -> str:
+        return self._matcher.matched
+
+    @property
+    def held(self) -> str:
+        return self._matcher.held
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        if not self._early():
+            return self._matcher.push(text)
+        released = ""
+        # Patterns have their time per search: of a piece of text no more than two.
+        for _ in range(2):
+            held = self._matcher.held
+            safe, stop = self._matcher.push(text)
+            if stop is None:
+                return released + safe, None
+            safe += self._matcher.matched
+            released, text = released + safe, (held + text)[len(safe) :]
+            self._matcher = self._make()
+        return released + text, None
+
+    def flush(self) -> str:
+        return self._matcher.flush()
+
+
 class OutputText:
     """Detokenizer, then stop matcher; runs on the event loop, once per token.
 
@@ -32,8 +69,10 @@ class OutputText:
             not None, appending that, unless it is empty, is the whole push. None if it has to be called.
     """
 
-    __slots__ = ("_detokenizer", "_ended", "_include_stop", "_matcher", "_table", "costly", "enabled",
-                 "pieces", "texts")  # fmt: skip
+    __slots__ = (
+        *("_detokenizer", "_ended", "_include_stop", "_matcher", "_table", "_to_come"),
+        *("costly", "enabled", "pieces", "texts"),
+    )
 
     def __init__(
         self,
@@ -42,17 +81,22 @@ class OutputText:
         include_stop: bool = False,
         stop_regex: Sequence[str] = (),
         answer: AnswerReader | None = None,
+        min_tokens: int = 0,
     ) -> None:
-        """``answer``: stops are looked for in its content."""
+        """``answer``: stops are looked for in its content. ``min_tokens``: what these complete is no stop."""
         self.enabled = detokenizer is not None
         self.costly = self.enabled and bool(stop_regex)
         self.pieces: list[str] = []
         self._detokenizer = detokenizer
         self._matcher: Matcher | ContentStops | None = None
         if stop or stop_regex:
-            make = partial(_matcher, stop, stop_regex)
+            make: Callable[[], Matcher] = partial(_matcher, stop, stop_regex)
+            if min_tokens:
+                make = partial(_LateStops, make, self._is_early)
             self._matcher = make() if answer is None else ContentStops(make, answer)
         self._include_stop = include_stop
+        #: tokens that are still to come before a stop ends the output
+        self._to_come = min_tokens + 1
         self._ended = False
         self._table: ByteLevelDetokenizer | None = None
         self.texts: Sequence[str | None] | None = None
@@ -72,6 +116,7 @@ class OutputText:
         """
         if self._detokenizer is None or self._ended:
             return None
+        self._to_come -= 1
         text = self._detokenizer.push(token_id)
         if self._table is not None:
             self.texts = self._table.texts
@@ -111,6 +156,9 @@ class OutputText:
             known = [token for token in tokens if token is not None]
             parts.append(self._detokenizer.peek(known, apart=number > 0) if known else UNKNOWN * len(tokens))
         return "".join(parts).replace("\N{REPLACEMENT CHARACTER}", UNKNOWN)
+
+    def _is_early(self) -> bool:
+        return self._to_come > 0
 
     def _release(self, text: str) -> str | None:
         if self._matcher is None:

@@ -204,3 +204,24 @@ async def test_min_tokens_holds_the_end_back(make_engine: MakeEngine) -> None:
     assert len(free.token_ids) < 12
     assert len(held.token_ids) > 15
     assert 0 not in held.token_ids[:15]
+
+
+@pytest.mark.parametrize("stops", [{"stop": ("e", "t")}, {"stop_regex": "[et]"}], ids=["strings", "patterns"])
+@pytest.mark.parametrize("include", [False, True])
+async def test_min_tokens_holds_stops_back(
+    make_engine: MakeEngine, stops: dict[str, Any], include: bool
+) -> None:
+    """With any window, and with tokens that come several at a time."""
+    params: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60, "include_stop": include, **stops}
+    held = 0
+    for changes in ({"overlap_steps": 0}, {"overlap_steps": 2}, {"speculation": "lookup"}):
+        async with make_engine(**changes) as engine:
+            for first in range(1, 20):
+                early = await engine.generate([first], SamplingParams(**params))
+                late = await engine.generate([first], SamplingParams(**params, min_tokens=20))
+                if early.stop_reason is None or late.stop_reason == 0:
+                    continue
+                held += len(early.token_ids) <= 20 < len(late.token_ids)
+                assert len(late.token_ids) > 20
+                assert late.text.startswith(early.text)
+    assert held > 10

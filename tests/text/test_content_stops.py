@@ -191,3 +191,10 @@ def test_the_names_are_those_of_formats_and_kept_in_records() -> None:
         with pytest.raises(InvalidRequest) as refused:
             SamplingParams(stop_format=wrong)
         assert refused.value.field == "stop_format"
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_stop_of_the_first_tokens_is_content(name: str) -> None:
+    names, prompt_end, text, _ = CASES[name]
+    for pieces in cuts(text, len(name)):
+        assert output(names, prompt_end, pieces, min_tokens=len(pieces)) == (text, None), pieces

@@ -129,3 +129,47 @@ def test_ahead_includes_text_held_for_stop_patterns() -> None:
     for token in (0, 2, 2):
         output.push(token)
     assert output.text + output.ahead([4]) == "acce"
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("stops", STOPS, ids=["strings", "patterns"])
+@pytest.mark.parametrize(
+    ("least", "end", "text"),
+    [(0, 4, "ab"), (3, 4, "ab"), (4, 8, "abcdab"), (7, 8, "abcdab"), (8, None, "abcdabcde")],
+)
+def test_a_stop_of_the_first_tokens_is_text(
+    stops: Any, include: bool, least: int, end: int | None, text: str
+) -> None:
+    """One that begins in them and is complete behind them ends the output."""
+    output = OutputText(Letters(), include_stop=include, **stops, min_tokens=least)
+    ids = [0, 1, 2, 3, 0, 1, 2, 3, 4]
+    found = next((at for at, token in enumerate(ids, 1) if output.push(token) is not None), None)
+    output.finish()
+    assert found == end
+    assert output.text == text + ("cd" if include and end else "")
+
+
+@pytest.mark.parametrize(
+    "stops", [{"stop": ["c", "cd"]}, {"stop_regex": ["c|x"]}], ids=["strings", "patterns"]
+)
+def test_a_piece_with_many_early_stops_is_released_as_it_is(stops: Any) -> None:
+    output = OutputText(Words(["acbc", "cccccb", "bc", "acb"]), **stops, min_tokens=2)
+    assert [output.push(at) is not None for at in range(4)] == [False, False, True, False]
+    assert output.text == "acbccccccbb"
+
+
+def test_a_stop_that_the_tail_of_a_short_output_completes_is_text() -> None:
+    output = OutputText(Letters(tail="d!"), ["cd"], min_tokens=2)
+    assert feed(output, [1, 2]) == []
+    assert output.text == "bcd!"
+
+
+class Words(Letters):
+    """Token n is the n-th word."""
+
+    def __init__(self, words: list[str]) -> None:
+        super().__init__()
+        self._words = words
+
+    def push(self, token_id: int) -> str:
+        return self._words[token_id]
