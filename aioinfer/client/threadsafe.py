@@ -57,7 +57,7 @@ class ThreadsafeEngine:
         self._loop = serving.loop
         self._defaults = engine.default_params
         self._format = engine.chat_format
-        self._most = engine.config.max_queued_requests
+        self._most = engine.config.max_queued_requests + engine.config.running_requests
         #: requests on their way to the loop
         self._sent = 0
         # Reentrant: a stream that is collected while it is held takes it, too.

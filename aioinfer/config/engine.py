@@ -301,7 +301,10 @@ class EngineConfig(Settings):
     )
 
     max_queued_requests: int = option(
-        4096, "limits", "waiting requests before new ones are rejected", AT_LEAST_ONE
+        4096,
+        "limits",
+        "waiting requests before new ones are rejected; those that free slots take do not wait",
+        AT_LEAST_ONE,
     )
     max_queued_tokens: int = option(
         4_000_000, "limits", "waiting prompt tokens before requests are rejected", AT_LEAST_ONE

@@ -196,6 +196,15 @@ class Core:
         held_back = len(queues.shelved) if self.holding_back else 0
         return len(queues.waiting) + held_back, queues.queued_tokens
 
+    @property
+    def room(self) -> tuple[int, int]:
+        """Free slots, and positions for which there are pages."""
+        queues = self.scheduler.queues
+        if self.holding_back:
+            return 0, 0
+        memory, slots = queues.memory, self._config.running_requests - len(queues.running)
+        return max(0, slots), memory.available * memory.pages.page_size
+
     def complete(
         self,
         prompt_ids: abc.Sequence[int],

@@ -121,6 +121,10 @@ class Runtime(Service[_Open]):
     def queued(self) -> tuple[int, int]:
         return self.core.queued
 
+    @property
+    def room(self) -> tuple[int, int]:
+        return (0, 0) if self.driver.paused else self.core.room
+
     def _left(self, opened: _Open) -> None:
         if opened.adapter is not None:
             last_step = 0 if opened.sequence is None else opened.sequence.kv.last_step

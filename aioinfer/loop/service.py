@@ -223,6 +223,10 @@ class Service(ABC, Generic[_Opened]):
         """Raise Rejected if a request with this many tokens is too much for the queue."""
         waiting, known = self.queued
         waiting, known = waiting + arriving, known + arriving_tokens
+        slots, positions = self.room
+        taken = min(slots, waiting if known <= positions else waiting * positions // known)
+        if taken:
+            waiting, known = waiting - taken, known - known * taken // waiting
         if waiting >= self.config.max_queued_requests:
             raise Rejected(f"{waiting} requests are waiting already (max_queued_requests)")
         if known and known + tokens > self.config.max_queued_tokens:
@@ -274,6 +278,11 @@ class Service(ABC, Generic[_Opened]):
     @abstractmethod
     def queued(self) -> tuple[int, int]:
         """Requests that wait to be computed, and their tokens; without those that arrive."""
+
+    @property
+    @abstractmethod
+    def room(self) -> tuple[int, int]:
+        """Slots and positions that are free: what these take of the queue does not wait."""
 
     @abstractmethod
     def _abort(self, opened: _Opened, error: RequestError | EngineError | None) -> None:

@@ -146,6 +146,11 @@ class Dispatching(Service[Record], ReplicaEvents):
     def queued(self) -> tuple[int, int]:
         return len(self.queue), self.queue.tokens
 
+    @property
+    def room(self) -> tuple[int, int]:
+        # How much memory is left in replicas, they know.
+        return self.placing.free_slots, 1 << 62
+
     def caught_up(self, cell: StreamCell) -> None:
         cell.parked = False
         if cell in self.open:

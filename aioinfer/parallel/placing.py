@@ -134,6 +134,12 @@ class Placing:
             self._full.add(replica)
         return replica.load.requests > 0
 
+    @property
+    def free_slots(self) -> int:
+        """Of all replicas that take requests."""
+        free = (each.slots - each.load.requests for each in self.ready if each not in self._full)
+        return sum(max(0, each) for each in free)
+
     def lost(self, reason: str, causes: Sequence[BaseException | None] = ()) -> EngineFailed:
         """The error of a stream that goes on nowhere; without ``causes``, those of the replicas' losses."""
         named = [str(each) for each in causes]

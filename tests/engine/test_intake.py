@@ -157,12 +157,14 @@ async def test_long_prompts_do_not_delay_short_ones(make_engine: MakeEngine, gat
 async def test_prompts_that_are_tokenized_count_as_queued(make_engine: MakeEngine, gated: Gated) -> None:
     gated.longest_token = 4
     async with make_engine(tokenizer=lambda: gated, max_queued_tokens=300) as engine:
+        await engine.pause()
         streams = [engine.generate("!" + "x" * 399) for _ in range(3)]
         with pytest.raises(errors.Rejected, match="max_queued_tokens"):
             engine.generate("!" + "x" * 399)
         streams.pop().close()
         streams.append(engine.generate("!" + "x" * 399))
         gated.gate.set()
+        engine.resume()
         await asyncio.gather(*streams)
 
 

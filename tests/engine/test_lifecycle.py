@@ -364,3 +364,37 @@ async def test_inline_consumers_come_before_the_next_step(make_engine: MakeEngin
             device.steps async for _ in engine.generate([1, 2], SamplingParams(max_tokens=6, ignore_eos=True))
         ]
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+async def test_what_free_slots_take_does_not_wait(make_engine: MakeEngine) -> None:
+    """A burst on an idle engine is as large as its slots and its queue together."""
+    prompt = list(range(1, 9))
+    for asked in (prompt, "abcdefgh"):
+        async with make_engine(max_running_requests=6, max_queued_requests=2) as engine:
+            streams = [engine.generate(asked, SHORT) for _ in range(8)]
+            with pytest.raises(errors.Rejected, match=r"^2 requests are waiting"):
+                engine.generate(asked, SHORT)
+            assert len(await asyncio.gather(*streams)) == 8
+    async with make_engine(max_running_requests=6, max_queued_tokens=16) as engine:
+        streams = [engine.generate(prompt, SHORT) for _ in range(8)]
+        with pytest.raises(errors.Rejected, match=r"^16 prompt tokens are waiting"):
+            engine.generate(prompt, SHORT)
+        assert len(await asyncio.gather(*streams)) == 8
+
+
+async def test_slots_without_memory_take_nothing(make_engine: MakeEngine) -> None:
+    async with make_engine(num_pages=4, page_size=4, max_running_requests=6, max_queued_requests=2) as engine:
+        streams = [engine.generate(list(range(1, 9)), SHORT) for _ in range(4)]
+        with pytest.raises(errors.Rejected, match="2 requests are waiting"):
+            engine.generate(list(range(1, 9)), SHORT)
+        assert len(await asyncio.gather(*streams)) == 4
+
+
+async def test_a_paused_engine_takes_nothing(make_engine: MakeEngine) -> None:
+    async with make_engine(max_running_requests=6, max_queued_requests=2) as engine:
+        await engine.pause()
+        streams = [engine.generate([1, 2], SHORT) for _ in range(2)]
+        with pytest.raises(errors.Rejected, match="2 requests are waiting"):
+            engine.generate([1, 2], SHORT)
+        engine.resume()
+        assert len(await asyncio.gather(*streams)) == 2

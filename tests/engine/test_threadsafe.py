@@ -175,13 +175,13 @@ async def test_streams_that_are_collected_while_others_are_sent_do_no_harm() -> 
 
 
 async def test_what_is_on_its_way_to_the_loop_is_bounded() -> None:
-    config = EngineConfig(model="fake", num_pages=64, max_queued_requests=3)
+    config = EngineConfig(model="fake", num_pages=64, max_queued_requests=3, max_running_requests=2)
     async with FakeEngine("x", config=config) as engine:
         remote = engine.threadsafe()
-        streams = [remote.generate("a") for _ in range(3)]  # this loop has not run meanwhile
+        streams = [remote.generate("a") for _ in range(5)]  # this loop has not run meanwhile
         with pytest.raises(errors.Rejected, match="on their way"):
             remote.generate("a")
-        assert [(await each).text for each in streams] == ["x"] * 3
+        assert [(await each).text for each in streams] == ["x"] * 5
         assert (await remote.generate("a")).text == "x"
 
 

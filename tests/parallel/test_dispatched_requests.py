@@ -122,6 +122,15 @@ async def test_a_full_queue_refuses(kind: str) -> None:
 
 
 @virtual
+async def test_what_free_slots_of_replicas_take_does_not_wait() -> None:
+    async with Dispatcher(toys(2, max_running_requests=2, max_queued_requests=1)) as dispatcher:
+        burst = [dispatcher.generate([1, 2, 3], ENDLESS) for _ in range(5)]
+        with pytest.raises(Rejected, match="1 requests are waiting already"):
+            dispatcher.generate([1, 2, 3], ENDLESS)
+        await end(burst)
+
+
+@virtual
 async def test_too_many_tokens_in_the_queue_are_refused() -> None:
     settings: dict[str, Any] = {"max_running_requests": 1, "max_queued_tokens": 100}
     async with Dispatcher(toys(2, **settings)) as dispatcher:
