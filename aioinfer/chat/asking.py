@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aioinfer.chat.answers import ChatFormat
-from aioinfer.chat.functions import Tool, is_model, model_schema, tool_of
+from aioinfer.chat.functions import Tool, form_of, is_model, parser_of, tool_of
 from aioinfer.chat.results import ChatRequest, Parse
 from aioinfer.chat.variables import Variables
 from aioinfer.errors import InvalidRequest
@@ -89,7 +89,7 @@ def _tools(tools: Any) -> tuple[list[dict[str, Any]] | None, dict[str, Parse]]:
         raise InvalidRequest("tools", "must be a list")
     given = list(tools)
     offered = [tool_of(f"tools[{at}]", tool) for at, tool in enumerate(given)]
-    parsers = {tool.__name__: tool.model_validate_json for tool in given if is_model(tool)}
+    parsers = {tool.__name__: parse for tool in given if (parse := parser_of(tool)) is not None}
     return offered, parsers
 
 
@@ -105,7 +105,7 @@ def _choice(choice: Any) -> Any:
 def _format(given: Any) -> tuple[dict[str, Any], Parse]:
     """``response_format`` in OpenAI's form, and what parses an answer in it."""
     if is_model(given):
-        return _wrapped(model_schema("response_format", given)), given.model_validate_json
+        return _wrapped(form_of("response_format", given)), given.model_validate_json
     if not isinstance(given, Mapping):
         kind = type(given).__name__
         raise InvalidRequest("response_format", f"must be an object or a pydantic model, got {kind}")

@@ -20,7 +20,8 @@ _WORDS = re.compile(r"[\w ]+")
 class Matcher(Protocol):
     """What finds stops in streamed text: :class:`~aioinfer.text.stop.StopMatcher` says how."""
 
-    matched: str
+    @property
+    def matched(self) -> str: ...
 
     def push(self, text: str) -> tuple[str, str | None]: ...
 

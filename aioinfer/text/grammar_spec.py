@@ -11,8 +11,12 @@ from aioinfer.errors import InvalidRequest, shown
 from aioinfer.inputs import PLAIN, keep_plain, plain
 from aioinfer.text.reasoning import REASONING_PARSERS
 
-__all__ = ["Grammar", "Schema", "SchemaModel"]
+__all__ = ["Grammar", "Schema", "SchemaModel", "closed", "model_schema"]
 
+#: keywords of JSON schemas that have others: by name, in a list, and one
+_NAMED_SCHEMAS = ("$defs", "properties", "patternProperties")
+_LISTED_SCHEMAS = ("anyOf", "oneOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties")
 #: no server compiles more, whatever its settings
 _MAX_GRAMMAR = 1 << 20
 
@@ -86,8 +90,8 @@ def _as_text(kind: str, source: Any) -> str:
     """Raises InvalidRequest."""
     if type(source) is str:
         return source
-    if kind == "json_schema" and not isinstance(source, (Mapping, bool)):
-        source = _schema_of(source)
+    if kind == "json_schema" and callable(getattr(source, "model_json_schema", None)):
+        source = model_schema("grammar", source)
     if not isinstance(source, {"json_schema": (Mapping, bool), "choice": (list, tuple)}.get(kind, ())):
         raise InvalidRequest("grammar", f"is not a {kind.replace('_', ' ')}, got {shown(source)}")
     try:
@@ -96,15 +100,33 @@ def _as_text(kind: str, source: Any) -> str:
         raise InvalidRequest("grammar", f"is not JSON: {error}") from None
 
 
-def _schema_of(model: Any) -> Any:
-    """The schema of a class that has one; anything else unchanged."""
-    schema = getattr(model, "model_json_schema", None)
-    if not callable(schema):
-        return model
+def model_schema(field: str, model: SchemaModel) -> Any:
+    """The schema of a class, see :func:`closed`. Raises InvalidRequest of ``field``."""
     try:
-        return schema()
+        return closed(model.model_json_schema())
     except Exception as error:
-        raise InvalidRequest("grammar", f"model_json_schema raised: {error!r}") from error
+        raise InvalidRequest(field, f"model_json_schema raised: {error!r}") from error
+
+
+def closed(schema: Any) -> Any:
+    """The schema of a class, in which objects with properties have no others. pydantic states that for
+    ``extra="forbid"`` only, and allows others in words for ``extra="allow"``; by default it drops them, and a
+    model that may write them does so without end."""
+    if not isinstance(schema, Mapping):
+        return schema
+    found = dict(schema)
+    for keyword in _NAMED_SCHEMAS:
+        if isinstance(named := found.get(keyword), Mapping):
+            found[keyword] = {name: closed(each) for name, each in named.items()}
+    for keyword in _LISTED_SCHEMAS:
+        if isinstance(listed := found.get(keyword), list):
+            found[keyword] = [closed(each) for each in listed]
+    for keyword in _SCHEMAS:
+        if keyword in found:
+            found[keyword] = closed(found[keyword])
+    if "properties" in found:
+        found.setdefault("additionalProperties", False)
+    return found
 
 
 def _plain(value: Any) -> Any:

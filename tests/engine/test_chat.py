@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import dataclasses
+import datetime
+import enum
 import gc
 import json
 from dataclasses import replace
@@ -11,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
+from typing_extensions import TypedDict
 
 from aioinfer import ChatStream, SamplingParams, ToolCall, errors
 from aioinfer.chat.functions import tool_of
@@ -142,6 +146,69 @@ def test_a_signature_becomes_a_schema() -> None:
     assert described == {"type": "integer", "description": "from today on"}
 
 
+class Unit(enum.Enum):
+    CELSIUS = "C"
+    FAHRENHEIT = "F"
+
+
+@dataclasses.dataclass
+class Place:
+    town: str
+    unit: Unit = Unit.CELSIUS
+
+
+class Span(TypedDict, total=False):
+    first: datetime.date
+    days: int
+
+
+class Person(pydantic.BaseModel):
+    name: str
+    friends: list[Person] = []
+
+
+class Loose(pydantic.BaseModel, extra="allow"):
+    name: str
+
+
+def trip(
+    where: Annotated[Place, "the goal"],
+    when: datetime.datetime,
+    units: list[Unit],
+    who: Person | None = None,
+    span: Span | None = None,
+    loose: Loose | None = None,
+) -> None: ...
+
+
+async def test_parameters_may_be_of_classes_that_have_a_schema() -> None:
+    schema = tool_of("tools[0]", trip)["function"]["parameters"]
+    assert schema["required"] == ["where", "when", "units"]
+    assert schema["additionalProperties"] is False
+    assert schema["properties"]["where"] == {"$ref": "#/$defs/Place", "description": "the goal"}
+    assert schema["properties"]["when"] == {"type": "string", "format": "date-time"}
+    shared = schema["$defs"]
+    assert [shared[name].get("additionalProperties") for name in ("Place", "Span", "Person", "Loose")] == [
+        *[False] * 3,
+        True,
+    ]
+    said = {
+        "where": {"town": "Bonn", "unit": "F"},
+        "when": "2026-01-02T03:04:05Z",
+        "units": ["C"],
+        "who": {"name": "Ann", "friends": [{"name": "Bob"}]},
+    }
+    async with FakeEngine(Answer(tool_calls=[("trip", said)])) as engine:
+        (call,) = (await engine.chat(USER, tools=[trip], tool_choice=trip)).tool_calls
+    assert json.loads(call.arguments) == said
+    assert call.parsed == {
+        "where": Place("Bonn", Unit.FAHRENHEIT),
+        "when": datetime.datetime(2026, 1, 2, 3, 4, 5, tzinfo=datetime.UTC),
+        "units": [Unit.CELSIUS],
+        "who": Person(name="Ann", friends=[Person(name="Bob")]),
+    }
+
+
 def unannotated(x):  # type: ignore[no-untyped-def]
     ...
 
@@ -158,7 +225,11 @@ def positional(x: int, /) -> None: ...
 def bare(x: list) -> None: ...  # type: ignore[type-arg]
 
 
-def custom(x: Answer) -> None: ...
+class Own:
+    pass
+
+
+def custom(x: Own) -> None: ...
 
 
 def missing(x: "Unknown") -> None: ...  # type: ignore[name-defined]  # noqa: F821, UP037
@@ -205,6 +276,49 @@ async def test_a_model_gets_an_instance() -> None:
             _ = cut.parsed
         assert (await engine.chat(USER, response_format={"type": "text"})).parsed is None
         assert (await engine.chat(USER)).parsed is None
+
+
+class Open(pydantic.BaseModel, extra="allow"):
+    text: str
+
+
+class Counted(pydantic.BaseModel):
+    __pydantic_extra__: dict[str, int]
+    model_config = {"extra": "allow"}
+    text: str
+
+
+class Tree(pydantic.BaseModel):
+    text: str
+    place: Place | None = None
+    span: Span | None = None
+    below: list[Tree] = []
+    named: dict[str, Tree] = {}
+    anything: dict[str, Any] = {}
+
+
+@pytest.mark.parametrize(
+    ("model", "said", "kept"),
+    [
+        (Tree, {"text": "a", "more": 1}, False),
+        (Tree, {"text": "a", "place": {"town": "b", "more": 1}}, False),
+        (Tree, {"text": "a", "span": {"days": 2, "more": 1}}, False),
+        (Tree, {"text": "a", "below": [{"text": "b", "more": 1}]}, False),
+        (Tree, {"text": "a", "named": {"x": {"text": "b", "more": 1}}}, False),
+        (Tree, {"text": "a", "anything": {"more": 1}}, True),
+        (Open, {"text": "a", "more": 1}, True),
+        (Counted, {"text": "a", "more": 1}, True),
+    ],
+)
+async def test_a_model_has_the_members_of_its_class_and_no_others(
+    model: Any, said: dict[str, Any], kept: bool
+) -> None:
+    ways: list[dict[str, Any]] = [{"response_format": model}, {"params": SamplingParams(grammar=model)}]
+    async with FakeEngine(json.dumps(said)) as engine:
+        for way in ways:
+            content = (await engine.chat(USER, **way)).content
+            assert model.model_validate_json(content).text == "a"
+            assert ("more" in content) == kept
 
 
 # -- refusals ------------------------------------------------------------------------------------------
