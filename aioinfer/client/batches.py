@@ -292,8 +292,8 @@ class Batches(Requests):
 
         Args:
             method: "classifier", "judge" or "cosine"; see :mod:`aioinfer.embeddings.scoring`. Default: the
-                classifier's head if the model has one; "cosine" for embedding models; else "judge", with the
-                template of Qwen3-Reranker.
+                classifier's head if the model has one; "cosine" for embedding models; "judge" for models
+                whose files say what they answer, and with ``instruction`` or ``template``.
             instruction: what makes a document fit, for the template's ``{instruction}``.
             template: a text with ``{query}`` and ``{document}``, which a judge or a classifier reads.
             progress, options: as of :meth:`embed`.

@@ -64,6 +64,8 @@ class Scores:
     tokens: list[int] = field(default_factory=list)
     #: of the weights that computed all of them
     weight_version: int = field(default=0, compare=False)
+    #: what was computed
+    method: ScoreMethod = "cosine"
     #: with ``on_error="return"``: the errors of documents that have no score, by index
     errors: Mapping[int, AioInferError] = field(default_factory=dict, compare=False)
 
@@ -132,6 +134,12 @@ def score_job(
     pairs = _pairs(query, documents)
     if method is None:
         method = _method(info, sentences)
+        if method == "judge" and sentences.answers is None and instruction is template is None:
+            raise InvalidRequest(
+                "method",
+                "the files of the model do not say how it scores: with judge it answers yes or no to the "
+                "prompt of Qwen3-Reranker, or to your template",
+            )
     if method not in METHODS:
         raise InvalidRequest("method", f"must be one of {', '.join(METHODS)}, got {shown(method)}")
     if method == "cosine":
@@ -255,7 +263,8 @@ def _answers(tokenizer: Tokenizer | None, sentences: Sentences, *, own_template:
 
 
 def _of_choices(results: Sequence[Result]) -> Scores:
-    return _scores(results, [_sigmoid(float(each.pooled[0]) - float(each.pooled[1])) for each in results])
+    scores = [_sigmoid(float(each.pooled[0]) - float(each.pooled[1])) for each in results]
+    return _scores(results, scores, "judge")
 
 
 def _of_classes(results: Sequence[Result], *, raw: bool) -> Scores:
@@ -266,7 +275,7 @@ def _of_classes(results: Sequence[Result], *, raw: bool) -> Scores:
             found.append(logits[0])
             continue
         found.append(_sigmoid(logits[0] if len(logits) == 1 else logits[1] - logits[0]))
-    return _scores(results, found)
+    return _scores(results, found, "classifier")
 
 
 def _sigmoid(value: float) -> float:
@@ -299,14 +308,14 @@ def _cosine(info: DeviceInfo, sentences: Sentences, pairs: Sequence[tuple[str, s
         vectors = [forms[0].finish(each).vector for each in results]
         found = [float(vectors[first] @ vectors[second]) for first, second in places]
         tokens = [results[second].usage.prompt_tokens for _, second in places]
-        return Scores(found, _usage(results), tokens, results[0].weight_version)
+        return Scores(found, _usage(results), tokens, results[0].weight_version, "cosine")
 
     return ScoreJob(list(at), forms[0].pooling, forms[0].form, documents, finish, [*places])
 
 
-def _scores(results: Sequence[Result], scores: list[float]) -> Scores:
+def _scores(results: Sequence[Result], scores: list[float], method: ScoreMethod) -> Scores:
     tokens = [each.usage.prompt_tokens for each in results]
-    return Scores(scores, _usage(results), tokens, results[0].weight_version)
+    return Scores(scores, _usage(results), tokens, results[0].weight_version, method)
 
 
 def _usage(results: Sequence[Result]) -> Usage:

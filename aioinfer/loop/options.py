@@ -200,6 +200,11 @@ class PromptSource:
     # -- tokens ---------------------------------------------------------------------------------
 
     @property
+    def messages(self) -> tuple[Any, Mapping[str, Any]] | None:
+        """The messages and the variables of the template, until they are tokens. None: there are none."""
+        return (self._prompt, self._template_kwargs) if self.chat and self._prompt is not None else None
+
+    @property
     def ids(self) -> Sequence[int] | None:
         """The token ids, once they are known. Not to be changed."""
         return self._ids

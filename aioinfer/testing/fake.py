@@ -9,20 +9,31 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import math
+import re
 from collections import abc, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
+from aioinfer.client.mapping import MapProgress, OnError
 from aioinfer.config import EngineConfig, given
+from aioinfer.embeddings.scoring import ScoreMethod, Scores
 from aioinfer.engine import Engine
-from aioinfer.errors import EngineError, InvalidRequest, Rejected, RequestError, StepFailed
+from aioinfer.errors import (
+    EngineError,
+    EngineFailed,
+    InvalidRequest,
+    Rejected,
+    RequestError,
+    StepFailed,
+)
 from aioinfer.execution.device import DeviceLost
 from aioinfer.loop.options import PromptSource
 from aioinfer.loop.runtime import Runtime
 from aioinfer.loop.service import Service
 from aioinfer.params import SamplingParams
-from aioinfer.request import Request
+from aioinfer.request import JobOptions, Request
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.stream import Stream, StreamCell
 from aioinfer.testing.fake_device import FakeDevice, FakeTokenizer, Script
@@ -69,15 +80,22 @@ Scripted: TypeAlias = str | Exception | Answer
 #: one for all requests; one after the other; by a part of the prompt; or computed from the prompt's text
 Answers: TypeAlias = Scripted | Iterable[Scripted] | Mapping[str, Scripted] | Callable[[str], Scripted | None]
 
+#: by a part of the document, or computed from query and document
+Scored: TypeAlias = Mapping[str, float] | Callable[[str, str], float]
+
 
 @dataclass(frozen=True, slots=True)
 class FakeRequest:
     """A request that was made, as the model saw it."""
 
-    #: of a chat: ``role: content`` line by line
+    #: of a chat: ``role: content`` line by line, and the calls that a message has
     prompt: str
     params: SamplingParams
     options: Request = field(repr=False)
+    #: of a chat, in OpenAI's form, with the calls of earlier turns; else None
+    messages: abc.Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
+    #: the functions that the model was offered, in OpenAI's form; None without any
+    tools: abc.Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
 
 
 class FakeEngine(Engine):
@@ -95,10 +113,14 @@ class FakeEngine(Engine):
     (a sequence is used up, no key fits) is refused as InvalidRequest of "prompt"; with None it gets the
     shortest text that its grammar allows, which without a grammar is empty.
 
-    Embeddings are hashes of the prompt, so that equal texts have equal ones; they need no answer.
+    Embeddings are hashes of the prompt, of ``embedding_size`` numbers, so that equal texts have equal ones;
+    they need no answer. Scores are cosines of these, or what ``scores`` says: a function of query and
+    document, or a mapping, of which the first key that the document contains counts (none: 0).
 
     A grammar is obeyed: an answer that breaks it goes on as a shortest text from there. A token is a byte,
-    and ``seed``, ``temperature`` and the other parameters of sampling change nothing. Tools are called in the
+    also for ``max_tokens``; with ``max_words`` that bounds the words of the answer, as a service's own does.
+    An answer with the error EngineFailed ends the engine.
+    ``seed``, ``temperature`` and the other parameters of sampling change nothing. Tools are called in the
     format ``hermes`` and reasoning is split off in the format ``qwen3``, unless ``config`` says otherwise.
     """
 
@@ -109,6 +131,9 @@ class FakeEngine(Engine):
         delay: float = 0.0,
         pace: float = 0.0,
         config: EngineConfig | None = None,
+        embedding_size: int = 3,
+        scores: Scored | None = None,
+        max_words: bool = False,
     ) -> None:
         """``delay`` and ``pace``: seconds to the first token and from token to token; they pass on the clock
         of the loop, so that they take no time on a :class:`VirtualLoop`."""
@@ -123,7 +148,12 @@ class FakeEngine(Engine):
         self.pace = pace
         #: the requests so far, up to 10,000 of them
         self.requests: deque[FakeRequest] = deque(maxlen=_MOST_REQUESTS)
+        self.scores = scores
+        self._embedding_size = embedding_size
+        self._max_words = max_words
         self._device: FakeDevice | None = None
+        #: the newest chat's source, which has no messages any more, and these
+        self._asked: tuple[PromptSource | None, Any] = None, None
 
     @property
     def answers(self) -> Answers | None:
@@ -140,8 +170,38 @@ class FakeEngine(Engine):
         """Lose the device: every stream ends with EngineFailed, and the engine with it."""
         self._started().lost(cause or DeviceLost("the device was lost"))
 
+    async def score(
+        self,
+        query: str | abc.Sequence[str],
+        documents: abc.Sequence[str],
+        *,
+        method: ScoreMethod | None = None,
+        instruction: str | None = None,
+        template: str | None = None,
+        progress: MapProgress | None = None,
+        on_error: OnError = "raise",
+        **options: Unpack[JobOptions],
+    ) -> Scores:
+        """As :meth:`aioinfer.Engine.score`; what makes prompts of texts is not looked at."""
+        given: dict[str, Any] = {"progress": progress, "on_error": on_error, **options}
+        found = await super().score(query, documents, method="cosine", **given)
+        if self.scores is None:
+            return found
+        queries = [query] * len(documents) if isinstance(query, str) else query
+        pairs = enumerate(zip(queries, documents, strict=True))
+        scores = [math.nan if at in found.errors else self._score(*pair) for at, pair in pairs]
+        return replace(found, scores=scores)
+
+    def _score(self, query: str, document: str) -> float:
+        given = self.scores
+        if isinstance(given, Mapping):
+            return float(next((given[part] for part in given if part in document), 0.0))
+        assert given is not None
+        return float(given(query, document))
+
     def _new_launcher(self, config: EngineConfig) -> TimedLauncher:
-        device = self._device = FakeDevice(config, asyncio.get_running_loop().time)
+        device = FakeDevice(config, asyncio.get_running_loop().time, self._embedding_size)
+        self._device = device
         return TimedLauncher(device, device.seconds)
 
     def _queue(
@@ -151,11 +211,20 @@ class FakeEngine(Engine):
         request: Request,
         checkpoint: StreamCheckpoint | None = None,
     ) -> Stream:
+        if prompt.messages is not None or prompt is not self._asked[0]:
+            self._asked = prompt, prompt.messages
+        messages: Any = None
+        variables: Mapping[str, Any] = {}
+        if self._asked[1] is not None:
+            messages, variables = self._asked[1]
         text = None if request.pooling is not None else _text(prompt)
         if text is None:
             return super()._queue(serving, prompt, request, checkpoint)  # whose stream says why
-        self.requests.append(FakeRequest(text, request.params, request))
+        tools = variables.get(self.chat_format.tools_variable)
+        self.requests.append(FakeRequest(text, request.params, request, messages, tools))
         answer = self._answer(text)
+        if self._max_words and answer.text:
+            request = replace(request, params=_of_words(request.params, answer.text))
         error = answer.error
         if isinstance(error, (InvalidRequest, Rejected)) and not answer.text:
             raise copy.copy(error)
@@ -192,6 +261,14 @@ class FakeEngine(Engine):
         return given if isinstance(given, Answer) else Answer(given)
 
 
+def _of_words(params: SamplingParams, text: str) -> SamplingParams:
+    """Parameters that cut an answer behind so many words."""
+    words = [*re.finditer(r"\s*\S+", text)]
+    if not params.max_tokens or params.max_tokens >= len(words):
+        return params.changed(max_tokens=None) if params.max_tokens else params
+    return params.changed(max_tokens=len(text[: words[params.max_tokens - 1].end()].encode()))
+
+
 def _text(prompt: PromptSource) -> str | None:
     """The text of a prompt, None if it has none that the engine takes."""
     try:
@@ -202,6 +279,9 @@ def _text(prompt: PromptSource) -> str | None:
 
 def _fail(runtime: Runtime, cell: StreamCell, error: Exception) -> None:
     failed: RequestError | EngineError
+    if isinstance(error, EngineFailed):
+        runtime.lost(error)
+        return
     if isinstance(error, (RequestError, EngineError)):
         failed = copy.copy(error)
         failed.__cause__ = error.__cause__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,11 +62,12 @@ class FakeDevice:
 
     synchronous = True
 
-    def __init__(self, config: EngineConfig, clock: Callable[[], float]) -> None:
+    def __init__(self, config: EngineConfig, clock: Callable[[], float], hidden_size: int = 3) -> None:
         self.lane = DeviceLane()
         self.masks = GrammarWorker(threaded=False)
         self._config = config
         self._clock = clock
+        self._hidden_size = hidden_size
         self._tenants: dict[int, NewRequestData] = {}
         #: slots whose newest row sampled nothing: their rows in flight are void
         self._void: set[int] = set()
@@ -82,7 +84,7 @@ class FakeDevice:
             num_pages=num_pages,
             eos_token_ids=frozenset({_END}),
             description="scripted answers",
-            hidden_size=3,
+            hidden_size=self._hidden_size,
             max_adapters=config.adapter_slots,
             adapter_reason="" if config.adapter_slots else "max_adapters is 0",
         )
@@ -158,7 +160,7 @@ class FakeDevice:
                 assert row.sequence.pooled is not None
                 first, last = row.pools
                 states = hashes(tenant.prompt_ids[:last])[first:]
-                result.pooled[index] = pool(row.sequence.pooled.pooling, states)
+                result.pooled[index] = pool(row.sequence.pooled.pooling, states, self._hidden_size)
             if row.scores is not None:
                 result.prompt_logprobs[index] = [
                     logprob(at + 1, tenant.prompt_ids[at + 1]) for at in range(*row.scores)
@@ -243,20 +245,24 @@ def hashes(ids: Sequence[int], state: int = 0) -> list[int]:
     return found
 
 
-def pool(pooling: Pooling, states: Sequence[int]) -> npt.NDArray[Any]:
+def pool(pooling: Pooling, states: Sequence[int], hidden_size: int = 3) -> npt.NDArray[Any]:
     """Pooled values of positions up to which the sequence has these hashes."""
     if pooling.kind == "choices":
         return np.asarray([mix(states[-1], token) & 0xFFFF for token in pooling.token_ids], np.float32)
-    hidden = np.stack([_hidden(state) for state in states])
+    hidden = np.stack([_hidden(state, hidden_size) for state in states])
     if pooling.kind == "tokens":
         return hidden
     found: npt.NDArray[Any] = hidden.sum(0, dtype=np.float64) if pooling.kind == "mean" else hidden[-1]
     return found
 
 
-def _hidden(state: int) -> npt.NDArray[np.float32]:
-    """A hidden state: the bits of a hash, which float32 holds exactly."""
-    return np.asarray([state >> shift & 0x1FFFFF for shift in (0, 21, 42)], np.float32)
+def _hidden(state: int, size: int) -> npt.NDArray[np.float32]:
+    """A hidden state: the bits of a hash, and of hashes of that, which float32 holds exactly."""
+    found: list[int] = []
+    while len(found) < size:
+        found += (state >> shift & 0x1FFFFF for shift in (0, 21, 42))
+        state = mix(state, size)
+    return np.asarray(found[:size], np.float32)
 
 
 class FakeTokenizer:
@@ -283,7 +289,10 @@ class FakeTokenizer:
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], /, **template_kwargs: Any) -> str:
         """``role: content`` line by line, up to the answer. Raises InvalidRequest as real tokenizers do."""
-        lines = [f"{each['role']}: {each['content'] or ''}\n" for each in plain_messages(messages)]
+        lines = [
+            f"{each['role']}: {each['content'] or ''}{''.join(map(_call, each.get('tool_calls', ())))}\n"
+            for each in plain_messages(messages)
+        ]
         return "".join([*lines, "assistant: "])
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
@@ -299,6 +308,11 @@ class FakeTokenizer:
         import llguidance
 
         return llguidance.TokenizerWrapper(_Bytes())
+
+
+def _call(call: Mapping[str, Any]) -> str:
+    function = call.get("function", call)
+    return f"\n{function.get('name')}({json.dumps(function.get('arguments'))})"
 
 
 class _Bytes:

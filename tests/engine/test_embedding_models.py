@@ -326,7 +326,10 @@ def test_a_reranker_by_its_files_judges_by_their_tokens(tmp_path: Path) -> None:
     with LLM(config(tmp_path, num_pages=600)) as llm:
         assert llm.tokenizer is not None
         (yes,), (no,) = (llm.tokenizer.encode_part(word) for word in ("yes", "no"))
-        wanted = llm.score(*pairs).scores
+        wanted = llm.score(*pairs, method="judge").scores
+        with pytest.raises(InvalidRequest, match="do not say how it scores") as refused:
+            llm.score(*pairs)
+        assert refused.value.field == "method"
     with_answers(tmp_path, yes, no)
     with LLM(config(tmp_path, num_pages=600)) as llm:
         assert llm.score(*pairs).scores == pytest.approx(wanted)

@@ -186,3 +186,77 @@ print(asyncio.run(use()), "torch" in sys.modules, threading.active_count())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set() False 1\n"
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+async def test_the_turns_of_an_agent_can_be_asserted() -> None:
+    async with FakeEngine([Answer(tool_calls=[("add", {"a": 1, "b": 2})]), "3", "x", "y", "z"]) as engine:
+        messages: list[Any] = [{"role": "user", "content": "1 + 2?"}]
+        answer = await engine.chat(messages, tools=[add])
+        messages += [answer.message, answer.tool_calls[0].reply(3)]
+        await engine.chat(messages, tools=[add])
+        await engine.generate("plain")
+        first, second, plain = engine.requests
+        assert [each["role"] for each in second.messages or ()] == ["user", "assistant", "tool"]
+        assert second.messages is not None
+        called = second.messages[1]["tool_calls"][0]["function"]
+        assert called["name"] == "add"
+        assert 'add({"a": 1, "b": 2})' in second.prompt
+        assert first.tools == second.tools
+        assert [each["function"]["name"] for each in second.tools or ()] == ["add"]
+        assert plain.messages is plain.tools is None
+        source = engine.prompt(messages)
+        for _ in range(2):
+            await engine.generate(source)
+            assert len(engine.requests[-1].messages or ()) == 3
+            assert engine.requests[-1].tools is None
+
+
+@pytest.mark.parametrize("size", [1, 3, 384])
+async def test_embeddings_have_the_size_that_is_wanted(size: int) -> None:
+    async with FakeEngine(embedding_size=size) as engine:
+        one, same, other = (each.vector for each in await engine.embed(["a text", "a text", "another"]))
+        assert len(one) == len(other) == size
+        assert one.tolist() == same.tolist()
+        assert size == 1 or one.tolist() != other.tolist()
+    async with FakeEngine(embedding_size=size) as again:
+        assert (await again.embed("a text")).vector.tolist() == one.tolist()
+
+
+async def test_scores_are_scripted_or_follow_from_the_texts() -> None:
+    async with FakeEngine() as engine:
+        found = (await engine.score("q", ["a", "q", "a"])).scores
+        assert found[0] == found[2] < found[1] == pytest.approx(1.0)
+        engine.scores = {"good": 0.9, "bad": 0.1}
+        assert (await engine.score("q", ["a good one", "bad", "?"], method="judge")).scores == [0.9, 0.1, 0.0]
+        engine.scores = lambda query, document: len(query) - len(document)
+        assert (await engine.score(["abc", "d"], ["x", "yz"], instruction="fit")).scores == [2.0, -1.0]
+        with pytest.raises(errors.InvalidRequest, match="documents"):
+            await engine.score("q", [])
+
+
+async def test_words_can_be_what_max_tokens_counts() -> None:
+    async with FakeEngine("eins  zwei drei äöü", max_words=True) as engine:
+        found = [await engine.generate("a", SamplingParams(max_tokens=most)) for most in (1, 2, 4, 200)]
+        assert [each.text for each in found] == ["eins", "eins  zwei", *["eins  zwei drei äöü"] * 2]
+        assert [each.finish_reason for each in found] == ["length", "length", "stop", "stop"]
+        assert engine.requests[0].params.max_tokens == 1
+        engine.answers = Answer(tool_calls=[("add", {"a": 1, "b": 2})])
+        chat = await engine.chat(
+            [{"role": "user", "content": "?"}], SamplingParams(max_tokens=9), tools=[add]
+        )
+        assert chat.tool_calls[0].parsed == {"a": 1, "b": 2}
+
+
+async def test_an_engine_that_fails_has_failed() -> None:
+    async with FakeEngine([Answer("half", error=errors.EngineFailed("gone")), "x"]) as engine:
+        stream = engine.generate("a")
+        with pytest.raises(errors.EngineFailed, match="gone"):
+            await stream
+        assert stream.result().text == "half"
+        assert engine.state is EngineState.FAILED
+        with pytest.raises(errors.EngineFailed):
+            engine.generate("a")
