@@ -21,6 +21,7 @@ from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.client.engine_like import EngineLike
 from aioinfer.client.in_thread import EngineInThread
 from aioinfer.config import EngineConfig, given
+from aioinfer.embeddings.embedding import honest
 from aioinfer.errors import EngineError
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.execution.opening import Opening
@@ -359,7 +360,7 @@ class Engine(EngineLike):
 
         Raises EngineClosed before the engine was started.
         """
-        return self._core.info
+        return honest(self._core.info, self.sentences)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from aioinfer.chat.answers import AnswerFormat
-from aioinfer.outputs import Draft, FinishReason, Result, Usage
+from aioinfer.outputs import Draft, FinishReason, Result, TokenLogprob, Usage
 from aioinfer.params import SamplingParams
 from aioinfer.text.tool_calls import ToolCallDelta
 
@@ -17,6 +17,8 @@ __all__ = ["ChatDelta", "ChatFinishReason", "ChatRequest", "ChatResult", "Parse"
 
 #: as of a stream; "tool_calls": the answer has complete calls and came to its end
 ChatFinishReason = FinishReason | Literal["tool_calls"]
+#: fields of a result that its repr spells out
+_SHOWN = ("content", "reasoning", "tool_calls", "finish_reason", "usage")
 #: text -> object; raises ValueError
 Parse = Callable[[str], Any]
 
@@ -53,6 +55,8 @@ class ChatDelta:
     usage: Usage | None = None
     #: diffusion models: the newest draft, if drafts were requested
     draft: Draft | None = None
+    #: one entry per token that came since the previous delta, also of text that is held back, if requested
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,7 @@ class ToolCall:
         return {"role": "tool", "tool_call_id": self.id, "name": self.name, "content": text}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ChatResult:
     """A finished answer of a chat."""
 
@@ -93,8 +97,12 @@ class ChatResult:
     finish_reason: ChatFinishReason
     usage: Usage
     #: the generation: token ids, logprobs, metrics, and the text as the model wrote it
-    result: Result = field(repr=False)
+    result: Result
     _parse: Parse | None = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        shown = (f"{name}={getattr(self, name)!r}" for name in _SHOWN)
+        return f"ChatResult({', '.join(shown)}, result=<Result of {len(self.result.token_ids)} tokens>)"
 
     @cached_property
     def parsed(self) -> Any:

@@ -16,7 +16,8 @@ from aioinfer.chat.asking import ChatRequest
 from aioinfer.chat.results import ChatDelta, ChatFinishReason, ChatResult, ToolCall
 from aioinfer.errors import Cancelled, RequestError, renamed
 from aioinfer.loop.options import PromptSource
-from aioinfer.outputs import Chunk, FinishReason, Result, Usage
+from aioinfer.outputs import Chunk, FinishReason, Result, TokenLogprob, Usage
+from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.stream import Stream, StreamCell
 from aioinfer.text.tokenizer import Tokenizer, end_of
 from aioinfer.text.tool_calls import ToolCallDelta
@@ -46,6 +47,7 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
         "_content",
         "_ended",
         "_left",
+        "_logprobs",
         "_read",
         "_reader",
         "_reading",
@@ -76,6 +78,8 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCallDelta] = []
+        #: of tokens whose delta is to come
+        self._logprobs: list[TokenLogprob] = []
         self._result: ChatResult | None = None
         #: what a task that was made of it runs
         self._running: Coroutine[Any, Any, ChatResult] | None = None
@@ -104,6 +108,11 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
     def cell(self) -> StreamCell:
         """As :attr:`aioinfer.Stream.cell`."""
         return self._stream.cell
+
+    def checkpoint(self) -> StreamCheckpoint:
+        """As :meth:`aioinfer.Stream.checkpoint`: the text is restored, with its reasoning and calls as
+        the model wrote them."""
+        return self._stream.checkpoint()
 
     async def accepted(self) -> None:
         """Wait until the prompt is tokenized, checked and queued. Raises InvalidRequest, Rejected."""
@@ -144,8 +153,12 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
             delta.finish_reason = self._finish_reason(chunk.finish_reason)
             if chunk.usage is not None:
                 delta.usage = await self._counted(chunk.usage)
-        found = ended or delta.content or delta.reasoning or delta.tool_calls or delta.draft
-        return delta if found else None
+        self._logprobs += chunk.logprobs or ()
+        if not (ended or delta.content or delta.reasoning or delta.tool_calls or delta.draft):
+            return None
+        if chunk.logprobs is not None:
+            delta.logprobs, self._logprobs = self._logprobs, []
+        return delta
 
     # -- await ----------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ __all__ = [
     "EmbeddingArguments",
     "EmbeddingForm",
     "EmbeddingOptions",
+    "honest",
     "input_form",
     "inputs_of",
     "of_input",
@@ -119,7 +120,7 @@ class EmbeddingForm:
             known = ", ".join(sentences.prompts) or "none"
             raise InvalidRequest("prompt_name", f"the model has {known}, got {shown(prompt_name)}")
         chosen = sentences.normalize if normalize is None else normalize
-        form = input_form(sentences, truncate_prompt_tokens)
+        form = input_form(sentences, truncate_prompt_tokens) or PromptForm(longest=info.max_model_len)
         return cls(Pooling(kind), dimensions, chosen, sentences, prompt_name, form)
 
     def prompt(self, given: Prompt) -> Prompt:
@@ -138,6 +139,14 @@ class EmbeddingForm:
         if self.normalize:
             vector = normalized(vector)
         return Embedding(vector, result.usage, result.prompt_token_ids, result.weight_version)
+
+
+def honest(info: DeviceInfo, sentences: Sentences) -> DeviceInfo:
+    """Of a model that only embeds, the length is that of the inputs it was made for."""
+    longest = sentences.max_tokens
+    if info.generates or longest is None or longest >= info.max_model_len:
+        return info
+    return replace(info, max_model_len=longest, length_reason="max_seq_length of its files")
 
 
 def input_form(sentences: Sentences, truncate: Any = None) -> PromptForm | None:

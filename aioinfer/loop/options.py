@@ -101,6 +101,10 @@ class PromptForm:
 _AS_USUAL = PromptForm()
 
 
+#: of inputs of which only a beginning may be kept
+_TO_TRUNCATE = "; truncate_prompt_tokens keeps its beginning"
+
+
 class PromptSource:
     """A prompt that was checked and copied: what the caller gave is not read again.
 
@@ -288,6 +292,7 @@ class PromptSource:
             self._check_count(len(ids), "tokens")
         if longest is not None and len(ids) > longest:
             message = f"has {len(ids)} tokens, and this model was made for {longest} at most (max_seq_length)"
+            message += _TO_TRUNCATE
             raise InvalidRequest("prompt", message, code="context_length_exceeded")
         check_ids("prompt", ids, self._info.vocab_size)
         return ids
@@ -340,17 +345,17 @@ class PromptSource:
             raise self._too_long(f"the prompt has {count} {what}")
 
     def _too_long(self, found: str) -> InvalidRequest:
-        return too_long(self._info, found)
+        return too_long(self._info, found, "" if self._form.longest is None else _TO_TRUNCATE)
 
 
-def too_long(info: DeviceInfo, found: str) -> InvalidRequest:
+def too_long(info: DeviceInfo, found: str, hint: str = "") -> InvalidRequest:
     """The error of a prompt that leaves no room for what is to follow; ``found``: what it has."""
     limit, reason = info.max_model_len, info.length_reason
     why = f" ({reason})" if reason else ""
     return InvalidRequest(
         "prompt",
         f"This model's maximum context length is {limit} tokens{why}, prompt and output together. "
-        f"However, {found}.",
+        f"However, {found}{hint}.",
         code="context_length_exceeded",
     )
 

@@ -13,6 +13,7 @@ from aioinfer.chat.answers import ChatFormat
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import EngineConfig
+from aioinfer.embeddings.embedding import honest
 from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import ConfigError, EngineClosed, EngineError, shown
 from aioinfer.loop.belonging import asyncio_loop, require_loop
@@ -441,7 +442,7 @@ class Dispatcher(EngineLike):
     @property
     def info(self) -> DeviceInfo:
         """Device of the first replica."""
-        return self._started().info
+        return honest(self._started().info, self.sentences)
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -477,3 +477,31 @@ async def test_the_errors_of_a_request_are_raised_where_it_is_read() -> None:
         assert content == "half"
         with pytest.raises(errors.Rejected):
             engine.chat(USER)
+
+
+# -- what a generation has besides its text --------------------------------------------------------------
+
+
+async def test_deltas_have_the_logprobs_of_their_tokens() -> None:
+    async with FakeEngine(CALLING, pace=0.0001) as engine:
+        chat = engine.chat(USER, SamplingParams(logprobs=0), tools=[weather])
+        deltas = [delta async for delta in chat]
+        found = [each for delta in deltas for each in delta.logprobs or ()]
+        assert len(deltas) > 3
+        assert found == (await chat).result.logprobs
+        assert all(delta.logprobs is None for delta in [each async for each in engine.chat(USER)])
+
+
+async def test_a_chat_is_restored_as_its_text() -> None:
+    async with FakeEngine("one two three", pace=0.0001) as engine:
+        async with engine.chat(USER) as chat:
+            assert (await anext(chat)).content
+            checkpoint = chat.checkpoint()
+        assert (await engine.restore(checkpoint)).text == "one two three"
+
+
+async def test_a_repr_names_the_generation() -> None:
+    async with FakeEngine("yes") as engine:
+        shown = repr(await engine.chat(USER))
+        assert "content='yes'" in shown
+        assert "result=<Result of 4 tokens>" in shown

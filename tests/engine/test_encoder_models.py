@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,23 @@ def test_its_files_choose_the_first_token(tmp_path: Path) -> None:
         found = llm.embed([4, 5, 6]).vector
         wanted = model(torch.tensor([[4, 5, 6]])).last_hidden_state[0, 0].numpy()
     assert np.allclose(found, wanted / np.linalg.norm(wanted), atol=1e-5)
+
+
+def test_the_length_is_that_of_the_inputs_it_was_made_for(tmp_path: Path) -> None:
+    make_encoder(tmp_path)
+    with LLM(config(tmp_path)) as llm:
+        assert llm._engine.info.max_model_len == 64
+        with pytest.raises(InvalidRequest, match="truncate_prompt_tokens keeps its beginning"):
+            llm.embed([1] * 65)
+    with_sentences(tmp_path, {"pooling_mode_mean_tokens": True})
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 20}))
+    with LLM(config(tmp_path)) as llm:
+        assert llm._engine.info.max_model_len == 20
+        assert "max_seq_length" in llm._engine.info.length_reason
+        with pytest.raises(InvalidRequest, match=r"made for 20 at most.*truncate_prompt_tokens"):
+            llm.embed([1] * 21)
+        cut = llm.embed([1] * 90, truncate_prompt_tokens=20).vector
+        assert np.allclose(cut, llm.embed([1] * 20).vector)
 
 
 def test_an_encoder_that_was_made_a_decoder_is_none(tmp_path: Path) -> None:

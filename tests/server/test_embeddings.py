@@ -171,7 +171,7 @@ async def test_reranking_gives_the_best_first(embedder: Serving, path: str) -> N
 
 async def test_a_model_without_a_head_for_yes_and_no_is_refused_as_a_judge(serving: Serving) -> None:
     async with serving() as served:
-        status, answer = await post(served, "/v1/rerank", query="a", documents=["b"])
+        status, answer = await post(served, "/v1/rerank", query="a", documents=["b"], method="judge")
     assert status == 400
     assert "yes and no" in answer["error"]["message"]
 
