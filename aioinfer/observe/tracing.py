@@ -93,8 +93,8 @@ class Tracer(Observer):
         if span.is_recording():
             span.set_attributes(_answered(output))
             called = get_value(_REQUEST_ID, context)
-            if isinstance(called, str):
-                span.set_attribute(_REQUEST_ID, called)
+            name = called if isinstance(called, str) else output.request_id
+            span.set_attribute(_REQUEST_ID, name)
             if output.admitted_at is not None:
                 span.add_event("admitted", timestamp=stamp(output.admitted_at))
             if times := output.computed_times:

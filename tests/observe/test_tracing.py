@@ -67,6 +67,7 @@ async def test_a_request_is_a_span_with_its_figures_and_times(spans: Spans) -> N
         result.metrics.ttft if result.metrics else None
     )
     assert attributes == {
+        "aioinfer.request.id": result.request_id,
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "aioinfer",
         "gen_ai.request.model": "toy",
