@@ -235,6 +235,12 @@ class ByteCache(Generic[_KeyT, _ValueT]):
                 gone.append(self._drop(next(iter(self._kept))))
             self._kept[key] = value, size
 
+    def forget(self, key: _KeyT) -> None:
+        """Keep a value no longer."""
+        with self._ledger.lock:
+            gone = self._drop(key)
+        del gone
+
     def clear(self) -> None:
         """Forget all."""
         with self._ledger.lock:

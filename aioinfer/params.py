@@ -449,8 +449,11 @@ def _text(field: str, string: Any, longest: int) -> None:
 def _check_patterns(patterns: Sequence[str]) -> None:
     if not patterns:
         return
+    from aioinfer.text.costs import MOST_NODES, written_out
     from aioinfer.text.stop_regex import check_pattern  # loads the regex library
 
+    if len(patterns) > 1 and sum(map(written_out, patterns)) > MOST_NODES:
+        raise InvalidRequest("stop_regex", f"have more than {MOST_NODES} nodes with their repeats unrolled")
     for pattern in patterns:
         try:
             check_pattern(pattern)

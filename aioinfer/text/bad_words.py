@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.errors import InvalidRequest
-from aioinfer.text.grammar import GrammarBackend, Matcher
+from aioinfer.text.grammar import Compiled, GrammarBackend, Matcher
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.tokenizer import Tokenizer
 
@@ -104,7 +104,7 @@ class BadWordsMatcher:
 class BadWordsBackend:
     """Fills the masks of :class:`BadWordsMatcher`. It compiles nothing."""
 
-    def compile(self, grammar: Grammar) -> Matcher:
+    def compile(self, grammar: Grammar) -> Compiled:
         raise InvalidRequest("grammar", "cannot be compiled from bad words")
 
     def fill(self, matchers: Sequence[Matcher], masks: Sequence[npt.NDArray[np.int32]]) -> None:

@@ -10,9 +10,9 @@ Backends: :mod:`aioinfer.text.guidance`, :mod:`aioinfer.text.bad_words`.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import KW_ONLY, dataclass, field
@@ -22,11 +22,16 @@ import numpy as np
 import numpy.typing as npt
 
 from aioinfer.errors import InvalidRequest
+from aioinfer.ledger import ByteCache
 from aioinfer.text.grammar_spec import Grammar
 
-__all__ = ["Compiler", "GrammarBackend", "GrammarState", "LookAhead", "Matcher", "TokenBounds"]
+__all__ = ["Compiled", "Compiler", "GrammarBackend", "GrammarState", "LookAhead", "Matcher", "TokenBounds"]
 
-_KNOWN_GRAMMARS = 256
+#: bytes of compiled grammars that are kept for requests to come
+_MOST_KEPT = 128 << 20
+#: Bytes by which a kept grammar may grow, as its states are made when outputs reach them; beyond these it is
+#: compiled again.
+_MOST_GROWN = 16 << 20
 #: maximum forced tokens appended at once; the others follow after the next sampled token
 _MOST_FORCED = 256
 #: The maximum sum of tokens that the matcher works out for them: for each, it tokenizes the rest of the
@@ -60,10 +65,22 @@ class Matcher(Protocol):
         """A matcher at the same position, for another output."""
 
 
+class Compiled(Matcher, Protocol):
+    """A matcher at the start. Its copies share its states with it."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of what was compiled, at most."""
+
+    @property
+    def grown(self) -> int:
+        """Bytes of the states that its copies have added, at most."""
+
+
 class GrammarBackend(Protocol):
     """Compiles grammars for one vocabulary. Its methods may be called from several threads."""
 
-    def compile(self, grammar: Grammar) -> Matcher:
+    def compile(self, grammar: Grammar) -> Compiled:
         """A matcher at the start. Raises InvalidRequest for a malformed or too large grammar."""
 
     def fill(self, matchers: Sequence[Matcher], masks: Sequence[npt.NDArray[np.int32]]) -> None:
@@ -315,39 +332,54 @@ def _packed(bits: npt.NDArray[np.bool_]) -> npt.NDArray[np.int32]:
 class Compiler:
     """Compiles on the calling thread, each grammar once, even if several threads need it at the same time.
 
-    Compiled grammars and refusals are cached: a malformed grammar is compiled only once.
+    Compiled grammars and refusals are kept, in a bounded number of bytes: a malformed one is compiled once.
     """
 
     def __init__(self, backend: GrammarBackend) -> None:
         self.backend = backend
         self._lock = threading.Lock()
-        #: with those under way
-        self._known: OrderedDict[Grammar, Future[Matcher]] = OrderedDict()
+        self._kept: ByteCache[Grammar, Compiled | InvalidRequest] = ByteCache("grammars", _MOST_KEPT)
+        self._under_way: dict[Grammar, Future[Compiled | InvalidRequest]] = {}
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher for a new output. Raises InvalidRequest."""
         with self._lock:
-            known = self._known.get(grammar)
-            future = self._known[grammar] = known or Future()
-            self._known.move_to_end(grammar)
-            if len(self._known) > _KNOWN_GRAMMARS:
-                self._known.popitem(last=False)
-        if known is None:
-            self._compile(grammar, future)
-        if isinstance(refused := future.exception(), InvalidRequest):
-            raise InvalidRequest(refused.field, refused.message)
-        return future.result().copy()
+            found = self._kept.get(grammar)
+            if found is not None and not isinstance(found, InvalidRequest) and found.grown > _MOST_GROWN:
+                found = None
+            future = known = self._under_way.get(grammar)
+            if found is None and known is None:
+                future = self._under_way[grammar] = Future()
+        if found is None:
+            assert future is not None
+            if known is None:
+                self._compile(grammar, future)
+            found = future.result()
+        self._keep(grammar, found)
+        if isinstance(found, InvalidRequest):
+            raise InvalidRequest(found.field, found.message)
+        return found.copy()
 
     def forget(self, grammar: Grammar) -> None:
         """Remove a grammar from the cache."""
-        with self._lock:
-            self._known.pop(grammar, None)
+        self._kept.forget(grammar)
 
-    def _compile(self, grammar: Grammar, future: Future[Matcher]) -> None:
+    def _keep(self, grammar: Grammar, found: Compiled | InvalidRequest) -> None:
+        """Keep it, or keep it as what it takes by now."""
+        size = 1024 if isinstance(found, InvalidRequest) else found.size + found.grown
+        self._kept.put(grammar, found, size + sys.getsizeof(grammar.text))
+
+    def _compile(self, grammar: Grammar, future: Future[Compiled | InvalidRequest]) -> None:
+        found: Compiled | InvalidRequest
         try:
-            future.set_result(self.backend.compile(grammar))
-        except InvalidRequest as refused:
-            future.set_exception(InvalidRequest(refused.field, refused.message))  # without its traceback
+            try:
+                found = self.backend.compile(grammar)
+            except InvalidRequest as refused:
+                found = InvalidRequest(refused.field, refused.message)  # without its traceback
+            self._keep(grammar, found)
+            future.set_result(found)
         except BaseException as error:  # panics of Rust libraries are not Exceptions
-            self.forget(grammar)
             future.set_exception(error)
+        finally:
+            with self._lock:
+                del self._under_way[grammar]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -33,15 +33,32 @@ _MOST_COPIED = 4_000_000
 _MOST_PARTS = 250_000
 #: maximum merges, as in llguidance
 _MOST_MERGES = 50_000
+#: Maximum regular expressions that a text has to match, all of them. With 20, llguidance takes up to 10 s,
+#: with 40 hours.
+_MOST_TOGETHER = 17
+_TOGETHER = {"pattern", "format"}
+#: Maximum repeats, classes and escapes of all different regular expressions: each can take 5 KB, and the time
+#: can grow with their square, to a second.
+_MOST_OPERATORS, _OPERATORS = 4096, "?*+{[.\\"
+#: maximum texts and regular expressions of a Lark grammar: the time grows with their square, to a second
+_MOST_QUOTED = 10_000
 #: characters of a text that count as one more part
 _CHARACTERS = 256
 
 _JSON = re.compile(r"%json\s*+(?=[{\[])")
+#: a text or regular expression of Lark
+_QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*+"|/(?:[^/\\\n]|\\.)++/|//.*')
 _LEVEL = re.compile(r"[:(\[{]")
 #: any number stands for itself: Python refuses to read an integer of many digits
 _decoder = json.JSONDecoder(parse_int=float)
 
 _TYPES = ["null", "boolean", "number", "string", "array", "object"]
+#: keywords of arrays and numbers that become many rules, or a long regular expression: each is so many parts
+_BOUNDED, _PER_BOUND = (
+    {"minItems", "maxItems", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"},
+    12,
+)
+_NUMBERS = ("integer", "number")
 _CHOICES = ("anyOf", "oneOf")
 _IN_PLACE = {"const", "enum", "allOf", "anyOf", "oneOf", "$ref"}
 _IGNORED = {"$anchor", "$comment", "$defs", "$id", "$schema", "contentEncoding", "contentMediaType"}
@@ -63,6 +80,8 @@ class _Shape(NamedTuple):
     reference: str = ""
     #: of a number, and of alternatives with numbers: a text is compared with all of them at once
     multiple: Multiple = None
+    #: of a text: the regular expressions that it has to match
+    together: int = 0
 
 
 _ANY, _NEVER = _Shape("any"), _Shape("never")
@@ -75,6 +94,8 @@ class GrammarBounds:
         """``max_depth``: maximum nesting of a schema, references not counted."""
         self._max_depth = max_depth
         self._levels = self._merges = self._copied = self._parts = 0
+        self._patterns: set[str] = set()
+        self._operators = 0
         self._pointers = Pointers(None)
         #: the shape of a schema by its id
         self._shapes: dict[int, _Shape] = {}
@@ -84,6 +105,11 @@ class GrammarBounds:
         self._targets: dict[str, _Shape | None] = {}
         #: references whose targets are compiled apart
         self._left: list[str] = []
+
+    @property
+    def parts(self) -> int:
+        """The parts of all schemas that were checked, merged."""
+        return self._parts
 
     def check_lark(self, text: str, *, rules: bool = True) -> None:
         """Check a Lark grammar and the schemas within it; its rules only if ``rules``."""
@@ -98,8 +124,29 @@ class GrammarBounds:
                 raise ValueError("has a %json that cannot be read, or that is nested too deeply") from None
             self.check_schema(schema)
         count += len(_LEVEL.findall(text, at))
+        if rules:
+            self._check_quoted(text)
         if rules and count > MOST_RULES:
             raise ValueError(f"has more than {MOST_RULES} rules and brackets")
+
+    def _check_quoted(self, text: str) -> None:
+        rest = _QUOTED.sub("", text)
+        if rest.count("&") > _MOST_TOGETHER:
+            raise ValueError(f"has more than {_MOST_TOGETHER} times &")
+        if sum(map(rest.count, "?*+")) > MOST_RULES:
+            raise ValueError(f"has more than {MOST_RULES} repeats")
+        quoted = _QUOTED.findall(text)
+        if len(quoted) > _MOST_QUOTED:
+            raise ValueError(f"has more than {_MOST_QUOTED} texts and regular expressions")
+        self.check_patterns(each for each in quoted if each[0] == "/")
+
+    def check_patterns(self, patterns: Iterable[str]) -> None:
+        """Check the size of regular expressions, all of them together."""
+        new = {*patterns} - self._patterns
+        self._patterns |= new
+        self._operators += sum(pattern.count(each) for pattern in new for each in _OPERATORS)
+        if self._operators > _MOST_OPERATORS:
+            raise ValueError(f"has regular expressions with more than {_MOST_OPERATORS} repeats and classes")
 
     def check_nesting(self, schema: Any) -> None:
         """Check how deep the brackets of a schema are."""
@@ -172,7 +219,10 @@ class GrammarBounds:
         if one.kind != other.kind:
             return _NEVER
         if one.kind == "number":
-            return _number(common_multiple((one.multiple, other.multiple)), 1)
+            own = one.size + other.size - remainders(one.multiple) - remainders(other.multiple) - 1
+            return _number(common_multiple((one.multiple, other.multiple)), own)
+        if one.kind == "string":
+            return _string(one.together + other.together, one.size + other.size - 1)
         parts: dict[Any, _Shape] = {}
         unnamed, others = _unnamed(one), _unnamed(other)
         for key in {**one.parts, **other.parts}:
@@ -246,26 +296,35 @@ class GrammarBounds:
             if not isinstance(items, list) and further is None:
                 items, further = schema.get("prefixItems"), items
             parts = dict(enumerate(map(self._compile, _list(items))))
-            return _with_parts("array", parts | self._rest(further))
+            own = 1 + _PER_BOUND * len(schema.keys() & _BOUNDED)
+            return _with_parts("array", parts | self._rest(further), own)
         if kind == "object":
             patterns: dict[Any, _Shape] = {
                 (name,): self._compile(each) for name, each in _items(schema, "patternProperties")
             }
             matched = [*patterns.values(), _ANY]
+            required = {name for name in _list(schema.get("required")) if _is_text(name)}
+            # Each pattern is compared with each, and so are names, which takes less.
+            count = len(required | dict(_items(schema, "properties")).keys())
+            self._copy(len(patterns) ** 2 * 32 + count**2 // 4)
+            self.check_patterns(pattern for (pattern,) in patterns)
             names: dict[Any, _Shape] = {
                 name: self._largest((self._compile(each), other) for other in matched)
                 for name, each in _items(schema, "properties")
             }
-            required = [name for name in _list(schema.get("required")) if _is_text(name)]
             texts = [*names, *required, *(pattern for (pattern,) in patterns)]
             own = sum(1 + len(text) // _CHARACTERS for text in texts)
             rest = self._rest(schema.get("additionalProperties"))
             return _with_parts("object", {**patterns, **names, **rest}, 1 + own)
         text = sum(len(each) for each in schema.values() if _is_text(each))
         size = 1 + text // _CHARACTERS
-        return (
-            _number(multiple_of(schema), size) if kind in ("integer", "number") else _Shape(str(kind), size)
-        )
+        if kind == "string":
+            if isinstance(pattern := schema.get("pattern"), str):
+                self.check_patterns([pattern])
+            return _string(len(schema.keys() & _TOGETHER), size)
+        if kind in _NUMBERS:
+            return _number(multiple_of(schema), size + _PER_BOUND * len(schema.keys() & _BOUNDED))
+        return _Shape(str(kind), size)
 
     def _rest(self, schema: Any) -> dict[Any, _Shape]:
         return {} if schema is None else {_REST: self._compile(schema)}
@@ -296,6 +355,12 @@ def _numbered(kind: str, options: Iterable[_Shape]) -> _Shape:
     return _with_parts(kind, found)._replace(
         multiple=common_multiple(each.multiple for each in found.values())
     )
+
+
+def _string(together: int, size: int) -> _Shape:
+    if together > _MOST_TOGETHER:
+        raise ValueError(f"has a text with more than {_MOST_TOGETHER} patterns merged")
+    return _Shape("string", size, together=together)
 
 
 def _number(multiple: Multiple, size: int) -> _Shape:
@@ -330,6 +395,6 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _items(schema: Mapping[str, Any], keyword: str) -> Iterable[tuple[str, Any]]:
+def _items(schema: Mapping[str, Any], keyword: str) -> Collection[tuple[str, Any]]:
     value = schema.get(keyword)
     return value.items() if isinstance(value, dict) else ()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from aioinfer.errors import InvalidRequest
-from aioinfer.text.costs import written_out
-from aioinfer.text.grammar import Matcher
+from aioinfer.text.costs import compiled_size, written_out
+from aioinfer.text.grammar import Compiled, Matcher
 from aioinfer.text.grammar_bounds import GrammarBounds
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
@@ -45,6 +47,10 @@ _LONG = 1024
 _LEAST = re.compile(r'"min(?:Length|Items|Properties)":\s*(?:[\d.]{4}|\de)')
 #: what is between quotes, or within them
 _TEXT = re.compile(r'(?:[^"\\]++|\\.)++', re.DOTALL)
+#: bytes of states that are made in a second of a mask, at most
+_GROWTH = 1 << 27
+#: before the reason for which a schema within a grammar is refused
+_PLACE = re.compile(r"^at \d+\(\d+\): failed to compile JSON schema: ")
 _SLASH = re.compile(r"(\\.)|/", re.DOTALL)
 
 
@@ -79,9 +85,10 @@ class GuidanceBackend:
         #: one executor per calling thread: a slow call does not delay the other threads
         self._executors = threading.local()
 
-    def compile(self, grammar: Grammar) -> Matcher:
+    def compile(self, grammar: Grammar) -> Compiled:
+        bounds = GrammarBounds(self._max_depth)
         try:
-            text = self._text(grammar)
+            text = self._text(grammar, bounds)
         except UnsupportedKeyword as error:
             raise InvalidRequest("grammar", str(error)) from None
         except (ValueError, RecursionError) as error:
@@ -98,31 +105,40 @@ class GuidanceBackend:
         matcher = self._library.LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidRequest("grammar", _reason(matcher.get_error()))
-        return _GuidanceMatcher(matcher)
+        return _GuidanceMatcher(matcher, _Cost(compiled_size(text, bounds.parts)))
 
     def fill(self, matchers: Sequence[Matcher], masks: Sequence[npt.NDArray[np.int32]]) -> None:
         if not matchers:
             return
         table = np.zeros((len(matchers), len(masks[0])), np.int32)
-        places = [(matcher.native, at) for at, matcher in enumerate(matchers)]  # type: ignore[attr-defined]
+        places, costs = [], set()
+        for at, matcher in enumerate(matchers):
+            assert isinstance(matcher, _GuidanceMatcher)
+            places.append((matcher.native, at))
+            costs.add(matcher.cost)
         executor = getattr(self._executors, "executor", None)
         if executor is None:
             executor = self._executors.executor = self._library.LLExecutor(1)
+        begin = time.thread_time()
         executor.unsafe_compute_mask_ptr(places, table.ctypes.data, table.shape[1] * 4, len(table))
+        seconds = time.thread_time() - begin
+        for cost in costs:
+            cost.seconds += seconds
         for mask, row in zip(masks, table, strict=True):
             mask[:] = row
 
-    def _text(self, grammar: Grammar) -> str:
+    def _text(self, grammar: Grammar, bounds: GrammarBounds) -> str:
         """The grammar as text for LLMatcher. Raises ValueError."""
         library = self._library.LLMatcher
         text: str
         grammar = grammar.behind("")
         match grammar.kind:
             case "json_schema":
-                text = self._of_schema(json.loads(grammar.text), json_options(grammar.text))
+                text = self._of_schema(json.loads(grammar.text), json_options(grammar.text), bounds)
             case "json_object":
                 text = library.grammar_from_json_schema('{"type": "object"}', _OPTIONS)
             case "regex":
+                bounds.check_patterns([grammar.text])
                 text = library.grammar_from_regex(grammar.text)
                 if written_out(grammar.text) > _LONG:
                     regex = _SLASH.sub(lambda found: found[1] or r"\/", grammar.text)
@@ -131,20 +147,20 @@ class GuidanceBackend:
                 choices = json.loads(grammar.text)
                 if not isinstance(choices, list) or not choices or not all(map(_is_text, choices)):
                     raise ValueError("must be a non-empty list of non-empty texts")
-                lark = "start: " + " | ".join(map(_lark_literal, choices))
+                # One terminal: as many as there are choices would take the square of their number.
+                lark = "start: CHOICE\nCHOICE: " + " | ".join(map(_lark_literal, choices))
                 text = library.grammar_from_lark(lark + _NO_FORCING * _forces_much(lark))
             case "lark":
-                GrammarBounds(self._max_depth).check_lark(lark := _lark(grammar.text))
+                bounds.check_lark(lark := _lark(grammar.text))
                 text = library.grammar_from_lark(lark + _NO_FORCING)
             case "answer":
                 # Builders write the rules, by recursion in Python: their depth has its limit.
-                GrammarBounds(self._max_depth).check_lark(grammar.text, rules=False)
+                bounds.check_lark(grammar.text, rules=False)
                 text = library.grammar_from_lark(grammar.text + _NO_FORCING * _forces_much(grammar.text))
         return text
 
-    def _of_schema(self, schema: Any, options: dict[str, str]) -> str:
+    def _of_schema(self, schema: Any, options: dict[str, str], bounds: GrammarBounds) -> str:
         """The grammar of a schema. Raises ValueError."""
-        bounds = GrammarBounds(self._max_depth)
         bounds.check_nesting(schema)
         if schema is False:
             raise ValueError("allows nothing")
@@ -162,11 +178,30 @@ class GuidanceBackend:
         return text
 
 
-class _GuidanceMatcher:
-    __slots__ = ("native",)
+@dataclass(slots=True, eq=False)
+class _Cost:
+    """What a grammar and the states of its copies take."""
 
-    def __init__(self, native: Any) -> None:
+    #: bytes of what was compiled
+    size: int
+    #: processor time of its masks, where its states are made
+    seconds: float = 0.0
+
+
+class _GuidanceMatcher:
+    __slots__ = ("cost", "native")
+
+    def __init__(self, native: Any, cost: _Cost) -> None:
         self.native = native
+        self.cost = cost
+
+    @property
+    def size(self) -> int:
+        return self.cost.size
+
+    @property
+    def grown(self) -> int:
+        return int(self.cost.seconds * _GROWTH)
 
     def accept(self, token: int) -> bool:
         accepted: bool = self.native.consume_token(token)
@@ -186,7 +221,7 @@ class _GuidanceMatcher:
         return tokens
 
     def copy(self) -> Matcher:
-        return _GuidanceMatcher(self.native.deep_copy())
+        return _GuidanceMatcher(self.native.deep_copy(), self.cost)
 
 
 def _lark(source: str) -> str:
@@ -226,6 +261,7 @@ def _lark_literal(text: str) -> str:
 
 def _reason(message: str) -> str:
     """Why a grammar was refused, in the words of its author."""
+    message = _PLACE.sub("", message)
     if message.startswith("oneOf"):
         return "the keyword 'oneOf' is not supported where its alternatives may overlap: use 'anyOf'"
     if message.startswith("Unknown format"):

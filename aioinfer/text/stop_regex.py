@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Sequence
 
 import regex
 
+from aioinfer.ledger import ByteCache
 from aioinfer.text.costs import MOST_NODES, written_out
 from aioinfer.text.stop import StopStrings, TooSlow
 
@@ -19,6 +19,12 @@ _WINDOW = 512
 _CONTEXT = 64
 #: seconds of this thread's CPU time per token for the patterns of one output
 _BUDGET = 0.005
+#: bytes that a compiled pattern takes at most: at least, and for each node
+_LEAST_SIZE, _NODE_SIZE = 4096, 200
+
+
+#: patterns of earlier requests
+_kept: ByteCache[str, regex.Pattern[str]] = ByteCache("stop patterns", 16 << 20)
 
 
 class StopRegex:
@@ -116,7 +122,6 @@ class _Budget:
                 timeout *= 2
 
 
-@functools.lru_cache(maxsize=256)
 def check_pattern(source: str) -> regex.Pattern[str]:
     """Compile an untrusted pattern.
 
@@ -124,10 +129,12 @@ def check_pattern(source: str) -> regex.Pattern[str]:
         ValueError: it is malformed, too large once its repeats are unrolled, matches the empty text
             (which would end every output before it begins), or searches backwards.
     """
-    if written_out(source) > MOST_NODES:
+    if (pattern := _kept.get(source)) is not None:
+        return pattern
+    if (size := written_out(source)) > MOST_NODES:
         raise ValueError("is too large with its repeats unrolled")
     try:
-        pattern = regex.compile(source)
+        pattern = regex.compile(source, cache_pattern=False)
         empty = pattern.search("", timeout=_BUDGET)
     except TimeoutError:
         raise ValueError("takes too long on the empty text") from None
@@ -138,4 +145,5 @@ def check_pattern(source: str) -> regex.Pattern[str]:
         raise ValueError("searches backwards")
     if empty is not None:
         raise ValueError("matches the empty text")
+    _kept.put(source, pattern, _LEAST_SIZE + _NODE_SIZE * size)
     return pattern

@@ -15,7 +15,7 @@ from typing import Any
 from aioinfer.errors import InvalidRequest
 from aioinfer.execution import workers
 from aioinfer.text.grammar import GrammarState
-from aioinfer.text.grammar_bounds import MOST_RULES
+from aioinfer.text.grammar_bounds import MOST_RULES, GrammarBounds
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
 from tests.text.vocabulary import Vocabulary
@@ -136,7 +136,7 @@ def deepest(shape: Shape, guidance: GuidanceBackend) -> int:
     while most - least > 1:
         middle = (least + most) // 2
         try:
-            guidance._text(shape(middle))
+            guidance._text(shape(middle), GrammarBounds(120))
         except ValueError:
             most = middle
         else:

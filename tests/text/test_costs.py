@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from aioinfer.errors import InvalidRequest
+from aioinfer.ledger import LEDGER
+from aioinfer.params import SamplingParams
 from aioinfer.text.costs import MOST_NODES, common_multiple, multiple_of, remainders, written_out
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
 from aioinfer.text.patterns import without_lookahead
 from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
+from aioinfer.text.stop_regex import check_pattern
 from tests.text.vocabulary import Vocabulary
 
 #: characters of the largest grammar
@@ -126,6 +129,75 @@ def test_nested_repeats_count_multiplicatively() -> None:
     assert written_out(r"[0-9]{4}-[0-9]{2}-[0-9]{2}T\d{2}(:\d{2})?") < 200
 
 
+# -- what is compared with all else --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"type": "string", "pattern": f"x.{{{at}}}y"} for at in range(20)]},
+        {"allOf": [{"pattern": f"x.{{{at}}}y", "format": "email"} for at in range(9)]},
+        {"type": "string", "pattern": "^" + "(?=.*a)" * 16 + "b", "format": "date"},
+    ],
+)
+def test_many_patterns_of_one_text_are_refused(guidance: GuidanceBackend, schema: Any) -> None:
+    with pytest.raises(InvalidRequest, match="more than 17 patterns"):
+        compiled(guidance, schema)
+
+
+def test_many_terminals_that_hold_together_are_refused(guidance: GuidanceBackend) -> None:
+    parts = [f"/.*x.{{{at}}}y.*/" for at in range(20)]
+    split = f"start: A\nA: B & C\nB: {' & '.join(parts[:10])}\nC: {' & '.join(parts[10:])}"
+    for source in (f"start: A\nA: {' & '.join(parts)}", split):
+        with pytest.raises(InvalidRequest, match="more than 17 times &"):
+            guidance.compile(Grammar("lark", source))
+    guidance.compile(
+        Grammar(
+            "lark", 'start: A | "&&&&&&&&&&&&&&&&&&&&" /&{20}/\nA: /a.*/ & /.*b/  // &&&&&&&&&&&&&&&&&&&&'
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "source", "refusal"),
+    [
+        ("regex", "a?" * 5000, "more than 4096 repeats and classes"),
+        ("json_schema", {"pattern": "(a?|b)*" * 2100}, "more than 4096 repeats and classes"),
+        (
+            "json_schema",
+            {"items": [{"pattern": f"^a{at}" + "b?" * 99} for at in range(99)]},
+            "more than 4096 repeats",
+        ),
+        ("lark", "start: A\nA: /" + "a*" * 5000 + "/", "more than 4096 repeats and classes"),
+        ("lark", "start: A\nA: " + "B? " * 3000 + '\nB: "b"', "more than 2000 repeats"),
+        ("lark", "start: " + " | ".join(f'"{at}"' for at in range(20_000)), "more than 10000 texts"),
+        ("json_schema", {"required": [f"p{at}" for at in range(9000)]}, "parts copied"),
+    ],
+)
+def test_what_takes_the_square_of_its_length_is_refused(
+    guidance: GuidanceBackend, kind: Any, source: Any, refusal: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=refusal):
+        guidance.compile(Grammar(kind, source if isinstance(source, str) else json.dumps(source)))
+
+
+def test_many_choices_values_and_equal_patterns_are_accepted(guidance: GuidanceBackend) -> None:
+    values = [f"value {at * 7919}" for at in range(5000)]
+    compiled(guidance, {"enum": values})
+    guidance.compile(Grammar("choice", json.dumps(values)))
+    date = {"type": "string", "format": "date-time"}
+    compiled(guidance, {"properties": {f"p{at}": date for at in range(500)}})
+    compiled(guidance, {"type": "array", "maxItems": 1000, "items": {"type": "string", "maxLength": 4000}})
+
+
+@pytest.mark.parametrize("keyword", ["properties", "patternProperties"])
+def test_names_and_patterns_of_one_object_are_bounded(guidance: GuidanceBackend, keyword: str) -> None:
+    begin = time.thread_time()
+    with pytest.raises(InvalidRequest, match="parts copied"):
+        compiled(guidance, {"type": "object", keyword: {f"^n{at}": {} for at in range(8000)}})
+    assert soon(begin)
+
+
 # -- linear time ---------------------------------------------------------------------------------------
 
 
@@ -188,8 +260,27 @@ def test_values_that_many_references_lead_to_count_each_time() -> None:
 
 def test_names_and_patterns_are_merged_in_linear_time(guidance: GuidanceBackend) -> None:
     names = {f"n{at}": True for at in range(15_000)}
-    patterns = {f"^p{at}$": True for at in range(15_000)}
+    patterns = {f"^p{at}$": True for at in range(300)}
     begin = time.thread_time()
-    with pytest.raises(InvalidRequest, match="more than 50000 merges"):
+    with pytest.raises(InvalidRequest, match=r"more than 50000 merges|parts copied"):
         compiled(guidance, {"allOf": [{"properties": names}, {"patternProperties": patterns}]})
     assert soon(begin)
+
+
+# -- stop patterns -------------------------------------------------------------------------------------
+
+
+def test_stop_patterns_are_kept_in_a_bounded_number_of_bytes() -> None:
+    kept = check_pattern("a{9000}b")
+    assert check_pattern("a{9000}b") is kept
+    for at in range(40):
+        check_pattern(f"{at:03}c{{9000}}d")
+    assert check_pattern("a{9000}b") is not kept
+    entry = LEDGER.entries()["stop patterns"]
+    assert entry.taken <= (entry.bound or 0)
+
+
+def test_the_stop_patterns_of_a_request_count_together() -> None:
+    SamplingParams(stop_regex=["x{4000}y", "z{4000}y"])
+    with pytest.raises(InvalidRequest, match="more than 10000 nodes"):
+        SamplingParams(stop_regex=[f"{each}{{2000}}y" for each in "abcdefgh"])
