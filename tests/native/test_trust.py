@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,24 +63,39 @@ def read(path: Path) -> str:
         return opened.read()
 
 
-def count() -> int:
-    return len(os.listdir("/proc/self/fd"))
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Descriptors that were opened and not closed."""
+    numbers: list[int] = []
+    real_open, real_close = os.open, os.close
+
+    def opening(*given: Any, **options: Any) -> int:
+        numbers.append(real_open(*given, **options))
+        return numbers[-1]
+
+    def closing(number: int) -> None:
+        real_close(number)
+        if number in numbers:
+            numbers.remove(number)
+
+    monkeypatch.setattr(os, "open", opening)
+    monkeypatch.setattr(os, "close", closing)
+    return numbers
 
 
 @pytest.mark.parametrize("fault", [*FILES, GIVEN])
-def test_a_file_that_others_could_have_written_is_not_opened(file: Path, fault: str) -> None:
-    assert read(file) == "text"
+def test_a_file_that_others_could_have_written_is_not_opened(file: Path, held: list[int], fault: str) -> None:
     FILES.get(fault, give)(file)
-    before = count()
     with pytest.raises(OSError, match="file"):
         open_trusted(file)
-    assert count() == before
+    assert held == []
 
 
 @pytest.mark.parametrize("fault", [*FOLDERS, GIVEN])
-def test_a_folder_that_others_could_have_written_to_has_no_files(file: Path, fault: str) -> None:
+def test_a_folder_that_others_could_have_written_to_has_no_files(
+    file: Path, held: list[int], fault: str
+) -> None:
     FOLDERS.get(fault, give)(file.parent)
-    before = count()
     for attempt in (
         lambda: open_trusted(file),
         lambda: check_folder(file.parent),
@@ -87,7 +103,7 @@ def test_a_folder_that_others_could_have_written_to_has_no_files(file: Path, fau
     ):
         with pytest.raises(NotTrusted, match=r"folder (is writable for|belongs to).*AIOINFER_CACHE"):
             attempt()
-    assert count() == before
+    assert held == []
 
 
 def test_in_a_folder_like_tmp_files_of_this_user_count(file: Path) -> None:
@@ -148,13 +164,12 @@ def test_a_library_is_judged_again_when_it_is_loaded(compiler: Compiler) -> None
         Kernels(str(path), choose_tiles())
 
 
-def test_an_error_of_the_loader_names_the_file(compiler: Compiler) -> None:
+def test_an_error_of_the_loader_names_the_file(compiler: Compiler, held: list[int]) -> None:
     compiler(WORKS)
     path = build()
-    before = count()
     with pytest.raises(OSError, match=f"{path.name} cannot be loaded"):
         Kernels(str(path), choose_tiles())
-    assert count() == before
+    assert held == []
 
 
 # -- packed weights ------------------------------------------------------------------------------------
