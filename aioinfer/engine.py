@@ -25,9 +25,10 @@ from aioinfer.embeddings.embedding import honest
 from aioinfer.errors import EngineError
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.execution.opening import Opening
+from aioinfer.forks import this_process
 from aioinfer.loop import factory, observing
 from aioinfer.loop.adapters import AdapterLoads
-from aioinfer.loop.belonging import asyncio_loop, require_loop, require_process, this_process
+from aioinfer.loop.belonging import asyncio_loop, require_loop, require_process
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.options import Prompt

@@ -67,7 +67,7 @@ LAYERS: list[set[str]] = [
     # what was promised of the memory
     {"ledger"},
     # exceptions, results, parts found by file name
-    {"errors", "outputs", "plugins"},
+    {"errors", "forks", "outputs", "plugins"},
     # the version of the package
     {"_version"},
 ]

@@ -16,7 +16,8 @@ from typing import Any, Self, TypeVar
 from aioinfer.client.engine_like import EngineLike
 from aioinfer.client.threadsafe import ThreadsafeEngine
 from aioinfer.errors import EngineClosed, WrongLoop
-from aioinfer.loop.belonging import require_process, running_loop, this_process
+from aioinfer.forks import this_process
+from aioinfer.loop.belonging import require_process, running_loop
 
 __all__ = ["EngineInThread", "LoopThread"]
 

@@ -23,7 +23,8 @@ from aioinfer.chat.results import ChatDelta, ChatResult
 from aioinfer.client.chats import ChatStream
 from aioinfer.embeddings.embedding import TOO_LONG, Embedding, input_form, inputs_of, of_input, source_form
 from aioinfer.errors import EngineClosed, InvalidRequest, Rejected, RequestError, WrongLoop, renamed
-from aioinfer.loop.belonging import running_loop, this_process
+from aioinfer.forks import this_process
+from aioinfer.loop.belonging import running_loop
 from aioinfer.loop.options import Prompt
 from aioinfer.loop.updating import Updatable, UpdateMode, WeightSource, frozen
 from aioinfer.outputs import AdapterInfo, Chunk, Result

@@ -5,6 +5,7 @@ Torch is imported when the device is opened, on the launch thread, and not befor
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,10 +21,11 @@ from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
 from aioinfer.execution.draft_checks import check_draft
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.limits import check_threads, cpu_quota, default_threads
-from aioinfer.execution.opening import preload_torch
+from aioinfer.execution.opening import import_libraries
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.sizing import by_memory, fewer_requests
+from aioinfer.forks import forked_here
 from aioinfer.ledger import LEDGER, Share
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.scheduling.step import Step
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from aioinfer.model.updates.recipe import PreparedUpdate
 
 __all__ = ["TorchDevice"]
+
+_log = logging.getLogger("aioinfer")
 
 #: of an adapter, while it is read: the file, its tensors, and what kernels read
 _ADAPTER_COPIES = 3
@@ -68,7 +72,7 @@ class TorchDevice:
         self._held: dict[int, Share] = {}
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
-        preload_torch()
+        import_libraries()
         self._device = device = pick_device(self._config.device, self._index)
         with current(device):
             return self._open(device, progress)
@@ -128,6 +132,9 @@ class TorchDevice:
 
         before = torch.get_num_threads()
         threads = config.threads or default_threads(before, cpu_quota())
+        if forked_here() and threads > 1:
+            _log.warning("one thread computes: others cannot where launch_mode is inline in a forked process")
+            threads = 1
         check_threads(threads, os.cpu_count() or 1)
         if threads != before:
             self._threads_before = before

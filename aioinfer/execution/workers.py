@@ -18,6 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic, ParamSpec, TypeVar
 
 from aioinfer.errors import EngineError
+from aioinfer.forks import in_children
 
 __all__ = ["WorkerExecutor", "Workers"]
 
@@ -29,6 +30,14 @@ _EXIT = 2.0
 _STACK = 16 << 20
 #: while ``threading.stack_size``, which holds for every thread that starts, is changed
 _starting = threading.Lock()
+
+
+@in_children
+def _forked() -> None:
+    global _starting
+    _starting = threading.Lock()
+    _executors.clear()
+
 
 _Work = TypeVar("_Work")
 _Result = TypeVar("_Result")

@@ -1,17 +1,16 @@
 """Who may call: the event loop and the process that an engine belongs to.
 
-A fork copies objects, and of threads only the one that forks. What others computed with, or held a lock for,
-stands still in the child for good. So the copy of an engine ends there, without touching what it had.
+The copy of an engine in a child of a fork ends, without touching what it had.
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import weakref
 from typing import Protocol
 
 from aioinfer.errors import EngineClosed, WrongLoop
+from aioinfer.forks import in_children, this_process
 
 __all__ = [
     "asyncio_loop",
@@ -20,7 +19,6 @@ __all__ = [
     "require_loop",
     "require_process",
     "running_loop",
-    "this_process",
 ]
 
 
@@ -29,20 +27,13 @@ class _Forked(Protocol):
         """This process is a child of a fork: end. Takes no lock and waits for nothing."""
 
 
-#: stands for this process; a child of a fork has another one
-_process = object()
 _ending: weakref.WeakSet[_Forked] = weakref.WeakSet()
 
 
+@in_children
 def _forked() -> None:
-    global _process
-    _process = object()
     for each in list(_ending):
         each.forked()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 def end_in_children(each: _Forked) -> None:
@@ -50,14 +41,9 @@ def end_in_children(each: _Forked) -> None:
     _ending.add(each)
 
 
-def this_process() -> object:
-    """What :func:`require_process` knows this process by."""
-    return _process
-
-
 def require_process(process: object, kind: str = "engine") -> None:
-    """Raise EngineClosed in a child of the process that this stands for."""
-    if process is not _process:
+    """Raise EngineClosed unless this was :func:`this_process`, and not before a fork."""
+    if process is not this_process():
         raise fork_error(kind)
 
 

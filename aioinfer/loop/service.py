@@ -26,13 +26,13 @@ from aioinfer.errors import (
     RequestError,
     TimedOut,
 )
+from aioinfer.forks import this_process
 from aioinfer.loop.belonging import (
     end_in_children,
     fork_error,
     require_loop,
     require_process,
     running_loop,
-    this_process,
 )
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource

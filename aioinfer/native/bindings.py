@@ -17,6 +17,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from aioinfer.forks import in_children
 from aioinfer.native.arguments import ENTRIES, STRUCTURES
 from aioinfer.native.build import UNITS, BuildFailed, build
 from aioinfer.native.processor import PERMITTED, Tiles, choose_tiles
@@ -201,14 +202,11 @@ _pools_lock = threading.Lock()
 _pools: weakref.WeakValueDictionary[int, ThreadPool] = weakref.WeakValueDictionary()
 
 
+@in_children
 def _forked() -> None:
-    """In a forked process: threads that held a lock are not there to release it."""
+    """Threads that held a lock are not there to release it."""
     global _loading, _pools_lock
     _loading, _pools_lock = threading.Lock(), threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
 
 
 def native_unsupported(progress: Callable[[int, int], None] | None = None) -> str | None:

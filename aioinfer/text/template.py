@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from aioinfer.errors import ConfigError
+from aioinfer.forks import in_children
 from aioinfer.text.template_costs import CHARACTERS, made
 
 __all__ = ["TooManySteps", "check", "limited", "names_read", "prepare", "read_template"]
@@ -34,6 +35,12 @@ _WRITING = frozenset({"tojson", "string", "pprint", "join", "xmlattr", "urlencod
 _local = threading.local()
 #: held while a compiled template is changed
 _preparing = threading.Lock()
+
+
+@in_children
+def _forked() -> None:
+    global _preparing
+    _preparing = threading.Lock()
 
 
 class TooManySteps(Exception):

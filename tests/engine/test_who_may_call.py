@@ -25,7 +25,7 @@ from aioinfer.scheduling.audit import check_idle
 from aioinfer.testing import Answer, FakeEngine
 from tests.engine.conftest import MakeEngine, OwnThreads
 from tests.engine.making import make_llm
-from tests.tiers import SECONDS, rest
+from tests.tiers import RACES, SECONDS, nightly, rest
 from tests.toys import toy_generate
 
 SHORT = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -158,6 +158,13 @@ def test_closing_ends_the_calls_of_other_threads() -> None:
 def test_sums_on_several_threads_are_right(count: int) -> None:
     with LLM(EngineConfig(threads=1)) as llm:
         assert wrong_sums(llm, count, 96 // count) == []
+
+
+@nightly(RACES)
+@pytest.mark.parametrize("count", [2, 8, 32])
+def test_ten_thousand_sums_on_several_threads_are_right(count: int) -> None:
+    with LLM(EngineConfig(threads=1)) as llm:
+        assert wrong_sums(llm, count, -(-10_000 // count)) == []
 
 
 def wrong_sums(llm: LLM, threads: int, each: int) -> list[str]:
@@ -388,6 +395,31 @@ def test_the_engine_of_a_loop_names_the_fork(make_engine: MakeEngine) -> None:
 async def read(stream: Any) -> None:
     async for _ in stream:
         pass
+
+
+def test_a_dispatcher_names_the_fork() -> None:
+    dispatcher = Dispatcher([FakeEngine("x"), FakeEngine(Answer("x", delay=600.0))], policy="round_robin")
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(dispatcher.start())
+    remote = dispatcher.threadsafe()
+    calls: list[Callable[[], Any]] = [
+        lambda: dispatcher.generate("a"),
+        dispatcher.threadsafe,
+        lambda: remote.generate("a"),
+        lambda: asyncio.run(awaited(dispatcher.restart("local-0"))),
+        lambda: asyncio.run(awaited(dispatcher.load_adapter("a", "b"))),
+        lambda: asyncio.run(awaited(dispatcher.start())),
+    ]
+    for call in calls:
+        says_fork(call)
+    assert in_child(lambda: asyncio.run(awaited(dispatcher.aclose()))) is None
+
+    async def use() -> list[str]:
+        return [(await dispatcher.generate("a")).text]
+
+    assert loop.run_until_complete(use()) == ["x"]
+    loop.run_until_complete(dispatcher.aclose())
+    loop.close()
 
 
 async def one_chunk(engine: Any) -> Any:
