@@ -19,6 +19,7 @@ PLACES = ("/proc/self/statm", "/proc/stat", "/proc/self/fd", "/proc/loadavg")
 ALLOWED = {
     "bench/fake_peer.py": "plays one that hangs",
     "bench/test_peers.py": "looks in a made-up /proc; limits of what hangs on purpose",
+    "cli/test_batch.py": "looks for a condition",
     "cli/test_replica.py": "looks for a condition",
     "engine/test_intake.py": "looks for a condition",
     "joining.py": "looks for a condition",
