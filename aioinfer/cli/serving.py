@@ -89,7 +89,7 @@ async def _serve_on(bound: Bound, engine_config: EngineConfig, config: ServerCon
         frozen = FROZEN.hold(True)
 
         def ready(url: str) -> None:
-            several = f"{config.replicas} replicas: " if config.replicas > 1 else ""
+            several = f"{config.replicas} engines: " if config.replicas > 1 else ""
             description, seconds = several + engine.info.description, time.monotonic() - began
             with suppress(OutputLost):  # a full disk, or a pipe that nobody reads
                 _banner(description, seconds, url, config, engine.config)

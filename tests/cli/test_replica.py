@@ -194,7 +194,7 @@ def test_serve_starts_replicas_and_ends_them(number: signal.Signals, tmp_path: P
         try:
             assert process.stdout is not None
             lines = iter(process.stdout)
-            assert "2 replicas: " in next(lines)
+            assert "2 engines: " in next(lines)
             port = next(int(line.split()[2].rsplit(":", 1)[1]) for line in lines if "Serving" in line)
             children = replicas(process.pid)
             assert len(children) == 2
