@@ -204,11 +204,11 @@ class ResultMap(AsyncIterator[_Item], Generic[_Item]):
 
     def _fill(self) -> int:
         """Queue rows as far as there is room; returns how many."""
-        queued = 0
+        queued, waiting = 0, sum(each.waits for each in self._window)
         while queued < _PER_TURN and self._open < self._concurrency and not self._full:
             if not self._unsent and not self._read_row():
                 break
-            if self._unsent and not self._queue(self._unsent[0]):
+            if self._unsent and not self._queue(self._unsent[0], waiting + queued):
                 break
             queued += 1
         return queued
@@ -233,11 +233,11 @@ class ResultMap(AsyncIterator[_Item], Generic[_Item]):
             self._unsent.append(row)
         return True
 
-    def _queue(self, row: _Row) -> bool:
-        """False if it has to wait for room."""
+    def _queue(self, row: _Row, waiting: int) -> bool:
+        """Queue it behind others that are ``waiting``. False if it has to wait for room."""
         assert row.open is not None
         try:
-            opened = row.open(sum(each.waits for each in self._window))
+            opened = row.open(waiting)
         except Rejected as full:
             if self._patient:
                 self._when_room(self._room)
