@@ -118,7 +118,8 @@ class FakeEngine(Engine):
     document, or a mapping, of which the first key that the document contains counts (none: 0).
 
     A grammar is obeyed: an answer that breaks it goes on as a shortest text from there. A token is a byte,
-    also for ``max_tokens``; with ``max_words`` that bounds the words of the answer, as a service's own does.
+    but ``max_tokens`` counts the words of a scripted answer, so that a service's own bound does not cut it:
+    with ``max_tokens=2`` it ends behind its second word, with ``finish_reason`` "length".
     An answer with the error EngineFailed ends the engine.
     ``seed``, ``temperature`` and the other parameters of sampling change nothing. Tools are called in the
     format ``hermes`` and reasoning is split off in the format ``qwen3``, unless ``config`` says otherwise.
@@ -133,7 +134,6 @@ class FakeEngine(Engine):
         config: EngineConfig | None = None,
         embedding_size: int = 3,
         scores: Scored | None = None,
-        max_words: bool = False,
     ) -> None:
         """``delay`` and ``pace``: seconds to the first token and from token to token; they pass on the clock
         of the loop, so that they take no time on a :class:`VirtualLoop`."""
@@ -150,7 +150,6 @@ class FakeEngine(Engine):
         self.requests: deque[FakeRequest] = deque(maxlen=_MOST_REQUESTS)
         self.scores = scores
         self._embedding_size = embedding_size
-        self._max_words = max_words
         self._device: FakeDevice | None = None
         #: the newest chat's source, which has no messages any more, and these
         self._asked: tuple[PromptSource | None, Any] = None, None
@@ -223,7 +222,7 @@ class FakeEngine(Engine):
         tools = variables.get(self.chat_format.tools_variable)
         self.requests.append(FakeRequest(text, request.params, request, messages, tools))
         answer = self._answer(text)
-        if self._max_words and answer.text:
+        if answer.text:
             request = replace(request, params=_of_words(request.params, answer.text))
         error = answer.error
         if isinstance(error, (InvalidRequest, Rejected)) and not answer.text:
@@ -262,11 +261,14 @@ class FakeEngine(Engine):
 
 
 def _of_words(params: SamplingParams, text: str) -> SamplingParams:
-    """Parameters that cut an answer behind so many words."""
+    """Parameters whose ``max_tokens``, of words of the text, is one of bytes."""
+    if not params.max_tokens:
+        return params
     words = [*re.finditer(r"\s*\S+", text)]
-    if not params.max_tokens or params.max_tokens >= len(words):
-        return params.changed(max_tokens=None) if params.max_tokens else params
-    return params.changed(max_tokens=len(text[: words[params.max_tokens - 1].end()].encode()))
+    if params.max_tokens < len(words):
+        return params.changed(max_tokens=len(text[: words[params.max_tokens - 1].end()].encode()))
+    # The text, and its end; further bytes are of a grammar or of ``ignore_eos``.
+    return params.changed(max_tokens=max(params.max_tokens, len(text.encode()) + 1))
 
 
 def _text(prompt: PromptSource) -> str | None:

@@ -270,7 +270,7 @@ async def test_a_model_gets_an_instance() -> None:
         assert result.parsed == Pet(name="Tom", kind="cat")
         assert result.reasoning == "A cat."
         assert result.parsed is result.parsed
-        cut = await engine.chat(USER, SamplingParams(max_tokens=40), response_format=Pet)
+        cut = await engine.chat(USER, SamplingParams(max_tokens=6), response_format=Pet)
         assert cut.finish_reason == "length"
         with pytest.raises(pydantic.ValidationError):
             _ = cut.parsed

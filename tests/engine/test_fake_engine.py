@@ -57,8 +57,8 @@ async def test_a_request_without_an_answer_is_refused(answers: Any) -> None:
 
 async def test_the_parameters_that_end_an_output_count() -> None:
     async with FakeEngine("one two three") as engine:
-        result = await engine.generate("a", SamplingParams(max_tokens=5))
-        assert (result.text, result.finish_reason) == ("one t", "length")
+        result = await engine.generate("a", SamplingParams(max_tokens=2))
+        assert (result.text, result.finish_reason) == ("one two", "length")
         result = await engine.generate("a", SamplingParams(stop=["two"]))
         assert (result.text, result.stop_reason) == ("one ", "two")
         assert (await engine.generate("a", SamplingParams(min_tokens=15))).text == "one two three  "
@@ -238,8 +238,8 @@ async def test_scores_are_scripted_or_follow_from_the_texts() -> None:
             await engine.score("q", [])
 
 
-async def test_words_can_be_what_max_tokens_counts() -> None:
-    async with FakeEngine("eins  zwei drei äöü", max_words=True) as engine:
+async def test_max_tokens_counts_words_of_the_script() -> None:
+    async with FakeEngine("eins  zwei drei äöü") as engine:
         found = [await engine.generate("a", SamplingParams(max_tokens=most)) for most in (1, 2, 4, 200)]
         assert [each.text for each in found] == ["eins", "eins  zwei", *["eins  zwei drei äöü"] * 2]
         assert [each.finish_reason for each in found] == ["length", "length", "stop", "stop"]
@@ -249,6 +249,16 @@ async def test_words_can_be_what_max_tokens_counts() -> None:
             [{"role": "user", "content": "?"}], SamplingParams(max_tokens=9), tools=[add]
         )
         assert chat.tool_calls[0].parsed == {"a": 1, "b": 2}
+
+
+@pytest.mark.parametrize("text", ["x" * 300, "Grüße " * 50, "一二三" * 100])
+async def test_a_script_of_fewer_words_is_not_cut_and_endless_ones_end(text: str) -> None:
+    async with FakeEngine(text) as engine:
+        result = await engine.generate("a", SamplingParams(max_tokens=50))
+        assert (result.text, result.finish_reason) == (text, "stop")
+        endless = await engine.generate("a", SamplingParams(max_tokens=500, ignore_eos=True))
+        assert endless.text.startswith(text)
+        assert endless.finish_reason == "length"
 
 
 async def test_an_engine_that_fails_has_failed() -> None:

@@ -158,10 +158,10 @@ async def test_what_is_wrong_with_all_inputs_is_raised_once(field: str) -> None:
 
 async def test_each_row_has_its_parameters() -> None:
     params = [SamplingParams(max_tokens=count) for count in (1, 2, 3)]
-    async with engine_with("xyz", max_queued_requests=64) as engine:
-        assert [each.text async for each in engine.map(["a", "b", "c"], params)] == ["x", "xy", "xyz"]
+    async with engine_with("x y z", max_queued_requests=64) as engine:
+        assert [each.text async for each in engine.map(["a", "b", "c"], params)] == ["x", "x y", "x y z"]
         found = [each async for each in engine.map(iter("abcd"), params, on_error="return")]
-        assert [getattr(each, "text", None) for each in found] == ["x", "xy", "xyz", None]
+        assert [getattr(each, "text", None) for each in found] == ["x", "x y", "x y z", None]
         assert isinstance(found[3], errors.InvalidRequest)
 
 
