@@ -33,6 +33,8 @@ LAYERS: list[set[str]] = [
     {"parallel"},
     # an engine that is called, not awaited
     {"llm"},
+    # its thread, and its loop in its parts
+    {"stepping"},
     # what an application holds: the engine in its event loop
     {"engine"},
     # what an application calls of an engine or a dispatcher, on any thread
