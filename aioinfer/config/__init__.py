@@ -9,7 +9,7 @@ and its bounds.
 from aioinfer.config.engine import PAGE_SIZE, SPECULATION, EngineConfig, given, policy_names
 from aioinfer.config.options import GROUPS
 from aioinfer.config.replica import ReplicaConfig
-from aioinfer.config.server import ServerConfig, is_loopback
+from aioinfer.config.server import ServerConfig, given_server, is_loopback
 from aioinfer.config.values import load_settings, parse_setting, value_names
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "ReplicaConfig",
     "ServerConfig",
     "given",
+    "given_server",
     "is_loopback",
     "load_settings",
     "parse_setting",

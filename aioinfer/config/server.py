@@ -20,7 +20,7 @@ from aioinfer.config.options import (
 from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError
 
-__all__ = ["ServerConfig", "is_loopback"]
+__all__ = ["ServerConfig", "given_server", "is_loopback"]
 
 
 @register
@@ -159,6 +159,15 @@ class ServerConfig(Settings):
     def socket_mode(self) -> int:
         """``uds_mode`` as a number."""
         return int(self.uds_mode, 8)
+
+
+def given_server(config: object) -> ServerConfig:
+    """A config as it was passed to a server, or the defaults. Raises ConfigError: it is something else."""
+    if config is None:
+        return ServerConfig()
+    if isinstance(config, ServerConfig):
+        return config
+    raise ConfigError(f"config must be a ServerConfig; got {shown(config)}")
 
 
 def is_loopback(host: str) -> bool:

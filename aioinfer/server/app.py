@@ -15,7 +15,8 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from aioinfer.client.engine_like import EngineLike
-from aioinfer.config import ServerConfig
+from aioinfer.config import ServerConfig, given_server
+from aioinfer.config.values import shown
 from aioinfer.engine import EngineState
 from aioinfer.errors import ConfigError
 from aioinfer.server.admin import ADMIN_HOST, admin_application
@@ -62,13 +63,13 @@ def setup(
     Raises ConfigError: the prefix or ``playground`` is not a path, or the application already has one of the
     routes.
     """
-    _drained(app, _mount(app, engine, prefix, health, config or ServerConfig(), playground=playground))
+    _drained(app, _mount(app, engine, prefix, health, given_server(config), playground=playground))
 
 
 def create_app(engine: EngineLike, config: ServerConfig | None = None) -> web.Application:
     """A new application: the routes, checks of Host and Origin, and OpenAI's error objects for every other
     path. It starts, drains and closes the engine as :func:`setup` says."""
-    return _whole_application(engine, config or ServerConfig())
+    return _whole_application(engine, given_server(config))
 
 
 def asgi_app(engine: EngineLike, config: ServerConfig | None = None) -> AsgiApplication:
@@ -87,7 +88,7 @@ def asgi_app(engine: EngineLike, config: ServerConfig | None = None) -> AsgiAppl
 
     Raises ConfigError if it cannot read the file of keys.
     """
-    config = config or ServerConfig()
+    config = given_server(config)
     logged = [AccessLog.of_cancelled(config.access_log_format)] if config.access_log else []
     return AsgiApplication(engine, config, partial(_whole_application, engine, config, *logged))
 
@@ -110,7 +111,7 @@ async def serve(
 
     Raises ConfigError if it cannot listen, or cannot read the files of keys or TLS.
     """
-    config = config or ServerConfig()
+    config = given_server(config)
     stop = stop or asyncio.Event()
     bound = sockets if isinstance(sockets, Bound) else await bind_all(config, sockets)
     try:
@@ -238,6 +239,8 @@ def _mount(
     whole: bool = False,
     playground: str | None = None,
 ) -> _Mount:
+    if not isinstance(prefix, str):
+        raise ConfigError(f"prefix must be a path, got {shown(prefix)}; settings are passed as config=...")
     prefix = prefix.rstrip("/")
     if prefix and not prefix.startswith("/"):
         raise ConfigError(f"prefix must begin with /, got {prefix!r}")

@@ -16,7 +16,7 @@ from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import ConfigError
 from aioinfer.execution.launcher import ThreadLauncher
-from aioinfer.server import create_app, setup
+from aioinfer.server import asgi_app, create_app, setup
 from tests.engine.conftest import Gate
 from tests.server.calls import Http, Reply, http
 from tests.server.test_adversity import ENDLESS, slow, until
@@ -130,6 +130,27 @@ async def test_a_route_that_exists_already_is_an_error_and_adds_nothing(
 async def test_a_prefix_is_a_path() -> None:
     with pytest.raises(ConfigError, match="prefix must begin with /"):
         setup(web.Application(), make_engine(), "v1")
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda engine: setup(web.Application(), engine, ServerConfig()), "config="),
+        (lambda engine: setup(web.Application(), engine, config=EngineConfig()), "must be a ServerConfig"),
+        (lambda engine: create_app(engine, "/v1"), "must be a ServerConfig"),
+        (lambda engine: asgi_app(engine, "/v1"), "must be a ServerConfig"),
+    ],
+)
+async def test_a_config_in_another_place_is_named(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call(make_engine())
+
+
+async def test_a_config_is_taken_by_name_and_by_place() -> None:
+    config = ServerConfig(metrics=False)
+    for make in (create_app, asgi_app):
+        make(make_engine(), config)
+        make(make_engine(), config=config)
 
 
 @pytest.mark.parametrize(
