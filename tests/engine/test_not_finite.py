@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from safetensors.torch import load_file, save_file
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.errors import StepFailed
+from aioinfer.model.kernels import AttentionBackend
 from aioinfer.params import SamplingParams
 from aioinfer.pooling import Pooling
 from tests.engine.simulation import settle
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.checkpoints import FAMILIES, RECURRENT, make_model
+from tests.model.harness import attention_for, build_batch, load, row_states, state_pool
 
 #: the token whose vector is infinite, as an overflow makes it
 POISON = 7
@@ -99,6 +102,44 @@ async def test_who_shares_its_beginning_gets_what_it_gets_alone(
         with pytest.raises(StepFailed):
             await engine.generate(bad, SHORT)
         await settle(engine)
+
+
+@pytest.mark.parametrize("backend", ["native", "sdpa"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral-window", "gpt-oss", "gemma2"])
+async def test_a_draft_that_cannot_be_computed_is_refused_as_others_are(
+    poisoned: Callable[[str], Path], family: str, backend: str
+) -> None:
+    """The tokens before it, which the same step computes, are those that there are without drafts."""
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=1)
+    async with engine_of(poisoned(family), attention_backend=backend, adaptive_drafts=False) as engine:
+        alone = await engine.generate([*GOOD, 12, 13], replace(params, speculate=False))
+        ids = alone.token_ids
+        assert POISON not in ids
+        drafts = [[POISON], [*ids[:4], POISON], [*ids[:3], POISON, *ids[4:]], [*ids[:6], POISON, POISON]]
+        before = engine.stats().drafted_tokens
+        for prediction in drafts:
+            found = await engine.generate([*GOOD, 12, 13], replace(params, prediction=prediction))
+            assert found.token_ids == ids, prediction
+        assert engine.stats().drafted_tokens - before >= sum(map(len, drafts)) - 4
+        await settle(engine)
+
+
+@pytest.mark.parametrize("kernels", ["native", "sdpa"])
+@pytest.mark.parametrize("family", ["qwen3-moe", "gpt-oss", "gemma2", "lfm2", "qwen3.5"])
+def test_no_layer_takes_it_to_the_positions_before(
+    poisoned: Callable[[str], Path], family: str, kernels: AttentionBackend
+) -> None:
+    model = load(poisoned(family), kernels=kernels)
+    found = []
+    for token in (8, POISON):
+        ids = [*GOOD, 12, token, *[9] * 10]
+        states = row_states(state_pool(model.spec, 1), [(0, 1)])
+        rows = range(len(ids))
+        batch = build_batch([(ids, 0, [1, 2, 3])], 16, num_decodes=0, logits_rows=rows, states=states)
+        found.append(model.forward(batch, attention_for(model.spec, 5, 16, kernels)))
+    # torch's products for an expert have other bits with other rows.
+    torch.testing.assert_close(found[1][:21], found[0][:21], rtol=0, atol=1e-3)
+    assert not found[1][21:].isfinite().all(1).any()
 
 
 async def test_so_does_a_prompt_of_a_diffusion_model(poisoned: Callable[[str], Path]) -> None:

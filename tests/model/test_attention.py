@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -95,6 +96,36 @@ def test_a_block_has_the_same_bits_in_any_batch_and_grouping(
     rows = [(8, length) for length in (96, 8, 40, 96, 16, 72, 24, 88)]
     step = setup([*rows, (64, 64), (16, 32), (1, 16), (1, 8)], 0, heads=4, page_size=16, dtype=dtype)
     same_bits(monkeypatch, step.task, 8, 0, AttentionParams(0.3, block=8))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [4, 6])
+@pytest.mark.parametrize(
+    "params",
+    [CAUSAL, CAUSAL._replace(window=9), CAUSAL._replace(block=8), CAUSAL._replace(soft_cap=0.7)],
+    ids=["causal", "window", "blocks", "soft cap"],
+)
+@pytest.mark.parametrize("start", [0, 24])
+def test_what_is_not_finite_reaches_those_alone_who_see_its_position(
+    start: int, params: AttentionParams, heads: int, dtype: torch.dtype
+) -> None:
+    """One key or value of a chunk, behind a context and without one."""
+    torch.set_num_threads(1)
+    clean = attend(setup([(40, start + 40), (1, 1)], 0, heads=heads, dtype=dtype), params)
+    own = torch.arange(start, start + 40)
+    for bad, value in ((0, float("inf")), (13, float("nan")), (39, float("-inf"))):
+        seeing = start + bad < (own // params.block + 1) * params.block
+        if params.window is not None:
+            seeing &= start + bad > own - params.window
+        for kept in ("k", "v"):
+            step = setup([(40, start + 40), (1, 1)], 0, heads=heads, dtype=dtype)
+            getattr(step, kept)[bad, 1, 5 if kept == "v" else slice(None)] = (
+                math.nan if kept == "k" else value
+            )
+            got = attend(step, params)
+            blind = torch.cat((~seeing, torch.tensor([True])))
+            assert torch.equal(got[blind], clean[blind]), (bad, kept)
+            assert not got[~blind].flatten(1).isfinite().all(1).any(), (bad, kept)
 
 
 def test_what_a_projection_holds_is_normed_rotated_and_stored() -> None:

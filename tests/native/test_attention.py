@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -120,6 +121,50 @@ def test_nan_in_a_row_stays_in_that_row(dtype: torch.dtype) -> None:
     found = Bench(heads, 16).run(rows)
     assert found[1].isnan().all()
     check(heads, rows[::2], found[::2], fused=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("group", [1, 4, 16], ids=lambda group: f"group {group}")
+@pytest.mark.parametrize("page_size", [3, 16])
+@pytest.mark.parametrize(
+    "scoring",
+    [
+        AttentionParams(0.2),
+        AttentionParams(0.2, window=20),
+        AttentionParams(0.2, block=8),
+        AttentionParams(0.2, soft_cap=3.0),
+    ],
+    ids=["causal", "window", "blocks", "soft cap"],
+)
+def test_what_is_not_finite_reaches_those_alone_who_see_its_position(
+    scoring: AttentionParams, page_size: int, group: int, dtype: torch.dtype
+) -> None:
+    """One key or value of one position: as a whole prompt, by chunks, and of a few tokens as drafts are."""
+    heads = Heads(2 * group, 2, 48, dtype, scoring)
+    length, lanes = 150, normal(8, seed=3).abs().argsort().tolist()
+    clean = normal(length, heads.width, 48, seed=1, dtype=dtype)
+    own, key = torch.arange(length)[:, None], torch.arange(length)
+    visible = key < (own // scoring.block + 1) * scoring.block
+    if scoring.window is not None:
+        visible &= key > own - scoring.window
+    for number, bad in enumerate([0, 9, 22, 71, 127, 128, 149]):
+        spoilt = clean.clone()
+        head = 2 * group + 2 * (number % 3 > 0) + number % 2
+        value = [float("inf"), float("nan"), float("-inf")][number % 3]
+        spoilt[bad, head, lanes[number]] = value
+        if number % 3 == 0:
+            spoilt[bad, head] = value = float("nan")
+        blind, seeing = ~visible[:, bad], visible[:, bad]
+        at = bad // 8 * 8
+        for cuts in ([0, length], [0, at, min(at + 8, length), length], [0, 40, 80, length]):
+            found = []
+            for qkv in (clean, spoilt):
+                row, bench = Row(qkv, 0), Bench(heads, page_size)
+                bench.deal([row])
+                pairs = [(one, other) for one, other in pairwise(cuts) if one < other]
+                found.append(torch.cat([bench.step([(row, *pair)], fused=False)[0] for pair in pairs]))
+            assert torch.equal(found[1][blind], found[0][blind]), (bad, cuts)
+            assert not found[1][seeing].flatten(1).isfinite().all(1).any(), (bad, cuts)
 
 
 def test_a_step_without_rows_does_nothing() -> None:

@@ -190,6 +190,14 @@ class SDPAAttention:
         values = v.transpose(0, 1).unsqueeze(1).expand(-1, group, -1, -1)
         sink = None if sinks is None else sinks.view(num_kv_heads, group, 1)
         mixed = _mix(queries, keys, values, chunk.mask, params, sink, causal=chunk.causal)
+        if (chunk.causal or chunk.mask is not None) and not mixed.isfinite().all():
+            # torch multiplies values that a query does not see by 0, and adds -inf to their scores: NaN among
+            # them becomes the result of queries that do not see it.
+            finite = (k.isfinite() & v.isfinite()).all(-1).T
+            keys, values = (each.masked_fill(~finite[:, None, :, None], 0) for each in (keys, values))
+            apart = _mix(queries, keys, values, chunk.mask, params, sink, causal=chunk.causal)
+            seen = visible(q_len, 0, q_len, params, q.device) if chunk.mask is None else chunk.mask
+            mixed = torch.where((seen & ~finite[:, None]).any(-1)[:, None, :, None], mixed, apart)
         return mixed.permute(2, 0, 1, 3).reshape(q_len, num_heads, head_dim)
 
     def _plan(self, batch: Batch, params: AttentionParams, shape: torch.Size) -> _Plan:

@@ -4,15 +4,28 @@
 // so that one vector holds a dimension of all positions; its values are [unit of positions][dimension]. A page holds
 // all tiles of a head, then those of the next head. Pages whose size is no multiple of a tile are stored cell
 // by cell, [cell][head][key and value][dimension], and converted to tiles when they are read: slower, same bits.
+//
+// Values that are not finite are stored as 0, under a key of NaN: the scores, hence the results, of queries that see
+// the position are NaN. Products have a weight of 0 for those that do not, and 0 times infinity or NaN is NaN.
 #pragma once
 
 #include <algorithm>
+#include <cmath>
+#include <vector>
 
 #include "simd.hpp"
 
 namespace aioinfer {
 
 constexpr int TILE = 16;
+
+// Of a number of elements that is a multiple of a vector.
+template <class T>
+AIOINFER_INLINE bool finite(const T* elements, int64_t count) {
+  Floats zero{};
+  for (int64_t i = 0; i < count; i += LANES) zero += Number<T>::load_lanes(elements + i) * 0.0f;
+  return sum(zero) == 0.0f;
+}
 
 template <class T>
 struct KVPool {
@@ -36,6 +49,7 @@ struct KVPool {
 
   // Store the key and the value [head_dim] of one head at a KV cell.
   void write(int64_t index, int64_t head, const T* key, const T* value) const {
+    if (!finite(value, head_dim)) return write_unknown(index, head);
     if (tiled()) {
       const int64_t offset = index % page_size;
       write_to_tile(tile(index / page_size, head, offset / TILE), static_cast<int>(offset % TILE), key, value);
@@ -43,6 +57,12 @@ struct KVPool {
       std::memcpy(cell(index, head), key, sizeof(T) * head_dim);
       std::memcpy(cell(index, head) + head_dim, value, sizeof(T) * head_dim);
     }
+  }
+
+  // Not inlined: it is rare.
+  __attribute__((noinline)) void write_unknown(int64_t index, int64_t head) const {
+    const std::vector<T> key(head_dim, Number<T>::make(NAN)), value(head_dim);
+    write(index, head, key.data(), value.data());
   }
 
   // Write one of the numbers of each of head_dim units; the others may be written at the same time.
