@@ -46,6 +46,13 @@ def test_the_agent_says_what_it_is_called_with() -> None:
 
 
 @nightly(PROGRAM)
+def test_extraction_takes_any_model() -> None:
+    done = run("examples/extraction.py", "smollm2-135m")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("name='Tom' kind='cat' age=14\n")
+
+
+@nightly(PROGRAM)
 @pytest.mark.parametrize("name", ["race", "extraction", "custom_policy"])
 def test_the_other_examples_run(name: str) -> None:
     done = run(f"examples/{name}.py")

@@ -59,6 +59,9 @@ async def test_extraction_gives_instances() -> None:
         first, second = await extraction.extract(engine, ["Tom, a cat", "Rex"])
         assert first == extraction.Pet(name="Tom", kind="cat", age=14)
         assert isinstance(second, extraction.Pet)
+        engine.answers = '{"name": "Tom", "language": "Python", "language": "Python", "and so on": '
+        (pet,) = await extraction.extract(engine, ["a model that writes members without end"])
+        assert pet.name == "Tom"
 
 
 async def test_the_policy_lets_those_go_first_who_must_be_served_soonest() -> None:
