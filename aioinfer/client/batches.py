@@ -19,7 +19,6 @@ from aioinfer.client.pooled_calls import PooledCall
 from aioinfer.client.requests import Requests
 from aioinfer.client.rows import ChatRow, Params, ParamsOf, kept
 from aioinfer.embeddings.embedding import (
-    TOO_LONG,
     Embedding,
     EmbeddingArguments,
     EmbeddingForm,
@@ -273,7 +272,7 @@ class Batches(Requests):
         def name(index: int) -> str:
             return "inputs" if one else f"inputs[{index}]"
 
-        call = self._pooled_call(form.pooling, form.form, name, hint=TOO_LONG, **job)
+        call = self._pooled_call(form.pooling, form.form, name, **job)
         await call.results(given, form.prompt, form.finish, progress, found, on_error)
 
     async def score(
@@ -360,10 +359,9 @@ class Batches(Requests):
         pooling: Pooling,
         form: PromptForm | None,
         name: Callable[[int], str],
-        hint: str = "",
         **options: Unpack[JobOptions],
     ) -> PooledCall:
-        """``name``: of the input with an index, in errors; ``hint``: what helps with one that is too long."""
+        """``name``: of the input with an index, in errors."""
         self.check_job(None, {**options, "pooling": pooling})
         serving = self._serving()
 
@@ -374,4 +372,4 @@ class Batches(Requests):
             self.check_room(prompt)
             return self.generate(prompt, pooling=pooling, queue_behind=waiting, **options)
 
-        return PooledCall(self.config, source, submit, name, self._at_once(), self.when_room, hint)
+        return PooledCall(self.config, source, submit, name, self._at_once(), self.when_room)

@@ -54,18 +54,16 @@ class PooledCall:
         name: Callable[[int], str],
         at_once: int,
         when_room: Callable[[Callable[[], None]], object],
-        hint: str = "",
     ) -> None:
         """``source``: an input, checked and copied; ``submit``: its request, in front of which so many of the
         call wait; ``name``: of an input by its index, in errors; ``at_once``: requests that are open at a
-        time; ``when_room``: as of :class:`ResultMap`; ``hint``: what helps with an input that is too long."""
+        time; ``when_room``: as of :class:`ResultMap`."""
         self._config = config
         self._make = source
         self._submit = submit
         self._name = name
         self._at_once = at_once
         self._when_room = when_room
-        self._hint = hint
         #: requests that may not have begun yet, and how many tokens their prompts have at least
         self._waiting: list[tuple[Stream, int]] = []
 
@@ -130,7 +128,7 @@ class PooledCall:
             try:
                 source = self._make(prompt(each))
             except AioInferError as error:
-                named = of_input(error, self._name(index), self._hint)
+                named = of_input(error, self._name(index))
                 if on_error == "raise":
                     raise named from error.__cause__
                 found.append(named)
@@ -176,7 +174,7 @@ class PooledCall:
         """An error by the name of its input; anything else unchanged."""
         if not isinstance(result, AioInferError):
             return result
-        return of_input(result, self._name(index), self._hint)
+        return of_input(result, self._name(index))
 
     def _open(self, source: PromptSource | AioInferError) -> Callable[[int], Stream]:
         if isinstance(source, AioInferError):

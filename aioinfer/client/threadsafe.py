@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, Unpack, 
 from aioinfer.chat.asking import chat_request
 from aioinfer.chat.results import ChatDelta, ChatResult
 from aioinfer.client.chats import ChatStream
-from aioinfer.embeddings.embedding import TOO_LONG, Embedding, input_form, inputs_of, of_input, source_form
+from aioinfer.embeddings.embedding import Embedding, input_form, inputs_of, of_input, source_form
 from aioinfer.errors import EngineClosed, InvalidRequest, Rejected, RequestError, WrongLoop, renamed
 from aioinfer.forks import this_process
 from aioinfer.loop.belonging import running_loop
@@ -176,7 +176,7 @@ class ThreadsafeEngine:
         ``asyncio.wrap_future(future)`` on another loop; cancelling it withdraws what is left. ``progress`` is
         called on the engine's loop. Raises InvalidRequest, Rejected, EngineClosed."""
         given, one = inputs_of(inputs)
-        form = input_form(self._engine.sentences, options.get("truncate_prompt_tokens"))
+        form = input_form(self.serving.info, self._engine.sentences, options.get("truncate_prompt_tokens"))
         kept: list[Prompt] = []
         for index, each in enumerate(given):
             try:
@@ -188,7 +188,7 @@ class ThreadsafeEngine:
                     kept.append(each)  # refused there once more, in its place
                     continue
                 name = "inputs" if one else f"inputs[{index}]"
-                raise of_input(error, name, TOO_LONG) from error.__cause__
+                raise of_input(error, name) from error.__cause__
         return self._send(lambda: self._engine.embed(kept[0] if one else kept, **options))
 
     def score(

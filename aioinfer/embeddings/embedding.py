@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from aioinfer.loop.options import Prompt
 
 __all__ = [
-    "TOO_LONG",
     "Embedding",
     "EmbeddingArguments",
     "EmbeddingForm",
@@ -35,8 +34,6 @@ __all__ = [
     "split_options",
 ]
 
-#: what helps with an input that is too long
-TOO_LONG = "truncate_prompt_tokens keeps the beginning"
 _KINDS: tuple[PoolingKind, ...] = ("last", "cls", "mean", "tokens")
 
 
@@ -120,7 +117,7 @@ class EmbeddingForm:
             known = ", ".join(sentences.prompts) or "none"
             raise InvalidRequest("prompt_name", f"the model has {known}, got {shown(prompt_name)}")
         chosen = sentences.normalize if normalize is None else normalize
-        form = input_form(sentences, truncate_prompt_tokens) or PromptForm(longest=info.max_model_len)
+        form = input_form(info, sentences, truncate_prompt_tokens)
         return cls(Pooling(kind), dimensions, chosen, sentences, prompt_name, form)
 
     def prompt(self, given: Prompt) -> Prompt:
@@ -149,12 +146,12 @@ def honest(info: DeviceInfo, sentences: Sentences) -> DeviceInfo:
     return replace(info, max_model_len=longest, length_reason="max_seq_length of its files")
 
 
-def input_form(sentences: Sentences, truncate: Any = None) -> PromptForm | None:
+def input_form(info: DeviceInfo, sentences: Sentences, truncate: Any = None) -> PromptForm:
     """The way from inputs to tokens: at most as many as the model was made for, or cut to the first
     ``truncate`` of them. Raises InvalidRequest."""
     longest, truncate = sentences.max_tokens, plain(truncate)
     if truncate is None:
-        return None if longest is None else PromptForm(longest=longest)
+        return PromptForm(longest=info.max_model_len if longest is None else longest)
     form = PromptForm(truncate=truncate, beginning=True, longest=longest)
     return form if longest is None or truncate < 0 else replace(form, truncate=min(truncate, longest))
 
@@ -187,13 +184,10 @@ def inputs_of(inputs: Any) -> tuple[list[Prompt], bool]:
         raise InvalidRequest("inputs", f"must be {kinds}, got {shown(inputs)}") from None
 
 
-def of_input(error: AioInferError, name: str, hint: str = "") -> AioInferError:
-    """The error of the input with this name, with that name; ``hint``: what helps if it is too long."""
+def of_input(error: AioInferError, name: str) -> AioInferError:
+    """The error of the input with this name, with that name."""
     if isinstance(error, InvalidRequest) and error.field == "prompt":
-        message = error.message
-        if hint and error.code == "context_length_exceeded":
-            message = f"{message.rstrip('.')}. {hint}."
-        named = InvalidRequest(name, message, code=error.code)
+        named = InvalidRequest(name, error.message, code=error.code)
         named.__cause__, named.request_id = error.__cause__, error.request_id
         return named
     error.add_note(f"of {name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from functools import cache
@@ -11,6 +12,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.execution.device import DeviceInfo
 from aioinfer.loop.options import PromptForm, PromptSource
@@ -130,3 +132,17 @@ async def test_chats_and_texts_longer_than_the_context_are_cut() -> None:
             assert engine.tokenizer.decode(ids) == (text + end)[-50:]
             source = engine.prompt(prompt, truncate_prompt_tokens=-10)
             assert (await engine.generate(source)).usage.prompt_tokens == context - 10
+
+
+@pytest.mark.parametrize("long", ["x" * 5000, [1] * 5000, ["a", "x" * 5000], ["a", [1] * 5000]])
+async def test_an_input_that_is_too_long_is_told_once_how_it_is_cut(long: Any) -> None:
+    async with FakeEngine(config=EngineConfig(model="fake", max_model_len=1000, overlap_steps=0)) as engine:
+        found = []
+        with pytest.raises(InvalidRequest) as caught:
+            await engine.embed(long)
+        found.append(caught.value)
+        with pytest.raises(InvalidRequest) as caught:
+            await asyncio.to_thread(lambda: engine.threadsafe().embed(long).result())
+        found.append(caught.value)
+        assert [str(each).count("truncate_prompt_tokens") for each in found] == [1, 1]
+        assert str(found[0]) == str(found[1])
