@@ -146,10 +146,11 @@ def _aioinfer(arguments: list[str], *_: Any) -> None:
 
 
 def _docker(arguments: list[str], *_: Any) -> None:
-    """The image of the page, and arguments of its command."""
+    """The images of the page, and arguments of their command."""
     assert arguments[0] in ("build", "run")
     if arguments[0] == "run":
-        _aioinfer(["serve", *arguments[arguments.index("aioinfer") + 1 :]])
+        (image,) = {"aioinfer", "aioinfer-anywhere"} & {*arguments}
+        _aioinfer(["serve", *arguments[arguments.index(image) + 1 :]])
 
 
 def _python(arguments: list[str], monkeypatch: pytest.MonkeyPatch, config: pytest.Config) -> None:
@@ -238,7 +239,7 @@ CHECKS: dict[str, Callable[..., None]] = {
 
 
 def test_the_image_is_built_and_started_by_what_there_is() -> None:
-    (dockerfile,) = (fence.text for fence in fences("docs/containers.md") if fence.language == "dockerfile")
+    dockerfile, _ = (fence.text for fence in fences("docs/containers.md") if fence.language == "dockerfile")
     (command,) = re.findall(r"^CMD (.*)$", dockerfile, re.M)
     for program, *arguments in [
         json.loads(command),
