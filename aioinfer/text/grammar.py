@@ -28,7 +28,7 @@ from aioinfer.text.grammar_spec import Grammar
 __all__ = ["Compiled", "Compiler", "GrammarBackend", "GrammarState", "LookAhead", "Matcher", "TokenBounds"]
 
 #: bytes of compiled grammars that are kept for requests to come
-_MOST_KEPT = 128 << 20
+_MOST_KEPT = 64 << 20
 #: Bytes by which a kept grammar may grow, as its states are made when outputs reach them; beyond these it is
 #: compiled again.
 _MOST_GROWN = 16 << 20

@@ -67,9 +67,9 @@ def asked(compiler: Compiler, *texts: str) -> list[str]:
 
 def test_few_large_grammars_or_many_small_ones_are_kept() -> None:
     compiler = Compiler(Backend())
-    assert asked(compiler, "50 a", "50 b", "50 a", "50 b") == ["50 a", "50 b"]
-    assert asked(compiler, "50 c", "50 c") == ["50 c"]
-    assert asked(compiler, "50 b", "50 a") == ["50 a"]
+    assert asked(compiler, "25 a", "25 b", "25 a", "25 b") == ["25 a", "25 b"]
+    assert asked(compiler, "25 c", "25 c") == ["25 c"]
+    assert asked(compiler, "25 b", "25 a") == ["25 a"]
     small = [f"1 {at}" for at in range(60)]
     assert asked(compiler, *small, *small) == small
     taken = LEDGER.entries()["grammars"]
@@ -83,16 +83,16 @@ def test_what_is_larger_than_all_is_compiled_each_time() -> None:
 
 def test_what_grows_in_use_counts_as_what_it_has_become() -> None:
     compiler = Compiler(Backend())
-    first = compiler.matcher(Grammar("regex", "60 a"))
+    first = compiler.matcher(Grammar("regex", "30 a"))
     assert isinstance(first, Weight)
-    assert asked(compiler, "60 b") == ["60 b"]
-    first.grown = 10 * MIB
-    assert asked(compiler, "60 a") == []
-    assert asked(compiler, "60 b") == ["60 b"]  # both are too large by now
-    first = compiler.matcher(Grammar("regex", "60 b"))
+    assert asked(compiler, "30 b") == ["30 b"]
+    first.grown = 5 * MIB
+    assert asked(compiler, "30 a") == []
+    assert asked(compiler, "30 b") == ["30 b"]  # both are too large by now
+    first = compiler.matcher(Grammar("regex", "30 b"))
     assert isinstance(first, Weight)
     first.grown = grammars._MOST_GROWN + 1
-    assert asked(compiler, "60 b", "60 b") == ["60 b"]
+    assert asked(compiler, "30 b", "30 b") == ["30 b"]
 
 
 def test_refusals_are_kept_and_errors_are_not() -> None:
