@@ -22,6 +22,7 @@ ALLOWED = {
     "cli/test_batch.py": "looks for a condition",
     "cli/test_replica.py": "looks for a condition",
     "engine/test_intake.py": "looks for a condition",
+    "engine/test_programs.py": "looks for a condition",
     "joining.py": "looks for a condition",
     "test_chance.py": "names them",
     "server/test_adversity.py": "a device with slow steps",

@@ -269,6 +269,8 @@ class Batch:
         self._most = _AHEAD * concurrency
         #: requests that are computed, and what is set when the next of them has ended
         self._active = 0
+        #: requests that were begun, the same one every time
+        self._begun = 0
         self._ended = asyncio.Event()
 
     async def run(self, rows: Iterator[Row], output: Output, told: Callable[[], object]) -> None:
@@ -314,13 +316,16 @@ class Batch:
             while True:
                 alone = not self._active
                 self._active += 1
+                self._begun += 1
+                begun = self._begun
                 try:
                     status, request_id, body = await _post(self._app, row.url, row.body)
                 finally:
                     self._active -= 1
                 if status >= 500 and not self._engine.ready:
                     raise EngineError(f"the engine has failed: {body[:300].decode(errors='replace')}")
-                if status != _TOO_MANY or alone:
+                # One that was begun later can come before it, as bodies are parsed on threads.
+                if status != _TOO_MANY or (alone and self._begun == begun):
                     ended, self._ended = self._ended, asyncio.Event()
                     ended.set()
                     return _Answer(status, request_id, msgspec.Raw(body))

@@ -49,6 +49,7 @@ async def test_bodies_without_room_get_429_and_small_ones_are_served(
         for at, each in enumerate(waiting, 1):
             await each.send(request("POST", "/v1/completions", large(300 * KIB)))
             await until(lambda at=at: BODIES.promised > at * 200 * KIB)  # type: ignore[misc]
+        await until(lambda: asked(served) == 3)  # and nothing more of their bodies comes
         held = BODIES.promised
         refused = await served.post("/v1/completions", large(600 * KIB))
         assert (refused.status, refused.headers["Retry-After"]) == (429, "1")

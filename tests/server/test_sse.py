@@ -34,6 +34,9 @@ class Transport:
     def get_write_buffer_size(self) -> int:
         return self.unread
 
+    def get_extra_info(self, name: str) -> None:
+        """It has no socket."""
+
 
 class Response:
     """Writes chunks and waits, as aiohttp does, while more than 100 bytes are unread."""
