@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
-__all__ = ["forked_here", "in_children", "this_process"]
+__all__ = ["drop_file", "forked_here", "in_children", "this_process"]
 
 #: stands for this process; a child has another one
 _process = object()
@@ -37,3 +38,17 @@ def forked_here() -> bool:
     """This thread has come here from a parent: the threads with which OpenMP divided its work there are not
     here, and an operation of torch that is to be divided would wait for them."""
     return _forked_on == threading.get_ident()
+
+
+class _File(Protocol):
+    def fileno(self) -> int: ...
+
+
+def drop_file(file: _File) -> None:
+    """In a child: not hold open what its parent has opened, whose other end waits for the last holder. The
+    number stays taken, so that whatever closes the file here closes nothing else."""
+    number = file.fileno()
+    if number >= 0:
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, number, inheritable=False)
+        os.close(null)

@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeAlias, cast
 
 from aioinfer.errors import ConfigError, EngineFailed, shown
+from aioinfer.forks import drop_file
+from aioinfer.loop.belonging import end_in_children
 from aioinfer.parallel.frames import HANDSHAKE_LIMIT, LIMIT, FrameError, FrameReader, frame
 from aioinfer.parallel.messages import Decoder, Message, encoded
 
@@ -89,6 +91,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
+        end_in_children(self)
         self._end.connected()
 
     def data_received(self, data: bytes) -> None:
@@ -177,6 +180,11 @@ class Connection(asyncio.Protocol):
         self.closed = True
         if self._transport is not None and not self.gone.done():
             self._transport.abort()
+
+    def forked(self) -> None:
+        """In a child of a fork: the peer does not wait for that to end."""
+        if self._transport is not None and not self.gone.done():
+            drop_file(self._transport.get_extra_info("socket"))
 
     def outlive_loop(self) -> None:
         """Close the socket of a loop that is closed: so that the peer knows."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import tempfile
 from abc import abstractmethod
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from aioinfer.errors import EngineError
+from aioinfer.forks import drop_file
+from aioinfer.loop.belonging import end_in_children
 from aioinfer.loop.waiting import finish
 from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import ReplicaState
@@ -34,9 +37,14 @@ class Child:
     """A child process that ends with its standard input, so also when this process is killed, and a directory
     that only this user can enter."""
 
-    def __init__(self, process: asyncio.subprocess.Process, directory: Path) -> None:
+    def __init__(
+        self, process: asyncio.subprocess.Process, stdin: asyncio.WriteTransport, directory: Path
+    ) -> None:
         self.process = process
+        #: its standard input
+        self.stdin = stdin
         self.directory = directory
+        end_in_children(self)
 
     @classmethod
     async def start(cls, command: Callable[[Path], Sequence[str]], **options: Any) -> Self:
@@ -44,21 +52,28 @@ class Child:
         # Not on a thread: a caller that is cancelled meanwhile would leave it behind.
         directory = Path(tempfile.mkdtemp(prefix="aioinfer-"))
         try:
-            process = await asyncio.create_subprocess_exec(
-                *command(directory),
-                stdin=asyncio.subprocess.PIPE,
-                start_new_session=True,  # signals of a terminal are for this process
-                **options,
-            )
+            read, write = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
+            # Not asyncio's own pipe: uvloop does not tell the file of that, see forked().
+            with read:
+                stdin, _ = await asyncio.get_running_loop().connect_write_pipe(asyncio.BaseProtocol, write)
+                try:
+                    process = await asyncio.create_subprocess_exec(
+                        *command(directory),
+                        stdin=read,
+                        start_new_session=True,  # signals of a terminal are for this process
+                        **options,
+                    )
+                except BaseException:
+                    stdin.close()
+                    raise
         except BaseException:
             shutil.rmtree(directory, ignore_errors=True)
             raise
-        return cls(process, directory)
+        return cls(process, stdin, directory)
 
     async def end(self, seconds: float) -> bool:
         """Close its input, and kill it after some seconds. Whether it has ended by itself."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        self.stdin.close()
         try:
             async with asyncio.timeout(seconds):
                 await self.process.wait()
@@ -77,11 +92,12 @@ class Child:
 
     def leave(self) -> None:
         """End it after its loop was closed."""
-        assert self.process.stdin is not None
-        pipe = self.process.stdin.transport.get_extra_info("pipe")
-        if pipe is not None:  # uvloop has closed it with the loop
-            pipe.close()
+        self.stdin.get_extra_info("pipe").close()
         shutil.rmtree(self.directory, ignore_errors=True)
+
+    def forked(self) -> None:
+        """In a child of a fork, which would hold its input open when it is closed in this process."""
+        drop_file(self.stdin.get_extra_info("pipe"))
 
 
 class LaunchedReplica(SocketReplica):

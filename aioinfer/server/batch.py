@@ -12,9 +12,11 @@ rows that are computed and, of all rows, 16 bytes that tell their names apart.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import hashlib
 import os
+import stat
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -124,7 +126,7 @@ def _lines(file: IO[bytes]) -> Iterator[tuple[int, bytes | None]]:
     number = 0
     while data := file.readline(_MOST_LINE):
         number += 1
-        whole = data
+        whole = data.removeprefix(codecs.BOM_UTF8) if number == 1 else data
         while len(data) == _MOST_LINE and not data.endswith(b"\n"):
             whole, data = b"", file.readline(_MOST_LINE)
         yield number, whole or None
@@ -135,14 +137,14 @@ def _row(number: int, data: bytes | None) -> Row:
         return _bad(number, None, "body", f"line {number} has more than {MOST_BODY_MIB:g} MiB")
     try:
         line = msgspec.json.decode(data, type=_Line)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         return _bad(number, None, "custom_id", f"line {number} is no row of a batch: {error}")
     if line.method != "POST":
         return _bad(0, line.custom_id, "method", f"must be POST, got {line.method[:100]!r}")
     if line.url not in URLS:
         return _bad(0, line.custom_id, "url", f"must be one of {', '.join(URLS)}, got {line.url[:100]!r}")
     body = bytes(line.body)
-    with contextlib.suppress(msgspec.MsgspecError):  # else the application says what is wrong
+    with contextlib.suppress(msgspec.MsgspecError, RecursionError):  # else the application says what is wrong
         if msgspec.json.decode(body, type=_Body).stream:
             return _bad(0, line.custom_id, "stream", "a row of a batch has one whole answer")
     return Row(_key(f"id {line.custom_id}"), line.custom_id, 0, line.url, body)
@@ -182,6 +184,8 @@ class Output:
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if it is no such file, or another program has it; OSError."""
+        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(f"{path}: is no file that can be read again, to go on where a run has ended")
         self.counts = Counts()
         self._path = path
         self._keys: set[bytes] = set()

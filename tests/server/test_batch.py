@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -103,6 +104,10 @@ async def test_every_endpoint_reads_its_body_as_the_server_does(path: Path) -> N
         ('{"custom_id": "b", "url": "/health"}', "url"),
         (row("a"), "custom_id"),
         (row("b", stream=True), "stream"),
+        (
+            '{"custom_id": "b", "url": "/v1/completions", "body": ' + "[" * 100_000 + "]" * 100_000,
+            "custom_id",
+        ),
     ],
 )
 async def test_a_bad_row_is_its_own_error_and_done(path: Path, line: str, param: str) -> None:
@@ -118,6 +123,13 @@ async def test_a_bad_row_is_its_own_error_and_done(path: Path, line: str, param:
         counts = await run(engine, lines, path)
         assert answers_in(path) == before
         assert (counts.answered, counts.failed, counts.earlier) == (2, 1, 3)
+
+
+async def test_a_byte_order_mark_belongs_to_no_row(path: Path) -> None:
+    async with engine_with() as engine:
+        counts = await run(engine, ["\ufeff" + row("a"), row("b")], path)
+    assert [each["custom_id"] for each in answers_in(path)] == ["a", "b"]
+    assert counts.failed == 0
 
 
 async def test_a_line_that_is_too_long_is_an_error_and_is_not_held(
@@ -146,6 +158,13 @@ def test_a_file_of_something_else_is_refused_and_unchanged(path: Path, content: 
     with pytest.raises(ConfigError, match="no answer of a batch"):
         batch.Output(path)
     assert path.read_bytes() == content
+
+
+def test_an_output_that_cannot_be_read_again_is_refused_and_not_waited_for(path: Path) -> None:
+    os.mkfifo(path)
+    for pipe in (path, Path("/dev/null")):
+        with pytest.raises(ConfigError, match=f"{pipe}: is no file that can be read again"):
+            batch.Output(pipe)
 
 
 def test_two_programs_do_not_write_one_file(path: Path) -> None:

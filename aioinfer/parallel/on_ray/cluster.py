@@ -195,10 +195,9 @@ class _Keeper:
         """Have something done. Raises HostUnavailable, and the engine's error."""
         if not self.alive:
             raise HostUnavailable("the keeper of replicas on Ray has ended")
-        assert self.child.process.stdin is not None
         asked: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._asked[command.number] = asked
-        self.child.process.stdin.write(msgspec.json.encode(command) + b"\n")
+        self.child.stdin.write(msgspec.json.encode(command) + b"\n")
         answer = await asked
         if answer.error is not None:
             raise answer.error.error()  # another start would meet it, too
