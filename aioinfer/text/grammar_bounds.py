@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterable, Mapping
 from itertools import product
 from typing import Any, NamedTuple
 
-from aioinfer.text.costs import Multiple, common_multiple, multiple_of, remainders
+from aioinfer.text.costs import Multiple, common_multiple, multiple_of, remainders, written_out
 from aioinfer.text.schema_references import Pointers, inner
 
 __all__ = ["MOST_LEVELS", "MOST_RULES", "GrammarBounds"]
@@ -40,6 +40,11 @@ _TOGETHER = {"pattern", "format"}
 #: Maximum repeats, classes and escapes of all different regular expressions: each can take 5 KB, and the time
 #: can grow with their square, to a second.
 _MOST_OPERATORS, _OPERATORS = 4096, "?*+{[.\\"
+#: Maximum cost of comparing ``patternProperties``, each with each, at each merge: llguidance copies all the
+#: patterns and all comparisons so far for each pair. About a second.
+_MOST_COMPARED = 4_000_000
+#: nodes of a pattern, unrolled, at which llguidance gives up comparing
+_COMPARABLE = 10_000
 #: maximum texts and regular expressions of a Lark grammar: the time grows with their square, to a second
 _MOST_QUOTED = 10_000
 #: characters of a text that count as one more part
@@ -93,7 +98,7 @@ class GrammarBounds:
     def __init__(self, max_depth: int) -> None:
         """``max_depth``: maximum nesting of a schema, references not counted."""
         self._max_depth = max_depth
-        self._levels = self._merges = self._copied = self._parts = 0
+        self._levels = self._merges = self._copied = self._compared = self._parts = 0
         self._patterns: set[str] = set()
         self._operators = 0
         self._pointers = Pointers(None)
@@ -209,6 +214,14 @@ class GrammarBounds:
         if self._copied > _MOST_COPIED:
             raise ValueError(f"needs more than {_MOST_COPIED} parts copied to merge its schemas")
 
+    def _compare(self, names: Iterable[Any]) -> None:
+        """Count what the patterns among ``names`` of an object cost: the square of what they are."""
+        sizes = [min(written_out(name[0]), _COMPARABLE) for name in names if isinstance(name, tuple)]
+        pairs = len(sizes) ** 2 // 2
+        self._compared += pairs * (64 + (4 * sum(sizes) + pairs) // 40)
+        if self._compared > _MOST_COMPARED:
+            raise ValueError("the keyword 'patternProperties' has too many patterns, or too long ones")
+
     def _merged(self, one: _Shape, other: _Shape) -> _Shape:
         for shape, beside in ((one, other), (other, one)):
             if shape.kind == "ref":
@@ -232,6 +245,7 @@ class GrammarBounds:
                 left = [one.parts[key]] if key in one.parts else unnamed
                 right = [other.parts[key]] if key in other.parts else others
                 parts[key] = self._largest(product(left, right))
+        self._compare(parts)
         own = one.size + other.size - _inner_size(one.parts) - _inner_size(other.parts) - 1
         return _with_parts(one.kind, parts, own)
 
@@ -304,9 +318,10 @@ class GrammarBounds:
             }
             matched = [*patterns.values(), _ANY]
             required = {name for name in _list(schema.get("required")) if _is_text(name)}
-            # Each pattern is compared with each, and so are names, which takes less.
+            # Names are compared, each with each.
             count = len(required | dict(_items(schema, "properties")).keys())
-            self._copy(len(patterns) ** 2 * 32 + count**2 // 4)
+            self._copy(count**2 // 4)
+            self._compare(patterns)
             self.check_patterns(pattern for (pattern,) in patterns)
             names: dict[Any, _Shape] = {
                 name: self._largest((self._compile(each), other) for other in matched)

@@ -36,8 +36,9 @@ _NO_FORCING = '\n%llguidance {"no_forcing": true}\n'
 #: Maximum Earley items of a position: what a schema of 500 optional properties needs at its start.
 _WIDEST = 2000
 #: The same for grammars that may be ambiguous. Their rows grow with the output, the time per token with the
-#: square of that, and a token is accepted with the interpreter's lock held: 2 ms a character at 300.
-_WIDEST_LARK = 200
+#: square of that, and a token is accepted with the interpreter's lock held: 2 ms a character at 300. Schemas
+#: within them may have more, by their parts, up to what 200 optional properties need.
+_WIDEST_LARK, _PER_PART, _WIDEST_MIXED = 200, 4, 1000
 #: maximum rules and characters of GBNF, which llguidance translates in Python: together they take 0.2 s
 _MOST_GBNF_RULES, _MOST_GBNF = 500, 1 << 16
 #: A line of Lark. llguidance's own test for it takes time that grows with the square of the blank lines.
@@ -93,8 +94,11 @@ class GuidanceBackend:
             raise InvalidRequest("grammar", str(error)) from None
         except (ValueError, RecursionError) as error:
             raise InvalidRequest("grammar", f"is not a {grammar.kind}: {error}") from None
+        widest = _WIDEST
+        if grammar.kind == "lark":
+            widest = min(_WIDEST_LARK + _PER_PART * bounds.parts, _WIDEST_MIXED)
         limits = self._library.LLParserLimits(
-            max_items_in_row=_WIDEST_LARK if grammar.kind == "lark" else _WIDEST,
+            max_items_in_row=widest,
             initial_lexer_fuel=1_000_000,
             step_lexer_fuel=200_000,
             step_max_items=50_000,

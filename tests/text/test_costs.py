@@ -13,6 +13,7 @@ from aioinfer.errors import InvalidRequest
 from aioinfer.ledger import LEDGER
 from aioinfer.params import SamplingParams
 from aioinfer.text.costs import MOST_NODES, common_multiple, multiple_of, remainders, written_out
+from aioinfer.text.grammar import GrammarState
 from aioinfer.text.grammar_spec import Grammar
 from aioinfer.text.guidance import GuidanceBackend
 from aioinfer.text.patterns import without_lookahead
@@ -190,10 +191,14 @@ def test_many_choices_values_and_equal_patterns_are_accepted(guidance: GuidanceB
     compiled(guidance, {"type": "array", "maxItems": 1000, "items": {"type": "string", "maxLength": 4000}})
 
 
-@pytest.mark.parametrize("keyword", ["properties", "patternProperties"])
-def test_names_and_patterns_of_one_object_are_bounded(guidance: GuidanceBackend, keyword: str) -> None:
+@pytest.mark.parametrize(
+    ("keyword", "reason"), [("properties", "parts copied"), ("patternProperties", "too many patterns")]
+)
+def test_names_and_patterns_of_one_object_are_bounded(
+    guidance: GuidanceBackend, keyword: str, reason: str
+) -> None:
     begin = time.thread_time()
-    with pytest.raises(InvalidRequest, match="parts copied"):
+    with pytest.raises(InvalidRequest, match=reason):
         compiled(guidance, {"type": "object", keyword: {f"^n{at}": {} for at in range(8000)}})
     assert soon(begin)
 
@@ -284,3 +289,58 @@ def test_the_stop_patterns_of_a_request_count_together() -> None:
     SamplingParams(stop_regex=["x{4000}y", "z{4000}y"])
     with pytest.raises(InvalidRequest, match="more than 10000 nodes"):
         SamplingParams(stop_regex=[f"{each}{{2000}}y" for each in "abcdefgh"])
+
+
+# -- patterns of names, and schemas within grammars ------------------------------------------------------
+
+
+def _named(patterns: list[str]) -> dict[str, Any]:
+    return {"type": "object", "patternProperties": {each: {"type": "integer"} for each in patterns}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        _named([f"^prop{at}$" for at in range(350)]),
+        _named([f"^a{{{at}}}b.*{at}$" for at in range(1, 300)]),
+        _named([f"^{'ab' * 200}{at:03}$" for at in range(100)]),
+        {"allOf": [_named([f"^a{{{at + 100 * part}}}$" for at in range(60, 100)]) for part in range(6)]},
+        {"allOf": [_named([f"^a{at}$" for at in range(100)]), *({"minProperties": at} for at in range(200))]},
+        {"items": [_named([f"^{part}a{{{at}}}$" for at in range(60, 100)]) for part in range(40)]},
+    ],
+    ids=["many", "counted", "long", "merged", "merged with others", "in many objects"],
+)
+def test_patterns_of_names_that_are_long_to_compare_are_refused(
+    guidance: GuidanceBackend, schema: Any
+) -> None:
+    with pytest.raises(InvalidRequest, match="'patternProperties' has too many patterns"):
+        compiled(guidance, schema)
+
+
+def test_usual_patterns_of_names_are_accepted(guidance: GuidanceBackend) -> None:
+    compiled(guidance, _named([f"^([a-z0-9]+-)+{at:03}(x|y)?$" for at in range(30)]))
+    compiled(guidance, _named([f"^x-item-{at:03}$" for at in range(100)]))
+
+
+def _failure(vocabulary: Vocabulary, lark: str, text: str) -> str | None:
+    """Why a grammar ends an output that begins with the text."""
+    state = GrammarState(
+        vocabulary.backend, vocabulary.backend.compile(Grammar("lark", lark)), 0, vocabulary.size, 0
+    ).start()
+    for token in vocabulary.tokenizer.encode(text, add_special_tokens=False).ids:
+        state.accept([token])
+    return state.failed
+
+
+@pytest.mark.parametrize("count", [60, 200])
+def test_schemas_within_grammars_may_have_many_optional_properties(
+    vocabulary: Vocabulary, count: int
+) -> None:
+    schema = {"type": "object", "properties": {f"p{at}": {"type": "string"} for at in range(count)}}
+    assert _failure(vocabulary, f'start: "=" %json {json.dumps(schema)}', '={"p1": "') is None
+
+
+def test_grammars_without_large_schemas_have_narrow_rows(vocabulary: Vocabulary) -> None:
+    rules = "".join(f'\nr{at}: "a" r{at} | "{at}"' for at in range(250))
+    wide = "start: " + " | ".join(f"r{at}" for at in range(250)) + rules + '\nj: %json {"type": "null"}'
+    assert "max is 20" in (_failure(vocabulary, wide, "aaa") or "")
