@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from aioinfer.model.attention.base import Attention, AttentionParams
-from aioinfer.model.attention.pool import KVPool
+from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.heads import HeadNorm
 from tests.model.kernels import TOLERANCE, Problem, Setup
@@ -87,6 +88,40 @@ def test_soft_caps_and_diffusion_blocks_reach_both_kernels(device: str) -> None:
     )
     expected = task.expected(0.2, soft_cap=1.5, block=8)
     torch.testing.assert_close(got.double().cpu(), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("dtype", grid([torch.bfloat16], [torch.float32, torch.float16], INTERPRETER))
+@pytest.mark.parametrize("float8", [False, True], ids=["", "float8"])
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_what_is_not_finite_reaches_those_alone_who_see_its_position(
+    device: str, fused: bool, float8: bool, dtype: torch.dtype
+) -> None:
+    """One value of a chunk."""
+    shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 24, "page_size": 8}
+    params, found = AttentionParams(0.2, window=7), []
+    for value in (1.0, math.inf, math.nan):
+        setup = Setup(Problem.make([(1, 9), (20, 24)], dtype=dtype, device=device, **shape), 1)
+        setup.v[10, 1, 15] = value
+        pool = KVPool(
+            [KVShape(2, 24)] * 2,
+            num_pages=7,
+            page_size=8,
+            dtype=dtype,
+            device=torch.device(device),
+            float8=float8,
+        )
+        attention = triton_attention(pool)
+        if fused:
+            weight = torch.ones(8, 24, dtype=dtype, device=device)
+            found.append(setup.run_fused(attention, HeadNorm(weight, 1e-6), params))
+        else:
+            found.append(setup.run(attention, params))
+    seeing = torch.zeros(21, dtype=torch.bool, device=device)
+    seeing[10:17] = True
+    for got in found[1:]:
+        assert torch.equal(got[~seeing], found[0][~seeing])
+        assert not got[seeing].flatten(1).isfinite().all(1).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

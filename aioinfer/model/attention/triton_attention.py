@@ -22,7 +22,7 @@ import triton.language as tl
 
 from aioinfer.model.attention.base import AttentionParams
 from aioinfer.model.attention.pool import KVPool, KVScales
-from aioinfer.model.attention.triton_common import kv_arguments
+from aioinfer.model.attention.triton_common import kv_arguments, not_finite
 from aioinfer.model.attention.triton_decode import DecodeTuning, paged_decode
 from aioinfer.model.attention.triton_heads import rotate_and_store
 from aioinfer.model.attention.triton_prefill import PrefillTuning, choose_splits, paged_prefill
@@ -186,6 +186,9 @@ def _store_kernel(
     to = (cell * HEADS + head) * HEAD_DIM + dim
     key = tl.load(k + token * stride_k_token + head * stride_k_head + dim, mask=wanted, other=0.0)
     value = tl.load(v + token * stride_v_token + head * stride_v_head + dim, mask=wanted, other=0.0)
+    unknown = not_finite(magnitude(value.to(tl.float32)))
+    key = tl.where(unknown, float("nan"), key.to(tl.float32)).to(key.dtype)
+    value = tl.where(unknown, 0.0, value)
     if FLOAT8:
         wide_key = key.to(tl.float32)
         wide_value = value.to(tl.float32)
@@ -194,7 +197,7 @@ def _store_kernel(
         at = cell * HEADS + head
         tl.store(key_scales + at, key_exponent.to(tl.uint8), mask=head < HEADS)
         tl.store(value_scales + at, value_exponent.to(tl.uint8), mask=head < HEADS)
-        key = shrunk(wide_key, key_exponent, key)
+        key = tl.where(unknown, 0, shrunk(wide_key, key_exponent, key))
         value = shrunk(wide_value, value_exponent, value)
     tl.store(keys + to, key, mask=wanted)
     tl.store(values + to, value, mask=wanted)

@@ -64,6 +64,16 @@ def follow(EARLY: tl.constexpr) -> None:
 
 
 @triton.jit
+def not_finite(magnitudes: tl.tensor) -> tl.tensor:
+    """Which values, of which these are the magnitudes [heads, dims], are not finite: bool [heads, 1].
+
+    They are stored as 0, under a key of NaN (of 8 bits: 0 times infinity), so that the scores and results of
+    queries that see the position are NaN. Others have a weight of 0 for it, and 0 * NaN is NaN.
+    """
+    return (tl.max(magnitudes, 1) == float("inf"))[:, None]
+
+
+@triton.jit
 def _dot(a: tl.tensor, b: tl.tensor, acc: tl.tensor, WIDEN: tl.constexpr) -> tl.tensor:
     """acc + a @ b, accumulated in float32; float32 operands are not rounded to TF32."""
     if WIDEN:

@@ -15,6 +15,8 @@ d + ROTATED / 2; the dimensions behind them, if there are any, are halved in the
     a          the first quarter of a head, | the third,
     b          the second one               | the fourth, if half of a head is rotated
 
+A value that is not finite is stored as it is in :func:`~aioinfer.model.attention.triton_common.not_finite`.
+
 With the same mean square the bits are those of :func:`~aioinfer.model.heads.split_heads`: always without
 a norm. With a norm the squares are added in another order than torch's: where the sum rounds differently, the
 last bit of some elements differs.
@@ -27,7 +29,14 @@ import triton
 import triton.language as tl
 
 from aioinfer.model.attention.pool import KVScales
-from aioinfer.model.attention.triton_common import INTERPRETED, follow, inverse_rms, kv_arguments, rounded
+from aioinfer.model.attention.triton_common import (
+    INTERPRETED,
+    follow,
+    inverse_rms,
+    kv_arguments,
+    not_finite,
+    rounded,
+)
 from aioinfer.model.heads import HeadNorm
 from aioinfer.model.rope import Rotary
 from aioinfer.model.triton_float8 import exponent_of, magnitude, shrunk
@@ -70,6 +79,11 @@ def _rotate_kernel(
     at = (token * (HEADS + 2 * KV_HEADS) + head) * (2 * HALF)
     raw_a = tl.load(qkv + at + a_dim, mask=is_query | is_key | is_value, other=0.0)
     raw_b = tl.load(qkv + at + b_dim, mask=is_query | is_key | is_value, other=0.0)
+    # Of a key, the value of its position; of a value, itself.
+    of = tl.where(head < HEADS + KV_HEADS, at + KV_HEADS * (2 * HALF), at)
+    stored_a = tl.load(qkv + of + a_dim, mask=is_key | is_value, other=0.0)
+    stored_b = tl.load(qkv + of + b_dim, mask=is_key | is_value, other=0.0)
+    unknown = not_finite(tl.maximum(magnitude(stored_a.to(tl.float32)), magnitude(stored_b.to(tl.float32))))
     a = raw_a.to(tl.float32)
     b = raw_b.to(tl.float32)
     if NORM:
@@ -92,6 +106,8 @@ def _rotate_kernel(
     if VALUES:
         value_a = a.to(raw_a.dtype)
         value_b = b.to(raw_b.dtype)
+    value_a = tl.where(unknown, 0.0, value_a)
+    value_b = tl.where(unknown, 0.0, value_b)
     at = token * ROTATED + lane
     cos_a = tl.load(cos + at, mask=turns, other=0.0).to(tl.float32)
     cos_b = tl.load(cos + at + ROTATED // 2, mask=turns, other=0.0).to(tl.float32)
@@ -102,8 +118,8 @@ def _rotate_kernel(
     if ROTATED < 2 * HALF:
         turned_a = tl.where(turns, turned_a, a)
         turned_b = tl.where(turns, turned_b, b)
-    turned_a = rounded(turned_a, raw_a, INTERPRETED).to(raw_a.dtype)
-    turned_b = rounded(turned_b, raw_b, INTERPRETED).to(raw_b.dtype)
+    turned_a = rounded(tl.where(unknown, float("nan"), turned_a), raw_a, INTERPRETED).to(raw_a.dtype)
+    turned_b = rounded(tl.where(unknown, float("nan"), turned_b), raw_b, INTERPRETED).to(raw_b.dtype)
     at = (token * HEADS + head) * (2 * HALF)
     tl.store(q + at + a_dim, turned_a, mask=is_query)
     tl.store(q + at + b_dim, turned_b, mask=is_query)
@@ -118,8 +134,8 @@ def _rotate_kernel(
         exponent = exponent_of(largest)[:, None]
         tl.store(key_scales + at, exponent.to(tl.uint8), mask=key_heads)
         tl.store(value_scales + at - KV_HEADS, exponent.to(tl.uint8), mask=value_heads)
-        turned_a = shrunk(wide_a, exponent, raw_a)
-        turned_b = shrunk(wide_b, exponent, raw_b)
+        turned_a = tl.where(unknown, 0, shrunk(wide_a, exponent, raw_a))
+        turned_b = tl.where(unknown, 0, shrunk(wide_b, exponent, raw_b))
         value_a = turned_a
         value_b = turned_b
     at *= 2 * HALF
