@@ -18,6 +18,7 @@ from aioinfer.client.threadsafe import ThreadsafeEngine
 from aioinfer.errors import EngineClosed, WrongLoop
 from aioinfer.forks import this_process
 from aioinfer.loop.belonging import require_process, running_loop
+from aioinfer.loop.service import EngineState
 
 __all__ = ["EngineInThread", "LoopThread"]
 
@@ -148,7 +149,8 @@ def _end(
 
     async def end() -> None:
         try:
-            await engine.aclose()
+            if engine.state is not EngineState.STARTING:  # else its start is cancelled, with what is left
+                await engine.aclose()
         finally:
             loop.stop()
 

@@ -173,6 +173,35 @@ def test_what_nobody_closed_ends_with_the_program() -> None:
     assert "Traceback" not in done.stderr
 
 
+AMID_A_START = """
+import threading
+from aioinfer import LLM, EngineClosed, EngineConfig
+
+begun = threading.Event()
+
+def tokenizer(config):
+    begun.set()
+    threading.Event().wait(1)
+
+def start():
+    try:
+        LLM(EngineConfig(threads=1), tokenizer=tokenizer)
+    except EngineClosed:
+        pass
+
+threading.Thread(target=start, daemon=True).start()
+begun.wait()
+"""
+
+
+@rest(PROGRAM)
+def test_a_program_may_end_while_a_thread_of_it_starts_an_engine() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", AMID_A_START], capture_output=True, text=True, timeout=NEVER, cwd=ROOT
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 AT_ONCE = """
 from concurrent.futures import ThreadPoolExecutor
 from aioinfer import Engine, EngineConfig
