@@ -141,6 +141,11 @@ class Preparing:
         assert matcher is not None
         return backend, matcher
 
+    def close(self) -> None:
+        """Give the compiled grammars back: a closed engine that is kept promises none of its memory."""
+        with self._compiler_lock:
+            self._compiler = None
+
     def _grammar_compiler(self) -> Compiler:
         with self._compiler_lock:
             if self._compiler is None:

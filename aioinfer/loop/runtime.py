@@ -257,6 +257,7 @@ class Runtime(Service[_Open]):
 
     def _closed(self) -> None:
         self.state = EngineState.CLOSED
+        self.core.preparing.close()
         self.observers.closed()
 
     def outlive_loop(self) -> None:
@@ -268,6 +269,7 @@ class Runtime(Service[_Open]):
         for cell in self.open:
             cell.output.refuse(EngineClosed("the event loop of the engine was closed"))
         self.open.clear()
+        self.core.preparing.close()
         self.observers.closed()
         del self.core, self.driver, self.launcher, self.adapters, self.updates
 

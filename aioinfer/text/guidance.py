@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -116,8 +116,7 @@ class GuidanceBackend:
             return
         table = np.zeros((len(matchers), len(masks[0])), np.int32)
         places, costs = [], set()
-        for at, matcher in enumerate(matchers):
-            assert isinstance(matcher, _GuidanceMatcher)
+        for at, matcher in enumerate(cast("Sequence[_GuidanceMatcher]", matchers)):
             places.append((matcher.native, at))
             costs.add(matcher.cost)
         executor = getattr(self._executors, "executor", None)

@@ -16,8 +16,8 @@ from aioinfer.execution.memory import memory_available
 from aioinfer.ledger import LEDGER
 
 MIB = 1 << 20
-#: MiB that the group leaves for pools, and those of each of three engines
-LEFT, POOL = 320, 192
+#: MiB that the group leaves for pools and caches, and those of each of three engines
+LEFT, POOL = 448, 256
 _PAGE = 48 << 10  # bytes of a page of tiny-chat
 
 

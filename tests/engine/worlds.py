@@ -296,21 +296,27 @@ def verify_ids(claim: Claim, ids: list[int]) -> None:
         assert logprobs is None or [each.token_id for each in logprobs] == ids
 
 
+def _first_stop(text: str, stops: Sequence[str], before: int, free: int) -> tuple[int, int] | None:
+    """End and begin of the stop string that ends first behind ``before``, and begins behind ``free``."""
+    found = [(text.find(stop, max(free, before - len(stop) + 1)), len(stop)) for stop in stops]
+    return min(((at + size, at) for at, size in found if at >= 0), default=None)
+
+
 def ended(ids: list[int], params: SamplingParams) -> tuple[list[int], str, str]:
     """Ids, text and finish reason where stop strings and tokens end a stream of ids."""
     pieces = ToyTokenizer(VOCAB)._pieces
     stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else {0})
-    text = ""
+    text, free = "", 0  # where the last stop has ended that came too early to be one
     for index, token in enumerate(ids):
         ended = token in stop_ids
         if not ended or params.include_stop:
             before = len(text)
             text += pieces[token]
-            found = [(text.find(stop, max(0, before - len(stop) + 1)), stop) for stop in params.stop]
-            hits = [(at + len(stop), at, stop) for at, stop in found if at >= 0]
-            if hits:
-                end, at, _ = min(hits)
-                return ids[: index + 1], text[: end if params.include_stop else at], "stop"
+            while hit := _first_stop(text, params.stop, before, free):
+                end, at = hit
+                if index >= params.min_tokens:
+                    return ids[: index + 1], text[: end if params.include_stop else at], "stop"
+                free = end
         if ended:
             return ids[: index + 1], text, "stop"
     return ids, text, "length"

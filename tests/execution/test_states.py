@@ -72,6 +72,8 @@ class Running:
             wanted.append(rows[row, 0] % VOCAB)
         numbers.index_copy_(0, states.write, rows)
         counts.index_copy_(0, states.write, starts + batch.cu_q.diff())
+        if batch.hidden_rows is not None:
+            batch.hidden = torch.zeros(len(batch.hidden_rows), 1)
         likes = torch.nn.functional.one_hot(torch.stack(wanted), VOCAB).float()
         return likes[batch.logits_rows]
 

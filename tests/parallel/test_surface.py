@@ -178,7 +178,7 @@ async def test_counters_do_not_fall_when_engines_are_lost_restarted_and_removed(
         await work()
         await look(192)
         steps = dispatcher.stats().steps
-        assert before["aioinfer_steps_total", labels] > steps, "stats() are those of the present engines"
+        assert before["aioinfer_steps_total", labels] == steps
         for name in ("aioinfer_step_tokens_count", "aioinfer_event_loop_lag_seconds_count"):
             assert before[name, labels] == before["aioinfer_steps_total", labels]
 
