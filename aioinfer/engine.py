@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, ParamSpec
+from typing import TYPE_CHECKING, Never, ParamSpec
 
 from aioinfer.cache.namespace import Namespace
 from aioinfer.chat.answers import ChatFormat
@@ -20,6 +20,7 @@ from aioinfer.chat.asking import chat_format
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.client.engine_like import EngineLike
 from aioinfer.client.in_thread import EngineInThread
+from aioinfer.client.requests import refuse_names
 from aioinfer.config import EngineConfig, given
 from aioinfer.embeddings.embedding import honest
 from aioinfer.errors import EngineError
@@ -81,9 +82,11 @@ class Engine(EngineLike):
         launcher: Callable[[EngineConfig], Launcher] = factory.make_launcher,
         tokenizer: Callable[[EngineConfig], Tokenizer | None] = factory.load_tokenizer,
         drafter: Drafter | None = None,
+        **unknown: Never,
     ) -> None:
         """``launcher`` and ``tokenizer`` replace the real ones in tests and simulations; ``tokenizer``
         is called on a worker thread. ``drafter`` proposes tokens in place of ``config.speculation``."""
+        refuse_names(type(self).__name__, unknown)
         self.config = given(config)
         self.default_params = SamplingParams()
         self.sentences = Sentences()
@@ -405,6 +408,8 @@ class Engine(EngineLike):
     def _started(self) -> Runtime:
         """The runtime, which a closed engine keeps. Raises EngineClosed before the start."""
         if self._runtime is None:
+            if self._idle is not EngineState.NEW:
+                require_process(self._process)
             raise not_started("engine", self.state)
         return self._runtime
 

@@ -10,10 +10,11 @@ import itertools
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Never, Self, TypeVar, Unpack
 
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.client.in_thread import LoopThread
+from aioinfer.client.requests import refuse_names
 from aioinfer.config import EngineConfig, given
 from aioinfer.engine import Engine
 from aioinfer.execution.device import Device
@@ -47,9 +48,11 @@ class SteppedEngine:
         device: Callable[[EngineConfig], Device] | None = None,
         tokenizer: Callable[[EngineConfig], Tokenizer | None] = factory.load_tokenizer,
         drafter: Drafter | None = None,
+        **unknown: Never,
     ) -> None:
         """Load the model. Raises ConfigError, OutOfMemory. ``device`` and ``tokenizer`` replace the real
         ones in tests; ``drafter`` proposes tokens in place of ``config.speculation``."""
+        refuse_names(type(self).__name__, unknown)
         self.config = given(config)
         launcher = factory.make_launcher if device is None else _inline(device)
         # The loop has nothing else to do: steps are launched on its thread.

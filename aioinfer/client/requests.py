@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -13,7 +13,7 @@ from aioinfer.chat.asking import ChatRequest, chat_request
 from aioinfer.chat.functions import Tool
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.client.chats import ChatStream
-from aioinfer.config import EngineConfig
+from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.errors import AioInferError, InvalidRequest, RequestError, renamed, shown
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource, check_chat, pooling_params
 from aioinfer.outputs import AdapterInfo
@@ -27,13 +27,21 @@ if TYPE_CHECKING:
     from aioinfer.loop.service import Service
     from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Requests"]
+__all__ = ["Requests", "refuse_names"]
 
 #: options with a default in the config
 _CONFIGURED = ("waiting_timeout", "running_timeout", "max_lag")
 _OPTIONS = frozenset(each.name for each in fields(Request))
 #: choices of one prompt, as in the HTTP API
 _MOST_CHOICES = 128
+
+
+def refuse_names(taker: str, unknown: Iterable[str], kind: str = "argument") -> None:
+    """Raise TypeError if there are keywords that a class or a call has not, with the class that has them."""
+    homes = (SamplingParams, EngineConfig, ServerConfig)
+    for name in unknown:
+        found = next((f": it is one of {each.__name__}({name}=...)" for each in homes if name in each.__dataclass_fields__), "")
+        raise TypeError(f"{taker} has no {kind} {name!r}{found}")
 
 
 class Requests(ABC):
@@ -177,10 +185,7 @@ class Requests(ABC):
         for name in _CONFIGURED:
             if given.get(name) is None:
                 given[name] = getattr(self.config, name)
-        for name in given.keys() - _OPTIONS:
-            known = name in SamplingParams.__dataclass_fields__
-            way = f"; give SamplingParams({name}=...)" if known else ""
-            raise TypeError(f"a request has no option {name!r}{way}")
+        refuse_names("a request", given.keys() - _OPTIONS, "option")
         return Request(params=params, **given)
 
     def queue(

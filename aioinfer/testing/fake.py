@@ -14,19 +14,21 @@ import re
 from collections import abc, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, Unpack
+from typing import Any, Never, TypeAlias, Unpack
 
 from aioinfer.client.mapping import MapProgress, OnError
 from aioinfer.config import EngineConfig, given
 from aioinfer.embeddings.scoring import ScoreMethod, Scores
 from aioinfer.engine import Engine
 from aioinfer.errors import (
+    ConfigError,
     EngineError,
     EngineFailed,
     InvalidRequest,
     Rejected,
     RequestError,
     StepFailed,
+    shown,
 )
 from aioinfer.execution.device import DeviceLost
 from aioinfer.loop.options import PromptSource
@@ -134,6 +136,7 @@ class FakeEngine(Engine):
         config: EngineConfig | None = None,
         embedding_size: int = 3,
         scores: Scored | None = None,
+        **unknown: Never,
     ) -> None:
         """``delay`` and ``pace``: seconds to the first token and from token to token; they pass on the clock
         of the loop, so that they take no time on a :class:`VirtualLoop`."""
@@ -142,7 +145,9 @@ class FakeEngine(Engine):
         )
         # A step brings one token of an answer, at its own pace.
         config = replace(given(config), speculation="off")
-        super().__init__(config, launcher=self._new_launcher, tokenizer=lambda _: FakeTokenizer())
+        super().__init__(
+            config, launcher=self._new_launcher, tokenizer=lambda _: FakeTokenizer(), **unknown
+        )
         self.answers = answers
         self.delay = delay
         self.pace = pace
@@ -161,8 +166,10 @@ class FakeEngine(Engine):
 
     @answers.setter
     def answers(self, given: Answers | None) -> None:
-        self._answers = given
         single = given is None or isinstance(given, (str, Exception, Answer, Mapping)) or callable(given)
+        if not (single or isinstance(given, Iterable)):
+            raise ConfigError(f"answers must be a text, or texts, got {shown(given)}")
+        self._answers = given
         self._next = None if single else iter(given)  # type: ignore[arg-type]
 
     def lose_device(self, cause: Exception | None = None) -> None:

@@ -387,9 +387,22 @@ def test_the_engine_of_a_loop_names_the_fork(make_engine: MakeEngine) -> None:
     ]
     for call in calls:
         says_fork(call)
+
+    def closed() -> list[str]:
+        """What calls say once the copy is closed."""
+        asyncio.run(engine.aclose())
+        return [raised(call) for call in (*calls[:4], calls[-1], engine.stats, lambda: engine.info)]
+
+    assert all("fork" in told for told in in_child(closed))
     assert loop.run_until_complete(awaited(untouched)).token_ids == toy_generate([1, 2], LONG)
     loop.run_until_complete(engine.aclose())
     loop.close()
+
+
+def raised(call: Callable[[], Any]) -> str:
+    with pytest.raises(errors.EngineClosed) as caught:
+        call()
+    return str(caught.value)
 
 
 async def read(stream: Any) -> None:
@@ -468,6 +481,22 @@ def of_processes(config: Any) -> Dispatcher:
 def test_a_name_in_the_place_of_a_config_is_told_how_to_be_one(make: Any) -> None:
     with pytest.raises(errors.ConfigError, match=r"EngineConfig\(model='tiny-chat'\)"):
         make("tiny-chat")
+
+
+@pytest.mark.parametrize("make", [Engine, LLM, FakeEngine], ids=["Engine", "LLM", "FakeEngine"])
+def test_a_setting_in_the_place_of_a_config_is_told_where_it_goes(make: Any) -> None:
+    for name, home in (("model", "EngineConfig"), ("top_p", "SamplingParams"), ("replicas", "ServerConfig")):
+        told = rf"^{make.__name__} has no argument '{name}': it is one of {home}\({name}=\.\.\.\)$"
+        with pytest.raises(TypeError, match=told):
+            make(**{name: 3})
+    if make is not LLM:
+        with pytest.raises(TypeError, match=f"^{make.__name__} has no argument 'modle'$"):
+            make.in_thread(modle=3)
+
+
+def test_answers_that_are_none_are_refused() -> None:
+    with pytest.raises(errors.ConfigError, match="answers must be a text, or texts, got 3"):
+        FakeEngine(3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "temperature", "grammar"])
