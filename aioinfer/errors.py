@@ -171,6 +171,11 @@ def _restored(kind: type[AioInferError], args: tuple[Any, ...], state: Mapping[s
     return error
 
 
+def why(error: Exception) -> str:
+    """What another package's reader says of a text."""
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error)
+
+
 def shown(value: Any) -> str:
     """A value in an error message, in a few characters and bounded time, whatever it is."""
     if isinstance(value, str):

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import InvalidRequest, why
 from aioinfer.params import Grammar, SamplingParams
 from aioinfer.text import reasoning as reasoning_formats
 from aioinfer.text import tool_calls
@@ -199,7 +199,7 @@ def _schema(grammar: Grammar) -> Mapping[str, Any] | bool:
     try:
         schema = json.loads(grammar.text)
     except (ValueError, RecursionError) as error:
-        raise InvalidRequest("grammar", f"is not a JSON schema: {error}") from None
+        raise InvalidRequest("grammar", f"is not a JSON schema: {why(error)}") from None
     if not isinstance(schema, (dict, bool)):
         raise InvalidRequest("grammar", "is not a JSON schema")
     return schema

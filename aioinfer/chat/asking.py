@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from aioinfer.chat.answers import ChatFormat
-from aioinfer.chat.functions import Tool, form_of, is_model, parser_of, tool_of
+from aioinfer.chat.functions import Tool, form_of, model_of, parser_of, tool_of
 from aioinfer.chat.results import ChatRequest, Parse
 from aioinfer.chat.variables import Variables
 from aioinfer.errors import InvalidRequest
@@ -17,6 +17,7 @@ from aioinfer.text.tokenizer import Tokenizer
 
 __all__ = ["ChatRequest", "chat_format", "chat_request"]
 
+_CLASSES = ", a pydantic model, a dataclass or a TypedDict"
 _FORMATS = ("text", "json_object", "json_schema")
 
 
@@ -104,11 +105,11 @@ def _choice(choice: Any) -> Any:
 
 def _format(given: Any) -> tuple[dict[str, Any], Parse]:
     """``response_format`` in OpenAI's form, and what parses an answer in it."""
-    if is_model(given):
-        return _wrapped(form_of("response_format", given)), given.model_validate_json
+    if (model := model_of("response_format", given)) is not None:
+        return _wrapped(form_of("response_format", model)), model.model_validate_json
     if not isinstance(given, Mapping):
         kind = type(given).__name__
-        raise InvalidRequest("response_format", f"must be an object or a pydantic model, got {kind}")
+        raise InvalidRequest("response_format", f"must be an object{_CLASSES}, got {kind}")
     form = freeze("response_format", given, lists=True)
     return form if form.get("type") in _FORMATS else _wrapped(form), json.loads
 

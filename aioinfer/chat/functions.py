@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 import types
 import typing
@@ -12,7 +14,7 @@ from aioinfer.errors import InvalidRequest
 from aioinfer.inputs import freeze
 from aioinfer.text.grammar_spec import closed, model_schema
 
-__all__ = ["Tool", "form_of", "is_model", "parser_of", "tool_of"]
+__all__ = ["Tool", "form_of", "is_model", "model_of", "parser_of", "tool_of"]
 
 #: OpenAI's object, a function whose parameters have annotations, or a class with ``model_json_schema``
 Tool: TypeAlias = "Mapping[str, Any] | Callable[..., Any]"
@@ -30,6 +32,30 @@ _REFUSED_KINDS = (
 def is_model(value: Any) -> bool:
     """A class that has a JSON schema: one of pydantic's models."""
     return isinstance(value, type) and callable(getattr(value, "model_json_schema", None))
+
+
+def model_of(field: str, given: Any) -> Any:
+    """A class that has a JSON schema: as it is, or made of a dataclass or a ``TypedDict``; None: it is no
+    class of these. Raises InvalidRequest."""
+    if is_model(given):
+        return given
+    # ``typing.is_typeddict`` does not know those of ``typing_extensions``
+    if not (isinstance(given, type) and (dataclasses.is_dataclass(given) or hasattr(given, "__total__"))):
+        return None
+    try:
+        return _described(given)
+    except Exception as error:
+        raise InvalidRequest(field, f"{given.__name__} has no JSON schema: {error}"[:400]) from None
+
+
+@functools.lru_cache(maxsize=64)  # making one takes a millisecond
+def _described(given: type) -> Any:
+    from pydantic import TypeAdapter
+
+    adapter: TypeAdapter[Any] = TypeAdapter(given)
+    return types.SimpleNamespace(
+        model_json_schema=adapter.json_schema, model_validate_json=adapter.validate_json
+    )
 
 
 def tool_of(field: str, given: Any) -> dict[str, Any]:

@@ -106,7 +106,7 @@ class ChatResult:
 
     @cached_property
     def parsed(self) -> Any:
-        """The content as ``response_format`` has it: of a pydantic model an instance, of a schema the value.
+        """The content as ``response_format`` has it: of a class an instance, of a schema the value.
         None without a format, and without content.
 
         Raises ValueError if the content is not complete (``finish_reason`` "length", or a stop string), or

@@ -17,7 +17,7 @@ from typing import Any
 
 import regex
 
-from aioinfer.errors import ConfigError, shown
+from aioinfer.errors import ConfigError, shown, why
 
 __all__ = ["AdapterConfig"]
 
@@ -292,7 +292,7 @@ class _Matcher:
             raise _slow(field, pattern) from None
         except (regex.error, RecursionError, OverflowError) as error:
             raise ConfigError(
-                f"adapter: {field} has no regular expression in {shown(pattern)}: {error}"
+                f"adapter: {field} has no regular expression in {shown(pattern)}: {why(error)}"
             ) from error
         finally:
             self._left -= time.thread_time() - began

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self, TypeAlias
 
 from aioinfer.checkpoint.regular import read_regular
 from aioinfer.checkpoint.tensors import MOST_JSON, read_json_object
-from aioinfer.errors import ConfigError, shown
+from aioinfer.errors import ConfigError, shown, why
 
 __all__ = ["Sentences"]
 
@@ -118,7 +118,7 @@ def _modules(file: Path) -> list[tuple[str, str]]:
             for kind, module in zip(kinds, modules, strict=True)
         ]
     except (OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"model: {file.name} cannot be read: {error}") from error
+        raise ConfigError(f"model: {file.name} cannot be read: {why(error)}") from error
     found = list(zip(kinds, places, strict=True))
     for kind, where in found:
         if kind in _DIRECTORIES and not (isinstance(where, str) and Path(where).name == where != ".."):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from aioinfer.checkpoint.regular import open_regular, read_regular
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, why
 
 if TYPE_CHECKING:
     import torch
@@ -229,7 +229,7 @@ def read_json_object(file: Path) -> dict[str, Any]:
     except ConfigError:
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f"model: {file.name} cannot be read: {error}") from error
+        raise ConfigError(f"model: {file.name} cannot be read: {why(error)}") from error
     if not isinstance(value, dict):
         raise ConfigError(f"model: {file.name} holds no JSON object")
     return value

@@ -13,7 +13,7 @@ from typing import Any
 
 from aioinfer.checkpoint.regular import read_regular
 from aioinfer.checkpoint.tensors import MOST_JSON
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, why
 
 __all__ = ["check_growth"]
 
@@ -37,7 +37,7 @@ def check_growth(file: Path) -> None:
             name: math.prod(map(_growth, _rules(getattr(whole, name)))) for name in ("normalizer", "decoder")
         }
     except (OSError, ValueError, TypeError, RecursionError) as error:  # also msgspec's
-        raise ConfigError(f"model: {file.name} cannot be read: {error}") from error
+        raise ConfigError(f"model: {file.name} cannot be read: {why(error)}") from error
     for name, growth in growths.items():
         if growth > _MOST:
             made = f"can make a text {growth:g} times longer"

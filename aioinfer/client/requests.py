@@ -40,7 +40,8 @@ def refuse_names(taker: str, unknown: Iterable[str], kind: str = "argument") -> 
     """Raise TypeError if there are keywords that a class or a call has not, with the class that has them."""
     homes = (SamplingParams, EngineConfig, ServerConfig)
     for name in unknown:
-        found = next((f": it is one of {each.__name__}({name}=...)" for each in homes if name in each.__dataclass_fields__), "")
+        having = [each.__name__ for each in homes if name in each.__dataclass_fields__]
+        found = f": it is one of {having[0]}({name}=...)" if having else ""
         raise TypeError(f"{taker} has no {kind} {name!r}{found}")
 
 
@@ -234,7 +235,7 @@ class Requests(ABC):
         tools: Sequence[Tool] | None = None,
         tool_choice: str | Tool | None = None,
         parallel_tool_calls: bool | None = None,
-        response_format: Schema | None = None,
+        response_format: Schema | type[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
     ) -> ChatStream:
@@ -250,8 +251,8 @@ class Requests(ABC):
             tool_choice: "auto" (the default), "none", "required", or the tool that must be called, as an
                 object in OpenAI's form or as it is in ``tools``.
             parallel_tool_calls: False for one call at most.
-            response_format: of the content: OpenAI's object, a JSON schema or a pydantic model. The result's
-                ``parsed`` is then what the content stands for.
+            response_format: of the content: OpenAI's object, a JSON schema, a pydantic model, a dataclass or
+                a ``TypedDict``. The result's ``parsed`` is then what the content stands for.
             chat_template_kwargs: variables that the chat template reads.
             options: those of :meth:`generate`.
 

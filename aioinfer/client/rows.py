@@ -22,7 +22,8 @@ class ChatRow:
     :meth:`aioinfer.LLM.chat`. Its result is a :class:`~aioinfer.ChatResult`.
 
     The fields are the arguments of :meth:`aioinfer.Engine.chat`; None: that of the call. Nothing is checked
-    or copied before the row is read.
+    or copied before the row is read, and what is wrong with a field is the error of its row, also where many
+    rows share it; what all rows have belongs into the call, which raises what is wrong with it.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -32,7 +33,7 @@ class ChatRow:
     tools: Sequence[Tool] | None = None
     tool_choice: str | Tool | None = None
     parallel_tool_calls: bool | None = None
-    response_format: Schema | None = None
+    response_format: Schema | type[Any] | None = None
     chat_template_kwargs: Mapping[str, Any] | None = None
 
     def asked(self, usual: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +61,7 @@ class _ChatOptions(TypedDict, total=False):
     tools: Sequence[Tool] | None
     tool_choice: str | Tool | None
     parallel_tool_calls: bool | None
-    response_format: Schema | None
+    response_format: Schema | type[Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
 
 

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from aioinfer.diffusion.state import BlockState
-from aioinfer.errors import InvalidRequest, shown
+from aioinfer.errors import InvalidRequest, shown, why
 from aioinfer.outputs import TokenLogprob
 from aioinfer.params import SamplingParams
 from aioinfer.request import RequestOptions
@@ -90,7 +90,7 @@ class StreamCheckpoint:
         try:
             record = json.loads(text)
         except (ValueError, RecursionError, TypeError) as error:
-            raise InvalidRequest(_FIELD, f"is not JSON, or truncated: {error}") from None
+            raise InvalidRequest(_FIELD, f"is not JSON, or truncated: {why(error)}") from None
         if not isinstance(record, dict):
             raise InvalidRequest(_FIELD, f"must be an object, got {shown(record)}")
         version = record.pop("version", None)

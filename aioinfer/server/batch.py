@@ -28,7 +28,7 @@ import msgspec
 
 from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig
-from aioinfer.errors import ConfigError, EngineError
+from aioinfer.errors import ConfigError, EngineError, why
 from aioinfer.server.app import asgi_app
 from aioinfer.server.asgi import AsgiApplication
 from aioinfer.server.http.failures import Failure
@@ -138,7 +138,7 @@ def _row(number: int, data: bytes | None) -> Row:
     try:
         line = msgspec.json.decode(data, type=_Line)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        return _bad(number, None, "custom_id", f"line {number} is no row of a batch: {error}")
+        return _bad(number, None, "custom_id", f"line {number} is no row of a batch: {why(error)}")
     if line.method != "POST":
         return _bad(0, line.custom_id, "method", f"must be POST, got {line.method[:100]!r}")
     if line.url not in URLS:

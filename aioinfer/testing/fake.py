@@ -145,9 +145,7 @@ class FakeEngine(Engine):
         )
         # A step brings one token of an answer, at its own pace.
         config = replace(given(config), speculation="off")
-        super().__init__(
-            config, launcher=self._new_launcher, tokenizer=lambda _: FakeTokenizer(), **unknown
-        )
+        super().__init__(config, launcher=self._new_launcher, tokenizer=lambda _: FakeTokenizer(), **unknown)
         self.answers = answers
         self.delay = delay
         self.pace = pace

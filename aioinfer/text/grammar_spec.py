@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, get_args
 
-from aioinfer.errors import InvalidRequest, shown
+from aioinfer.errors import InvalidRequest, shown, why
 from aioinfer.inputs import PLAIN, keep_plain, plain
 from aioinfer.text.reasoning import REASONING_PARSERS
 
@@ -93,11 +93,11 @@ def _as_text(kind: str, source: Any) -> str:
     if kind == "json_schema" and callable(getattr(source, "model_json_schema", None)):
         source = model_schema("grammar", source)
     if not isinstance(source, {"json_schema": (Mapping, bool), "choice": (list, tuple)}.get(kind, ())):
-        raise InvalidRequest("grammar", f"is not a {kind.replace('_', ' ')}, got {shown(source)}")
+        raise InvalidRequest("grammar", f"is no {kind.replace('_', ' ')}, got {shown(source)}")
     try:
         return json.dumps(source, default=_plain, allow_nan=False)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise InvalidRequest("grammar", f"is not JSON: {error}") from None
+        raise InvalidRequest("grammar", f"is not JSON: {why(error)}") from None
 
 
 def model_schema(field: str, model: SchemaModel) -> Any:

@@ -18,7 +18,7 @@ from aioinfer.text.costs import compiled_size, written_out
 from aioinfer.text.grammar import Compiled, Matcher
 from aioinfer.text.grammar_bounds import GrammarBounds
 from aioinfer.text.grammar_spec import Grammar
-from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
+from aioinfer.text.schema_rewrites import rewritten
 
 __all__ = ["GuidanceBackend", "json_options", "load_library"]
 
@@ -90,10 +90,12 @@ class GuidanceBackend:
         bounds = GrammarBounds(self._max_depth)
         try:
             text = self._text(grammar, bounds)
-        except UnsupportedKeyword as error:
+        except json.JSONDecodeError as error:
+            raise InvalidRequest("grammar", f"is not JSON: {error}") from None
+        except RecursionError:
+            raise InvalidRequest("grammar", "is nested too deeply") from None
+        except ValueError as error:
             raise InvalidRequest("grammar", str(error)) from None
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest("grammar", f"is not a {grammar.kind}: {error}") from None
         widest = _WIDEST
         if grammar.kind == "lark":
             widest = min(_WIDEST_LARK + _PER_PART * bounds.parts, _WIDEST_MIXED)

@@ -9,6 +9,8 @@ import datetime
 import enum
 import gc
 import json
+import sys
+import typing
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -276,6 +278,44 @@ async def test_a_model_gets_an_instance() -> None:
             _ = cut.parsed
         assert (await engine.chat(USER, response_format={"type": "text"})).parsed is None
         assert (await engine.chat(USER)).parsed is None
+
+
+@dataclasses.dataclass
+class Town:
+    city: str
+    pet: Pet | None = None
+
+
+class Stay(TypedDict):
+    start: Town
+    days: int
+
+
+class OldStay(typing.TypedDict):
+    days: int
+
+
+async def test_a_dataclass_gets_an_instance_and_a_typed_dict_its_values() -> None:
+    place = Answer('{"city": "Rome", "pet": {"name": "Tom", "kind": "cat"}}')
+    async with FakeEngine([place, '{"start": {"city": "Rome"}, "days": 2, "more": 1}']) as engine:
+        parsed = (await engine.chat(USER, response_format=Town)).parsed
+        assert parsed == Town("Rome", Pet(name="Tom", kind="cat"))
+        result = await engine.chat(USER, response_format=Stay)
+        assert result.parsed == {"start": Town("Rome"), "days": 2}  # closed: no other members
+
+
+@pytest.mark.parametrize("form", [3, int, list[int], Town("Rome")])
+async def test_formats_that_are_none_are_told_what_is_one(form: Any) -> None:
+    async with FakeEngine("x") as engine:
+        with pytest.raises(errors.InvalidRequest, match="a pydantic model, a dataclass or a TypedDict, got"):
+            engine.chat(USER, response_format=form)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="pydantic reads them")
+async def test_a_typed_dict_that_pydantic_does_not_read_is_told_which_one_it_does() -> None:
+    async with FakeEngine("x") as engine:
+        with pytest.raises(errors.InvalidRequest, match=r"OldStay .*typing_extensions\.TypedDict"):
+            engine.chat(USER, response_format=OldStay)
 
 
 class Open(pydantic.BaseModel, extra="allow"):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
 from aioinfer import errors
-from aioinfer.params import SamplingParams
+from aioinfer.params import Grammar, SamplingParams
+from aioinfer.testing import FakeEngine
 from tests.engine.conftest import MakeEngine
 from tests.toys import ToyTokenizer
 
@@ -68,6 +70,26 @@ async def test_what_only_tokenizing_can_tell_is_raised_by_the_stream(make_engine
                     await read(engine.generate(prompt))
                 assert caught.value.field == field
         assert engine.stats().admitted == 0
+
+
+BRACKETS = "[" * 5000 + "]" * 5000
+READ_AS = {
+    Grammar("json_schema", BRACKETS): "is nested too deeply",
+    Grammar("choice", BRACKETS): "is nested too deeply",
+    Grammar("lark", "root ::= " + "(" * 5000 + '"a"' + ")" * 5000): "is nested too deeply",
+    Grammar("lark", " "): "is empty",
+    Grammar("json_schema", "{"): "is not JSON: Expecting",
+    Grammar("json_schema", "3"): "must be an object",
+    Grammar("answer", "start: ("): "",
+}
+
+
+@pytest.mark.parametrize(("grammar", "told"), READ_AS.items())
+async def test_grammars_that_are_none_are_refused_in_words(grammar: Grammar, told: str) -> None:
+    async with FakeEngine("x") as engine:
+        with pytest.raises(errors.InvalidRequest, match=f"^grammar: {told}") as caught:
+            await engine.generate("a", SamplingParams(grammar=grammar))
+        assert not re.search("recursion|a answer", str(caught.value))
 
 
 async def test_the_longest_prompt_that_fits_is_served(make_engine: MakeEngine) -> None:

@@ -28,7 +28,7 @@ from aioinfer.checkpoint.formats.base import (
 from aioinfer.checkpoint.formats.fields import check_fields
 from aioinfer.checkpoint.formats.fp8 import FP8
 from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding
-from aioinfer.errors import ConfigError, shown
+from aioinfer.errors import ConfigError, shown, why
 
 if TYPE_CHECKING:
     import torch
@@ -134,7 +134,7 @@ def _matches(target: str, module: str) -> bool:
         return regex.match(pattern, module, timeout=_SECONDS, concurrent=True) is not None
     except (regex.error, TimeoutError, RecursionError, OverflowError) as error:
         raise ConfigError(
-            f"model: the target {shown(target)} in config_groups cannot be used: {error}"
+            f"model: the target {shown(target)} in config_groups cannot be used: {why(error)}"
         ) from error
 
 
