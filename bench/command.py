@@ -30,6 +30,7 @@ BENCHES = {
     "speculation": "drafts beside plain decoding in the same engine",
     "adapters": "cost of LoRA adapters: base-only, one and many in a batch, loading beside streams",
     "weights": "replacing weights beside streams: time of the call, longest gap between tokens",
+    "threads": "one LLM that several threads call: sums per second beside those of one thread, wrong ones",
     "embed": "embeddings against plain prefill, and chats beside embeddings",
     "diffusion": "a diffusion model in lock-step, first done first out, and with each further optimisation",
     "fanout": "tokens to many clients: events/s against a bare aiohttp writer, the loop, the device",

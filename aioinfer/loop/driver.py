@@ -35,6 +35,9 @@ _log = logging.getLogger("aioinfer")
 
 #: seconds of searching for stop patterns in a turn of the loop; one search may exceed it
 _SEARCHING = 0.002
+#: turns of the loop between two steps that are computed on its thread: what the first brings about, such as
+#: an answer and the next question, takes some turns to arrive, each of which would wait for a step
+_TURNS = 3
 
 
 class DriverEvents(Protocol):
@@ -87,6 +90,7 @@ class Driver:
         "_timeline",
         "_timer",
         "_turning",
+        "_turns",
         "failed_checks",
         "paused",
     )
@@ -123,6 +127,8 @@ class Driver:
         self._due = False
         #: a turn is running
         self._turning = False
+        #: turns of the loop that are left before the next turn of this driver
+        self._turns = 0
         self._stopping = False
         self.paused = False
         #: it goes on by :meth:`step` only, until :meth:`pause` or :meth:`resume`; set while that waits
@@ -239,7 +245,8 @@ class Driver:
             self._report_ended()  # an update of the weights has ended them: perhaps nothing is planned now
         while not (self._stopping or self._waits_for_step):
             if resolved and self._launcher.blocking:
-                # Consumers run first: launching would compute the next step.
+                # Launching would compute the next step: first what this one brought about.
+                self._turns = _TURNS
                 self._again()
                 return
             if self._may_launch and not self._put_off() and (step := self._plan()) is not None:
@@ -259,7 +266,11 @@ class Driver:
 
     def _woken(self) -> None:
         self._due = False
-        self._landed()
+        if self._turns:
+            self._turns -= 1
+            self._again()
+        else:
+            self._landed()
 
     def _landed(self) -> None:
         """A flight has landed, perhaps during a turn, or there may be more to launch."""

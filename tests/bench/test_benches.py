@@ -158,6 +158,7 @@ def run(name: str, options: str, tmp_path: Path) -> dict[str, Any]:
         ("overlap", "--batch 2 --rounds 1 --stall", 6),
         ("adapters", "--shape tiny --steps 3 --prompt 16 --rounds 1 --loads 1 --threads 1", 12),
         ("weights", "--shape tiny --updates 1 --streams 2 --threads 1", 2),
+        ("threads", "--callers 1 2 --sums 4 --rounds 2", 2),
         ("serving", "--requests 8 --concurrency 4 --threads 1 --output-tokens uniform:2:6", 4),
         (
             "diffusion",

@@ -165,3 +165,24 @@ async def test_the_device_goes_on_with_the_window_while_the_loop_stands_still(
         assert engine.stats().steps_in_flight == window + 1
         gate.release()
         assert len((await stream).token_ids) == 30
+
+
+async def test_a_question_that_follows_an_answer_is_in_the_next_step(make_engine: MakeEngine) -> None:
+    """Steps that are computed on the loop's own thread leave it some turns for what they bring about."""
+    steps: list[int] = []
+
+    def fault(step: Step) -> None:
+        if any([*row.sequence.prompt_ids] == [3] for row in step.prefilling):
+            steps.append(step.id)
+
+    async def ask() -> None:
+        await engine.generate([3], SamplingParams(max_tokens=1))
+
+    async with (
+        make_engine(launch_mode="inline", overlap_steps=0, fault=fault) as engine,
+        engine.generate([1, 2], SamplingParams(max_tokens=100, ignore_eos=True)) as other,
+    ):
+        await anext(other)
+        for _ in range(5):
+            await asyncio.create_task(ask())
+    assert steps == [*range(steps[0], steps[0] + 5)]

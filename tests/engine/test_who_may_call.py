@@ -23,6 +23,7 @@ from aioinfer.parallel import Dispatcher
 from aioinfer.params import SamplingParams
 from aioinfer.scheduling.audit import check_idle
 from aioinfer.testing import Answer, FakeEngine
+from bench.threads import wrong_sums
 from tests.engine.conftest import MakeEngine, OwnThreads
 from tests.engine.making import make_llm
 from tests.tiers import RACES, SECONDS, nightly, rest
@@ -165,22 +166,6 @@ def test_sums_on_several_threads_are_right(count: int) -> None:
 def test_ten_thousand_sums_on_several_threads_are_right(count: int) -> None:
     with LLM(EngineConfig(threads=1)) as llm:
         assert wrong_sums(llm, count, -(-10_000 // count)) == []
-
-
-def wrong_sums(llm: LLM, threads: int, each: int) -> list[str]:
-    """Ask for ``each`` sums, one call for each, on every thread."""
-
-    def work(number: int) -> list[str]:
-        wrong = []
-        for other in range(each):
-            left, right = 10 + number, 10 + other % 90
-            chat: list[Any] = [{"role": "user", "content": f"What is {left} + {right}?"}]
-            text = llm.generate([chat], SamplingParams(temperature=0, max_tokens=16), progress=False)[0].text
-            if text != f"{left} + {right} = {left + right}":
-                wrong.append(text)
-        return wrong
-
-    return [text for found in together(threads, work) for text in found]
 
 
 # -- an engine in a thread ------------------------------------------------------------------------
