@@ -15,12 +15,13 @@ import pytest
 
 from aioinfer.cli.main import main
 from tests.ports import free_port
-from tests.tiers import PROGRAM, SECONDS, rest
+from tests.tiers import PROGRAM, SECONDS, grid, nightly, points, rest
 
 COMMAND = f"{sys.executable} -m aioinfer"
 #: what a shell makes of standard streams
 BROKEN = ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", ">/dev/full", "2>/dev/full", ">/dev/full 2>&1"]
-SERVED = BROKEN + [f"{number}> >(exit)" for number in (1, 2)]
+#: all of them at once, and those whose reader has left; the others fail in the same places
+SERVED = ["<&- >&- 2>&-", ">/dev/full 2>&1", "> >(exit) 2>&1"]
 
 
 def shell(command: str, **options: object) -> subprocess.CompletedProcess[str]:
@@ -58,15 +59,19 @@ def answers(url: str) -> bool:
 
 
 @rest(PROGRAM)
-@pytest.mark.parametrize("streams", SERVED)
+@pytest.mark.parametrize("streams", grid(SERVED, [each for each in BROKEN if each not in SERVED]))
 def test_a_server_starts_answers_and_drains_whatever_its_streams_are(streams: str) -> None:
-    with served(streams, "--access-log", "--stats-interval", "0.05") as (process, url):
+    """Without a terminal, the end of which it is to ignore."""
+    options = ["--access-log", "--stats-interval", "0.05"]
+    with served(streams, *options, before="trap '' HUP;") as (process, url):
+        assert answers(url)
+        process.send_signal(signal.SIGHUP)
         assert answers(url)
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0
 
 
-@rest(PROGRAM)
+@nightly(PROGRAM)
 def test_a_log_on_a_disk_that_gets_full_ends_no_server(tmp_path: Path) -> None:
     """A limit of the size of files is a disk of that size, whose error is another one."""
     log = tmp_path / "log"
@@ -80,58 +85,29 @@ def test_a_log_on_a_disk_that_gets_full_ends_no_server(tmp_path: Path) -> None:
 
 
 @rest(PROGRAM)
-def test_a_reader_of_the_log_that_leaves_ends_no_server() -> None:
-    reading, writing = os.pipe()
-    os.set_inheritable(writing, True)
-    port = free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "aioinfer",
-        "serve",
-        "--threads",
-        "1",
-        "--port",
-        str(port),
-        "--access-log",
-    ]
-    process = subprocess.Popen(command, stdout=writing, stderr=writing)
-    os.close(writing)
-    try:
-        with open(reading) as lines:
-            assert any("Serving on" in line for line in lines)
-        assert answers(f"http://127.0.0.1:{port}")
-        assert answers(f"http://127.0.0.1:{port}")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
-    finally:
-        process.kill()
-        process.wait()
-
-
-@rest(PROGRAM)
-def test_the_end_of_its_terminal_drains_a_server_unless_it_is_to_ignore_it() -> None:
+def test_the_end_of_its_terminal_drains_a_server() -> None:
     with served(">/dev/null") as (process, _):
         process.send_signal(signal.SIGHUP)
         assert process.wait(60) == 0
-    with served(">/dev/null", before="trap '' HUP;") as (process, url):
-        process.send_signal(signal.SIGHUP)
-        assert answers(url)
 
 
 @rest(PROGRAM)
 @pytest.mark.parametrize(
     ("command", "status"),
-    [
-        (f"{COMMAND} generate 'What is 20 + 22?' --threads 1 | head -c 1", 141),
-        (f"echo hello | {COMMAND} chat --threads 1 | head -c 1", 141),
-        (f"{COMMAND} doctor | exit", 141),
-        (f"{COMMAND} generate 'What is 20 + 22?' --threads 1 >/dev/full", 1),
-        (f"echo hello | {COMMAND} chat --threads 1 >/dev/full", 1),
-        (f"echo hello | {COMMAND} chat --threads 1 2>/dev/full", 0),
-        (f"{COMMAND} generate 'What is 20 + 22?' --threads 1 --stats 2>/dev/full", 0),
-        (f"{COMMAND} chat --threads 1 <&-", 0),
-    ],
+    points(
+        [
+            (f"{COMMAND} generate 'What is 20 + 22?' --threads 1 | head -c 1", 141),
+            (f"echo hello | {COMMAND} chat --threads 1 >/dev/full", 1),
+            (f"{COMMAND} generate 'What is 20 + 22?' --threads 1 --stats 2>/dev/full", 0),
+        ],
+        [
+            (f"echo hello | {COMMAND} chat --threads 1 | head -c 1", 141),
+            (f"{COMMAND} doctor | exit", 141),
+            (f"{COMMAND} generate 'What is 20 + 22?' --threads 1 >/dev/full", 1),
+            (f"echo hello | {COMMAND} chat --threads 1 2>/dev/full", 0),
+            (f"{COMMAND} chat --threads 1 <&-", 0),
+        ],
+    ),
 )
 def test_a_command_whose_output_is_lost_ends_without_a_traceback(command: str, status: int) -> None:
     done = shell(f"set -o pipefail; {command}")

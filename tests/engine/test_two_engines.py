@@ -16,7 +16,7 @@ import pytest
 import aioinfer.execution.sizing  # noqa: F401  which tells the ledger what the system has left
 from aioinfer import ConfigError, Engine, EngineConfig, OutOfMemory, SamplingParams
 from aioinfer.ledger import LEDGER, Available
-from tests.tiers import PROGRAM, rest
+from tests.tiers import PROGRAM, grid, rest
 
 MIB = 1 << 20
 #: bytes of a page of tiny-chat
@@ -110,7 +110,7 @@ def group() -> Iterator[Path]:
 
 
 @rest(PROGRAM)
-@pytest.mark.parametrize("how", ["one by one", "at once", "tight"])
+@pytest.mark.parametrize("how", grid(["tight"], ["one by one", "at once"]))
 def test_in_a_control_group_engines_are_refused_or_survive_a_load_that_fills_their_pools(
     group: Path, how: str
 ) -> None:

@@ -163,15 +163,13 @@ async def test_counters_of_child_processes_are_exact_after_a_restart() -> None:
     params = SamplingParams(max_tokens=50, ignore_eos=True, seed=1)
     async with asyncio.timeout(240), dispatcher:
         looking = asyncio.ensure_future(scrapes.forever())
-        for turn in range(1, 3):
-            await asyncio.gather(*[dispatcher.generate(f"Story {number}", params) for number in range(4)])
-            await dispatcher.restart()
-            assert dispatcher.stats().output_tokens == turn * 200
-            assert sum(dispatcher.stats().forward_seconds.values()) > 0
+        await asyncio.gather(*[dispatcher.generate(f"Story {number}", params) for number in range(4)])
+        await dispatcher.restart("process-0")
+        assert dispatcher.stats().output_tokens == 200
+        assert sum(dispatcher.stats().forward_seconds.values()) > 0
         os.kill(dispatcher._replicas[0].pid, signal.SIGKILL)  # type: ignore[attr-defined]
         await until(lambda: dispatcher.stats().ready_replicas == 1)
-        await until(lambda: dispatcher.stats().ready_replicas == 2)
         await dispatcher.remove("process-1")
         looking.cancel()
         scrapes.look()
-        assert dispatcher.stats().output_tokens == 400
+        assert dispatcher.stats().output_tokens == 200
