@@ -17,7 +17,7 @@ from aioinfer import AioInferError, EngineConfig, Result, SamplingParams
 from aioinfer.cli.main import main
 from aioinfer.embeddings.embedding import Embedding
 from aioinfer.testing import Answer, FakeEngine
-from tests.tiers import LONG, PROGRAM, SECONDS, nightly, rest
+from tests.tiers import PROGRAM, SECONDS, SIMULATION, nightly, rest
 
 BAD = 100
 
@@ -68,7 +68,7 @@ def check(path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(300, marks=rest(PROGRAM)), pytest.param(5000, marks=nightly(LONG))]
+    "count", [pytest.param(300, marks=rest(PROGRAM)), pytest.param(5000, marks=nightly(PROGRAM))]
 )
 def test_a_batch_that_is_killed_and_interrupted_has_each_row_once(tmp_path: Path, count: int) -> None:
     output = tmp_path / "out.jsonl"
@@ -104,7 +104,7 @@ def test_the_exit_status_says_whether_all_rows_were_answered(
 # -- thousands of rows beside a full queue ---------------------------------------------------------------
 
 
-@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=nightly(LONG))])
+@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=nightly(SIMULATION))])
 async def test_each_row_has_one_result_beside_a_full_queue(count: int) -> None:
     """Others fill the queue again and again: no row is lost, and none is there twice."""
     config = EngineConfig(

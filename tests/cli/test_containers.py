@@ -13,7 +13,7 @@ import pytest
 from aioinfer.native.bindings import kernels
 from aioinfer.native.build import build
 from tests.model.harness import require
-from tests.tiers import COMPILES, PROGRAM, nightly, rest
+from tests.tiers import COMPILES, PROGRAM, grid, nightly, rest
 
 _ROOT = Path(__file__).parents[2]
 #: Makes all file systems read-only but those of the kernel, and "$1" if it is there, and runs the rest.
@@ -76,7 +76,9 @@ def library() -> Path:
 
 
 @rest(PROGRAM)
-@pytest.mark.parametrize("compiler", ["", "true"], ids=["the same compiler", "another one"])
+@pytest.mark.parametrize(
+    "compiler", grid([pytest.param("true", id="another compiler")], [pytest.param("", id="the same one")])
+)
 def test_kernels_of_the_image_are_used_where_nothing_can_be_written(
     library: Path, tmp_path: Path, compiler: str
 ) -> None:

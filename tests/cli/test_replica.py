@@ -23,7 +23,7 @@ from aioinfer.config import ReplicaConfig
 from aioinfer.errors import ConfigError
 from aioinfer.parallel.remote import SocketReplica
 from tests.joining import arguments, still_running
-from tests.tiers import PROGRAM, grid, rest
+from tests.tiers import PROGRAM, grid, nightly, rest
 
 TOKEN = "a token of 16 characters and more"
 COMMAND = [sys.executable, "-m", "aioinfer", "replica", "--threads", "1"]
@@ -136,32 +136,24 @@ async def test_a_replica_ends_with_the_process_that_started_it(child: Child, tmp
 
 
 @rest(PROGRAM)
-async def test_a_signal_lets_the_dispatcher_send_its_streams_elsewhere(child: Child) -> None:
-    replica, told = SocketReplica(child.address(), "child"), Told()
-    await replica.launch()
-    await replica.start(told)
-    child.process.send_signal(signal.SIGTERM)
-    assert await asyncio.to_thread(child.process.wait, 120) == 0
-    while not told.causes:
-        await asyncio.sleep(0.01)
-    assert told.left == [replica]
-    await replica.aclose()
-
-
-@rest(PROGRAM)
-async def test_a_replica_on_tcp_wants_the_token_of_its_environment() -> None:
+async def test_a_replica_on_tcp_wants_its_token_and_leaves_when_it_is_told_to_end() -> None:
+    """A signal lets the dispatcher send its streams elsewhere."""
     found = Child("--address", "0", AIOINFER_REPLICA_TOKEN=TOKEN)
     try:
         address = found.address()
         assert address.startswith("127.0.0.1:")
         with pytest.raises(ConfigError, match="the token is not that of this replica"):
             await SocketReplica(address, "stranger", token="x" * 20).launch()
-        replica = SocketReplica(address, "child", token=TOKEN)
+        replica, told = SocketReplica(address, "child", token=TOKEN), Told()
         await replica.launch()
         assert replica.info.model == "tiny-chat"
-        await replica.aclose()
-        found.process.send_signal(signal.SIGINT)
+        await replica.start(told)
+        found.process.send_signal(signal.SIGTERM)
         assert await asyncio.to_thread(found.process.wait, 120) == 0
+        while not told.causes:
+            await asyncio.sleep(0.01)
+        assert told.left == [replica]
+        await replica.aclose()
     finally:
         found.close()
 
@@ -210,7 +202,7 @@ def test_serve_starts_replicas_and_ends_them(number: signal.Signals, tmp_path: P
     assert os.listdir(tmp_path) == []
 
 
-@rest(PROGRAM)
+@nightly(PROGRAM)
 def test_a_signal_while_replicas_load_ends_them(tmp_path: Path) -> None:
     environ = os.environ | {"TMPDIR": str(tmp_path)}
     with subprocess.Popen(SERVE, stderr=subprocess.PIPE, text=True, env=environ) as process:

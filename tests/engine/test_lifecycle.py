@@ -19,7 +19,7 @@ from aioinfer.params import SamplingParams
 from aioinfer.scheduling.step import Step
 from tests.engine.conftest import Gate, MakeEngine, OwnThreads
 from tests.joining import still_alive
-from tests.tiers import PROGRAM, rest
+from tests.tiers import PROGRAM, nightly
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
 
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
@@ -62,7 +62,7 @@ asyncio.run(main())
 """
 
 
-@rest(PROGRAM)
+@nightly(PROGRAM)
 def test_a_chat_template_that_loops_does_not_keep_the_process() -> None:
     ended = subprocess.run([sys.executable, "-c", LOOP], capture_output=True, text=True, timeout=240)
     assert (ended.stdout, ended.returncode) == ("closed\n", 0), ended.stderr

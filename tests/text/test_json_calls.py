@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
+from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
 from aioinfer.text.tool_calls import PARSERS
 from aioinfer.text.tool_calls.base import LONGEST_EARLY, LONGEST_HEAD
 from tests.text.call_formats import Calls, collect, parse
-from tests.tiers import SECONDS, rest, scaled
+from tests.tiers import SECONDS, rest, scaled, thinned
 
 #: of all pairs of places, one in so many
 EVERY = 35 // scaled(7)
@@ -27,6 +30,15 @@ TAGS = {
     "llama3": ("", ""),
 }
 every_format = pytest.mark.parametrize("name", TAGS)
+
+
+def pairs(texts: Iterable[str], every: int) -> list[Any]:
+    """Each text in several formats, and each format with several texts: one in so many of all pairs, or all
+    of them nightly."""
+    found = [pytest.param(name, text) for name, text in itertools.product(TAGS, texts)]
+    assert math.gcd(every, len(found) // len(TAGS)) == 1
+    return thinned(found, every)
+
 
 SHAPES: dict[str, tuple[str, Calls]] = {
     "no arguments": ('{"name": "f"}', NONE),
@@ -77,8 +89,7 @@ def enclosed(name: str, text: str) -> str:
     return text.join(TAGS[name])
 
 
-@every_format
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("name", "shape"), pairs(SHAPES, 4))
 def test_calls_are_found_in_any_shape(name: str, shape: str) -> None:
     objects, calls = SHAPES[shape]
     text = enclosed(name, objects)
@@ -89,8 +100,7 @@ def test_calls_are_found_in_any_shape(name: str, shape: str) -> None:
 
 
 @rest(SECONDS)
-@every_format
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("name", "shape"), pairs(SHAPES, 6))
 def test_any_shape_may_be_cut_at_any_two_places(name: str, shape: str) -> None:
     objects, calls = SHAPES[shape]
     text = enclosed(name, objects)
@@ -99,8 +109,7 @@ def test_any_shape_may_be_cut_at_any_two_places(name: str, shape: str) -> None:
         assert parse(name, [text[:low], text[low:high], text[high:]]) == ("", calls)
 
 
-@every_format
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("name", "shape"), pairs(SHAPES, 4))
 def test_what_the_end_of_the_output_cuts_off_is_no_complete_call(name: str, shape: str) -> None:
     """Of no prefix come calls, complete as far as the parser tells, that are not those of the whole."""
     objects, calls = SHAPES[shape]
@@ -141,8 +150,7 @@ NOT_CALLS = [
 ]
 
 
-@every_format
-@pytest.mark.parametrize("text", NOT_CALLS)
+@pytest.mark.parametrize(("name", "text"), pairs(NOT_CALLS, 3))
 def test_what_lacks_a_name_or_arguments_is_content(name: str, text: str) -> None:
     text = enclosed(name, text)
     assert parse(name, [text]) == parse(name, list(text)) == (text, [])

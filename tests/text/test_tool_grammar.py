@@ -19,7 +19,7 @@ from aioinfer.text.tool_calls import PARSERS, Hermes
 from aioinfer.text.tool_grammar import AnswerGrammar
 from tests.text.call_formats import written
 from tests.text.vocabulary import CITY, FUNCTIONS, Vocabulary
-from tests.tiers import SECONDS, grid, rest, scaled
+from tests.tiers import SECONDS, grid, rest, scaled, thinned
 
 ROME = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 NOW = '<tool_call>\n{"name": "now", "arguments": {"zone": 1}}\n</tool_call>'
@@ -235,7 +235,7 @@ junk: st.SearchStrategy[Any] = st.recursive(
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("name", PARSERS)
+@pytest.mark.parametrize("name", thinned(PARSERS, 3))
 @given(schema=st.dictionaries(st.sampled_from(KEYWORDS), junk, max_size=5), answer=junk)
 @settings(max_examples=scaled(600), deadline=None)
 def test_malformed_schemas_are_refused_or_written(name: str, schema: dict[str, Any], answer: Any) -> None:
