@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from aioinfer.stream import Stream
 from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle
 from tests.sequences import sequence_of
-from tests.tiers import SECONDS, rest
+from tests.tiers import SECONDS, grid, rest
 from tests.toys.blocks import ScriptedDevice, scripted_generate
 
 SIZE = 8
@@ -85,33 +86,35 @@ WHOLE = SamplingParams(
 PROMPTS = [[number, *range(number % 3)] for number in range(1, 7)]
 
 
-def scripted(make_engine: MakeEngine) -> Engine:
-    device = ScriptedDevice(mean_steps=6.0, variation=0.3, edits=2)
+def scripted(make_engine: MakeEngine, gate: Gate | None = None) -> Engine:
+    device = ScriptedDevice(mean_steps=6.0, variation=0.3, edits=2, fault=gate)
     return make_engine(device=device, tokenizer=None, page_size=SIZE, max_rounds=1, overlap_steps=0)
 
 
-async def cut(stream: Stream, *, tokens: int) -> StreamCheckpoint:
-    """When some rounds of a block have resolved behind so many tokens, or more."""
+async def cut(stream: Stream, gate: Gate, when: Callable[[StreamCheckpoint], bool]) -> StreamCheckpoint:
+    """Amid a block of which some rounds have resolved. The step behind them runs."""
     await stream.accepted()
     cursor = sequence_of(stream).cursor
     while True:
+        await asyncio.to_thread(gate.arrived.acquire)
         checkpoint = stream.checkpoint()
+        gate.step()
         block = getattr(cursor, "under_way", None)
-        if len(checkpoint.token_ids) >= tokens and block is not None and block.rounds > 1:
+        if block is not None and block.rounds > 1 and when(checkpoint):
             return StreamCheckpoint.from_json(checkpoint.to_json())
         assert not stream.done
-        await asyncio.sleep(0)
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("prompt", PROMPTS, ids=str)
+@pytest.mark.parametrize("prompt", grid(PROMPTS[:3], PROMPTS[3:]), ids=str)
 async def test_a_block_without_output_begins_again_by_other_weights(
-    make_engine: MakeEngine, prompt: list[int]
+    make_engine: MakeEngine, gate: Gate, prompt: list[int]
 ) -> None:
-    async with scripted(make_engine) as engine:
+    async with scripted(make_engine, gate) as engine:
         stream = engine.generate(prompt, WHOLE)
-        stored = await cut(stream, tokens=0)
+        stored = await cut(stream, gate, lambda stored: True)
         stream.close()
+        gate.release()
         assert stored.block is not None
         assert not stored.token_ids
         await engine.update_weights({"weights": 1})
@@ -121,16 +124,18 @@ async def test_a_block_without_output_begins_again_by_other_weights(
 
 
 @rest(SECONDS)
-@pytest.mark.parametrize("prompt", PROMPTS, ids=str)
+@pytest.mark.parametrize("prompt", grid(PROMPTS[:3], PROMPTS[3:]), ids=str)
 async def test_a_checkpoint_of_one_version_has_no_block_of_another(
-    make_engine: MakeEngine, prompt: list[int]
+    make_engine: MakeEngine, gate: Gate, prompt: list[int]
 ) -> None:
     """Its newest token is of the weights before, and the block behind it of the new ones."""
-    async with scripted(make_engine) as engine, scripted(make_engine) as other:
+    async with scripted(make_engine, gate) as engine, scripted(make_engine) as other:
         stream = engine.generate(prompt, WHOLE)
-        await cut(stream, tokens=1)
-        await engine.update_weights({"weights": 1})
-        stored = await cut(stream, tokens=1)
+        await cut(stream, gate, lambda stored: len(stored.token_ids) > 0)
+        updating = asyncio.ensure_future(engine.update_weights({"weights": 1}))
+        stored = await cut(stream, gate, lambda stored: engine.weight_version == 1)
+        gate.release()
+        await updating
         stream.close()
         assert (stored.weight_version, engine.weight_version) == (0, 1)
         wanted, found = await other.generate(prompt, WHOLE), await other.restore(stored)
