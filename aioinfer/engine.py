@@ -338,6 +338,7 @@ class Engine(EngineLike):
         Raises:
             ConfigError: the weights are not those of this model, and the message names the tensor; or an
                 argument is none.
+            OutOfMemory: there is no memory for what is copied on the way. Nothing has changed.
             EngineClosed, EngineFailed, WrongLoop: the engine does not serve.
         """
         runtime = self._serving()

@@ -15,6 +15,7 @@ from aioinfer.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from aioinfer.ledger import Share
     from aioinfer.model.adapters.base import AdapterSlots
     from aioinfer.model.attention.base import Attention
     from aioinfer.model.attention.pool import KVShape
@@ -125,9 +126,12 @@ class CausalLM(Protocol):
 class Recipe(Protocol):
     """Replaces the weights of a model."""
 
-    def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:
+    def prepare(
+        self, model: CausalLM, given: NewTensors, go_on: Callable[[], None], copies: Share
+    ) -> Iterable[Change]:
         """Read and check weights without changing the model; on any thread but the launch thread. ``go_on``
-        is called again and again, and may raise. Raises ConfigError."""
+        is called again and again, and may raise; ``copies`` gets the memory that they take until they are
+        written. Raises ConfigError, OutOfMemory."""
 
 
 def eos_token_ids(generation_config: Mapping[str, Any], config: Any) -> frozenset[int]:

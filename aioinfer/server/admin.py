@@ -18,7 +18,7 @@ from pydantic import Field
 from aioinfer.chat.bodies import Object, admit, field
 from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig, is_loopback
-from aioinfer.errors import ConfigError, InvalidRequest
+from aioinfer.errors import ConfigError, InvalidRequest, OutOfMemory
 from aioinfer.ledger import LEDGER
 from aioinfer.server.adapters import Adapters, LoadBody, UnloadBody
 from aioinfer.server.confinement import Confined
@@ -138,6 +138,8 @@ class _AdminRoutes:
         except ConfigError as error:
             field, _, message = within.said(error).partition(": ")
             raise InvalidRequest({"weights": "path"}.get(field, field), message) from error
+        except OutOfMemory as error:
+            raise InvalidRequest("path", f"there is no memory for it: {error}") from error
         return _json({"weight_version": version})
 
     async def drain(self, request: web.Request) -> web.StreamResponse:

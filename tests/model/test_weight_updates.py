@@ -12,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from aioinfer.errors import ConfigError
+from aioinfer.errors import ConfigError, OutOfMemory
+from aioinfer.ledger import LEDGER, Available
 from aioinfer.model.updates.recipe import NewTensors, prepare_update
 from tests.checkpoint.test_formats import FORMATS
 from tests.model import harness
@@ -252,6 +253,31 @@ def test_tensors_are_not_kept_and_may_be_of_another_type(pair: Callable[[str], t
         for _, tensor in given:
             tensor.fill_(7)
         assert torch.equal(logits(model, kernels), expected)
+
+
+@pytest.mark.parametrize("kernels", ["native", "sdpa", "transformers"])
+def test_what_an_update_copies_is_claimed_until_it_is_written(
+    pair: Callable[[str], tuple[Path, Path]], kernels: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = kernels != "transformers"
+    backend = kernels if own else "sdpa"
+    require(backend)
+    left = 1 << 30
+    monkeypatch.setattr(LEDGER, "available", lambda: Available(LEDGER.untaken() + left, "control group"))
+    one, two = pair("qwen3")
+    model = load(one, backend, force_transformers=not own)
+    before, left = logits(model, backend), 1 << 15  # enough for rotary factors
+    for given in (two, items(two)) if own else (two,):
+        with pytest.raises(OutOfMemory, match=r"^update_weights: .* GiB are needed, and the control group"):
+            update(model, given)
+    assert torch.equal(logits(model, backend), before)
+    left = 1 << 30
+    prepared = prepare_update(model, two, go_on)
+    claimed = LEDGER.entries()["update_weights"].promised
+    sizes = [tensor.nbytes for tensor in load_file(two / FILE).values()]
+    assert 0 < claimed <= 4 * max(sizes) if own else sum(sizes) <= claimed < 1.1 * sum(sizes)
+    prepared.install()
+    assert "update_weights" not in LEDGER.entries()
 
 
 def test_reading_can_be_ended(pair: Callable[[str], tuple[Path, Path]]) -> None:

@@ -47,6 +47,8 @@ class NewWeights(Weights):
         self._known = known
         self.partial = partial
         self.mapped = mapped
+        #: elements of the largest tensor
+        self.largest = 0
         #: names in the order in which they were asked for
         self._asked: list[str] = []
         #: types of those that were not taken in that of the model
@@ -90,6 +92,7 @@ class NewWeights(Weights):
         self._asked.append(name)
         if self._lacks(name):
             return
+        self.largest = max(self.largest, math.prod(shape))
         super().declare(name, shape)
 
     def _lacks(self, name: str) -> bool:

@@ -13,6 +13,7 @@ import torch
 from aioinfer.checkpoint.files import Checkpoint
 from aioinfer.checkpoint.tensors import SafetensorsTensors, Tensors
 from aioinfer.errors import ConfigError, shown
+from aioinfer.ledger import LEDGER, Share
 from aioinfer.model.embedding_checkpoint import with_prefix
 from aioinfer.model.layer_kernels import LayerKernels
 from aioinfer.model.spec import CausalLM, Change, NewTensors
@@ -24,6 +25,8 @@ __all__ = ["Build", "DecoderRecipe", "PreparedUpdate", "check_config", "prepare_
 
 #: runs the code of a family over weights, with kernels
 Build = Callable[[NewWeights, LayerKernels], CausalLM]
+#: copies of a part while it is written: matrices that are joined or of another type, and packed
+_COPIES = 4
 #: Fields of a config that do not change how its tensors are read and computed with: names, types in files,
 #: and tokens, which stay those of the checkpoint that was loaded.
 _OF_NO_MATTER = frozenset(
@@ -39,8 +42,10 @@ _OF_NO_MATTER = frozenset(
 class PreparedUpdate:
     """Weights that were read and checked; :meth:`install` writes them, once."""
 
-    def __init__(self, changes: Iterable[Change]) -> None:
+    def __init__(self, changes: Iterable[Change], copies: Share) -> None:
+        """``copies``: the memory that they take until they are written."""
         self._changes = [*changes]
+        self._copies = copies
 
     @torch.no_grad()
     def install(self) -> None:
@@ -49,17 +54,19 @@ class PreparedUpdate:
         self._changes = []
         while changes:
             changes.pop()()
+        self._copies.close()
 
 
 def prepare_update(model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> PreparedUpdate:
     """Read and check new weights without changing the model; on any thread but the launch thread. Takes as
     long as reading all of them. ``go_on`` is called again and again, and may raise. Raises ConfigError, which
-    names the tensor."""
+    names the tensor, and OutOfMemory: what is copied does not fit."""
     recipe = model.updates
     if recipe is None:
         raise ConfigError(f"weights: those of {model.spec.architecture} cannot be replaced")
+    copies = Share("update_weights")
     try:
-        return PreparedUpdate(recipe.prepare(model, given, go_on))
+        return PreparedUpdate(recipe.prepare(model, given, go_on, copies), copies)
     except ConfigError as error:
         raise ConfigError(f"weights: {str(error).removeprefix('model: ')}") from error
     except (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError) as error:
@@ -84,7 +91,9 @@ class DecoderRecipe:
     #: reason why it cannot be done; empty if it can
     refusal: str = ""
 
-    def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:
+    def prepare(
+        self, model: CausalLM, given: NewTensors, go_on: Callable[[], None], copies: Share
+    ) -> Iterable[Change]:
         if self.refusal:
             raise ConfigError(f"model: {self.refusal}")
         if not isinstance(given, Path):
@@ -92,8 +101,8 @@ class DecoderRecipe:
             tensors = tensors if self.part is None else self.part(tensors)
             # Whole sets may have another layout than the checkpoint had; what is not whole has the same.
             with suppress(ConfigError):
-                return self._planned(model, tensors, go_on, partial=False, mapped=False)
-            return self._planned(model, tensors, go_on, partial=True, mapped=False)
+                return self._planned(model, tensors, go_on, copies, partial=False, mapped=False)
+            return self._planned(model, tensors, go_on, copies, partial=True, mapped=False)
         if given.suffix == ".safetensors" and given.is_file():
             tensors = SafetensorsTensors(given)
             tensors = tensors if self.part is None else self.part(tensors)
@@ -101,10 +110,17 @@ class DecoderRecipe:
             checkpoint, config = self.open(given)
             check_config(self.config, config)
             tensors = checkpoint.tensors()
-        return self._planned(model, tensors, go_on, partial=False, mapped=True)
+        return self._planned(model, tensors, go_on, copies, partial=False, mapped=True)
 
     def _planned(
-        self, model: CausalLM, tensors: Tensors, go_on: Callable[[], None], *, partial: bool, mapped: bool
+        self,
+        model: CausalLM,
+        tensors: Tensors,
+        go_on: Callable[[], None],
+        copies: Share,
+        *,
+        partial: bool,
+        mapped: bool,
     ) -> list[Change]:
         tensors = with_prefix(tensors, self.known.names)
         weights = NewWeights(
@@ -114,6 +130,9 @@ class DecoderRecipe:
         go_on()
         self.build(weights, rewriting)
         weights.check_any()
+        if self.device.type == "cpu":
+            most = _COPIES * weights.largest * self.dtype.itemsize
+            LEDGER.claim(copies, max(0, most - copies.promised))
         check_values(tensors, weights.kinds, go_on, rewriting.kept)
         return rewriting.changes
 

@@ -13,6 +13,7 @@ import torch
 from aioinfer.checkpoint.files import Checkpoint
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
+from aioinfer.ledger import LEDGER, Share
 from aioinfer.model.multimodal import TextPart
 from aioinfer.model.spec import CausalLM, Change, NewTensors
 from aioinfer.model.transformers_model import TransformersLM, loaded
@@ -34,11 +35,15 @@ class TransformersRecipe:
     #: takes the tensors of the text model from a multimodal one
     part: Callable[[Tensors], Tensors] | None
 
-    def prepare(self, model: CausalLM, given: NewTensors, go_on: Callable[[], None]) -> Iterable[Change]:
+    def prepare(
+        self, model: CausalLM, given: NewTensors, go_on: Callable[[], None], copies: Share
+    ) -> Iterable[Change]:
         assert isinstance(model, TransformersLM)
         state = model.state()
         if isinstance(given, Path):
+            LEDGER.claim(copies, sum({each.data_ptr(): each.nbytes for each in state.values()}.values()))
             new: Tensors = GivenTensors([*self._loaded(given).items()])
+            copies.taken = copies.promised
         else:
             new = GivenTensors(given)
             new = new if self.part is None else self.part(new)
