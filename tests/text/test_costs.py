@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest
 from aioinfer.ledger import LEDGER
 from aioinfer.params import SamplingParams
+from aioinfer.text import costs, grammar_bounds, grammar_spec, patterns, schema_rewrites
+from aioinfer.text import guidance as guidance_module
 from aioinfer.text.costs import MOST_NODES, common_multiple, multiple_of, remainders, written_out
 from aioinfer.text.grammar import GrammarState
 from aioinfer.text.grammar_spec import Grammar
@@ -19,6 +22,7 @@ from aioinfer.text.guidance import GuidanceBackend
 from aioinfer.text.patterns import without_lookahead
 from aioinfer.text.schema_rewrites import UnsupportedKeyword, rewritten
 from aioinfer.text.stop_regex import check_pattern
+from tests.docs.pages import read
 from tests.text.vocabulary import Vocabulary
 
 #: characters of the largest grammar
@@ -344,3 +348,22 @@ def test_grammars_without_large_schemas_have_narrow_rows(vocabulary: Vocabulary)
     rules = "".join(f'\nr{at}: "a" r{at} | "{at}"' for at in range(250))
     wide = "start: " + " | ".join(f"r{at}" for at in range(250)) + rules + '\nj: %json {"type": "null"}'
     assert "max is 20" in (_failure(vocabulary, wide, "aaa") or "")
+
+
+def test_the_bounds_are_those_that_the_documentation_states() -> None:
+    bounds = grammar_bounds
+    stated = [
+        (grammar_spec._MAX_GRAMMAR, EngineConfig().max_grammar_depth, bounds.MOST_LEVELS),
+        (bounds.MOST_RULES, bounds._MOST_QUOTED),
+        (guidance_module._MOST_GBNF_RULES, guidance_module._MOST_GBNF),
+        (bounds._MOST_OPERATORS, patterns._MOST_HEADS),
+        (bounds._MOST_TOGETHER, costs._MOST_REMAINDERS),
+        (bounds._MOST_MERGES, bounds._MOST_COPIED, bounds._MOST_PARTS),
+        (schema_rewrites._MOST_ADDED,),
+        (bounds._MOST_COMPARED,),
+        (guidance_module._WIDEST, guidance_module._WIDEST_LARK),
+        (costs.MOST_NODES,),
+    ]
+    table = read("SECURITY.md").partition("**Bounds of grammars**")[2].partition("## ")[0]
+    told = [row.rsplit("|", 2)[1].strip() for row in table.splitlines() if row.startswith("|")][2:]
+    assert told == ["; ".join(f"{most:,}" for most in row) for row in stated]
