@@ -48,7 +48,7 @@ FURTHER = "further values of the same parameter"
 LONG = frozenset({PROGRAM, SLOW_MODEL, EMULATED, SIMULATION, COMPILES, RACES})
 
 #: share of the random examples and lifetimes that ``pytest`` runs unless ``--scale`` says otherwise
-QUICK_SCALE = 0.2
+QUICK_SCALE = 0.125
 _scale = QUICK_SCALE
 _chosen: Collection[str] = TIERS
 _PARAM = type(pytest.param())

@@ -13,7 +13,7 @@ from tests.tiers import SECONDS, grid, rest, scaled
 
 LIFETIMES = 24
 #: every combination of mode, fused commit, mixing, multi_step and cache, once, or a share of them
-WORLDS = random.Random(0).sample(range(len(COMBINATIONS)), scaled(len(COMBINATIONS), 32))
+WORLDS = random.Random(0).sample(range(len(COMBINATIONS)), scaled(len(COMBINATIONS), 24))
 
 
 @rest(SECONDS)

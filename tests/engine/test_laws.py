@@ -10,7 +10,7 @@ from tests.engine.simulation import simulate
 from tests.engine.worlds import COMBINATIONS
 from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
 
-LIFETIMES = scaled(80, 16)
+LIFETIMES = scaled(80)
 BLOCKS = 2
 #: per block; every combination of policy, admission, mixing and cache comes up at least twice in each
 WORLDS = 125
@@ -19,7 +19,7 @@ WORLDS = 125
 @rest(SECONDS)
 @pytest.mark.parametrize("block", grid([0], range(1, BLOCKS), SIMULATION))
 def test_random_lifetimes_keep_every_law(block: int) -> None:
-    """2 blocks of 125 worlds of 80 lifetimes: 20,000 in all. The rest has 2,000."""
+    """2 blocks of 125 worlds of 80 lifetimes: 20,000 in all. The rest has 1,250."""
     counts: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     adapters: Counter[str] = Counter()

@@ -162,10 +162,9 @@ def test_sums_on_several_threads_are_right(count: int) -> None:
 
 
 @nightly(RACES)
-@pytest.mark.parametrize("count", [2, 8, 32])
-def test_ten_thousand_sums_on_several_threads_are_right(count: int) -> None:
+def test_thousands_of_sums_on_many_threads_are_right() -> None:
     with LLM(EngineConfig(threads=1)) as llm:
-        assert wrong_sums(llm, count, -(-10_000 // count)) == []
+        assert wrong_sums(llm, 32, 100) == []
 
 
 # -- an engine in a thread ------------------------------------------------------------------------

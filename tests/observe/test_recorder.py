@@ -377,7 +377,7 @@ def test_counts_are_conserved_through_random_lifetimes_and_faults(monkeypatch: p
         assert world.engine.measuring.recorder is None
         return world
 
-    for seed in range(scaled(40, 8)):
+    for seed in range(scaled(40)):
         world, _ = simulate(seed, 30, lose_at=20 if seed % 8 == 7 else None, make=make)
         snapshot, opened, counted = told.pop()
         where = f"seed={seed}"

@@ -9,7 +9,7 @@ import pytest
 from tests.parallel.simulation import simulate
 from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
 
-LIFETIMES = scaled(60, 12)
+LIFETIMES = scaled(60)
 BLOCKS = 3
 #: per block; every policy comes up eleven times in each
 WORLDS = 67
@@ -18,7 +18,7 @@ WORLDS = 67
 @rest(SECONDS)
 @pytest.mark.parametrize("block", grid([0], range(1, BLOCKS), SIMULATION))
 def test_random_lifetimes_keep_every_law(block: int) -> None:
-    """3 blocks of 67 worlds of 60 lifetimes: 12,060 in all. The rest has 804."""
+    """3 blocks of 67 worlds of 60 lifetimes: 12,060 in all. The rest has 536."""
     counts: Counter[str] = Counter()
     for seed in range(block * WORLDS, (block + 1) * WORLDS):
         counts += simulate(seed, LIFETIMES).counts

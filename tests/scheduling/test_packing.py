@@ -304,7 +304,7 @@ def test_a_plan_looks_at_a_bounded_part_of_the_queue(
         return mark(self, request)
 
     monkeypatch.setattr(PrefixLeaders, "mark", counted)
-    for at in range(scaled(4096, 1024)):
+    for at in range(scaled(4096)):
         prompt = [*COMMON, at] if at % 3 else [at % 50] * (1 + at % 20)
         desk.submit(prompt, 1 + at % 4, priority=at % 5, routing_key="abc"[at % 3])
     for _ in range(12):

@@ -88,7 +88,7 @@ def plainest(tokens: list[int], most: int) -> list[int]:
     return [behind[at % len(behind)] for at in range(most)]
 
 
-@pytest.mark.parametrize("seed", range(scaled(300, 60)))
+@pytest.mark.parametrize("seed", range(scaled(300)))
 def test_any_text_gives_what_the_plainest_search_does(seed: int) -> None:
     rng = random.Random(seed)
     vocab = rng.choice([2, 3, 8])

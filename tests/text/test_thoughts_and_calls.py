@@ -178,7 +178,7 @@ def pieces(thought: str, tools: str) -> st.SearchStrategy[list[str]]:
     ),
 )
 @given(data=st.data())
-@settings(max_examples=scaled(200, 20), deadline=None)
+@settings(max_examples=scaled(60, 20), deadline=None)
 def test_an_answer_does_not_depend_on_the_split(thought: str, tools: str, data: st.DataObject) -> None:
     text = "".join(data.draw(pieces(thought, tools)))
     parser = REASONING_PARSERS[thought]
