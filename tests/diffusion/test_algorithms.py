@@ -10,7 +10,7 @@ from tests.diffusion.cases import MASK, VOCAB, Case, assert_agrees, make_case
 from tests.diffusion.reference import Row
 from tests.tiers import SECONDS, grid, rest, scaled
 
-CASES = scaled(60)
+CASES = scaled(60, 12)
 Patch = pytest.MonkeyPatch
 
 

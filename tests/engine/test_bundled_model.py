@@ -28,6 +28,7 @@ async def test_held_out_questions_are_answered(dtype: str) -> None:
             assert {result.finish_reason for result in results} == {"stop"}
 
 
+@rest(SECONDS)
 def test_the_files_are_ordinary_and_small() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -190,7 +190,7 @@ def test_an_exception_anywhere_in_a_turn_is_survived_or_loud(kind: Any, seed: in
     dice = random.Random(seed)
     chosen = sorted(calls)
     states: Counter[EngineState] = Counter()
-    for call in dice.sample(chosen, scaled(len(chosen) // 10)):
+    for call in dice.sample(chosen, scaled(len(chosen) // 10, 10)):
         course = simulate(kind, seed, Hook(call, dice.randint(1, calls[call])))
         if course.hook.raised_at is None:
             continue  # an earlier end of another request: the call was not made so often

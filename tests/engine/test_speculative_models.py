@@ -23,7 +23,7 @@ from tests.engine.laws import watch_core
 from tests.engine.test_speculation import alike
 from tests.model.harness import require
 from tests.sequences import sequence_of
-from tests.tiers import SECONDS, SIMULATION, grid, nightly, rest, scaled
+from tests.tiers import SIMULATION, grid, nightly, scaled
 
 #: of requests, in each of four samplers
 REQUESTS = 200

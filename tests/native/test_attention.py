@@ -30,7 +30,7 @@ def check(heads: Heads, rows: list[Row], found: list[torch.Tensor], *, fused: bo
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", grid(range(16), range(16, 48)))
 def test_random_heads_rows_and_pages(seed: int, dtype: torch.dtype) -> None:
     rng = random.Random(seed)
     heads = Heads.draw(rng, dtype)

@@ -23,7 +23,7 @@ from tests.tiers import SECONDS, nightly, rest, thinned
 TOO_DEEP = (
     rf"more than {MOST_RULES} rules and brackets|more than {MOST_LEVELS} levels together"
     "|merges schemas within each other too deeply|more than 500 rules of GBNF|more than 17 times &"
-    "|more than 10000 texts and regular expressions"
+    "|more than 10000 texts and regular expressions|more than 2000 repeats"
 )
 TOO_LARGE = "parts when its schemas are merged|parts copied to merge|more than 50000 merges"
 

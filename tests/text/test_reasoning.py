@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from aioinfer.text.reasoning import REASONING_PARSERS as ALL
 from aioinfer.text.reasoning.tagged import Tagged
 from tests.text.answers import answer, deltas, reader
 from tests.text.call_formats import cut
+from tests.tiers import thinned
 
 #: the formats of two tags; the messages of Harmony have tests of their own
 PARSERS: dict[str, type[Tagged]] = {name: each for name, each in ALL.items() if issubclass(each, Tagged)}
@@ -85,28 +87,35 @@ def test_the_name_of_a_channel_is_no_reasoning(text: str, wanted: tuple[str, str
     assert split("gemma4", text) == wanted
 
 
-@every_format
-@pytest.mark.parametrize("end", ["<think>\n", "<think></think>\n\n"])
+ANYWHERE = [
+    # several, behind what is said
+    ("<think>a</think>b<think>c</think>d", "a\nc", "bd"),
+    ("<think>a</think><think>b</think>c", "a\nb", "c"),
+    ("<think>a</think>\nI look.\n\n<think>\nb\n</think>\n\nYes.", "a\nb", "I look.\n\nYes."),
+    ("<think>a</think>I look.<think></think> Yes.", "a", "I look. Yes."),
+    # tags that open or close nothing
+    ("<think>\n<think>a</think>b", "a", "b"),
+    ("<think>a</think></think>\n\nb</think>", "a", "b"),
+    ("<think>a</think>\n</think>\nb", "a", "b"),
+    ("<think>a</think>b</think>\n\nc", "a", "b\n\nc"),
+    ("<think>a <think> b</think>c", "a <think> b", "c"),
+    ("<think></think>b", "", "b"),
+    ("<think>\n\n</think>\n\nb", "", "b"),
+    # code names tags
+    ("<think>a</think>The tag `</think>` ends `<think>`.<think>b</think>", "a\nb", None),
+    ("<think>a</think>\n```\n<think>\n</think>\n```\nb", "a", "```\n<think>\n</think>\n```\nb"),
+]
+
+
 @pytest.mark.parametrize(
-    ("text", "thought", "content"),
-    [
-        # several, behind what is said
-        ("<think>a</think>b<think>c</think>d", "a\nc", "bd"),
-        ("<think>a</think><think>b</think>c", "a\nb", "c"),
-        ("<think>a</think>\nI look.\n\n<think>\nb\n</think>\n\nYes.", "a\nb", "I look.\n\nYes."),
-        ("<think>a</think>I look.<think></think> Yes.", "a", "I look. Yes."),
-        # tags that open or close nothing
-        ("<think>\n<think>a</think>b", "a", "b"),
-        ("<think>a</think></think>\n\nb</think>", "a", "b"),
-        ("<think>a</think>\n</think>\nb", "a", "b"),
-        ("<think>a</think>b</think>\n\nc", "a", "b\n\nc"),
-        ("<think>a <think> b</think>c", "a <think> b", "c"),
-        ("<think></think>b", "", "b"),
-        ("<think>\n\n</think>\n\nb", "", "b"),
-        # code names tags
-        ("<think>a</think>The tag `</think>` ends `<think>`.<think>b</think>", "a\nb", None),
-        ("<think>a</think>\n```\n<think>\n</think>\n```\nb", "a", "```\n<think>\n</think>\n```\nb"),
-    ],
+    ("name", "end", "text", "thought", "content"),
+    thinned(
+        [
+            pytest.param(name, end, *each)
+            for name, end, each in itertools.product(PARSERS, ["<think>\n", "<think></think>\n\n"], ANYWHERE)
+        ],
+        5,
+    ),
 )
 def test_a_thought_may_be_anywhere(name: str, end: str, text: str, thought: str, content: str | None) -> None:
     content = "The tag `</think>` ends `<think>`." if content is None else content
