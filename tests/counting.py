@@ -46,6 +46,7 @@ def most_kept(push: Callable[[str], Any], parts: Iterable[str]) -> int:
         for number, part in enumerate(parts):
             push(part)
             if number % 1000 == 0:
+                gc.collect()  # or garbage counts, of which there may be any amount
                 most = max(most, tracemalloc.get_traced_memory()[0])
     finally:
         tracemalloc.stop()

@@ -68,15 +68,22 @@ def check(path: Path, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "count", [pytest.param(300, marks=rest(PROGRAM)), pytest.param(5000, marks=nightly(PROGRAM))]
+    ("count", "signals"),
+    [
+        pytest.param(300, [signal.SIGINT], marks=rest(PROGRAM)),
+        pytest.param(5000, [signal.SIGKILL, signal.SIGINT], marks=nightly(PROGRAM)),
+    ],
 )
-def test_a_batch_that_is_killed_and_interrupted_has_each_row_once(tmp_path: Path, count: int) -> None:
+def test_a_batch_that_is_killed_or_interrupted_has_each_row_once(
+    tmp_path: Path, count: int, signals: list[signal.Signals]
+) -> None:
     output = tmp_path / "out.jsonl"
     write_rows(tmp_path / "in.jsonl", count)
-    assert stop_after(start(tmp_path), output, count // 4, signal.SIGKILL) == -signal.SIGKILL
-    with output.open("ab") as file:
-        file.write(b'{"id":"batch_req_0123456789abcdef","custom_id":"row-')  # torn amid its writing
-    assert stop_after(start(tmp_path), output, count // 2, signal.SIGINT) == 128 + signal.SIGINT
+    for done, number in enumerate(signals, 1):
+        status = stop_after(start(tmp_path), output, done * count // 4, number)
+        assert status == (-number if number is signal.SIGKILL else 128 + number)
+        with output.open("ab") as file:
+            file.write(b'{"id":"batch_req_0123456789abcdef","custom_id":"row-')  # torn amid its writing
     last = start(tmp_path)
     _, said = last.communicate(timeout=600)
     assert last.returncode == 1
