@@ -18,7 +18,7 @@ from bench.load import Record, length_distribution, make_load, summarise
 from bench.report import Report, percentiles
 from bench.serving import measure
 from tests.server.conftest import Serving, serving
-from tests.tiers import PROGRAM, SECONDS, nightly, rest
+from tests.tiers import PROGRAM, SECONDS, nightly, points, rest
 
 __all__ = ["serving"]
 
@@ -149,24 +149,29 @@ def run(name: str, options: str, tmp_path: Path) -> dict[str, Any]:
 @rest(SECONDS)
 @pytest.mark.parametrize(
     ("name", "options", "rows"),
-    [
-        ("scheduler", "--running 1 4 --waiting 0 8 --cached-pages 16 --steps 3 --rounds 1", 8),
-        ("admission", "--requests 8 --rounds 1", 16),
-        ("prefix", "--requests 4 --rounds 1 --output 2 --system 16 --loads system none", 6),
-        ("overlap", "--batch 2 --rounds 1 --output 4", 4),
-        ("overlap", "--batch 2 --rounds 1 --output 4 --toy", 3),
-        ("overlap", "--batch 2 --rounds 1 --stall", 6),
-        ("adapters", "--shape tiny --steps 3 --prompt 16 --rounds 1 --loads 1 --threads 1", 12),
-        ("weights", "--shape tiny --updates 1 --streams 2 --threads 1", 2),
-        ("threads", "--callers 1 2 --sums 4 --rounds 2", 2),
-        ("serving", "--requests 8 --concurrency 4 --threads 1 --output-tokens uniform:2:6", 4),
-        (
-            "diffusion",
-            "--shape tiny --concurrency 1 --fresh 0 1 --rounds 1 --requests 2 --per-client 1 --max-tokens 20",
-            10,
-        ),
-        ("cpu", "--accuracy --requests 1", 4),
-    ],
+    points(
+        [
+            ("scheduler", "--running 1 4 --waiting 0 8 --cached-pages 16 --steps 3 --rounds 1", 8),
+            ("admission", "--requests 8 --rounds 1", 16),
+            ("prefix", "--requests 4 --rounds 1 --output 2 --system 16 --loads system none", 6),
+            ("overlap", "--batch 2 --rounds 1 --output 4", 4),
+            ("overlap", "--batch 2 --rounds 1 --output 4 --toy", 3),
+            ("adapters", "--shape tiny --steps 3 --prompt 16 --rounds 1 --loads 1 --threads 1", 12),
+            ("weights", "--shape tiny --updates 1 --streams 2 --threads 1", 2),
+            ("threads", "--callers 1 2 --sums 4 --rounds 2", 2),
+            ("serving", "--requests 8 --concurrency 4 --threads 1 --output-tokens uniform:2:6", 4),
+            (
+                "diffusion",
+                "--shape tiny --concurrency 1 --fresh 0 1 --rounds 1 --requests 2 --per-client 1 "
+                "--max-tokens 20",
+                10,
+            ),
+        ],
+        [
+            ("overlap", "--batch 2 --rounds 1 --stall", 6),
+            ("cpu", "--accuracy --requests 1", 4),
+        ],
+    ),
 )
 def test_a_bench_has_its_rows(tmp_path: Path, name: str, options: str, rows: int) -> None:
     line = run(name, options, tmp_path)

@@ -28,7 +28,7 @@ from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.params import SamplingParams
 from tests.checkpoint.fake_hub import FakeHub, Repository, contents_of, fake_hub
-from tests.tiers import SECONDS, rest
+from tests.tiers import SECONDS, nightly, rest
 
 NAME = "org/tiny"
 ROOT = Path(__file__).parents[2]
@@ -167,7 +167,7 @@ def test_a_revision_is_another_model(here: FakeHub) -> None:
         locate(f"{NAME}@v3", fetch=True)
 
 
-@rest(SECONDS)
+@nightly(SECONDS)
 def test_a_connection_that_breaks_is_taken_up_where_it_broke(here: FakeHub) -> None:
     # The library takes up multiples of 10 MB.
     weights = random.Random(1).randbytes(24 << 20)
@@ -319,7 +319,7 @@ async def test_a_start_that_downloads_can_be_cancelled(
     await engine.aclose()
 
 
-@rest(SECONDS)
+@nightly(SECONDS)
 def test_two_processes_download_at_once(hub: FakeHub, tmp_path: Path) -> None:
     script = f"from aioinfer.checkpoint.locate import locate; print(locate({NAME!r}, fetch=True))"
     environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
@@ -335,7 +335,7 @@ def test_two_processes_download_at_once(hub: FakeHub, tmp_path: Path) -> None:
     assert (path / WEIGHTS).read_bytes() == (EngineConfig().model_path / WEIGHTS).read_bytes()
 
 
-@rest(SECONDS)
+@nightly(SECONDS)
 def test_modules_in_the_working_directory_are_not_imported(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
