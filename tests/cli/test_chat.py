@@ -24,7 +24,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import InvalidRequest, RequestError
 from aioinfer.native.build import cache_directory
 from aioinfer.params import SamplingParams
-from tests.tiers import PROGRAM, nightly, rest
+from tests.tiers import PROGRAM, nightly
 
 COMMAND = [sys.executable, "-m", "aioinfer", "chat", "tiny-chat", "--threads", "1", "--temperature", "0"]
 
@@ -191,7 +191,7 @@ def test_the_other_commands(talk: Any) -> None:
 # -- the program ---------------------------------------------------------------------------------------
 
 
-@rest(PROGRAM)
+@nightly(PROGRAM)
 def test_lines_of_a_pipe_are_answered(tmp_path: Path) -> None:
     # Whatever the home directory, kernels have been compiled.
     places = {"HOME": str(tmp_path / "none"), "AIOINFER_CACHE": str(cache_directory())}

@@ -91,7 +91,7 @@ def test_kernels_of_the_image_are_used_where_nothing_can_be_written(
     assert "WARNING" not in said
 
 
-@rest(PROGRAM)
+@nightly(PROGRAM)
 def test_kernels_are_compiled_where_only_the_cache_can_be_written(library: Path, tmp_path: Path) -> None:
     """The folder is that of a volume, which is open to everybody, and the cache is a folder in it."""
     compiler, volume = tmp_path / "c++", tmp_path / "volume"

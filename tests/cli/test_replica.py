@@ -117,7 +117,7 @@ class Told:
         self.causes.append(cause)
 
 
-@rest(PROGRAM)
+@nightly(PROGRAM)
 async def test_a_replica_ends_with_the_process_that_started_it(child: Child, tmp_path: Path) -> None:
     path = child.address()
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600

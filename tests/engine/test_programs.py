@@ -70,20 +70,15 @@ def gunicorn(port: int, *options: str) -> list[str]:
     return ["-m", "gunicorn", "--bind", f"127.0.0.1:{port}", "--timeout", "0", *options, application]
 
 
-@rest(PROGRAM)
+@nightly(PROGRAM)
 @pytest.mark.parametrize(
     "options",
-    grid(
-        [
-            pytest.param(
-                ("--workers", "2", "--worker-class", "gthread", "--threads", "4", "--preload"), id="preload"
-            )
-        ],
-        [
-            pytest.param(("--worker-class", "gthread", "--threads", "8"), id="gthread"),
-            pytest.param(("--workers", "2"), id="prefork"),  # each worker has one thread
-        ],
-    ),
+    [
+        ("--worker-class", "gthread", "--threads", "8"),
+        ("--workers", "2", "--worker-class", "gthread", "--threads", "4", "--preload"),
+        ("--workers", "2"),  # each worker has one thread
+    ],
+    ids=["gthread", "preload", "prefork"],
 )
 def test_gunicorn_serves_an_engine_in_each_worker(options: tuple[str, ...]) -> None:
     port = free_port()
