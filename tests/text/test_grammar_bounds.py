@@ -24,6 +24,7 @@ TOO_DEEP = (
     rf"more than {MOST_RULES} rules and brackets|more than {MOST_LEVELS} levels together"
     "|merges schemas within each other too deeply|more than 500 rules of GBNF|more than 17 times &"
     "|more than 10000 texts and regular expressions|more than 2000 repeats"
+    "|more than 65536 characters of GBNF"
 )
 TOO_LARGE = "parts when its schemas are merged|parts copied to merge|more than 50000 merges"
 
