@@ -97,13 +97,13 @@ class ResultMap(AsyncIterator[_Item], Generic[_Item]):
         rows: Rows[Any],
         *,
         concurrency: int,
-        room: Callable[[Callable[[], None]], object],
+        room: Callable[[Callable[[], None], int | None], int],
         progress: MapProgress | None = None,
         on_error: OnError = "raise",
         patient: bool = True,
     ) -> None:
-        """``room``: has something called once when the queue may have room; ``patient``: False if the queue
-        must have room for the first row at once. Raises InvalidRequest."""
+        """``room``: :meth:`aioinfer.loop.service.Service.when_room`; ``patient``: False if the queue must
+        have room for the first row at once. Raises InvalidRequest."""
         if type(concurrency) is not int or concurrency < 1:
             raise InvalidRequest("concurrency", f"must be a positive number, got {shown(concurrency)}")
         check_on_error(on_error)
@@ -123,6 +123,8 @@ class ResultMap(AsyncIterator[_Item], Generic[_Item]):
         #: the queue was full, and nothing has shown since that it has room
         self._full = False
         self._room, self._timed = _Told(self, ResultMap.roomy), False
+        #: the place in the line of those that wait for room, since a row was queued
+        self._place: int | None = None
         #: rows that were read; requests that have not ended
         self._read = self._open = 0
         #: rows that are done, and how many of them were reported
@@ -240,7 +242,7 @@ class ResultMap(AsyncIterator[_Item], Generic[_Item]):
             opened = row.open(waiting)
         except Rejected as full:
             if self._patient:
-                self._when_room(self._room)
+                self._stand_in_line()
                 self._await_room()
                 return False
             del self._unsent[0]
@@ -253,7 +255,7 @@ class ResultMap(AsyncIterator[_Item], Generic[_Item]):
             self._refuse(row, error)
             return True
         del self._unsent[0]
-        row.outcome, self._patient = opened, True
+        row.outcome, self._patient, self._place = opened, True, None
         self._open += 1
         when_ended(opened.cell, _Told(self, ResultMap.ended, row))
         return True
@@ -314,7 +316,10 @@ class ResultMap(AsyncIterator[_Item], Generic[_Item]):
         else:
             self._done += 1
             row.open = None
-            self.roomy()
+            self._stand_in_line()  # those that wait are told before it
+
+    def _stand_in_line(self) -> None:
+        self._place = self._when_room(self._room, self._place)
 
     def _await_room(self) -> None:
         """The queue was full: wait until a request of this map ends, the engine tells of room, or a while

@@ -53,7 +53,7 @@ class PooledCall:
         submit: Callable[[PromptSource, int], Stream],
         name: Callable[[int], str],
         at_once: int,
-        when_room: Callable[[Callable[[], None]], object],
+        when_room: Callable[[Callable[[], None], int | None], int],
     ) -> None:
         """``source``: an input, checked and copied; ``submit``: its request, in front of which so many of the
         call wait; ``name``: of an input by its index, in errors; ``at_once``: requests that are open at a

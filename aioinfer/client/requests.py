@@ -210,9 +210,10 @@ class Requests(ABC):
         """Raise Rejected, which is not counted, if the queue certainly has no room for a prompt."""
         self._serving().check_room(prompt.least_tokens)
 
-    def when_room(self, call: Callable[[], None]) -> None:
-        """As :meth:`aioinfer.loop.service.Service.when_room`."""
-        self._serving().when_room(call)
+    @property
+    def when_room(self) -> Callable[[Callable[[], None], int | None], int]:
+        """:meth:`aioinfer.loop.service.Service.when_room`, also when the engine is closed by then."""
+        return self._serving().when_room
 
     async def check_whole(
         self, prompt: PromptSource, params: SamplingParams, pooling: Pooling | None

@@ -8,6 +8,7 @@ the abstract methods.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -120,8 +121,9 @@ class Service(ABC, Generic[_Opened]):
         self.open: dict[StreamCell, _Opened] = {}
         #: requests whose prompts are not tokenized yet, and the tokens that these have at least
         self.arriving, self._arriving_tokens = 0, 0
-        #: called once when the queue may have room; in a dict, as each counts once
-        self._awaiting_room: dict[Callable[[], None], None] = {}
+        #: called once when the queue may have room, with their places in the line
+        self._awaiting_room: dict[Callable[[], None], int] = {}
+        self._places = itertools.count()
         #: set while closing waits for the open requests
         self._drained: asyncio.Future[None] | None = None
         end_in_children(self)
@@ -236,16 +238,19 @@ class Service(ABC, Generic[_Opened]):
         """Raise Rejected, which is not counted, if a request with at least so many tokens would be."""
         self._check_queue(tokens, self.arriving, self._arriving_tokens)
 
-    def when_room(self, call: Callable[[], None]) -> None:
+    def when_room(self, call: Callable[[], None], place: int | None = None) -> int:
         """Have ``call`` called once when a request has begun or ended, whosever it is: amid the work of the
-        engine, so it must return at once and not raise."""
-        self._awaiting_room[call] = None
+        engine, so it must return at once and not raise. The first in the line are called first. Returns the
+        place in it, by default its end, which those keep who found no room when they were called."""
+        place = next(self._places) if place is None else place
+        self._awaiting_room[call] = place
+        return place
 
     def _has_room(self) -> None:
         """A request has begun, or ended."""
         if self._awaiting_room:
             calls, self._awaiting_room = self._awaiting_room, {}
-            for call in calls:
+            for call in sorted(calls, key=calls.__getitem__):
                 call()
 
     async def encode(self, prompt: PromptSource) -> Sequence[int]:

@@ -1,8 +1,7 @@
-"""``aioinfer batch``, as a program that is killed and started again; and thousands of rows."""
+"""``aioinfer batch``, as a program that is killed and started again."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import signal
 import subprocess
@@ -13,11 +12,8 @@ from typing import Any
 
 import pytest
 
-from aioinfer import AioInferError, EngineConfig, Result, SamplingParams
 from aioinfer.cli.main import main
-from aioinfer.embeddings.embedding import Embedding
-from aioinfer.testing import Answer, FakeEngine
-from tests.tiers import PROGRAM, SECONDS, SIMULATION, nightly, rest
+from tests.tiers import PROGRAM, SECONDS, nightly, rest
 
 BAD = 100
 
@@ -106,41 +102,3 @@ def test_the_exit_status_says_whether_all_rows_were_answered(
     other.write_text("mine\n")
     assert main(["batch", str(source), str(other)]) == 2
     assert other.read_text() == "mine\n"
-
-
-# -- thousands of rows beside a full queue ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [200, pytest.param(5000, marks=nightly(SIMULATION))])
-async def test_each_row_has_one_result_beside_a_full_queue(count: int) -> None:
-    """Others fill the queue again and again: no row is lost, and none is there twice."""
-    config = EngineConfig(
-        model="fake", num_pages=1024, overlap_steps=0, max_running_requests=8, max_queued_requests=8
-    )
-    texts: list[Any] = [7 if number % BAD == BAD // 2 else f"row {number}" for number in range(count)]
-    async with FakeEngine(lambda prompt: Answer(prompt), config=config) as engine:
-        others: set[asyncio.Task[Any]] = set()
-
-        async def fill() -> None:
-            while True:
-                try:
-                    other = asyncio.ensure_future(engine.generate("other"))
-                except AioInferError:
-                    await asyncio.sleep(0.001)
-                    continue
-                others.add(other)
-                other.add_done_callback(others.discard)
-
-        filling = asyncio.create_task(fill())
-        params = [SamplingParams(max_tokens=16) for _ in texts]
-        mapped = [each async for each in engine.map(texts, params, on_error="return")]
-        embedded = await engine.embed(texts, on_error="return")
-        filling.cancel()
-        await asyncio.wait([filling, *others])
-        for found, kind in ((mapped, Result), (embedded, Embedding)):
-            assert len(found) == count
-            good = [number for number, each in enumerate(found) if isinstance(each, kind)]
-            assert good == [number for number in range(count) if number % BAD != BAD // 2]
-        assert [each.text for each in mapped if isinstance(each, Result)] == [
-            each for each in texts if each != 7
-        ]

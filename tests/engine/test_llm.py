@@ -73,11 +73,6 @@ def test_a_message_is_no_batch_of_prompts(kind: Any) -> None:
         answers(llm)
 
 
-def test_more_prompts_than_the_queue_takes_are_fed_as_it_empties() -> None:
-    with make_llm(max_queued_requests=3) as llm:
-        answers(llm, [[number, 2] for number in range(1, 40)])
-
-
 def test_an_aborted_request_is_not_returned_and_gives_everything_back() -> None:
     with make_llm() as llm:
         keys = [llm.add_request(prompt, LONG) for prompt in PROMPTS]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import threading
 from typing import Any
 
 import pytest
@@ -33,35 +31,6 @@ def test_prompts_that_fail_have_their_errors_in_their_places() -> None:
             llm.generate(prompts, params, progress=False)
         assert caught.value.field == "prompts[1]"
         assert caught.value.results == [None] * 5  # type: ignore[attr-defined]
-
-
-def test_an_interrupt_has_what_was_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    sent, told = threading.Event(), threading.Event()
-
-    def fault(step: Any) -> None:
-        if step.id >= 12 and not sent.is_set():
-            sent.set()
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            assert told.wait(60)  # no further step before the loop is told
-
-    long = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    with make_llm(fault=fault) as llm:
-        hand_over = llm._home.loop.call_soon_threadsafe
-
-        def handed_over(call: Any, *arguments: Any) -> Any:
-            handle = hand_over(call, *arguments)
-            if sent.is_set():
-                told.set()
-            return handle
-
-        monkeypatch.setattr(llm._home.loop, "call_soon_threadsafe", handed_over)
-        with pytest.raises(KeyboardInterrupt) as caught:
-            llm.generate([[1, 2], [3, 4], [5]], [SHORT, long, SHORT], progress=False)
-        first, second, third = caught.value.results  # type: ignore[attr-defined]
-        assert first.token_ids == toy_generate([1, 2], SHORT)
-        assert second is None
-        assert third.token_ids == toy_generate([5], SHORT)
-        assert not llm.has_unfinished()
 
 
 def test_a_deadline_of_one_row_costs_no_other() -> None:

@@ -98,6 +98,16 @@ async def test_a_map_waits_for_the_start_of_requests_of_others(tries: list[int])
         assert (await reading).text == "x"
 
 
+async def test_calls_that_wait_for_room_have_it_in_their_turns() -> None:
+    """Two have all of it when the third one begins to wait."""
+    async with engine_with() as engine:
+        calls = (_all(engine.map([name] * 20, concurrency=2)) for name in "abc")
+        await asyncio.gather(*calls)
+        begun = "".join(each.prompt for each in engine.requests)
+    assert begun.index("c") < 6
+    assert {*begun[:12]} == {*begun[12:24]} == {*"abc"}
+
+
 async def test_rows_refused_after_tokenizing_are_tried_again() -> None:
     """A chat's tokens are known late: the queue of tokens is full by then."""
     async with engine_with(max_queued_requests=64, max_queued_tokens=400) as engine:
@@ -234,20 +244,6 @@ async def test_a_map_that_was_left_has_what_was_done() -> None:
         reading.cancel()
         await asyncio.wait([reading])
         assert {at: each.text for at, each in (await results.undelivered()).items()} == {2: "x", 3: "x"}
-
-
-async def test_embeddings_that_were_done_are_in_the_exception() -> None:
-    async with engine_with(max_queued_requests=64) as engine:
-
-        def progress(count: int, total: int | None) -> None:
-            if count == 2:
-                raise KeyError("enough")
-
-        with pytest.raises(KeyError) as caught:
-            await engine.embed(["a", "b", "c", "d"], progress=progress)
-        results: Any = caught.value.results  # type: ignore[attr-defined]
-        assert len(results) == 4
-        assert sum(each is not None for each in results) >= 2
 
 
 # -- StopAsyncIteration ----------------------------------------------------------------------------------
