@@ -6,11 +6,12 @@ What an engine keeps of a call is copied before the call returns, as values of e
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
-from aioinfer.errors import InvalidRequest
+from aioinfer.errors import InvalidRequest, shown
 
-__all__ = ["PLAIN", "check_ids", "check_range", "freeze", "keep_plain", "plain"]
+__all__ = ["PLAIN", "check_ids", "check_range", "entries", "freeze", "keep_plain", "plain"]
 
 #: types of plain values
 PLAIN = frozenset((str, int, float, bytes, bool, type(None)))
@@ -49,6 +50,26 @@ def keep_plain(instance: Any, but: tuple[type, ...] = ()) -> None:
             object.__setattr__(instance, name, value)
 
 
+def entries(field: str, given: Any, most: int, what: str) -> tuple[Any, ...]:
+    """The entries of a list, an array or another collection, as plain values; none for None. Raises
+    InvalidRequest: it is none, or has more than ``most`` of ``what``."""
+    if given is None:
+        return ()
+    if isinstance(given, (str, bytes, bytearray, memoryview, Mapping)):
+        raise InvalidRequest(field, f"must be a list of {what}, got {shown(given)}")
+    try:
+        count = len(given) if hasattr(given, "__len__") else 0
+        if count <= most:
+            each = given.tolist() if hasattr(given, "tolist") else given
+            found = tuple(map(plain, islice(each, most + 1)))
+            count = len(found)
+    except TypeError:
+        raise InvalidRequest(field, f"must be a list of {what}, got {shown(given)}") from None
+    if count > most:
+        raise InvalidRequest(field, f"at most {most} {what}")
+    return found
+
+
 def check_ids(field: str, ids: Sequence[Any], vocab_size: int) -> None:
     """Raise InvalidRequest unless all are token ids of the model. Takes about 60 ns per id."""
     # The set has one element if all is well: no loop of Python's.
@@ -62,8 +83,8 @@ def check_range(field: str, ids: Sequence[int], vocab_size: int) -> None:
     """Raise InvalidRequest unless the model has all of these tokens."""
     if ids and (min(ids) < 0 or max(ids) >= vocab_size):
         bad = next(token for token in ids if not 0 <= token < vocab_size)
-        shown = str(bad) if -(1 << 63) <= bad < 1 << 63 else "an integer of more than 64 bits"
-        raise InvalidRequest(field, f"{shown} is not a token id; the model has {vocab_size}")
+        told = str(bad) if -(1 << 63) <= bad < 1 << 63 else "an integer of more than 64 bits"
+        raise InvalidRequest(field, f"{told} is not a token id; the model has {vocab_size}")
 
 
 def freeze(field: str, value: Any, *, lists: bool = False) -> Any:

@@ -6,12 +6,11 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from itertools import islice
 from typing import Any, NamedTuple
 
 from aioinfer import plugins
 from aioinfer.errors import InvalidRequest, shown
-from aioinfer.inputs import keep_plain, plain
+from aioinfer.inputs import entries, keep_plain, plain
 from aioinfer.text.grammar_spec import Grammar, Schema
 
 __all__ = ["BOUNDS", "MOST", "Bounds", "DiffusionParams", "Grammar", "SamplingParams", "Schema", "inherited"]
@@ -93,7 +92,7 @@ class _OpenInt(int):
 
 
 class _OpenText(str):
-    """Check one text."""
+    """The default of a field of text for which the engine has another value."""
 
     __slots__ = ()
 
@@ -409,29 +408,10 @@ def _truth(field: str, value: Any) -> None:
         raise InvalidRequest(field, f"must be true or false, got {shown(value)}")
 
 
-def _entries(field: str, given: Any, most: int, what: str) -> tuple[Any, ...]:
-    """The entries of a list, an array or another collection, as plain values; none for None."""
-    if given is None:
-        return ()
-    if isinstance(given, (str, bytes, bytearray, memoryview, Mapping)):
-        raise InvalidRequest(field, f"must be a list of {what}, got {shown(given)}")
-    try:
-        count = len(given) if hasattr(given, "__len__") else 0
-        if count <= most:
-            entries = given.tolist() if hasattr(given, "tolist") else given
-            found = tuple(map(plain, islice(entries, most + 1)))
-            count = len(found)
-    except TypeError:
-        raise InvalidRequest(field, f"must be a list of {what}, got {shown(given)}") from None
-    if count > most:
-        raise InvalidRequest(field, f"at most {most} {what}")
-    return found
-
-
 def _texts(field: str, given: Any) -> tuple[str, ...]:
     """One non-empty string or several, as a tuple."""
     most, longest = MOST[field]
-    strings = (given,) if type(given) is str else _entries(field, given, most, "strings")
+    strings = (given,) if type(given) is str else entries(field, given, most, "strings")
     for string in strings:
         _text(field, string, longest)
     return strings
@@ -462,7 +442,7 @@ def _check_patterns(patterns: Sequence[str]) -> None:
 
 
 def _token_ids(field: str, ids: Any, most: int | None = None) -> tuple[int, ...]:
-    tokens = _entries(field, ids, MOST[field][0] if most is None else most, "token ids")
+    tokens = entries(field, ids, MOST[field][0] if most is None else most, "token ids")
     low, high, *_ = BOUNDS["token_id"]
     if set(map(type, tokens)) - {int} or (tokens and not low <= min(tokens) <= max(tokens) <= high):
         for token in tokens:
@@ -490,7 +470,7 @@ def _prediction(given: Any) -> str | tuple[int, ...] | None:
 def _bad_words(words: Any) -> tuple[str | tuple[int, ...], ...]:
     found: list[str | tuple[int, ...]] = []
     most, longest = MOST["bad_words"]
-    for word in _entries("bad_words", words, most, "texts or lists of token ids"):
+    for word in entries("bad_words", words, most, "texts or lists of token ids"):
         if type(word) is str:
             _text("bad_words", word, longest)
             found.append(word)

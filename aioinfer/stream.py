@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import asyncio
 from asyncio import get_running_loop
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, SupportsIndex
+from typing import TYPE_CHECKING, Protocol, Self
 
+from aioinfer.awaited import Awaited
 from aioinfer.errors import AioInferError, Cancelled
 from aioinfer.outputs import Chunk, FinishReason, RequestMetrics, Result, Usage
 from aioinfer.request import Output
@@ -229,7 +229,7 @@ class StreamCell:
         return chunk
 
 
-class Stream(Coroutine[Any, Any, Result]):
+class Stream(Awaited[Result]):
     """One generation in progress.
 
     * ``async for chunk in stream`` yields chunks; the last one carries ``finish_reason``.
@@ -243,16 +243,15 @@ class Stream(Coroutine[Any, Any, Result]):
     :class:`~aioinfer.EngineError`) are raised where it is read.
     """
 
-    __slots__ = ("__weakref__", "_cell", "_ended", "_loop", "_owner", "_running")
+    __slots__ = ("_cell", "_ended", "_loop", "_owner")
 
     def __init__(self, owner: StreamOwner, cell: StreamCell) -> None:
+        super().__init__()
         self._owner = owner
         self._cell = cell
         self._ended = False
         #: the loop on which it was read last
         self._loop: asyncio.AbstractEventLoop | None = None
-        #: what a task that was made of the stream runs
-        self._running: Coroutine[Any, Any, Result] | None = None
 
     @property
     def admitted(self) -> bool:
@@ -367,22 +366,6 @@ class Stream(Coroutine[Any, Any, Result]):
 
     # -- await ----------------------------------------------------------------------------------
 
-    def __await__(self) -> Generator[Any, None, Result]:
-        return self._wait_result().__await__()
-
-    def send(self, value: Any) -> Any:
-        """With :meth:`throw`: makes a stream a coroutine, for ``TaskGroup.create_task(stream)``."""
-        if self._running is None:
-            self._running = self._wait_result()
-        return self._running.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        """Raise in the task that :meth:`send` runs in. If it has not begun, the request is aborted."""
-        if self._running is None:
-            self.close()
-            self._running = self._wait_result()
-        return self._running.throw(*error)
-
     async def _wait_result(self) -> Result:
         cell = self._cell
         self._owner.check_loop()
@@ -434,16 +417,6 @@ class Stream(Coroutine[Any, Any, Result]):
         self._owner.check_loop()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def aclose(self) -> None:
-        """Abort the request if it still runs. Never waits for the device. Idempotent. From another loop or
-        thread, the request ends in the next turn of the engine's loop."""
-        self.close()
-
     def close(self) -> None:
         """The same from synchronous code."""
         self._leave(self._owner.abandon)
@@ -460,10 +433,6 @@ class Stream(Coroutine[Any, Any, Result]):
         if not self._cell.closed:
             self._cell.closed = True
             abandon(self._cell)
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        """A copy that is dropped would abort the request of the stream that is kept."""
-        raise TypeError("a Stream cannot be copied or pickled: it is the only reader of its request")
 
     # -- inside ---------------------------------------------------------------------------------
 

@@ -68,8 +68,8 @@ LAYERS: list[set[str]] = [
     {"checkpoint", "inputs"},
     # what was promised of the memory
     {"ledger"},
-    # exceptions, results, parts found by file name
-    {"errors", "forks", "outputs", "plugins"},
+    # exceptions, results and how they are awaited, parts found by file name
+    {"errors", "awaited", "forks", "outputs", "plugins"},
     # the version of the package
     {"_version"},
 ]

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Coroutine, Generator
-from types import TracebackType
-from typing import Any, NoReturn, Self, SupportsIndex, cast
+from typing import Self, cast
 
+from aioinfer.awaited import Awaited
 from aioinfer.chat.answers import AnswerReader, joined
 from aioinfer.chat.asking import ChatRequest
 from aioinfer.chat.results import ChatDelta, ChatFinishReason, ChatResult, ToolCall
@@ -28,7 +27,7 @@ __all__ = ["ChatStream"]
 _STEPS = 4
 
 
-class ChatStream(Coroutine[Any, Any, ChatResult]):
+class ChatStream(Awaited[ChatResult]):
     """One answer of a chat in progress.
 
     * ``async for delta in chat`` yields :class:`~aioinfer.ChatDelta`; the last one carries ``finish_reason``.
@@ -41,7 +40,6 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
     """
 
     __slots__ = (
-        "__weakref__",
         "_asked",
         "_calls",
         "_content",
@@ -53,7 +51,6 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
         "_reading",
         "_reasoning",
         "_result",
-        "_running",
         "_source",
         "_stream",
         "_tokenizer",
@@ -62,6 +59,7 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
     def __init__(
         self, stream: Stream, source: PromptSource, asked: ChatRequest, tokenizer: Tokenizer | None
     ) -> None:
+        super().__init__()
         self._stream = stream
         self._source = source
         self._asked = asked
@@ -81,8 +79,6 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
         #: of tokens whose delta is to come
         self._logprobs: list[TokenLogprob] = []
         self._result: ChatResult | None = None
-        #: what a task that was made of it runs
-        self._running: Coroutine[Any, Any, ChatResult] | None = None
 
     @property
     def admitted(self) -> bool:
@@ -161,22 +157,6 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
         return delta
 
     # -- await ----------------------------------------------------------------------------------
-
-    def __await__(self) -> Generator[Any, None, ChatResult]:
-        return self._wait_result().__await__()
-
-    def send(self, value: Any) -> Any:
-        """With :meth:`throw`: makes it a coroutine, for ``TaskGroup.create_task(engine.chat(...))``."""
-        if self._running is None:
-            self._running = self._wait_result()
-        return self._running.send(value)
-
-    def throw(self, *error: Any) -> Any:
-        """Raise in the task that :meth:`send` runs in. If it has not begun, the request is aborted."""
-        if self._running is None:
-            self.close()
-            self._running = self._wait_result()
-        return self._running.throw(*error)
 
     async def _wait_result(self) -> ChatResult:
         self._check_free()
@@ -274,15 +254,6 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
         await self._stream.__aenter__()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    async def aclose(self) -> None:
-        """Abort the request if it still runs, as :meth:`aioinfer.Stream.aclose`."""
-        self.close()
-
     def close(self) -> None:
         """The same from synchronous code."""
         self._stream.close()
@@ -290,6 +261,3 @@ class ChatStream(Coroutine[Any, Any, ChatResult]):
     def leave(self) -> None:
         """The same one turn of the loop later, from any thread and at any point."""
         self._stream.leave()
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise TypeError("a ChatStream cannot be copied or pickled: it is the only reader of its request")

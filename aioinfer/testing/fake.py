@@ -14,11 +14,10 @@ import re
 from collections import abc, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Never, TypeAlias, Unpack
+from typing import Any, Never, TypeAlias
 
-from aioinfer.client.mapping import MapProgress, OnError
 from aioinfer.config import EngineConfig, given
-from aioinfer.embeddings.scoring import ScoreMethod, Scores
+from aioinfer.embeddings.scoring import Scores
 from aioinfer.engine import Engine
 from aioinfer.errors import (
     ConfigError,
@@ -35,7 +34,7 @@ from aioinfer.loop.options import PromptSource
 from aioinfer.loop.runtime import Runtime
 from aioinfer.loop.service import Service
 from aioinfer.params import SamplingParams
-from aioinfer.request import JobOptions, Request
+from aioinfer.request import Request
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.stream import Stream, StreamCell
 from aioinfer.testing.fake_device import FakeDevice, FakeTokenizer, Script
@@ -175,20 +174,11 @@ class FakeEngine(Engine):
         self._started().lost(cause or DeviceLost("the device was lost"))
 
     async def score(
-        self,
-        query: str | abc.Sequence[str],
-        documents: abc.Sequence[str],
-        *,
-        method: ScoreMethod | None = None,
-        instruction: str | None = None,
-        template: str | None = None,
-        progress: MapProgress | None = None,
-        on_error: OnError = "raise",
-        **options: Unpack[JobOptions],
+        self, query: str | abc.Sequence[str], documents: abc.Sequence[str], **options: Any
     ) -> Scores:
         """As :meth:`aioinfer.Engine.score`; what makes prompts of texts is not looked at."""
-        given: dict[str, Any] = {"progress": progress, "on_error": on_error, **options}
-        found = await super().score(query, documents, method="cosine", **given)
+        plain = {"method": "cosine", "instruction": None, "template": None}
+        found = await super().score(query, documents, **options | plain)
         if self.scores is None:
             return found
         queries = [query] * len(documents) if isinstance(query, str) else query
