@@ -92,17 +92,19 @@ def test_soft_caps_and_diffusion_blocks_reach_both_kernels(device: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", grid([torch.bfloat16], [torch.float32, torch.float16], INTERPRETER))
-@pytest.mark.parametrize("float8", [False, True], ids=["", "float8"])
+@pytest.mark.parametrize(
+    ("part", "float8"), [("v", False), ("v", True), ("k", True)], ids=["", "float8", "float8-key"]
+)
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_what_is_not_finite_reaches_those_alone_who_see_its_position(
-    device: str, fused: bool, float8: bool, dtype: torch.dtype
+    device: str, fused: bool, part: str, float8: bool, dtype: torch.dtype
 ) -> None:
-    """One value of a chunk."""
+    """One value of a chunk; or, where that would round the others to 0, a key."""
     shape: dict[str, Any] = {"heads": 4, "kv_heads": 2, "head_dim": 24, "page_size": 8}
     params, found = AttentionParams(0.2, window=7), []
     for value in (1.0, math.inf, math.nan):
         setup = Setup(Problem.make([(1, 9), (20, 24)], dtype=dtype, device=device, **shape), 1)
-        setup.v[10, 1, 15] = value
+        getattr(setup, part)[10, 1, 15] = value
         pool = KVPool(
             [KVShape(2, 24)] * 2,
             num_pages=7,

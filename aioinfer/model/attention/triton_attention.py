@@ -197,7 +197,7 @@ def _store_kernel(
         at = cell * HEADS + head
         tl.store(key_scales + at, key_exponent.to(tl.uint8), mask=head < HEADS)
         tl.store(value_scales + at, value_exponent.to(tl.uint8), mask=head < HEADS)
-        key = tl.where(unknown, 0, shrunk(wide_key, key_exponent, key))
+        key = tl.where(key_exponent == 255, 0, shrunk(wide_key, key_exponent, key))
         value = shrunk(wide_value, value_exponent, value)
     tl.store(keys + to, key, mask=wanted)
     tl.store(values + to, value, mask=wanted)

@@ -67,8 +67,9 @@ def follow(EARLY: tl.constexpr) -> None:
 def not_finite(magnitudes: tl.tensor) -> tl.tensor:
     """Which values, of which these are the magnitudes [heads, dims], are not finite: bool [heads, 1].
 
-    They are stored as 0, under a key of NaN (of 8 bits: 0 times infinity), so that the scores and results of
-    queries that see the position are NaN. Others have a weight of 0 for it, and 0 * NaN is NaN.
+    They are stored as 0, under a key of NaN, so that the scores and results of queries that see the position
+    are NaN. Others have a weight of 0 for it, and 0 * NaN is NaN. A key of 8 bits that is not finite is 0
+    times infinity: 448 times infinity could be a score of minus infinity, which leaves the position out.
     """
     return (tl.max(magnitudes, 1) == float("inf"))[:, None]
 

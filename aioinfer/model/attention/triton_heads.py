@@ -134,8 +134,8 @@ def _rotate_kernel(
         exponent = exponent_of(largest)[:, None]
         tl.store(key_scales + at, exponent.to(tl.uint8), mask=key_heads)
         tl.store(value_scales + at - KV_HEADS, exponent.to(tl.uint8), mask=value_heads)
-        turned_a = tl.where(unknown, 0, shrunk(wide_a, exponent, raw_a))
-        turned_b = tl.where(unknown, 0, shrunk(wide_b, exponent, raw_b))
+        turned_a = tl.where(exponent == 255, 0, shrunk(wide_a, exponent, raw_a))
+        turned_b = tl.where(exponent == 255, 0, shrunk(wide_b, exponent, raw_b))
         value_a = turned_a
         value_b = turned_b
     at *= 2 * HALF
