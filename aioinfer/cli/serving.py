@@ -45,11 +45,16 @@ async def serve_model(options: argparse.Namespace) -> int:
         bound.close()
 
 
-def _reporting(config: EngineConfig) -> EngineConfig:
-    """The config of a server that logs its throughput and load, unless it says otherwise. The line is shown
-    at the command line's usual level, where no other line of its own level is."""
+def _as_server(config: EngineConfig) -> EngineConfig:
+    """The config of a server's engine, where it says nothing else: its process is its own, so the switch
+    interval is short on every device, and it logs its throughput and load. That line is shown at the command
+    line's usual level, where no other line of its own level is."""
+    from aioinfer.loop.tuning import SHORT_INTERVAL
+
     if config.stats_interval is None:
         config = dataclasses.replace(config, stats_interval=_STATS_INTERVAL)
+    if config.switch_interval is None:
+        config = dataclasses.replace(config, switch_interval=SHORT_INTERVAL)
     if config.stats_interval and logging.getLogger().level <= logging.WARNING:
         logging.getLogger("aioinfer.stats").setLevel(logging.INFO)
     return config
@@ -61,7 +66,7 @@ async def _serve_on(bound: Bound, engine_config: EngineConfig, config: ServerCon
 
     if config.access_log:
         _log_accesses(config.access_log_format)
-    engine_config = _reporting(engine_config)
+    engine_config = _as_server(engine_config)
     engine = _engine(engine_config, config)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -227,7 +227,7 @@ class EngineConfig(Settings):
     switch_interval: float | None = option(
         None,
         "overlap",
-        "sys.setswitchinterval in seconds; 0: unchanged; default: 0.0003 on cuda",
+        "sys.setswitchinterval in seconds; 0: unchanged; default: 0.0003 on cuda and in aioinfer serve",
         UNIT_INTERVAL,
     )
     gc: Literal["auto", "idle", "python"] = option(

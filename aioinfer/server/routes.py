@@ -21,6 +21,7 @@ from aioinfer.server.http.disconnects import ClientGone, is_gone
 from aioinfer.server.http.failures import as_failure
 from aioinfer.server.http.keys import Keys
 from aioinfer.server.http.logs import CLIENT_GONE
+from aioinfer.server.http.pace import Arrivals
 from aioinfer.server.http.records import record_of
 from aioinfer.server.openai.wires import CHAT_ENDPOINT, CHAT_WIRE, COMPLETION_ENDPOINT, COMPLETION_WIRE
 from aioinfer.server.openapi.endpoints import Handler, Route
@@ -56,6 +57,7 @@ class Routes:
         self._pooling = PoolingRoutes(engine, config, self._generation)
         self._pages = Pages(keyed=keys.given)
         self._watching = Watching(engine, config, keys)
+        self._arrivals = Arrivals()
 
     def _routes(self) -> list[Route]:
         """Every endpoint but health and trace, whose path an application chooses."""
@@ -130,13 +132,16 @@ class Routes:
     # -- around every handler -------------------------------------------------------------------
 
     def _guarded(self, route: Route) -> Handler:
-        """Check the key; turn exceptions into the error objects of the endpoint."""
+        """Await its turn among arrivals, check the key, turn exceptions into the endpoint's errors."""
         endpoint, handler = route
 
         async def guarded(request: web.Request) -> web.StreamResponse:
             record = record_of(request)
             try:
                 if not endpoint.open:
+                    await self._arrivals()
+                    if is_gone(request):
+                        raise ClientGone("the client has closed its connection")
                     record.key = self._keys.check(request)
                 if not self._engine.config.tracing:
                     return await handler(request)

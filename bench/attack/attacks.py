@@ -1,8 +1,9 @@
 """The attacks: what clients send, made before it is sent.
 
-    python -m bench.attack.attacks NAME HOST PORT [ADMIN]      build it, wait for a line, carry it out
+    python -m bench.attack.attacks NAME HOST PORT ADMIN      build it, wait for a line, carry it out
 
-Prints how often which status came back, as JSON. Each runs in a process of its own and delays no canary.
+NAME/ordinary is the same load without what makes it an attack, where there is such a thing. Prints how often
+which status came back, as JSON. Each runs in a process of its own and delays no canary.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class Attack:
     reads: bool = True
     #: it goes to the admin port
     admin: bool = False
+    #: ordinary requests of the same size, from as many clients that read and stay
+    ordinary: Callable[[int], bytes] | None = None
 
 
 def _request(path: str, body: Any = b"", method: str = "POST", **headers: str) -> bytes:
@@ -91,18 +94,24 @@ def _pattern(number: int) -> bytes:
     return _completion(stop_regex=[f"(?:.|..){{1,{11 + at}}}[~Q]{number}" for at in range(4)], max_tokens=60)
 
 
-_LONG = {"prompt": "x", "max_tokens": 1000, "n": 128, "ignore_eos": True}
+def _plainly(**fields: Any) -> Callable[[int], bytes]:
+    return lambda number: _completion(**fields)
+
+
+_LONG = {"prompt": "x", "max_tokens": 1000, "n": 32, "ignore_eos": True}
+_UNREAD = {"max_tokens": 800, "stream": True, "ignore_eos": True, "logprobs": 5}
 _AMBIGUOUS = 'start: e\ne: e e e | e e | "a" | "b" | "c" | " "'
 
 ATTACKS: dict[str, Attack] = {
     # Grammars, patterns and schemas: little to send, much to build.
     "multiple-of": Attack(lambda n: _schema({"type": "integer", "multipleOf": 9_999_991 + n}), 4),
-    "ambiguous": Attack(lambda n: _completion(guided_grammar=_AMBIGUOUS, max_tokens=400), 8),
+    "ambiguous": Attack(lambda n: _completion(guided_grammar=_AMBIGUOUS, max_tokens=400), 8,
+                        ordinary=_plainly(max_tokens=400)),
     "unrolled": Attack(lambda n: _completion(guided_regex=f"(((a{{100}}){{100}}){{{100 - n}}})"), 4),
     "counted": Attack(lambda n: _schema({"type": "string", "pattern": f"^((ab?){{500}}c){{50{n}}}$"}), 4),
     "lookaheads": Attack(lambda n: _schema({"type": "string", "pattern": "(?=a)" * 9000}), 6),
     "blank-lines": Attack(lambda n: _zipped(b'{"prompt":"","guided_grammar":"' + b"\\n" * 40_000 + b'"}'), 4),
-    "schemas": Attack(_wide, 64),
+    "schemas": Attack(_wide, 64, ordinary=_plainly()),
     "items": Attack(lambda n: _schema({"type": "array", "items": {}, "maxItems": 10**6 - n}), 4),
     "enum": Attack(lambda n: _schema({"enum": _names(50_000, n)}), 2),
     "all-of": Attack(lambda n: _schema(_nested(400)), 4),
@@ -118,15 +127,15 @@ ATTACKS: dict[str, Attack] = {
     "half-open": Attack(lambda n: b"POST /livez HTTP/1.1\r\nHost: localhost\r\nX: ", 300, leaves=6.0),
     "admin-port": Attack(lambda n: b"GET /st", 300, leaves=6.0, admin=True),
     "pipelines": Attack(lambda n: _request("/v1/completions", _LONG) + _request("/livez", method="GET") * 200,
-                        4, leaves=0.7, reads=False),
+                        4, leaves=0.7, reads=False, ordinary=_plainly(n=32)),
     "upgrades": Attack(lambda n: _request("/v1/completions", _LONG, Connection="Upgrade", Upgrade="websocket")
-                       + b"x" * 300_000, 4, leaves=0.7, reads=False),
-    "leavers": Attack(lambda n: _completion(max_tokens=100, stream=True), 400, leaves=0.05),
-    "deaf": Attack(lambda n: _completion(max_tokens=800, stream=True, ignore_eos=True, logprobs=5), 60, 8.0,
-                   reads=False),
+                       + b"x" * 300_000, 4, leaves=0.7, reads=False, ordinary=_plainly(n=32)),
+    "leavers": Attack(_plainly(max_tokens=100, stream=True), 400, leaves=0.05,
+                      ordinary=_plainly(max_tokens=1)),
+    "deaf": Attack(_plainly(**_UNREAD), 60, 8.0, reads=False, ordinary=_plainly(**_UNREAD)),
     # Stops.
-    "stops": Attack(_stops, 4),
-    "stop-regex": Attack(_pattern, 60),
+    "stops": Attack(_stops, 4, ordinary=_plainly(n=128)),
+    "stop-regex": Attack(_pattern, 60, ordinary=_plainly(max_tokens=60)),
 }  # fmt: skip
 
 
@@ -175,6 +184,15 @@ def _statuses(head: bytes) -> Iterator[str]:
     yield head.split()[1].decode() if head.startswith(b"HTTP/") else "closed"
 
 
+def _chosen(name: str) -> Attack:
+    name, _, ordinary = name.partition("/")
+    attack = ATTACKS[name]
+    if not ordinary:
+        return attack
+    assert attack.ordinary is not None
+    return Attack(attack.ordinary, attack.clients)
+
+
 if __name__ == "__main__":
-    chosen = ATTACKS[sys.argv[1]]
+    chosen = _chosen(sys.argv[1])
     print(json.dumps(asyncio.run(_carry_out(chosen, sys.argv[2], int(sys.argv[4 if chosen.admin else 3])))))

@@ -19,7 +19,7 @@ from functools import partial
 import pytest
 
 from aioinfer.cli.main import main
-from aioinfer.cli.serving import _reporting
+from aioinfer.cli.serving import _as_server
 from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.errors import ConfigError
 from aioinfer.loop.tuning import frozen
@@ -153,9 +153,16 @@ def test_the_line_is_logged_unless_it_is_switched_off(
 ) -> None:
     root.setLevel(level)
     STATS.setLevel(logging.NOTSET)
-    config = _reporting(EngineConfig(stats_interval=interval))
+    config = _as_server(EngineConfig(stats_interval=interval))
     assert config.stats_interval == expected
     assert STATS.isEnabledFor(logging.INFO) is shown
+
+
+@pytest.mark.parametrize(("asked", "expected"), [(None, 3e-4), (0.0, 0.0), (1e-3, 1e-3)])
+def test_a_server_has_a_short_switch_interval_unless_another_is_asked_for(
+    asked: float | None, expected: float
+) -> None:
+    assert _as_server(EngineConfig(switch_interval=asked, stats_interval=0.0)).switch_interval == expected
 
 
 # -- sockets -------------------------------------------------------------------------------------------
