@@ -66,7 +66,7 @@ def check(path: Path, count: int) -> None:
 @pytest.mark.parametrize(
     ("count", "signals"),
     [
-        pytest.param(300, [signal.SIGINT], marks=rest(PROGRAM)),
+        pytest.param(120, [signal.SIGINT], marks=rest(PROGRAM)),
         pytest.param(5000, [signal.SIGKILL, signal.SIGINT], marks=nightly(PROGRAM)),
     ],
 )
