@@ -21,7 +21,7 @@ from aioinfer.model.transformers_model import TransformersLM
 from aioinfer.native.bindings import native_unsupported
 from tests.model.checkpoints import FAMILIES, NATIVE, OWN, RECURRENT, make_model
 from tests.model.harness import load
-from tests.tiers import grid, thinned
+from tests.tiers import SECONDS, grid, rest, thinned
 
 Checkpoint = Callable[[str], tuple[Path, Any]]
 CPU = torch.device("cpu")
@@ -172,7 +172,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", MIXTURES)
+@rest(SECONDS)
+@pytest.mark.parametrize("kind", thinned(MIXTURES, 3))
 def test_a_deep_mixture_of_experts_is_accepted_in_half_precision(tmp_path: Path, kind: str) -> None:
     config = getattr(transformers, f"{kind}Config")(**DEEP, **MIXTURES[kind])
     model = getattr(transformers, f"{kind}ForCausalLM")(config)

@@ -14,7 +14,7 @@ from aioinfer.model.attention.pool import KVPool, KVShape
 from aioinfer.model.attention.sdpa import SDPAAttention
 from aioinfer.model.heads import HeadNorm
 from tests.model.kernels import TOLERANCE, Problem, Setup
-from tests.tiers import INTERPRETER, grid, nightly
+from tests.tiers import INTERPRETER, grid, nightly, points
 
 
 def random_setup(seed: int, device: str, dtype: torch.dtype) -> tuple[Setup, AttentionParams]:
@@ -93,7 +93,12 @@ def test_soft_caps_and_diffusion_blocks_reach_both_kernels(device: str) -> None:
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("dtype", grid([torch.bfloat16], [torch.float32, torch.float16], INTERPRETER))
 @pytest.mark.parametrize(
-    ("part", "float8"), [("v", False), ("v", True), ("k", True)], ids=["", "float8", "float8-key"]
+    ("part", "float8"),
+    points(
+        [pytest.param("v", False, id="")],
+        [pytest.param("v", True, id="float8"), pytest.param("k", True, id="float8-key")],
+        INTERPRETER,
+    ),
 )
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
 def test_what_is_not_finite_reaches_those_alone_who_see_its_position(
