@@ -27,6 +27,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from aioinfer.execution.limits import usable_cores
 from aioinfer.execution.workers import Workers
 from aioinfer.sampling.outcomes import BAD_GRAMMAR, DEFERRED, FORCED
 from aioinfer.text.grammar import GrammarState, LookAhead
@@ -74,8 +75,8 @@ class GrammarWorker:
     """The grammars of one device. Threads start with the first grammar.
 
     ``patience``: seconds that a step waits, after its forward, for masks that are late. A grammar that
-    takes longer is slow: until it has been quick again it works apart from the others, and no step waits for
-    it.
+    takes longer is slow: until it has been quick again it works apart from the others, on at most half of the
+    cores, and no step waits for it.
     """
 
     def __init__(self, patience: float = 0.01, *, threaded: bool = True) -> None:
@@ -83,6 +84,8 @@ class GrammarWorker:
         self._changed = threading.Condition()
         self._threaded = threaded
         self._workers = Workers("aioinfer-masks", _MOST_THREADS, self._work, self._fail)
+        most = max(1, min(_MOST_THREADS, usable_cores() // 2))
+        self._slow_workers = Workers("aioinfer-masks-slow", most, self._work, self._fail)
         #: work in progress
         self._batches: list[_Batch] = []
 
@@ -124,7 +127,7 @@ class GrammarWorker:
         if quick:
             self._workers.put(_Batch(quick))
         for tokens in slow:
-            self._workers.put(_Batch([tokens]))
+            self._slow_workers.put(_Batch([tokens]))
 
     def collect(self, rows: Sequence[GrammarRow], sampling: int) -> Constraints:
         """The masks of ``rows``, for a step of which ``sampling`` rows sample; waits for them, in reason."""
@@ -146,7 +149,7 @@ class GrammarWorker:
 
     def close(self) -> None:
         """Let the threads end. Idempotent."""
-        for thread in self._workers.close():
+        for thread in self._workers.close() + self._slow_workers.close():
             thread.join()
 
     def _catch_up(self, states: Sequence[GrammarState]) -> None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from math import ceil
 from pathlib import Path
 
 from aioinfer.errors import ConfigError
 
-__all__ = ["GROUPS", "MEMBERSHIP", "check_threads", "cpu_quota", "default_threads", "groups_of"]
+__all__ = [
+    "GROUPS",
+    "MEMBERSHIP",
+    "check_threads",
+    "cpu_quota",
+    "default_threads",
+    "groups_of",
+    "usable_cores",
+]
 
 GROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
@@ -42,6 +51,13 @@ def default_threads(usable: int, quota: float | None) -> int:
     that, all wait at every barrier for one that has used up its share.
     """
     return usable if quota is None else max(1, min(usable, ceil(quota)))
+
+
+def usable_cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def check_threads(threads: int, cores: int) -> None:

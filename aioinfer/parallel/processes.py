@@ -19,6 +19,7 @@ import yaml
 
 from aioinfer.config import EngineConfig, ReplicaConfig, ServerConfig
 from aioinfer.errors import ConfigError, EngineError, shown
+from aioinfer.execution.limits import usable_cores
 from aioinfer.parallel.launched import Child, LaunchedReplica
 
 __all__ = ["ProcessReplica", "child_config"]
@@ -49,12 +50,6 @@ def child_config(config: EngineConfig) -> dict[str, Any]:
     return found
 
 
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _environment(config: EngineConfig, number: int) -> dict[str, str]:
     """That of this process, without settings, which are in the file; of several GPUs, each child sees one,
     unless the device has a number."""
@@ -83,7 +78,7 @@ class ProcessReplica(LaunchedReplica):
         super().__init__(name)
         self._settings = child_config(config)
         if config.threads is None and not config.device.startswith("cuda"):
-            self._settings["threads"] = max(1, _cores() // children)
+            self._settings["threads"] = max(1, usable_cores() // children)
         self._environ = _environment(config, number)
         self._child: Child | None = None
         #: the command before its options; tests have another one

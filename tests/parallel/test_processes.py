@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("directory", "patient")
 def test_a_child_has_the_settings_of_the_config_and_its_share_of_the_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("aioinfer.parallel.processes._cores", lambda: 8)
+    monkeypatch.setattr("aioinfer.parallel.processes.usable_cores", lambda: 8)
     config = EngineConfig(model="tiny-chat", max_running_requests=3, kv_memory_gib=1e-6, device="cpu")
     found = child_config(config)
     assert found.pop("download") is False
