@@ -51,7 +51,7 @@ def own_fields(model_type: object) -> frozenset[str]:
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         return frozenset()
     kind = OWN_CONFIGS.get(model_type) or CONFIG_MAPPING[model_type]
-    return frozenset(dir(kind)).union(kind.attribute_map)
+    return frozenset(dir(kind)).union(kind.attribute_map, {"head_dim"})  # which not all classes declare
 
 
 def _plain(name: str) -> str:

@@ -83,6 +83,8 @@ def record(name: str, num_layers: int, run: Callable[[Callable[..., torch.Tensor
 
     Raises ConfigError if the attention of some layer cannot be replaced by this package's.
     """
+    if num_layers < 1:
+        raise ConfigError(f"model: num_hidden_layers of {name} must be at least 1, got {num_layers}")
     seen: dict[int, KVShape] = {}
     calls = 0
 
