@@ -11,8 +11,8 @@ mechanisms of the interpreter can then delay a step by more than its own duratio
   longest one 3 ms, instead of 9 % and 134 ms (on two shared cores of a Xeon).
 
 By default this applies only to an asynchronous device (CUDA), the interval also to ``aioinfer serve``, whose
-process is its own: there six bodies of 60,000 keys, parsed on a thread, delayed others by 0.46 s, and then by
-0.13 s. ``switch_interval=0`` together with
+process is its own: six bodies of 60,000 keys, parsed on a thread, delayed others by 0.46 s, and by 0.13 s
+with it (on two shared cores of a Xeon). ``switch_interval=0`` together with
 ``gc="python"`` leaves the process unchanged. Importing changes nothing. Several engines share the settings
 and may open and close in any order; the last one restores what the first one found. A setting that other code
 has changed meanwhile is left alone. (If other code froze objects or disabled collection while an engine did

@@ -311,7 +311,7 @@ async def test_formats_that_are_none_are_told_what_is_one(form: Any) -> None:
             engine.chat(USER, response_format=form)
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="pydantic reads them")
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="there pydantic reads every TypedDict")
 async def test_a_typed_dict_that_pydantic_does_not_read_is_told_which_one_it_does() -> None:
     async with FakeEngine("x") as engine:
         with pytest.raises(errors.InvalidRequest, match=r"OldStay .*typing_extensions\.TypedDict"):
