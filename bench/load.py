@@ -172,9 +172,13 @@ async def _read_events(response: Any, record: Record) -> None:
     so that a client costs the machine little."""
     times: list[float] = []
     kept = b""
-    async for data in response.content.iter_any():
-        times += [time.perf_counter()] * data.count(b"data: ")
-        kept = (kept + data)[-4096:]
+    try:
+        async for data in response.content.iter_any():
+            times += [time.perf_counter()] * data.count(b"data: ")
+            kept = (kept + data)[-4096:]
+    except asyncio.CancelledError:
+        record.arrivals += [(when, 1) for when in times]
+        raise
     events = [line[6:] for line in kept.splitlines() if line.startswith(b"data: {")]
     last = json.loads(events[-1]) if events else {}
     if "error" in last or not last.get("usage") or not kept.rstrip().endswith(b"data: [DONE]"):

@@ -2,6 +2,7 @@
 
     python -m bench serving --requests 200 --concurrency 32
     python -m bench serving --url http://127.0.0.1:8000 http://127.0.0.1:8001 --rate 1 --rounds 2
+    python -m bench serving --beside 1x900 4x900 1x8000 --streams 8 --rounds 3
 
 Several endpoints get the same requests at the same moments, one after the other; who begins changes from
 round to round, and percentiles are those over all rounds.
@@ -9,12 +10,16 @@ round to round, and percentiles are those over all rounds.
 Definitions, as in vLLM's bench: TTFT from sending to the first token; ITL between tokens that arrive one
 after the other (tokens that arrive together share the gap); TPOT (latency - TTFT) / (tokens - 1); latency
 from sending to the last token. Requests ask for exactly their output length (``ignore_eos``).
+
+With ``--beside``, the load is streams that go on, beside which numbers of prompts arrive at once: the gaps
+between tokens of the streams until the prompts have one token each, and the tokens per second of the prompts.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -22,7 +27,9 @@ from typing import Any
 from aioinfer.cli.flags import add_settings, read_settings
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
-from bench.load import Load, Record, engine_ask, make_load, run_load, summarise, url_target
+from bench.beside import beside, groups, told
+from bench.command import BadOptions
+from bench.load import Load, Record, Target, engine_ask, make_load, run_load, summarise, url_target
 from bench.report import Report
 
 #: token ids asked for: above the special tokens of most models, below the size of the smallest
@@ -40,6 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-tokens", default="32", help="likewise")
     parser.add_argument("--warmup", type=int, default=4, help="requests sent before measuring")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--beside", nargs="+", metavar="NxTOKENS", help="prompts that arrive beside streams")
+    parser.add_argument("--streams", type=int, default=1, help="with --beside; 0: the prompts alone")
     parser.add_argument("--load-seed", type=int, default=0)
     parser.add_argument("--config", type=Path, help="YAML settings of the engine in this process")
     parser.set_defaults(model_argument=None)
@@ -51,6 +60,9 @@ def run(options: argparse.Namespace, report: Report) -> None:
     import uvloop
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        if options.beside is not None:
+            runner.run(_beside(options, report))
+            return
         found = runner.run(measure(options))
     for name, (result, error) in found.items():
         where = {"endpoint": name} if len(found) > 1 else {}
@@ -68,7 +80,6 @@ async def measure(options: argparse.Namespace) -> dict[str, tuple[dict[str, Any]
     if options.rate is None and options.concurrency is None:
         options.concurrency = 16
     names = options.url or ["engine"]
-    config = None if options.url else read_settings(EngineConfig, options)
     records: dict[str, list[Record]] = {name: [] for name in names}
     seconds = dict.fromkeys(names, 0.0)
     for number in range(options.rounds):
@@ -85,10 +96,7 @@ async def measure(options: argparse.Namespace) -> dict[str, tuple[dict[str, Any]
         at = number % len(names)
         for name in [*names[at:], *names[:at]]:
             async with AsyncExitStack() as stack:
-                if config is None:
-                    ask = await stack.enter_async_context(url_target(name, None, options.key))
-                else:
-                    ask = engine_ask(await stack.enter_async_context(Engine(config)))
+                ask = await _target(stack, name, options)
                 if warm.requests:
                     await run_load(warm, ask)
                 found, took = await run_load(load, ask)
@@ -98,3 +106,34 @@ async def measure(options: argparse.Namespace) -> dict[str, tuple[dict[str, Any]
         name: (summarise(each, seconds[name]), next((one.error for one in each if one.error), None))
         for name, each in records.items()
     }
+
+
+async def _target(stack: AsyncExitStack, name: str, options: argparse.Namespace) -> Target:
+    """What answers under that name, until the stack is left."""
+    if options.url:
+        return await stack.enter_async_context(url_target(name, None, options.key))
+    return engine_ask(await stack.enter_async_context(Engine(read_settings(EngineConfig, options))))
+
+
+async def _beside(options: argparse.Namespace, report: Report) -> None:
+    """A row for each endpoint and group of prompts."""
+    try:
+        cases = groups(options.beside)
+    except ValueError as error:
+        raise BadOptions(str(error)) from error
+    names = options.url or ["engine"]
+    found: dict[tuple[str, str], tuple[list[dict[str, Any]], list[float]]] = {}
+    async with AsyncExitStack() as stack:
+        asks = {name: await _target(stack, name, options) for name in names}
+        for ask in asks.values():  # to warm up
+            await beside(ask, options.streams, 1, 600, VOCAB, options.load_seed)
+        for number, (count, length) in itertools.product(range(options.rounds), cases):
+            for name in names[:: -1 if number % 2 else 1]:
+                seed = options.load_seed + number + 1
+                figures, gaps = await beside(asks[name], options.streams, count, length, VOCAB, seed)
+                kept = found.setdefault((name, f"{count}x{length}"), ([], []))
+                kept[0].append(figures)
+                kept[1].extend(gaps)
+    for (name, text), kept in found.items():
+        where = {"endpoint": name} if len(names) > 1 else {}
+        report.row(**where, streams=options.streams, prompts=text, **told(*kept))

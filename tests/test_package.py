@@ -17,6 +17,7 @@ import aioinfer
 from aioinfer import errors
 from aioinfer.checkpoint.locate import bundled_models
 from aioinfer.config import EngineConfig, ServerConfig, parse_setting
+from aioinfer.execution.device import DeviceInfo
 from aioinfer.loop.factory import decide
 from aioinfer.params import SamplingParams
 
@@ -259,3 +260,14 @@ def test_unset_fields_are_resolved_with_the_model(
     asked = EngineConfig(overlap_steps=2, max_rounds=7, max_prefill_tokens=64)
     assert settings(asked) == (2, 7, 64)
     assert settings(EngineConfig(overlap_steps=0))[1] == 4
+
+
+@pytest.mark.parametrize(("device", "seconds"), [("cpu", 0.2), ("cuda:0", 0.0), ("", 0.0)])
+def test_steps_have_a_time_by_default_on_a_cpu_only(device: str, seconds: float) -> None:
+    info = DeviceInfo(10, 10, 10, frozenset(), "", device=device)
+
+    def target(given: float | None = None) -> float | None:
+        config = EngineConfig(step_time_target=given)
+        return decide(config, None, asynchronous=False, info=info).step_time_target
+
+    assert (target(), target(0.5), target(0)) == (seconds, 0.5, 0)

@@ -184,6 +184,13 @@ class EngineConfig(Settings):
         "prefill tokens per step; default: 256 for diffusion on a CPU, else no limit",
         AT_LEAST_ONE,
     )
+    #: Of a step that prompts share with requests that generate; the limits in tokens hold as well.
+    step_time_target: float | None = option(
+        None,
+        "batching",
+        "seconds of a step in which prompts share with streams; 0: no limit; default: 0.2 on a CPU, else 0",
+        NOT_NEGATIVE,
+    )
     max_decode_rows: int | None = option(
         None, "batching", "decode rows per step; more requests take turns", AT_LEAST_ONE
     )

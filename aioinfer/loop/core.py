@@ -362,8 +362,10 @@ class Core:
         return [sequence for sequence in updated if not sequence.output.text_behind]
 
     def timed(self, step: Step, seconds: float) -> None:
-        """A step has taken so long, from the end of the one before it: what drafts cost follows from that."""
+        """A step has taken so long, from the end of the one before it: what drafts and prompts cost follows
+        from that."""
         self.scheduler.queues.batch.timed(step, seconds)
+        self.scheduler.times.observe(step, seconds)
 
     def catch_up(self, seconds: float) -> list[Sequence]:
         """Search for stop patterns in the text of steps that are resolved; returns the updated requests."""

@@ -33,6 +33,8 @@ __all__ = [
 
 
 _GENERATION = "generation_config.json"
+#: seconds of a step with prefill beside streams on a CPU
+_CPU_STEP = 0.2
 
 
 def located(config: EngineConfig, progress: Progress | None = None) -> EngineConfig:
@@ -183,6 +185,7 @@ def decide(
     settings: dict[str, Any] = {
         "overlap_steps": 1,
         "max_prefill_tokens": None,
+        "step_time_target": _CPU_STEP if info is not None and info.device == "cpu" else 0.0,
         "max_running_requests": config.running_requests,
         "max_step_tokens": config.step_tokens,
         "chunk_size": config.chunk_tokens,

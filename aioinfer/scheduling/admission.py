@@ -10,26 +10,33 @@ from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Policy
 from aioinfer.scheduling.reserve import Outlook
 from aioinfer.scheduling.sequence import Sequence
+from aioinfer.scheduling.step_time import StepTime
 
 if TYPE_CHECKING:
     from aioinfer.config import EngineConfig
+    from aioinfer.scheduling.step import Generating
 
 __all__ = ["Admitter", "PrefixLeaders", "StepBudget"]
+
+
+#: rows that kernels compute at a time: one more costs almost as much as so many
+_ROWS = 8
 
 
 class StepBudget:
     """Counts down the tokens of one step.
 
     The first prefill chunk of a step may exceed the prefill budget: ``chunk_size`` is what bounds it. With
-    fifo it then goes alone; with packing it comes on top, and others that fit still ride along.
+    fifo it then goes alone; with packing it comes on top, and others that fit still ride along. What
+    :meth:`bound` allows is never exceeded, but for one unit.
     """
 
-    __slots__ = ("_chunk_size", "_on_top", "_page_size", "_unit", "_untouched", "beside", "generates",
-                 "prefill", "tokens")  # fmt: skip
+    __slots__ = ("_chunk_size", "_decoding", "_most", "_on_top", "_page_size", "_seconds", "_times", "_unit",
+                 "_untouched", "beside", "generates", "prefill", "tokens")  # fmt: skip
 
     def __init__(self, config: EngineConfig, page_size: int, tokens: int, unit: int = 1) -> None:
         """``unit``: what tokens come in, positions of a block for diffusion models."""
-        self.tokens = tokens
+        self.tokens = self._most = tokens
         self._unit = unit
         #: of these, tokens for prefill
         self.prefill = tokens
@@ -44,16 +51,46 @@ class StepBudget:
         self._page_size = page_size
         self._on_top = config.admission == "pack"
         self._untouched = True
+        self._times: StepTime | None = None
+        self._seconds = 0.0
+        #: seconds expected for other rows, until the step was counted as cut
+        self._decoding: float | None = None
+
+    def bound(self, times: StepTime, generating: Generating, tokens: int) -> None:
+        """Prefill takes no longer than ``times`` allow beside rows that generate, or beside ``tokens`` that
+        wait for a later step if there are no such rows in this one."""
+        self._times, self._decoding = times, times.decoding(generating, tokens)
+        self._seconds = times.left(self._decoding)
 
     @property
     def untouched(self) -> bool:
         """No prefill chunk was paid for."""
         return self._untouched
 
-    def room(self) -> int:
-        """Tokens that the next prefill chunk may have."""
+    def room(self, start: int = 0) -> int:
+        """Tokens that the next prefill chunk may have, from position ``start`` on."""
+        return self.whole(min(self._allowed(), self._timely(start)))
+
+    def _allowed(self) -> int:
+        """The same, whatever time it takes."""
         prefill = max(self.prefill, self._chunk_size) if self._untouched else self.prefill
-        return self.whole(min(self.tokens, prefill, self._chunk_size))
+        return min(self.tokens, prefill, self._chunk_size)
+
+    def _timely(self, start: int = 0) -> int:
+        """Tokens from ``start`` on for which there is time: a unit at least for the first prompt of a step,
+        and for another one a page at least, or none. Where they are many, no row is left over for kernels."""
+        if self._times is None:
+            return self.tokens
+        tokens = self._times.fitting(start, self._seconds)
+        if tokens >= 4 * _ROWS:
+            tokens -= (self._most - self.tokens + tokens) % _ROWS
+        if self._untouched:
+            return max(tokens, self._unit)
+        return tokens if tokens >= self._page_size else 0
+
+    def left(self) -> int:
+        """Tokens that further prefill chunks may have together; the first one may exceed it."""
+        return min(self.tokens, self.prefill, self._timely())
 
     def whole(self, tokens: int) -> int:
         """Round a number of tokens down to whole units."""
@@ -65,22 +102,29 @@ class StepBudget:
 
     def most(self) -> int:
         """Tokens that the prefill chunks of the step may have together, the first one included."""
-        return max(self.room(), min(self.tokens, self.prefill))
+        return max(self.room(), self.left())
 
     def holds(self, costs: Iterable[int]) -> bool:
         """Whether the step has room for a chunk of each of these requests."""
-        return sum(min(cost, self._chunk_size) for cost in costs) <= min(self.tokens, self.prefill)
+        return sum(min(cost, self._chunk_size) for cost in costs) <= self.left()
 
     def chunk(self, start: int, remaining: int, most: int | None = None) -> int:
         """Length of a prefill chunk from position ``start`` on. It ends at a page boundary, so that its
-        pages can be shared, unless it is the last one or smaller than a page."""
-        length = min(remaining, self.room() if most is None else min(most, self.room()))
-        length = self.whole(length)
+        pages can be shared, unless it is the last one, smaller than a page, or cut by :meth:`bound`."""
+        wanted, timely = min(remaining, self._allowed()), self._timely(start)
+        length = self.whole(min(wanted, timely, wanted if most is None else most))
+        if self._times is not None and timely < wanted:
+            if self._decoding is not None:
+                self._times.cut(self._decoding)
+                self._decoding = None
+            return length
         aligned = (start + length) // self._page_size * self._page_size - start
         return aligned if aligned > 0 and length < remaining else length
 
-    def spend_prefill(self, tokens: int) -> None:
+    def spend_prefill(self, start: int, tokens: int) -> None:
         self.tokens -= tokens
+        if self._times is not None:
+            self._seconds -= self._times.prefill(start, tokens)
         if not (self._untouched and self._on_top and tokens > self.prefill):
             self.prefill -= tokens
         self._untouched = False
@@ -244,7 +288,7 @@ class Admitter:
         return chosen
 
     def _packed(self, window: list[tuple[Sequence, int]], budget: StepBudget) -> list[tuple[Sequence, int]]:
-        left = budget.whole(min(budget.tokens, budget.prefill))
+        left = budget.whole(budget.left())
         given: dict[int, int] = {}
         first = budget.share(window[0][1])
         if first > left and budget.room() > left:

@@ -22,6 +22,7 @@ from aioinfer.scheduling.reserve import NewTokenRatio, Outlook, Reserve
 from aioinfer.scheduling.retraction import victims
 from aioinfer.scheduling.sequence import Sequence, SequenceState
 from aioinfer.scheduling.step import NO_ROWS, Generating, Outcome, Row, Step, new_request_data
+from aioinfer.scheduling.step_time import StepTime
 from aioinfer.scheduling.token_batch import TokenBatch
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Scheduler:
         "queues",
         "ratio",
         "suspects",
+        "times",
         "weight_version",
     )
 
@@ -78,6 +80,7 @@ class Scheduler:
         self.suspects = Suspects()
         #: how often the weights were replaced
         self.weight_version = 0
+        self.times = StepTime(config.step_time_target or 0.0)
         self._prefilled_last = False
         #: a request lost pages while the current step was planned
         self._short = False
@@ -145,7 +148,7 @@ class Scheduler:
             if config.step_priority == "decode" and (config.mixed or self._prefilled_last):
                 generating = self._generate(budget, starved)
             if config.mixed or not generating:
-                prefilling = self._prefill(budget)
+                prefilling = self._prefill(budget, generating)
             if not generating and (config.mixed or not prefilling):
                 generating = self._generate(budget, starved)
         return self._step(generating, prefilling)
@@ -205,9 +208,12 @@ class Scheduler:
         budget.spend_decodes(generating.num_tokens)
         return generating
 
-    def _prefill(self, budget: StepBudget) -> list[Row]:
-        """Chunks of the prompts under way, then of those that are admitted."""
+    def _prefill(self, budget: StepBudget, generating: Generating) -> list[Row]:
+        """Chunks of the prompts under way, then of those that are admitted: beside requests that generate,
+        as far as there is time."""
         queues = self.queues
+        if self.times.target and (generating or len(queues.batch)):
+            budget.bound(self.times, generating, queues.batch.unit * len(queues.batch))
         rows: list[Row] = []
         # Before the chunks: a request whose prompt ends in one is in neither place until the step is planned.
         reserve = self._reserve() if self._may_admit else None
@@ -310,7 +316,7 @@ class Scheduler:
             length = stop - start if budget.untouched else 0
         rows: list[Row] = []
         if length:
-            budget.spend_prefill(length)
+            budget.spend_prefill(start, length)
             budget.beside -= length * beside
             rows.append(self._row(sequence, start, length))
         if start + length == stop:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 import bench.command
+from bench.beside import beside, groups, told
 from bench.command import BENCHES, BadOptions, main, parse
-from bench.load import Record, length_distribution, make_load, summarise
+from bench.load import Record, length_distribution, make_load, summarise, url_target
 from bench.report import Report, percentiles
 from bench.serving import measure
 from tests.server.conftest import Serving, serving
@@ -235,6 +236,29 @@ async def test_the_bench_counts_every_token_over_http(
         assert result["output_tokens"] == 40 * 7
         assert result["prompt_tokens"] == 40 * 5
         assert result["ttft_ms"]["p50"] <= result["latency_ms"]["p50"]
+
+
+async def test_prompts_arrive_beside_streams(serving: Serving) -> None:
+    async with serving() as one, url_target(one.url) as ask:
+        figures, gaps = await beside(ask, 3, 2, 9, (1, 60), 0)
+        alone, none = await beside(ask, 0, 2, 9, (1, 60), 0)
+        assert not one.engine.stats().running
+    assert gaps
+    assert not none
+    for each in (figures, alone):
+        assert 0 < each["ttft_s_mean"] <= each["ttft_s_max"]
+        assert each["prompt_tokens_per_s"] == pytest.approx(18 / each["ttft_s_max"])
+    row = told([figures, alone, alone], [0.1, 0.3])
+    assert row["gap_ms_max"] == pytest.approx(300)
+    assert row["ttft_s_max"] == sorted(each["ttft_s_max"] for each in (figures, alone, alone))[1]
+    assert told([alone], none)["gap_ms_max"] is None
+
+
+def test_groups_of_prompts_are_numbers_and_lengths() -> None:
+    assert groups(["4x900", "1x8000"]) == [(4, 900), (1, 8000)]
+    for bad in ("4", "x", "0x9", "1x2x3"):
+        with pytest.raises(ValueError, match=r"."):
+            groups([bad])
 
 
 # -- definitions ---------------------------------------------------------------------------------------

@@ -208,6 +208,7 @@ class LawChecker:
             held_back=admitter.held,
             packed_rounds=admitter.packed_rounds,
             forced_rounds=admitter.forced_rounds,
+            cut_steps=self.scheduler.times.cut_steps,
         )
 
 

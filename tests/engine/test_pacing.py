@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from collections.abc import Callable
@@ -172,3 +173,32 @@ def test_a_loop_with_a_time_of_its_own_is_asked() -> None:
     loop = Slowed()
     assert clock_of(loop) == loop.time
     loop.close()
+
+
+async def gap_beside(prompts: list[list[int]], target: float, window: int) -> tuple[float, list[list[int]]]:
+    """The longest gap of a stream from the first of these prompts to the last, and all tokens."""
+
+    def step_time(step: Step) -> float:
+        return 0.01 + 0.002 * step.num_tokens
+
+    engine, _ = engine_of(step_time, overlap_steps=window, step_time_target=target)
+    async with engine:
+        long = engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=150, ignore_eos=True))
+        await anext(long)
+        few = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        results = await asyncio.gather(*[engine.generate(prompt, few) for prompt in prompts])
+        results.append(await long)
+    assert results[-1].metrics is not None
+    gaps = [after - before for before, after in itertools.pairwise(results[-1].metrics.token_times)]
+    return max(gaps), [each.token_ids for each in results]
+
+
+@pytest.mark.parametrize("window", [0, 1, 2])
+def test_a_stream_waits_no_longer_for_prompts_than_a_step_may_take(window: int) -> None:
+    prompts = [[at, *range(50), *range(50 + at)] for at in range(4)]
+    unbounded, tokens = run(gap_beside(prompts, 0.0, window))
+    assert unbounded > 0.5
+    for target in (0.1, 0.05, 0.001):
+        bounded, same = run(gap_beside(prompts, target, window))
+        assert bounded < 1.1 * max(target, 0.02)
+        assert same == tokens
