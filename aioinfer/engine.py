@@ -168,8 +168,10 @@ class Engine(EngineLike):
     ) -> Runtime:
         from aioinfer.loop.core import Core  # imported by now, see import_parts
 
+        # Beside the device, which loads libraries and weights without the interpreter's lock.
+        loading = intake.begin(self._load_tokenizer, config)
         info = await launcher.start(progress)
-        tokenizer = await intake.run(self._load_tokenizer, config)
+        tokenizer = await loading
         fingerprint = await intake.run(factory.fingerprint, config)
         defaults = await intake.run(factory.default_params, config, info)
         sentences = await intake.run(factory.sentences, config)

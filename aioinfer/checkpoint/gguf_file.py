@@ -14,7 +14,6 @@ import math
 import mmap
 import re
 import struct
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +37,7 @@ _STRING, _ARRAY = 8, 9
 #: the least bytes of a string, of a key with its value, and of what is said of a tensor
 _LEAST_STRING, _LEAST_FIELD, _LEAST_TENSOR = 8, 13, 24
 _MOST_DIMENSIONS = 4
+_CUT = "it was cut, or states sizes beyond its end"
 _PART = re.compile(r"(?P<stem>.+)-(?P<part>\d{5})-of-(?P<parts>\d{5})\.gguf")
 
 
@@ -191,7 +191,7 @@ class _Reader:
         """Raises _Malformed."""
         end = self.at + size
         if end > self._size:
-            raise _Malformed("it was cut, or states sizes beyond its end")
+            raise _Malformed(_CUT)
         found = self._data[self.at : end]
         self.at = end
         return found
@@ -220,11 +220,22 @@ class _Reader:
         code, count = self.number("<I"), self.number("<Q")
         if code == _STRING:
             self.expect(count, _LEAST_STRING, "strings")
-            text: Callable[[], str] = self.text
-            return [text() for _ in range(count)]
+            return self._texts(count)
         if code == _ARRAY:
             raise _Malformed("arrays of arrays are not read")
         return self._scalars(code, count)
+
+    def _texts(self, count: int) -> list[str]:
+        """As :meth:`text` again and again: a vocabulary and its merges are hundreds of thousands."""
+        found, data, at, size = [], self._data, self.at, self._size
+        for _ in range(count):
+            start = at + 8
+            at = start + int.from_bytes(data[at:start], "little")
+            if at > size:
+                raise _Malformed(_CUT)
+            found.append(str(data[start:at], "utf-8"))
+        self.at = at
+        return found
 
     def _scalars(self, code: int, count: int) -> list[Any]:
         form = _SCALARS.get(code)

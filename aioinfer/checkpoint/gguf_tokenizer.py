@@ -12,6 +12,7 @@ from typing import Any
 
 from aioinfer.checkpoint.gguf_config import ADDED, CONTROL
 from aioinfer.checkpoint.gguf_file import GGUFFile
+from aioinfer.checkpoint.libraries import import_transformers
 from aioinfer.errors import ConfigError, shown
 
 __all__ = ["tokenizer_of"]
@@ -269,6 +270,7 @@ def _add_tokens(tokenizer: Any, file: GGUFFile) -> None:
 
 
 def _wrapped(tokenizer: Any, file: GGUFFile) -> Any:
+    import_transformers()
     from transformers import PreTrainedTokenizerFast
 
     tokens = _texts(file, "tokenizer.ggml.tokens")

@@ -6,6 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
+from aioinfer.checkpoint.libraries import import_transformers
 from aioinfer.checkpoint.regular import check_regular
 from aioinfer.checkpoint.tensors import check_pointer, read_json_object
 from aioinfer.checkpoint.tokenizer_growth import check_growth
@@ -53,6 +54,7 @@ def _root(path: Path) -> Path:
 def _as_stated(path: Path, stated: dict[str, Any]) -> Any:
     """What tokenizer.json says. The class that the config names would make another one of its vocabulary:
     Llama's has its own rules for spaces, whatever the file's are."""
+    import_transformers()
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
@@ -80,6 +82,7 @@ def _defaults(path: Path, stated: dict[str, Any]) -> dict[str, str]:
 
 def _by_class(path: Path, found: list[str]) -> Any:
     """What transformers makes of other files. Raises ConfigError."""
+    import_transformers()
     from transformers import AutoTokenizer
 
     files = f"{path.name} has no {_WHOLE}, and {', '.join(found)}"

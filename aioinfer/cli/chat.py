@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from aioinfer._version import __version__
 from aioinfer.cli.flags import read_settings
 from aioinfer.cli.streams import note, write
-from aioinfer.cli.terminal import Progress, loop_factory
+from aioinfer.cli.terminal import loop_factory, own_engine
 from aioinfer.config import EngineConfig
 from aioinfer.errors import AioInferError, ConfigError, RequestError
 from aioinfer.params import SamplingParams
@@ -297,10 +297,7 @@ def chat(options: argparse.Namespace) -> int:
 
 
 async def _started(config: EngineConfig, runner: asyncio.Runner, stack: contextlib.ExitStack) -> Any:
-    from aioinfer.engine import Engine
-
-    engine = Engine(config)
-    await engine.start(Progress())
+    engine = await own_engine(config)
     stack.callback(lambda: runner.run(engine.aclose()))
     tokenizer = engine.tokenizer
     if tokenizer is None or not tokenizer.has_chat_template:

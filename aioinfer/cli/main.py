@@ -30,7 +30,7 @@ from aioinfer.cli.flags import Parser, add_common, add_settings, read_settings
 from aioinfer.cli.replica import run_replica
 from aioinfer.cli.serving import serve_model
 from aioinfer.cli.streams import OutputLost, note, open_streams, settle_streams, write
-from aioinfer.cli.terminal import Progress, ending_signals, interrupted, loop_factory
+from aioinfer.cli.terminal import ending_signals, interrupted, loop_factory, own_engine
 from aioinfer.config import EngineConfig, ReplicaConfig, ServerConfig
 from aioinfer.errors import AioInferError, ConfigError
 
@@ -115,11 +115,7 @@ def _check_open_files() -> None:
 
 
 async def _generate(options: argparse.Namespace) -> int:
-    from aioinfer.engine import Engine
-
-    config = read_settings(EngineConfig, options)
-    engine = Engine(config)
-    await engine.start(Progress())
+    engine = await own_engine(read_settings(EngineConfig, options))
     async with contextlib.aclosing(engine):
         tokenizer = engine.tokenizer
         chat = not options.raw and tokenizer is not None and tokenizer.has_chat_template

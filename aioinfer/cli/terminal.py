@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import gc
 import signal
 import sys
 from collections.abc import Callable, Coroutine
@@ -10,8 +12,9 @@ from contextlib import suppress
 from typing import Any
 
 from aioinfer.cli.streams import note
+from aioinfer.config import EngineConfig
 
-__all__ = ["Progress", "ending_signals", "interrupted", "loop_factory", "started"]
+__all__ = ["Progress", "ending_signals", "interrupted", "loop_factory", "own_engine", "started"]
 
 
 #: said before the stage of that name, on a terminal and elsewhere: a first start would be silent for long
@@ -31,19 +34,40 @@ class Progress:
 
     def _show(self, stage: str, done: int, total: int) -> None:
         if stage != self._stage:
-            from tqdm import tqdm
-
-            if self._bar is not None:
-                self._bar.close()
-            unit: dict[str, Any] = {"unit": "B", "unit_scale": True} if stage == "download" else {}
             self._stage = stage
             if stage in _SAID:
                 note(f"aioinfer: {_SAID[stage]}")
-            self._bar = tqdm(total=total, desc=stage, disable=not sys.stderr.isatty(), leave=False, **unit)
+            if self._bar is not None:
+                self._bar.close()
+            self._bar = self._new_bar(stage, total) if sys.stderr.isatty() else None
+        if self._bar is None:
+            return
         self._bar.total = total
         self._bar.update(done - self._bar.n)
         if done >= total > 0:
             self._bar.close()
+
+    def _new_bar(self, stage: str, total: int) -> Any:
+        from tqdm import tqdm
+
+        unit: dict[str, Any] = {"unit": "B", "unit_scale": True} if stage == "download" else {}
+        return tqdm(total=total, desc=stage, leave=False, **unit)
+
+
+async def own_engine(config: EngineConfig) -> Any:
+    """Start the engine of a command for one person, who waits for it and asks for no grammars."""
+    from aioinfer.engine import Engine
+
+    engine = Engine(dataclasses.replace(config, prepare_grammars=False))
+    # What imports make is no garbage; to look through it again and again takes a fifth of their time.
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        await engine.start(Progress())
+    finally:
+        if collected:
+            gc.enable()
+    return engine
 
 
 def loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -10,23 +10,11 @@ import ctypes
 import importlib.util
 import os
 import sys
-import threading
 from pathlib import Path
 
 from aioinfer.execution.device import Progress
-from aioinfer.forks import in_children
 
-__all__ = ["Opening", "OpeningCancelled", "import_libraries", "preload_torch"]
-
-#: held while libraries are imported
-_importing = threading.Lock()
-
-
-@in_children
-def _forked() -> None:
-    global _importing
-    _importing = threading.Lock()
-
+__all__ = ["Opening", "OpeningCancelled", "preload_torch"]
 
 #: as torch loads them, in this order: the first one makes its symbols visible to the second
 _LIBRARIES = (("libtorch_global_deps.so", "RTLD_GLOBAL"), ("libtorch_python.so", "RTLD_LOCAL"))
@@ -77,14 +65,3 @@ def preload_torch() -> bool:
     load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
     paths = [(Path(spec.origin).parent / "lib" / name, getattr(os, mode)) for name, mode in _LIBRARIES]
     return all(path.is_file() and load(os.fsencode(path), mode | os.RTLD_NOW) for path, mode in paths)
-
-
-def import_libraries() -> None:
-    """Load torch, and import what reads configs and tokenizers. Blocks.
-
-    One thread at a time: the modules of transformers import each other when they are used, and of several
-    threads that begin with them at once some find halves of them.
-    """
-    preload_torch()
-    with _importing:
-        from transformers import AutoConfig, PreTrainedTokenizerFast  # noqa: F401

@@ -21,7 +21,7 @@ from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
 from aioinfer.execution.draft_checks import check_draft
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.limits import check_threads, cpu_quota, default_threads
-from aioinfer.execution.opening import import_libraries
+from aioinfer.execution.opening import preload_torch
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.sizing import by_memory, fewer_requests
@@ -72,7 +72,7 @@ class TorchDevice:
         self._held: dict[int, Share] = {}
 
     def open(self, progress: Progress | None = None) -> DeviceInfo:
-        import_libraries()
+        preload_torch()
         self._device = device = pick_device(self._config.device, self._index)
         with current(device):
             return self._open(device, progress)

@@ -53,10 +53,15 @@ def located(config: EngineConfig, progress: Progress | None = None) -> EngineCon
 def import_parts(policy: str | type) -> None:
     """Import what a running engine needs, torch excepted. Blocks: on a worker thread it does not delay the
     loop. Raises ConfigError: ``policy`` is a class that is no policy."""
+    # While torch's libraries are loaded, the import of another one would wait with the interpreter's lock.
+    import jinja2  # noqa: F401
+    import tokenizers  # noqa: F401
+
     import aioinfer.execution.launcher
     import aioinfer.execution.torch_device
     import aioinfer.loop.core
     import aioinfer.loop.generation
+    import aioinfer.model.kept_files
     import aioinfer.text.tool_grammar  # noqa: F401
     from aioinfer.scheduling.policy import policy_class
 
@@ -80,10 +85,22 @@ def make_launcher(config: EngineConfig) -> Launcher:
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """The model's tokenizer, or None if it has none. Blocks. Raises ConfigError."""
+    from aioinfer.model.kept_files import KeptFiles, found_or_made
+    from aioinfer.text.fast_tokenizer import FastTokenizer
     from aioinfer.text.tokenizer import HFTokenizer
 
     checkpoint = _checkpoint(config)
-    tokenizer = None if checkpoint is None else HFTokenizer.of(checkpoint, config.chat_template)
+    tokenizer = None
+    if checkpoint is not None:
+        kept = KeptFiles(checkpoint.path) if config.cache_weights else None
+        tokenizer = HFTokenizer.of(
+            checkpoint,
+            config.chat_template,
+            lambda: found_or_made(
+                *(kept, "tokenizer", FastTokenizer.from_record, checkpoint.tokenizer),
+                lambda made: FastTokenizer.of(made).record if made.is_fast else None,
+            ),
+        )
     if tokenizer is None and config.chat_template is not None:
         raise ConfigError("chat_template: the model has no tokenizer")
     return tokenizer

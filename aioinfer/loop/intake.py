@@ -54,6 +54,10 @@ class Intake:
         """The result of a blocking call, made on a worker thread."""
         return await self.loop.run_in_executor(self._workers, call, *arguments)
 
+    def begin(self, call: Callable[..., _T], *arguments: Any) -> asyncio.Future[_T]:
+        """The same, beside what its caller does meanwhile."""
+        return _seen(self.loop.run_in_executor(self._workers, call, *arguments))
+
     def read(self, call: Callable[..., _T], *arguments: Any) -> asyncio.Future[_T]:
         """The result of reading an adapter, on a thread of its own. Cancelled when closed."""
         return _seen(self.loop.run_in_executor(self._readers, call, *arguments))

@@ -48,6 +48,8 @@ class Preparing:
 
         Blocks. Does nothing where no request can have a grammar; such requests are told why.
         """
+        if not self._config.prepare_grammars:
+            return
         if self._tokenizer is None or not self._info.generates or self._info.block_size is not None:
             return
         try:

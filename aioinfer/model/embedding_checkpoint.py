@@ -78,19 +78,21 @@ def with_head(checkpoint: Checkpoint, config: Any, known: Collection[str]) -> tu
     ``known``: architectures of language models that can be computed so. Raises ConfigError for one whose
     attention sees what follows.
     """
-    from transformers.models.auto import modeling_auto as auto
-
     architecture, kind = config.architectures[0], config.model_type
-    language = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    language = architecture
+    if architecture not in known:
+        from transformers.models.auto import modeling_auto as auto
+
+        language = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     sees_all = getattr(config, "is_causal", True) is False
     # Families that have both kinds of attention know their own field.
     own = getattr(config, "use_bidirectional_attention", None) is not None
-    if sees_all and not own and (language in known or architecture in known):
+    if sees_all and not own and language in known:
         # For any name of the architecture: embedding models keep the name of the language model, too.
         raise ConfigError(
             f"model: {architecture} attends to what follows (is_causal), which is not supported"
         )
-    if language not in known or not isinstance(checkpoint, Directory):
+    if language == architecture or language not in known or not isinstance(checkpoint, Directory):
         return checkpoint, config
     base = architecture == auto.MODEL_MAPPING_NAMES.get(kind)
     classifies = architecture == auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.get(kind)

@@ -11,6 +11,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 from aioinfer.checkpoint.files import Checkpoint, Directory, open_checkpoint
+from aioinfer.checkpoint.libraries import import_transformers
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
 from aioinfer.model.architecture import named_architecture, own_fields
@@ -18,6 +19,7 @@ from aioinfer.model.blocks import Blocks, choose_blocks
 from aioinfer.model.config_check import check_numbers
 from aioinfer.model.embedding_checkpoint import Headless, with_head, with_prefix
 from aioinfer.model.families.base import Family, expert_shape, head_dim, inner_sizes
+from aioinfer.model.kept_files import KeptConfig, KeptFiles, found_or_made
 from aioinfer.model.kernels import AttentionBackend, MoEBackend, check_cache_weights, check_quantization
 from aioinfer.model.multimodal import TextPart, text_part
 from aioinfer.model.quantization import Quantization
@@ -104,7 +106,7 @@ class Opened:
     @classmethod
     def of(cls, path: Path, options: LoadOptions) -> Opened:
         """Raises ConfigError."""
-        checkpoint, config = open_model(path, options.stored)
+        checkpoint, config = open_model(path, options.stored, keep=options.cache_weights)
         dtype, family = choose_dtype(config, options.dtype, options.device), _family(config, options)
         reason = "" if family else "asked for" if options.force_transformers else why_not_own(config)
         blocks = _blocks(config, family, options.block_size)
@@ -136,7 +138,8 @@ class Opened:
         if not options.stored:
             return RandomWeights(dtype=self.dtype, device=options.device, check_size=check_size)
         tensors = with_prefix(self.checkpoint.tensors())
-        return Weights(tensors, dtype=self.dtype, device=options.device, progress=progress)
+        files = self.checkpoint.files()
+        return Weights(tensors, dtype=self.dtype, device=options.device, progress=progress, files=files)
 
     def check_fallback(self, options: LoadOptions) -> None:
         """Raise ConfigError for a checkpoint that transformers' code cannot load, or an option that it does
@@ -241,14 +244,18 @@ def _blocks(config: Any, family: Family | None, size: int | None) -> Blocks | No
     return None
 
 
-def open_model(path: Path, stored: bool) -> tuple[Checkpoint, Any]:
-    """A checkpoint and its config; of a wrapper, those of its text model. Raises ConfigError."""
+def open_model(path: Path, stored: bool, *, keep: bool = False) -> tuple[Checkpoint, Any]:
+    """A checkpoint and its config; of a wrapper, those of its text model. ``keep``: what was read is kept for
+    later starts. Raises ConfigError."""
     checkpoint = open_checkpoint(path)
-    inner, config = text_part(checkpoint, _read_config(checkpoint), stored=stored)
+    kept = KeptFiles(path) if keep else None
+    config = found_or_made(kept, "config", KeptConfig, lambda: _read_config(checkpoint), KeptConfig.record_of)
+    inner, config = text_part(checkpoint, config, stored=stored)
     return with_head(inner, config, LANGUAGE_MODELS)
 
 
 def _read_config(checkpoint: Checkpoint) -> Any:
+    import_transformers()
     from transformers import AutoConfig
 
     from aioinfer.model.configs import OWN_CONFIGS

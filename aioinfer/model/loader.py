@@ -175,6 +175,7 @@ class _Own:
         facts: dict[str, Any] = {"dtype": opened.dtype, "device": options.device, "blocks": opened.blocks}
         stated = opened.checkpoint.generation_config()
         decoder = build_decoder(stated, self.family, config, weights, kernels, **facts)
+        weights.give_back()
         decoder.updates = DecoderRecipe(
             config=config,
             known=Known(weights.names, kernels.tied),

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 
-from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.targets import AdapterTargets
 from aioinfer.model.decoder import Decoder
 from aioinfer.model.gates import Gate
@@ -171,8 +171,14 @@ class NativeLayers(LayerKernels):
         return packed
 
     def _as_stored(self, stored: StoredMatrix, *, gated: bool) -> NativeLinear:
-        if self._blobs is not None:
-            raise ConfigError("cache_weights: weights that are quantised in the checkpoint are not cached")
-        matrix = stored.quantised()
-        self._kept_bits.add(matrix.rounding.bits)
-        return NativeLinear.given(self._pool, matrix, stored.bias(), dtype=stored.dtype, gated=gated)
+        pool, blobs, rounding = self._pool, self._blobs, stored.rounding
+        form: dict[str, Any] = {"dtype": stored.dtype, "gated": gated}
+        assert rounding is not None, "it is not quantised"
+        self._kept_bits.add(rounding.bits)
+        found = None if blobs is None else blobs.find(stored.name)
+        if found is not None:
+            return NativeLinear.mapped(pool, found, stored.bias(), stored.shape, rounding, kept=True, **form)
+        made = NativeLinear.given(pool, stored.quantised(), stored.bias(), **form)
+        if blobs is not None:
+            blobs.add(stored.name, *made.packed.memory, made.packed.factors)
+        return made

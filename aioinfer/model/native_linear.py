@@ -82,12 +82,14 @@ class NativeLinear:
         *,
         dtype: torch.dtype,
         gated: bool = False,
+        kept: bool = False,
     ) -> Self:
         """Take a weight that was packed, with the same arguments, and written to a file.
 
         Args:
             memory: what ``packed.memory`` was.
             shape: of the weight before it was packed; of activations and results ``dtype`` is the type.
+            kept: it was quantised already when it was packed.
 
         Raises:
             InvalidArguments: a weight of this shape is packed into another size.
@@ -98,10 +100,11 @@ class NativeLinear:
             packed=memory.address,
             size=memory.size,
             bias=None if bias is None else address(bias, dtype, rows),
+            factors=memory.factors if kept else -1,
             **_shape(rows, inner, rounding, gated=gated),
         )
         packed = PackedWeights(pool, NUMBERS[dtype], arguments, memory.owner)
-        return cls.__new__(cls)._take(packed, rows, dtype)
+        return cls.__new__(cls)._take(packed, rows, dtype, rounding if kept else None)
 
     @classmethod
     def given(

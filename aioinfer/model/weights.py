@@ -6,27 +6,45 @@ import itertools
 import math
 import zlib
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 
 from aioinfer.checkpoint.hub import Progress
+from aioinfer.checkpoint.mapped_pages import give_back
 from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, Tensors
 from aioinfer.errors import ConfigError
 
 __all__ = ["RandomWeights", "StoredMatrix", "Weights", "joined_block", "joined_float8"]
 
 
+#: bytes of mapped files that count as this process's memory while they are read, but for a larger tensor
+_MOST_READ = 64 << 20
+
+
 class Weights:
     """The tensors of a checkpoint, read on demand.
 
     :meth:`take` returns tensors in ``dtype`` on ``device``. On the CPU a tensor that is stored in that dtype
-    stays mapped and is not copied.
+    stays mapped and is not copied. Pages of the files that were read are given back now and then.
     """
 
     def __init__(
-        self, tensors: Tensors, *, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+        self,
+        tensors: Tensors,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None = None,
+        files: Sequence[Path] = (),
     ) -> None:
+        """``files``: those that are mapped."""
         self._tensors = tensors
+        self._files = files
+        #: bytes of tensors that were read since pages were given back
+        self._read_bytes = 0
+        #: of these tensors
+        self._addresses: list[int] = []
         #: names of all tensors
         self.names = frozenset(tensors.names)
         #: of the tensors that are returned
@@ -80,6 +98,7 @@ class Weights:
 
     def quantised(self, name: str) -> QuantisedMatrix:
         """A matrix that is quantised, as it is stored, on the CPU. Raises ConfigError."""
+        self._reads(name, 1)
         return self._tensors.quantised(name)
 
     def float8(self, name: str) -> Float8Matrix | None:
@@ -94,7 +113,23 @@ class Weights:
 
     def _read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         self.declare(name, shape)
-        return self._tensors.read(name)
+        self._reads(name, self.dtype.itemsize)
+        tensor = self._tensors.read(name)
+        if self._files:
+            self._addresses.append(tensor.data_ptr())
+        return tensor
+
+    def _reads(self, name: str, itemsize: int) -> None:
+        """A tensor is read next; those before it were copied, or come back as they are touched."""
+        if self._read_bytes > _MOST_READ:
+            self.give_back()
+        self._read_bytes += itemsize * math.prod(self._tensors.shape(name))
+
+    def give_back(self) -> None:
+        """Take the files out of this process's memory. Nobody has written to a tensor yet."""
+        give_back(self._files, self._addresses)
+        self._addresses.clear()
+        self._read_bytes = 0
 
     def fused(self, names: Iterable[str], rows: Iterable[int], *tail: int) -> torch.Tensor:
         """Tensors ``[rows, *tail]`` concatenated along the first dimension, so that one matrix product
@@ -159,6 +194,9 @@ class RandomWeights(Weights):
     def names(self) -> frozenset[str]:  # type: ignore[override]
         """Names already taken."""
         return frozenset(self._taken)
+
+    def give_back(self) -> None:
+        """Does nothing: there are no files."""
 
     def declare(self, name: str, shape: tuple[int, ...]) -> None:
         self._count(name, shape)

@@ -35,7 +35,10 @@ from aioinfer.native.bindings import InvalidArguments, ThreadPool
 from aioinfer.native.trust import check_folder, make_folder, open_trusted
 from aioinfer.native.turns import turn
 
-__all__ = ["MappedMemory", "PackedWeightsFile", "WeightsCache", "WeightsWriter"]
+__all__ = [
+    *("MappedMemory", "PackedWeightsFile", "WeightsCache", "WeightsWriter"),
+    *("UNUSED", "hash_of", "own_code"),
+]
 
 _log = logging.getLogger("aioinfer")
 #: blobs begin at multiples of this, a page
@@ -48,7 +51,7 @@ _UNFINISHED = ".writing-"
 #: seconds after which such a file, if no process has locked it, is one that a process left when it was killed
 _STALE = 60.0
 #: seconds without use after which a file is removed
-_UNUSED = 30 * 86400.0
+UNUSED = 30 * 86400.0
 
 #: bytes of which a checksum is computed at a time, so that other engines' steps come in between
 _SLICE = 64 << 20
@@ -68,6 +71,8 @@ class MappedMemory:
     #: bytes
     size: int
     owner: object
+    #: of weights that were quantised before they were packed, how their scales are stored
+    factors: int = -1
 
 
 class Blobs(Protocol):
@@ -76,8 +81,8 @@ class Blobs(Protocol):
     def find(self, name: str) -> MappedMemory | None:
         """The blob of this name; None if it is to be made and added."""
 
-    def add(self, name: str, address: int, size: int) -> None:
-        """Leave a blob: its memory is copied."""
+    def add(self, name: str, address: int, size: int, factors: int = -1) -> None:
+        """Leave a blob: its memory is copied. ``factors``: see :class:`MappedMemory`."""
 
 
 class PackedWeightsFile:
@@ -104,17 +109,17 @@ class PackedWeightsFile:
         start, checksum, magic = _TRAILER.unpack(mapped[end:])
         if magic != _MAGIC or start > end or _checksum(pool, self._address, end, progress) != checksum:
             raise _Unusable("it was cut or damaged")
-        self._index: dict[str, tuple[int, int]] = json.loads(mapped[start:end])
+        self._index: dict[str, tuple[int, int, int]] = json.loads(mapped[start:end])
 
     def find(self, name: str) -> MappedMemory:
         """Raises _Unusable."""
         found = self._index.get(name)
         if found is None:
             raise _Unusable(f"it has no {name}")
-        offset, size = found
-        return MappedMemory(self._address + offset, size, self._owner)
+        offset, size, factors = found
+        return MappedMemory(self._address + offset, size, self._owner, factors)
 
-    def add(self, name: str, address: int, size: int) -> None:
+    def add(self, name: str, address: int, size: int, factors: int = -1) -> None:
         """Do nothing: the file is complete."""
 
 
@@ -126,7 +131,7 @@ class WeightsWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._index: dict[str, tuple[int, int]] = {}
+        self._index: dict[str, tuple[int, int, int]] = {}
         #: reason why there will be no file
         self.failed: OSError | None = None
         self._file: IO[bytes] | None = None
@@ -150,7 +155,7 @@ class WeightsWriter:
     def find(self, name: str) -> None:
         """Find nothing: the file is empty."""
 
-    def add(self, name: str, address: int, size: int) -> None:
+    def add(self, name: str, address: int, size: int, factors: int = -1) -> None:
         if self._file is None:
             return
         assert name not in self._index, f"two blobs are called {name}"
@@ -161,7 +166,7 @@ class WeightsWriter:
         except OSError as error:
             self._give_up(error)
             return
-        self._index[name] = start, size
+        self._index[name] = start, size, factors
 
     def commit(self, pool: ThreadPool, progress: Progress | None = None) -> bool:
         """Complete the file and give it its name. False if that failed. Raises what ``progress`` raises."""
@@ -206,9 +211,9 @@ class WeightsCache:
             files: in it, what the weights depend on.
             facts: what else they depend on: type, rounding, backends.
         """
-        self._group = _hash(str(model.resolve()), *facts)
+        self._group = hash_of(str(model.resolve()), *facts)
         stats = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for file in files]
-        self._state = _hash(stats, _own_code())
+        self._state = hash_of(stats, own_code())
         self._directory = directory
 
     def load(
@@ -226,7 +231,7 @@ class WeightsCache:
         Returns:
             The model, and what was done, in words.
         """
-        group = f"weights-{self._group}-{_hash(pool.kernels.name)}-"
+        group = f"weights-{self._group}-{hash_of(pool.kernels.name)}-"
         path = self._directory / f"{group}{self._state}.packed"
         mapped = partial(self._mapped, path, pool, build, progress)
         try:
@@ -293,7 +298,7 @@ class WeightsCache:
         for other in self._directory.glob("weights-*.packed"):
             with suppress(OSError):
                 replaced = whole and other.name.startswith(group) and other != path
-                if replaced or now - other.stat().st_mtime > _UNUSED:
+                if replaced or now - other.stat().st_mtime > UNUSED:
                     other.unlink()
         for other in self._directory.glob(f"{_UNFINISHED}*"):
             with suppress(OSError):
@@ -327,7 +332,7 @@ def _checksum(pool: ThreadPool, address: int, size: int, progress: Progress | No
 
 
 @functools.cache
-def _own_code() -> str:
+def own_code() -> str:
     """A hash of the code that reads checkpoints, and decides which tensors are packed and in which order."""
     digest = hashlib.sha256()
     model = Path(__file__).parent
@@ -337,5 +342,6 @@ def _own_code() -> str:
     return digest.hexdigest()
 
 
-def _hash(*parts: Any) -> str:
+def hash_of(*parts: Any) -> str:
+    """For names of files."""
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -44,6 +44,7 @@ class MappedWeightsArguments(Arguments):
     inner: int
     bits: int
     group: int
+    factors: int
     gated: bool
 
 

@@ -58,6 +58,7 @@ _BY_NUMBER: dict[str, tuple[Any, list[Any]]] = {
     "free_weights": (None, [_handle]),
     "weights_data": (_handle, [_handle]),
     "weights_bytes": (ctypes.c_int64, [_handle]),
+    "weights_factors": (ctypes.c_int64, [_handle]),
     "exchange_routers": (_done, [_handle, _handle]),
     "free_router": (None, [_handle]),
     "free_experts": (None, [_handle]),

@@ -66,6 +66,12 @@ class PackedWeights:
         """Address and size in bytes of the packed weights, without their bias."""
         return _memory(self.pool.kernels, "weights", self.number, self.handle)
 
+    @property
+    def factors(self) -> int:
+        """How their scales are stored, a number of the kernels' own."""
+        found: int = self.pool.kernels.function(f"weights_factors_{self.number}", self.handle)
+        return found
+
     def repack(self, rows: Address, bias: Address) -> None:
         """Pack other weights, a bias or both in place of the present ones, None to keep them; in the
         form in which they were given at first. Raises InvalidArguments: they are mapped, or were quantised

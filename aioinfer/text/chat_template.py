@@ -17,6 +17,7 @@ from aioinfer.errors import InvalidRequest, shown
 from aioinfer.text import template
 from aioinfer.text.conversation import PLACES, Change, Message, fitted
 from aioinfer.text.messages import check_text
+from aioinfer.text.template_environment import rendered
 
 __all__ = ["UNREAD", "ChatTemplate"]
 
@@ -100,15 +101,9 @@ class ChatTemplate:
         return set() if _REPR.search(text) else _words(conversation) & set(_WORDS.findall(text))
 
     def _rendered(self, messages: list[Message], variables: Mapping[str, Any], share: int = 1) -> str:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        name = template.prepare(self._source)
+        prepared = template.prepare(self._source)
         with template.limited(share):
-            texts, _ = render_jinja_template(
-                [messages], chat_template=name, **{**self._special_tokens, **variables}
-            )
-        text: str = texts[0]
-        return text
+            return rendered(prepared, messages, **{**self._special_tokens, **variables})
 
     def _check_roles(self, messages: Sequence[Message]) -> None:
         for at, message in enumerate(messages):

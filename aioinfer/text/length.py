@@ -19,16 +19,18 @@ _KEEPING = frozenset(
 _BYTES = frozenset(f"<0x{value:02X}>" for value in range(256))
 
 
-def longest_token(tokenizer: Any) -> int | None:
+def longest_token(tokenizer: Any, vocabulary: Mapping[str, int] | None = None) -> int | None:
     """The most bytes of a text that one token of a ``tokenizers.Tokenizer`` can stand for; None if no bound
-    is known, because it can omit text or merge any number of unknown characters into one token."""
+    is known, because it can omit text or merge any number of unknown characters into one token.
+
+    ``vocabulary``: the tokenizer's, without added tokens, if the caller has it."""
     try:
-        return _longest(tokenizer)
+        return _longest(tokenizer, tokenizer.get_vocab(False) if vocabulary is None else vocabulary)
     except Exception:
         return None  # a part written in Python does not say what it does
 
 
-def _longest(tokenizer: Any) -> int | None:
+def _longest(tokenizer: Any, vocab: Mapping[str, int]) -> int | None:
     added = tokenizer.get_added_tokens_decoder().values()
     if any(token.lstrip or token.rstrip for token in added):
         return None  # such a token takes all the spaces beside it
@@ -38,7 +40,6 @@ def _longest(tokenizer: Any) -> int | None:
     if shrinking is None or not all(map(_keeps, pieces)):
         return None
     byte_level = "ByteLevel" in {part["type"] for part in [*pieces, *normalizers]}
-    vocab = tokenizer.get_vocab(with_added_tokens=False)
     if not _covers(tokenizer.model, vocab, byte_level=byte_level):
         return None
     # A byte-level vocabulary has one character for each byte.

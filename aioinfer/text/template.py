@@ -11,11 +11,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from aioinfer.errors import ConfigError
-from aioinfer.forks import in_children
 from aioinfer.text.template_costs import CHARACTERS, made
 
 __all__ = ["TooManySteps", "check", "limited", "names_read", "prepare", "read_template"]
@@ -33,14 +33,6 @@ _FILTER = "aioinfer counts"
 _WRITING = frozenset({"tojson", "string", "pprint", "join", "xmlattr", "urlencode", "format"})
 
 _local = threading.local()
-#: held while a compiled template is changed
-_preparing = threading.Lock()
-
-
-@in_children
-def _forked() -> None:
-    global _preparing
-    _preparing = threading.Lock()
 
 
 class TooManySteps(Exception):
@@ -136,20 +128,13 @@ def check(template: str) -> None:
         raise ConfigError(f"chat_template: {at}{error}; another one can be given as chat_template") from error
 
 
-def prepare(template: str) -> str:
-    """Compile a template so that it counts its steps; returns the name by which transformers renders it.
+@lru_cache
+def prepare(template: str) -> Any:
+    """A compiled template of Jinja, in the environment of chat templates, that counts its steps. Raises
+    jinja2.TemplateError."""
+    from aioinfer.text.template_environment import environment
 
-    The name is the template as a comment: transformers sets up the environment (filters, the tag
-    "generation") only while it compiles, and must not work out a template's constants.
-    """
-    from transformers.utils import chat_template_utils
-
-    name = "{#" + template.replace("#}", "# }") + "#}"
-    compiled = chat_template_utils._compile_jinja_template(name)
-    with _preparing:
-        if _FILTER not in compiled.environment.filters:
-            vars(compiled).update(vars(_counting(template, compiled.environment)))
-    return name
+    return _counting(template, environment())
 
 
 def _counting(template: str, environment: Any) -> Any:
@@ -214,11 +199,10 @@ def names_read(templates: Iterable[str]) -> frozenset[str]:
     ``message.name``.
     """
     from jinja2 import nodes
-    from transformers.utils import chat_template_utils
 
     found: set[str] = set()
     for template in templates:
-        tree = chat_template_utils._compile_jinja_template(prepare(template)).environment.parse(template)
+        tree = prepare(template).environment.parse(template)
         found |= {node.name for node in tree.find_all(nodes.Name)}
         found |= {node.attr for node in tree.find_all(nodes.Getattr)}
         found |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}

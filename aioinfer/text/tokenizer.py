@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, Self
 
 from aioinfer.checkpoint.files import Checkpoint, Directory
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.text import template
-from aioinfer.text.byte_level import ByteLevelDetokenizer, part_of_character, token_texts
+from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts, part_of_character, token_texts
 from aioinfer.text.chat_template import ChatTemplate
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
+from aioinfer.text.fast_tokenizer import FastTokenizer, facts_of
 from aioinfer.text.length import longest_token
 from aioinfer.text.messages import check_text, plain_messages
 
@@ -107,7 +108,9 @@ class HFTokenizer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """``tokenizer`` is a transformers tokenizer, which this object owns from now on."""
+        """``tokenizer`` is of transformers or a :class:`FastTokenizer`; this object owns it from now on."""
+        if tokenizer.is_fast and not isinstance(tokenizer, FastTokenizer):
+            tokenizer = FastTokenizer.of(tokenizer)
         self._tokenizer = tokenizer
         self._fast: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         if self._fast is not None:
@@ -130,9 +133,13 @@ class HFTokenizer:
         ends = {self.added_tokens[name] for name in self.special_tokens & _TURN_ENDS}
         eos = tokenizer.eos_token_id
         self.eos_token_ids = frozenset(ends if eos is None else {eos, *ends})
-        self.longest_token = None if self._fast is None else longest_token(self._fast)
+        self.longest_token: int | None = None
         #: by whether special tokens are left out; None if the decoder is not that of byte-level vocabularies
-        self._texts = None if self._fast is None else token_texts(self._fast)
+        self._texts: Mapping[bool, TokenTexts] | None = None
+        if self._fast is not None:
+            vocabulary = self._fast.get_vocab(with_added_tokens=False)
+            self.longest_token = longest_token(self._fast, vocabulary)
+            self._texts = token_texts(self._fast, vocabulary)
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -143,11 +150,13 @@ class HFTokenizer:
         return tokenizer
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, chat_template: str | None = None) -> Self | None:
+    def of(
+        cls, checkpoint: Checkpoint, chat_template: str | None = None, read: Callable[[], Any] | None = None
+    ) -> Self | None:
         """The tokenizer of a checkpoint; None if it has none. ``chat_template``, a template or its file,
-        replaces the checkpoint's. Raises ConfigError."""
+        replaces the checkpoint's; ``read`` is called for the tokenizer in its place. Raises ConfigError."""
         try:
-            found = checkpoint.tokenizer()
+            found = (read or checkpoint.tokenizer)()
             if found is None:
                 return None
             if chat_template is not None:
@@ -221,12 +230,12 @@ class HFTokenizer:
 
     def described(self) -> dict[str, Any]:
         """Fields of ``tokenizer_config.json``: class, chat template, and the tokens with a role."""
-        templates = self.chat_templates
-        roles = ("bos_token", "eos_token", "unk_token", "pad_token")
+        templates, known = self.chat_templates, self._tokenizer
+        facts = known.facts if known.is_fast else facts_of(known)
         return {
-            "tokenizer_class": type(self._tokenizer).__name__,
+            "tokenizer_class": facts["class"],
             "chat_template": templates[0] if templates else None,
-            **{role: getattr(self._tokenizer, role, None) for role in roles},
+            **facts["roles"],
         }
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:

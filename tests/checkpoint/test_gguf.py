@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +22,15 @@ from aioinfer.checkpoint.tensors import Rounding
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
 from aioinfer.model.weights import StoredMatrix, Weights
 from aioinfer.params import SamplingParams
 from aioinfer.text.tokenizer import HFTokenizer
 from tests.checkpoint.gguf_models import EVERY, make_family, write_file, write_gguf
 from tests.model.checkpoints import greedy, make_checkpoint
 from tests.model.harness import require
+from tests.native.support import prompt_logits
 from tests.tiers import SECONDS, rest
 
 #: families of tests/model/checkpoints.py that a GGUF file can hold as they are
@@ -282,14 +286,24 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
 def test_what_a_directory_offers_and_a_file_does_not(tmp_path: Path) -> None:
     make_checkpoint("qwen3-blocks", tmp_path / "hf")
     write_gguf(tmp_path / "hf", tmp_path / "m.gguf", "Q8_0")
+    with pytest.raises(ConfigError, match="GGUF files cannot be loaded"):
+        LLM(EngineConfig(model=str(tmp_path / "m.gguf"), num_pages=64, transformers_fallback=True))
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_weights_are_mapped_from_the_cache_as_they_are_quantised(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     require("native")
-    native = {"cache_weights": True, "attention_backend": "native"}
-    for changes, message in (
-        (native, "quantised in the checkpoint are not cached"),
-        ({"transformers_fallback": True}, "GGUF files cannot be loaded"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            LLM(EngineConfig(model=str(tmp_path / "m.gguf"), num_pages=64, threads=1, **changes))
+    monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path / "cache"))
+    make_checkpoint("qwen3-blocks", tmp_path / "hf")
+    write_gguf(tmp_path / "hf", tmp_path / "m.gguf", kind)
+    options = LoadOptions(device=torch.device("cpu"), kernels="native")
+    wanted = load_model(tmp_path / "m.gguf", options)
+    for done in ("were cached and mapped", "are mapped from the cache"):
+        found = load_model(tmp_path / "m.gguf", replace(options, cache_weights=True))
+        assert found.spec.layer_reason == f"{wanted.spec.layer_reason}; weights {done}"
+        assert torch.equal(prompt_logits(found), prompt_logits(wanted))
 
 
 # -- damage --------------------------------------------------------------------------------------------

@@ -143,6 +143,9 @@ class Lying:
         text = str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
         return text + "!" if self._lies(ids, text, skip_special_tokens) else text
 
+    def decode_batch(self, batch: list[list[int]], skip_special_tokens: bool = True) -> list[str]:
+        return [self.decode(ids, skip_special_tokens) for ids in batch]
+
 
 @pytest.mark.parametrize(
     "lies",

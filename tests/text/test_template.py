@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from aioinfer.errors import InvalidRequest
 from aioinfer.text import template
 from aioinfer.text.template import limited, prepare
+from aioinfer.text.template_environment import rendered
 from aioinfer.text.tokenizer import HFTokenizer
 from tests.tiers import SECONDS, rest, thinned
 
@@ -131,11 +133,64 @@ def test_counting_changes_no_output(prefix: str, tools: Any) -> None:
     source = prefix + RICH
     named: list[dict[str, Any]] = [{"tools": tools, "add_generation_prompt": each} for each in (True, False)]
     before = [render(source, **each) for each in named]
-    name = prepare(source)
+    counted = prepare(source)
     with limited():
-        assert [render(name, **each) for each in named] == before
-    assert [render(name, **each) for each in named] == before
+        assert [rendered(counted, MESSAGES, bos_token="<s>", **each) for each in named] == before
+    assert [rendered(counted, MESSAGES, bos_token="<s>", **each) for each in named] == before
     assert "kept" in before[0]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        {"content": "  well, "},
+        {"content": "well", "reasoning_content": "hm"},
+        {"content": "well", "thinking": "hm", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]},
+    ],
+)
+@pytest.mark.parametrize("trims", [True, False])
+@pytest.mark.parametrize("continues", [True, False])
+def test_messages_documents_and_variables_are_those_of_transformers(
+    last: dict[str, Any], trims: bool, continues: bool
+) -> None:
+    source = (
+        "{% for m in messages %}[{{ m.role }}:{{ m.content" + " | trim" * trims + " }}{{ m.thinking }}"
+        "{{ m.reasoning_content }}{{ m.tool_calls | tojson if m.tool_calls }}]{% endfor %}"
+        "{{ documents | tojson }}{{ what }}{{ dict(a=1) }}{{ dict.fromkeys([2]) }}{{ made.x }}"
+    )
+    named: dict[str, Any] = {
+        "documents": [{"title": "t", "text": "é"}],
+        "what": ("a", Path("b"), 1.5, None, {2: True}),
+        "made": {"x": "y"},
+        "continue_final_message": continues,
+        "bos_token": "<s>",
+    }
+    talk = [*MESSAGES, {"role": "assistant", **last}]
+    texts, _ = render_jinja_template([talk], chat_template=source, **named)
+    assert rendered(prepare(source), talk, **named) == texts[0]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ namespace(_x=1) }}",
+        "{% set n = namespace() %}{% set n._x = 1 %}",
+        "{{ raise_exception('no') }}",
+        "{{ dict.fromkeys.__globals__.x }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_what_transformers_refuses_is_refused(source: str) -> None:
+    with pytest.raises(TemplateError):
+        render(source)
+    with pytest.raises(TemplateError):
+        rendered(prepare(source), MESSAGES)
+
+
+def test_a_message_that_the_template_leaves_out_cannot_be_continued() -> None:
+    for content in ("no", None):
+        with pytest.raises(ValueError, match=r"(be continued|to continue)"):
+            rendered(prepare("x"), [{"role": "user", "content": content}], continue_final_message=True)
 
 
 def test_every_rendering_has_its_own_steps(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,7 @@ struct MappedWeightsArguments {
   int64_t size;        // in bytes
   const T* bias;  // one element per row, or null
   int64_t outputs, inner, bits, group;
+  int64_t factors;  // what weights_factors() was, or -1: as rounding stores them
   bool gated;
 };
 

@@ -54,7 +54,7 @@ __attribute__((noinline)) inline void add(std::string& text, const char* name, c
 inline std::string layout() {
   std::string text;
   AIOINFER_TEMPLATE(WeightsArguments, pool, rows, bias, outputs, inner, bits, group, gated)
-  AIOINFER_TEMPLATE(MappedWeightsArguments, packed, size, bias, outputs, inner, bits, group, gated)
+  AIOINFER_TEMPLATE(MappedWeightsArguments, packed, size, bias, outputs, inner, bits, group, factors, gated)
   AIOINFER_PLAIN(QuantisedWeightsArguments, pool, values, scales, offsets, bias, outputs, inner, bits, group, gated)
   AIOINFER_TEMPLATE(RepackArguments, pool, weights, rows, bias)
   AIOINFER_TEMPLATE(DequantiseArguments, pool, weights, out)

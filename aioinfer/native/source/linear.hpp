@@ -20,6 +20,8 @@ namespace aioinfer {
 struct Format {
   int64_t bits = 0;  // 0: as they are
   int64_t group = 0;
+  // How scales are stored, see Linear::factors(); -1: as rounding stores them.
+  int64_t factors = -1;
 };
 
 template <class T>
@@ -56,7 +58,10 @@ class Linear {
   // Without a bias and without contents, in memory of size bytes() that the caller owns; set() fills it.
   static Linear placed(char* data, int64_t outputs, int64_t inner, bool gated, Format format) {
     if (format.bits == 0) return Linear(Weights<T>(data, outputs, inner, gated));
-    return Linear(QuantisedWeights({outputs, inner, format.group, format.bits, gated}, data));
+    const QuantisedShape shape(outputs, inner, format.group, format.bits, gated);
+    if (format.factors < 0) return Linear(QuantisedWeights(shape, data));
+    require(format.factors < 6, "there is no such type of scales");
+    return Linear(QuantisedWeights(shape, static_cast<Precision>(format.factors / 2), format.factors % 2 != 0, data));
   }
   static int64_t bytes(int64_t outputs, int64_t inner, bool gated, Format format) {
     // Not null, which would be memory of its own.
@@ -67,6 +72,12 @@ class Linear {
 
   const char* data() const { return std::visit([](const auto& weights) { return weights.data(); }, weights_); }
   int64_t bytes() const { return std::visit([](const auto& weights) { return weights.bytes(); }, weights_); }
+
+  // The type of scales, and whether there are offsets: 2 * precision + offsets; of weights that are not rounded, -1.
+  int64_t factors() const {
+    const auto* weights = quantised();
+    return weights == nullptr ? -1 : 2 * static_cast<int64_t>(weights->precision) + weights->offsets;
+  }
 
   void set(ThreadPool& pool, const T* rows) {
     if (auto* quantised = std::get_if<QuantisedWeights>(&weights_))

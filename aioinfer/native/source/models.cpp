@@ -112,7 +112,7 @@ void* NAMED(quantised_weights)(const QuantisedWeightsArguments* a) {
 void* NAMED(mapped_weights)(const MappedWeightsArguments<T>* a) {
   return guarded<void*>(nullptr, [&] {
     check_shape(a->outputs, a->inner, a->bits, a->gated);
-    const Format format{a->bits, a->group};
+    const Format format{a->bits, a->group, a->factors};
     require(Linear<T>::bytes(a->outputs, a->inner, a->gated, format) == a->size, "packed weights have another size");
     return new Linear<T>(Linear<T>::mapped(a->packed, a->bias, a->outputs, a->inner, a->gated, format));
   });
@@ -142,6 +142,8 @@ void NAMED(free_weights)(void* weights) { delete static_cast<Linear<T>*>(weights
 const char* NAMED(weights_data)(const void* weights) { return static_cast<const Linear<T>*>(weights)->data(); }
 
 int64_t NAMED(weights_bytes)(const void* weights) { return static_cast<const Linear<T>*>(weights)->bytes(); }
+
+int64_t NAMED(weights_factors)(const void* weights) { return static_cast<const Linear<T>*>(weights)->factors(); }
 
 bool NAMED(dequantise)(const DequantiseArguments<T>* a) {
   return guarded(false, [&] {

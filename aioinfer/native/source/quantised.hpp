@@ -102,6 +102,10 @@ class QuantisedWeights {
   explicit QuantisedWeights(const QuantisedShape& shape, char* data = nullptr)
       : QuantisedWeights(shape, shape.groups() == 1 ? Precision::FLOAT32 : Precision::BFLOAT16, shape.bits == 4, data) {}
 
+  // The same with scales, and offsets or none, of another type than round() gives them: what data() of weights was that
+  // were quantised already.
+  QuantisedWeights(const QuantisedShape& shape, Precision precision, bool offsets, char* data);
+
   // Pack numbers [shape.rows(), inner], one a byte, with scales and offsets [shape.rows(), groups], without loss.
   // ``offsets`` and ``bias`` may be null. Throws InvalidArguments for a number beyond 4 bits.
   QuantisedWeights(ThreadPool& pool, const QuantisedShape& shape, const uint8_t* values, const float* scales,
@@ -146,8 +150,6 @@ class QuantisedWeights {
   bool offsets;
 
  private:
-  QuantisedWeights(const QuantisedShape& shape, Precision precision, bool offsets, char* data);
-
   // All weights of an output of a strip: put(index, value).
   template <class Put>
   void each(int64_t strip, int lane, Put&& put) const;
