@@ -7,8 +7,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from aioinfer.checkpoint.regular import open_regular, read_regular
@@ -36,6 +37,8 @@ MOST_JSON = 1 << 28
 _PART = re.compile(r"model-\d{5}-of-(\d{5})\.safetensors")
 #: the begin of a pointer of Git LFS
 _POINTER = b"version https://git-lfs"
+#: of a scale, and of an offset or its place
+_FACTOR_BITS = 32
 #: groups are multiples of this
 _LEAST_GROUP = 32
 
@@ -152,7 +155,7 @@ class SafetensorsTensors(Tensors):
 def stored_bytes(
     tensors: Tensors,
     itemsize: int,
-    rounding: Rounding | None = None,
+    roundings: Mapping[str, Rounding] = MappingProxyType({}),
     kept: Collection[str] = (),
     mapped: Collection[str] = (),
     small: Collection[str] = (),
@@ -161,7 +164,7 @@ def stored_bytes(
 
     Args:
         itemsize: bytes of an element that is not rounded.
-        rounding: as if all of them were rounded so.
+        roundings: of tensors that are rounded.
         kept: names of tensors that stay as they are quantised.
         mapped: names of tensors that stay in their file.
         small: names of tensors that are kept as floats of 8 bits.
@@ -170,9 +173,11 @@ def stored_bytes(
     for name in tensors.names:
         if name in mapped:
             continue
-        own = rounding or (tensors.rounding(name) if name in kept else None)
-        plain = 8 if name in small else 8 * itemsize
-        bits += math.prod(tensors.shape(name)) * (plain if own is None else own.bits)
+        own = roundings.get(name) or (tensors.rounding(name) if name in kept else None)
+        count, plain = math.prod(tensors.shape(name)), 8 if name in small else 8 * itemsize
+        bits += count * (plain if own is None else own.bits)
+        if own is not None and own.group:
+            bits += count // own.group * _FACTOR_BITS
     return bits // 8
 
 

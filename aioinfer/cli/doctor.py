@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     import torch
 
     from aioinfer.model.backend import Backend
-    from aioinfer.model.inspection import ModelInfo
+    from aioinfer.model.inspection import LoadOptions, ModelInfo
 
 __all__ = ["Finding", "examine"]
 
+#: tokens whose KV is told
+_TOKENS = 1000
 _PACKAGES = ("torch", "transformers", "tokenizers", "triton", "llguidance", "aiohttp", "uvloop")
 
 
@@ -106,16 +108,16 @@ def _plan(config: EngineConfig) -> list[Finding]:
     from aioinfer.sampling.backend import choose_proposing, choose_sampling
 
     device = pick_device(config.device)
-    model = inspect_model(
-        config.model_path,
-        LoadOptions(
-            dtype=config.dtype,
-            device=device,
-            load_format=config.load_format,
-            force_transformers=config.transformers_fallback,
-            block_size=config.block_size,
-        ),
+    options = LoadOptions(
+        dtype=config.dtype,
+        device=device,
+        load_format=config.load_format,
+        force_transformers=config.transformers_fallback,
+        block_size=config.block_size,
+        quantization=config.quantization,
+        deterministic=config.deterministic,
     )
+    model = inspect_model(config.model_path, options)
     attention = choose_attention(device, model.head_dims, model.dtype, config.attention_backend, Progress())
     check_kv_dtype(config.kv_dtype, attention)
     layers = choose_layers(attention, model.inner_sizes)
@@ -143,6 +145,7 @@ def _plan(config: EngineConfig) -> list[Finding]:
     return [
         _model(config, model),
         *_weights(config, model, layers, backend),
+        *_needed(config, model, options, layers),
         *_diffusion(config, model),
         Finding("device", f"{device} ({'asked for' if config.device != 'auto' else 'auto'})"),
         Finding("attention", f"{attention.name}: {attention.reason}"),
@@ -190,6 +193,27 @@ def _weights(
         Finding("weights", f"{what} in the checkpoint, {'kept' if kept else 'dequantised'}")
         for what, kept in found
     ]
+
+
+def _needed(config: EngineConfig, model: ModelInfo, options: LoadOptions, layers: Backend) -> list[Finding]:
+    """The memory that the model will take; nothing of one whose weights or pages are not known."""
+    from aioinfer.execution.memory import resident
+    from aioinfer.model.attention.pool import KVPool
+    from aioinfer.model.sizes import weight_bytes
+
+    family, weights = model.opened.family, "random weights"
+    if family is None:
+        return []
+    if options.stored:
+        weights = f"weights {weight_bytes(model.opened, options, layers) / 2**20:.0f} MiB"
+    pages = family.kv_layers(model.opened.config)
+    float8 = config.kv_dtype == "fp8"
+    tokens = KVPool.bytes_per_page(pages, _TOKENS, model.dtype, float8=float8) / 2**20
+    text = f"{weights}, KV {tokens:.1f} MiB for {_TOKENS:,} tokens"
+    now = resident()
+    if now is not None:
+        text += f"; Python with its libraries takes {now / 2**20:.0f} MiB of this process"
+    return [Finding("it takes", text)]
 
 
 def _captured(

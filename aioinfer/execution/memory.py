@@ -7,9 +7,10 @@ from pathlib import Path
 from aioinfer.execution.limits import GROUPS, MEMBERSHIP, groups_of
 from aioinfer.ledger import Available
 
-__all__ = ["memory_available"]
+__all__ = ["memory_available", "resident"]
 
 _MEMINFO = Path("/proc/meminfo")
+_STATUS = Path("/proc/self/status")
 #: files of a group by version: limits, and what is used of them
 _FILES = (
     (("memory.max", "memory.high"), "memory.current"),
@@ -63,3 +64,12 @@ def _counters(file: Path) -> dict[str, int]:
         return {line[0]: int(line[1]) for line in lines if len(line) > 1}
     except (OSError, ValueError):
         return {}
+
+
+def resident() -> int | None:
+    """Bytes of this process that are in memory, mapped files included. None where the system does not say."""
+    try:
+        lines = _STATUS.read_text().splitlines()
+    except OSError:
+        return None
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:")), None)

@@ -158,6 +158,7 @@ class Opened:
 class ModelInfo:
     """Facts about a checkpoint that its config determines."""
 
+    opened: Opened
     architecture: str
     #: which part of the checkpoint it is; empty if it is all of it
     part: str
@@ -191,6 +192,7 @@ def inspect_model(path: Path, options: LoadOptions) -> ModelInfo:
     tensors = opened.checkpoint.tensors() if options.stored else None
     roundings = () if tensors is None else map(tensors.rounding, kept(tensors))
     return ModelInfo(
+        opened=opened,
         architecture=opened.architecture,
         part=opened.part,
         own=family is not None,

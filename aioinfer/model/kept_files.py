@@ -28,8 +28,8 @@ __all__ = ["KeptConfig", "KeptFiles", "found_or_made"]
 _log = logging.getLogger("aioinfer")
 #: what the values depend on, besides the files
 _LIBRARIES = ("transformers", "tokenizers")
-#: of a config, what is made of all the others anew, by transformers' code
-_MADE = frozenset({"per_layer_config"})
+#: of a config, what transformers' code makes of the others, and other names of these that it warns of
+_MADE = frozenset({"per_layer_config", "torch_dtype", "use_return_dict"})
 
 
 class KeptConfig:

@@ -11,18 +11,15 @@ from typing import Any
 import torch
 
 from aioinfer.checkpoint.files import Checkpoint
-from aioinfer.checkpoint.tensors import Tensors, stored_bytes
+from aioinfer.checkpoint.tensors import stored_bytes
 from aioinfer.errors import ConfigError
-from aioinfer.model.backend import Backend
 from aioinfer.model.embedding_checkpoint import Classifier, Headless, with_prefix, without_score
 from aioinfer.model.families.base import Family, build_decoder, expert_shape
 from aioinfer.model.inspection import (
     LoadOptions,
     Opened,
     blaming_the_config,
-    choose_dtype,
     head_dims,
-    kept,
     open_model,
 )
 from aioinfer.model.kernels import (
@@ -35,7 +32,7 @@ from aioinfer.model.kernels import (
     make_layers,
 )
 from aioinfer.model.multimodal import TextPart
-from aioinfer.model.quantization import FLOAT8, Quantization, rounding_of
+from aioinfer.model.sizes import weight_bytes
 from aioinfer.model.spec import CausalLM, Progress
 from aioinfer.model.updates.new_weights import Known
 from aioinfer.model.updates.recipe import DecoderRecipe
@@ -137,7 +134,7 @@ class _Own:
     def load(self) -> CausalLM:
         options, opened = self.options, self.opened
         if options.stored and self.check_size is not None:
-            self.check_size(self._bytes(with_prefix(opened.checkpoint.tensors())))
+            self.check_size(weight_bytes(opened, options, self.layers))
         if not options.cache_weights:
             return self._build(None)
         check_cache_weights(self.layers, options.load_format, opened.architecture)
@@ -146,16 +143,6 @@ class _Own:
         reason = f"{model.spec.layer_reason}; {done}"
         model.spec = replace(model.spec, layer_reason=reason)
         return model
-
-    def _bytes(self, tensors: Tensors) -> int:
-        options, config, dtype = self.options, self.opened.config, self.opened.dtype
-        quantization, on_cpu = options.quantization, options.device.type == "cpu"
-        quantised = kept(tensors) if quantization == "auto" and self.layers.name == "native" else frozenset()
-        # Tables that are converted are copied.
-        as_stored = on_cpu and dtype == choose_dtype(config, "auto", options.device)
-        tables = [name for name in self.family.tables(config) if as_stored and tensors.rounding(name) is None]
-        small = frozenset() if options.deterministic else _small(tensors, quantization, self.layers)
-        return stored_bytes(tensors, dtype.itemsize, rounding_of(quantization), quantised, tables, small)
 
     def _build(self, blobs: Blobs | None) -> CausalLM:
         options, opened, config = self.options, self.opened, self.opened.config
@@ -213,15 +200,6 @@ def _without_head(model: CausalLM, headless: Headless, classifier: Classifier | 
         generates=False,
         num_labels=0 if classifier is None else classifier.num_labels,
     )
-
-
-def _small(tensors: Tensors, quantization: Quantization, layers: Backend) -> frozenset[str]:
-    """Names of the matrices that are floats of 8 bits, or become such."""
-    if layers.name != "triton" or quantization not in ("auto", *FLOAT8):
-        return frozenset()
-    if quantization == "auto":
-        return frozenset(name for name in tensors.names if tensors.float8(name) is not None)
-    return frozenset(name for name in tensors.names if len(tensors.shape(name)) > 1)
 
 
 def _load_cached(

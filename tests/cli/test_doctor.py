@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from aioinfer.cli.doctor import examine
 from aioinfer.cli.main import main
@@ -14,7 +16,11 @@ from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution import graphs
 from aioinfer.execution.torch_device import TorchDevice
+from aioinfer.model.inspection import LoadOptions
+from aioinfer.model.loader import load_model
+from aioinfer.model.quantization import Quantization
 from tests.model.block_models import block_config, write_checkpoint
+from tests.model.checkpoints import make_model
 from tests.model.harness import require
 from tests.native.compilers import unsettled
 
@@ -39,6 +45,31 @@ def test_without_a_compiler_the_report_says_what_to_install(
     found = report(EngineConfig(device="cpu"))
     for subject in ("attention", "operations", "sampling"):
         assert found[subject].endswith("pip install 'aioinfer[compiler]' brings one"), subject
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_the_memory_that_is_told_is_what_a_model_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: Quantization
+) -> None:
+    require("native")
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 8192, "head_dim": 64}
+    make_model("Qwen3", {**sizes, "tie_word_embeddings": True}, tmp_path / "model", seed=0)
+    settings = {"device": "cpu", "dtype": "bfloat16", "quantization": quantization}
+    config = EngineConfig(model=str(tmp_path / "model"), num_pages=125, page_size=8, **settings)
+    said = report(config)["it takes"]
+    device = TorchDevice(config)
+    kv_bytes = device.open().kv_bytes
+    device.close()
+    monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path / "cache"))
+    options = LoadOptions(
+        device=torch.device("cpu"), dtype="bfloat16", quantization=quantization, cache_weights=True
+    )
+    load_model(config.model_path, options)
+    [packed] = (tmp_path / "cache").glob("*.packed")
+    found = re.fullmatch(r"weights (\d+) MiB, KV ([\d.]+) MiB for 1,000 tokens; .*", said)
+    assert found is not None, said
+    assert float(found[2]) == pytest.approx(kv_bytes / 2**20, abs=0.05)
+    assert int(found[1]) == pytest.approx(packed.stat().st_size / 2**20, rel=0.05, abs=0.6)
 
 
 def test_the_report_of_the_bundled_model_is_what_runs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -211,8 +211,8 @@ class Family(Protocol):
     def layer(self, source: Source, index: int) -> Layer:
         """Layer ``index`` of a checkpoint. Raises ConfigError if a tensor is missing or has another shape."""
 
-    def words(self, weights: Weights) -> str:
-        """Name of the token embedding, without ".weight"."""
+    def words(self, names: Container[str]) -> str:
+        """Name of the token embedding, without ".weight", in a checkpoint with tensors of these names."""
         return "model.embed_tokens"
 
     def embedding(self, source: Source) -> Embedding:

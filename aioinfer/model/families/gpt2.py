@@ -5,6 +5,7 @@ Its matrices are stored transposed, and under names with or without a common pre
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from aioinfer.errors import ConfigError
@@ -14,7 +15,7 @@ from aioinfer.model.gates import CONFIG_GATES
 from aioinfer.model.layer import Embedding, Layer
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.norm import Norm
-from aioinfer.model.weights import StoredMatrix, Weights
+from aioinfer.model.weights import StoredMatrix
 
 __all__ = ["GPT2"]
 
@@ -31,8 +32,8 @@ class GPT2(Family):
             return f"the activation {config.activation_function}"
         return "attention to another model" if config.add_cross_attention else None
 
-    def words(self, weights: Weights) -> str:
-        return f"{_prefix(weights)}wte"
+    def words(self, names: Container[str]) -> str:
+        return f"{_prefix(names)}wte"
 
     def embedding(self, source: Source) -> Embedding:
         name, shape = (
@@ -70,7 +71,7 @@ def _mlp(source: Source, prefix: str) -> FeedForward:
     return source.kernels.plain_mlp(up, down, CONFIG_GATES[config.activation_function])
 
 
-def _prefix(weights: Weights) -> str:
+def _prefix(weights: Container[str]) -> str:
     """Prefix of all names: the checkpoints of the first release have none."""
     return _PREFIX if f"{_PREFIX}wte.weight" in weights else ""
 

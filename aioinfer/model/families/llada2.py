@@ -7,6 +7,7 @@ have routed and shared experts.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 from aioinfer.errors import ConfigError
@@ -17,7 +18,6 @@ from aioinfer.model.families.base import Family, Source, head_dim, kv_heads
 from aioinfer.model.layer import Layer
 from aioinfer.model.mlp import FeedForward
 from aioinfer.model.moe.routing import GroupedSigmoidRouter
-from aioinfer.model.weights import Weights
 
 __all__ = ["LLaDA2"]
 
@@ -27,7 +27,7 @@ class LLaDA2(Family):
 
     blocks = Blocks(32, 156895)
 
-    def words(self, weights: Weights) -> str:
+    def words(self, names: Container[str]) -> str:
         return "model.word_embeddings"
 
     def unsupported_reason(self, config: Any) -> str | None:
