@@ -54,7 +54,7 @@ class Weights:
         self._taken: set[str] = set()
         self.num_parameters = 0
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self.names
 
     @property
@@ -187,7 +187,7 @@ class RandomWeights(Weights):
         self._taken: set[str] = set()
         self.num_parameters = 0
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return True
 
     @property

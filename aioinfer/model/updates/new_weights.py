@@ -54,7 +54,7 @@ class NewWeights(Weights):
         #: types of those that were not taken in that of the model
         self._kinds: dict[str, torch.dtype] = {}
 
-    def __contains__(self, name: str) -> bool:
+    def __contains__(self, name: object) -> bool:
         return name in self.names or (self.partial and name in self._known.names)
 
     def given(self, names: Sequence[str]) -> int:
