@@ -24,11 +24,12 @@ __all__ = ["StepTime"]
 #: often higher: what a few tokens take is thought to be theirs, and many are not expected to be cheap
 _SHARES = (4.0, 1.0, 1 / 256, 1.0, 1 / 4096)
 _TOKEN = 0.005
-#: share of the error of a step that is corrected, more while there is more doubt
+#: share of the error of a step that is corrected, more while there is more doubt: of a step without prefill,
+#: and of one with prefill that takes as long as the target. Shorter ones tell less of that, longer ones more
 _NEWEST = 0.3
 #: a step that took more than this multiple of what was expected was disturbed, and counts as the multiple
 _MOST = 2.0
-#: of a cost is left at once
+#: share of a cost that is left at least after one step
 _LEAST = 0.5
 #: least doubt about a cost, where 1 is that of one never measured
 _DOUBT = 0.05
@@ -67,9 +68,12 @@ class StepTime:
             return
         weights = [doubt * part * part for doubt, part in zip(self._doubts, parts, strict=True)]
         shares = [weight / sum(weights) for weight in weights]
-        doubt = max(_NEWEST, sum(share * each for share, each in zip(shares, self._doubts, strict=True)))
-        if doubt == _NEWEST:
-            seconds = min(seconds, _MOST * expected)
+        newest = _NEWEST
+        if step.prefilling:
+            newest = seconds / (seconds + (1 / _NEWEST - 1) * self.target)
+        doubt = sum(share * each for share, each in zip(shares, self._doubts, strict=True))
+        if doubt < newest:
+            doubt, seconds = newest, min(seconds, _MOST * expected)
         for at, (share, part) in enumerate(zip(shares, parts, strict=True)):
             if share > 0:
                 self._costs[at] *= max(_LEAST, 1 + doubt * (seconds - expected) * share / part)
