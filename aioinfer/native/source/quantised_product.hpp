@@ -16,10 +16,11 @@ AIOINFER_INLINE Reals load_factors(const char* from, Precision precision) {
   return cast<Reals>(cast<Quads>(cast<Reals>(size) * 0x1p112f) | sign);
 }
 
-// Rows [row, row + ROWS) times DOT_STRIPS strips, into rows of QUANTISED_PANEL.
+// Rows [row, row + ROWS) times DOT_STRIPS strips, into rows of QUANTISED_PANEL. Memory is read faster where the strips
+// ``ahead`` bytes further on, which are needed next, are prefetched: the processor's own prefetching starts anew in every strip.
 template <int BITS, int ROWS>
 __attribute__((noinline)) void multiply_strips(const RoundedRows& a, int64_t row, const QuantisedWeights& w,
-                                               int64_t strip, float* to) {
+                                               int64_t strip, int64_t ahead, float* to) {
   constexpr int64_t APART = DOT_LANES == STRIP ? 0 : DOT_LANES;  // lanes from vector to vector within a strip
   const int64_t size = w.factor_bytes(), units = w.shape.group / UNIT, group_bytes = w.group_bytes();
   const int64_t header = w.factors_bytes(), groups = w.shape.groups(), strip_bytes = APART ? 0 : w.strip_bytes();
@@ -41,7 +42,8 @@ __attribute__((noinline)) void multiply_strips(const RoundedRows& a, int64_t row
       AIOINFER_UNROLL
       for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] = start;
     }
-    add_products<BITS, ROWS>(sums, values, vectors, units);
+    for (int64_t line = -header; line < 0; line += LINE) fetch(vectors, line + ahead);
+    add_products<BITS, ROWS>(sums, values, vectors, units, ahead);
     AIOINFER_UNROLL
     for (int v = 0; v < DOT_VECTORS; v++) {
       const char* factors = group + v * strip_bytes + v * APART * size;
@@ -67,7 +69,7 @@ __attribute__((noinline)) void multiply_strips(const RoundedRows& a, int64_t row
 }
 
 // The kernel of a number of rows, at most DOT_ROWS.
-using StripKernel = void (*)(const RoundedRows&, int64_t, const QuantisedWeights&, int64_t, float*);
+using StripKernel = void (*)(const RoundedRows&, int64_t, const QuantisedWeights&, int64_t, int64_t, float*);
 
 template <int BITS, int... ROWS>
 StripKernel strip_kernel(int64_t rows, std::integer_sequence<int, ROWS...>) {
@@ -83,14 +85,14 @@ inline StripKernel strip_kernel(int bits, int64_t rows) {
 // Rows that go past a strip while it stays in the first cache, in blocks of equal height.
 constexpr int64_t BAND = 32;
 
-// Rows [first, first + rows), at most BAND, times a panel.
+// Rows [first, first + rows), at most BAND, times a panel; those that read it first prefetch what is ``ahead``.
 inline void multiply_band(const RoundedRows& a, int64_t first, int64_t rows, const QuantisedWeights& w, int64_t panel,
-                          float* sums) {
+                          int64_t ahead, float* sums) {
   const int64_t blocks = (rows + DOT_ROWS - 1) / DOT_ROWS, height = (rows + blocks - 1) / blocks;
   for (int half = 0; half < 2; half += DOT_STRIPS)
     for (int64_t row = 0; row < rows; row += height) {
       const StripKernel kernel = strip_kernel(w.shape.bits, std::min(height, rows - row));
-      kernel(a, first + row, w, 2 * panel + half, sums + row * QUANTISED_PANEL + half * STRIP);
+      kernel(a, first + row, w, 2 * panel + half, row == 0 ? ahead : 0, sums + row * QUANTISED_PANEL + half * STRIP);
     }
   const float* bias = w.bias(panel);
   if (bias == nullptr) return;
@@ -104,22 +106,24 @@ void multiply_rounded(const RoundedRows& a, const QuantisedWeights& w, int64_t f
   const int64_t width = w.shape.gated ? LANES : PANEL, parts = (w.shape.outputs + width - 1) / width;
   const int64_t second = w.shape.gated ? STRIP : LANES;
   alignas(64) float sums[BAND * QUANTISED_PANEL];
-  for (int64_t panel = from; panel < to; panel++)
+  for (int64_t panel = from; panel < to; panel++) {
+    const int64_t ahead = panel + 1 < w.panels() ? w.panel_bytes() : 0;
     for (int64_t row = first; row < last; row += BAND) {
       const int64_t rows = std::min(BAND, last - row);
-      multiply_band(a, row, rows, w, panel, sums);
+      multiply_band(a, row, rows, w, panel, row == first ? ahead : 0, sums);
       const int64_t count = std::min(PARTS, parts - panel * PARTS);
       sink({row, rows, panel * PARTS, count, sums, QUANTISED_PANEL, width, second});
     }
+  }
 }
 
 void multiply_rounded(Worker& worker, const RoundedRows& a, const QuantisedWeights& w, const Sink& sink) {
-  // A task is a run of panels that stays in a core's cache, times rows that stay there with it.
+  // A task is a panel, or, for many rows, a run of panels that stays in a core's cache, times rows that stay there with it.
   constexpr int64_t WEIGHTS = 256 << 10, ROWS = 128 << 10, TASKS = 4;
   const int64_t fitting = std::min(WEIGHTS / w.panel_bytes(), w.panels() / (TASKS * worker.workers()));
-  const int64_t run = std::max<int64_t>(1, fitting), runs = (w.panels() + run - 1) / run;
+  const int64_t run = a.rows() <= BAND ? 1 : std::max<int64_t>(1, fitting), runs = (w.panels() + run - 1) / run;
   const int64_t chunk = std::max<int64_t>(1, ROWS / a.depth() / BAND) * BAND, chunks = (a.rows() + chunk - 1) / chunk;
-  worker.parallel(runs * chunks, [&](int64_t task) {
+  worker.parallel_in_shares(runs * chunks, [&](int64_t task) {
     const int64_t from = task / chunks * run, first = task % chunks * chunk;
     multiply_rounded(a, w, first, std::min(a.rows(), first + chunk), from, std::min(w.panels(), from + run), sink);
   });

@@ -1,6 +1,6 @@
 // ThreadPool: threads that run one program together.
 //
-// A step is one program. A counter divides its phases dynamically, and each phase ends at a barrier; results do not
+// A step is one program. Counters divide its phases dynamically, and each phase ends at a barrier; results do not
 // depend on which thread computes what. Threads sleep between programs, and after a while at a barrier: fewer cores
 // may be free than the pool has workers.
 //
@@ -15,6 +15,7 @@
 #include <chrono>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <new>
 #include <string>
@@ -66,12 +67,21 @@ class Worker {
   template <class Body>
   void parallel_in_runs(int64_t count, Body&& body);
 
+  // The same for bodies that read memory one behind the other: a worker has a share of neighbours, and when that is done,
+  // what others have left of theirs.
+  template <class Body>
+  void parallel_in_shares(int64_t count, Body&& body);
+
   int index() const { return index_; }
 
   // The number of workers of the pool.
   int workers() const;
 
  private:
+  // Call take(), which works until there is nothing left in this phase, and wait for the others.
+  template <class Take>
+  void phase(Take&& take);
+
   ThreadPool& pool_;
   int index_;
   uint32_t phase_ = 0;
@@ -139,12 +149,13 @@ class ThreadPool {
     start_threads();  // those that a fork left behind
     program_ = &program;
     call_ = [](void* program, Worker& worker) { (*static_cast<std::remove_reference_t<Program>*>(program))(worker); };
-    for (auto& counter : counters_) counter.next.store(0, std::memory_order_relaxed);
+    for (int worker = 0; worker < size_; worker++)
+      for (auto& next : counters_[worker].next) next.store(0, std::memory_order_relaxed);
     start_.fetch_add(1, std::memory_order_release);
     start_.notify_all();
     Worker worker(*this, 0);
     program(worker);
-    barrier(0);
+    barrier();
     if (failed_.load(std::memory_order_relaxed)) {
       failed_.store(false, std::memory_order_relaxed);
       std::rethrow_exception(std::exchange(problem_, nullptr));
@@ -166,8 +177,9 @@ class ThreadPool {
   friend class Worker;
   friend class Pools;
 
-  struct alignas(64) Counter {
-    std::atomic<int64_t> next{0};
+  // Of a worker: what comes next in its share, or in all of a phase that has no shares, of three phases in turns.
+  struct alignas(64) Counters {
+    std::atomic<int64_t> next[3];
   };
 
   // Start what is missing of the threads.
@@ -208,16 +220,14 @@ class ThreadPool {
       if (closing_.load()) return;
       Worker worker(*this, index);
       call_(program_, worker);
-      barrier(0);
+      barrier();
     }
   }
 
-  // The last to arrive clears the counter that is not in use: neither that of this phase nor that of the next.
-  void barrier(uint32_t phase) {
+  void barrier() {
     const uint32_t generation = generation_.load(std::memory_order_acquire);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 < size_) return wait_for_change(generation_, generation);
     arrived_.store(0, std::memory_order_relaxed);
-    counters_[(phase + 2) % 3].next.store(0, std::memory_order_relaxed);
     generation_.fetch_add(1, std::memory_order_acq_rel);
     generation_.notify_all();
   }
@@ -231,7 +241,7 @@ class ThreadPool {
   alignas(64) std::atomic<uint32_t> start_{0};
   alignas(64) std::atomic<uint32_t> generation_{0};
   alignas(64) std::atomic<int> arrived_{0};
-  Counter counters_[3];
+  const std::unique_ptr<Counters[]> counters_{new Counters[size_]()};
   std::vector<std::thread> threads_;
 };
 
@@ -242,23 +252,48 @@ inline void Pools::forked() {
 
 inline int Worker::workers() const { return pool_.size(); }
 
+template <class Take>
+void Worker::phase(Take&& take) {
+  try {
+    take();
+  } catch (...) {
+    pool_.fail();
+  }
+  // Its counter that is not in use: neither in this phase nor in the next.
+  pool_.counters_[index_].next[(phase_ + 2) % 3].store(0, std::memory_order_relaxed);
+  pool_.barrier();
+  phase_++;
+}
+
 template <class Body>
 void Worker::parallel(int64_t count, Body&& body, int64_t grain) {
-  auto& next = pool_.counters_[phase_ % 3].next;
-  try {
+  phase([&] {
+    auto& next = pool_.counters_[0].next[phase_ % 3];
     for (int64_t from; (from = next.fetch_add(grain, std::memory_order_relaxed)) < count;) {
       if (pool_.failed_.load(std::memory_order_relaxed)) break;
       for (int64_t i = from; i < std::min(from + grain, count); i++) body(i);
     }
-  } catch (...) {
-    pool_.fail();
-  }
-  pool_.barrier(phase_++);
+  });
 }
 
 template <class Body>
 void Worker::parallel_in_runs(int64_t count, Body&& body) {
   parallel(count, body, std::max<int64_t>(1, count / (8 * pool_.size())));
+}
+
+template <class Body>
+void Worker::parallel_in_shares(int64_t count, Body&& body) {
+  const int64_t size = pool_.size();
+  phase([&] {
+    for (int64_t k = 0; k < size; k++) {
+      const int64_t whose = (index_ + k) % size, from = count * whose / size, to = count * (whose + 1) / size;
+      auto& next = pool_.counters_[whose].next[phase_ % 3];
+      for (int64_t i; (i = from + next.fetch_add(1, std::memory_order_relaxed)) < to;) {
+        if (pool_.failed_.load(std::memory_order_relaxed)) return;
+        body(i);
+      }
+    }
+  });
 }
 
 }  // namespace aioinfer
