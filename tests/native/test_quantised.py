@@ -252,6 +252,56 @@ def test_small_differences_of_large_weights_and_the_largest_weights_are_numbers(
 # -- numbers of other formats --------------------------------------------------------------------------
 
 
+def factors(rng: np.random.Generator, how: str, shape: tuple[int, int]) -> NDArray[np.float32]:
+    """Scales or offsets, both signs among them, that can be stored that way."""
+    drawn = rng.standard_normal(shape).astype(np.float32)
+    if how == "bfloat16":
+        return (drawn.view(np.uint32) & 0xFFFF0000).view(np.float32)
+    if how == "float16":
+        return drawn.astype(np.float16).astype(np.float32)
+    if how == "float32":
+        return drawn
+    # Those of llama.cpp's K-quants: the steps of eight groups are floats of 16 bits, denormal ones among them.
+    steps = rng.standard_normal((shape[0], shape[1] // 8, 1)).astype(np.float16)
+    steps[0] *= np.float16(1e-4)
+    numbers = rng.integers(0, 64, (*steps.shape[:2], 8)).astype(np.float32)
+    numbers[1], numbers[2, :, 1:] = 0, 0
+    return (steps.astype(np.float32) * numbers).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("how", "groups", "stored"),
+    [
+        ("bfloat16", 3, {False: 64, True: 64}),
+        ("bfloat16", 8, {False: 32, True: 64}),
+        ("float16", 8, {False: 32, True: 64}),
+        ("steps", 8, {False: 24, True: 48}),
+        ("float32", 8, {False: 64, True: 128}),
+        ("one is no step", 8, {False: 64, True: 128}),
+    ],
+)
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_factors_are_stored_as_short_as_they_can_be_without_loss(
+    bits: Bits, how: str, groups: int, stored: dict[bool, int], offsets: bool
+) -> None:
+    """``stored``: bytes for 16 outputs of a group."""
+    rng = np.random.default_rng([bits, groups, offsets])
+    weight = draw(rng, bits, 32, (64, 32 * groups), offsets)
+    kind = "steps" if how == "one is no step" else how
+    scales = factors(rng, kind, (64, groups))
+    if how == "one is no step":
+        scales[40, 5] *= np.float32(1 + 2.0**-20)
+        scales[40, 5] += np.float32(2.0**-20)
+    weight = Quantised(weight.values, scales, factors(rng, kind, (64, groups)) if offsets else None, 32)
+    linear = packed(weight, None, bits)
+    assert_bits(linear.dequantised(), weight.dequantised())
+    for rows in (1, 3, 9, 40):
+        values = rng.standard_normal((rows, 32 * groups)).astype(np.float32)
+        assert_bits(linear(torch.from_numpy(values)), multiply(values, weight, None))
+    assert linear.packed.memory[1] == 4 * groups * (16 * 32 * bits // 8 + stored[offsets])
+
+
 # -- what is refused -----------------------------------------------------------------------------------
 
 

@@ -1,11 +1,12 @@
 // Quantised weights of 4 or 8 bits, and their products with activations of 8 bits, as integers.
 //
 //   activations, row by row              weights, in strips of 16 outputs
-//   ┌ row 0: group 0 | group 1 | .. ┐    ┌ strip 0: group 0: scales, offsets, units | group 1: .. ┐   a unit is 4
-//   │ row 1: group 0 | group 1 | .. │    │ strip 1: group 0: scales, offsets, units | group 1: .. │   neighbours along
-//   └                               ┘    └                                                        ┘   the inner dimension
+//   ┌ row 0: group 0 | group 1 | .. ┐    ┌ strip 0: block 0: factors, units | block 1: .. ┐   a unit is 4 neighbours along
+//   │ row 1: group 0 | group 1 | .. │    │ strip 1: block 0: factors, units | block 1: .. │   the inner dimension
+//   └                               ┘    └                                                ┘
 //
-// A group is a run of the inner dimension; the last one, or the only one, is padded. Within a group, a weight of an output is
+// A group is a run of the inner dimension; the last one, or the only one, is padded. A block is one group or several, whose
+// scales and offsets, its factors, fill whole lines of the cache together. Within a group, a weight of an output is
 // scale * q + offset, and an activation of a row is factor * a, with whole numbers q and a. With the exact 32-bit sums
 //   S = sum of q * a,   A = sum of a
 // a result is, over the groups in ascending order,
@@ -38,8 +39,11 @@ constexpr int LEAST_GROUP = 32;
 // The longest group whose sums fit 32 bits.
 constexpr int64_t LONGEST_GROUP = 1 << 17;
 
-// How scales and offsets are stored: in the shortest type that has all of them.
-enum class Precision { BFLOAT16, FLOAT16, FLOAT32 };
+// How scales and offsets are stored: in the shortest way that has all of them. STEPS are whole numbers of 8 bits, times a
+// step that the scales of a block have in common, and another of its offsets: those of llama.cpp's K-quants.
+enum class Precision { BFLOAT16, FLOAT16, STEPS, FLOAT32 };
+// The groups of a block with steps.
+constexpr int64_t STEP_GROUPS = 8;
 
 // The shape of quantised weights.
 struct QuantisedShape {
@@ -133,11 +137,23 @@ class QuantisedWeights {
   int64_t panels() const { return (shape.outputs + panel_outputs() - 1) / panel_outputs(); }
   int panel_outputs() const { return shape.gated ? STRIP : QUANTISED_PANEL; }
   int64_t panel_bytes() const { return 2 * strip_bytes(); }
-  int64_t strip_bytes() const { return shape.groups() * group_bytes(); }
-  // Of a group in a strip: scales, offsets if there are any, padding to whole cache lines, and units.
-  int64_t group_bytes() const { return factors_bytes() + shape.group * STRIP * shape.bits / 8; }
-  int64_t factors_bytes() const { return ((offsets ? 2 : 1) * STRIP * factor_bytes() + 63) / 64 * 64; }
-  int64_t factor_bytes() const { return precision == Precision::FLOAT32 ? 4 : 2; }
+  int64_t strip_bytes() const { return shape.groups() / block() * block_bytes(); }
+  // The groups of a block: two where the factors of one are half a line.
+  int64_t block() const {
+    if (precision == Precision::STEPS) return STEP_GROUPS;
+    return factors_bytes() % 64 && shape.groups() % 2 == 0 ? 2 : 1;
+  }
+  int64_t block_bytes() const { return header_bytes() + block() * units_bytes(); }
+  // Steps if there are any, the factors of each group, and padding to whole lines.
+  int64_t header_bytes() const { return (steps_bytes() + block() * factors_bytes() + 63) / 64 * 64; }
+  // Of scales, and of offsets if there are any.
+  int64_t steps_bytes() const { return precision == Precision::STEPS ? kinds() * STRIP * sizeof(float) : 0; }
+  int64_t factors_bytes() const { return kinds() * STRIP * factor_bytes(); }
+  int64_t factor_bytes() const {
+    return precision == Precision::FLOAT32 ? 4 : precision == Precision::STEPS ? 1 : 2;
+  }
+  int64_t units_bytes() const { return shape.group * STRIP * shape.bits / 8; }
+  int kinds() const { return offsets ? 2 : 1; }
 
   const char* data() const { return data_; }
   bool mapped() const { return memory_.as<char>() == nullptr; }
@@ -159,8 +175,15 @@ class QuantisedWeights {
   template <class Put>
   void fill(ThreadPool& pool, Put&& put);
   void set_group(int64_t strip, int lane, int64_t group, float scale, float offset, const uint8_t* values);
-  void set_factor(char* to, float value) const;
-  float factor(const char* from) const;
+  // Steps of the block of a group: nothing where factors have none.
+  void set_steps(int64_t strip, int lane, int64_t group, float scale, float offset);
+  // The scale of a group, or its offset.
+  void set_factor(int64_t strip, int lane, int64_t group, int kind, float value);
+  float factor(int64_t strip, int lane, int64_t group, int kind) const;
+  int64_t block_at(int64_t strip, int64_t group) const { return strip * strip_bytes() + group / block() * block_bytes(); }
+  int64_t units_at(int64_t strip, int64_t group) const {
+    return block_at(strip, group) + header_bytes() + group % block() * units_bytes();
+  }
 
   Memory memory_;
   char* data_;

@@ -5,9 +5,14 @@
 
 namespace aioinfer {
 
-// DOT_LANES scales or offsets.
-AIOINFER_INLINE Reals load_factors(const char* from, Precision precision) {
+// DOT_LANES scales or offsets; ``steps``: their own, if they have any.
+AIOINFER_INLINE Reals load_factors(const char* from, Precision precision, const char* steps) {
   if (precision == Precision::FLOAT32) return load<Reals>(from);
+  if (precision == Precision::STEPS) {
+    typedef uint8_t Bytes __attribute__((vector_size(DOT_LANES)));
+    const Whole numbers = __builtin_convertvector(load<Bytes>(from), Whole);
+    return __builtin_convertvector(numbers, Reals) * load<Reals>(steps);
+  }
   typedef uint16_t Halves __attribute__((vector_size(DOT_LANES * 2)));
   const Quads bits = __builtin_convertvector(load<Halves>(from), Quads);
   if (precision == Precision::BFLOAT16) return cast<Reals>(bits << 16);
@@ -22,45 +27,53 @@ template <int BITS, int ROWS>
 __attribute__((noinline)) void multiply_strips(const RoundedRows& a, int64_t row, const QuantisedWeights& w,
                                                int64_t strip, int64_t ahead, float* to) {
   constexpr int64_t APART = DOT_LANES == STRIP ? 0 : DOT_LANES;  // lanes from vector to vector within a strip
-  const int64_t size = w.factor_bytes(), units = w.shape.group / UNIT, group_bytes = w.group_bytes();
-  const int64_t header = w.factors_bytes(), groups = w.shape.groups(), strip_bytes = APART ? 0 : w.strip_bytes();
+  const int64_t size = w.factor_bytes(), units = w.shape.group / UNIT, units_bytes = w.units_bytes();
+  const int64_t steps = w.steps_bytes(), factors_bytes = w.factors_bytes(), header = w.header_bytes();
+  const int64_t groups = w.shape.groups(), in_block = w.block(), block_bytes = w.block_bytes();
+  const int64_t strip_bytes = APART ? 0 : w.strip_bytes();
   const int32_t zero = BITS == 8 ? EIGHT_BIT_ZERO : w.offsets ? 0 : 8;
-  const char* group = w.strip(strip);
+  const char* block = w.strip(strip);
   const int8_t* values[ROWS];
   const RowGroup* row_groups[ROWS];
   Reals totals[ROWS][DOT_VECTORS] = {};
   AIOINFER_UNROLL
   for (int r = 0; r < ROWS; r++) values[r] = a.values(row + r), row_groups[r] = a.groups(row + r);
-  for (int64_t g = 0; g < groups; g++, group += group_bytes) {
-    const char* vectors[DOT_VECTORS];
-    Whole sums[ROWS][DOT_VECTORS];
+  for (int64_t g = 0; g < groups; block += block_bytes) {
+    const char* blocks[DOT_VECTORS];
     AIOINFER_UNROLL
-    for (int v = 0; v < DOT_VECTORS; v++) vectors[v] = group + v * strip_bytes + header + v * APART * UNIT;
-    AIOINFER_UNROLL
-    for (int r = 0; r < ROWS; r++) {
-      const Whole start = zero == 0 ? Whole{} : Whole{} - zero * row_groups[r][g].sum;
+    for (int v = 0; v < DOT_VECTORS; v++) blocks[v] = block + v * strip_bytes;
+    for (int64_t line = 0; line < header; line += LINE) fetch(blocks, line + ahead);
+    for (int64_t i = 0; i < in_block; i++, g++) {
+      const char* vectors[DOT_VECTORS];
+      Whole sums[ROWS][DOT_VECTORS];
       AIOINFER_UNROLL
-      for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] = start;
-    }
-    for (int64_t line = -header; line < 0; line += LINE) fetch(vectors, line + ahead);
-    add_products<BITS, ROWS>(sums, values, vectors, units, ahead);
-    AIOINFER_UNROLL
-    for (int v = 0; v < DOT_VECTORS; v++) {
-      const char* factors = group + v * strip_bytes + v * APART * size;
-      const Reals scales = load_factors(factors, w.precision);
-      if (w.offsets) {
-        const Reals offsets = load_factors(factors + STRIP * size, w.precision);
+      for (int v = 0; v < DOT_VECTORS; v++) vectors[v] = blocks[v] + header + i * units_bytes + v * APART * UNIT;
+      AIOINFER_UNROLL
+      for (int r = 0; r < ROWS; r++) {
+        const Whole start = zero == 0 ? Whole{} : Whole{} - zero * row_groups[r][g].sum;
+        AIOINFER_UNROLL
+        for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] = start;
+      }
+      add_products<BITS, ROWS>(sums, values, vectors, units, ahead);
+      AIOINFER_UNROLL
+      for (int v = 0; v < DOT_VECTORS; v++) {
+        const char* factors = blocks[v] + steps + i * factors_bytes + v * APART * size;
+        const char* own = blocks[v] + v * APART * sizeof(float);
+        const Reals scales = load_factors(factors, w.precision, own);
+        if (w.offsets) {
+          const Reals offsets = load_factors(factors + STRIP * size, w.precision, own + STRIP * sizeof(float));
+          AIOINFER_UNROLL
+          for (int r = 0; r < ROWS; r++)
+            totals[r][v] = fused(Reals{} + row_groups[r][g].offset_factor, offsets, totals[r][v]);
+        }
         AIOINFER_UNROLL
         for (int r = 0; r < ROWS; r++)
-          totals[r][v] = fused(Reals{} + row_groups[r][g].offset_factor, offsets, totals[r][v]);
+          totals[r][v] =
+              fused(__builtin_convertvector(sums[r][v], Reals) * row_groups[r][g].factor, scales, totals[r][v]);
       }
       AIOINFER_UNROLL
-      for (int r = 0; r < ROWS; r++)
-        totals[r][v] =
-            fused(__builtin_convertvector(sums[r][v], Reals) * row_groups[r][g].factor, scales, totals[r][v]);
+      for (int r = 0; r < ROWS; r++) values[r] += w.shape.group;
     }
-    AIOINFER_UNROLL
-    for (int r = 0; r < ROWS; r++) values[r] += w.shape.group;
   }
   AIOINFER_UNROLL
   for (int r = 0; r < ROWS; r++)

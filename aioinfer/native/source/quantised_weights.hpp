@@ -22,19 +22,42 @@ inline float of_half_bits(uint16_t bits) {
   return cast<float>(size == 0 ? sign : sign | ((size << 13) + (112u << 23)));
 }
 
-inline bool fits(float value, Precision precision) {
-  if (precision == Precision::BFLOAT16) return (cast<uint32_t>(value) & 0xffffu) == 0;
-  return precision == Precision::FLOAT32 || half_bits(value).has_value();
+// The step of which the factors of a block are whole numbers, if there is one: a product of both is the factor itself.
+// The largest is 63 steps wherever llama.cpp has chosen the others.
+inline std::optional<float> step_of(const float* factors) {
+  const float* most = std::max_element(factors, factors + STEP_GROUPS, [](float a, float b) { return std::abs(a) < std::abs(b); });
+  if (*most == 0) return *most;
+  for (int count = 63; count > 0; count--) {
+    const float step = *most / static_cast<float>(count);
+    // A denormal step would be 0 beside tiles.
+    if (!std::isnormal(step)) continue;
+    if (std::all_of(factors, factors + STEP_GROUPS, [&](float x) {
+          const float number = std::nearbyint(x / step);
+          return number >= 0 && number <= 255 && number * step == x;
+        }))
+      return step;
+  }
+  return {};
 }
 
-// The shortest type that has all scales and offsets, ``count`` each; offsets may be null.
-inline Precision precision_of(const float* scales, const float* offsets, int64_t count) {
-  for (const Precision precision : {Precision::BFLOAT16, Precision::FLOAT16}) {
-    auto all_fit = [&](const float* numbers) {
-      return numbers == nullptr || std::all_of(numbers, numbers + count, [&](float x) { return fits(x, precision); });
-    };
-    if (all_fit(scales) && all_fit(offsets)) return precision;
+inline bool all_fit(const float* numbers, int64_t count, int64_t groups, Precision precision) {
+  if (precision == Precision::FLOAT32 || numbers == nullptr) return true;
+  if (precision == Precision::STEPS) {
+    if (groups % STEP_GROUPS) return false;
+    for (int64_t i = 0; i < count; i += STEP_GROUPS)
+      if (!step_of(numbers + i)) return false;
+    return true;
   }
+  return std::all_of(numbers, numbers + count, [&](float x) {
+    return precision == Precision::BFLOAT16 ? (cast<uint32_t>(x) & 0xffffu) == 0 : half_bits(x).has_value();
+  });
+}
+
+// The shortest way to store all scales and offsets, [rows, groups] each; offsets may be null.
+inline Precision precision_of(const float* scales, const float* offsets, int64_t rows, int64_t groups) {
+  const int64_t count = rows * groups;
+  for (const Precision precision : {Precision::BFLOAT16, Precision::FLOAT16, Precision::STEPS})
+    if (all_fit(scales, count, groups, precision) && all_fit(offsets, count, groups, precision)) return precision;
   return Precision::FLOAT32;
 }
 
@@ -74,14 +97,29 @@ void QuantisedWeights::fill(ThreadPool& pool, Put&& put) {
   });
 }
 
-void QuantisedWeights::set_factor(char* to, float value) const {
-  if (precision == Precision::FLOAT32) return store(to, value);
-  store(to, precision == Precision::BFLOAT16 ? rounded_bits(value) : half_bits(value).value());
+void QuantisedWeights::set_steps(int64_t strip, int lane, int64_t group, float scale, float offset) {
+  if (precision != Precision::STEPS) return;
+  char* at = data_ + block_at(strip, group);
+  store(at + lane * sizeof(float), scale);
+  if (offsets) store(at + (STRIP + lane) * sizeof(float), offset);
 }
 
-float QuantisedWeights::factor(const char* from) const {
-  if (precision == Precision::FLOAT32) return load<float>(from);
-  const auto bits = load<uint16_t>(from);
+void QuantisedWeights::set_factor(int64_t strip, int lane, int64_t group, int kind, float value) {
+  char* at = data_ + block_at(strip, group);
+  const float step = precision == Precision::STEPS ? load<float>(at + (kind * STRIP + lane) * sizeof(float)) : 0.0f;
+  at += steps_bytes() + group % block() * factors_bytes() + (kind * STRIP + lane) * factor_bytes();
+  if (precision == Precision::STEPS) return store(at, static_cast<uint8_t>(step == 0 ? 0 : std::nearbyint(value / step)));
+  if (precision == Precision::FLOAT32) return store(at, value);
+  store(at, precision == Precision::BFLOAT16 ? rounded_bits(value) : half_bits(value).value());
+}
+
+float QuantisedWeights::factor(int64_t strip, int lane, int64_t group, int kind) const {
+  const char* at = data_ + block_at(strip, group);
+  const float step = precision == Precision::STEPS ? load<float>(at + (kind * STRIP + lane) * sizeof(float)) : 0.0f;
+  at += steps_bytes() + group % block() * factors_bytes() + (kind * STRIP + lane) * factor_bytes();
+  if (precision == Precision::STEPS) return static_cast<float>(load<uint8_t>(at)) * step;
+  if (precision == Precision::FLOAT32) return load<float>(at);
+  const auto bits = load<uint16_t>(at);
   return precision == Precision::BFLOAT16 ? Number<bfloat16>::read({bits}) : of_half_bits(bits);
 }
 
@@ -96,10 +134,9 @@ inline int shift_of(int64_t k) { return k / UNIT % 2 ? 4 : 0; }
 
 void QuantisedWeights::set_group(int64_t strip, int lane, int64_t group, float scale, float offset,
                                  const uint8_t* values) {
-  char* at = data_ + strip * strip_bytes() + group * group_bytes();
-  set_factor(at + lane * factor_bytes(), scale);
-  if (offsets) set_factor(at + (STRIP + lane) * factor_bytes(), offset);
-  at += factors_bytes();
+  set_factor(strip, lane, group, 0, scale);
+  if (offsets) set_factor(strip, lane, group, 1, offset);
+  char* at = data_ + units_at(strip, group);
   for (int64_t k = 0; k < shape.group; k++) {
     char& to = at[place_of(shape.bits, lane, k)];
     to = static_cast<char>(shape.bits == 4 ? to | values[k] << shift_of(k) : values[k]);
@@ -137,7 +174,7 @@ void QuantisedWeights::round(ThreadPool& pool, const T* rows, const T* bias) {
 
 QuantisedWeights::QuantisedWeights(ThreadPool& pool, const QuantisedShape& shape, const uint8_t* values,
                                    const float* scales, const float* offsets, const float* bias)
-    : QuantisedWeights(shape, precision_of(scales, offsets, shape.rows() * shape.groups()), offsets != nullptr, nullptr) {
+    : QuantisedWeights(shape, precision_of(scales, offsets, shape.rows(), shape.groups()), offsets != nullptr, nullptr) {
   const int64_t groups = shape.groups();
   set_bias(bias);
   fill(pool, [&](int64_t strip, int lane, int64_t row) {
@@ -150,6 +187,8 @@ QuantisedWeights::QuantisedWeights(ThreadPool& pool, const QuantisedShape& shape
       if (shape.bits == 4)
         require(*std::max_element(padded.data(), &padded[size]) < 16, "a weight of 4 bits is more than 15");
       const int64_t at = row * groups + g;
+      if (precision == Precision::STEPS && g % STEP_GROUPS == 0)
+        set_steps(strip, lane, g, *step_of(scales + at), offsets == nullptr ? 0.0f : *step_of(offsets + at));
       set_group(strip, lane, g, scales[at], offsets == nullptr ? 0.0f : offsets[at], padded.data());
     }
   });
@@ -157,11 +196,10 @@ QuantisedWeights::QuantisedWeights(ThreadPool& pool, const QuantisedShape& shape
 
 template <class Put>
 void QuantisedWeights::each(int64_t index, int lane, Put&& put) const {
-  const char* at = strip(index);
-  for (int64_t first = 0; first < shape.inner; first += shape.group, at += group_bytes()) {
-    const float scale = factor(at + lane * factor_bytes());
-    const float offset = offsets ? factor(at + (STRIP + lane) * factor_bytes()) : 0.0f;
-    const char* units = at + factors_bytes();
+  for (int64_t group = 0; group < shape.groups(); group++) {
+    const float scale = factor(index, lane, group, 0), offset = offsets ? factor(index, lane, group, 1) : 0.0f;
+    const char* units = data_ + units_at(index, group);
+    const int64_t first = group * shape.group;
     const int64_t size = std::min(shape.group, shape.inner - first);
     for (int64_t k = 0; k < size; k++) {
       const char byte = units[place_of(shape.bits, lane, k)];
