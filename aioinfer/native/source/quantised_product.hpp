@@ -5,16 +5,25 @@
 
 namespace aioinfer {
 
+// DOT_LANES whole numbers of one byte or two.
+template <class Narrow>
+AIOINFER_INLINE Quads load_wider(const char* from) {
+  typedef Narrow Vector __attribute__((vector_size(DOT_LANES * sizeof(Narrow))));
+  const Vector numbers = load<Vector>(from);
+  // The compiler's own conversion goes by way of halves.
+#if defined(AIOINFER_DOT_512)
+  if constexpr (sizeof(Narrow) == 1) return cast<Quads>(_mm512_cvtepu8_epi32(cast<__m128i>(numbers)));
+  if constexpr (sizeof(Narrow) == 2) return cast<Quads>(_mm512_cvtepu16_epi32(cast<__m256i>(numbers)));
+#endif
+  return __builtin_convertvector(numbers, Quads);
+}
+
 // DOT_LANES scales or offsets; ``steps``: their own, if they have any.
 AIOINFER_INLINE Reals load_factors(const char* from, Precision precision, const char* steps) {
   if (precision == Precision::FLOAT32) return load<Reals>(from);
-  if (precision == Precision::STEPS) {
-    typedef uint8_t Bytes __attribute__((vector_size(DOT_LANES)));
-    const Whole numbers = __builtin_convertvector(load<Bytes>(from), Whole);
-    return __builtin_convertvector(numbers, Reals) * load<Reals>(steps);
-  }
-  typedef uint16_t Halves __attribute__((vector_size(DOT_LANES * 2)));
-  const Quads bits = __builtin_convertvector(load<Halves>(from), Quads);
+  if (precision == Precision::STEPS)
+    return __builtin_convertvector(cast<Whole>(load_wider<uint8_t>(from)), Reals) * load<Reals>(steps);
+  const Quads bits = load_wider<uint16_t>(from);
   if (precision == Precision::BFLOAT16) return cast<Reals>(bits << 16);
   // An exponent of float16 is 112 less than one of float32. The product is exact: see half_bits().
   const Quads size = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
