@@ -51,8 +51,10 @@ AIOINFER_INLINE Reals fused(Reals a, Reals b, Reals c) {
 #endif
 }
 
-// Prefetch the lines of each strip at ``place``.
+// Prefetch the lines of each strip at ``place``, or do not.
+template <bool FETCH>
 AIOINFER_INLINE void fetch(const char* const (&w)[DOT_VECTORS], int64_t place) {
+  if constexpr (!FETCH) return;
   AIOINFER_UNROLL
   for (int v = 0; v < DOT_VECTORS; v += DOT_VECTORS / DOT_STRIPS) __builtin_prefetch(w[v] + place, 0, 2);
 }
@@ -62,9 +64,9 @@ AIOINFER_INLINE void fetch(const char* const (&w)[DOT_VECTORS], int64_t place) {
 // What the products of weights of 8 bits are taken of: the weight itself.
 constexpr int EIGHT_BIT_ZERO = 0;
 
-// sums[r][v] += products of ``units`` units of the rows with vector v of weights of 4 bits. The same places ``ahead`` bytes
-// further on are needed next.
-template <int BITS, int ROWS>
+// sums[r][v] += products of ``units`` units of the rows with vector v of weights of 4 bits. FETCH: the same places
+// ``ahead`` bytes further on are needed next.
+template <int BITS, int ROWS, bool FETCH>
   requires(BITS == 4)
 AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
                                   const char* const (&w)[DOT_VECTORS], int64_t units, int64_t ahead) {
@@ -75,7 +77,7 @@ AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t
     __m256i halves[ROWS][DOT_VECTORS] = {};
     AIOINFER_UNROLL
     for (int i = 0; i < AT_ONCE; i++) {
-      if (i % 2 == 0) fetch(w, (unit + i) / 2 * LINE + ahead);
+      if (i % 2 == 0) fetch<FETCH>(w, (unit + i) / 2 * LINE + ahead);
       __m256i weights[DOT_VECTORS];
       AIOINFER_UNROLL
       for (int v = 0; v < DOT_VECTORS; v++) {
@@ -102,13 +104,13 @@ AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t
 
 // The same with weights of 8 bits. The first factor must be unsigned: it is the weight without its sign, which the
 // activation gets; it may be 128, and two products with activations of at most 127 fit 16 bits.
-template <int BITS, int ROWS>
+template <int BITS, int ROWS, bool FETCH>
   requires(BITS == 8)
 AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
                                   const char* const (&w)[DOT_VECTORS], int64_t units, int64_t ahead) {
   const __m256i ones = _mm256_set1_epi16(1);
   for (int64_t unit = 0; unit < units; unit++) {
-    fetch(w, unit * LINE + ahead);
+    fetch<FETCH>(w, unit * LINE + ahead);
     __m256i weights[DOT_VECTORS], sizes[DOT_VECTORS];
     AIOINFER_UNROLL
     for (int v = 0; v < DOT_VECTORS; v++) {
@@ -155,14 +157,14 @@ AIOINFER_INLINE Quads unsigned_weights(const char* line, bool upper) {
   return (upper ? all >> 4 : all) & 0x0f0f0f0fu;
 }
 
-// sums[r][v] += products of ``units`` units of the rows with vector v. The same places ``ahead`` bytes further on are needed
-// next.
-template <int BITS, int ROWS>
+// sums[r][v] += products of ``units`` units of the rows with vector v. FETCH: the same places ``ahead`` bytes further
+// on are needed next.
+template <int BITS, int ROWS, bool FETCH>
 AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
                                   const char* const (&w)[DOT_VECTORS], int64_t units, int64_t ahead) {
   constexpr int LINE_UNITS = 8 / BITS;
   for (int64_t unit = 0; unit < units; unit += LINE_UNITS) {
-    fetch(w, unit / LINE_UNITS * LINE + ahead);
+    fetch<FETCH>(w, unit / LINE_UNITS * LINE + ahead);
     AIOINFER_UNROLL
     for (int i = 0; i < LINE_UNITS; i++) {
       Quads weights[DOT_VECTORS];

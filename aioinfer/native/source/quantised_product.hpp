@@ -30,9 +30,9 @@ AIOINFER_INLINE Reals load_factors(const char* from, Precision precision, const 
   return cast<Reals>(cast<Quads>(cast<Reals>(size) * 0x1p112f) | sign);
 }
 
-// Rows [row, row + ROWS) times DOT_STRIPS strips, into rows of QUANTISED_PANEL. Memory is read faster where the strips
-// ``ahead`` bytes further on, which are needed next, are prefetched: the processor's own prefetching starts anew in every strip.
-template <int BITS, int ROWS>
+// Rows [row, row + ROWS) times DOT_STRIPS strips, into rows of QUANTISED_PANEL. Memory is read faster where FETCH prefetches the
+// strips ``ahead`` bytes further on, which are needed next: the processor's own prefetching starts anew in every strip.
+template <int BITS, bool FETCH, int ROWS>
 __attribute__((noinline)) void multiply_strips(const RoundedRows& a, int64_t row, const QuantisedWeights& w,
                                                int64_t strip, int64_t ahead, float* to) {
   constexpr int64_t APART = DOT_LANES == STRIP ? 0 : DOT_LANES;  // lanes from vector to vector within a strip
@@ -51,7 +51,7 @@ __attribute__((noinline)) void multiply_strips(const RoundedRows& a, int64_t row
     const char* blocks[DOT_VECTORS];
     AIOINFER_UNROLL
     for (int v = 0; v < DOT_VECTORS; v++) blocks[v] = block + v * strip_bytes;
-    for (int64_t line = 0; line < header; line += LINE) fetch(blocks, line + ahead);
+    for (int64_t line = 0; line < header; line += LINE) fetch<FETCH>(blocks, line + ahead);
     for (int64_t i = 0; i < in_block; i++, g++) {
       const char* vectors[DOT_VECTORS];
       Whole sums[ROWS][DOT_VECTORS];
@@ -63,7 +63,7 @@ __attribute__((noinline)) void multiply_strips(const RoundedRows& a, int64_t row
         AIOINFER_UNROLL
         for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] = start;
       }
-      add_products<BITS, ROWS>(sums, values, vectors, units, ahead);
+      add_products<BITS, ROWS, FETCH>(sums, values, vectors, units, ahead);
       AIOINFER_UNROLL
       for (int v = 0; v < DOT_VECTORS; v++) {
         const char* factors = blocks[v] + steps + i * factors_bytes + v * APART * size;
@@ -93,15 +93,16 @@ __attribute__((noinline)) void multiply_strips(const RoundedRows& a, int64_t row
 // The kernel of a number of rows, at most DOT_ROWS.
 using StripKernel = void (*)(const RoundedRows&, int64_t, const QuantisedWeights&, int64_t, int64_t, float*);
 
-template <int BITS, int... ROWS>
+template <int BITS, bool FETCH, int... ROWS>
 StripKernel strip_kernel(int64_t rows, std::integer_sequence<int, ROWS...>) {
-  static constexpr StripKernel KERNELS[] = {&multiply_strips<BITS, ROWS + 1>...};
+  static constexpr StripKernel KERNELS[] = {&multiply_strips<BITS, FETCH, ROWS + 1>...};
   return KERNELS[rows - 1];
 }
 
-inline StripKernel strip_kernel(int bits, int64_t rows) {
+inline StripKernel strip_kernel(int bits, int64_t rows, bool fetch) {
   constexpr auto ALL = std::make_integer_sequence<int, DOT_ROWS>{};
-  return bits == 4 ? strip_kernel<4>(rows, ALL) : strip_kernel<8>(rows, ALL);
+  if (bits == 4) return fetch ? strip_kernel<4, true>(rows, ALL) : strip_kernel<4, false>(rows, ALL);
+  return fetch ? strip_kernel<8, true>(rows, ALL) : strip_kernel<8, false>(rows, ALL);
 }
 
 // Rows that go past a strip while it stays in the first cache, in blocks of equal height.
@@ -113,8 +114,8 @@ inline void multiply_band(const RoundedRows& a, int64_t first, int64_t rows, con
   const int64_t blocks = (rows + DOT_ROWS - 1) / DOT_ROWS, height = (rows + blocks - 1) / blocks;
   for (int half = 0; half < 2; half += DOT_STRIPS)
     for (int64_t row = 0; row < rows; row += height) {
-      const StripKernel kernel = strip_kernel(w.shape.bits, std::min(height, rows - row));
-      kernel(a, first + row, w, 2 * panel + half, row == 0 ? ahead : 0, sums + row * QUANTISED_PANEL + half * STRIP);
+      const StripKernel kernel = strip_kernel(w.shape.bits, std::min(height, rows - row), row == 0 && ahead != 0);
+      kernel(a, first + row, w, 2 * panel + half, ahead, sums + row * QUANTISED_PANEL + half * STRIP);
     }
   const float* bias = w.bias(panel);
   if (bias == nullptr) return;
