@@ -85,6 +85,7 @@ def make_launcher(config: EngineConfig) -> Launcher:
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """The model's tokenizer, or None if it has none. Blocks. Raises ConfigError."""
+    from aioinfer.execution.memory import trim
     from aioinfer.model.kept_files import KeptFiles, found_or_made
     from aioinfer.text.fast_tokenizer import FastTokenizer
     from aioinfer.text.tokenizer import HFTokenizer
@@ -101,6 +102,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
                 lambda made: FastTokenizer.of(made).record if made.is_fast else None,
             ),
         )
+    trim()  # of its vocabulary there were copies
     if tokenizer is None and config.chat_template is not None:
         raise ConfigError("chat_template: the model has no tokenizer")
     return tokenizer
