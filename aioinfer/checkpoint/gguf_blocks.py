@@ -1,7 +1,7 @@
 """Blocks of GGUF as whole numbers with factors, without loss: what native kernels multiply.
 
 Every function takes [rows, bytes of a row] and returns numbers [rows, inner], one a byte, with scales and
-offsets [rows, inner / 32] or None for none: see :class:`~aioinfer.checkpoint.tensors.QuantisedMatrix`.
+offsets [rows, groups] or None for none: see :class:`~aioinfer.checkpoint.tensors.QuantisedMatrix`.
 Layouts: https://github.com/ggml-org/ggml/blob/master/src/ggml-common.h
 """
 
@@ -28,7 +28,7 @@ _SUPER, _GROUPS = 256, 8
 class Numbers(NamedTuple):
     """The contents of blocks."""
 
-    #: [rows, inner]: uint8 of 4 bits, int8 of 8
+    #: [rows, inner]: uint8 of 4 and 6 bits, int8 of 8
     values: npt.NDArray[np.uint8] | npt.NDArray[np.int8]
     scales: _Floats
     offsets: _Floats | None
@@ -77,14 +77,14 @@ def _fifth_bits(part: _Bytes) -> _Bytes:
 
 def q5_0(data: _Bytes) -> Numbers:
     scale, high, packed = _split(data, 2, 4, 16)
-    values = (_nibbles(packed) | _fifth_bits(high)).view(np.int8) - np.int8(16)
-    return Numbers(_flat(values.view(np.uint8)).view(np.int8), _halves(scale), None)
+    # Half of 32 stands for 0, and of 6 bits half of 64.
+    return Numbers(_flat((_nibbles(packed) | _fifth_bits(high)) + np.uint8(16)), _halves(scale), None)
 
 
 def q5_1(data: _Bytes) -> Numbers:
     scale, least, high, packed = _split(data, 2, 2, 4, 16)
     values = _nibbles(packed) | _fifth_bits(high)
-    return Numbers(_flat(values).view(np.int8), _halves(scale), _halves(least))
+    return Numbers(_flat(values), _halves(scale), _halves(least))
 
 
 def _factors(scale: _Bytes, least: _Bytes, packed: _Bytes) -> tuple[_Floats, _Floats]:
@@ -116,7 +116,19 @@ def q5_k(data: _Bytes) -> Numbers:
     # Bit g of byte i is the fifth of element i of group g.
     bits = np.unpackbits(np.ascontiguousarray(high)[..., None], axis=3, bitorder="little")
     fifth = (bits.swapaxes(2, 3).reshape(*high.shape[:2], _SUPER) << 4).astype(np.uint8)
-    return Numbers(_flat(_interleaved(values) | fifth).view(np.int8), scales, offsets)
+    return Numbers(_flat(_interleaved(values) | fifth), scales, offsets)
+
+
+def q6_k(data: _Bytes) -> Numbers:
+    lower, upper, factors, scale = _split(data, 128, 64, 16, 2)
+    rows, blocks, _ = lower.shape
+    # Of each half of a super-block; byte i of the upper bits has those of the elements i, i + 32, and so on.
+    halves = lower.reshape(rows, blocks * 2, 64)
+    pairs = upper.reshape(rows, blocks * 2, 1, 32) >> np.arange(0, 8, 2, dtype=np.uint8)[:, None] & 3
+    values = _nibbles(halves)
+    values |= pairs.reshape(rows, blocks * 2, 128) << 4
+    scales = _halves(scale)[..., None] * factors.view(np.int8)
+    return Numbers(_flat(values), scales.reshape(rows, -1), None)
 
 
 #: by the name of a type: the rounding of its blocks, and the function that takes them apart
@@ -124,8 +136,9 @@ BLOCKS: dict[str, tuple[Rounding, Callable[[_Bytes], Numbers]]] = {
     "Q8_0": (Rounding(8, _GROUP), q8_0),
     "Q4_0": (Rounding(4, _GROUP), q4_0),
     "Q4_1": (Rounding(4, _GROUP), q4_1),
-    "Q5_0": (Rounding(8, _GROUP), q5_0),
-    "Q5_1": (Rounding(8, _GROUP), q5_1),
+    "Q5_0": (Rounding(6, _GROUP), q5_0),
+    "Q5_1": (Rounding(6, _GROUP), q5_1),
     "Q4_K": (Rounding(4, _GROUP), q4_k),
-    "Q5_K": (Rounding(8, _GROUP), q5_k),
+    "Q5_K": (Rounding(6, _GROUP), q5_k),
+    "Q6_K": (Rounding(6, 16), q6_k),
 }

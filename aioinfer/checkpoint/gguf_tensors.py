@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
 __all__ = ["GGUFTensors"]
 
-#: types of which no block is taken apart: dequantised, and rounded to what they nearly are
-_ROUNDED = {"Q6_K": Rounding(8, 32)}
 #: end of the names of norms' weights
 _NORM = "norm.weight"
 _PLAIN = {"F32": "<f4", "F16": "<f2"}
@@ -30,7 +28,7 @@ _SLICE = 1 << 22
 
 
 class GGUFTensors(Tensors):
-    """Tensors of a GGUF file; blocks of 4 and 8 bits keep their numbers."""
+    """Tensors of a GGUF file; blocks of 4 to 8 bits keep their numbers."""
 
     def __init__(self, file: GGUFFile, heads: int, kv_heads: int) -> None:
         """``heads`` and ``kv_heads``: of queries and keys."""
@@ -80,17 +78,13 @@ class GGUFTensors(Tensors):
         if len(stored.shape) != 2 or name.endswith(self._transposed):
             return None
         kind = stored.kind.name
-        return BLOCKS[kind][0] if kind in BLOCKS else _ROUNDED.get(kind)
+        return BLOCKS[kind][0] if kind in BLOCKS else None
 
     def quantised(self, name: str) -> QuantisedMatrix:
         import torch
 
-        stored, data = self._stored[name], self._rows(name)
-        kind = stored.kind.name
-        if kind in _ROUNDED:
-            return _rounded(torch.from_numpy(_dequantised(name, stored, data)), _ROUNDED[kind])
-        rounding, unpack = BLOCKS[kind]
-        values, scales, offsets = unpack(data)
+        rounding, unpack = BLOCKS[self._stored[name].kind.name]
+        values, scales, offsets = unpack(self._rows(name))
         return QuantisedMatrix(
             torch.from_numpy(values),
             torch.from_numpy(scales),
@@ -163,14 +157,3 @@ def _dequantised(name: str, stored: StoredTensor, data: npt.NDArray[np.uint8]) -
         # The package writes some types, which llama.cpp reads, and cannot read them back.
         raise ConfigError(f"model: {name} is of type {stored.kind.name}, which is not read") from error
     return found
-
-
-def _rounded(matrix: torch.Tensor, rounding: Rounding) -> QuantisedMatrix:
-    """Rounded to 8 bits, the largest of a group 127 times its scale."""
-    import torch
-
-    rows, inner = matrix.shape
-    groups = matrix.reshape(rows, inner // rounding.group, rounding.group)
-    scales = groups.abs().amax(dim=2) / 127
-    values = (groups / scales.clamp_min(torch.finfo(torch.float32).tiny)[..., None]).round_()
-    return QuantisedMatrix(values.to(torch.int8).reshape(rows, inner), scales, None, rounding)

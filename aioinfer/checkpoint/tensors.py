@@ -46,9 +46,14 @@ _LEAST_GROUP = 32
 class Rounding(NamedTuple):
     """Bits and size of groups."""
 
-    bits: Literal[4, 8]
-    #: a multiple of 32; 0: one group
+    bits: Literal[4, 6, 8]
+    #: a multiple of 32, of 6 and 8 bits also of 16; 0: one group
     group: int
+
+    @property
+    def zero(self) -> int:
+        """The number that stands for 0 where there are no offsets."""
+        return 0 if self.bits == 8 else 2 ** (self.bits - 1)
 
     def for_size(self, inner: int) -> Rounding:
         """This rounding for an inner dimension, with groups halved until they divide it, or have 32 numbers;
@@ -62,11 +67,11 @@ class Rounding(NamedTuple):
 class QuantisedMatrix(NamedTuple):
     """A matrix [rows, inner] of whole numbers: an element is ``scale * value + offset``."""
 
-    #: [rows, inner], one number a byte: uint8 0 to 15 for 4 bits, int8 for 8 bits
+    #: [rows, inner], one number a byte: uint8 for 4 and 6 bits, int8 for 8 bits
     values: torch.Tensor
     #: [rows, groups], float32
     scales: torch.Tensor
-    #: as ``scales``; None: 0 for 8 bits, and ``-8 * scale`` for 4
+    #: as ``scales``; None: ``-scale * rounding.zero``
     offsets: torch.Tensor | None
     rounding: Rounding
 

@@ -123,7 +123,7 @@ class NativeLinear:
             dtype: the type of activations and results.
 
         Raises:
-            InvalidArguments: there are no kernels for this shape, or a number has more than 4 bits.
+            InvalidArguments: there are no kernels for this shape, or a number has more bits.
             ValueError: a tensor has another size or type.
         """
         values, scales, offsets, rounding = matrix
@@ -138,7 +138,7 @@ class NativeLinear:
         bias = None if bias is None else bias.float().contiguous()
         arguments = QuantisedWeightsArguments(
             pool=pool.handle,
-            values=address(values, torch.uint8 if bits == 4 else torch.int8, rows * inner),
+            values=address(values, torch.int8 if bits == 8 else torch.uint8, rows * inner),
             scales=address(scales, torch.float32, rows * groups),
             offsets=None if offsets is None else address(offsets, torch.float32, rows * groups),
             bias=None if bias is None else address(bias, torch.float32, rows),

@@ -389,9 +389,7 @@ def joined_float8(parts: Sequence[Float8Matrix], height: int | None = None) -> F
 
 
 def _offsets(matrix: QuantisedMatrix) -> torch.Tensor:
-    if matrix.offsets is not None:
-        return matrix.offsets
-    return torch.zeros_like(matrix.scales) if matrix.rounding.bits == 8 else matrix.scales * -8
+    return matrix.scales * -matrix.rounding.zero if matrix.offsets is None else matrix.offsets
 
 
 def _widened(matrix: QuantisedMatrix, rounding: Rounding) -> QuantisedMatrix:
@@ -400,7 +398,9 @@ def _widened(matrix: QuantisedMatrix, rounding: Rounding) -> QuantisedMatrix:
         return matrix
     values, offsets = matrix.values, matrix.offsets
     if matrix.rounding.bits != rounding.bits:
-        values, offsets = values.to(torch.int8), _offsets(matrix)
+        offsets = _offsets(matrix)
+        if rounding.bits == 8:
+            values = values.to(torch.int8)
     inner = values.shape[1]
     group = rounding.group or inner
     times, groups = (matrix.rounding.group or inner) // group, -(-inner // group)

@@ -24,7 +24,9 @@ from aioinfer.errors import ConfigError
 from aioinfer.llm import LLM
 from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.loader import load_model
+from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.weights import StoredMatrix, Weights
+from aioinfer.native.bindings import shared_thread_pool
 from aioinfer.params import SamplingParams
 from aioinfer.text.tokenizer import HFTokenizer
 from tests.checkpoint.gguf_models import EVERY, make_family, write_file, write_gguf
@@ -120,35 +122,49 @@ def test_blocks_are_taken_apart_without_loss(kind: str) -> None:
     rounding, unpack = BLOCKS[kind]
     values, scales, offsets = unpack(data)
     assert values.shape == (5, 512)
-    assert scales.shape == (5, 16)
-    assert values.dtype == (np.uint8 if rounding.bits == 4 else np.int8)
-    wide = values.astype(np.float32).reshape(5, 16, 32)
+    assert scales.shape == (5, 512 // rounding.group)
+    assert values.dtype == (np.int8 if rounding.bits == 8 else np.uint8)
+    wide = values.astype(np.float32).reshape(5, -1, rounding.group)
     if offsets is None:
-        wide = wide - 8 if rounding.bits == 4 else wide
-        wide = wide * scales[..., None]
+        wide = (wide - rounding.zero) * scales[..., None]
     else:
         wide = wide * scales[..., None] + offsets[..., None]
     expected = gguf.dequantize(data, gguf.GGMLQuantizationType[kind])
-    np.testing.assert_allclose(wide.reshape(5, 512), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(wide.reshape(5, 512), expected)
 
 
-def test_a_matrix_of_differing_types_keeps_all_of_them(tmp_path: Path) -> None:
-    """Queries of 4 bits with offsets and values of 8 in one product, as Q4_K_M files have them."""
-    kinds = {"q": "Q4_K", "k": "Q4_0", "v": "Q8_0"}
+@pytest.mark.parametrize(
+    ("kinds", "rounding"),
+    [
+        (["Q4_K", "Q4_0", "Q8_0"], Rounding(8, 32)),
+        (["Q4_K", "Q4_K", "Q6_K"], Rounding(6, 16)),
+        (["Q5_K", "Q5_0", "Q4_1"], Rounding(6, 32)),
+        (["Q6_K", "Q8_0", "Q4_0"], Rounding(8, 16)),
+    ],
+)
+def test_a_matrix_of_differing_types_keeps_all_of_them(
+    tmp_path: Path, kinds: list[str], rounding: Rounding
+) -> None:
+    """Queries of 4 bits with offsets and values of 6 in one product, as Q4_K_M files have them."""
     stored = {
-        f"blk.0.attn_{part}.weight": (blocks(kind, 8, 256, seed=len(kind)), gguf.GGMLQuantizationType[kind])
-        for part, kind in kinds.items()
+        f"blk.0.attn_{part}.weight": (blocks(kind, 8, 256, seed=seed), gguf.GGMLQuantizationType[kind])
+        for seed, (part, kind) in enumerate(zip("qkv", kinds, strict=True))
     }
     write_file(tmp_path / "m.gguf", {}, "qwen2", stored)
     weights = Weights(
         GGUFTensors(GGUFFile(tmp_path / "m.gguf"), 1, 1), dtype=torch.float32, device=torch.device("cpu")
     )
-    names = [f"model.layers.0.self_attn.{part}_proj" for part in kinds]
+    names = [f"model.layers.0.self_attn.{part}_proj" for part in "qkv"]
     matrix = StoredMatrix(weights, names, [8, 8, 8], 256)
-    assert matrix.rounding == Rounding(8, 32)
+    assert matrix.rounding == rounding
     found = matrix.quantised()
-    wide = found.values.float().reshape(24, 8, 32) * found.scales[..., None] + found.offsets[..., None]
-    torch.testing.assert_close(wide.reshape(24, 256), matrix.load(), rtol=1e-5, atol=1e-5)
+    wide = found.values.float().reshape(24, -1, rounding.group) * found.scales[..., None]
+    wide = (wide + found.offsets[..., None]).reshape(24, 256)
+    # The scale of a group has up to 19 bits, and the product with a number is rounded.
+    torch.testing.assert_close(wide, matrix.load(), rtol=1e-5, atol=2e-3)
+    require("native")
+    linear = NativeLinear.given(shared_thread_pool(1), found, None, dtype=torch.float32)
+    torch.testing.assert_close(linear.dequantised(), wide, rtol=0, atol=0)
 
 
 def test_a_file_in_parts_is_one_model(tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ from tests.native.quantised_reference import Quantised, fused, multiply
 from tests.native.support import DTYPES, UNIT, normal
 from tests.tiers import grid
 
-Bits = Literal[4, 8]
+Bits = Literal[4, 6, 8]
 ROWS = [1, 2, 3, 5, 8, 17, 33, 70]
 GROUPS = [0, 32, 64, 128]
+#: all bits with their groups
+KINDS = [(bits, group) for bits in (4, 6, 8) for group in (*GROUPS, *([16] if bits > 4 else []))]
 
 
 def draw(
@@ -29,11 +31,11 @@ def draw(
     """Any numbers, the extreme ones among them."""
     outputs, inner = shape
     groups = -(-inner // group) if group else 1
-    values = rng.integers(-128, 128, shape) if bits == 8 else rng.integers(0, 16, shape)
-    values[rng.integers(outputs)] = -128 if bits == 8 else 15
+    values = rng.integers(-128, 128, shape) if bits == 8 else rng.integers(0, 2**bits, shape)
+    values[rng.integers(outputs)] = -128 if bits == 8 else 2**bits - 1
     scales = rng.standard_normal((outputs, groups)).astype(np.float32)
     if not offsets:
-        return Quantised(values - (8 if bits == 4 else 0), scales, None, group)
+        return Quantised(values - Rounding(bits, group).zero, scales, None, group)
     return Quantised(values, scales, rng.standard_normal((outputs, groups)).astype(np.float32), group)
 
 
@@ -45,14 +47,15 @@ def packed(
     threads: int = 2,
     dtype: torch.dtype = torch.float32,
 ) -> NativeLinear:
-    stored = weight.values + (8 if bits == 4 and weight.offsets is None else 0)
+    rounding = Rounding(bits, weight.group)
+    stored = weight.values + (rounding.zero if weight.offsets is None else 0)
     return NativeLinear.given(
         shared_thread_pool(threads),
         QuantisedMatrix(
-            torch.from_numpy(stored.astype(np.uint8 if bits == 4 else np.int8)),
+            torch.from_numpy(stored.astype(np.int8 if bits == 8 else np.uint8)),
             torch.from_numpy(weight.scales),
             None if weight.offsets is None else torch.from_numpy(weight.offsets),
-            Rounding(bits, weight.group),
+            rounding,
         ),
         None if bias is None else torch.from_numpy(bias),
         dtype=dtype,
@@ -67,8 +70,7 @@ def assert_bits(got: torch.Tensor, wanted: NDArray[np.float32]) -> None:
 
 
 @pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("group", GROUPS)
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "group"), KINDS)
 @pytest.mark.parametrize("shape", grid([(33, 70), (70, 333)], [(1, 1), (64, 64), (129, 1000), (300, 2049)]))
 def test_results_have_the_bits_of_the_stated_arithmetic(
     shape: tuple[int, int], bits: Bits, group: int, offsets: bool
@@ -83,7 +85,7 @@ def test_results_have_the_bits_of_the_stated_arithmetic(
             assert_bits(linear(torch.from_numpy(values)), multiply(values, weight, own))
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("group", [0, 64])
 def test_results_of_bfloat16_are_rounded_once(group: int, bits: Bits) -> None:
     rng = np.random.default_rng(3)
@@ -94,11 +96,12 @@ def test_results_of_bfloat16_are_rounded_once(group: int, bits: Bits) -> None:
     assert torch.equal(linear(values), torch.from_numpy(wanted).bfloat16())
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 @pytest.mark.parametrize("sign", [-1, 1])
-@pytest.mark.parametrize("value", [-128, -127, 0, 127])
-def test_the_largest_numbers_do_not_saturate(value: int, sign: int, bits: Bits) -> None:
-    number = value if bits == 8 else {-128: -8, -127: -7, 0: 0, 127: 7}[value]
+@pytest.mark.parametrize("value", ["least", "nearly least", "zero", "most"])
+def test_the_largest_numbers_do_not_saturate(value: str, sign: int, bits: Bits) -> None:
+    half = 2 ** (bits - 1)
+    number = {"least": -half, "nearly least": 1 - half, "zero": 0, "most": half - 1}[value]
     weight = Quantised(np.full((40, 1024), number), np.ones((40, 1), np.float32), None, 0)
     linear, values = packed(weight, None, bits), torch.full((5, 1024), 3.0 * sign)
     wanted = fused(np.float32([1024 * 127 * number * sign]) * np.float32(3 / 127), np.ones(1), np.zeros(1))
@@ -107,15 +110,14 @@ def test_the_largest_numbers_do_not_saturate(value: int, sign: int, bits: Bits) 
 
 def test_the_longest_group_does_not_overflow() -> None:
     inner = 1 << 17
-    for number, bits in ((-128, 8), (127, 8), (-8, 4)):
+    for number, bits in ((-128, 8), (127, 8), (-32, 6), (31, 6), (-8, 4)):
         weight = Quantised(np.full((1, inner), number), np.ones((1, 1), np.float32), None, 0)
         for sign in (-1, 1):
             got = packed(weight, None, bits)(torch.full((2, inner), 127.0 * sign))  # type: ignore[arg-type]
             assert got.tolist() == [[float(inner * 127 * sign * number)]] * 2
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("group", [0, 32, 64])
+@pytest.mark.parametrize(("bits", "group"), KINDS)
 def test_rows_of_any_size_are_rounded_as_stated(group: int, bits: Bits) -> None:
     """Zeros, numbers too small to have a factor, the smallest that have one, and large ones."""
     rng = np.random.default_rng(5)
@@ -261,12 +263,20 @@ def factors(rng: np.random.Generator, how: str, shape: tuple[int, int]) -> NDArr
         return drawn.astype(np.float16).astype(np.float32)
     if how == "float32":
         return drawn
-    # Those of llama.cpp's K-quants: the steps are floats of 16 bits, denormal ones among them.
-    steps = rng.standard_normal((shape[0], shape[1] // 8, 1)).astype(np.float16)
+    # Those of llama.cpp's K-quants: steps of 256 numbers are floats of 16 bits, denormal ones among them.
+    rows = shape[0]
+    steps = rng.standard_normal((rows, 1)).astype(np.float16)
     steps[0] *= np.float16(1e-4)
-    numbers = rng.integers(0, 64, (*steps.shape[:2], 8)).astype(np.float32)
-    numbers[1], numbers[2, :, 1:] = 0, 0
-    return (steps.astype(np.float32) * numbers).reshape(shape)
+    if how == "signed steps":
+        numbers = rng.integers(-128, 128, shape)
+        numbers[:, 0] = rng.choice([-128, 127], rows)
+    else:
+        numbers = rng.integers(0, 64, shape)
+        numbers[1], numbers[2, 1:] = 0, 0
+    made: NDArray[np.float32] = steps.astype(np.float32) * numbers.astype(np.float32)
+    if how == "one is no step":
+        made[40, 5] = made[40, 5] * np.float32(1 + 2.0**-20) + np.float32(2.0**-20)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -276,30 +286,31 @@ def factors(rng: np.random.Generator, how: str, shape: tuple[int, int]) -> NDArr
         ("bfloat16", 8, {False: 32, True: 64}),
         ("float16", 8, {False: 32, True: 64}),
         ("steps", 8, {False: 24, True: 48}),
+        ("signed steps", 8, {False: 24, True: 48}),
+        ("signed steps", 16, {False: 20, True: 40}),
         ("float32", 8, {False: 64, True: 128}),
         ("one is no step", 8, {False: 64, True: 128}),
     ],
 )
 @pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_factors_are_stored_as_short_as_they_can_be_without_loss(
     bits: Bits, how: str, groups: int, stored: dict[bool, int], offsets: bool
 ) -> None:
     """``stored``: bytes for 16 outputs of a group."""
+    group = 32 if groups < 16 else 16
+    if (bits, group) not in KINDS:
+        pytest.skip("there are no such groups")
     rng = np.random.default_rng([bits, groups, offsets])
-    weight = draw(rng, bits, 32, (64, 32 * groups), offsets)
-    kind = "steps" if how == "one is no step" else how
-    scales = factors(rng, kind, (64, groups))
-    if how == "one is no step":
-        scales[40, 5] *= np.float32(1 + 2.0**-20)
-        scales[40, 5] += np.float32(2.0**-20)
-    weight = Quantised(weight.values, scales, factors(rng, kind, (64, groups)) if offsets else None, 32)
+    drawn = draw(rng, bits, group, (64, group * groups), offsets)
+    scales = factors(rng, how, (64, groups))
+    weight = Quantised(drawn.values, scales, factors(rng, how, (64, groups)) if offsets else None, group)
     linear = packed(weight, None, bits)
     assert_bits(linear.dequantised(), weight.dequantised())
     for rows in (1, 3, 9, 40):
-        values = rng.standard_normal((rows, 32 * groups)).astype(np.float32)
+        values = rng.standard_normal((rows, group * groups)).astype(np.float32)
         assert_bits(linear(torch.from_numpy(values)), multiply(values, weight, None))
-    assert linear.packed.memory[1] == 4 * groups * (16 * 32 * bits // 8 + stored[offsets])
+    assert linear.packed.memory[1] == 4 * groups * (16 * group * bits // 8 + stored[offsets])
 
 
 # -- what is refused -----------------------------------------------------------------------------------
@@ -308,9 +319,12 @@ def test_factors_are_stored_as_short_as_they_can_be_without_loss(
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"bits": 5}, "4 or 8 bits"),
+        ({"bits": 5}, "4, 6 or 8 bits"),
+        ({"bits": 6}, "rounded to 4 or 8 bits"),
         ({"group": 48}, "multiple of 32"),
-        ({"group": -32}, "multiple of 32"),
+        ({"group": 16}, "multiple of 32"),
+        ({"group": 40, "bits": 8}, "multiple of 16"),
+        ({"group": -32}, "multiple of 16"),
         ({"group": 1 << 18}, "too long"),
         ({"gated": True}, "gated"),
     ],
@@ -322,13 +336,14 @@ def test_shapes_without_kernels_are_refused(changes: dict[str, Any], why: str) -
         NativeLinear(shared_thread_pool(1), weight, None, rounding, gated=options["gated"])
 
 
-def test_numbers_beyond_4_bits_and_rows_too_long_for_one_group_are_refused() -> None:
+def test_numbers_beyond_their_bits_and_rows_too_long_for_one_group_are_refused() -> None:
     values, scales = torch.zeros(3, 64, dtype=torch.uint8), torch.ones(3, 2)
-    values[2, 63] = 16
     make = NativeLinear.given
     pool = shared_thread_pool(2)
-    with pytest.raises(InvalidArguments, match="more than 15"):
-        make(pool, QuantisedMatrix(values, scales, None, Rounding(4, 32)), None, dtype=torch.float32)
+    for rounding in (Rounding(4, 32), Rounding(6, 32)):
+        values[2, 63] = 2**rounding.bits
+        with pytest.raises(InvalidArguments, match="more bits than stated"):
+            make(pool, QuantisedMatrix(values, scales, None, rounding), None, dtype=torch.float32)
     with pytest.raises(ValueError, match="kernel needs"):
         make(pool, QuantisedMatrix(values, scales, None, Rounding(8, 32)), None, dtype=torch.float32)
     with pytest.raises(InvalidArguments, match="too long"):

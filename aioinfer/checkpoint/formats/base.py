@@ -266,8 +266,8 @@ def dequantised(matrix: QuantisedMatrix) -> torch.Tensor:
     found = torch.empty(rows, inner)
     for part in row_slices(rows, inner):
         wide = values[part].float().reshape(-1, inner // group, group)
-        if offsets is None and rounding.bits == 4:
-            wide -= 8
+        if offsets is None:
+            wide -= rounding.zero
         wide *= scales[part, :, None]
         if offsets is not None:
             wide += offsets[part, :, None]

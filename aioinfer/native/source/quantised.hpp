@@ -1,4 +1,4 @@
-// Quantised weights of 4 or 8 bits, and their products with activations of 8 bits, as integers.
+// Quantised weights of 4, 6 or 8 bits, and their products with activations of 8 bits, as integers.
 //
 //   activations, row by row              weights, in strips of 16 outputs
 //   ┌ row 0: group 0 | group 1 | .. ┐    ┌ strip 0: block 0: factors, units | block 1: .. ┐   a unit is 4 neighbours along
@@ -34,16 +34,16 @@ constexpr int STRIP = 16;
 constexpr int QUANTISED_PANEL = 2 * STRIP;
 // Numbers of the inner dimension that a product adds up at once.
 constexpr int UNIT = 4;
-// Groups are multiples of this.
-constexpr int LEAST_GROUP = 32;
+// Groups are multiples of this; those of weights of 4 bits of twice as much.
+constexpr int LEAST_GROUP = 16;
 // The longest group whose sums fit 32 bits.
 constexpr int64_t LONGEST_GROUP = 1 << 17;
 
-// How scales and offsets are stored: in the shortest way that has all of them. STEPS are whole numbers of 8 bits, times a
+// How scales and offsets are stored: in the shortest way that has all of them. STEPS are signed numbers of 8 bits, times a
 // step that the scales of a block have in common, and another of its offsets: those of llama.cpp's K-quants.
 enum class Precision { BFLOAT16, FLOAT16, STEPS, FLOAT32 };
-// The groups of a block with steps.
-constexpr int64_t STEP_GROUPS = 8;
+// The numbers of an output in a block with steps.
+constexpr int64_t STEP_NUMBERS = 256;
 
 // The shape of quantised weights.
 struct QuantisedShape {
@@ -97,8 +97,8 @@ class RoundedRows {
   int64_t rows_ = 0, inner_ = 0, group_ = 0, depth_ = 0, groups_ = 0;
 };
 
-// Weights in strips, with a bias or without. Those of 8 bits are signed. Those of 4 bits are unsigned, and without
-// offsets a weight is scale * (q - 8).
+// Weights in strips, with a bias or without. Those of 8 bits are signed. Those of 4 and 6 bits are unsigned, and
+// without offsets a weight is scale * (q - 8), or scale * (q - 32).
 class QuantisedWeights {
  public:
   // For weights that round() rounds, in memory of size bytes() that the caller owns, or in its own if that is null.
@@ -111,14 +111,15 @@ class QuantisedWeights {
   QuantisedWeights(const QuantisedShape& shape, Precision precision, bool offsets, char* data);
 
   // Pack numbers [shape.rows(), inner], one a byte, with scales and offsets [shape.rows(), groups], without loss.
-  // ``offsets`` and ``bias`` may be null. Throws InvalidArguments for a number beyond 4 bits.
+  // ``offsets`` and ``bias`` may be null. Throws InvalidArguments for a number beyond their bits.
   QuantisedWeights(ThreadPool& pool, const QuantisedShape& shape, const uint8_t* values, const float* scales,
                    const float* offsets, const float* bias);
 
   // Round rows [shape.rows(), inner], with a bias of as many elements, or null.
   //
   // To 8 bits without offsets, the largest of a group 127 times its scale; to 4 bits with scale and offset, between
-  // about the least and the largest of a group. The results of a group with infinity or NaN are NaN.
+  // about the least and the largest of a group. The results of a group with infinity or NaN are NaN. Throws InvalidArguments
+  // for other bits.
   template <class T>
   void round(ThreadPool& pool, const T* rows, const T* bias);
 
@@ -140,7 +141,7 @@ class QuantisedWeights {
   int64_t strip_bytes() const { return shape.groups() / block() * block_bytes(); }
   // The groups of a block: two where the factors of one are half a line.
   int64_t block() const {
-    if (precision == Precision::STEPS) return STEP_GROUPS;
+    if (precision == Precision::STEPS) return STEP_NUMBERS / shape.group;
     return factors_bytes() % 64 && shape.groups() % 2 == 0 ? 2 : 1;
   }
   int64_t block_bytes() const { return header_bytes() + block() * units_bytes(); }

@@ -59,46 +59,67 @@ AIOINFER_INLINE void fetch(const char* const (&w)[DOT_VECTORS], int64_t place) {
   for (int v = 0; v < DOT_VECTORS; v += DOT_VECTORS / DOT_STRIPS) __builtin_prefetch(w[v] + place, 0, 2);
 }
 
+// Weights of fewer than 8 bits lie in runs of units: of 4 bits two in the halves of a line; of 6 bits four, whose lower bits
+// are two such lines, and whose upper ones are a third, at twice the number of the unit.
+template <int BITS>
+constexpr int RUN_UNITS = BITS == 6 ? 4 : 8 / BITS;
+template <int BITS>
+constexpr int RUN_LINES = RUN_UNITS<BITS> * BITS / 8;
+
+// The weights of a unit of a run, without signs.
+template <int BITS>
+AIOINFER_INLINE Quads unsigned_weights(const char* run, int unit) {
+  const Quads all = load<Quads>(run + unit / 2 * LINE);
+  if constexpr (BITS == 8) return all ^ 0x80808080u;
+  const Quads lower = (unit % 2 ? all >> 4 : all) & 0x0f0f0f0fu;
+  if constexpr (BITS == 4) return lower;
+  const Quads upper = load<Quads>(run + 2 * LINE);
+  return lower | ((unit < 2 ? upper << (4 - 2 * unit) : upper >> (2 * unit - 4)) & 0x30303030u);
+}
+
+// Prefetch the lines of a run at ``place``, or do not.
+template <int BITS, bool FETCH>
+AIOINFER_INLINE void fetch_run(const char* const (&w)[DOT_VECTORS], int64_t place) {
+  AIOINFER_UNROLL
+  for (int line = 0; line < RUN_LINES<BITS>; line++) fetch<FETCH>(w, place + line * LINE);
+}
+
 #if defined(AIOINFER_DOT_AVX2)
 
 // What the products of weights of 8 bits are taken of: the weight itself.
 constexpr int EIGHT_BIT_ZERO = 0;
 
-// sums[r][v] += products of ``units`` units of the rows with vector v of weights of 4 bits. FETCH: the same places
-// ``ahead`` bytes further on are needed next.
+// sums[r][v] += products of ``units`` units of the rows with vector v of weights of 4 or 6 bits. FETCH: the same
+// places ``ahead`` bytes further on are needed next.
 template <int BITS, int ROWS, bool FETCH>
-  requires(BITS == 4)
+  requires(BITS < 8)
 AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
                                   const char* const (&w)[DOT_VECTORS], int64_t units, int64_t ahead) {
-  // 16 bits hold the sums of two products of 8 units, 16 * 15 * 127.
-  constexpr int AT_ONCE = 8;
-  const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  for (int64_t unit = 0; unit < units; unit += AT_ONCE) {
-    __m256i halves[ROWS][DOT_VECTORS] = {};
+  // 16 bits hold the sums of two products of 8 units, 16 * 15 * 127, or of 2 units, 4 * 63 * 127.
+  constexpr int AT_ONCE = BITS == 4 ? 8 : 2, RUN = RUN_UNITS<BITS>, STEP = std::max(AT_ONCE, RUN);
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int64_t unit = 0; unit < units; unit += STEP) {
+    __m256i halves[ROWS][DOT_VECTORS];
     AIOINFER_UNROLL
-    for (int i = 0; i < AT_ONCE; i++) {
-      if (i % 2 == 0) fetch<FETCH>(w, (unit + i) / 2 * LINE + ahead);
+    for (int i = 0; i < STEP; i++) {
+      const int64_t run = (unit + i) / RUN * RUN_LINES<BITS> * LINE;
+      if (i % RUN == 0) fetch_run<BITS, FETCH>(w, run + ahead);
       __m256i weights[DOT_VECTORS];
       AIOINFER_UNROLL
-      for (int v = 0; v < DOT_VECTORS; v++) {
-        const __m256i pair = load<__m256i>(w[v] + (unit + i) / 2 * LINE);
-        weights[v] = _mm256_and_si256(i % 2 ? _mm256_srli_epi16(pair, 4) : pair, low);
-      }
+      for (int v = 0; v < DOT_VECTORS; v++) weights[v] = cast<__m256i>(unsigned_weights<BITS>(w[v] + run, i % RUN));
       AIOINFER_UNROLL
       for (int r = 0; r < ROWS; r++) {
         const __m256i x = _mm256_set1_epi32(load<int32_t>(a[r] + (unit + i) * UNIT));
         AIOINFER_UNROLL
         for (int v = 0; v < DOT_VECTORS; v++) {
+          if (i % AT_ONCE == 0) halves[r][v] = __m256i{};
           halves[r][v] = _mm256_add_epi16(halves[r][v], _mm256_maddubs_epi16(weights[v], x));
           // Else the compiler takes all products before it adds them up, and keeps them in memory.
           asm("" : "+x"(halves[r][v]));
+          if (i % AT_ONCE == AT_ONCE - 1) sums[r][v] += cast<Whole>(_mm256_madd_epi16(halves[r][v], ones));
         }
       }
     }
-    AIOINFER_UNROLL
-    for (int r = 0; r < ROWS; r++)
-      AIOINFER_UNROLL
-      for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] += cast<Whole>(_mm256_madd_epi16(halves[r][v], ones));
   }
 }
 
@@ -149,28 +170,20 @@ AIOINFER_INLINE Whole dot(Whole sums, Quads w, int32_t a) {
 #endif
 }
 
-// The weights of a unit without signs, from the line that has them.
-template <int BITS>
-AIOINFER_INLINE Quads unsigned_weights(const char* line, bool upper) {
-  const Quads all = load<Quads>(line);
-  if constexpr (BITS == 8) return all ^ 0x80808080u;
-  return (upper ? all >> 4 : all) & 0x0f0f0f0fu;
-}
-
 // sums[r][v] += products of ``units`` units of the rows with vector v. FETCH: the same places ``ahead`` bytes further
 // on are needed next.
 template <int BITS, int ROWS, bool FETCH>
 AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
                                   const char* const (&w)[DOT_VECTORS], int64_t units, int64_t ahead) {
-  constexpr int LINE_UNITS = 8 / BITS;
-  for (int64_t unit = 0; unit < units; unit += LINE_UNITS) {
-    fetch<FETCH>(w, unit / LINE_UNITS * LINE + ahead);
+  constexpr int RUN = RUN_UNITS<BITS>;
+  for (int64_t unit = 0; unit < units; unit += RUN) {
+    const int64_t run = unit / RUN * RUN_LINES<BITS> * LINE;
+    fetch_run<BITS, FETCH>(w, run + ahead);
     AIOINFER_UNROLL
-    for (int i = 0; i < LINE_UNITS; i++) {
+    for (int i = 0; i < RUN; i++) {
       Quads weights[DOT_VECTORS];
       AIOINFER_UNROLL
-      for (int v = 0; v < DOT_VECTORS; v++)
-        weights[v] = unsigned_weights<BITS>(w[v] + unit / LINE_UNITS * LINE, i == 1);
+      for (int v = 0; v < DOT_VECTORS; v++) weights[v] = unsigned_weights<BITS>(w[v] + run, i);
       AIOINFER_UNROLL
       for (int r = 0; r < ROWS; r++) {
         const int32_t x = load<int32_t>(a[r] + (unit + i) * UNIT);

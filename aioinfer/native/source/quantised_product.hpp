@@ -7,23 +7,23 @@ namespace aioinfer {
 
 // DOT_LANES whole numbers of one byte or two.
 template <class Narrow>
-AIOINFER_INLINE Quads load_wider(const char* from) {
+AIOINFER_INLINE Whole load_wider(const char* from) {
   typedef Narrow Vector __attribute__((vector_size(DOT_LANES * sizeof(Narrow))));
   const Vector numbers = load<Vector>(from);
   // The compiler's own conversion goes by way of halves.
 #if defined(AIOINFER_DOT_512)
-  if constexpr (sizeof(Narrow) == 1) return cast<Quads>(_mm512_cvtepu8_epi32(cast<__m128i>(numbers)));
-  if constexpr (sizeof(Narrow) == 2) return cast<Quads>(_mm512_cvtepu16_epi32(cast<__m256i>(numbers)));
+  if constexpr (sizeof(Narrow) == 1) return cast<Whole>(_mm512_cvtepi8_epi32(cast<__m128i>(numbers)));
+  if constexpr (sizeof(Narrow) == 2) return cast<Whole>(_mm512_cvtepu16_epi32(cast<__m256i>(numbers)));
 #endif
-  return __builtin_convertvector(numbers, Quads);
+  return __builtin_convertvector(numbers, Whole);
 }
 
 // DOT_LANES scales or offsets; ``steps``: their own, if they have any.
 AIOINFER_INLINE Reals load_factors(const char* from, Precision precision, const char* steps) {
   if (precision == Precision::FLOAT32) return load<Reals>(from);
   if (precision == Precision::STEPS)
-    return __builtin_convertvector(cast<Whole>(load_wider<uint8_t>(from)), Reals) * load<Reals>(steps);
-  const Quads bits = load_wider<uint16_t>(from);
+    return __builtin_convertvector(load_wider<int8_t>(from), Reals) * load<Reals>(steps);
+  const Quads bits = cast<Quads>(load_wider<uint16_t>(from));
   if (precision == Precision::BFLOAT16) return cast<Reals>(bits << 16);
   // An exponent of float16 is 112 less than one of float32. The product is exact: see half_bits().
   const Quads size = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
@@ -40,7 +40,7 @@ __attribute__((noinline)) void multiply_strips(const RoundedRows& a, int64_t row
   const int64_t steps = w.steps_bytes(), factors_bytes = w.factors_bytes(), header = w.header_bytes();
   const int64_t groups = w.shape.groups(), in_block = w.block(), block_bytes = w.block_bytes();
   const int64_t strip_bytes = APART ? 0 : w.strip_bytes();
-  const int32_t zero = BITS == 8 ? EIGHT_BIT_ZERO : w.offsets ? 0 : 8;
+  const int32_t zero = BITS == 8 ? EIGHT_BIT_ZERO : w.offsets ? 0 : 1 << (BITS - 1);
   const char* block = w.strip(strip);
   const int8_t* values[ROWS];
   const RowGroup* row_groups[ROWS];
@@ -102,6 +102,7 @@ StripKernel strip_kernel(int64_t rows, std::integer_sequence<int, ROWS...>) {
 inline StripKernel strip_kernel(int bits, int64_t rows, bool fetch) {
   constexpr auto ALL = std::make_integer_sequence<int, DOT_ROWS>{};
   if (bits == 4) return fetch ? strip_kernel<4, true>(rows, ALL) : strip_kernel<4, false>(rows, ALL);
+  if (bits == 6) return fetch ? strip_kernel<6, true>(rows, ALL) : strip_kernel<6, false>(rows, ALL);
   return fetch ? strip_kernel<8, true>(rows, ALL) : strip_kernel<8, false>(rows, ALL);
 }
 

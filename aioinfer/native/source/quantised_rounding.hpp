@@ -37,26 +37,28 @@ AIOINFER_INLINE int32_t sum_of(Ints lanes) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
-// LEAST_GROUP integers as bytes.
-AIOINFER_INLINE void store_bytes(int8_t* to, const Ints (&from)[LEAST_GROUP / LANES]) {
+// RUN integers as bytes.
+template <int RUN>
+AIOINFER_INLINE void store_bytes(int8_t* to, const Ints (&from)[RUN / LANES]) {
 #if defined(__AVX2__) && !defined(__AVX512F__) && !defined(AIOINFER_MODELLED_TILES)
   // Both packings work within halves: dwords of the result are those of lanes 0-3 of all vectors, then 4-7.
   const __m256i low = _mm256_packs_epi32(cast<__m256i>(from[0]), cast<__m256i>(from[1]));
-  const __m256i high = _mm256_packs_epi32(cast<__m256i>(from[2]), cast<__m256i>(from[3]));
+  const __m256i high = _mm256_packs_epi32(cast<__m256i>(from[RUN / 8 - 2]), cast<__m256i>(from[RUN / 8 - 1]));
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  store(to, _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order));
+  const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+  std::memcpy(to, &bytes, RUN);
 #else
   typedef int8_t Bytes __attribute__((vector_size(LANES)));
-  for (int i = 0; i < LEAST_GROUP / LANES; i++) store(to + i * LANES, __builtin_convertvector(from[i], Bytes));
+  for (int i = 0; i < RUN / LANES; i++) store(to + i * LANES, __builtin_convertvector(from[i], Bytes));
 #endif
 }
 
-// Rounds the numbers [0, size) of ``from``, of a group, into ``to``, which has room for whole runs of LEAST_GROUP.
-template <class T>
+// Rounds the numbers [0, size) of ``from``, of a group, into ``to``, which has room for whole runs of RUN.
+template <int RUN, class T>
 AIOINFER_INLINE RowGroup round_group(const T* from, int64_t size, int8_t* to) {
-  constexpr int VECTORS = LEAST_GROUP / LANES;
-  const int64_t whole = size / LEAST_GROUP * LEAST_GROUP;
-  T last[LEAST_GROUP];
+  constexpr int VECTORS = RUN / LANES;
+  const int64_t whole = size / RUN * RUN;
+  T last[RUN];
   if (whole < size) {
     std::memset(last, 0, sizeof last);
     std::memcpy(last, from + whole, sizeof(T) * (size - whole));
@@ -64,7 +66,7 @@ AIOINFER_INLINE RowGroup round_group(const T* from, int64_t size, int8_t* to) {
   auto run = [&](int64_t at) { return at < whole ? from + at : last; };
   // As integers, the sizes of floats have their order, with infinity and then NaN behind all others.
   Ints most[VECTORS] = {};
-  for (int64_t at = 0; at < size; at += LEAST_GROUP) {
+  for (int64_t at = 0; at < size; at += RUN) {
     const T* numbers = run(at);
     AIOINFER_UNROLL
     for (int i = 0; i < VECTORS; i++) {
@@ -81,7 +83,7 @@ AIOINFER_INLINE RowGroup round_group(const T* from, int64_t size, int8_t* to) {
   }
   const float inverse = 127.0f / limit, factor = limit / 127.0f;
   Ints sums{};
-  for (int64_t at = 0; at < size; at += LEAST_GROUP) {
+  for (int64_t at = 0; at < size; at += RUN) {
     const T* numbers = run(at);
     Ints rounded[VECTORS];
     AIOINFER_UNROLL
@@ -89,7 +91,7 @@ AIOINFER_INLINE RowGroup round_group(const T* from, int64_t size, int8_t* to) {
       rounded[i] = cast<Ints>(Number<T>::load_lanes(numbers + i * LANES) * inverse + MAGIC) - MAGIC_BITS;
       sums += rounded[i];
     }
-    store_bytes(to + at, rounded);
+    store_bytes<RUN>(to + at, rounded);
   }
   const int32_t sum = sum_of(sums);
   return {factor, factor * static_cast<float>(sum), sum};
@@ -99,9 +101,11 @@ template <class T>
 void RoundedRows::set(int64_t row, const T* from) const {
   int8_t* values = values_ + row * depth_;
   RowGroup* groups = row_groups_ + row * groups_;
+  constexpr int RUN = 2 * LEAST_GROUP;
   for (int64_t g = 0; g < groups_; g++) {
     const int64_t at = g * group_, size = std::min(group_, inner_ - at);
-    groups[g] = round_group(from + at, size, values + at);
+    groups[g] = group_ % RUN ? round_group<LEAST_GROUP>(from + at, size, values + at)
+                             : round_group<RUN>(from + at, size, values + at);
   }
   std::memset(values + inner_, 0, depth_ - inner_);
 }

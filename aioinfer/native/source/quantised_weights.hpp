@@ -23,29 +23,34 @@ inline float of_half_bits(uint16_t bits) {
 }
 
 // The step of which the factors of a block are whole numbers, if there is one: a product of both is the factor itself.
-// The largest is 63 steps wherever llama.cpp has chosen the others.
-inline std::optional<float> step_of(const float* factors) {
-  const float* most = std::max_element(factors, factors + STEP_GROUPS, [](float a, float b) { return std::abs(a) < std::abs(b); });
-  if (*most == 0) return *most;
-  for (int count = 63; count > 0; count--) {
-    const float step = *most / static_cast<float>(count);
+// The largest is 63 steps or -128 wherever llama.cpp has chosen the others.
+inline std::optional<float> step_of(const float* factors, int64_t count) {
+  const float* end = factors + count;
+  const float most = *std::max_element(factors, end, [](float a, float b) { return std::abs(a) < std::abs(b); });
+  if (most == 0) return most;
+  auto fits = [&](int number) {
+    const float step = most / static_cast<float>(number);
     // A denormal step would be 0 beside tiles.
-    if (!std::isnormal(step)) continue;
-    if (std::all_of(factors, factors + STEP_GROUPS, [&](float x) {
-          const float number = std::nearbyint(x / step);
-          return number >= 0 && number <= 255 && number * step == x;
-        }))
-      return step;
-  }
+    return std::isnormal(step) && std::all_of(factors, end, [&](float x) {
+      const float nearest = std::nearbyint(x / step);
+      return nearest >= -128 && nearest <= 127 && nearest * step == x;
+    });
+  };
+  for (const int number : {63, -128})
+    if (fits(number)) return most / static_cast<float>(number);
+  for (int number = 127; number > 0; number--)
+    if (fits(number)) return most / static_cast<float>(number);
   return {};
 }
 
-inline bool all_fit(const float* numbers, int64_t count, int64_t groups, Precision precision) {
+inline bool all_fit(const float* numbers, const QuantisedShape& shape, Precision precision) {
   if (precision == Precision::FLOAT32 || numbers == nullptr) return true;
+  const int64_t count = shape.rows() * shape.groups();
   if (precision == Precision::STEPS) {
-    if (groups % STEP_GROUPS) return false;
-    for (int64_t i = 0; i < count; i += STEP_GROUPS)
-      if (!step_of(numbers + i)) return false;
+    const int64_t block = STEP_NUMBERS / shape.group;
+    if (block < 2 || STEP_NUMBERS % shape.group || shape.groups() % block) return false;
+    for (int64_t i = 0; i < count; i += block)
+      if (!step_of(numbers + i, block)) return false;
     return true;
   }
   return std::all_of(numbers, numbers + count, [&](float x) {
@@ -54,19 +59,19 @@ inline bool all_fit(const float* numbers, int64_t count, int64_t groups, Precisi
 }
 
 // The shortest way to store all scales and offsets, [rows, groups] each; offsets may be null.
-inline Precision precision_of(const float* scales, const float* offsets, int64_t rows, int64_t groups) {
-  const int64_t count = rows * groups;
+inline Precision precision_of(const float* scales, const float* offsets, const QuantisedShape& shape) {
   for (const Precision precision : {Precision::BFLOAT16, Precision::FLOAT16, Precision::STEPS})
-    if (all_fit(scales, count, groups, precision) && all_fit(offsets, count, groups, precision)) return precision;
+    if (all_fit(scales, shape, precision) && all_fit(offsets, shape, precision)) return precision;
   return Precision::FLOAT32;
 }
 
 QuantisedShape::QuantisedShape(int64_t outputs, int64_t inner, int64_t group, int64_t bits, bool gated)
     : outputs(outputs), inner(inner), group(group), bits(static_cast<int>(bits)), gated(gated) {
   require(outputs > 0 && inner > 0, "weights need outputs and an inner dimension");
-  require(bits == 4 || bits == 8, "weights have 4 or 8 bits");
+  require(bits == 4 || bits == 6 || bits == 8, "weights have 4, 6 or 8 bits");
   require(!gated || outputs % STRIP == 0, "the outputs of gated weights are no multiple of a strip");
-  require(group >= 0 && group % LEAST_GROUP == 0, "a group is no multiple of 32");
+  require(group >= 0 && group % LEAST_GROUP == 0, "a group is no multiple of 16");
+  require(bits != 4 || group % (2 * LEAST_GROUP) == 0, "a group of weights of 4 bits is no multiple of 32");
   require(inner <= LONGEST_GROUP || group > 0, "the inner dimension is too long for one group");
   require(group <= LONGEST_GROUP, "a group is too long");
   // All of it, padded to a line of the cache.
@@ -108,7 +113,7 @@ void QuantisedWeights::set_factor(int64_t strip, int lane, int64_t group, int ki
   char* at = data_ + block_at(strip, group);
   const float step = precision == Precision::STEPS ? load<float>(at + (kind * STRIP + lane) * sizeof(float)) : 0.0f;
   at += steps_bytes() + group % block() * factors_bytes() + (kind * STRIP + lane) * factor_bytes();
-  if (precision == Precision::STEPS) return store(at, static_cast<uint8_t>(step == 0 ? 0 : std::nearbyint(value / step)));
+  if (precision == Precision::STEPS) return store(at, static_cast<int8_t>(step == 0 ? 0 : std::nearbyint(value / step)));
   if (precision == Precision::FLOAT32) return store(at, value);
   store(at, precision == Precision::BFLOAT16 ? rounded_bits(value) : half_bits(value).value());
 }
@@ -117,30 +122,31 @@ float QuantisedWeights::factor(int64_t strip, int lane, int64_t group, int kind)
   const char* at = data_ + block_at(strip, group);
   const float step = precision == Precision::STEPS ? load<float>(at + (kind * STRIP + lane) * sizeof(float)) : 0.0f;
   at += steps_bytes() + group % block() * factors_bytes() + (kind * STRIP + lane) * factor_bytes();
-  if (precision == Precision::STEPS) return static_cast<float>(load<uint8_t>(at)) * step;
+  if (precision == Precision::STEPS) return static_cast<float>(load<int8_t>(at)) * step;
   if (precision == Precision::FLOAT32) return load<float>(at);
   const auto bits = load<uint16_t>(at);
   return precision == Precision::BFLOAT16 ? Number<bfloat16>::read({bits}) : of_half_bits(bits);
 }
 
-// The byte of an output's k-th number in a group's units, of weights of so many bits.
-inline int64_t place_of(int bits, int lane, int64_t k) {
-  const int64_t line = bits == 4 ? k / (2 * UNIT) : k / UNIT;
-  return (line * STRIP + lane) * UNIT + k % UNIT;
+// Calls part(byte, its lowest bit, mask, bit of the number) for what an output's k-th number has in a group's units.
+template <class Part>
+void each_part(int bits, int lane, int64_t k, Part&& part) {
+  const int64_t unit = k / UNIT, upper = unit / 4 * 3 + 2;
+  auto byte = [&](int64_t line) { return (line * STRIP + lane) * UNIT + k % UNIT; };
+  if (bits == 8) return part(byte(unit), 0, 255, 0);
+  part(byte(bits == 4 ? unit / 2 : unit / 2 + unit / 4), unit % 2 * 4, 15, 0);
+  if (bits == 6) part(byte(upper), unit % 4 * 2, 3, 4);
 }
-
-// Of weights of 4 bits: where it is in that byte.
-inline int shift_of(int64_t k) { return k / UNIT % 2 ? 4 : 0; }
 
 void QuantisedWeights::set_group(int64_t strip, int lane, int64_t group, float scale, float offset,
                                  const uint8_t* values) {
   set_factor(strip, lane, group, 0, scale);
   if (offsets) set_factor(strip, lane, group, 1, offset);
   char* at = data_ + units_at(strip, group);
-  for (int64_t k = 0; k < shape.group; k++) {
-    char& to = at[place_of(shape.bits, lane, k)];
-    to = static_cast<char>(shape.bits == 4 ? to | values[k] << shift_of(k) : values[k]);
-  }
+  for (int64_t k = 0; k < shape.group; k++)
+    each_part(shape.bits, lane, k, [&](int64_t byte, int64_t low, int mask, int from) {
+      at[byte] = static_cast<char>(at[byte] | (values[k] >> from & mask) << low);
+    });
 }
 
 template <class T>
@@ -154,6 +160,7 @@ void QuantisedWeights::set_bias(const T* bias) {
 
 template <class T>
 void QuantisedWeights::round(ThreadPool& pool, const T* rows, const T* bias) {
+  require(shape.bits != 6, "weights are rounded to 4 or 8 bits");
   set_bias(bias);
   fill(pool, [&](int64_t strip, int lane, int64_t row) {
     thread_local std::vector<float> numbers;
@@ -174,7 +181,7 @@ void QuantisedWeights::round(ThreadPool& pool, const T* rows, const T* bias) {
 
 QuantisedWeights::QuantisedWeights(ThreadPool& pool, const QuantisedShape& shape, const uint8_t* values,
                                    const float* scales, const float* offsets, const float* bias)
-    : QuantisedWeights(shape, precision_of(scales, offsets, shape.rows(), shape.groups()), offsets != nullptr, nullptr) {
+    : QuantisedWeights(shape, precision_of(scales, offsets, shape), offsets != nullptr, nullptr) {
   const int64_t groups = shape.groups();
   set_bias(bias);
   fill(pool, [&](int64_t strip, int lane, int64_t row) {
@@ -184,11 +191,10 @@ QuantisedWeights::QuantisedWeights(ThreadPool& pool, const QuantisedShape& shape
       const int64_t size = std::min(shape.group, shape.inner - g * shape.group);
       std::copy_n(values + row * shape.inner + g * shape.group, size, padded.data());
       std::fill_n(&padded[size], shape.group - size, 0);
-      if (shape.bits == 4)
-        require(*std::max_element(padded.data(), &padded[size]) < 16, "a weight of 4 bits is more than 15");
+      require(*std::max_element(padded.data(), &padded[size]) < 1 << shape.bits, "a weight has more bits than stated");
       const int64_t at = row * groups + g;
-      if (precision == Precision::STEPS && g % STEP_GROUPS == 0)
-        set_steps(strip, lane, g, *step_of(scales + at), offsets == nullptr ? 0.0f : *step_of(offsets + at));
+      if (precision == Precision::STEPS && g % block() == 0)
+        set_steps(strip, lane, g, *step_of(scales + at, block()), offsets ? *step_of(offsets + at, block()) : 0.0f);
       set_group(strip, lane, g, scales[at], offsets == nullptr ? 0.0f : offsets[at], padded.data());
     }
   });
@@ -202,9 +208,11 @@ void QuantisedWeights::each(int64_t index, int lane, Put&& put) const {
     const int64_t first = group * shape.group;
     const int64_t size = std::min(shape.group, shape.inner - first);
     for (int64_t k = 0; k < size; k++) {
-      const char byte = units[place_of(shape.bits, lane, k)];
-      int number = static_cast<int8_t>(byte);
-      if (shape.bits == 4) number = (static_cast<uint8_t>(byte) >> shift_of(k)) % 16 - (offsets ? 0 : 8);
+      int number = 0;
+      each_part(shape.bits, lane, k, [&](int64_t byte, int64_t low, int mask, int to) {
+        number |= (static_cast<uint8_t>(units[byte]) >> low & mask) << to;
+      });
+      number = shape.bits == 8 ? static_cast<int8_t>(number) : number - (offsets ? 0 : 1 << (shape.bits - 1));
       const float value = scale * static_cast<float>(number);
       put(first + k, offsets ? value + offset : value);
     }
