@@ -10,10 +10,10 @@ template <class Narrow>
 AIOINFER_INLINE Whole load_wider(const char* from) {
   typedef Narrow Vector __attribute__((vector_size(DOT_LANES * sizeof(Narrow))));
   const Vector numbers = load<Vector>(from);
-  // The compiler's own conversion goes by way of halves.
+  // The compiler's own conversion goes by way of halves. Of plain intrinsics it warns that they pass what is not initialised.
 #if defined(AIOINFER_DOT_512)
-  if constexpr (sizeof(Narrow) == 1) return cast<Whole>(_mm512_cvtepi8_epi32(cast<__m128i>(numbers)));
-  if constexpr (sizeof(Narrow) == 2) return cast<Whole>(_mm512_cvtepu16_epi32(cast<__m256i>(numbers)));
+  if constexpr (sizeof(Narrow) == 1) return cast<Whole>(_mm512_maskz_cvtepi8_epi32(0xffff, cast<__m128i>(numbers)));
+  if constexpr (sizeof(Narrow) == 2) return cast<Whole>(_mm512_maskz_cvtepu16_epi32(0xffff, cast<__m256i>(numbers)));
 #endif
   return __builtin_convertvector(numbers, Whole);
 }
@@ -30,8 +30,8 @@ AIOINFER_INLINE Reals load_factors(const char* from, Precision precision, const 
   return cast<Reals>(cast<Quads>(cast<Reals>(size) * 0x1p112f) | sign);
 }
 
-// Rows [row, row + ROWS) times DOT_STRIPS strips, into rows of QUANTISED_PANEL. Memory is read faster where FETCH prefetches the
-// strips ``ahead`` bytes further on, which are needed next: the processor's own prefetching starts anew in every strip.
+// Rows [row, row + ROWS) times DOT_STRIPS strips, into rows of QUANTISED_PANEL. Memory is read faster where FETCH prefetches
+// the strips ``ahead`` bytes further on, which are needed next: the processor's own prefetching starts anew in every strip.
 template <int BITS, bool FETCH, int ROWS>
 __attribute__((noinline)) void multiply_strips(const RoundedRows& a, int64_t row, const QuantisedWeights& w,
                                                int64_t strip, int64_t ahead, float* to) {
