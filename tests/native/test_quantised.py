@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from aioinfer.checkpoint.tensors import QuantisedMatrix
 from aioinfer.model.native_linear import NativeLinear
 from aioinfer.model.quantization import Rounding
+from aioinfer.model.weights_cache import MappedMemory
 from aioinfer.native.bindings import InvalidArguments, shared_thread_pool
 from tests.native.quantised_reference import Quantised, fused, multiply
 from tests.native.support import DTYPES, UNIT, normal
@@ -307,9 +308,15 @@ def test_factors_are_stored_as_short_as_they_can_be_without_loss(
     weight = Quantised(drawn.values, scales, factors(rng, how, (64, groups)) if offsets else None, group)
     linear = packed(weight, None, bits)
     assert_bits(linear.dequantised(), weight.dequantised())
+    memory = MappedMemory(*linear.packed.memory, linear, linear.packed.factors)
+    pool, shape = linear.packed.pool, (64, group * groups)
+    mapped = NativeLinear.mapped(
+        pool, memory, None, shape, Rounding(bits, group), dtype=torch.float32, kept=True
+    )
     for rows in (1, 3, 9, 40):
         values = rng.standard_normal((rows, group * groups)).astype(np.float32)
-        assert_bits(linear(torch.from_numpy(values)), multiply(values, weight, None))
+        for each in (linear, mapped):
+            assert_bits(each(torch.from_numpy(values)), multiply(values, weight, None))
     assert linear.packed.memory[1] == 4 * groups * (16 * group * bits // 8 + stored[offsets])
 
 
