@@ -1,7 +1,9 @@
 """``python -m bench.peers.adapters.to_gguf DIR FILE [TYPE]``: a dense Qwen3 checkpoint as GGUF.
 
+``... FILE.bf16.gguf FILE Q4_K_M``: the same in a mixture of types.
+
 Matrices are BF16, or of another type that the package gguf can make: Q8_0, or Q4_0, with which the head and
-the embedding are Q8_0.
+the embedding are Q8_0. Mixtures as ``Q4_K_M`` are made by llama.cpp itself, from a file of BF16.
 
 Without a vocabulary: prompts are token ids, and nothing is turned into text. Reads bf16 by hand, so that
 numpy suffices.
@@ -9,6 +11,7 @@ numpy suffices.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import sys
@@ -113,5 +116,16 @@ def add(writer: Any, name: str, rows: Any, kind: Any) -> None:
         writer.add_tensor(name, gguf.quants.quantize(wide, kind), raw_dtype=kind)
 
 
+def mix(source: Path, target: Path, name: str) -> None:
+    """Have llama.cpp quantise a GGUF file of BF16 to one of its mixtures."""
+    import llama_cpp
+
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{name}")
+    if llama_cpp.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params)):
+        raise SystemExit(f"llama.cpp could not make {name} of {source}")
+
+
 if __name__ == "__main__":
-    convert(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:4])
+    call = mix if sys.argv[1].endswith(".gguf") else convert
+    call(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:4])
