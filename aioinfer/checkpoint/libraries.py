@@ -1,13 +1,24 @@
-"""Importing transformers, one thread at a time."""
+"""Loading torch and transformers beside an event loop that goes on, one thread at a time.
+
+Importing torch loads libraries of hundreds of megabytes and runs their initialisers, and Python's import
+keeps the interpreter's lock meanwhile: the loop would stand still, whichever thread makes the import.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
+import os
+import sys
 import threading
+from pathlib import Path
 
 from aioinfer.forks import in_children
 
-__all__ = ["import_transformers"]
+__all__ = ["import_transformers", "preload_torch"]
 
+#: as torch loads them, in this order: the first one makes its symbols visible to the second
+_LIBRARIES = (("libtorch_global_deps.so", "RTLD_GLOBAL"), ("libtorch_python.so", "RTLD_LOCAL"))
 #: held while it is imported
 _importing = threading.Lock()
 
@@ -22,7 +33,26 @@ def import_transformers() -> None:
     """Import what reads configs and tokenizers, before it is used. Blocks, for seconds the first time.
 
     The modules of transformers import each other when they are used, and of several threads that begin with
-    them at once some find halves of them.
+    them at once some find halves of them. Some of them import torch.
     """
+    preload_torch()
     with _importing:
         from transformers import AutoConfig, PreTrainedTokenizerFast  # noqa: F401
+
+
+def preload_torch() -> bool:
+    """Load torch's libraries without the interpreter's lock, so that its import finds them loaded. Blocks.
+
+    Returns whether they are loaded now. Where they are not, because torch is not installed or its files have
+    other names, its import loads them as ever.
+    """
+    if "torch" in sys.modules:
+        return True
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None or not hasattr(os, "RTLD_GLOBAL"):
+        return False
+    # A function that ctypes calls runs without the lock; ctypes.CDLL itself may keep it.
+    load = ctypes.CDLL(None).dlopen
+    load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
+    paths = [(Path(spec.origin).parent / "lib" / name, getattr(os, mode)) for name, mode in _LIBRARIES]
+    return all(path.is_file() and load(os.fsencode(path), mode | os.RTLD_NOW) for path, mode in paths)

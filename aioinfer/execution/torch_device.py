@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.checkpoint.adapter import ADAPTER_FILES
+from aioinfer.checkpoint.libraries import preload_torch
 from aioinfer.checkpoint.locate import locate
 from aioinfer.config import SPECULATION, EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
@@ -22,7 +23,6 @@ from aioinfer.execution.draft_checks import check_draft
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.limits import check_threads, cpu_quota, default_threads
 from aioinfer.execution.memory import trim
-from aioinfer.execution.opening import preload_torch
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.sizing import by_memory, fewer_requests
