@@ -186,8 +186,8 @@ class Driver:
     async def step(self) -> None:
         """Launch what may be launched and wait until a step has resolved; returns at once if there is nothing
         to compute. While paused, go no further; several calls at a time wait for the same step."""
-        if self._quiet is not None and not self._quiet.done():
-            await asyncio.shield(self._quiet)  # else the pause would wait for the next step
+        while self._quiet is not None and not self._quiet.done():
+            await asyncio.shield(self._quiet)  # else the pause would wait for the next step; or one after it
         if self._stepped is None or self._stepped.done():
             self._stepped = self._loop.create_future()
         stepped = self._stepped

@@ -95,6 +95,26 @@ def test_steps_of_several_threads_return_each_result_once() -> None:
         check_idle(llm._core.scheduler)
 
 
+def test_a_step_that_waited_for_a_pause_waits_for_the_next_one_too() -> None:
+    with make_llm() as llm:
+
+        async def work() -> None:
+            assert llm._engine._runtime is not None
+            driver = llm._engine._runtime.driver
+            await llm._queued([1, 4], LONG, None, {})
+            await driver.step()
+            assert driver.steps_in_flight
+            waiting = [asyncio.create_task(driver.pause()), asyncio.create_task(driver.step())]
+            driver._turns = 8  # it leaves the loop as many turns before it goes on
+            await asyncio.sleep(0)  # both have begun
+            driver.resume()
+            async with asyncio.timeout(30):
+                await driver.pause()
+                await asyncio.gather(*waiting)
+
+        llm._run(work())
+
+
 def test_steps_streams_and_whole_answers_on_several_threads_do_not_stop_each_other() -> None:
     with make_llm() as llm:
 
