@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from aioinfer.checkpoint.libraries import import_transformers
 from aioinfer.errors import ConfigError, shown
 from aioinfer.model.multimodal import WRAPPERS
 from aioinfer.model.registry import MODEL_TYPES
@@ -21,6 +22,7 @@ _CAUSAL = "ForCausalLM"
 def named_architecture(config: Any, name: str) -> str:
     """The architecture of the config of the checkpoint ``name``. Raises ConfigError if it names none and its
     model type has none, or if it names one that nobody knows."""
+    import_transformers()
     from transformers.models.auto import modeling_auto as auto
 
     kind, stated = config.model_type, config.architectures

@@ -79,6 +79,11 @@ class KeptConfig:
         return {"declared": repr(found[True]), "stated": repr(found[False])}
 
 
+def _own_text() -> bytes:
+    """The code that reads what is kept of a tokenizer."""
+    return (Path(__file__).parents[1] / "text" / "fast_tokenizer.py").read_bytes()
+
+
 class KeptFiles:
     """The kept values of one checkpoint."""
 
@@ -89,9 +94,9 @@ class KeptFiles:
             self._directory = cache_directory()
         self._group = hash_of(str(path.resolve()))
         files = [path] if path.is_file() else sorted(file for file in path.glob("*") if file.is_file())
-        files += sorted(path.glob("additional_chat_templates/*"))
+        files += sorted(file for file in path.glob("additional_chat_templates/*") if file.is_file())
         stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns, stat.st_ino) for file in files]
-        self._state = hash_of(stats, own_code(), *map(version, _LIBRARIES))
+        self._state = hash_of(stats, own_code(), _own_text(), *map(version, _LIBRARIES))
 
     def find(self, kind: str) -> Any:
         """What was kept under a name; None if nothing was, or others could have written it."""
@@ -102,7 +107,8 @@ class KeptFiles:
             check_folder(self._directory)
             with open(open_trusted(path), "rb") as file:
                 found = json.loads(file.read())
-            os.utime(path)  # the time of its last use
+            with suppress(OSError):  # of root, or in a file system for reading only
+                os.utime(path)  # the time of its last use
         except (OSError, ValueError):
             return None
         return found
@@ -118,6 +124,7 @@ class KeptFiles:
             os.close(opened)
             try:
                 Path(name).write_text(json.dumps(value))
+                Path(name).chmod(0o644)  # others may read what root has put into an image
                 os.replace(name, path)
             except BaseException:
                 Path(name).unlink()
@@ -135,7 +142,8 @@ class KeptFiles:
         assert self._directory is not None
         now = time.time()
         for other in self._directory.glob("*.kept*"):
-            replaced = other.name.startswith(f"{kind}-{self._group}-") and other != path
+            named = other.name.startswith(f"{kind}-{self._group}-") and other.suffix == ".kept"
+            replaced = named and other != path
             with suppress(OSError):
                 if replaced or now - other.stat().st_mtime > UNUSED:
                     other.unlink()
@@ -158,6 +166,9 @@ def found_or_made(
         except Exception as error:
             _log.warning("the kept %s is made anew: %s", kind, error)
     made = make()
-    if made is not None and (record := record_of(made)) is not None:
-        kept.keep(kind, record)
+    try:
+        if made is not None and (record := record_of(made)) is not None:
+            kept.keep(kind, record)
+    except Exception as error:
+        _log.warning("%s of the checkpoint is not kept for later starts: %r", kind, error)
     return made

@@ -77,15 +77,16 @@ class StepBudget:
         return min(self.tokens, prefill, self._chunk_size)
 
     def _timely(self, start: int = 0) -> int:
-        """Tokens from ``start`` on for which there is time: a unit at least for the first prompt of a step,
-        and for another one a page at least, or none. Where they are many, no row is left over for kernels."""
+        """Tokens from ``start`` on for which there is time: for the first prompt of a step at least a unit,
+        and what kernels compute at a time; for another one a page at least, or none. Where they are many, no
+        row is left over for kernels."""
         if self._times is None:
             return self.tokens
         tokens = self._times.fitting(start, self._seconds)
         if tokens >= 4 * _ROWS:
             tokens -= (self._most - self.tokens + tokens) % _ROWS
         if self._untouched:
-            return max(tokens, self._unit)
+            return max(tokens, self._unit, _ROWS)
         return tokens if tokens >= self._page_size else 0
 
     def left(self) -> int:

@@ -76,8 +76,10 @@ class StepTime:
             doubt, seconds = newest, min(seconds, _MOST * expected)
         for at, (share, part) in enumerate(zip(shares, parts, strict=True)):
             if share > 0:
-                self._costs[at] *= max(_LEAST, 1 + doubt * (seconds - expected) * share / part)
-                self._doubts[at] = max(_DOUBT, self._doubts[at] * (1 - doubt * share))
+                factor = 1 + doubt * (seconds - expected) * share / part
+                self._costs[at] *= max(_LEAST, factor)
+                if factor >= _LEAST:  # else it is still wrong
+                    self._doubts[at] = max(_DOUBT, self._doubts[at] * (1 - doubt * share))
 
     def decoding(self, generating: Generating, tokens: int) -> float:
         """Seconds of a step without prefill; where none of its rows generates, with ``tokens`` that do."""
@@ -96,7 +98,7 @@ class StepTime:
     def fitting(self, start: int, seconds: float) -> int:
         """The longest chunk from ``start`` on that takes at most ``seconds``; perhaps 0."""
         *_, token, attention = self._costs
-        first, seconds = token + attention * start, max(0.0, seconds)
+        first, seconds = token + attention * start, min(max(0.0, seconds), 1e6)
         return int(2 * seconds / (first + sqrt(first * first + 2 * attention * seconds)))
 
     def cut(self, decoding: float) -> None:

@@ -200,5 +200,5 @@ def test_a_stream_waits_no_longer_for_prompts_than_a_step_may_take(window: int) 
     assert unbounded > 0.5
     for target in (0.1, 0.05, 0.001):
         bounded, same = run(gap_beside(prompts, target, window))
-        assert bounded < 1.1 * max(target, 0.02)
+        assert bounded < 1.1 * max(target, 0.03)  # eight tokens of a prompt at least
         assert same == tokens

@@ -127,16 +127,16 @@ def test_prompts_go_on_where_a_step_without_them_takes_longer_than_the_target(sl
     assert steps < 40
 
 
-def test_a_prompt_has_a_token_of_each_step_where_even_one_takes_too_long() -> None:
+def test_a_prompt_has_eight_tokens_of_each_step_where_even_one_takes_too_long() -> None:
     def took(step: Step) -> float:
         return cost(step, token=3.0)
 
     desk = desk_of()
     stream_on(desk, 1, prompt=2, took=took)
     sequence = desk.submit(20, 1)
-    for at in range(1, 20):
-        assert prefill(step_of(desk, took)[0]) == [1]
-        assert sequence.cursor.computed == at
+    for length, computed in ((8, 8), (8, 16), (4, 20)):
+        assert prefill(step_of(desk, took)[0]) == [length]
+        assert sequence.cursor.computed == computed
 
 
 def test_before_anything_is_measured_little_is_computed_and_something() -> None:
