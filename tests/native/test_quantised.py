@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, Literal
 
 import numpy as np
@@ -20,7 +21,7 @@ from tests.native.support import DTYPES, UNIT, normal
 from tests.tiers import grid
 
 Bits = Literal[4, 6, 8]
-ROWS = [1, 2, 3, 5, 8, 17, 33, 70]
+ROWS = [*range(1, 10), 17, 33, 70]
 GROUPS = [0, 32, 64, 128]
 #: all bits with their groups
 KINDS = [(bits, group) for bits in (4, 6, 8) for group in (*GROUPS, *([16] if bits > 4 else []))]
@@ -63,6 +64,22 @@ def packed(
     )
 
 
+def mapped(linear: NativeLinear, weight: Quantised, bias: NDArray[np.float32] | None) -> NativeLinear:
+    """The same layer with a copy of its memory, behind which the address sanitizer lets nothing be read."""
+    place, size = linear.packed.memory
+    copy = torch.frombuffer((ctypes.c_char * size).from_address(place), dtype=torch.uint8).clone()
+    assert linear.kept is not None
+    return NativeLinear.mapped(
+        linear.packed.pool,
+        MappedMemory(copy.data_ptr(), size, copy, linear.packed.factors),
+        None if bias is None else torch.from_numpy(bias),
+        weight.values.shape,
+        linear.kept,
+        dtype=linear.dtype,
+        kept=True,
+    )
+
+
 def assert_bits(got: torch.Tensor, wanted: NDArray[np.float32]) -> None:
     """Equal in every bit; any NaN is NaN."""
     mine = got.numpy()
@@ -76,14 +93,18 @@ def assert_bits(got: torch.Tensor, wanted: NDArray[np.float32]) -> None:
 def test_results_have_the_bits_of_the_stated_arithmetic(
     shape: tuple[int, int], bits: Bits, group: int, offsets: bool
 ) -> None:
+    """Also with more threads than panels."""
     rng = np.random.default_rng([*shape, bits, group, offsets])
     weight, bias = draw(rng, bits, group, shape, offsets), rng.standard_normal(shape[0]).astype(np.float32)
+    values = rng.standard_normal((max(ROWS), shape[1])).astype(np.float32)
     for own in (None, bias):
-        linear = packed(weight, own, bits)
-        assert_bits(linear.dequantised(), weight.dequantised())
-        for rows in ROWS:
-            values = rng.standard_normal((rows, shape[1])).astype(np.float32)
-            assert_bits(linear(torch.from_numpy(values)), multiply(values, weight, own))
+        wanted = multiply(values, weight, own)
+        for threads in (1, 2, 3, 5):
+            linear = packed(weight, own, bits, threads=threads)
+            assert_bits(linear.dequantised(), weight.dequantised())
+            other = mapped(linear, weight, own)
+            for rows in ROWS:
+                assert_bits(other(torch.from_numpy(values[:rows])), wanted[:rows])
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
@@ -261,7 +282,8 @@ def factors(rng: np.random.Generator, how: str, shape: tuple[int, int]) -> NDArr
     if how == "bfloat16":
         return (drawn.view(np.uint32) & 0xFFFF0000).view(np.float32)
     if how == "float16":
-        return drawn.astype(np.float16).astype(np.float32)
+        least = np.copysign(np.maximum(np.abs(drawn), np.float32(2.0**-14)), drawn)
+        return least.astype(np.float16).astype(np.float32)
     if how == "float32":
         return drawn
     # Those of llama.cpp's K-quants: steps of 256 numbers are floats of 16 bits, denormal ones among them.
@@ -280,44 +302,63 @@ def factors(rng: np.random.Generator, how: str, shape: tuple[int, int]) -> NDArr
     return made
 
 
+#: how they are stored, in which groups, and bytes for 16 outputs of a group without offsets and with them
+STORED = [
+    ("bfloat16", 32, 3, 64, 64),
+    ("bfloat16", 32, 8, 32, 64),
+    ("float16", 32, 8, 32, 64),
+    ("steps", 32, 8, 24, 48),
+    ("steps", 64, 8, 32, 64),
+    ("steps", 128, 4, 64, 96),
+    ("signed steps", 32, 8, 24, 48),
+    ("signed steps", 16, 16, 20, 40),
+    ("float32", 32, 8, 64, 128),
+    ("one is no step", 32, 8, 64, 128),
+]
+
+
 @pytest.mark.parametrize(
-    ("how", "groups", "stored"),
-    [
-        ("bfloat16", 3, {False: 64, True: 64}),
-        ("bfloat16", 8, {False: 32, True: 64}),
-        ("float16", 8, {False: 32, True: 64}),
-        ("steps", 8, {False: 24, True: 48}),
-        ("signed steps", 8, {False: 24, True: 48}),
-        ("signed steps", 16, {False: 20, True: 40}),
-        ("float32", 8, {False: 64, True: 128}),
-        ("one is no step", 8, {False: 64, True: 128}),
-    ],
+    ("bits", "how", "group", "groups", "plain", "both"),
+    [(bits, *each) for bits in (4, 6, 8) for each in STORED if (bits, each[1]) in KINDS],
 )
 @pytest.mark.parametrize("offsets", [False, True])
-@pytest.mark.parametrize("bits", [4, 6, 8])
 def test_factors_are_stored_as_short_as_they_can_be_without_loss(
-    bits: Bits, how: str, groups: int, stored: dict[bool, int], offsets: bool
+    bits: Bits, how: str, group: int, groups: int, plain: int, both: int, offsets: bool
 ) -> None:
-    """``stored``: bytes for 16 outputs of a group."""
-    group = 32 if groups < 16 else 16
-    if (bits, group) not in KINDS:
-        pytest.skip("there are no such groups")
+    """The last group is not whole. A factor that is 0 may get another sign, which changes no product."""
     rng = np.random.default_rng([bits, groups, offsets])
-    drawn = draw(rng, bits, group, (64, group * groups), offsets)
-    scales = factors(rng, how, (64, groups))
-    weight = Quantised(drawn.values, scales, factors(rng, how, (64, groups)) if offsets else None, group)
+    shape = (70, group * groups - 5)
+    drawn = draw(rng, bits, group, shape, offsets)
+    scales = factors(rng, how, drawn.scales.shape)
+    weight = Quantised(drawn.values, scales, factors(rng, how, scales.shape) if offsets else None, group)
+    values = rng.standard_normal((max(ROWS), shape[1])).astype(np.float32)
+    wanted = multiply(values, weight, None)
+    for threads in (1, 2, 3, 5):
+        linear = packed(weight, None, bits, threads=threads)
+        assert_bits(linear.dequantised() + 0, weight.dequantised() + 0)
+        for each in (linear, mapped(linear, weight, None)):
+            for rows in ROWS:
+                assert_bits(each(torch.from_numpy(values[:rows])), wanted[:rows])
+    assert linear.packed.memory[1] == 6 * groups * (16 * group * bits // 8 + (both if offsets else plain))
+
+
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, -1e-45, 2e-38, 3e38, np.inf, -np.inf, np.nan])
+@pytest.mark.parametrize("offsets", [False, True])
+@pytest.mark.parametrize("bits", [4, 6, 8])
+def test_a_factor_of_any_size_among_steps_is_as_stated(bits: Bits, offsets: bool, value: float) -> None:
+    rng = np.random.default_rng([bits, offsets])
+    weight = draw(rng, bits, 32, (40, 512), offsets)
+    for each in (weight.scales, weight.offsets):
+        if each is not None:
+            each[:] = np.concatenate([factors(rng, "steps", (40, 8)) for _ in range(2)], 1)
+            each[7, 3], each[8, 8:] = value, value
     linear = packed(weight, None, bits)
-    assert_bits(linear.dequantised(), weight.dequantised())
-    memory = MappedMemory(*linear.packed.memory, linear, linear.packed.factors)
-    pool, shape = linear.packed.pool, (64, group * groups)
-    mapped = NativeLinear.mapped(
-        pool, memory, None, shape, Rounding(bits, group), dtype=torch.float32, kept=True
-    )
-    for rows in (1, 3, 9, 40):
-        values = rng.standard_normal((rows, group * groups)).astype(np.float32)
-        for each in (linear, mapped):
-            assert_bits(each(torch.from_numpy(values)), multiply(values, weight, None))
-    assert linear.packed.memory[1] == 4 * groups * (16 * group * bits // 8 + stored[offsets])
+    values = rng.standard_normal((9, 512)).astype(np.float32)
+    with np.errstate(invalid="ignore", over="ignore"):
+        assert_bits(linear.dequantised() + 0, weight.dequantised() + 0)
+        wanted = multiply(values, weight, None)
+    for rows in (1, 2, 9):
+        assert_bits(linear(torch.from_numpy(values[:rows])), wanted[:rows])
 
 
 # -- what is refused -----------------------------------------------------------------------------------
@@ -341,6 +382,23 @@ def test_shapes_without_kernels_are_refused(changes: dict[str, Any], why: str) -
     weight, rounding = normal(34, 64, seed=0), Rounding(options["bits"], options["group"])
     with pytest.raises(InvalidArguments, match=why):
         NativeLinear(shared_thread_pool(1), weight, None, rounding, gated=options["gated"])
+
+
+@pytest.mark.parametrize(("group", "inner"), [(0, 1024), (32, 224), (48, 768), (256, 1024)])
+def test_steps_without_blocks_of_several_groups_are_refused(group: int, inner: int) -> None:
+    """A division by zero would end the process."""
+    steps = 4
+    memory = MappedMemory(torch.zeros(1).data_ptr(), 1 << 20, None, steps)
+    with pytest.raises(InvalidArguments, match="steps"):
+        NativeLinear.mapped(
+            shared_thread_pool(1),
+            memory,
+            None,
+            (64, inner),
+            Rounding(8, group),
+            dtype=torch.float32,
+            kept=True,
+        )
 
 
 def test_numbers_beyond_their_bits_and_rows_too_long_for_one_group_are_refused() -> None:

@@ -53,6 +53,10 @@ struct QuantisedShape {
   int64_t rows() const { return gated ? 2 * outputs : outputs; }
   int64_t groups() const { return (inner + group - 1) / group; }
   int64_t depth() const { return groups() * group; }  // the inner dimension with its padding
+  // Whether several groups each fill blocks of STEP_NUMBERS.
+  bool fills_blocks() const {
+    return group < STEP_NUMBERS && STEP_NUMBERS % group == 0 && depth() % STEP_NUMBERS == 0;
+  }
 
   int64_t outputs, inner, group;
   int bits;

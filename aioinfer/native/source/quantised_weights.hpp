@@ -47,8 +47,8 @@ inline bool all_fit(const float* numbers, const QuantisedShape& shape, Precision
   if (precision == Precision::FLOAT32 || numbers == nullptr) return true;
   const int64_t count = shape.rows() * shape.groups();
   if (precision == Precision::STEPS) {
+    if (!shape.fills_blocks()) return false;
     const int64_t block = STEP_NUMBERS / shape.group;
-    if (block < 2 || STEP_NUMBERS % shape.group || shape.groups() % block) return false;
     for (int64_t i = 0; i < count; i += block)
       if (!step_of(numbers + i, block)) return false;
     return true;
@@ -80,6 +80,7 @@ QuantisedShape::QuantisedShape(int64_t outputs, int64_t inner, int64_t group, in
 
 QuantisedWeights::QuantisedWeights(const QuantisedShape& shape, Precision precision, bool offsets, char* data)
     : shape(shape), precision(precision), offsets(offsets), data_(data) {
+  require(precision != Precision::STEPS || shape.fills_blocks(), "steps need blocks of several groups");
   if (data != nullptr) return;
   memory_ = Memory(bytes());
   data_ = memory_.as<char>();
