@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from aioinfer.native.processor import MODELLED
+from aioinfer.native.processor import MODELLED, instruction_sets
 
 _ROOT = Path(__file__).parents[2]
 _SOURCE = _ROOT / "aioinfer" / "native" / "source"
@@ -39,6 +39,8 @@ FLAGS = {
     "tiles address": f"-march=native {_ADDRESS}",
     "tiles undefined": f"-march=x86-64-v3 {_ADDRESS} {_UNDEFINED}",
 }
+if "avx_vnni" in instruction_sets().split():
+    FLAGS["avx vnni"] = "-march=x86-64-v3 -mavxvnni"
 
 
 def main(names: list[str]) -> int:

@@ -182,6 +182,94 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), sizeof(float) * a.size()) == 0;
 }
 
+// Products of few rows with quantised weights, whose scales and offsets are steps, one behind the other in a program.
+struct Products {
+  static constexpr int64_t OUTPUTS = 70, INNER = 512, MOST = 9;
+
+  explicit Products(ThreadPool& pool) {
+    for (const auto& [bits, group] : {std::pair{4, 32}, {6, 16}, {8, 128}}) {
+      const QuantisedShape shape(OUTPUTS, INNER, group, bits, false);
+      std::mt19937 generator(bits);
+      std::vector<uint8_t> values(OUTPUTS * INNER);
+      for (auto& value : values) value = generator() % (1 << bits);
+      std::vector<float> scales(OUTPUTS * shape.groups());
+      for (auto& scale : scales) scale = static_cast<float>(generator() % 64) * 0.001f;
+      layers.emplace_back(QuantisedWeights(pool, shape, values.data(), scales.data(), scales.data(), nullptr));
+    }
+  }
+
+  bool all_in_steps() const {
+    return std::all_of(layers.begin(), layers.end(),
+                       [](const Linear<T>& layer) { return layer.quantised()->precision == Precision::STEPS; });
+  }
+
+  std::vector<float> multiply_all(ThreadPool& pool, int64_t rows) const {
+    std::vector<InputBuffer<T>> buffers(layers.size());
+    std::vector<std::vector<T>> found(layers.size(), std::vector<T>(rows * OUTPUTS));
+    for (size_t at = 0; at < layers.size(); at++) buffers[at].reserve(layers[at], rows, false);
+    pool.run_model([&](Worker& worker) {
+      for (size_t at = 0; at < layers.size(); at++) {
+        const Inputs<T> inputs = buffers[at].inputs(layers[at], rows);
+        worker.parallel_in_runs(rows, [&](int64_t row) { inputs.set(row, values.data() + row * INNER); });
+        multiply(worker, inputs, layers[at], [&](const Place& place, int64_t panel, Floats one, Floats other) {
+          put_pair(found[at].data() + place.row * OUTPUTS, panel, OUTPUTS, one, other);
+        });
+      }
+    });
+    std::vector<float> results;
+    for (const auto& each : found)
+      for (const T value : each) results.push_back(Number<T>::read(value));
+    return results;
+  }
+
+  std::vector<Linear<T>> layers;
+  std::vector<T> values = noise(MOST * INNER, 1);
+};
+
+// The bits of every number of rows by pools of all sizes, several callers at once. Returns how many differ.
+int wrong_products() {
+  ThreadPool alone(1);
+  const Products products(alone);
+  std::vector<std::vector<float>> wanted;
+  for (int64_t rows = 0; rows <= Products::MOST; rows++) wanted.push_back(products.multiply_all(alone, rows));
+  std::atomic<int> wrong{!products.all_in_steps()};
+  for (int size : {2, 3, 5}) {
+    ThreadPool pool(size);
+    std::vector<std::thread> callers;
+    for (int caller = 0; caller < 3; caller++)
+      callers.emplace_back([&, caller] {
+        for (int i = 0; i < 30; i++) {
+          const int64_t rows = (i + 3 * caller) % (Products::MOST + 1);
+          wrong += !same(products.multiply_all(pool, rows), wanted[rows]);
+        }
+      });
+    for (auto& caller : callers) caller.join();
+  }
+  return wrong;
+}
+
+// What a share throws ends its program; the next program computes everything.
+int wrong_after_errors() {
+  int wrong = 0;
+  for (int i = 0; i < 200; i++) {
+    ThreadPool pool(1 + i % 5);
+    try {
+      pool.run([&](Worker& worker) {
+        worker.parallel_in_shares(20, [&](int64_t at) {
+          if (at == i % 20) throw std::runtime_error("meant");
+        });
+        worker.parallel_in_shares(20, [&](int64_t) {});
+      });
+      wrong++;
+    } catch (const std::runtime_error&) {
+    }
+    std::vector<int> done(20);
+    pool.run([&](Worker& worker) { worker.parallel_in_shares(20, [&](int64_t at) { done[at]++; }); });
+    for (int count : done) wrong += count != 1;
+  }
+  return wrong;
+}
+
 }  // namespace
 
 int main() {
@@ -189,7 +277,7 @@ int main() {
   const auto wanted = Model(alone).forward(alone);
   for (const float value : wanted)
     if (!std::isfinite(value)) return std::puts("not finite"), 1;
-  std::atomic<int> wrong{0};
+  std::atomic<int> wrong{wrong_products() + wrong_after_errors()};
   for (int size : {2, 3, 5}) {
     ThreadPool pool(size);
     std::vector<std::thread> callers;

@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 
 from aioinfer.native.build import _FLAGS, _SOURCE, find_compiler
-from tests.native.builds import passes
+from tests.native.builds import FLAGS, passes
 from tests.tiers import COMPILES, nightly
 
 pytestmark = [
     nightly(COMPILES),
     pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86"),
 ]
-QUANTISED = "tests/native/test_quantised.py"
+#: ways to multiply besides those of the processor at hand and of tiles
+PATHS = [name for name in FLAGS if "sanitize" not in FLAGS[name] and not name.startswith("tiles")]
+PRODUCTS = [f"tests/native/test_{name}.py" for name in ("quantised", "linear", "laws")]
 #: tests of kernels that depend on how products are computed, of about equal length by process
 KERNELS = [
     ["native/test_attention", "native/test_invalid_arguments", "native/test_linear"],
@@ -27,9 +29,9 @@ KERNELS = [
 
 
 @pytest.mark.timeout(1200, method="thread")
-@pytest.mark.parametrize("name", ["baseline", "avx2", "vnni model", "avx vnni model"])
-def test_every_path_gives_quantised_layers_the_bits_of_their_arithmetic(name: str) -> None:
-    assert passes(name, [QUANTISED])
+@pytest.mark.parametrize("name", PATHS)
+def test_every_path_gives_layers_the_bits_of_their_arithmetic(name: str) -> None:
+    assert passes(name, PRODUCTS)
 
 
 @pytest.mark.timeout(1200, method="thread")

@@ -72,9 +72,9 @@ def test_a_token_has_the_same_bits_among_other_tokens_of_its_experts(
     wanted = torch.cat(
         [alone(task.hidden[t : t + 1], task.weights[t : t + 1], task.experts[t : t + 1]) for t in range(60)]
     )
-    for threads in (1, 2, 3):
+    for threads in (1, 2, 3, 5):
         experts = NativeExperts(shared_thread_pool(threads), dtype, (5, 64, 96), pairs, rounding)
-        for count in (2, 17, 60):
+        for count in (*range(1, 10), 17, 33, 60):
             got = experts(task.hidden[:count], task.weights[:count], task.experts[:count])
             assert torch.equal(got, wanted[:count]), (threads, count)
 
