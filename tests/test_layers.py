@@ -170,6 +170,27 @@ def test_imports_point_downwards() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_transformers_is_imported_by_one_thread_at_a_time() -> None:
+    """Of several that begin with it at once some find halves of its modules."""
+    alone = {
+        (name, each.lineno)
+        for name, path in modules().items()
+        for block in ast.walk(ast.parse(path.read_text()))
+        if isinstance(block, ast.With) and "importing_transformers()" in map(ast.unparse, block.items)
+        for each in block.body
+    }
+    # The module with the lock, and one whose own imports are of it.
+    parts = ("aioinfer.checkpoint.libraries", "aioinfer.model.configs")
+    wrong = [
+        str(each)
+        for each in imports()
+        if (each.target.split(".")[0] == "transformers" or each.target in parts[1:])
+        and each.module not in parts
+        and (each.module, each.line) not in alone
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize("pure", PURE)
 def test_pure_rooms_load_no_torch_and_no_asyncio(pure: str) -> None:
     """Neither they, nor what they import, third-party libraries included."""

@@ -12,7 +12,7 @@ from typing import Any
 
 from aioinfer.checkpoint.gguf_config import ADDED, CONTROL
 from aioinfer.checkpoint.gguf_file import GGUFFile
-from aioinfer.checkpoint.libraries import import_transformers
+from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.errors import ConfigError, shown
 
 __all__ = ["tokenizer_of"]
@@ -270,8 +270,8 @@ def _add_tokens(tokenizer: Any, file: GGUFFile) -> None:
 
 
 def _wrapped(tokenizer: Any, file: GGUFFile) -> Any:
-    import_transformers()
-    from transformers import PreTrainedTokenizerFast
+    with importing_transformers():
+        from transformers import PreTrainedTokenizerFast
 
     tokens = _texts(file, "tokenizer.ggml.tokens")
     named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}

@@ -11,11 +11,13 @@ import importlib.util
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from aioinfer.forks import in_children
 
-__all__ = ["import_transformers", "preload_torch"]
+__all__ = ["importing_transformers", "preload_torch"]
 
 #: as torch loads them, in this order: the first one makes its symbols visible to the second
 _LIBRARIES = (("libtorch_global_deps.so", "RTLD_GLOBAL"), ("libtorch_python.so", "RTLD_LOCAL"))
@@ -29,8 +31,9 @@ def _forked() -> None:
     _importing = threading.Lock()
 
 
-def import_transformers() -> None:
-    """Import what reads configs and tokenizers, before it is used. Blocks, for seconds the first time.
+@contextmanager
+def importing_transformers() -> Iterator[None]:
+    """Within it, and nowhere else, parts of transformers are imported. Blocks, for seconds the first time.
 
     The modules of transformers import each other when they are used, and of several threads that begin with
     them at once some find halves of them. Some of them import torch.
@@ -38,6 +41,8 @@ def import_transformers() -> None:
     preload_torch()
     with _importing:
         from transformers import AutoConfig, PreTrainedTokenizerFast  # noqa: F401
+
+        yield
 
 
 def preload_torch() -> bool:

@@ -6,7 +6,7 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from aioinfer.checkpoint.libraries import import_transformers
+from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.checkpoint.regular import check_regular
 from aioinfer.checkpoint.tensors import check_pointer, read_json_object
 from aioinfer.checkpoint.tokenizer_growth import check_growth
@@ -54,8 +54,8 @@ def _root(path: Path) -> Path:
 def _as_stated(path: Path, stated: dict[str, Any]) -> Any:
     """What tokenizer.json says. The class that the config names would make another one of its vocabulary:
     Llama's has its own rules for spaces, whatever the file's are."""
-    import_transformers()
-    from transformers import PreTrainedTokenizerFast
+    with importing_transformers():
+        from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
     vocabulary = tokenizer.get_vocab()
@@ -67,7 +67,8 @@ def _as_stated(path: Path, stated: dict[str, Any]) -> Any:
 
 def _defaults(path: Path, stated: dict[str, Any]) -> dict[str, str]:
     """Tokens with a role that the class of a tokenizer has where the files name none, as those of GPT-2."""
-    from transformers.models.auto import tokenization_auto as auto
+    with importing_transformers():
+        from transformers.models.auto import tokenization_auto as auto
 
     config = _object(path / "config.json")
     name = stated.get("tokenizer_class") or config.get("tokenizer_class")
@@ -82,8 +83,8 @@ def _defaults(path: Path, stated: dict[str, Any]) -> dict[str, str]:
 
 def _by_class(path: Path, found: list[str]) -> Any:
     """What transformers makes of other files. Raises ConfigError."""
-    import_transformers()
-    from transformers import AutoTokenizer
+    with importing_transformers():
+        from transformers import AutoTokenizer
 
     files = f"{path.name} has no {_WHOLE}, and {', '.join(found)}"
     if found == [_TEKKEN]:
@@ -110,7 +111,8 @@ def _unknown_config(path: Path) -> Any:
 
     Without it, AutoTokenizer logs a long warning for an unknown type before it loads the tokenizer anyway.
     """
-    from transformers import CONFIG_MAPPING, PreTrainedConfig
+    with importing_transformers():
+        from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     stated = _object(path / "config.json")
     kind = stated.get("model_type")

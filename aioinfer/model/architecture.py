@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from aioinfer.checkpoint.libraries import import_transformers
+from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.errors import ConfigError, shown
 from aioinfer.model.multimodal import WRAPPERS
 from aioinfer.model.registry import MODEL_TYPES
@@ -22,8 +22,8 @@ _CAUSAL = "ForCausalLM"
 def named_architecture(config: Any, name: str) -> str:
     """The architecture of the config of the checkpoint ``name``. Raises ConfigError if it names none and its
     model type has none, or if it names one that nobody knows."""
-    import_transformers()
-    from transformers.models.auto import modeling_auto as auto
+    with importing_transformers():
+        from transformers.models.auto import modeling_auto as auto
 
     kind, stated = config.model_type, config.architectures
     causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
@@ -46,9 +46,10 @@ def named_architecture(config: Any, name: str) -> str:
 
 def own_fields(model_type: object) -> frozenset[str]:
     """The fields of the configs of a model type; none if all of its models are transformers' affair."""
-    from transformers import CONFIG_MAPPING
+    with importing_transformers():
+        from transformers import CONFIG_MAPPING
 
-    from aioinfer.model.configs import OWN_CONFIGS
+        from aioinfer.model.configs import OWN_CONFIGS
 
     if not isinstance(model_type, str) or model_type not in MODEL_TYPES:
         return frozenset()

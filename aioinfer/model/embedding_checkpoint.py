@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.checkpoint.files import Checkpoint, Directory
+from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
 from aioinfer.model.renamed_tensors import RenamedTensors
@@ -81,7 +82,8 @@ def with_head(checkpoint: Checkpoint, config: Any, known: Collection[str]) -> tu
     architecture, kind = config.architectures[0], config.model_type
     language = architecture
     if architecture not in known:
-        from transformers.models.auto import modeling_auto as auto
+        with importing_transformers():
+            from transformers.models.auto import modeling_auto as auto
 
         language = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     sees_all = getattr(config, "is_causal", True) is False

@@ -11,7 +11,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 
 from aioinfer.checkpoint.files import Checkpoint, Directory, open_checkpoint
-from aioinfer.checkpoint.libraries import import_transformers
+from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.errors import ConfigError
 from aioinfer.model.architecture import named_architecture, own_fields
@@ -257,10 +257,10 @@ def open_model(path: Path, stored: bool, *, keep: bool = False) -> tuple[Checkpo
 
 
 def _read_config(checkpoint: Checkpoint) -> Any:
-    import_transformers()
-    from transformers import AutoConfig
+    with importing_transformers():
+        from transformers import AutoConfig
 
-    from aioinfer.model.configs import OWN_CONFIGS
+        from aioinfer.model.configs import OWN_CONFIGS
 
     stated, name = checkpoint.config(), checkpoint.path.name
     check_numbers(stated, own_fields)

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioinfer.checkpoint.files import Checkpoint, Directory
+from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.checkpoint.tensors import SafetensorsTensors, Tensors
 from aioinfer.errors import ConfigError, shown
 from aioinfer.model.renamed_tensors import RenamedTensors
@@ -95,8 +96,9 @@ def text_part(checkpoint: Checkpoint, config: Any, *, stored: bool) -> tuple[Che
 
 def _config(outer: Any, text: Any, wrapper: Wrapper, quantisation: Any) -> Any:
     """The config of the text model, as its own checkpoint would have it. Raises ConfigError."""
-    from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    with importing_transformers():
+        from transformers import AutoConfig
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     model_type = wrapper.model_type or text.model_type
     architecture = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.errors import ConfigError, shown
 from aioinfer.ledger import LEDGER
 
@@ -160,7 +161,8 @@ def _frequencies(config: Any, head_dim: int, layer_type: str | None) -> tuple[to
         rotary_dim = _rotary_dim(parameters, head_dim)
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    with importing_transformers():
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     inv_freq, scaling = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), layer_type=layer_type)
     return inv_freq.float(), float(scaling)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.pool import KVShape
 from aioinfer.model.batch import Batch
@@ -110,7 +111,8 @@ class TransformersEncoder:
 
 def _load(path: Path, config: Any, dtype: torch.dtype, random_weights: RandomWeights | None) -> Any:
     """The model without the pooling layer, which checkpoints may lack. Raises ConfigError."""
-    from transformers import AutoModel
+    with importing_transformers():
+        from transformers import AutoModel
 
     if random_weights is not None:
         made = random_model(config, dtype, torch.device("cpu"), random_weights, AutoModel)

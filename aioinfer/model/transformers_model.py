@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 from aioinfer.checkpoint.files import Directory
+from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.checkpoint.tensors import Tensors
 from aioinfer.config.values import first_line
 from aioinfer.errors import ConfigError
@@ -180,7 +181,8 @@ class TransformersLM:
     def _check(self, device: torch.device) -> list[KVShape]:
         """Run the model with its own attention, with the recording one, and over pages; see
         :mod:`aioinfer.model.selfcheck`."""
-        from transformers import Cache
+        with importing_transformers():
+            from transformers import Cache
 
         model, name = self._model, type(self._model).__name__
         vocab_size = model.get_input_embeddings().weight.shape[0]
@@ -273,7 +275,8 @@ def attending(attend: Attend | None) -> Iterator[None]:
 
 
 def _refuse_unknown(architecture: str, kind: str) -> None:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    with importing_transformers():
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     known: set[str] = set()
     for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
@@ -303,7 +306,8 @@ def loaded(
         kind: a class of transformers; None for AutoModelForCausalLM.
         optional: prefix of the tensors that may be missing.
     """
-    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
+    with importing_transformers():
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
     kind = kind or AutoModelForCausalLM
     options: dict[str, Any] = {
@@ -344,7 +348,8 @@ def random_model(
     config: Any, dtype: torch.dtype, device: torch.device, weights: RandomWeights, kind: Any = None
 ) -> Any:
     """transformers' model of a config, with random weights, made on the device. Raises ConfigError."""
-    from transformers import AutoModelForCausalLM
+    with importing_transformers():
+        from transformers import AutoModelForCausalLM
 
     with _blaming(f"model: transformers cannot make a {config.architectures[0]}"), device:
         model = (kind or AutoModelForCausalLM).from_config(
@@ -378,7 +383,8 @@ def _blaming(what: str, *, typed: bool = False) -> Iterator[None]:
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Disable the progress bars of transformers: the application decides what to display."""
-    from transformers.utils import logging
+    with importing_transformers():
+        from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
@@ -391,7 +397,8 @@ def quiet() -> Iterator[None]:
 
 def register() -> None:
     """Register both attentions with transformers. ``PAGED`` has no mask function: no mask is made for it."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    with importing_transformers():
+        from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register(PAGED, _attend)
     AttentionInterface.register(_PROBE, _attend)

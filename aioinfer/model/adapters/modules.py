@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from aioinfer.checkpoint.libraries import importing_transformers
 from aioinfer.model.adapters.slots import TorchAdapters
 
 __all__ = ["adapt_modules", "watch_modules"]
@@ -63,7 +64,8 @@ def adapt_modules(
 def _linear(module: Any) -> tuple[int, int, bool] | None:
     """Inputs and outputs, and whether the weight is stored as [inputs, outputs]; None: it is no linear
     layer, or one that computes more."""
-    from transformers.pytorch_utils import Conv1D
+    with importing_transformers():
+        from transformers.pytorch_utils import Conv1D
 
     if isinstance(module, torch.nn.Linear) and type(module).forward is torch.nn.Linear.forward:
         return module.in_features, module.out_features, False
