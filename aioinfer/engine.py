@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Never, ParamSpec
 
 from aioinfer.cache.namespace import Namespace
 from aioinfer.chat.answers import ChatFormat
-from aioinfer.chat.asking import chat_format
+from aioinfer.chat.asking import import_chats
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.client.engine_like import EngineLike
 from aioinfer.client.in_thread import EngineInThread
@@ -27,6 +27,7 @@ from aioinfer.errors import EngineError
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.execution.opening import Opening
 from aioinfer.forks import this_process
+from aioinfer.ledger import give_back
 from aioinfer.loop import factory, observing
 from aioinfer.loop.adapters import AdapterLoads
 from aioinfer.loop.belonging import asyncio_loop, require_loop, require_process
@@ -169,9 +170,10 @@ class Engine(EngineLike):
         from aioinfer.loop.core import Core  # imported by now, see import_parts
 
         # Beside the device, which loads libraries and weights without the interpreter's lock.
-        loading = intake.begin(self._load_tokenizer, config)
+        loading = intake.begin(self._load_texts, config)
         info = await launcher.start(progress)
         tokenizer = await loading
+        await intake.run(give_back)  # of weights and vocabularies there were copies
         fingerprint = await intake.run(factory.fingerprint, config)
         defaults = await intake.run(factory.default_params, config, info)
         sentences = await intake.run(factory.sentences, config)
@@ -186,7 +188,7 @@ class Engine(EngineLike):
         await intake.run(core.preparing.warm_up)
         adapters = AdapterLoads(core.adapters, launcher, intake, config.model_name)
         await adapters.load_all(config.adapter_paths)
-        found = await intake.run(chat_format, tokenizer, config.tool_call_parser, config.reasoning_parser)
+        found = await intake.run(ChatFormat.of, tokenizer, config.tool_call_parser, config.reasoning_parser)
         self.default_params, self.sentences, self._chat_format = defaults, sentences, found
         runtime = Runtime(config, core, launcher, intake, adapters)
         if self._measuring is not None:
@@ -194,6 +196,11 @@ class Engine(EngineLike):
         observing.observe(runtime, self.config, runtime.stats)
         _log.info("engine %d, %s, started: %s", next(_started), config.model_name, info.decisions)
         return runtime
+
+    def _load_texts(self, config: EngineConfig) -> Tokenizer | None:
+        """The tokenizer, and what chats import. Blocks. Raises ConfigError."""
+        import_chats()
+        return self._load_tokenizer(config)
 
     async def aclose(self, *, drain: bool = False, timeout: float | None = None) -> None:
         """Stop serving. Idempotent; when cancelled, closing goes on in the background.

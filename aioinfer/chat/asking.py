@@ -13,23 +13,17 @@ from aioinfer.chat.variables import Variables
 from aioinfer.errors import InvalidRequest
 from aioinfer.inputs import freeze
 from aioinfer.params import SamplingParams
-from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["ChatRequest", "chat_format", "chat_request"]
+__all__ = ["ChatRequest", "chat_request", "import_chats"]
 
 _CLASSES = ", a pydantic model, a dataclass or a TypedDict"
 _FORMATS = ("text", "json_object", "json_schema")
 
 
-def chat_format(
-    tokenizer: Tokenizer | None, tool_call_parser: str | None, reasoning_parser: str | None
-) -> ChatFormat:
-    """:meth:`ChatFormat.of`, with the modules imported that chats need: the first one would hold the event
-    loop for the time that pydantic takes. Blocks. Raises ConfigError."""
+def import_chats() -> None:
+    """Import what chats need: the first one would hold the event loop for the time that pydantic takes."""
     import aioinfer.chat.door
     import aioinfer.chat.structured  # noqa: F401
-
-    return ChatFormat.of(tokenizer, tool_call_parser, reasoning_parser)
 
 
 def chat_request(

@@ -119,7 +119,9 @@ class GGUFCheckpoint:
         return GGUFTensors(self._file, config["num_attention_heads"], config["num_key_value_heads"])
 
     def files(self) -> list[Path]:
-        return [*self._file.files]
+        from aioinfer.checkpoint.gguf_file import parts_of
+
+        return parts_of(self.path)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

@@ -7,6 +7,7 @@ keeps the interpreter's lock meanwhile: the loop would stand still, whichever th
 from __future__ import annotations
 
 import ctypes
+import importlib
 import importlib.util
 import os
 import sys
@@ -17,18 +18,22 @@ from pathlib import Path
 
 from aioinfer.forks import in_children
 
-__all__ = ["importing_transformers", "preload_torch"]
+__all__ = ["import_extensions", "importing_transformers", "preload_torch"]
 
 #: as torch loads them, in this order: the first one makes its symbols visible to the second
 _LIBRARIES = (("libtorch_global_deps.so", "RTLD_GLOBAL"), ("libtorch_python.so", "RTLD_LOCAL"))
-#: held while it is imported
-_importing = threading.Lock()
+#: other modules with compiled parts that an engine needs
+_EXTENSIONS = (
+    *("importlib.metadata", "jinja2", "mmap", "msgspec", "numpy", "pydantic", "tokenizers", "zoneinfo"),
+)
+#: held while transformers is imported, and while torch's libraries are loaded
+_importing, _loading = threading.Lock(), threading.Lock()
 
 
 @in_children
 def _forked() -> None:
-    global _importing
-    _importing = threading.Lock()
+    global _importing, _loading
+    _importing, _loading = threading.Lock(), threading.Lock()
 
 
 @contextmanager
@@ -45,6 +50,13 @@ def importing_transformers() -> Iterator[None]:
         yield
 
 
+def import_extensions() -> None:
+    """Import the modules with compiled parts that an engine needs, but torch. While torch's libraries are
+    loaded, loading another one waits with the interpreter's lock."""
+    for name in _EXTENSIONS:
+        importlib.import_module(name)
+
+
 def preload_torch() -> bool:
     """Load torch's libraries without the interpreter's lock, so that its import finds them loaded. Blocks.
 
@@ -56,8 +68,9 @@ def preload_torch() -> bool:
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None or not hasattr(os, "RTLD_GLOBAL"):
         return False
-    # A function that ctypes calls runs without the lock; ctypes.CDLL itself may keep it.
-    load = ctypes.CDLL(None).dlopen
-    load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
     paths = [(Path(spec.origin).parent / "lib" / name, getattr(os, mode)) for name, mode in _LIBRARIES]
-    return all(path.is_file() and load(os.fsencode(path), mode | os.RTLD_NOW) for path, mode in paths)
+    with _loading:
+        # A function that ctypes calls runs without the interpreter's lock; ctypes.CDLL itself keeps it.
+        load = ctypes.CDLL(None).dlopen
+        load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
+        return all(path.is_file() and load(os.fsencode(path), mode | os.RTLD_NOW) for path, mode in paths)

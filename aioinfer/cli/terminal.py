@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+from aioinfer.checkpoint.libraries import import_extensions, preload_torch
 from aioinfer.cli.streams import note
 from aioinfer.config import EngineConfig
 
@@ -56,14 +57,20 @@ class Progress:
 
 async def own_engine(config: EngineConfig) -> Any:
     """Start the engine of a command for one person, who waits for it and asks for no grammars."""
-    from aioinfer.engine import Engine
-
-    engine = Engine(dataclasses.replace(config, prepare_grammars=False))
     # What imports make is no garbage; to look through it again and again takes a fifth of their time.
     collected = gc.isenabled()
     gc.disable()
     try:
-        await engine.start(Progress())
+        import_extensions()
+        # Nothing else needs this loop yet. The device waits for them where it imports torch.
+        libraries = asyncio.get_running_loop().run_in_executor(None, preload_torch)
+        from aioinfer.engine import Engine
+
+        engine = Engine(dataclasses.replace(config, prepare_grammars=False))
+        try:
+            await engine.start(Progress())
+        finally:
+            await libraries
     finally:
         if collected:
             gc.enable()

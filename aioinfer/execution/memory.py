@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
-from contextlib import suppress
 from pathlib import Path
 
 from aioinfer.execution.limits import GROUPS, MEMBERSHIP, groups_of
 from aioinfer.ledger import Available
 
-__all__ = ["memory_available", "resident", "trim"]
+__all__ = ["memory_available", "resident"]
 
 _MEMINFO = Path("/proc/meminfo")
 _STATUS = Path("/proc/self/status")
@@ -75,10 +73,3 @@ def resident() -> int | None:
     except OSError:
         return None
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmRSS:")), None)
-
-
-def trim() -> None:
-    """Give back to the system what the C library has kept of freed memory: after a model was loaded, 10 to 20
-    MiB. Does nothing where it cannot."""
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

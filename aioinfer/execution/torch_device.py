@@ -22,7 +22,6 @@ from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
 from aioinfer.execution.draft_checks import check_draft
 from aioinfer.execution.grammar_worker import GrammarWorker
 from aioinfer.execution.limits import check_threads, cpu_quota, default_threads
-from aioinfer.execution.memory import trim
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.sizing import by_memory, fewer_requests
@@ -241,7 +240,6 @@ class TorchDevice:
             progress=loading,
             check_size=loading.claim if on_cpu else None,
         )
-        trim()
         loading("weights", 1, 1)
         if not config.cache_weights:  # those that are mapped have a share of their own
             self._weights.append(loading.share)

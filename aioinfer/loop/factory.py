@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from aioinfer._version import __version__
 from aioinfer.checkpoint.files import Checkpoint, checkpoint_at
+from aioinfer.checkpoint.libraries import import_extensions
 from aioinfer.checkpoint.locate import Progress, locate
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import SPECULATION, EngineConfig
@@ -53,10 +54,7 @@ def located(config: EngineConfig, progress: Progress | None = None) -> EngineCon
 def import_parts(policy: str | type) -> None:
     """Import what a running engine needs, torch excepted. Blocks: on a worker thread it does not delay the
     loop. Raises ConfigError: ``policy`` is a class that is no policy."""
-    # While torch's libraries are loaded, the import of another one would wait with the interpreter's lock.
-    import jinja2  # noqa: F401
-    import tokenizers  # noqa: F401
-
+    import_extensions()
     import aioinfer.execution.launcher
     import aioinfer.execution.torch_device
     import aioinfer.loop.core
@@ -85,9 +83,8 @@ def make_launcher(config: EngineConfig) -> Launcher:
 
 def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
     """The model's tokenizer, or None if it has none. Blocks. Raises ConfigError."""
-    from aioinfer.execution.memory import trim
     from aioinfer.model.kept_files import KeptFiles, found_or_made
-    from aioinfer.text.fast_tokenizer import FastTokenizer
+    from aioinfer.text.fast_tokenizer import FastTokenizer, lean
     from aioinfer.text.tokenizer import HFTokenizer
 
     checkpoint = _checkpoint(config)
@@ -98,11 +95,10 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
             checkpoint,
             config.chat_template,
             lambda: found_or_made(
-                *(kept, "tokenizer", FastTokenizer.from_record, checkpoint.tokenizer),
-                lambda made: FastTokenizer.of(made).record if made.is_fast else None,
+                *(kept, "tokenizer", FastTokenizer.from_record, lambda: lean(checkpoint.tokenizer())),
+                lambda made: made.record if made.is_fast else None,
             ),
         )
-    trim()  # of its vocabulary there were copies
     if tokenizer is None and config.chat_template is not None:
         raise ConfigError("chat_template: the model has no tokenizer")
     return tokenizer

@@ -28,6 +28,8 @@ __all__ = ["KeptConfig", "KeptFiles", "found_or_made"]
 _log = logging.getLogger("aioinfer")
 #: what the values depend on, besides the files
 _LIBRARIES = ("transformers", "tokenizers")
+#: modules of the room text that make and read what is kept of a tokenizer
+_TEXT = ("fast_tokenizer", "byte_level", "length")
 #: of a config, what transformers' code makes of the others, and other names of these that it warns of
 _MADE = frozenset({"per_layer_config", "torch_dtype", "use_return_dict"})
 
@@ -80,8 +82,9 @@ class KeptConfig:
 
 
 def _own_text() -> bytes:
-    """The code that reads what is kept of a tokenizer."""
-    return (Path(__file__).parents[1] / "text" / "fast_tokenizer.py").read_bytes()
+    """The code that makes and reads what is kept of a tokenizer."""
+    folder = Path(__file__).parents[1] / "text"
+    return b"".join((folder / f"{name}.py").read_bytes() for name in _TEXT)
 
 
 class KeptFiles:

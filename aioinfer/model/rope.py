@@ -17,8 +17,8 @@ __all__ = ["Rope", "Rotary", "layer_type", "longest", "rotate", "supported"]
 #: model types whose configs state the length that linear scaling makes
 _SCALED = ("gemma3", "gemma4")
 _LONGEST = 2**26
-#: positions whose factors are computed at a time, in float32
-_AT_A_TIME = 2**16
+#: positions whose factors are computed at a time, in float32: few, which stay in a core's cache
+_AT_A_TIME = 2**11
 _KINDS = ("default", "linear", "llama3", "longrope", "proportional", "yarn")
 
 
@@ -125,11 +125,9 @@ class Rope:
         for begin in range(0, max_positions, _AT_A_TIME):
             part = slice(begin, min(begin + _AT_A_TIME, max_positions))
             angles = torch.arange(part.start, part.stop, dtype=torch.float32)[:, None] * inv_freq
-            angles = torch.cat((angles, angles), dim=-1)
             cos, sin = angles.cos() * scaling, angles.sin() * scaling
-            sin[:, : size // 2] *= -1
-            for whole, each in zip(table, (cos, sin), strict=True):
-                whole[part, 0] = each.to(dtype)
+            for whole, halves in zip(table, ((cos, cos), (-sin, sin)), strict=True):
+                torch.cat(halves, dim=-1, out=whole[part, 0])
         #: cosines and sines of all positions, [positions, 1, rotary_dim] each; see :class:`Rotary`
         self.table = tuple(each.to(device) for each in table)
 

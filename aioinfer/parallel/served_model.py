@@ -7,7 +7,7 @@ from collections.abc import Coroutine, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from aioinfer.chat.answers import ChatFormat
-from aioinfer.chat.asking import chat_format
+from aioinfer.chat.asking import import_chats
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
@@ -57,7 +57,8 @@ class ServedModel(NamedTuple):
         """Read the tokenizer and what else the model's files say; ``config``: located. Raises ConfigError."""
         tokenizer = await intake.run(factory.load_tokenizer, config)
         params = await intake.run(factory.default_params, config, info)
-        form = await intake.run(chat_format, tokenizer, config.tool_call_parser, config.reasoning_parser)
+        await intake.run(import_chats)
+        form = await intake.run(ChatFormat.of, tokenizer, config.tool_call_parser, config.reasoning_parser)
         sentences = await intake.run(factory.sentences, config)
         return cls(info, stats, tokenizer, params, sentences, form, Timeline())
 

@@ -9,20 +9,25 @@ from __future__ import annotations
 
 import itertools
 import json
+import operator
 import random
 import re
 import time
 from codecs import utf_8_decode
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
-__all__ = ["ByteLevelDetokenizer", "TokenTexts", "part_of_character", "token_texts"]
+__all__ = [
+    *("ByteLevelDetokenizer", "TokenTexts", "part_of_character", "record_of", "texts_from_record"),
+    "token_texts",
+]
 
 _REPLACEMENT = "\ufffd"
 #: a token of byte fallback
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
-#: seconds of the processor that making and checking the tables may take; 150,000 tokens need half of one
+#: seconds of this thread that making and checking the tables may take; 150,000 tokens need half of one. What
+#: the library decodes on its own threads is not counted, and takes no longer than its file is large.
 _MOST_SECONDS = 3.0
 _MOST_TOKENS = 1 << 20
 #: characters of a token; sequences of them are decoded
@@ -178,13 +183,33 @@ def _tables(tokenizer: Any, given: Mapping[str, int]) -> Mapping[bool, TokenText
     tokens = [b""] * size  # an id without a token has no text
     for at, token in vocabulary.items():
         tokens[at] = spell(token)
-    kept = TokenTexts.of(tokens)
+    return _both(TokenTexts.of(tokens), (at for at, token in vocabulary.items() if token in special))
+
+
+def _both(kept: TokenTexts, special: Iterable[int]) -> Mapping[bool, TokenTexts]:
+    """``kept``: the texts of all tokens; ``special``: those that have none in the other table."""
     texts, parts = kept.texts.copy(), kept.parts.copy()
-    for at, token in vocabulary.items():
-        if token in special:
-            texts[at] = ""
-            parts.pop(at, None)
+    for at in special:
+        texts[at] = ""
+        parts.pop(at, None)
     return {False: kept, True: TokenTexts(texts, parts)}
+
+
+def record_of(tables: Mapping[bool, TokenTexts]) -> dict[str, Any]:
+    """What :func:`texts_from_record` makes the tables of, as JSON has it."""
+    kept = tables[False]
+    differ = map(operator.ne, kept.texts, tables[True].texts)
+    return {
+        "texts": kept.texts,
+        "parts": {at: part.hex() for at, part in kept.parts.items()},
+        "special": [at for at, differs in enumerate(differ) if differs],
+    }
+
+
+def texts_from_record(record: Mapping[str, Any]) -> Mapping[bool, TokenTexts]:
+    """The tables that were checked before they were recorded."""
+    parts = {int(at): bytes.fromhex(part) for at, part in record["parts"].items()}
+    return _both(TokenTexts(record["texts"], parts), record["special"])
 
 
 def part_of_character(token: str, text: str) -> bytes | None:

@@ -9,11 +9,10 @@ from typing import Any, Protocol, Self
 from aioinfer.checkpoint.files import Checkpoint, Directory
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.text import template
-from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts, part_of_character, token_texts
+from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts, part_of_character
 from aioinfer.text.chat_template import ChatTemplate
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer, Detokenizer, OffsetDetokenizer
-from aioinfer.text.fast_tokenizer import FastTokenizer, facts_of
-from aioinfer.text.length import longest_token
+from aioinfer.text.fast_tokenizer import facts_of, lean
 from aioinfer.text.messages import check_text, plain_messages
 
 __all__ = ["HFTokenizer", "Tokenizer", "end_of"]
@@ -109,8 +108,7 @@ class HFTokenizer:
 
     def __init__(self, tokenizer: Any) -> None:
         """``tokenizer`` is of transformers or a :class:`FastTokenizer`; this object owns it from now on."""
-        if tokenizer.is_fast and not isinstance(tokenizer, FastTokenizer):
-            tokenizer = FastTokenizer.of(tokenizer)
+        tokenizer = lean(tokenizer)
         self._tokenizer = tokenizer
         self._fast: Any = tokenizer.backend_tokenizer if tokenizer.is_fast else None
         if self._fast is not None:
@@ -137,9 +135,7 @@ class HFTokenizer:
         #: by whether special tokens are left out; None if the decoder is not that of byte-level vocabularies
         self._texts: Mapping[bool, TokenTexts] | None = None
         if self._fast is not None:
-            vocabulary = self._fast.get_vocab(with_added_tokens=False)
-            self.longest_token = longest_token(self._fast, vocabulary)
-            self._texts = token_texts(self._fast, vocabulary)
+            self.longest_token, self._texts = tokenizer.longest_token, tokenizer.texts
 
     @classmethod
     def load(cls, path: Path) -> Self:

@@ -185,6 +185,13 @@ def test_a_file_in_parts_is_one_model(tmp_path: Path) -> None:
     assert found.files == [first, second]
 
 
+def test_the_files_of_a_model_are_named_without_reading_them(tmp_path: Path) -> None:
+    parts = [tmp_path / f"m-0000{part}-of-00002.gguf" for part in (1, 2)]
+    for part in parts:
+        part.write_bytes(b"")
+    assert GGUFCheckpoint(parts[0]).files() == parts
+
+
 def test_llama_3s_rotary_factors_are_recognised(tmp_path: Path) -> None:
     base, factor = 500_000.0, 8.0
     names = ("block_count", "context_length", "feed_forward_length", "attention.head_count")

@@ -294,3 +294,35 @@ def test_nothing_is_imported_on_the_loops_thread_when_an_engine_starts() -> None
         "loaded before: [True]",
         "on the loop: []",
     ]
+
+
+@rest(PROGRAM)
+def test_no_compiled_module_is_loaded_beside_torchs_libraries() -> None:
+    """It would wait for them with the interpreter's lock, and everything else for it."""
+    code = """if True:
+        import sys, threading
+        from aioinfer.checkpoint import libraries
+
+        begun, reached, found, preload = [], threading.Event(), [], libraries.preload_torch
+
+        def slow():
+            # They are loading until the tokenizer's thread needs them, too.
+            begun.append(threading.current_thread().name)
+            if begun[-1] == "aioinfer-text":
+                reached.set()
+            assert reached.wait(60)
+            return preload()
+
+        def hook(event, arguments):
+            if event == "import" and begun and not reached.is_set() and str(arguments[1]).endswith(".so"):
+                found.append(arguments[0])
+
+        libraries.preload_torch = slow
+        sys.addaudithook(hook)
+        from aioinfer.cli.main import main
+        main(["generate", "Hello", "--max-tokens", "1", "--threads", "1"])
+        print("loaded beside them:", found)
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "loaded beside them: []"

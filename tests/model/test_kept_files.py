@@ -103,10 +103,15 @@ def test_the_second_opening_reads_what_the_first_one_kept(
     assert len(list((tmp_path / "cache").iterdir())) == 1, "what was replaced is removed"
 
 
-def test_a_kept_tokenizer_does_the_same(tmp_path: Path, directory: Path) -> None:
+def test_a_kept_tokenizer_does_the_same(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (directory / "config.json").write_text("{}")
     config = EngineConfig(model=str(directory), cache_weights=True)
-    first, second = load_tokenizer(config), load_tokenizer(config)
+    first = load_tokenizer(config)
+    with monkeypatch.context() as patch:
+        patch.setattr("aioinfer.text.fast_tokenizer.token_texts", lambda *_: pytest.fail("made again"))
+        second = load_tokenizer(config)
     assert first is not None
     assert second is not None
     fresh = load_tokenizer(EngineConfig(model=str(directory)))

@@ -14,7 +14,13 @@ from tokenizers import Tokenizer, decoders
 from transformers import PreTrainedTokenizerFast
 
 from aioinfer.text import byte_level as module
-from aioinfer.text.byte_level import ByteLevelDetokenizer, TokenTexts, token_texts
+from aioinfer.text.byte_level import (
+    ByteLevelDetokenizer,
+    TokenTexts,
+    record_of,
+    texts_from_record,
+    token_texts,
+)
 from aioinfer.text.detokenizer import DecodeStreamDetokenizer
 from aioinfer.text.output import OutputText
 from aioinfer.text.tokenizer import HFTokenizer
@@ -110,6 +116,14 @@ def test_the_end_of_a_long_prompt_is_all_that_is_read() -> None:
     detokenizer = ByteLevelDetokenizer(tables(made([]))[True], prompt)
     assert detokenizer.push("日".encode()[2]) == "日"
     assert prompt.read < 10
+
+
+@pytest.mark.parametrize("name", BYTE_LEVEL)
+def test_tables_are_the_same_from_their_record(name: str) -> None:
+    made = tables(BYTE_LEVEL[name]())
+    again = texts_from_record(json.loads(json.dumps(record_of(made))))
+    for skip in (True, False):
+        assert (again[skip].texts, again[skip].parts) == (made[skip].texts, made[skip].parts)
 
 
 # -- or not used ----------------------------------------------------------------------------------------
