@@ -59,6 +59,31 @@ AIOINFER_INLINE void fetch(const char* const (&w)[DOT_VECTORS], int64_t place) {
   for (int v = 0; v < DOT_VECTORS; v += DOT_VECTORS / DOT_STRIPS) __builtin_prefetch(w[v] + place, 0, 2);
 }
 
+// DOT_LANES whole numbers of one byte or two.
+template <class Narrow>
+AIOINFER_INLINE Whole load_wider(const char* from) {
+  typedef Narrow Vector __attribute__((vector_size(DOT_LANES * sizeof(Narrow))));
+  const Vector numbers = load<Vector>(from);
+  // The compiler's own conversion goes by way of halves. Of plain intrinsics it warns that they pass what is not initialised.
+#if defined(AIOINFER_DOT_512)
+  if constexpr (sizeof(Narrow) == 1) return cast<Whole>(_mm512_maskz_cvtepi8_epi32(0xffff, cast<__m128i>(numbers)));
+  if constexpr (sizeof(Narrow) == 2) return cast<Whole>(_mm512_maskz_cvtepu16_epi32(0xffff, cast<__m256i>(numbers)));
+#endif
+  return __builtin_convertvector(numbers, Whole);
+}
+
+// DOT_LANES scales or offsets; ``steps``: their own, if they have any.
+AIOINFER_INLINE Reals load_factors(const char* from, Precision precision, const char* steps) {
+  if (precision == Precision::FLOAT32) return load<Reals>(from);
+  if (precision == Precision::STEPS)
+    return __builtin_convertvector(load_wider<int8_t>(from), Reals) * load<Reals>(steps);
+  const Quads bits = cast<Quads>(load_wider<uint16_t>(from));
+  if (precision == Precision::BFLOAT16) return cast<Reals>(bits << 16);
+  // An exponent of float16 is 112 less than one of float32. The product is exact: see half_bits().
+  const Quads size = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
+  return cast<Reals>(cast<Quads>(cast<Reals>(size) * 0x1p112f) | sign);
+}
+
 // Weights of fewer than 8 bits lie in runs of units: of 4 bits two in the halves of a line; of 6 bits four, whose lower bits
 // are two such lines, and whose upper ones are a third, at twice the number of the unit.
 template <int BITS>

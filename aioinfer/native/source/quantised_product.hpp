@@ -1,34 +1,9 @@
 // Rows of rounded activations times strips of quantised weights; see quantised.hpp for the arithmetic.
 #pragma once
 
-#include "quantised_dot.hpp"
+#include "quantised_tiles.hpp"
 
 namespace aioinfer {
-
-// DOT_LANES whole numbers of one byte or two.
-template <class Narrow>
-AIOINFER_INLINE Whole load_wider(const char* from) {
-  typedef Narrow Vector __attribute__((vector_size(DOT_LANES * sizeof(Narrow))));
-  const Vector numbers = load<Vector>(from);
-  // The compiler's own conversion goes by way of halves. Of plain intrinsics it warns that they pass what is not initialised.
-#if defined(AIOINFER_DOT_512)
-  if constexpr (sizeof(Narrow) == 1) return cast<Whole>(_mm512_maskz_cvtepi8_epi32(0xffff, cast<__m128i>(numbers)));
-  if constexpr (sizeof(Narrow) == 2) return cast<Whole>(_mm512_maskz_cvtepu16_epi32(0xffff, cast<__m256i>(numbers)));
-#endif
-  return __builtin_convertvector(numbers, Whole);
-}
-
-// DOT_LANES scales or offsets; ``steps``: their own, if they have any.
-AIOINFER_INLINE Reals load_factors(const char* from, Precision precision, const char* steps) {
-  if (precision == Precision::FLOAT32) return load<Reals>(from);
-  if (precision == Precision::STEPS)
-    return __builtin_convertvector(load_wider<int8_t>(from), Reals) * load<Reals>(steps);
-  const Quads bits = cast<Quads>(load_wider<uint16_t>(from));
-  if (precision == Precision::BFLOAT16) return cast<Reals>(bits << 16);
-  // An exponent of float16 is 112 less than one of float32. The product is exact: see half_bits().
-  const Quads size = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
-  return cast<Reals>(cast<Quads>(cast<Reals>(size) * 0x1p112f) | sign);
-}
 
 // Rows [row, row + ROWS) times DOT_STRIPS strips, into rows of QUANTISED_PANEL. Memory is read faster where FETCH prefetches
 // the strips ``ahead`` bytes further on, which are needed next: the processor's own prefetching starts anew in every strip.
@@ -118,35 +93,72 @@ inline void multiply_band(const RoundedRows& a, int64_t first, int64_t rows, con
       const StripKernel kernel = strip_kernel(w.shape.bits, std::min(height, rows - row), row == 0 && ahead != 0);
       kernel(a, first + row, w, 2 * panel + half, ahead, sums + row * QUANTISED_PANEL + half * STRIP);
     }
-  const float* bias = w.bias(panel);
-  if (bias == nullptr) return;
-  for (int64_t row = 0; row < rows; row++)
-    for (int i = 0; i < QUANTISED_PANEL; i++) sums[row * QUANTISED_PANEL + i] += bias[i];
+}
+
+// Adds biases, and gives sums of panels of QUANTISED_PANEL outputs to a sink as those of PANEL.
+class PanelSink {
+ public:
+  PanelSink(const QuantisedWeights& w, const Sink& sink)
+      : w_(w), sink_(sink), width_(w.shape.gated ? LANES : PANEL), parts_((w.shape.outputs + width_ - 1) / width_) {}
+
+  void operator()(int64_t first, int64_t rows, int64_t panel, float* sums) const {
+    constexpr int64_t PARTS = QUANTISED_PANEL / PANEL;
+    if (const float* bias = w_.bias(panel))
+      for (int64_t row = 0; row < rows; row++)
+        for (int i = 0; i < QUANTISED_PANEL; i++) sums[row * QUANTISED_PANEL + i] += bias[i];
+    const int64_t count = std::min(PARTS, parts_ - panel * PARTS);
+    sink_({first, rows, panel * PARTS, count, sums, QUANTISED_PANEL, width_, w_.shape.gated ? STRIP : LANES});
+  }
+
+ private:
+  const QuantisedWeights& w_;
+  const Sink& sink_;
+  int64_t width_, parts_;
+};
+
+// Rows [first, last) times panels [from, to): block by block past a panel that is unpacked.
+inline void multiply_tile_panels(const RoundedRows& a, const QuantisedWeights& w, int64_t first, int64_t last,
+                                 int64_t from, int64_t to, const PanelSink& sink) {
+  thread_local TileInputs own_inputs;
+  thread_local TileStrip own_strips[2];
+  TileInputs& inputs = own_inputs;  // finding them takes a call
+  TileStrip(&strips)[2] = own_strips;
+  alignas(64) float sums[tiles::SIDE * QUANTISED_PANEL];
+  inputs.set(a, first, last - first, w.shape);
+  for (int64_t panel = from; panel < to; panel++) {
+    const int64_t ahead = panel + 1 < w.panels() ? w.panel_bytes() : 0;
+    for (int half = 0; half < 2; half++) strips[half].unpack(w, 2 * panel + half, ahead);
+    for (int64_t row = 0; row < last - first; row += tiles::SIDE) {
+      for (int half = 0; half < 2; half++) strips[half].multiply(inputs, row, w, sums + half * STRIP);
+      sink(first + row, std::min<int64_t>(tiles::SIDE, last - first - row), panel, sums);
+    }
+  }
 }
 
 void multiply_rounded(const RoundedRows& a, const QuantisedWeights& w, int64_t first, int64_t last, int64_t from,
                       int64_t to, const Sink& sink) {
-  constexpr int64_t PARTS = QUANTISED_PANEL / PANEL;
-  const int64_t width = w.shape.gated ? LANES : PANEL, parts = (w.shape.outputs + width - 1) / width;
-  const int64_t second = w.shape.gated ? STRIP : LANES;
+  const PanelSink panel_sink(w, sink);
+  if (by_tiles(w.shape, last - first)) return multiply_tile_panels(a, w, first, last, from, to, panel_sink);
   alignas(64) float sums[BAND * QUANTISED_PANEL];
   for (int64_t panel = from; panel < to; panel++) {
     const int64_t ahead = panel + 1 < w.panels() ? w.panel_bytes() : 0;
     for (int64_t row = first; row < last; row += BAND) {
       const int64_t rows = std::min(BAND, last - row);
       multiply_band(a, row, rows, w, panel, row == first ? ahead : 0, sums);
-      const int64_t count = std::min(PARTS, parts - panel * PARTS);
-      sink({row, rows, panel * PARTS, count, sums, QUANTISED_PANEL, width, second});
+      panel_sink(row, rows, panel, sums);
     }
   }
 }
 
 void multiply_rounded(Worker& worker, const RoundedRows& a, const QuantisedWeights& w, const Sink& sink) {
-  // A task is a panel, or, for many rows, a run of panels that stays in a core's cache, times rows that stay there with it.
-  constexpr int64_t WEIGHTS = 256 << 10, ROWS = 128 << 10, TASKS = 4;
+  // A task is a panel, or, for many rows, a run of panels that stays in a core's cache, times rows that stay there with it:
+  // more of them where unpacked panels are no longer read from there.
+  constexpr int64_t WEIGHTS = 256 << 10, TASKS = 4;
+  const bool tiled = by_tiles(w.shape, a.rows());
+  const int64_t most = tiled ? 384 << 10 : 128 << 10;
   const int64_t fitting = std::min(WEIGHTS / w.panel_bytes(), w.panels() / (TASKS * worker.workers()));
-  const int64_t run = a.rows() <= BAND ? 1 : std::max<int64_t>(1, fitting), runs = (w.panels() + run - 1) / run;
-  const int64_t chunk = std::max<int64_t>(1, ROWS / a.depth() / BAND) * BAND, chunks = (a.rows() + chunk - 1) / chunk;
+  const int64_t run = a.rows() <= BAND && !tiled ? 1 : std::max<int64_t>(1, fitting), runs = (w.panels() + run - 1) / run;
+  const int64_t chunk = std::max<int64_t>(1, most / a.depth() / BAND) * BAND, chunks = (a.rows() + chunk - 1) / chunk;
   worker.parallel_in_shares(runs * chunks, [&](int64_t task) {
     const int64_t from = task / chunks * run, first = task % chunks * chunk;
     multiply_rounded(a, w, first, std::min(a.rows(), first + chunk), from, std::min(w.panels(), from + run), sink);

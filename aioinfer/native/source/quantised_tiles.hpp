@@ -1,0 +1,186 @@
+// Products of quantised weights by tiles: 16 rows at a time times panels that are unpacked to bytes.
+//
+//     activations                       weights of a strip, unpacked           sums of a group
+//     ┌ 16 rows x 64 numbers ┐    x     ┌ 16 units x 16 outputs ┐      ->      16 x 16 numbers of 32 bits
+//
+// Sums are exact, and what becomes of them is the arithmetic of quantised.hpp: results have the bits of other kernels. A group
+// has one tile of weights or several; with shorter ones, storing and scaling sums takes longer than vectors take for all.
+#pragma once
+
+#include "quantised_dot.hpp"
+
+namespace aioinfer {
+
+// Fewer rows are multiplied by vectors.
+constexpr int64_t LEAST_TILE_ROWS = 24;
+// Numbers of the inner dimension that a tile has.
+constexpr int64_t TILE_NUMBERS = tiles::SIDE * UNIT;
+// Vectors of a row of a tile.
+constexpr int TILE_VECTORS = STRIP / DOT_LANES;
+
+// Whether so many rows are multiplied by tiles.
+inline bool by_tiles(const QuantisedShape& shape, int64_t rows) {
+  return tiles::ENABLED && rows >= LEAST_TILE_ROWS && shape.group % TILE_NUMBERS == 0;
+}
+
+// Rows in blocks of 16, as tiles along the inner dimension, with the factors of the rows of a block side by side.
+class TileInputs {
+ public:
+  void set(const RoundedRows& a, int64_t first, int64_t rows, const QuantisedShape& shape) {
+    depth_ = shape.depth(), groups_ = shape.groups();
+    const int64_t padded = (rows + tiles::SIDE - 1) / tiles::SIDE * tiles::SIDE;
+    grow(tiles_, padded * depth_), grow(factors_, padded * 2 * groups_);
+    for (int64_t row = 0; row < padded; row++) {
+      int8_t* to = tiles_.data() + row / tiles::SIDE * tiles::SIDE * depth_ + row % tiles::SIDE * tiles::ROW;
+      float* factors = factors_.data() + row / tiles::SIDE * tiles::SIDE * 2 * groups_ + row % tiles::SIDE;
+      const int8_t* from = row < rows ? a.values(first + row) : nullptr;
+      for (int64_t k = 0; k < depth_; k += TILE_NUMBERS, to += tiles::BYTES)
+        from ? std::memcpy(to, from + k, TILE_NUMBERS) : std::memset(to, 0, TILE_NUMBERS);
+      const RowGroup* groups = row < rows ? a.groups(first + row) : nullptr;
+      for (int64_t g = 0; g < groups_; g++, factors += 2 * tiles::SIDE) {
+        factors[0] = groups ? groups[g].factor : 0.0f;
+        factors[tiles::SIDE] = groups ? groups[g].offset_factor : 0.0f;
+      }
+    }
+  }
+
+  // From a row on that begins a block: the tiles, and, group by group, factors and then offset factors.
+  const int8_t* tiles(int64_t row) const { return tiles_.data() + row * depth_; }
+  const float* factors(int64_t row) const { return factors_.data() + row * 2 * groups_; }
+
+ private:
+  Buffer<int8_t> tiles_;
+  Buffer<float> factors_;
+  int64_t depth_ = 0, groups_ = 0;
+};
+
+// A strip as tiles of its groups one after the other, and its scales and offsets as floats.
+class TileStrip {
+ public:
+  // Unpack a strip; what is ``ahead`` bytes further on is needed next.
+  void unpack(const QuantisedWeights& w, int64_t strip, int64_t ahead) {
+    const int64_t groups = w.shape.groups();
+    steps_ = w.shape.group / TILE_NUMBERS;
+    grow(tiles_, groups * steps_ * tiles::BYTES), grow(factors_, groups * 2 * STRIP);
+    const auto unpack_groups =
+        w.shape.bits == 4 ? &TileStrip::groups<4> : w.shape.bits == 6 ? &TileStrip::groups<6> : &TileStrip::groups<8>;
+    (this->*unpack_groups)(w, w.strip(strip), ahead);
+  }
+
+  // The block of rows from ``row`` on times the strip, into rows of QUANTISED_PANEL.
+  void multiply(const TileInputs& a, int64_t row, const QuantisedWeights& w, float* to) const {
+    if (w.offsets)
+      multiply<true>(a.tiles(row), a.factors(row), w.shape.groups(), to);
+    else
+      multiply<false>(a.tiles(row), a.factors(row), w.shape.groups(), to);
+  }
+
+ private:
+  template <bool OFFSETS>
+  __attribute__((noinline)) void multiply(const int8_t* rows, const float* row_factors, int64_t groups,
+                                          float* to) const {
+    Reals totals[tiles::SIDE][TILE_VECTORS] = {};
+    auto each = [](auto&& call) {
+      call(std::integral_constant<int, 0>{}), call(std::integral_constant<int, 1>{});
+      call(std::integral_constant<int, 2>{}), call(std::integral_constant<int, 3>{});
+    };
+    for (int64_t first = 0; first < groups; first += 4) {
+      each([&](auto index) {
+        if (first + index < groups) add_up<index>(rows, first + index);
+      });
+      each([&](auto index) {
+        const int64_t group = first + index;
+        if (group < groups)
+          scale<OFFSETS, index>(factors_.data() + group * 2 * STRIP, row_factors + group * 2 * tiles::SIDE, totals);
+      });
+    }
+    AIOINFER_UNROLL
+    for (int r = 0; r < tiles::SIDE; r++)
+      AIOINFER_UNROLL
+      for (int v = 0; v < TILE_VECTORS; v++) store(to + r * QUANTISED_PANEL + v * DOT_LANES, totals[r][v]);
+  }
+
+  typedef int8_t Bytes __attribute__((vector_size(DOT_LANES * UNIT)));
+
+  template <int BITS>
+  void groups(const QuantisedWeights& w, const char* block, int64_t ahead) {
+    constexpr int RUN = RUN_UNITS<BITS>;
+    const int64_t units = w.shape.group / UNIT, header = w.header_bytes(), size = w.factor_bytes();
+    const int8_t number = BITS == 8 || w.offsets ? 0 : 1 << (BITS - 1);
+    const Bytes zero = Bytes{} + number;
+    char* to = tiles_.data();
+    float* factors = factors_.data();
+    for (int64_t g = 0; g < w.shape.groups(); block += w.block_bytes()) {
+      for (int64_t line = 0; line < w.block_bytes(); line += LINE) __builtin_prefetch(block + line + ahead, 0, 2);
+      for (int64_t i = 0; i < w.block(); i++, g++, factors += 2 * STRIP, to += steps_ * tiles::BYTES) {
+        const char* own = block + w.steps_bytes() + i * w.factors_bytes();
+        AIOINFER_UNROLL
+        for (int v = 0; v < TILE_VECTORS; v++)
+          for (int kind = 0; kind < w.kinds(); kind++)
+            store(factors + kind * STRIP + v * DOT_LANES,
+                  load_factors(own + (kind * STRIP + v * DOT_LANES) * size, w.precision,
+                               block + (kind * STRIP + v * DOT_LANES) * sizeof(float)));
+        const char* from = block + header + i * w.units_bytes();
+        char* at = to;
+        for (int64_t unit = 0; unit < units; unit += RUN, from += RUN_LINES<BITS> * LINE, at += RUN * LINE)
+          AIOINFER_UNROLL
+          for (int j = 0; j < RUN; j++)
+            AIOINFER_UNROLL
+            for (int v = 0; v < TILE_VECTORS; v++)
+              store(at + j * LINE + v * DOT_LANES * UNIT, weights<BITS>(from + v * DOT_LANES * UNIT, j) - zero);
+      }
+    }
+  }
+
+  template <int BITS>
+  static AIOINFER_INLINE Bytes weights(const char* run, int unit) {
+    if constexpr (BITS == 8) return load<Bytes>(run);
+    return cast<Bytes>(unsigned_weights<BITS>(run, unit));
+  }
+
+  // The products of a group, in a tile of the number INDEX.
+  template <int INDEX>
+  AIOINFER_INLINE void add_up(const int8_t* rows, int64_t group) const {
+    constexpr int A = 4 + INDEX % 2, B = 6 + INDEX % 2;
+    tiles::zero<INDEX>();
+    for (int64_t tile = group * steps_; tile < (group + 1) * steps_; tile++) {
+      tiles::load<A>(rows + tile * tiles::BYTES, tiles::ROW);
+      tiles::load<B>(tiles_.data() + tile * tiles::BYTES, tiles::ROW);
+      tiles::add_int8_product<INDEX, A, B>();
+    }
+  }
+
+  // Add the sums in a tile to the totals of 16 rows.
+  template <bool OFFSETS, int INDEX>
+  static AIOINFER_INLINE void scale(const float* factors, const float* of_rows, Reals (&totals)[tiles::SIDE][TILE_VECTORS]) {
+    alignas(64) int32_t sums[tiles::SIDE * STRIP];
+    tiles::store<INDEX>(sums, tiles::ROW);
+    AIOINFER_UNROLL
+    for (int v = 0; v < TILE_VECTORS; v++) {
+      const Reals scales = load<Reals>(factors + v * DOT_LANES), offsets = load<Reals>(factors + STRIP + v * DOT_LANES);
+      AIOINFER_UNROLL
+      for (int r = 0; r < tiles::SIDE; r++) {
+        const Whole sum = load<Whole>(sums + r * STRIP + v * DOT_LANES);
+        if (OFFSETS) totals[r][v] = fused(broadcast(of_rows + tiles::SIDE + r), offsets, totals[r][v]);
+        totals[r][v] = fused(__builtin_convertvector(sum, Reals) * broadcast(of_rows + r), scales, totals[r][v]);
+      }
+    }
+  }
+
+  static AIOINFER_INLINE Reals broadcast(const float* from) {
+#if defined(AIOINFER_DOT_512)
+    // The compiler would load them as a vector, and permute it.
+    Reals all;
+    asm("vbroadcastss %1, %0" : "=v"(all) : "m"(*from));
+    return all;
+#else
+    return Reals{} + *from;
+#endif
+  }
+
+  Buffer<char> tiles_;
+  Buffer<float> factors_;
+  int64_t steps_ = 1;  // tiles of a group
+};
+
+}  // namespace aioinfer
