@@ -27,7 +27,6 @@ from aioinfer.errors import EngineError
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.execution.opening import Opening
 from aioinfer.forks import this_process
-from aioinfer.ledger import give_back
 from aioinfer.loop import factory, observing
 from aioinfer.loop.adapters import AdapterLoads
 from aioinfer.loop.belonging import asyncio_loop, require_loop, require_process
@@ -173,7 +172,6 @@ class Engine(EngineLike):
         loading = intake.begin(self._load_texts, config)
         info = await launcher.start(progress)
         tokenizer = await loading
-        await intake.run(give_back)  # of weights and vocabularies there were copies
         fingerprint = await intake.run(factory.fingerprint, config)
         defaults = await intake.run(factory.default_params, config, info)
         sentences = await intake.run(factory.sentences, config)

@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from aioinfer._version import __version__
-from aioinfer.cli.flags import read_settings
 from aioinfer.cli.streams import note, write
 from aioinfer.cli.terminal import loop_factory, own_engine
-from aioinfer.config import EngineConfig
 from aioinfer.errors import AioInferError, ConfigError, RequestError
 from aioinfer.params import SamplingParams
 
@@ -287,7 +285,7 @@ def chat(options: argparse.Namespace) -> int:
         if options.url is not None:
             backend = Remote(options.url, options.key, options.model_argument)
         else:
-            backend = Local(runner.run(_started(read_settings(EngineConfig, options), runner, stack)))
+            backend = Local(runner.run(_started(options, runner, stack)))
         backend.check(values)
         conversation = Conversation(
             backend, runner, values=values, system=options.system, write=_write, note=_note
@@ -296,13 +294,13 @@ def chat(options: argparse.Namespace) -> int:
             return _converse(conversation)
 
 
-async def _started(config: EngineConfig, runner: asyncio.Runner, stack: contextlib.ExitStack) -> Any:
-    engine = await own_engine(config)
+async def _started(options: argparse.Namespace, runner: asyncio.Runner, stack: contextlib.ExitStack) -> Any:
+    engine = await own_engine(options)
     stack.callback(lambda: runner.run(engine.aclose()))
     tokenizer = engine.tokenizer
     if tokenizer is None or not tokenizer.has_chat_template:
         raise ConfigError(
-            f"{config.model_name} has no chat template: 'aioinfer generate --raw' continues texts"
+            f"{engine.config.model_name} has no chat template: 'aioinfer generate --raw' continues texts"
         )
     return engine
 

@@ -115,7 +115,7 @@ def _check_open_files() -> None:
 
 
 async def _generate(options: argparse.Namespace) -> int:
-    engine = await own_engine(read_settings(EngineConfig, options))
+    engine = await own_engine(options)
     async with contextlib.aclosing(engine):
         tokenizer = engine.tokenizer
         chat = not options.raw and tokenizer is not None and tokenizer.has_chat_template

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import atexit
 import dataclasses
 import gc
 import signal
@@ -12,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from aioinfer.checkpoint.libraries import import_extensions, preload_torch
+from aioinfer.cli.flags import read_settings
 from aioinfer.cli.streams import note
 from aioinfer.config import EngineConfig
 
@@ -55,19 +58,23 @@ class Progress:
         return tqdm(total=total, desc=stage, leave=False, **unit)
 
 
-async def own_engine(config: EngineConfig) -> Any:
-    """Start the engine of a command for one person, who waits for it and asks for no grammars."""
+async def own_engine(options: argparse.Namespace) -> Any:
+    """Start the engine of a command for one person, who waits for it and asks for no grammars. Raises
+    ConfigError, also for its settings among the ``options``."""
     # What imports make is no garbage; to look through it again and again takes a fifth of their time.
+    # When the process ends, nothing is.
+    atexit.register(gc.freeze)
     collected = gc.isenabled()
     gc.disable()
     try:
         import_extensions()
         # Nothing else needs this loop yet. The device waits for them where it imports torch.
         libraries = asyncio.get_running_loop().run_in_executor(None, preload_torch)
-        from aioinfer.engine import Engine
-
-        engine = Engine(dataclasses.replace(config, prepare_grammars=False))
         try:
+            from aioinfer.engine import Engine
+
+            config = read_settings(EngineConfig, options)
+            engine = Engine(dataclasses.replace(config, prepare_grammars=False))
             await engine.start(Progress())
         finally:
             await libraries

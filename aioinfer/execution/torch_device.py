@@ -26,7 +26,7 @@ from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.sizing import by_memory, fewer_requests
 from aioinfer.forks import forked_here
-from aioinfer.ledger import LEDGER, Share
+from aioinfer.ledger import LEDGER, Share, give_back
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.scheduling.step import Step
 
@@ -240,6 +240,7 @@ class TorchDevice:
             progress=loading,
             check_size=loading.claim if on_cpu else None,
         )
+        give_back()
         loading("weights", 1, 1)
         if not config.cache_weights:  # those that are mapped have a share of their own
             self._weights.append(loading.share)

@@ -14,6 +14,7 @@ from aioinfer.config import SPECULATION, EngineConfig
 from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.execution.device import Device, DeviceInfo
+from aioinfer.ledger import give_back
 from aioinfer.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def load_tokenizer(config: EngineConfig) -> Tokenizer | None:
                 lambda made: made.record if made.is_fast else None,
             ),
         )
+    give_back()  # of its vocabulary there were copies
     if tokenizer is None and config.chat_template is not None:
         raise ConfigError("chat_template: the model has no tokenizer")
     return tokenizer
