@@ -21,7 +21,7 @@ from tests.native.support import DTYPES, UNIT, normal
 from tests.tiers import grid
 
 Bits = Literal[4, 6, 8]
-ROWS = [*range(1, 10), 17, 33, 70]
+ROWS = [*range(1, 10), 17, 23, 24, 33, 70]
 GROUPS = [0, 32, 64, 128]
 #: all bits with their groups
 KINDS = [(bits, group) for bits in (4, 6, 8) for group in (*GROUPS, *([16] if bits > 4 else []))]
@@ -125,18 +125,20 @@ def test_the_largest_numbers_do_not_saturate(value: str, sign: int, bits: Bits) 
     half = 2 ** (bits - 1)
     number = {"least": -half, "nearly least": 1 - half, "zero": 0, "most": half - 1}[value]
     weight = Quantised(np.full((40, 1024), number), np.ones((40, 1), np.float32), None, 0)
-    linear, values = packed(weight, None, bits), torch.full((5, 1024), 3.0 * sign)
+    linear, values = packed(weight, None, bits), torch.full((37, 1024), 3.0 * sign)
     wanted = fused(np.float32([1024 * 127 * number * sign]) * np.float32(3 / 127), np.ones(1), np.zeros(1))
-    assert (linear(values) == wanted.item()).all()
+    for rows in (5, 37):
+        assert (linear(values[:rows]) == wanted.item()).all()
 
 
-def test_the_longest_group_does_not_overflow() -> None:
+@pytest.mark.parametrize("rows", [2, 24])
+def test_the_longest_group_does_not_overflow(rows: int) -> None:
     inner = 1 << 17
     for number, bits in ((-128, 8), (127, 8), (-32, 6), (31, 6), (-8, 4)):
         weight = Quantised(np.full((1, inner), number), np.ones((1, 1), np.float32), None, 0)
         for sign in (-1, 1):
-            got = packed(weight, None, bits)(torch.full((2, inner), 127.0 * sign))  # type: ignore[arg-type]
-            assert got.tolist() == [[float(inner * 127 * sign * number)]] * 2
+            got = packed(weight, None, bits)(torch.full((rows, inner), 127.0 * sign))  # type: ignore[arg-type]
+            assert got.tolist() == [[float(inner * 127 * sign * number)]] * rows
 
 
 @pytest.mark.parametrize(("bits", "group"), KINDS)
