@@ -98,6 +98,7 @@ def _races() -> bool:
         ("bfloat16", 0, MODELLED.flags),
         ("float", 8, ()),
         ("bfloat16", 4, ()),
+        ("bfloat16", 4, MODELLED.flags),
     ):
         with tempfile.TemporaryDirectory() as directory:
             program = str(Path(directory) / "races")

@@ -184,7 +184,7 @@ bool same(const std::vector<float>& a, const std::vector<float>& b) {
 
 // Products of few rows with quantised weights, whose scales and offsets are steps, one behind the other in a program.
 struct Products {
-  static constexpr int64_t OUTPUTS = 70, INNER = 512, MOST = 9;
+  static constexpr int64_t OUTPUTS = 70, INNER = 512, MOST = 25;
 
   explicit Products(ThreadPool& pool) {
     for (const auto& [bits, group] : {std::pair{4, 32}, {6, 16}, {8, 128}}) {
