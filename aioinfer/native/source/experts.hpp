@@ -130,7 +130,7 @@ struct Shared {
 template <class T>
 class Mixing {
  public:
-  // Allocate for ``tokens`` with ``top_k`` experts each. The only function here that throws.
+  // Allocate for ``tokens`` with ``top_k`` experts each. May throw; so may products, in their phases.
   void reserve(int workers, int64_t tokens, int64_t top_k, const Experts<T>& experts, const Shared<T>& shared) {
     const int64_t pairs = tokens * top_k, padded = Dispatch::padded<T>(pairs, experts.count);
     rows_.reserve(experts.gate_up(0), pairs, padded, false);

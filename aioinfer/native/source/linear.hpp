@@ -196,7 +196,7 @@ template <class T>
 class InputBuffer {
  public:
   // Make room for so many rows, and for so many with the padding of blocks; for rows that are put, not set or copied.
-  // Only reserve() throws.
+  // Of this class only reserve() throws.
   void reserve(const Linear<T>& layer, int64_t rows, int64_t padded, bool put) {
     if (layer.quantised() == nullptr) return grow(units_, padded * units_of<T>(layer.inner));
     const QuantisedShape& shape = layer.quantised()->shape;

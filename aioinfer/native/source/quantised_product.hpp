@@ -135,10 +135,21 @@ inline void multiply_tile_panels(const RoundedRows& a, const QuantisedWeights& w
   }
 }
 
+// Rows that stay in a core's cache with a run of panels: more of them where unpacked panels are no longer read from there.
+inline int64_t rows_at_once(const RoundedRows& a, bool tiled) {
+  const int64_t most = tiled ? 384 << 10 : 128 << 10;
+  return std::max<int64_t>(1, most / a.depth() / BAND) * BAND;
+}
+
 void multiply_rounded(const RoundedRows& a, const QuantisedWeights& w, int64_t first, int64_t last, int64_t from,
                       int64_t to, const Sink& sink) {
   const PanelSink panel_sink(w, sink);
-  if (by_tiles(w.shape, last - first)) return multiply_tile_panels(a, w, first, last, from, to, panel_sink);
+  if (by_tiles(w.shape, last - first)) {
+    const int64_t at_once = rows_at_once(a, true);
+    for (int64_t row = first; row < last; row += at_once)
+      multiply_tile_panels(a, w, row, std::min(last, row + at_once), from, to, panel_sink);
+    return;
+  }
   alignas(64) float sums[BAND * QUANTISED_PANEL];
   for (int64_t panel = from; panel < to; panel++) {
     const int64_t ahead = panel + 1 < w.panels() ? w.panel_bytes() : 0;
@@ -151,14 +162,12 @@ void multiply_rounded(const RoundedRows& a, const QuantisedWeights& w, int64_t f
 }
 
 void multiply_rounded(Worker& worker, const RoundedRows& a, const QuantisedWeights& w, const Sink& sink) {
-  // A task is a panel, or, for many rows, a run of panels that stays in a core's cache, times rows that stay there with it:
-  // more of them where unpacked panels are no longer read from there.
+  // A task is a panel, or, for many rows, a run of panels that stays in a core's cache, times rows that stay there with it.
   constexpr int64_t WEIGHTS = 256 << 10, TASKS = 4;
   const bool tiled = by_tiles(w.shape, a.rows());
-  const int64_t most = tiled ? 384 << 10 : 128 << 10;
   const int64_t fitting = std::min(WEIGHTS / w.panel_bytes(), w.panels() / (TASKS * worker.workers()));
   const int64_t run = a.rows() <= BAND && !tiled ? 1 : std::max<int64_t>(1, fitting), runs = (w.panels() + run - 1) / run;
-  const int64_t chunk = std::max<int64_t>(1, most / a.depth() / BAND) * BAND, chunks = (a.rows() + chunk - 1) / chunk;
+  const int64_t chunk = rows_at_once(a, tiled), chunks = (a.rows() + chunk - 1) / chunk;
   worker.parallel_in_shares(runs * chunks, [&](int64_t task) {
     const int64_t from = task / chunks * run, first = task % chunks * chunk;
     multiply_rounded(a, w, first, std::min(a.rows(), first + chunk), from, std::min(w.panels(), from + run), sink);
