@@ -251,6 +251,18 @@ def _seed_generators(name: str) -> None:
         sys.modules["torch"].default_generator.manual_seed(zlib.crc32(name.encode()))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def cpu_step_time() -> Iterator[float]:
+    """The default of ``step_time_target`` on a CPU, which no engine of this process has: with it, a slow
+    machine decides which requests meet in a batch. Tests of the target give one of their own."""
+    from aioinfer.loop import factory
+
+    with pytest.MonkeyPatch.context() as patch:
+        shipped = factory._CPU_STEP
+        patch.setattr(factory, "_CPU_STEP", 0.0)
+        yield shipped
+
+
 @pytest.fixture
 def thawed() -> Iterator[None]:
     """Nothing is frozen, as in a program that has just started; and what other tests have left is gone."""

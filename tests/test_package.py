@@ -18,6 +18,7 @@ from aioinfer import errors
 from aioinfer.checkpoint.locate import bundled_models
 from aioinfer.config import EngineConfig, ServerConfig, parse_setting
 from aioinfer.execution.device import DeviceInfo
+from aioinfer.loop import factory
 from aioinfer.loop.factory import decide
 from aioinfer.params import SamplingParams
 
@@ -263,7 +264,10 @@ def test_unset_fields_are_resolved_with_the_model(
 
 
 @pytest.mark.parametrize(("device", "seconds"), [("cpu", 0.2), ("cuda:0", 0.0), ("", 0.0)])
-def test_steps_have_a_time_by_default_on_a_cpu_only(device: str, seconds: float) -> None:
+def test_steps_have_a_time_by_default_on_a_cpu_only(
+    monkeypatch: pytest.MonkeyPatch, cpu_step_time: float, device: str, seconds: float
+) -> None:
+    monkeypatch.setattr(factory, "_CPU_STEP", cpu_step_time)
     info = DeviceInfo(10, 10, 10, frozenset(), "", device=device)
 
     def target(given: float | None = None) -> float | None:
