@@ -61,6 +61,7 @@ class Progress:
 async def own_engine(options: argparse.Namespace) -> Any:
     """Start the engine of a command for one person, who waits for it and asks for no grammars. Raises
     ConfigError, also for its settings among the ``options``."""
+    config = read_settings(EngineConfig, options)
     # What imports make is no garbage; to look through it again and again takes a fifth of their time.
     # When the process ends, nothing is.
     atexit.register(gc.freeze)
@@ -73,7 +74,6 @@ async def own_engine(options: argparse.Namespace) -> Any:
         try:
             from aioinfer.engine import Engine
 
-            config = read_settings(EngineConfig, options)
             engine = Engine(dataclasses.replace(config, prepare_grammars=False))
             await engine.start(Progress())
         finally:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from aioinfer.cli import terminal
 from aioinfer.cli.flags import COMMON, read_settings
 from aioinfer.cli.main import _parser, main
 from aioinfer.cli.terminal import Progress
@@ -69,11 +70,14 @@ def test_a_missing_model_is_one_clear_line() -> None:
         (["serve", "--overlap-steps", "x"], "overlap_steps"),
         (["serve", "--host", "0.0.0.0"], "loopback"),
         (["serve", "--config", "/nowhere.yaml"], "nowhere.yaml"),
+        (["generate", "hello", "--overlap-steps", "x"], "overlap_steps"),
+        (["chat", "--overlap-steps", "x"], "overlap_steps"),
     ],
 )
-def test_bad_settings_are_refused(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+def test_bad_settings_are_refused_before_libraries_are_loaded(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(terminal, "import_extensions", lambda: pytest.fail("libraries are loaded first"))
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
 
