@@ -306,12 +306,12 @@ def factors(rng: np.random.Generator, how: str, shape: tuple[int, int]) -> NDArr
 
 #: how they are stored, in which groups, and bytes for 16 outputs of a group without offsets and with them
 STORED = [
-    ("bfloat16", 32, 3, 64, 64),
+    ("bfloat16", 32, 3, 32, 64),
     ("bfloat16", 32, 8, 32, 64),
     ("float16", 32, 8, 32, 64),
     ("steps", 32, 8, 24, 48),
     ("steps", 64, 8, 32, 64),
-    ("steps", 128, 4, 64, 96),
+    ("steps", 128, 4, 48, 96),
     ("signed steps", 32, 8, 24, 48),
     ("signed steps", 16, 16, 20, 40),
     ("float32", 32, 8, 64, 128),

@@ -1,12 +1,14 @@
 // Quantised weights of 4, 6 or 8 bits, and their products with activations of 8 bits, as integers.
 //
-//   activations, row by row              weights, in strips of 16 outputs
-//   ┌ row 0: group 0 | group 1 | .. ┐    ┌ strip 0: block 0: factors, units | block 1: .. ┐   a unit is 4 neighbours along
-//   │ row 1: group 0 | group 1 | .. │    │ strip 1: block 0: factors, units | block 1: .. │   the inner dimension
-//   └                               ┘    └                                                ┘
+//   activations, row by row              weights, in panels of 32 outputs
+//   ┌ row 0: group 0 | group 1 | .. ┐    ┌ panel 0: factors, units | factors, units | .. ┐   a unit is 4 neighbours along
+//   │ row 1: group 0 | group 1 | .. │    │ panel 1: factors, units | factors, units | .. │   the inner dimension
+//   └                               ┘    └                                               ┘
 //
-// A group is a run of the inner dimension; the last one, or the only one, is padded. A block is one group or several, whose
-// scales and offsets, its factors, fill whole lines of the cache together. Within a group, a weight of an output is
+// A group is a run of the inner dimension; the last one, or the only one, is padded. A panel has a group's scales and offsets,
+// its factors, before its units, or those of two groups that fill a line of the cache together. A block is a group, or
+// several whose factors have steps in common, which lie before them. Products read panels from their beginning to their end, as one
+// stream: of two streams side by side a core of Zen 5 reads four fifths as much. Within a group, a weight of an output is
 // scale * q + offset, and an activation of a row is factor * a, with whole numbers q and a. With the exact 32-bit sums
 //   S = sum of q * a,   A = sum of a
 // a result is, over the groups in ascending order,
@@ -28,10 +30,8 @@
 
 namespace aioinfer {
 
-// Outputs that lie together: one vector of 32-bit sums, or two.
-constexpr int STRIP = 16;
-// Outputs of a panel, two strips; of gated weights, 16 gates and what they gate.
-constexpr int QUANTISED_PANEL = 2 * STRIP;
+// Outputs of a panel, which lie together; of gated weights, 16 gates and what they gate.
+constexpr int QUANTISED_PANEL = 32;
 // Numbers of the inner dimension that a product adds up at once.
 constexpr int UNIT = 4;
 // Groups are multiples of this; those of weights of 4 bits of twice as much.
@@ -101,7 +101,7 @@ class RoundedRows {
   int64_t rows_ = 0, inner_ = 0, group_ = 0, depth_ = 0, groups_ = 0;
 };
 
-// Weights in strips, with a bias or without. Those of 8 bits are signed. Those of 4 and 6 bits are unsigned, and
+// Weights in panels, with a bias or without. Those of 8 bits are signed. Those of 4 and 6 bits are unsigned, and
 // without offsets a weight is scale * (q - 8), or scale * (q - 32).
 class QuantisedWeights {
  public:
@@ -140,29 +140,26 @@ class QuantisedWeights {
 
   int64_t bytes() const { return panels() * panel_bytes(); }
   int64_t panels() const { return (shape.outputs + panel_outputs() - 1) / panel_outputs(); }
-  int panel_outputs() const { return shape.gated ? STRIP : QUANTISED_PANEL; }
-  int64_t panel_bytes() const { return 2 * strip_bytes(); }
-  int64_t strip_bytes() const { return shape.groups() / block() * block_bytes(); }
-  // The groups of a block: two where the factors of one are half a line.
-  int64_t block() const {
-    if (precision == Precision::STEPS) return STEP_NUMBERS / shape.group;
-    return factors_bytes() % 64 && shape.groups() % 2 == 0 ? 2 : 1;
-  }
-  int64_t block_bytes() const { return header_bytes() + block() * units_bytes(); }
-  // Steps if there are any, the factors of each group, and padding to whole lines.
-  int64_t header_bytes() const { return (steps_bytes() + block() * factors_bytes() + 63) / 64 * 64; }
+  int panel_outputs() const { return shape.gated ? QUANTISED_PANEL / 2 : QUANTISED_PANEL; }
+  int64_t panel_bytes() const { return shape.groups() / block() * block_bytes(); }
+  // The groups of a block.
+  int64_t block() const { return precision == Precision::STEPS ? STEP_NUMBERS / shape.group : 1; }
+  int64_t block_bytes() const { return steps_bytes() + block() * (factors_bytes() + units_bytes()); }
+  // The groups whose factors fill a line of the cache or several.
+  int64_t span() const { return factors_bytes() % 64 ? 2 : 1; }
+  int64_t span_bytes() const { return span() * (factors_bytes() + units_bytes()); }
   // Of scales, and of offsets if there are any.
-  int64_t steps_bytes() const { return precision == Precision::STEPS ? kinds() * STRIP * sizeof(float) : 0; }
-  int64_t factors_bytes() const { return kinds() * STRIP * factor_bytes(); }
+  int64_t steps_bytes() const { return precision == Precision::STEPS ? kinds() * QUANTISED_PANEL * sizeof(float) : 0; }
+  int64_t factors_bytes() const { return kinds() * QUANTISED_PANEL * factor_bytes(); }
   int64_t factor_bytes() const {
     return precision == Precision::FLOAT32 ? 4 : precision == Precision::STEPS ? 1 : 2;
   }
-  int64_t units_bytes() const { return shape.group * STRIP * shape.bits / 8; }
+  int64_t units_bytes() const { return shape.group * QUANTISED_PANEL * shape.bits / 8; }
   int kinds() const { return offsets ? 2 : 1; }
 
   const char* data() const { return data_; }
   bool mapped() const { return memory_.as<char>() == nullptr; }
-  const char* strip(int64_t index) const { return data_ + index * strip_bytes(); }
+  const char* panel(int64_t index) const { return data_ + index * panel_bytes(); }
   // Of the outputs of a panel; null if there is none.
   const float* bias(int64_t panel) const { return bias_.empty() ? nullptr : &bias_[panel * QUANTISED_PANEL]; }
 
@@ -171,28 +168,60 @@ class QuantisedWeights {
   bool offsets;
 
  private:
-  // All weights of an output of a strip: put(index, value).
+  // All weights of an output of a panel: put(index, value).
   template <class Put>
-  void each(int64_t strip, int lane, Put&& put) const;
-  // Row of the matrix that an output of a strip is; -1 for padding.
-  int64_t source(int64_t strip, int lane) const;
-  // Call put(strip, lane, row) for all outputs but padding.
+  void each(int64_t panel, int output, Put&& put) const;
+  // Row of the matrix that an output of a panel is; -1 for padding.
+  int64_t source(int64_t panel, int output) const;
+  // Call put(panel, output, row) for all outputs but padding.
   template <class Put>
   void fill(ThreadPool& pool, Put&& put);
-  void set_group(int64_t strip, int lane, int64_t group, float scale, float offset, const uint8_t* values);
+  void set_group(int64_t panel, int output, int64_t group, float scale, float offset, const uint8_t* values);
   // Steps of the block of a group: nothing where factors have none.
-  void set_steps(int64_t strip, int lane, int64_t group, float scale, float offset);
+  void set_steps(int64_t panel, int output, int64_t group, float scale, float offset);
   // The scale of a group, or its offset.
-  void set_factor(int64_t strip, int lane, int64_t group, int kind, float value);
-  float factor(int64_t strip, int lane, int64_t group, int kind) const;
-  int64_t block_at(int64_t strip, int64_t group) const { return strip * strip_bytes() + group / block() * block_bytes(); }
-  int64_t units_at(int64_t strip, int64_t group) const {
-    return block_at(strip, group) + header_bytes() + group % block() * units_bytes();
+  void set_factor(int64_t panel, int output, int64_t group, int kind, float value);
+  float factor(int64_t panel, int output, int64_t group, int kind) const;
+  int64_t block_at(int64_t panel, int64_t group) const { return panel * panel_bytes() + group / block() * block_bytes(); }
+  int64_t units_at(int64_t panel, int64_t group) const {
+    return span_at(panel, group) + span() * factors_bytes() + group % span() * units_bytes();
+  }
+  int64_t span_at(int64_t panel, int64_t group) const {
+    return block_at(panel, group) + steps_bytes() + group % block() / span() * span_bytes();
+  }
+  int64_t factor_at(int64_t panel, int output, int64_t group, int kind) const {
+    return span_at(panel, group) + group % span() * factors_bytes() + (kind * QUANTISED_PANEL + output) * factor_bytes();
   }
 
   Memory memory_;
   char* data_;
   std::vector<float> bias_;
+};
+
+// The groups of a panel, one after the other, in the order of memory.
+class PanelGroups {
+ public:
+  PanelGroups(const QuantisedWeights& w, int64_t panel)
+      : next_(w.panel(panel)), in_block_(w.block() - 1), in_span_(w.span() - 1), steps_bytes_(w.steps_bytes()),
+        factors_bytes_(w.factors_bytes()), units_bytes_(w.units_bytes()) {}
+
+  // Go to the next group, the first one at first; call passed(from, bytes) for steps and factors that come before it.
+  template <class Passed>
+  AIOINFER_INLINE void advance(Passed&& passed) {
+    if ((index_ & in_block_) == 0) passed(next_, steps_bytes_), steps = next_, next_ += steps_bytes_;
+    factors += factors_bytes_;
+    if ((index_ & in_span_) == 0) {
+      const int64_t bytes = (in_span_ + 1) * factors_bytes_;
+      passed(next_, bytes), factors = next_, next_ += bytes;
+    }
+    units = next_, next_ += units_bytes_, index_++;
+  }
+
+  const char *steps = nullptr, *factors = nullptr, *units = nullptr;
+
+ private:
+  const char* next_;
+  int64_t index_ = 0, in_block_, in_span_, steps_bytes_, factors_bytes_, units_bytes_;
 };
 
 // Rows [first, last) times panels [from, to) of QUANTISED_PANEL outputs, given to the sink as those of PANEL.

@@ -27,13 +27,13 @@ constexpr int DOT_LANES = 16;
 #else
 constexpr int DOT_LANES = 8;
 #endif
-// The vectors that a block of rows multiplies at once: a strip or two.
+// The vectors that a block of rows multiplies at once, and their outputs: a panel or half of one.
 constexpr int DOT_VECTORS = 2;
+constexpr int DOT_OUTPUTS = DOT_VECTORS * DOT_LANES;
 // The most rows of such a block: the sums of all fill about half of the registers.
 constexpr int DOT_ROWS = DOT_LANES == 16 ? 8 : 4;
-// Strips at once.
-constexpr int DOT_STRIPS = DOT_VECTORS * DOT_LANES / STRIP;
-constexpr int LINE = STRIP * UNIT;  // bytes of a unit of a strip
+constexpr int LINE = QUANTISED_PANEL * UNIT;  // bytes of a unit of a panel
+constexpr int DOT_BYTES = DOT_LANES * UNIT;   // of which a vector has so many
 
 typedef int32_t Whole __attribute__((vector_size(DOT_LANES * 4)));
 typedef uint32_t Quads __attribute__((vector_size(DOT_LANES * 4)));
@@ -51,12 +51,15 @@ AIOINFER_INLINE Reals fused(Reals a, Reals b, Reals c) {
 #endif
 }
 
-// Prefetch the lines of each strip at ``place``, or do not.
+// How far ahead of what is read memory is prefetched: about as far as a core reads while it waits for an access.
+constexpr int64_t AHEAD = 5120;
+
+// When DOT_VECTORS of a unit are read, or do not, prefetch those AHEAD.
 template <bool FETCH>
-AIOINFER_INLINE void fetch(const char* const (&w)[DOT_VECTORS], int64_t place) {
+AIOINFER_INLINE void fetch(const char* unit) {
   if constexpr (!FETCH) return;
   AIOINFER_UNROLL
-  for (int v = 0; v < DOT_VECTORS; v += DOT_VECTORS / DOT_STRIPS) __builtin_prefetch(w[v] + place, 0, 2);
+  for (int at = 0; at < DOT_OUTPUTS * UNIT; at += 64) __builtin_prefetch(unit + AHEAD + at);
 }
 
 // DOT_LANES whole numbers of one byte or two.
@@ -84,7 +87,7 @@ AIOINFER_INLINE Reals load_factors(const char* from, Precision precision, const 
   return cast<Reals>(cast<Quads>(cast<Reals>(size) * 0x1p112f) | sign);
 }
 
-// Weights of fewer than 8 bits lie in runs of units: of 4 bits two in the halves of a line; of 6 bits four, whose lower bits
+// Weights of fewer than 8 bits lie in runs of units: of 4 bits two in the halves of bytes; of 6 bits four, whose lower bits
 // are two such lines, and whose upper ones are a third, at twice the number of the unit.
 template <int BITS>
 constexpr int RUN_UNITS = BITS == 6 ? 4 : 8 / BITS;
@@ -102,11 +105,11 @@ AIOINFER_INLINE Quads unsigned_weights(const char* run, int unit) {
   return lower | ((unit < 2 ? upper << (4 - 2 * unit) : upper >> (2 * unit - 4)) & 0x30303030u);
 }
 
-// Prefetch the lines of a run at ``place``, or do not.
+// The same for a run.
 template <int BITS, bool FETCH>
-AIOINFER_INLINE void fetch_run(const char* const (&w)[DOT_VECTORS], int64_t place) {
+AIOINFER_INLINE void fetch_run(const char* run) {
   AIOINFER_UNROLL
-  for (int line = 0; line < RUN_LINES<BITS>; line++) fetch<FETCH>(w, place + line * LINE);
+  for (int line = 0; line < RUN_LINES<BITS>; line++) fetch<FETCH>(run + line * LINE);
 }
 
 #if defined(AIOINFER_DOT_AVX2)
@@ -114,12 +117,12 @@ AIOINFER_INLINE void fetch_run(const char* const (&w)[DOT_VECTORS], int64_t plac
 // What the products of weights of 8 bits are taken of: the weight itself.
 constexpr int EIGHT_BIT_ZERO = 0;
 
-// sums[r][v] += products of ``units`` units of the rows with vector v of weights of 4 or 6 bits. FETCH: the same
-// places ``ahead`` bytes further on are needed next.
+// sums[r][v] += products of ``units`` units of the rows with vector v of weights of 4 or 6 bits. FETCH: they come
+// from memory.
 template <int BITS, int ROWS, bool FETCH>
   requires(BITS < 8)
 AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
-                                  const char* const (&w)[DOT_VECTORS], int64_t units, int64_t ahead) {
+                                  const char* w, int64_t units) {
   // 16 bits hold the sums of two products of 8 units, 16 * 15 * 127, or of 2 units, 4 * 63 * 127.
   constexpr int AT_ONCE = BITS == 4 ? 8 : 2, RUN = RUN_UNITS<BITS>, STEP = std::max(AT_ONCE, RUN);
   const __m256i ones = _mm256_set1_epi16(1);
@@ -128,10 +131,10 @@ AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t
     AIOINFER_UNROLL
     for (int i = 0; i < STEP; i++) {
       const int64_t run = (unit + i) / RUN * RUN_LINES<BITS> * LINE;
-      if (i % RUN == 0) fetch_run<BITS, FETCH>(w, run + ahead);
+      if (i % RUN == 0) fetch_run<BITS, FETCH>(w + run);
       __m256i weights[DOT_VECTORS];
       AIOINFER_UNROLL
-      for (int v = 0; v < DOT_VECTORS; v++) weights[v] = cast<__m256i>(unsigned_weights<BITS>(w[v] + run, i % RUN));
+      for (int v = 0; v < DOT_VECTORS; v++) weights[v] = cast<__m256i>(unsigned_weights<BITS>(w + run + v * DOT_BYTES, i % RUN));
       AIOINFER_UNROLL
       for (int r = 0; r < ROWS; r++) {
         const __m256i x = _mm256_set1_epi32(load<int32_t>(a[r] + (unit + i) * UNIT));
@@ -153,14 +156,14 @@ AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t
 template <int BITS, int ROWS, bool FETCH>
   requires(BITS == 8)
 AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
-                                  const char* const (&w)[DOT_VECTORS], int64_t units, int64_t ahead) {
+                                  const char* w, int64_t units) {
   const __m256i ones = _mm256_set1_epi16(1);
   for (int64_t unit = 0; unit < units; unit++) {
-    fetch<FETCH>(w, unit * LINE + ahead);
+    fetch<FETCH>(w + unit * LINE);
     __m256i weights[DOT_VECTORS], sizes[DOT_VECTORS];
     AIOINFER_UNROLL
     for (int v = 0; v < DOT_VECTORS; v++) {
-      weights[v] = load<__m256i>(w[v] + unit * LINE);
+      weights[v] = load<__m256i>(w + unit * LINE + v * DOT_BYTES);
       sizes[v] = _mm256_abs_epi8(weights[v]);
     }
     AIOINFER_UNROLL
@@ -195,20 +198,19 @@ AIOINFER_INLINE Whole dot(Whole sums, Quads w, int32_t a) {
 #endif
 }
 
-// sums[r][v] += products of ``units`` units of the rows with vector v. FETCH: the same places ``ahead`` bytes further
-// on are needed next.
+// sums[r][v] += products of ``units`` units of the rows with vector v. FETCH: weights come from memory.
 template <int BITS, int ROWS, bool FETCH>
 AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
-                                  const char* const (&w)[DOT_VECTORS], int64_t units, int64_t ahead) {
+                                  const char* w, int64_t units) {
   constexpr int RUN = RUN_UNITS<BITS>;
   for (int64_t unit = 0; unit < units; unit += RUN) {
     const int64_t run = unit / RUN * RUN_LINES<BITS> * LINE;
-    fetch_run<BITS, FETCH>(w, run + ahead);
+    fetch_run<BITS, FETCH>(w + run);
     AIOINFER_UNROLL
     for (int i = 0; i < RUN; i++) {
       Quads weights[DOT_VECTORS];
       AIOINFER_UNROLL
-      for (int v = 0; v < DOT_VECTORS; v++) weights[v] = unsigned_weights<BITS>(w[v] + run, i);
+      for (int v = 0; v < DOT_VECTORS; v++) weights[v] = unsigned_weights<BITS>(w + run + v * DOT_BYTES, i);
       AIOINFER_UNROLL
       for (int r = 0; r < ROWS; r++) {
         const int32_t x = load<int32_t>(a[r] + (unit + i) * UNIT);

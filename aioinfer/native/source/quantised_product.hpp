@@ -1,97 +1,88 @@
-// Rows of rounded activations times strips of quantised weights; see quantised.hpp for the arithmetic.
+// Rows of rounded activations times panels of quantised weights; see quantised.hpp for the arithmetic.
 #pragma once
 
 #include "quantised_tiles.hpp"
 
 namespace aioinfer {
 
-// Rows [row, row + ROWS) times DOT_STRIPS strips, into rows of QUANTISED_PANEL. Memory is read faster where FETCH prefetches
-// the strips ``ahead`` bytes further on, which are needed next: the processor's own prefetching starts anew in every strip.
+// Rows [row, row + ROWS) times DOT_OUTPUTS of a panel from ``output`` on, into rows of QUANTISED_PANEL. FETCH: weights
+// come from memory, which is read faster where it is prefetched.
 template <int BITS, bool FETCH, int ROWS>
-__attribute__((noinline)) void multiply_strips(const RoundedRows& a, int64_t row, const QuantisedWeights& w,
-                                               int64_t strip, int64_t ahead, float* to) {
-  constexpr int64_t APART = DOT_LANES == STRIP ? 0 : DOT_LANES;  // lanes from vector to vector within a strip
-  const int64_t size = w.factor_bytes(), units = w.shape.group / UNIT, units_bytes = w.units_bytes();
-  const int64_t steps = w.steps_bytes(), factors_bytes = w.factors_bytes(), header = w.header_bytes();
-  const int64_t groups = w.shape.groups(), in_block = w.block(), block_bytes = w.block_bytes();
-  const int64_t strip_bytes = APART ? 0 : w.strip_bytes();
+__attribute__((noinline)) void multiply_outputs(const RoundedRows& a, int64_t row, const QuantisedWeights& w,
+                                                int64_t panel, int output, float* to) {
+  const int64_t size = w.factor_bytes(), units = w.shape.group / UNIT, groups = w.shape.groups();
   const int32_t zero = BITS == 8 ? EIGHT_BIT_ZERO : w.offsets ? 0 : 1 << (BITS - 1);
-  const char* block = w.strip(strip);
+  PanelGroups at(w, panel);
   const int8_t* values[ROWS];
   const RowGroup* row_groups[ROWS];
   Reals totals[ROWS][DOT_VECTORS] = {};
   AIOINFER_UNROLL
   for (int r = 0; r < ROWS; r++) values[r] = a.values(row + r), row_groups[r] = a.groups(row + r);
-  for (int64_t g = 0; g < groups; block += block_bytes) {
-    const char* blocks[DOT_VECTORS];
+  for (int64_t g = 0; g < groups; g++) {
+    at.advance([&](const char* from, int64_t bytes) {
+      for (int64_t line = 0; line < bytes; line += DOT_OUTPUTS * UNIT) fetch<FETCH>(from + line);
+    });
+    Whole sums[ROWS][DOT_VECTORS];
     AIOINFER_UNROLL
-    for (int v = 0; v < DOT_VECTORS; v++) blocks[v] = block + v * strip_bytes;
-    for (int64_t line = 0; line < header; line += LINE) fetch<FETCH>(blocks, line + ahead);
-    for (int64_t i = 0; i < in_block; i++, g++) {
-      const char* vectors[DOT_VECTORS];
-      Whole sums[ROWS][DOT_VECTORS];
+    for (int r = 0; r < ROWS; r++) {
+      const Whole start = zero == 0 ? Whole{} : Whole{} - zero * row_groups[r][g].sum;
       AIOINFER_UNROLL
-      for (int v = 0; v < DOT_VECTORS; v++) vectors[v] = blocks[v] + header + i * units_bytes + v * APART * UNIT;
-      AIOINFER_UNROLL
-      for (int r = 0; r < ROWS; r++) {
-        const Whole start = zero == 0 ? Whole{} : Whole{} - zero * row_groups[r][g].sum;
-        AIOINFER_UNROLL
-        for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] = start;
-      }
-      add_products<BITS, ROWS, FETCH>(sums, values, vectors, units, ahead);
-      AIOINFER_UNROLL
-      for (int v = 0; v < DOT_VECTORS; v++) {
-        const char* factors = blocks[v] + steps + i * factors_bytes + v * APART * size;
-        const char* own = blocks[v] + v * APART * sizeof(float);
-        const Reals scales = load_factors(factors, w.precision, own);
-        if (w.offsets) {
-          const Reals offsets = load_factors(factors + STRIP * size, w.precision, own + STRIP * sizeof(float));
-          AIOINFER_UNROLL
-          for (int r = 0; r < ROWS; r++)
-            totals[r][v] = fused(Reals{} + row_groups[r][g].offset_factor, offsets, totals[r][v]);
-        }
+      for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] = start;
+    }
+    add_products<BITS, ROWS, FETCH>(sums, values, at.units + output * UNIT, units);
+    AIOINFER_UNROLL
+    for (int v = 0; v < DOT_VECTORS; v++) {
+      const int64_t lane = output + v * DOT_LANES;
+      const char *factors = at.factors + lane * size, *steps = at.steps + lane * sizeof(float);
+      const Reals scales = load_factors(factors, w.precision, steps);
+      if (w.offsets) {
+        const Reals offsets =
+            load_factors(factors + QUANTISED_PANEL * size, w.precision, steps + QUANTISED_PANEL * sizeof(float));
         AIOINFER_UNROLL
         for (int r = 0; r < ROWS; r++)
-          totals[r][v] =
-              fused(__builtin_convertvector(sums[r][v], Reals) * row_groups[r][g].factor, scales, totals[r][v]);
+          totals[r][v] = fused(Reals{} + row_groups[r][g].offset_factor, offsets, totals[r][v]);
       }
       AIOINFER_UNROLL
-      for (int r = 0; r < ROWS; r++) values[r] += w.shape.group;
+      for (int r = 0; r < ROWS; r++)
+        totals[r][v] =
+            fused(__builtin_convertvector(sums[r][v], Reals) * row_groups[r][g].factor, scales, totals[r][v]);
     }
+    AIOINFER_UNROLL
+    for (int r = 0; r < ROWS; r++) values[r] += w.shape.group;
   }
   AIOINFER_UNROLL
   for (int r = 0; r < ROWS; r++)
     AIOINFER_UNROLL
-    for (int v = 0; v < DOT_VECTORS; v++) store(to + r * QUANTISED_PANEL + v * DOT_LANES, totals[r][v]);
+    for (int v = 0; v < DOT_VECTORS; v++) store(to + r * QUANTISED_PANEL + output + v * DOT_LANES, totals[r][v]);
 }
 
 // The kernel of a number of rows, at most DOT_ROWS.
-using StripKernel = void (*)(const RoundedRows&, int64_t, const QuantisedWeights&, int64_t, int64_t, float*);
+using OutputsKernel = void (*)(const RoundedRows&, int64_t, const QuantisedWeights&, int64_t, int, float*);
 
 template <int BITS, bool FETCH, int... ROWS>
-StripKernel strip_kernel(int64_t rows, std::integer_sequence<int, ROWS...>) {
-  static constexpr StripKernel KERNELS[] = {&multiply_strips<BITS, FETCH, ROWS + 1>...};
+OutputsKernel outputs_kernel(int64_t rows, std::integer_sequence<int, ROWS...>) {
+  static constexpr OutputsKernel KERNELS[] = {&multiply_outputs<BITS, FETCH, ROWS + 1>...};
   return KERNELS[rows - 1];
 }
 
-inline StripKernel strip_kernel(int bits, int64_t rows, bool fetch) {
+inline OutputsKernel outputs_kernel(int bits, int64_t rows, bool fetch) {
   constexpr auto ALL = std::make_integer_sequence<int, DOT_ROWS>{};
-  if (bits == 4) return fetch ? strip_kernel<4, true>(rows, ALL) : strip_kernel<4, false>(rows, ALL);
-  if (bits == 6) return fetch ? strip_kernel<6, true>(rows, ALL) : strip_kernel<6, false>(rows, ALL);
-  return fetch ? strip_kernel<8, true>(rows, ALL) : strip_kernel<8, false>(rows, ALL);
+  if (bits == 4) return fetch ? outputs_kernel<4, true>(rows, ALL) : outputs_kernel<4, false>(rows, ALL);
+  if (bits == 6) return fetch ? outputs_kernel<6, true>(rows, ALL) : outputs_kernel<6, false>(rows, ALL);
+  return fetch ? outputs_kernel<8, true>(rows, ALL) : outputs_kernel<8, false>(rows, ALL);
 }
 
-// Rows that go past a strip while it stays in the first cache, in blocks of equal height.
+// Rows that go past a panel while it stays in the first cache, in blocks of equal height.
 constexpr int64_t BAND = 32;
 
-// Rows [first, first + rows), at most BAND, times a panel; those that read it first prefetch what is ``ahead``.
+// Rows [first, first + rows), at most BAND, times a panel; ``fetch``: which comes from memory.
 inline void multiply_band(const RoundedRows& a, int64_t first, int64_t rows, const QuantisedWeights& w, int64_t panel,
-                          int64_t ahead, float* sums) {
+                          bool fetch, float* sums) {
   const int64_t blocks = (rows + DOT_ROWS - 1) / DOT_ROWS, height = (rows + blocks - 1) / blocks;
-  for (int half = 0; half < 2; half += DOT_STRIPS)
+  for (int output = 0; output < QUANTISED_PANEL; output += DOT_OUTPUTS)
     for (int64_t row = 0; row < rows; row += height) {
-      const StripKernel kernel = strip_kernel(w.shape.bits, std::min(height, rows - row), row == 0 && ahead != 0);
-      kernel(a, first + row, w, 2 * panel + half, ahead, sums + row * QUANTISED_PANEL + half * STRIP);
+      const OutputsKernel kernel = outputs_kernel(w.shape.bits, std::min(height, rows - row), fetch && row == 0);
+      kernel(a, first + row, w, panel, output, sums + row * QUANTISED_PANEL);
     }
 }
 
@@ -107,7 +98,7 @@ class PanelSink {
       for (int64_t row = 0; row < rows; row++)
         for (int i = 0; i < QUANTISED_PANEL; i++) sums[row * QUANTISED_PANEL + i] += bias[i];
     const int64_t count = std::min(PARTS, parts_ - panel * PARTS);
-    sink_({first, rows, panel * PARTS, count, sums, QUANTISED_PANEL, width_, w_.shape.gated ? STRIP : LANES});
+    sink_({first, rows, panel * PARTS, count, sums, QUANTISED_PANEL, width_, w_.shape.gated ? QUANTISED_PANEL / 2 : LANES});
   }
 
  private:
@@ -120,16 +111,15 @@ class PanelSink {
 inline void multiply_tile_panels(const RoundedRows& a, const QuantisedWeights& w, int64_t first, int64_t last,
                                  int64_t from, int64_t to, const PanelSink& sink) {
   thread_local TileInputs own_inputs;
-  thread_local TileStrip own_strips[2];
+  thread_local TileOutputs own_halves[2];
   TileInputs& inputs = own_inputs;  // finding them takes a call
-  TileStrip(&strips)[2] = own_strips;
+  TileOutputs(&halves)[2] = own_halves;
   alignas(64) float sums[tiles::SIDE * QUANTISED_PANEL];
   inputs.set(a, first, last - first, w.shape);
   for (int64_t panel = from; panel < to; panel++) {
-    const int64_t ahead = panel + 1 < w.panels() ? w.panel_bytes() : 0;
-    for (int half = 0; half < 2; half++) strips[half].unpack(w, 2 * panel + half, ahead);
+    for (int half = 0; half < 2; half++) halves[half].unpack(w, panel, half * tiles::SIDE);
     for (int64_t row = 0; row < last - first; row += tiles::SIDE) {
-      for (int half = 0; half < 2; half++) strips[half].multiply(inputs, row, w, sums + half * STRIP);
+      for (int half = 0; half < 2; half++) halves[half].multiply(inputs, row, w, sums + half * tiles::SIDE);
       sink(first + row, std::min<int64_t>(tiles::SIDE, last - first - row), panel, sums);
     }
   }
@@ -152,10 +142,9 @@ void multiply_rounded(const RoundedRows& a, const QuantisedWeights& w, int64_t f
   }
   alignas(64) float sums[BAND * QUANTISED_PANEL];
   for (int64_t panel = from; panel < to; panel++) {
-    const int64_t ahead = panel + 1 < w.panels() ? w.panel_bytes() : 0;
     for (int64_t row = first; row < last; row += BAND) {
       const int64_t rows = std::min(BAND, last - row);
-      multiply_band(a, row, rows, w, panel, row == first ? ahead : 0, sums);
+      multiply_band(a, row, rows, w, panel, row == first, sums);
       panel_sink(row, rows, panel, sums);
     }
   }

@@ -1,6 +1,6 @@
 // Products of quantised weights by tiles: 16 rows at a time times panels that are unpacked to bytes.
 //
-//     activations                       weights of a strip, unpacked           sums of a group
+//     activations                       weights of 16 outputs, unpacked          sums of a group
 //     ┌ 16 rows x 64 numbers ┐    x     ┌ 16 units x 16 outputs ┐      ->      16 x 16 numbers of 32 bits
 //
 // Sums are exact, and what becomes of them is the arithmetic of quantised.hpp: results have the bits of other kernels. A group
@@ -16,7 +16,7 @@ constexpr int64_t LEAST_TILE_ROWS = 24;
 // Numbers of the inner dimension that a tile has.
 constexpr int64_t TILE_NUMBERS = tiles::SIDE * UNIT;
 // Vectors of a row of a tile.
-constexpr int TILE_VECTORS = STRIP / DOT_LANES;
+constexpr int TILE_VECTORS = tiles::SIDE / DOT_LANES;
 
 // Whether so many rows are multiplied by tiles.
 inline bool by_tiles(const QuantisedShape& shape, int64_t rows) {
@@ -54,20 +54,20 @@ class TileInputs {
   int64_t depth_ = 0, groups_ = 0;
 };
 
-// A strip as tiles of its groups one after the other, and its scales and offsets as floats.
-class TileStrip {
+// Half of a panel as tiles of its groups one after the other, and its scales and offsets as floats.
+class TileOutputs {
  public:
-  // Unpack a strip; what is ``ahead`` bytes further on is needed next.
-  void unpack(const QuantisedWeights& w, int64_t strip, int64_t ahead) {
+  // Unpack the outputs of a panel from one on.
+  void unpack(const QuantisedWeights& w, int64_t panel, int output) {
     const int64_t groups = w.shape.groups();
     steps_ = w.shape.group / TILE_NUMBERS;
-    grow(tiles_, groups * steps_ * tiles::BYTES), grow(factors_, groups * 2 * STRIP);
+    grow(tiles_, groups * steps_ * tiles::BYTES), grow(factors_, groups * 2 * tiles::SIDE);
     const auto unpack_groups =
-        w.shape.bits == 4 ? &TileStrip::groups<4> : w.shape.bits == 6 ? &TileStrip::groups<6> : &TileStrip::groups<8>;
-    (this->*unpack_groups)(w, w.strip(strip), ahead);
+        w.shape.bits == 4 ? &TileOutputs::groups<4> : w.shape.bits == 6 ? &TileOutputs::groups<6> : &TileOutputs::groups<8>;
+    (this->*unpack_groups)(w, panel, output);
   }
 
-  // The block of rows from ``row`` on times the strip, into rows of QUANTISED_PANEL.
+  // The block of rows from ``row`` on times the outputs, into rows of QUANTISED_PANEL.
   void multiply(const TileInputs& a, int64_t row, const QuantisedWeights& w, float* to) const {
     if (w.offsets)
       multiply<true>(a.tiles(row), a.factors(row), w.shape.groups(), to);
@@ -91,7 +91,7 @@ class TileStrip {
       each([&](auto index) {
         const int64_t group = first + index;
         if (group < groups)
-          scale<OFFSETS, index>(factors_.data() + group * 2 * STRIP, row_factors + group * 2 * tiles::SIDE, totals);
+          scale<OFFSETS, index>(factors_.data() + group * 2 * tiles::SIDE, row_factors + group * 2 * tiles::SIDE, totals);
       });
     }
     AIOINFER_UNROLL
@@ -103,32 +103,34 @@ class TileStrip {
   typedef int8_t Bytes __attribute__((vector_size(DOT_LANES * UNIT)));
 
   template <int BITS>
-  void groups(const QuantisedWeights& w, const char* block, int64_t ahead) {
+  void groups(const QuantisedWeights& w, int64_t panel, int output) {
     constexpr int RUN = RUN_UNITS<BITS>;
-    const int64_t units = w.shape.group / UNIT, header = w.header_bytes(), size = w.factor_bytes();
+    const int64_t units = w.shape.group / UNIT, size = w.factor_bytes();
     const int8_t number = BITS == 8 || w.offsets ? 0 : 1 << (BITS - 1);
     const Bytes zero = Bytes{} + number;
     char* to = tiles_.data();
     float* factors = factors_.data();
-    for (int64_t g = 0; g < w.shape.groups(); block += w.block_bytes()) {
-      for (int64_t line = 0; line < w.block_bytes(); line += LINE) __builtin_prefetch(block + line + ahead, 0, 2);
-      for (int64_t i = 0; i < w.block(); i++, g++, factors += 2 * STRIP, to += steps_ * tiles::BYTES) {
-        const char* own = block + w.steps_bytes() + i * w.factors_bytes();
+    PanelGroups at(w, panel);
+    auto fetch = [&](const char* from, int64_t bytes) {
+      for (int64_t line = output * UNIT; line < bytes; line += LINE) __builtin_prefetch(from + line + AHEAD);
+    };
+    for (int64_t g = 0; g < w.shape.groups(); g++, factors += 2 * tiles::SIDE) {
+      at.advance(fetch);
+      fetch(at.units, w.units_bytes());
+      AIOINFER_UNROLL
+      for (int v = 0; v < TILE_VECTORS; v++)
+        for (int kind = 0; kind < w.kinds(); kind++) {
+          const int64_t lane = kind * QUANTISED_PANEL + output + v * DOT_LANES;
+          store(factors + kind * tiles::SIDE + v * DOT_LANES,
+                load_factors(at.factors + lane * size, w.precision, at.steps + lane * sizeof(float)));
+        }
+      const char* from = at.units + output * UNIT;
+      for (int64_t unit = 0; unit < units; unit += RUN, from += RUN_LINES<BITS> * LINE, to += RUN * tiles::ROW)
         AIOINFER_UNROLL
-        for (int v = 0; v < TILE_VECTORS; v++)
-          for (int kind = 0; kind < w.kinds(); kind++)
-            store(factors + kind * STRIP + v * DOT_LANES,
-                  load_factors(own + (kind * STRIP + v * DOT_LANES) * size, w.precision,
-                               block + (kind * STRIP + v * DOT_LANES) * sizeof(float)));
-        const char* from = block + header + i * w.units_bytes();
-        char* at = to;
-        for (int64_t unit = 0; unit < units; unit += RUN, from += RUN_LINES<BITS> * LINE, at += RUN * LINE)
+        for (int j = 0; j < RUN; j++)
           AIOINFER_UNROLL
-          for (int j = 0; j < RUN; j++)
-            AIOINFER_UNROLL
-            for (int v = 0; v < TILE_VECTORS; v++)
-              store(at + j * LINE + v * DOT_LANES * UNIT, weights<BITS>(from + v * DOT_LANES * UNIT, j) - zero);
-      }
+          for (int v = 0; v < TILE_VECTORS; v++)
+            store(to + j * tiles::ROW + v * DOT_BYTES, weights<BITS>(from + v * DOT_BYTES, j) - zero);
     }
   }
 
@@ -153,14 +155,14 @@ class TileStrip {
   // Add the sums in a tile to the totals of 16 rows.
   template <bool OFFSETS, int INDEX>
   static AIOINFER_INLINE void scale(const float* factors, const float* of_rows, Reals (&totals)[tiles::SIDE][TILE_VECTORS]) {
-    alignas(64) int32_t sums[tiles::SIDE * STRIP];
+    alignas(64) int32_t sums[tiles::SIDE * tiles::SIDE];
     tiles::store<INDEX>(sums, tiles::ROW);
     AIOINFER_UNROLL
     for (int v = 0; v < TILE_VECTORS; v++) {
-      const Reals scales = load<Reals>(factors + v * DOT_LANES), offsets = load<Reals>(factors + STRIP + v * DOT_LANES);
+      const Reals scales = load<Reals>(factors + v * DOT_LANES), offsets = load<Reals>(factors + tiles::SIDE + v * DOT_LANES);
       AIOINFER_UNROLL
       for (int r = 0; r < tiles::SIDE; r++) {
-        const Whole sum = load<Whole>(sums + r * STRIP + v * DOT_LANES);
+        const Whole sum = load<Whole>(sums + r * tiles::SIDE + v * DOT_LANES);
         if (OFFSETS) totals[r][v] = fused(broadcast(of_rows + tiles::SIDE + r), offsets, totals[r][v]);
         totals[r][v] = fused(__builtin_convertvector(sum, Reals) * broadcast(of_rows + r), scales, totals[r][v]);
       }
