@@ -1,14 +1,14 @@
 // Quantised weights of 4, 6 or 8 bits, and their products with activations of 8 bits, as integers.
 //
-//   activations, row by row              weights, in panels of 32 outputs
-//   ┌ row 0: group 0 | group 1 | .. ┐    ┌ panel 0: factors, units | factors, units | .. ┐   a unit is 4 neighbours along
-//   │ row 1: group 0 | group 1 | .. │    │ panel 1: factors, units | factors, units | .. │   the inner dimension
+//   activations, row by row              weights, in strips of 32 outputs or 16
+//   ┌ row 0: group 0 | group 1 | .. ┐    ┌ strip 0: factors, units | factors, units | .. ┐   a unit is 4 neighbours along
+//   │ row 1: group 0 | group 1 | .. │    │ strip 1: factors, units | factors, units | .. │   the inner dimension
 //   └                               ┘    └                                               ┘
 //
-// A group is a run of the inner dimension; the last one, or the only one, is padded. A panel has a group's scales and offsets,
-// its factors, before its units, or those of two groups that fill a line of the cache together. A block is a group, or
-// several whose factors have steps in common, which lie before them. Products read panels from their beginning to their end, as one
-// stream: of two streams side by side a core of Zen 5 reads four fifths as much. Within a group, a weight of an output is
+// A group is a run of the inner dimension; the last one, or the only one, is padded. A strip has a group's scales and offsets,
+// its factors, before its units, or those of a span of groups that fill a line of the cache together. A block is a group, or
+// several whose factors have steps in common, which lie before them. Strips are as wide as what vectors multiply at once:
+// products read memory as one stream, as of two side by side a core of Zen 5 reads four fifths as much. Within a group, a weight of an output is
 // scale * q + offset, and an activation of a row is factor * a, with whole numbers q and a. With the exact 32-bit sums
 //   S = sum of q * a,   A = sum of a
 // a result is, over the groups in ascending order,
@@ -26,12 +26,16 @@
 #include <vector>
 
 #include "checks.hpp"
+#include "quantised_lanes.hpp"
 #include "weights.hpp"
 
 namespace aioinfer {
 
-// Outputs of a panel, which lie together; of gated weights, 16 gates and what they gate.
+// Outputs of a panel; of gated weights, 16 gates and what they gate.
 constexpr int QUANTISED_PANEL = 32;
+// Outputs of a strip, which lie together; a panel has one or two.
+constexpr int STRIP = DOT_VECTORS * DOT_LANES;
+constexpr int STRIPS = QUANTISED_PANEL / STRIP;
 // Numbers of the inner dimension that a product adds up at once.
 constexpr int UNIT = 4;
 // Groups are multiples of this; those of weights of 4 bits of twice as much.
@@ -101,7 +105,7 @@ class RoundedRows {
   int64_t rows_ = 0, inner_ = 0, group_ = 0, depth_ = 0, groups_ = 0;
 };
 
-// Weights in panels, with a bias or without. Those of 8 bits are signed. Those of 4 and 6 bits are unsigned, and
+// Weights in strips, with a bias or without. Those of 8 bits are signed. Those of 4 and 6 bits are unsigned, and
 // without offsets a weight is scale * (q - 8), or scale * (q - 32).
 class QuantisedWeights {
  public:
@@ -141,25 +145,31 @@ class QuantisedWeights {
   int64_t bytes() const { return panels() * panel_bytes(); }
   int64_t panels() const { return (shape.outputs + panel_outputs() - 1) / panel_outputs(); }
   int panel_outputs() const { return shape.gated ? QUANTISED_PANEL / 2 : QUANTISED_PANEL; }
-  int64_t panel_bytes() const { return shape.groups() / block() * block_bytes(); }
+  int64_t panel_bytes() const { return STRIPS * strip_bytes(); }
+  int64_t strip_bytes() const { return shape.groups() / block() * block_bytes(); }
   // The groups of a block.
   int64_t block() const { return precision == Precision::STEPS ? STEP_NUMBERS / shape.group : 1; }
   int64_t block_bytes() const { return steps_bytes() + block() * (factors_bytes() + units_bytes()); }
-  // The groups whose factors fill a line of the cache or several.
-  int64_t span() const { return factors_bytes() % 64 ? 2 : 1; }
+  // The groups whose factors lie together.
+  int64_t span() const {
+    const int64_t groups = precision == Precision::STEPS ? block() : shape.groups();
+    int64_t count = std::max<int64_t>(1, 64 / factors_bytes());
+    while (groups % count) count /= 2;
+    return count;
+  }
   int64_t span_bytes() const { return span() * (factors_bytes() + units_bytes()); }
   // Of scales, and of offsets if there are any.
-  int64_t steps_bytes() const { return precision == Precision::STEPS ? kinds() * QUANTISED_PANEL * sizeof(float) : 0; }
-  int64_t factors_bytes() const { return kinds() * QUANTISED_PANEL * factor_bytes(); }
+  int64_t steps_bytes() const { return precision == Precision::STEPS ? kinds() * STRIP * sizeof(float) : 0; }
+  int64_t factors_bytes() const { return kinds() * STRIP * factor_bytes(); }
   int64_t factor_bytes() const {
     return precision == Precision::FLOAT32 ? 4 : precision == Precision::STEPS ? 1 : 2;
   }
-  int64_t units_bytes() const { return shape.group * QUANTISED_PANEL * shape.bits / 8; }
+  int64_t units_bytes() const { return shape.group * STRIP * shape.bits / 8; }
   int kinds() const { return offsets ? 2 : 1; }
 
   const char* data() const { return data_; }
   bool mapped() const { return memory_.as<char>() == nullptr; }
-  const char* panel(int64_t index) const { return data_ + index * panel_bytes(); }
+  const char* strip(int64_t index) const { return data_ + index * strip_bytes(); }
   // Of the outputs of a panel; null if there is none.
   const float* bias(int64_t panel) const { return bias_.empty() ? nullptr : &bias_[panel * QUANTISED_PANEL]; }
 
@@ -168,29 +178,29 @@ class QuantisedWeights {
   bool offsets;
 
  private:
-  // All weights of an output of a panel: put(index, value).
+  // All weights of an output of a strip: put(index, value).
   template <class Put>
-  void each(int64_t panel, int output, Put&& put) const;
-  // Row of the matrix that an output of a panel is; -1 for padding.
-  int64_t source(int64_t panel, int output) const;
-  // Call put(panel, output, row) for all outputs but padding.
+  void each(int64_t strip, int lane, Put&& put) const;
+  // Row of the matrix that an output of a strip is; -1 for padding.
+  int64_t source(int64_t strip, int lane) const;
+  // Call put(strip, lane, row) for all outputs but padding.
   template <class Put>
   void fill(ThreadPool& pool, Put&& put);
-  void set_group(int64_t panel, int output, int64_t group, float scale, float offset, const uint8_t* values);
+  void set_group(int64_t strip, int lane, int64_t group, float scale, float offset, const uint8_t* values);
   // Steps of the block of a group: nothing where factors have none.
-  void set_steps(int64_t panel, int output, int64_t group, float scale, float offset);
+  void set_steps(int64_t strip, int lane, int64_t group, float scale, float offset);
   // The scale of a group, or its offset.
-  void set_factor(int64_t panel, int output, int64_t group, int kind, float value);
-  float factor(int64_t panel, int output, int64_t group, int kind) const;
-  int64_t block_at(int64_t panel, int64_t group) const { return panel * panel_bytes() + group / block() * block_bytes(); }
-  int64_t units_at(int64_t panel, int64_t group) const {
-    return span_at(panel, group) + span() * factors_bytes() + group % span() * units_bytes();
+  void set_factor(int64_t strip, int lane, int64_t group, int kind, float value);
+  float factor(int64_t strip, int lane, int64_t group, int kind) const;
+  int64_t block_at(int64_t strip, int64_t group) const { return strip * strip_bytes() + group / block() * block_bytes(); }
+  int64_t units_at(int64_t strip, int64_t group) const {
+    return span_at(strip, group) + span() * factors_bytes() + group % span() * units_bytes();
   }
-  int64_t span_at(int64_t panel, int64_t group) const {
-    return block_at(panel, group) + steps_bytes() + group % block() / span() * span_bytes();
+  int64_t span_at(int64_t strip, int64_t group) const {
+    return block_at(strip, group) + steps_bytes() + group % block() / span() * span_bytes();
   }
-  int64_t factor_at(int64_t panel, int output, int64_t group, int kind) const {
-    return span_at(panel, group) + group % span() * factors_bytes() + (kind * QUANTISED_PANEL + output) * factor_bytes();
+  int64_t factor_at(int64_t strip, int lane, int64_t group, int kind) const {
+    return span_at(strip, group) + group % span() * factors_bytes() + (kind * STRIP + lane) * factor_bytes();
   }
 
   Memory memory_;
@@ -198,11 +208,11 @@ class QuantisedWeights {
   std::vector<float> bias_;
 };
 
-// The groups of a panel, one after the other, in the order of memory.
-class PanelGroups {
+// The groups of a strip, one after the other, in the order of memory.
+class StripGroups {
  public:
-  PanelGroups(const QuantisedWeights& w, int64_t panel)
-      : next_(w.panel(panel)), in_block_(w.block() - 1), in_span_(w.span() - 1), steps_bytes_(w.steps_bytes()),
+  StripGroups(const QuantisedWeights& w, int64_t strip)
+      : next_(w.strip(strip)), in_block_(w.block() - 1), in_span_(w.span() - 1), steps_bytes_(w.steps_bytes()),
         factors_bytes_(w.factors_bytes()), units_bytes_(w.units_bytes()) {}
 
   // Go to the next group, the first one at first; call passed(from, bytes) for steps and factors that come before it.

@@ -1,39 +1,12 @@
-// Sums of products of a group, on the instructions that the processor has.
-//
-//   AVX-512 VNNI, AVX-VNNI    unsigned weights times signed activations, four products a lane
-//   AVX2                      the same in two steps by way of 16 bits, arranged so that nothing saturates
-//   others                    a model of the first in plain C++, which also is its test elsewhere
-//
-// All of them give the same sums, exactly.
+// Sums of products of a group, exactly; see quantised_lanes.hpp.
 #pragma once
 
 #include "quantised.hpp"
 
 namespace aioinfer {
 
-// AIOINFER_PLAIN_DOT compiles the model on any processor: with so many lanes, 8 or 16.
-#if !defined(AIOINFER_PLAIN_DOT)
-#if defined(__AVX512VNNI__)
-#define AIOINFER_DOT_512
-#elif defined(__AVXVNNI__)
-#define AIOINFER_DOT_256
-#elif defined(__AVX2__)
-#define AIOINFER_DOT_AVX2
-#endif
-#endif
-
-#if defined(AIOINFER_DOT_512) || AIOINFER_PLAIN_DOT == 16
-constexpr int DOT_LANES = 16;
-#else
-constexpr int DOT_LANES = 8;
-#endif
-// The vectors that a block of rows multiplies at once, and their outputs: a panel or half of one.
-constexpr int DOT_VECTORS = 2;
-constexpr int DOT_OUTPUTS = DOT_VECTORS * DOT_LANES;
-// The most rows of such a block: the sums of all fill about half of the registers.
-constexpr int DOT_ROWS = DOT_LANES == 16 ? 8 : 4;
-constexpr int LINE = QUANTISED_PANEL * UNIT;  // bytes of a unit of a panel
-constexpr int DOT_BYTES = DOT_LANES * UNIT;   // of which a vector has so many
+constexpr int LINE = STRIP * UNIT;           // bytes of a unit of a strip
+constexpr int DOT_BYTES = DOT_LANES * UNIT;  // of which a vector has so many
 
 typedef int32_t Whole __attribute__((vector_size(DOT_LANES * 4)));
 typedef uint32_t Quads __attribute__((vector_size(DOT_LANES * 4)));
@@ -54,12 +27,12 @@ AIOINFER_INLINE Reals fused(Reals a, Reals b, Reals c) {
 // How far ahead of what is read memory is prefetched: about as far as a core reads while it waits for an access.
 constexpr int64_t AHEAD = 5120;
 
-// When DOT_VECTORS of a unit are read, or do not, prefetch those AHEAD.
+// Prefetch what is AHEAD of bytes that are read, or do not.
 template <bool FETCH>
-AIOINFER_INLINE void fetch(const char* unit) {
+AIOINFER_INLINE void fetch(const char* from, int64_t bytes = LINE) {
   if constexpr (!FETCH) return;
   AIOINFER_UNROLL
-  for (int at = 0; at < DOT_OUTPUTS * UNIT; at += 64) __builtin_prefetch(unit + AHEAD + at);
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + AHEAD + at);
 }
 
 // DOT_LANES whole numbers of one byte or two.
@@ -105,13 +78,6 @@ AIOINFER_INLINE Quads unsigned_weights(const char* run, int unit) {
   return lower | ((unit < 2 ? upper << (4 - 2 * unit) : upper >> (2 * unit - 4)) & 0x30303030u);
 }
 
-// The same for a run.
-template <int BITS, bool FETCH>
-AIOINFER_INLINE void fetch_run(const char* run) {
-  AIOINFER_UNROLL
-  for (int line = 0; line < RUN_LINES<BITS>; line++) fetch<FETCH>(run + line * LINE);
-}
-
 #if defined(AIOINFER_DOT_AVX2)
 
 // What the products of weights of 8 bits are taken of: the weight itself.
@@ -131,7 +97,7 @@ AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t
     AIOINFER_UNROLL
     for (int i = 0; i < STEP; i++) {
       const int64_t run = (unit + i) / RUN * RUN_LINES<BITS> * LINE;
-      if (i % RUN == 0) fetch_run<BITS, FETCH>(w + run);
+      if (i % RUN == 0) fetch<FETCH>(w + run, RUN_LINES<BITS> * LINE);
       __m256i weights[DOT_VECTORS];
       AIOINFER_UNROLL
       for (int v = 0; v < DOT_VECTORS; v++) weights[v] = cast<__m256i>(unsigned_weights<BITS>(w + run + v * DOT_BYTES, i % RUN));
@@ -205,7 +171,7 @@ AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t
   constexpr int RUN = RUN_UNITS<BITS>;
   for (int64_t unit = 0; unit < units; unit += RUN) {
     const int64_t run = unit / RUN * RUN_LINES<BITS> * LINE;
-    fetch_run<BITS, FETCH>(w + run);
+    fetch<FETCH>(w + run, RUN_LINES<BITS> * LINE);
     AIOINFER_UNROLL
     for (int i = 0; i < RUN; i++) {
       Quads weights[DOT_VECTORS];

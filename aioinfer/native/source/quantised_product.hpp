@@ -1,27 +1,25 @@
-// Rows of rounded activations times panels of quantised weights; see quantised.hpp for the arithmetic.
+// Rows of rounded activations times strips of quantised weights; see quantised.hpp for the arithmetic.
 #pragma once
 
 #include "quantised_tiles.hpp"
 
 namespace aioinfer {
 
-// Rows [row, row + ROWS) times DOT_OUTPUTS of a panel from ``output`` on, into rows of QUANTISED_PANEL. FETCH: weights
-// come from memory, which is read faster where it is prefetched.
+// Rows [row, row + ROWS) times a strip, into rows of QUANTISED_PANEL. FETCH: the strip comes from memory, which is read
+// faster where it is prefetched.
 template <int BITS, bool FETCH, int ROWS>
-__attribute__((noinline)) void multiply_outputs(const RoundedRows& a, int64_t row, const QuantisedWeights& w,
-                                                int64_t panel, int output, float* to) {
+__attribute__((noinline)) void multiply_strip(const RoundedRows& a, int64_t row, const QuantisedWeights& w,
+                                              int64_t strip, float* to) {
   const int64_t size = w.factor_bytes(), units = w.shape.group / UNIT, groups = w.shape.groups();
   const int32_t zero = BITS == 8 ? EIGHT_BIT_ZERO : w.offsets ? 0 : 1 << (BITS - 1);
-  PanelGroups at(w, panel);
+  StripGroups at(w, strip);
   const int8_t* values[ROWS];
   const RowGroup* row_groups[ROWS];
   Reals totals[ROWS][DOT_VECTORS] = {};
   AIOINFER_UNROLL
   for (int r = 0; r < ROWS; r++) values[r] = a.values(row + r), row_groups[r] = a.groups(row + r);
   for (int64_t g = 0; g < groups; g++) {
-    at.advance([&](const char* from, int64_t bytes) {
-      for (int64_t line = 0; line < bytes; line += DOT_OUTPUTS * UNIT) fetch<FETCH>(from + line);
-    });
+    at.advance([](const char* from, int64_t bytes) { fetch<FETCH>(from, bytes); });
     Whole sums[ROWS][DOT_VECTORS];
     AIOINFER_UNROLL
     for (int r = 0; r < ROWS; r++) {
@@ -29,15 +27,15 @@ __attribute__((noinline)) void multiply_outputs(const RoundedRows& a, int64_t ro
       AIOINFER_UNROLL
       for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] = start;
     }
-    add_products<BITS, ROWS, FETCH>(sums, values, at.units + output * UNIT, units);
+    add_products<BITS, ROWS, FETCH>(sums, values, at.units, units);
     AIOINFER_UNROLL
     for (int v = 0; v < DOT_VECTORS; v++) {
-      const int64_t lane = output + v * DOT_LANES;
+      const int64_t lane = v * DOT_LANES;
       const char *factors = at.factors + lane * size, *steps = at.steps + lane * sizeof(float);
       const Reals scales = load_factors(factors, w.precision, steps);
       if (w.offsets) {
         const Reals offsets =
-            load_factors(factors + QUANTISED_PANEL * size, w.precision, steps + QUANTISED_PANEL * sizeof(float));
+            load_factors(factors + STRIP * size, w.precision, steps + STRIP * sizeof(float));
         AIOINFER_UNROLL
         for (int r = 0; r < ROWS; r++)
           totals[r][v] = fused(Reals{} + row_groups[r][g].offset_factor, offsets, totals[r][v]);
@@ -53,23 +51,23 @@ __attribute__((noinline)) void multiply_outputs(const RoundedRows& a, int64_t ro
   AIOINFER_UNROLL
   for (int r = 0; r < ROWS; r++)
     AIOINFER_UNROLL
-    for (int v = 0; v < DOT_VECTORS; v++) store(to + r * QUANTISED_PANEL + output + v * DOT_LANES, totals[r][v]);
+    for (int v = 0; v < DOT_VECTORS; v++) store(to + r * QUANTISED_PANEL + v * DOT_LANES, totals[r][v]);
 }
 
 // The kernel of a number of rows, at most DOT_ROWS.
-using OutputsKernel = void (*)(const RoundedRows&, int64_t, const QuantisedWeights&, int64_t, int, float*);
+using StripKernel = void (*)(const RoundedRows&, int64_t, const QuantisedWeights&, int64_t, float*);
 
 template <int BITS, bool FETCH, int... ROWS>
-OutputsKernel outputs_kernel(int64_t rows, std::integer_sequence<int, ROWS...>) {
-  static constexpr OutputsKernel KERNELS[] = {&multiply_outputs<BITS, FETCH, ROWS + 1>...};
+StripKernel strip_kernel(int64_t rows, std::integer_sequence<int, ROWS...>) {
+  static constexpr StripKernel KERNELS[] = {&multiply_strip<BITS, FETCH, ROWS + 1>...};
   return KERNELS[rows - 1];
 }
 
-inline OutputsKernel outputs_kernel(int bits, int64_t rows, bool fetch) {
+inline StripKernel strip_kernel(int bits, int64_t rows, bool fetch) {
   constexpr auto ALL = std::make_integer_sequence<int, DOT_ROWS>{};
-  if (bits == 4) return fetch ? outputs_kernel<4, true>(rows, ALL) : outputs_kernel<4, false>(rows, ALL);
-  if (bits == 6) return fetch ? outputs_kernel<6, true>(rows, ALL) : outputs_kernel<6, false>(rows, ALL);
-  return fetch ? outputs_kernel<8, true>(rows, ALL) : outputs_kernel<8, false>(rows, ALL);
+  if (bits == 4) return fetch ? strip_kernel<4, true>(rows, ALL) : strip_kernel<4, false>(rows, ALL);
+  if (bits == 6) return fetch ? strip_kernel<6, true>(rows, ALL) : strip_kernel<6, false>(rows, ALL);
+  return fetch ? strip_kernel<8, true>(rows, ALL) : strip_kernel<8, false>(rows, ALL);
 }
 
 // Rows that go past a panel while it stays in the first cache, in blocks of equal height.
@@ -79,10 +77,10 @@ constexpr int64_t BAND = 32;
 inline void multiply_band(const RoundedRows& a, int64_t first, int64_t rows, const QuantisedWeights& w, int64_t panel,
                           bool fetch, float* sums) {
   const int64_t blocks = (rows + DOT_ROWS - 1) / DOT_ROWS, height = (rows + blocks - 1) / blocks;
-  for (int output = 0; output < QUANTISED_PANEL; output += DOT_OUTPUTS)
+  for (int strip = 0; strip < STRIPS; strip++)
     for (int64_t row = 0; row < rows; row += height) {
-      const OutputsKernel kernel = outputs_kernel(w.shape.bits, std::min(height, rows - row), fetch && row == 0);
-      kernel(a, first + row, w, panel, output, sums + row * QUANTISED_PANEL);
+      const StripKernel kernel = strip_kernel(w.shape.bits, std::min(height, rows - row), fetch && row == 0);
+      kernel(a, first + row, w, STRIPS * panel + strip, sums + row * QUANTISED_PANEL + strip * STRIP);
     }
 }
 
@@ -117,7 +115,7 @@ inline void multiply_tile_panels(const RoundedRows& a, const QuantisedWeights& w
   alignas(64) float sums[tiles::SIDE * QUANTISED_PANEL];
   inputs.set(a, first, last - first, w.shape);
   for (int64_t panel = from; panel < to; panel++) {
-    for (int half = 0; half < 2; half++) halves[half].unpack(w, panel, half * tiles::SIDE);
+    for (int half = 0; half < 2; half++) halves[half].unpack(w, panel, half);
     for (int64_t row = 0; row < last - first; row += tiles::SIDE) {
       for (int half = 0; half < 2; half++) halves[half].multiply(inputs, row, w, sums + half * tiles::SIDE);
       sink(first + row, std::min<int64_t>(tiles::SIDE, last - first - row), panel, sums);

@@ -57,14 +57,14 @@ class TileInputs {
 // Half of a panel as tiles of its groups one after the other, and its scales and offsets as floats.
 class TileOutputs {
  public:
-  // Unpack the outputs of a panel from one on.
-  void unpack(const QuantisedWeights& w, int64_t panel, int output) {
+  // Unpack a half of a panel.
+  void unpack(const QuantisedWeights& w, int64_t panel, int half) {
     const int64_t groups = w.shape.groups();
     steps_ = w.shape.group / TILE_NUMBERS;
     grow(tiles_, groups * steps_ * tiles::BYTES), grow(factors_, groups * 2 * tiles::SIDE);
     const auto unpack_groups =
         w.shape.bits == 4 ? &TileOutputs::groups<4> : w.shape.bits == 6 ? &TileOutputs::groups<6> : &TileOutputs::groups<8>;
-    (this->*unpack_groups)(w, panel, output);
+    (this->*unpack_groups)(w, panel * STRIPS + half * tiles::SIDE / STRIP, half * tiles::SIDE % STRIP);
   }
 
   // The block of rows from ``row`` on times the outputs, into rows of QUANTISED_PANEL.
@@ -103,16 +103,16 @@ class TileOutputs {
   typedef int8_t Bytes __attribute__((vector_size(DOT_LANES * UNIT)));
 
   template <int BITS>
-  void groups(const QuantisedWeights& w, int64_t panel, int output) {
+  void groups(const QuantisedWeights& w, int64_t strip, int first) {
     constexpr int RUN = RUN_UNITS<BITS>;
     const int64_t units = w.shape.group / UNIT, size = w.factor_bytes();
     const int8_t number = BITS == 8 || w.offsets ? 0 : 1 << (BITS - 1);
     const Bytes zero = Bytes{} + number;
     char* to = tiles_.data();
     float* factors = factors_.data();
-    PanelGroups at(w, panel);
+    StripGroups at(w, strip);
     auto fetch = [&](const char* from, int64_t bytes) {
-      for (int64_t line = output * UNIT; line < bytes; line += LINE) __builtin_prefetch(from + line + AHEAD);
+      for (int64_t line = first * UNIT; line < bytes; line += LINE) __builtin_prefetch(from + line + AHEAD);
     };
     for (int64_t g = 0; g < w.shape.groups(); g++, factors += 2 * tiles::SIDE) {
       at.advance(fetch);
@@ -120,11 +120,11 @@ class TileOutputs {
       AIOINFER_UNROLL
       for (int v = 0; v < TILE_VECTORS; v++)
         for (int kind = 0; kind < w.kinds(); kind++) {
-          const int64_t lane = kind * QUANTISED_PANEL + output + v * DOT_LANES;
+          const int64_t lane = kind * STRIP + first + v * DOT_LANES;
           store(factors + kind * tiles::SIDE + v * DOT_LANES,
                 load_factors(at.factors + lane * size, w.precision, at.steps + lane * sizeof(float)));
         }
-      const char* from = at.units + output * UNIT;
+      const char* from = at.units + first * UNIT;
       for (int64_t unit = 0; unit < units; unit += RUN, from += RUN_LINES<BITS> * LINE, to += RUN * tiles::ROW)
         AIOINFER_UNROLL
         for (int j = 0; j < RUN; j++)

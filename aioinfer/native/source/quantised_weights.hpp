@@ -86,7 +86,8 @@ QuantisedWeights::QuantisedWeights(const QuantisedShape& shape, Precision precis
   data_ = memory_.as<char>();
 }
 
-int64_t QuantisedWeights::source(int64_t panel, int output) const {
+int64_t QuantisedWeights::source(int64_t strip, int lane) const {
+  const int64_t panel = strip / STRIPS, output = strip % STRIPS * STRIP + lane;
   const int64_t row = panel * panel_outputs() + output % panel_outputs();
   if (row >= shape.outputs) return -1;
   return output < panel_outputs() ? row : shape.outputs + row;
@@ -95,34 +96,34 @@ int64_t QuantisedWeights::source(int64_t panel, int output) const {
 template <class Put>
 void QuantisedWeights::fill(ThreadPool& pool, Put&& put) {
   pool.run([&](Worker& worker) {
-    worker.parallel(panels(), [&](int64_t panel) {
-      std::memset(data_ + panel * panel_bytes(), 0, panel_bytes());
-      for (int output = 0; output < QUANTISED_PANEL; output++)
-        if (const int64_t row = source(panel, output); row >= 0) put(panel, output, row);
+    worker.parallel(STRIPS * panels(), [&](int64_t strip) {
+      std::memset(data_ + strip * strip_bytes(), 0, strip_bytes());
+      for (int lane = 0; lane < STRIP; lane++)
+        if (const int64_t row = source(strip, lane); row >= 0) put(strip, lane, row);
     });
   });
 }
 
-void QuantisedWeights::set_steps(int64_t panel, int output, int64_t group, float scale, float offset) {
+void QuantisedWeights::set_steps(int64_t strip, int lane, int64_t group, float scale, float offset) {
   if (precision != Precision::STEPS) return;
-  char* at = data_ + block_at(panel, group);
-  store(at + output * sizeof(float), scale);
-  if (offsets) store(at + (QUANTISED_PANEL + output) * sizeof(float), offset);
+  char* at = data_ + block_at(strip, group);
+  store(at + lane * sizeof(float), scale);
+  if (offsets) store(at + (STRIP + lane) * sizeof(float), offset);
 }
 
-void QuantisedWeights::set_factor(int64_t panel, int output, int64_t group, int kind, float value) {
-  char* at = data_ + block_at(panel, group);
-  const float step = precision == Precision::STEPS ? load<float>(at + (kind * QUANTISED_PANEL + output) * sizeof(float)) : 0.0f;
-  at = data_ + factor_at(panel, output, group, kind);
+void QuantisedWeights::set_factor(int64_t strip, int lane, int64_t group, int kind, float value) {
+  char* at = data_ + block_at(strip, group);
+  const float step = precision == Precision::STEPS ? load<float>(at + (kind * STRIP + lane) * sizeof(float)) : 0.0f;
+  at = data_ + factor_at(strip, lane, group, kind);
   if (precision == Precision::STEPS) return store(at, static_cast<int8_t>(step == 0 ? 0 : std::nearbyint(value / step)));
   if (precision == Precision::FLOAT32) return store(at, value);
   store(at, precision == Precision::BFLOAT16 ? rounded_bits(value) : half_bits(value).value());
 }
 
-float QuantisedWeights::factor(int64_t panel, int output, int64_t group, int kind) const {
-  const char* at = data_ + block_at(panel, group);
-  const float step = precision == Precision::STEPS ? load<float>(at + (kind * QUANTISED_PANEL + output) * sizeof(float)) : 0.0f;
-  at = data_ + factor_at(panel, output, group, kind);
+float QuantisedWeights::factor(int64_t strip, int lane, int64_t group, int kind) const {
+  const char* at = data_ + block_at(strip, group);
+  const float step = precision == Precision::STEPS ? load<float>(at + (kind * STRIP + lane) * sizeof(float)) : 0.0f;
+  at = data_ + factor_at(strip, lane, group, kind);
   if (precision == Precision::STEPS) return static_cast<float>(load<int8_t>(at)) * step;
   if (precision == Precision::FLOAT32) return load<float>(at);
   const auto bits = load<uint16_t>(at);
@@ -131,21 +132,21 @@ float QuantisedWeights::factor(int64_t panel, int output, int64_t group, int kin
 
 // Calls part(byte, its lowest bit, mask, bit of the number) for what an output's k-th number has in a group's units.
 template <class Part>
-void each_part(int bits, int output, int64_t k, Part&& part) {
+void each_part(int bits, int lane, int64_t k, Part&& part) {
   const int64_t unit = k / UNIT, upper = unit / 4 * 3 + 2;
-  auto byte = [&](int64_t line) { return (line * QUANTISED_PANEL + output) * UNIT + k % UNIT; };
+  auto byte = [&](int64_t line) { return (line * STRIP + lane) * UNIT + k % UNIT; };
   if (bits == 8) return part(byte(unit), 0, 255, 0);
   part(byte(bits == 4 ? unit / 2 : unit / 2 + unit / 4), unit % 2 * 4, 15, 0);
   if (bits == 6) part(byte(upper), unit % 4 * 2, 3, 4);
 }
 
-void QuantisedWeights::set_group(int64_t panel, int output, int64_t group, float scale, float offset,
+void QuantisedWeights::set_group(int64_t strip, int lane, int64_t group, float scale, float offset,
                                  const uint8_t* values) {
-  set_factor(panel, output, group, 0, scale);
-  if (offsets) set_factor(panel, output, group, 1, offset);
-  char* at = data_ + units_at(panel, group);
+  set_factor(strip, lane, group, 0, scale);
+  if (offsets) set_factor(strip, lane, group, 1, offset);
+  char* at = data_ + units_at(strip, group);
   for (int64_t k = 0; k < shape.group; k++)
-    each_part(shape.bits, output, k, [&](int64_t byte, int64_t low, int mask, int from) {
+    each_part(shape.bits, lane, k, [&](int64_t byte, int64_t low, int mask, int from) {
       at[byte] = static_cast<char>(at[byte] | (values[k] >> from & mask) << low);
     });
 }
@@ -154,16 +155,16 @@ template <class T>
 void QuantisedWeights::set_bias(const T* bias) {
   if (bias == nullptr) return;
   bias_.resize(panels() * QUANTISED_PANEL);
-  for (int64_t panel = 0; panel < panels(); panel++)
-    for (int output = 0; output < QUANTISED_PANEL; output++)
-      if (const int64_t row = source(panel, output); row >= 0) bias_[panel * QUANTISED_PANEL + output] = Number<T>::read(bias[row]);
+  for (int64_t strip = 0; strip < STRIPS * panels(); strip++)
+    for (int lane = 0; lane < STRIP; lane++)
+      if (const int64_t row = source(strip, lane); row >= 0) bias_[strip * STRIP + lane] = Number<T>::read(bias[row]);
 }
 
 template <class T>
 void QuantisedWeights::round(ThreadPool& pool, const T* rows, const T* bias) {
   require(shape.bits != 6, "weights are rounded to 4 or 8 bits");
   set_bias(bias);
-  fill(pool, [&](int64_t panel, int output, int64_t row) {
+  fill(pool, [&](int64_t strip, int lane, int64_t row) {
     thread_local std::vector<float> numbers;
     thread_local std::vector<uint8_t> values;
     grow(numbers, shape.group), grow(values, shape.group);
@@ -175,7 +176,7 @@ void QuantisedWeights::round(ThreadPool& pool, const T* rows, const T* bias) {
       const auto rounding = shape.bits == 4 ? round_to_4_bits : round_to_8_bits;
       const RoundedGroup group = rounding(numbers.data(), size, precision, values.data());
       std::fill_n(&values[size], shape.group - size, 0);
-      set_group(panel, output, g, group.scale, group.offset, values.data());
+      set_group(strip, lane, g, group.scale, group.offset, values.data());
     }
   });
 }
@@ -185,7 +186,7 @@ QuantisedWeights::QuantisedWeights(ThreadPool& pool, const QuantisedShape& shape
     : QuantisedWeights(shape, precision_of(scales, offsets, shape), offsets != nullptr, nullptr) {
   const int64_t groups = shape.groups();
   set_bias(bias);
-  fill(pool, [&](int64_t panel, int output, int64_t row) {
+  fill(pool, [&](int64_t strip, int lane, int64_t row) {
     thread_local std::vector<uint8_t> padded;
     grow(padded, shape.group);
     for (int64_t g = 0; g < groups; g++) {
@@ -195,22 +196,22 @@ QuantisedWeights::QuantisedWeights(ThreadPool& pool, const QuantisedShape& shape
       require(*std::max_element(padded.data(), &padded[size]) < 1 << shape.bits, "a weight has more bits than stated");
       const int64_t at = row * groups + g;
       if (precision == Precision::STEPS && g % block() == 0)
-        set_steps(panel, output, g, *step_of(scales + at, block()), offsets ? *step_of(offsets + at, block()) : 0.0f);
-      set_group(panel, output, g, scales[at], offsets == nullptr ? 0.0f : offsets[at], padded.data());
+        set_steps(strip, lane, g, *step_of(scales + at, block()), offsets ? *step_of(offsets + at, block()) : 0.0f);
+      set_group(strip, lane, g, scales[at], offsets == nullptr ? 0.0f : offsets[at], padded.data());
     }
   });
 }
 
 template <class Put>
-void QuantisedWeights::each(int64_t panel, int output, Put&& put) const {
+void QuantisedWeights::each(int64_t strip, int lane, Put&& put) const {
   for (int64_t group = 0; group < shape.groups(); group++) {
-    const float scale = factor(panel, output, group, 0), offset = offsets ? factor(panel, output, group, 1) : 0.0f;
-    const char* units = data_ + units_at(panel, group);
+    const float scale = factor(strip, lane, group, 0), offset = offsets ? factor(strip, lane, group, 1) : 0.0f;
+    const char* units = data_ + units_at(strip, group);
     const int64_t first = group * shape.group;
     const int64_t size = std::min(shape.group, shape.inner - first);
     for (int64_t k = 0; k < size; k++) {
       int number = 0;
-      each_part(shape.bits, output, k, [&](int64_t byte, int64_t low, int mask, int to) {
+      each_part(shape.bits, lane, k, [&](int64_t byte, int64_t low, int mask, int to) {
         number |= (static_cast<uint8_t>(units[byte]) >> low & mask) << to;
       });
       number = shape.bits == 8 ? static_cast<int8_t>(number) : number - (offsets ? 0 : 1 << (shape.bits - 1));
@@ -222,18 +223,17 @@ void QuantisedWeights::each(int64_t panel, int output, Put&& put) const {
 
 void QuantisedWeights::dequantise(ThreadPool& pool, float* out) const {
   pool.run([&](Worker& worker) {
-    worker.parallel(panels() * QUANTISED_PANEL, [&](int64_t index) {
-      const int64_t panel = index / QUANTISED_PANEL;
-      const int output = static_cast<int>(index % QUANTISED_PANEL);
-      const int64_t row = source(panel, output);
-      if (row >= 0) each(panel, output, [&](int64_t k, float value) { out[row * shape.inner + k] = value; });
+    worker.parallel(panels() * QUANTISED_PANEL, [&](int64_t output) {
+      const int lane = static_cast<int>(output % STRIP);
+      const int64_t row = source(output / STRIP, lane);
+      if (row >= 0) each(output / STRIP, lane, [&](int64_t k, float value) { out[row * shape.inner + k] = value; });
     });
   });
 }
 
 template <class T>
 void QuantisedWeights::read(int64_t row, T* out) const {
-  each(row / QUANTISED_PANEL, static_cast<int>(row % QUANTISED_PANEL), [&](int64_t k, float value) { out[k] = Number<T>::make(value); });
+  each(row / STRIP, static_cast<int>(row % STRIP), [&](int64_t k, float value) { out[k] = Number<T>::make(value); });
 }
 
 }  // namespace aioinfer
