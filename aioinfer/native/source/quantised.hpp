@@ -5,11 +5,12 @@
 //   │ row 1: group 0 | group 1 | .. │    │ strip 1: factors, units | factors, units | .. │   the inner dimension
 //   └                               ┘    └                                               ┘
 //
-// A group is a run of the inner dimension; the last one, or the only one, is padded. A strip has a group's scales and offsets,
-// its factors, before its units, or those of a span of groups that fill a line of the cache together. A block is a group, or
-// several whose factors have steps in common, which lie before them. Strips are as wide as what vectors multiply at once:
-// products read memory as one stream, as of two side by side a core of Zen 5 reads four fifths as much. Within a group, a weight of an output is
-// scale * q + offset, and an activation of a row is factor * a, with whole numbers q and a. With the exact 32-bit sums
+// A group is a run of the inner dimension; the last one, or the only one, is padded. Before the units of a group lie its
+// scales and offsets, its factors, or before those of a span of groups, whose factors fill a line of the cache together.
+// A block is one group, or several whose factors have steps in common, which lie before all of them. A strip is what the
+// vectors of a product have at once, so that memory is read as one stream: of two side by side a core of Zen 5 reads four
+// fifths as much. Within a group, a weight of an output is scale * q + offset, and an activation of a row is factor * a,
+// with whole numbers q and a. With the exact 32-bit sums
 //   S = sum of q * a,   A = sum of a
 // a result is, over the groups in ascending order,
 //   total = fma(float(S) * factor, scale, fma(factor * float(A), offset, total))
@@ -150,7 +151,7 @@ class QuantisedWeights {
   // The groups of a block.
   int64_t block() const { return precision == Precision::STEPS ? STEP_NUMBERS / shape.group : 1; }
   int64_t block_bytes() const { return steps_bytes() + block() * (factors_bytes() + units_bytes()); }
-  // The groups whose factors lie together.
+  // The groups whose factors lie together: a whole number of spans is a block, or the inner dimension.
   int64_t span() const {
     const int64_t groups = precision == Precision::STEPS ? block() : shape.groups();
     int64_t count = std::max<int64_t>(1, 64 / factors_bytes());
@@ -197,7 +198,7 @@ class QuantisedWeights {
     return span_at(strip, group) + span() * factors_bytes() + group % span() * units_bytes();
   }
   int64_t span_at(int64_t strip, int64_t group) const {
-    return block_at(strip, group) + steps_bytes() + group % block() / span() * span_bytes();
+    return strip * strip_bytes() + (group / block() + 1) * steps_bytes() + group / span() * span_bytes();
   }
   int64_t factor_at(int64_t strip, int lane, int64_t group, int kind) const {
     return span_at(strip, group) + group % span() * factors_bytes() + (kind * STRIP + lane) * factor_bytes();
@@ -219,10 +220,11 @@ class StripGroups {
   template <class Passed>
   AIOINFER_INLINE void advance(Passed&& passed) {
     if ((index_ & in_block_) == 0) passed(next_, steps_bytes_), steps = next_, next_ += steps_bytes_;
-    factors += factors_bytes_;
     if ((index_ & in_span_) == 0) {
       const int64_t bytes = (in_span_ + 1) * factors_bytes_;
       passed(next_, bytes), factors = next_, next_ += bytes;
+    } else {
+      factors += factors_bytes_;
     }
     units = next_, next_ += units_bytes_, index_++;
   }

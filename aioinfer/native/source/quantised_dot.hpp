@@ -40,28 +40,62 @@ template <class Narrow>
 AIOINFER_INLINE Whole load_wider(const char* from) {
   typedef Narrow Vector __attribute__((vector_size(DOT_LANES * sizeof(Narrow))));
   const Vector numbers = load<Vector>(from);
-  // The compiler's own conversion goes by way of halves. Of plain intrinsics it warns that they pass what is not initialised.
+  // The compiler's own conversion goes by way of halves; of plain intrinsics it warns that some bits are not initialised.
 #if defined(AIOINFER_DOT_512)
   if constexpr (sizeof(Narrow) == 1) return cast<Whole>(_mm512_maskz_cvtepi8_epi32(0xffff, cast<__m128i>(numbers)));
   if constexpr (sizeof(Narrow) == 2) return cast<Whole>(_mm512_maskz_cvtepu16_epi32(0xffff, cast<__m256i>(numbers)));
+#elif defined(__AVX2__) && AIOINFER_PLAIN_DOT != 16
+  if constexpr (sizeof(Narrow) == 1) return cast<Whole>(_mm256_cvtepi8_epi32(_mm_set1_epi64x(load<int64_t>(from))));
+  if constexpr (sizeof(Narrow) == 2) return cast<Whole>(_mm256_cvtepu16_epi32(cast<__m128i>(numbers)));
 #endif
   return __builtin_convertvector(numbers, Whole);
 }
 
-// DOT_LANES scales or offsets; ``steps``: their own, if they have any.
-AIOINFER_INLINE Reals load_factors(const char* from, Precision precision, const char* steps) {
-  if (precision == Precision::FLOAT32) return load<Reals>(from);
-  if (precision == Precision::STEPS)
-    return __builtin_convertvector(load_wider<int8_t>(from), Reals) * load<Reals>(steps);
-  const Quads bits = cast<Quads>(load_wider<uint16_t>(from));
-  if (precision == Precision::BFLOAT16) return cast<Reals>(bits << 16);
+// DOT_LANES numbers of float16 that are normal or 0.
+AIOINFER_INLINE Reals load_halves(const char* from) {
+#if defined(AIOINFER_DOT_512)
+  return cast<Reals>(_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from)));
+#elif defined(__F16C__) && AIOINFER_PLAIN_DOT != 16
+  return cast<Reals>(_mm256_cvtph_ps(load<__m128i>(from)));
+#else
   // An exponent of float16 is 112 less than one of float32. The product is exact: see half_bits().
+  const Quads bits = cast<Quads>(load_wider<uint16_t>(from));
   const Quads size = (bits & 0x7fffu) << 13, sign = (bits & 0x8000u) << 16;
   return cast<Reals>(cast<Quads>(cast<Reals>(size) * 0x1p112f) | sign);
+#endif
 }
 
-// Weights of fewer than 8 bits lie in runs of units: of 4 bits two in the halves of bytes; of 6 bits four, whose lower bits
-// are two such lines, and whose upper ones are a third, at twice the number of the unit.
+// Calls use(read), where read(lane) has DOT_LANES of a group's scales from a lane on, or of its offsets from STRIP on.
+template <class Use>
+AIOINFER_INLINE void with_factors(const QuantisedWeights& w, const StripGroups& at, Use&& use) {
+  switch (w.precision) {
+    case Precision::BFLOAT16:
+      return use([&](int lane) { return cast<Reals>(cast<Quads>(load_wider<uint16_t>(at.factors + 2 * lane)) << 16); });
+    case Precision::FLOAT16:
+      return use([&](int lane) { return load_halves(at.factors + 2 * lane); });
+    case Precision::STEPS:
+      return use([&](int lane) {
+        return __builtin_convertvector(load_wider<int8_t>(at.factors + lane), Reals) * load<Reals>(at.steps + 4 * lane);
+      });
+    case Precision::FLOAT32:
+      return use([&](int lane) { return load<Reals>(at.factors + 4 * lane); });
+  }
+}
+
+// A number in all lanes.
+AIOINFER_INLINE Reals broadcast(const float& from) {
+#if defined(AIOINFER_DOT_512)
+  // The compiler would load several as a vector, and permute it.
+  Reals all;
+  asm("vbroadcastss %1, %0" : "=v"(all) : "m"(from));
+  return all;
+#else
+  return Reals{} + from;
+#endif
+}
+
+// Weights of fewer than 8 bits lie in runs of units: of 4 bits two in the halves of a line's bytes; of 6 bits four, whose
+// lower bits are two such lines, and whose upper ones are a third, at twice the number of the unit.
 template <int BITS>
 constexpr int RUN_UNITS = BITS == 6 ? 4 : 8 / BITS;
 template <int BITS>

@@ -10,7 +10,7 @@ namespace aioinfer {
 template <int BITS, bool FETCH, int ROWS>
 __attribute__((noinline)) void multiply_strip(const RoundedRows& a, int64_t row, const QuantisedWeights& w,
                                               int64_t strip, float* to) {
-  const int64_t size = w.factor_bytes(), units = w.shape.group / UNIT, groups = w.shape.groups();
+  const int64_t units = w.shape.group / UNIT, groups = w.shape.groups();
   const int32_t zero = BITS == 8 ? EIGHT_BIT_ZERO : w.offsets ? 0 : 1 << (BITS - 1);
   StripGroups at(w, strip);
   const int8_t* values[ROWS];
@@ -28,23 +28,22 @@ __attribute__((noinline)) void multiply_strip(const RoundedRows& a, int64_t row,
       for (int v = 0; v < DOT_VECTORS; v++) sums[r][v] = start;
     }
     add_products<BITS, ROWS, FETCH>(sums, values, at.units, units);
-    AIOINFER_UNROLL
-    for (int v = 0; v < DOT_VECTORS; v++) {
-      const int64_t lane = v * DOT_LANES;
-      const char *factors = at.factors + lane * size, *steps = at.steps + lane * sizeof(float);
-      const Reals scales = load_factors(factors, w.precision, steps);
-      if (w.offsets) {
-        const Reals offsets =
-            load_factors(factors + STRIP * size, w.precision, steps + STRIP * sizeof(float));
+    with_factors(w, at, [&](auto&& read) __attribute__((always_inline)) {
+      AIOINFER_UNROLL
+      for (int v = 0; v < DOT_VECTORS; v++) {
+        const Reals scales = read(v * DOT_LANES);
+        if (w.offsets) {
+          const Reals offsets = read(STRIP + v * DOT_LANES);
+          AIOINFER_UNROLL
+          for (int r = 0; r < ROWS; r++)
+            totals[r][v] = fused(broadcast(row_groups[r][g].offset_factor), offsets, totals[r][v]);
+        }
         AIOINFER_UNROLL
         for (int r = 0; r < ROWS; r++)
-          totals[r][v] = fused(Reals{} + row_groups[r][g].offset_factor, offsets, totals[r][v]);
+          totals[r][v] = fused(__builtin_convertvector(sums[r][v], Reals) * broadcast(row_groups[r][g].factor), scales,
+                               totals[r][v]);
       }
-      AIOINFER_UNROLL
-      for (int r = 0; r < ROWS; r++)
-        totals[r][v] =
-            fused(__builtin_convertvector(sums[r][v], Reals) * row_groups[r][g].factor, scales, totals[r][v]);
-    }
+    });
     AIOINFER_UNROLL
     for (int r = 0; r < ROWS; r++) values[r] += w.shape.group;
   }

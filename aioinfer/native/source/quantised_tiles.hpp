@@ -105,7 +105,7 @@ class TileOutputs {
   template <int BITS>
   void groups(const QuantisedWeights& w, int64_t strip, int first) {
     constexpr int RUN = RUN_UNITS<BITS>;
-    const int64_t units = w.shape.group / UNIT, size = w.factor_bytes();
+    const int64_t units = w.shape.group / UNIT;
     const int8_t number = BITS == 8 || w.offsets ? 0 : 1 << (BITS - 1);
     const Bytes zero = Bytes{} + number;
     char* to = tiles_.data();
@@ -117,13 +117,12 @@ class TileOutputs {
     for (int64_t g = 0; g < w.shape.groups(); g++, factors += 2 * tiles::SIDE) {
       at.advance(fetch);
       fetch(at.units, w.units_bytes());
-      AIOINFER_UNROLL
-      for (int v = 0; v < TILE_VECTORS; v++)
-        for (int kind = 0; kind < w.kinds(); kind++) {
-          const int64_t lane = kind * STRIP + first + v * DOT_LANES;
-          store(factors + kind * tiles::SIDE + v * DOT_LANES,
-                load_factors(at.factors + lane * size, w.precision, at.steps + lane * sizeof(float)));
-        }
+      with_factors(w, at, [&](auto&& read) {
+        for (int kind = 0; kind < w.kinds(); kind++)
+          AIOINFER_UNROLL
+          for (int v = 0; v < TILE_VECTORS; v++)
+            store(factors + kind * tiles::SIDE + v * DOT_LANES, read(kind * STRIP + first + v * DOT_LANES));
+      });
       const char* from = at.units + first * UNIT;
       for (int64_t unit = 0; unit < units; unit += RUN, from += RUN_LINES<BITS> * LINE, to += RUN * tiles::ROW)
         AIOINFER_UNROLL
@@ -163,21 +162,10 @@ class TileOutputs {
       AIOINFER_UNROLL
       for (int r = 0; r < tiles::SIDE; r++) {
         const Whole sum = load<Whole>(sums + r * tiles::SIDE + v * DOT_LANES);
-        if (OFFSETS) totals[r][v] = fused(broadcast(of_rows + tiles::SIDE + r), offsets, totals[r][v]);
-        totals[r][v] = fused(__builtin_convertvector(sum, Reals) * broadcast(of_rows + r), scales, totals[r][v]);
+        if (OFFSETS) totals[r][v] = fused(broadcast(of_rows[tiles::SIDE + r]), offsets, totals[r][v]);
+        totals[r][v] = fused(__builtin_convertvector(sum, Reals) * broadcast(of_rows[r]), scales, totals[r][v]);
       }
     }
-  }
-
-  static AIOINFER_INLINE Reals broadcast(const float* from) {
-#if defined(AIOINFER_DOT_512)
-    // The compiler would load them as a vector, and permute it.
-    Reals all;
-    asm("vbroadcastss %1, %0" : "=v"(all) : "m"(*from));
-    return all;
-#else
-    return Reals{} + *from;
-#endif
   }
 
   Buffer<char> tiles_;
