@@ -40,8 +40,7 @@ __attribute__((noinline)) void multiply_strip(const RoundedRows& a, int64_t row,
         }
         AIOINFER_UNROLL
         for (int r = 0; r < ROWS; r++)
-          totals[r][v] = fused(__builtin_convertvector(sums[r][v], Reals) * broadcast(row_groups[r][g].factor), scales,
-                               totals[r][v]);
+          totals[r][v] = fused(__builtin_convertvector(sums[r][v], Reals) * row_groups[r][g].factor, scales, totals[r][v]);
       }
     });
     AIOINFER_UNROLL
