@@ -6,11 +6,11 @@
 //   └                               ┘    └                                               ┘
 //
 // A group is a run of the inner dimension; the last one, or the only one, is padded. Before the units of a group lie its
-// scales and offsets, its factors, or before those of a span of groups, whose factors fill a line of the cache together.
-// A block is one group, or several whose factors have steps in common, which lie before all of them. A strip is what the
-// vectors of a product have at once, so that memory is read as one stream: of two side by side a core of Zen 5 reads four
-// fifths as much. Within a group, a weight of an output is scale * q + offset, and an activation of a row is factor * a,
-// with whole numbers q and a. With the exact 32-bit sums
+// scales and offsets, its factors. Where they are shorter than a line of the cache, a span of several groups has its
+// factors together, if their number allows. A block is one group, or several whose factors have steps in common, which lie
+// before all of them. A strip is what the vectors of a product have at once, so that it is read as one stream of memory: a
+// core of Zen 5 reads two streams side by side at four fifths of the speed of one. Within a group, a weight of an output is
+// scale * q + offset, and an activation of a row is factor * a, with whole numbers q and a. With the exact 32-bit sums
 //   S = sum of q * a,   A = sum of a
 // a result is, over the groups in ascending order,
 //   total = fma(float(S) * factor, scale, fma(factor * float(A), offset, total))
@@ -193,7 +193,7 @@ class QuantisedWeights {
   // The scale of a group, or its offset.
   void set_factor(int64_t strip, int lane, int64_t group, int kind, float value);
   float factor(int64_t strip, int lane, int64_t group, int kind) const;
-  int64_t block_at(int64_t strip, int64_t group) const { return strip * strip_bytes() + group / block() * block_bytes(); }
+  int64_t steps_at(int64_t strip, int64_t group) const { return strip * strip_bytes() + group / block() * block_bytes(); }
   int64_t units_at(int64_t strip, int64_t group) const {
     return span_at(strip, group) + span() * factors_bytes() + group % span() * units_bytes();
   }

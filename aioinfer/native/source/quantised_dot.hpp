@@ -5,8 +5,9 @@
 
 namespace aioinfer {
 
-constexpr int LINE = STRIP * UNIT;           // bytes of a unit of a strip
-constexpr int DOT_BYTES = DOT_LANES * UNIT;  // of which a vector has so many
+// Bytes of a unit of a strip, and of a vector of it.
+constexpr int LINE = STRIP * UNIT;
+constexpr int DOT_BYTES = DOT_LANES * UNIT;
 
 typedef int32_t Whole __attribute__((vector_size(DOT_LANES * 4)));
 typedef uint32_t Quads __attribute__((vector_size(DOT_LANES * 4)));
@@ -27,7 +28,7 @@ AIOINFER_INLINE Reals fused(Reals a, Reals b, Reals c) {
 // How far ahead of what is read memory is prefetched: about as far as a core reads while it waits for an access.
 constexpr int64_t AHEAD = 5120;
 
-// Prefetch what is AHEAD of bytes that are read, or do not.
+// Prefetch what is AHEAD of bytes that are read, or do not. Behind the end of the weights it does no harm.
 template <bool FETCH>
 AIOINFER_INLINE void fetch(const char* from, int64_t bytes = LINE) {
   if constexpr (!FETCH) return;
@@ -70,15 +71,17 @@ template <class Use>
 AIOINFER_INLINE void with_factors(const QuantisedWeights& w, const StripGroups& at, Use&& use) {
   switch (w.precision) {
     case Precision::BFLOAT16:
-      return use([&](int lane) { return cast<Reals>(cast<Quads>(load_wider<uint16_t>(at.factors + 2 * lane)) << 16); });
+      return use([&](int lane) __attribute__((always_inline)) {
+        return cast<Reals>(cast<Quads>(load_wider<uint16_t>(at.factors + 2 * lane)) << 16);
+      });
     case Precision::FLOAT16:
-      return use([&](int lane) { return load_halves(at.factors + 2 * lane); });
+      return use([&](int lane) __attribute__((always_inline)) { return load_halves(at.factors + 2 * lane); });
     case Precision::STEPS:
-      return use([&](int lane) {
+      return use([&](int lane) __attribute__((always_inline)) {
         return __builtin_convertvector(load_wider<int8_t>(at.factors + lane), Reals) * load<Reals>(at.steps + 4 * lane);
       });
     case Precision::FLOAT32:
-      return use([&](int lane) { return load<Reals>(at.factors + 4 * lane); });
+      return use([&](int lane) __attribute__((always_inline)) { return load<Reals>(at.factors + 4 * lane); });
   }
 }
 

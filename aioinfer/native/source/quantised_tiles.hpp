@@ -111,13 +111,13 @@ class TileOutputs {
     char* to = tiles_.data();
     float* factors = factors_.data();
     StripGroups at(w, strip);
-    auto fetch = [&](const char* from, int64_t bytes) {
-      for (int64_t line = first * UNIT; line < bytes; line += LINE) __builtin_prefetch(from + line + AHEAD);
+    auto fetch = [&](const char* from, int64_t bytes) {  // for each half its own lines of the cache
+      for (int64_t place = first * UNIT; place < bytes; place += LINE) __builtin_prefetch(from + place + AHEAD);
     };
     for (int64_t g = 0; g < w.shape.groups(); g++, factors += 2 * tiles::SIDE) {
       at.advance(fetch);
       fetch(at.units, w.units_bytes());
-      with_factors(w, at, [&](auto&& read) {
+      with_factors(w, at, [&](auto&& read) __attribute__((always_inline)) {
         for (int kind = 0; kind < w.kinds(); kind++)
           AIOINFER_UNROLL
           for (int v = 0; v < TILE_VECTORS; v++)

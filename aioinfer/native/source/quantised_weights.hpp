@@ -106,25 +106,27 @@ void QuantisedWeights::fill(ThreadPool& pool, Put&& put) {
 
 void QuantisedWeights::set_steps(int64_t strip, int lane, int64_t group, float scale, float offset) {
   if (precision != Precision::STEPS) return;
-  char* at = data_ + block_at(strip, group);
+  char* at = data_ + steps_at(strip, group);
   store(at + lane * sizeof(float), scale);
   if (offsets) store(at + (STRIP + lane) * sizeof(float), offset);
 }
 
 void QuantisedWeights::set_factor(int64_t strip, int lane, int64_t group, int kind, float value) {
-  char* at = data_ + block_at(strip, group);
-  const float step = precision == Precision::STEPS ? load<float>(at + (kind * STRIP + lane) * sizeof(float)) : 0.0f;
-  at = data_ + factor_at(strip, lane, group, kind);
-  if (precision == Precision::STEPS) return store(at, static_cast<int8_t>(step == 0 ? 0 : std::nearbyint(value / step)));
+  char* at = data_ + factor_at(strip, lane, group, kind);
+  if (precision == Precision::STEPS) {
+    const float step = load<float>(data_ + steps_at(strip, group) + (kind * STRIP + lane) * sizeof(float));
+    return store(at, static_cast<int8_t>(step == 0 ? 0 : std::nearbyint(value / step)));
+  }
   if (precision == Precision::FLOAT32) return store(at, value);
   store(at, precision == Precision::BFLOAT16 ? rounded_bits(value) : half_bits(value).value());
 }
 
 float QuantisedWeights::factor(int64_t strip, int lane, int64_t group, int kind) const {
-  const char* at = data_ + block_at(strip, group);
-  const float step = precision == Precision::STEPS ? load<float>(at + (kind * STRIP + lane) * sizeof(float)) : 0.0f;
-  at = data_ + factor_at(strip, lane, group, kind);
-  if (precision == Precision::STEPS) return static_cast<float>(load<int8_t>(at)) * step;
+  const char* at = data_ + factor_at(strip, lane, group, kind);
+  if (precision == Precision::STEPS) {
+    const float step = load<float>(data_ + steps_at(strip, group) + (kind * STRIP + lane) * sizeof(float));
+    return static_cast<float>(load<int8_t>(at)) * step;
+  }
   if (precision == Precision::FLOAT32) return load<float>(at);
   const auto bits = load<uint16_t>(at);
   return precision == Precision::BFLOAT16 ? Number<bfloat16>::read({bits}) : of_half_bits(bits);
