@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import random
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
@@ -83,6 +84,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell without job control starts what it does not wait for with this signal ignored, for good.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     chosen = tiers.TIERS if _named(config) else _chosen(config)
     explore = config.getoption("--hypothesis-seed", None) is not None
     tiers.choose(chosen, config.getoption("--scale"), explore=explore)
