@@ -25,7 +25,8 @@ AIOINFER_INLINE Reals fused(Reals a, Reals b, Reals c) {
 #endif
 }
 
-// How far ahead of what is read memory is prefetched: about as far as a core reads while it waits for an access.
+// How far ahead of what is read memory is prefetched: about as far as a core reads while it waits for an access. Chosen on
+// Zen 5, where from 4 to 8 KB differ by a tenth.
 constexpr int64_t AHEAD = 5120;
 
 // Prefetch what is AHEAD of bytes that are read, or do not. Behind the end of the weights it does no harm.
