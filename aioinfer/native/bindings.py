@@ -20,6 +20,7 @@ from typing import Any, Literal, cast
 from aioinfer.forks import in_children
 from aioinfer.native.arguments import ENTRIES, STRUCTURES
 from aioinfer.native.build import UNITS, BuildFailed, build
+from aioinfer.native.levels import SHIPPED, origin
 from aioinfer.native.processor import PERMITTED, Tiles, choose_tiles
 from aioinfer.native.structures import Arguments, describe
 from aioinfer.native.trust import open_trusted
@@ -106,10 +107,10 @@ class Kernels:
             AttributeError: it lacks an entry point.
             LayoutMismatch: an argument structure differs.
         """
-        #: of the file: it has a hash of sources, processor, compiler and content
+        #: of the file: it has a hash of the sources and of what they were compiled for
         self.name = os.path.basename(path)
         self._library = _open_library(path)
-        self._tiles = tiles
+        self._origin, self._tiles = origin(path), tiles
         self._functions: dict[str, Callable[..., Any]] = {}
         #: by structure and type of model
         self._entries: dict[tuple[type[Arguments], Number | None], Callable[..., Any]] = {}
@@ -163,11 +164,12 @@ class Kernels:
 
     @property
     def instructions(self) -> str:
-        """The instruction sets that it was compiled for, and why: "AVX2 (the processor has no AMX)"."""
+        """The instruction sets that it was compiled for, where, and why these: "AVX2 (level avx2 of the
+        package; the processor has no AMX)"."""
         name, reason = self.function("instructions").decode(), self._tiles.reason
         if self._tiles == PERMITTED and name != "AMX tiles":
             reason = "the compiler, or AIOINFER_CXXFLAGS, does without AMX"
-        return f"{name} ({reason})"
+        return f"{name} ({self._origin}; {reason})"
 
     def _check(self, result: Any, function: Any, arguments: Any) -> Any:
         if not result:
@@ -178,6 +180,8 @@ class Kernels:
 
 def _open_library(path: str) -> ctypes.CDLL:
     """Load the very file that was found to be this user's. Raises OSError."""
+    if Path(path).parent == SHIPPED:
+        return ctypes.CDLL(path)  # as trustworthy as this code
     opened = open_trusted(Path(path))
     # Kept open: the loader knows a library by its path, and would take this one for another of that number.
     by_descriptor = f"/proc/self/fd/{opened}"

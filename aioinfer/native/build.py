@@ -1,4 +1,4 @@
-"""Build: the C++ sources to a shared library in the user's cache.
+"""Build: the C++ sources to a shared library in the user's cache, where the package has none that fits.
 
 Only a C++20 compiler is needed: the sources include no headers of Python or torch, so the library compiles
 quickly and works with every version of both. It is compiled for the processor at hand. Its name has hashes
@@ -31,7 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from aioinfer.native.processor import Tiles, choose_tiles, instruction_sets
+from aioinfer.native.levels import FLAGS, OBJECTS, SOURCE, shipped, unfit
+from aioinfer.native.processor import MODELLED, Tiles, choose_tiles, instruction_sets
 from aioinfer.native.trust import NotTrusted, check_folder, make_folder, open_trusted
 from aioinfer.native.turns import turn
 
@@ -42,18 +43,10 @@ _Progress: TypeAlias = Callable[[int, int], None] | None
 
 #: how its files in the cache begin
 _NAME = "kernels"
-_SOURCE = Path(__file__).parent / "source"
-_FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno")
-#: (source, further flags) of every object
-_UNITS = (
-    ("models.cpp", ("-DNUMBER=bfloat16", "-DNAME=bfloat16")),
-    ("models.cpp", ("-DNUMBER=float", "-DNAME=float32")),
-    ("quantised.cpp", ("-ffp-contract=off",)),
-    ("sampling.cpp", ("-ffp-contract=off",)),
-    ("common.cpp", ()),
-)
 #: number of files that are compiled
-UNITS = len(_UNITS)
+UNITS = len(OBJECTS)
+#: compilers for ARM, among them Apple's, know the processor by the other name
+_NATIVE = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 #: time limit of a compiler, in seconds
 _PATIENCE = 600.0
 #: seconds between two calls of ``progress`` while compilers run
@@ -94,7 +87,8 @@ def cache_directory() -> Path:
 
 
 def build(progress: _Progress = None, tiles: Tiles | None = None) -> Path:
-    """Return the library for this machine; compiling it takes a minute or two of processor time.
+    """Return the library for this machine: that of the package for the processor's level, if it has one and
+    neither AIOINFER_CXX nor AIOINFER_CXXFLAGS is set. Compiling one takes half a minute of processor time.
 
     Of several processes one compiles and the others wait; none of them sees half a file. The compiler is
     AIOINFER_CXX, or the first of ``$CXX``, ``c++``, ``g++``, ``clang++`` and that of the package ziglang (the
@@ -113,15 +107,21 @@ def build(progress: _Progress = None, tiles: Tiles | None = None) -> Path:
         tiles = tiles or choose_tiles()
     except ValueError as error:
         raise BuildFailed(str(error)) from error
-    flags = [*_FLAGS, *os.environ.get("AIOINFER_CXXFLAGS", "-march=native").split(), *tiles.flags]
-    return _library(flags, progress)
+    own, asked = os.environ.get("AIOINFER_CXXFLAGS"), os.environ.get("AIOINFER_CXX")
+    found = None if own or asked or tiles == MODELLED else shipped(tiles)
+    if found is not None:
+        return found
+    try:
+        return _library([*FLAGS, *(own or _NATIVE).split(), *tiles.flags], progress)
+    except BuildFailed as error:
+        raise BuildFailed(f"{error}{unfit(tiles)}") from error
 
 
 def _library(flags: list[str], progress: _Progress) -> Path:
     directory = cache_directory()
     # Everything but the compiler. Flags that name a processor make the same library on all machines.
     machine = instruction_sets() if any("native" in flag for flag in flags) else ""
-    name = f"{_NAME}-{_hash(*flags, platform.machine(), machine, *_sources(_SOURCE))}"
+    name = f"{_NAME}-{_hash(*flags, platform.machine(), machine, *_sources(SOURCE))}"
     try:
         with suppress(FileNotFoundError):
             check_folder(directory)
@@ -276,8 +276,8 @@ def _compile(command: list[str], directory: Path, progress: _Progress) -> Path:
     objects = [str(directory / f"{at}.o") for at in range(UNITS)]
     library = directory / "library.so"
     with _Compilers(directory, progress) as compilers:
-        for (source, further), target in zip(_UNITS, objects, strict=True):
-            compilers.start(*command, *further, "-c", str(_SOURCE / source), "-o", target)
+        for (source, further), target in zip(OBJECTS, objects, strict=True):
+            compilers.start(*command, *further, "-c", str(SOURCE / source), "-o", target)
         # In order, the smallest unit last: the count is complete when all have finished.
         compilers.finish()
         compilers.start(*command, "-shared", *objects, "-o", str(library))

@@ -88,8 +88,8 @@ def test_flags_compilers_processors_and_sources_have_libraries_of_their_own(
     monkeypatch.setenv("AIOINFER_CXXFLAGS", "-march=x86-64-v3 -mtune=native")
     found.append(build())
     source = tmp_path / "source"
-    shutil.copytree(building._SOURCE, source)
-    monkeypatch.setattr(building, "_SOURCE", source)
+    shutil.copytree(building.SOURCE, source)
+    monkeypatch.setattr(building, "SOURCE", source)
     assert build() == found[-1]
     (source / "simd.hpp").write_text((source / "simd.hpp").read_text() + "\n")
     found.append(build())

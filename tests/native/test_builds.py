@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.native.build import _FLAGS, _SOURCE, find_compiler
+from aioinfer.native import levels
+from aioinfer.native.build import find_compiler
 from tests.native.builds import FLAGS, passes
 from tests.tiers import COMPILES, nightly
 
@@ -48,6 +49,6 @@ def test_the_kernels_pass_their_tests_on_modelled_tiles(names: list[str]) -> Non
 )
 def test_a_path_that_may_not_run_here_compiles(flags: str, tmp_path: Path) -> None:
     warnings = ["-Wall", "-Wextra", "-Wno-psabi", "-Werror"]
-    command = [*find_compiler(), *_FLAGS, "-O1", "-ffp-contract=off", *warnings, *flags.split()]
-    files = ["-c", str(_SOURCE / "quantised.cpp"), "-o", str(tmp_path / "object.o")]
+    command = [*find_compiler(), *levels.FLAGS, "-O1", "-ffp-contract=off", *warnings, *flags.split()]
+    files = ["-c", str(levels.SOURCE / "quantised.cpp"), "-o", str(tmp_path / "object.o")]
     subprocess.run([*command, *files], check=True, timeout=480)

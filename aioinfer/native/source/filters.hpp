@@ -4,6 +4,7 @@
 // each. Weights are integers: sums are exact in any order.
 #pragma once
 
+#include <cfloat>
 #include <algorithm>
 #include <bit>
 #include <cfloat>

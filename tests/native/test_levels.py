@@ -1,0 +1,186 @@
+"""Kernels that come compiled with the package: which level a processor gets, and when none is used."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aioinfer.native import bindings, levels, processor, wheel
+from aioinfer.native import build as building
+from aioinfer.native.build import BuildFailed, build
+from aioinfer.native.levels import PLATFORMS, best, digest, here, shipped, unfit
+from aioinfer.native.processor import MODELLED, PERMITTED, Tiles
+from tests.native.compilers import WORKS, Compiler, left
+from tests.tiers import COMPILES, nightly, rest
+
+REFUSED = Tiles((), "the processor has AMX, and the system refuses it")
+NEHALEM = "flags : fpu sse sse2 ssse3 sse4_1 sse4_2 popcnt"
+HASWELL = f"{NEHALEM} avx avx2 bmi1 bmi2 f16c fma abm movbe"
+ALDER_LAKE = f"{HASWELL} avx_vnni"
+SKYLAKE = f"{HASWELL} avx512f avx512bw avx512cd avx512dq avx512vl"
+ICE_LAKE = f"{SKYLAKE} avx512_vnni avx512_vbmi2"
+ZEN_4 = f"{ICE_LAKE} avx512_bf16"
+SAPPHIRE_RAPIDS = f"{ZEN_4} avx_vnni amx_bf16 amx_tile amx_int8"
+CORTEX_A72 = "Features : fp asimd evtstrm aes crc32"
+NEOVERSE_N1 = f"{CORTEX_A72} atomics fphp asimdhp asimdrdm asimddp"
+NEOVERSE_V1 = f"{NEOVERSE_N1} sve i8mm bf16"
+
+
+@pytest.mark.parametrize(
+    ("machine", "features", "tiles", "name"),
+    [
+        ("x86_64", NEHALEM, REFUSED, None),
+        ("x86_64", HASWELL, REFUSED, "avx2"),
+        ("x86_64", HASWELL.replace(" fma", ""), REFUSED, None),
+        ("x86_64", ALDER_LAKE, REFUSED, "avx2-vnni"),
+        ("x86_64", SKYLAKE, REFUSED, "avx512"),
+        ("x86_64", ICE_LAKE, REFUSED, "avx512-vnni"),
+        ("x86_64", ZEN_4, REFUSED, "avx512-bf16"),
+        ("x86_64", SAPPHIRE_RAPIDS, REFUSED, "avx512-bf16"),
+        ("x86_64", SAPPHIRE_RAPIDS, PERMITTED, "amx"),
+        ("aarch64", CORTEX_A72, REFUSED, "neon"),
+        ("aarch64", NEOVERSE_N1, REFUSED, "dotprod"),
+        ("aarch64", NEOVERSE_V1, REFUSED, "i8mm"),
+        ("riscv64", "isa : rv64imafdcv", REFUSED, None),
+    ],
+)
+def test_a_processor_gets_the_best_level_that_it_has(
+    monkeypatch: pytest.MonkeyPatch, machine: str, features: str, tiles: Tiles, name: str | None
+) -> None:
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(levels, "instruction_sets", lambda: features)
+    found = best(tiles)
+    assert (found and found.name) == name
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package that has a file for the level of this processor, and an empty cache."""
+    level = best(processor.choose_tiles())
+    if level is None:
+        pytest.skip("wheels have no kernels for this processor")
+    monkeypatch.setattr(levels, "SHIPPED", tmp_path / "shipped")
+    for name in ("AIOINFER_CXX", "AIOINFER_CXXFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path / "cache"))
+    path = level.file(digest())
+    path.parent.mkdir()
+    path.write_text("compiled before")
+    return path
+
+
+def test_a_library_of_the_package_needs_no_compiler_and_no_cache(
+    package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert build() == package
+    assert not (tmp_path / "cache").exists()
+
+
+def test_who_names_a_compiler_gets_what_it_compiles(package: Path, compiler: Compiler) -> None:
+    compiler(WORKS)
+    assert build() != package
+    assert left() == [".so"]
+
+
+@pytest.mark.parametrize("tiles", [MODELLED, Tiles((), "none are wanted")])
+def test_the_model_of_tiles_is_no_level(package: Path, tiles: Tiles, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(building, "_library", lambda flags, progress: Path("compiled"))
+    assert (build(tiles=tiles) == Path("compiled")) == (tiles == MODELLED)
+
+
+def test_a_library_of_other_sources_is_not_used(
+    package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A clone that was changed since."""
+    assert shipped(processor.choose_tiles()) == package
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "simd.hpp").write_text("changed")
+    monkeypatch.setattr(levels, "SOURCE", tmp_path / "source")
+    assert shipped(processor.choose_tiles()) is None
+
+
+def test_a_processor_without_any_level_is_told_what_it_lacks(
+    package: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unsettled: None
+) -> None:
+    monkeypatch.setattr(levels, "instruction_sets", lambda: NEHALEM)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    lacking = "the kernels that come with the package need"
+    with pytest.raises(BuildFailed, match=f"no C.. compiler.*{lacking}"):
+        build()
+    assert bindings.native_unsupported() is not None, "torch computes"
+    monkeypatch.setattr(
+        levels, "instruction_sets", lambda: " ".join(map(str, levels.here().levels[-1].needs))
+    )  # type: ignore[union-attr]
+    assert unfit(REFUSED) == ""
+
+
+def test_all_processes_have_the_same_name_for_the_same_sources() -> None:
+    code = "from aioinfer.native.levels import digest; print(digest())"
+    names = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert names == {f"{digest()}\n"}
+
+
+def test_a_wheel_is_for_a_platform_that_has_kernels() -> None:
+    with pytest.raises(ValueError, match="linux-aarch64"):
+        wheel.get_requires_for_build_wheel({"platform": "amiga"})
+    for platform in PLATFORMS:
+        assert any("ziglang" in each for each in wheel.get_requires_for_build_wheel({"platform": platform}))
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_clone_is_compiled_at_once_only_where_there_is_no_compiler_later(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: bool
+) -> None:
+    if here() is None:
+        pytest.skip("wheels have no kernels for this platform")
+    for name in ("AIOINFER_CXX", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if found:
+        (tmp_path / "c++").write_text("#!/bin/sh")
+        (tmp_path / "c++").chmod(0o755)
+    assert wheel._compiler() == found
+    assert any("ziglang" in each for each in wheel.get_requires_for_build_editable()) != found
+
+
+@rest(COMPILES)
+def test_a_level_is_compiled_and_runs(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheel, "SHIPPED", levels.SHIPPED)
+    monkeypatch.setattr(bindings, "SHIPPED", levels.SHIPPED)
+    platform, level = here(), best(processor.choose_tiles())
+    assert platform is not None
+    assert level is not None
+    wheel._compile(platform, [level])
+    kernels = bindings.Kernels(str(build()), processor.choose_tiles())
+    assert f"(level {level.name} of the package; " in kernels.instructions
+    assert kernels.function("lanes") > 0
+
+
+@nightly(COMPILES)
+@pytest.mark.parametrize("name", PLATFORMS)
+def test_every_level_of_every_platform_is_compiled(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(levels, "SHIPPED", tmp_path)
+    monkeypatch.setattr(wheel, "SHIPPED", tmp_path)
+    platform = PLATFORMS[name]
+    wheel._compile(platform, platform.levels)
+    made = {path.name.partition(f"-{digest()}")[0]: path.stat().st_size for path in tmp_path.iterdir()}
+    assert set(made) == {level.name for level in platform.levels}
+    assert max(made.values()) < 4 << 20
