@@ -84,6 +84,8 @@ def build_wheel(
         _compile(platform, platform.levels)
         settings = {"--build-option": f"--plat-name={platform.tag}"}
     name: str = build_meta.build_wheel(wheel_directory, settings, metadata_directory)
+    if platform != here():
+        _clear()
     return name
 
 
@@ -117,7 +119,9 @@ def _compiler() -> bool:
 
 
 def _clear() -> None:
-    shutil.rmtree(SHIPPED, ignore_errors=True)
+    """Remove libraries of the tree, and what setuptools has kept of former builds and would pack again."""
+    for path in (SHIPPED, Path("build", "lib")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _compile(platform: Platform, levels: Iterable[Level]) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,8 +18,9 @@ from aioinfer.native.build import BuildFailed, build
 from aioinfer.native.levels import PLATFORMS, best, digest, here, shipped, unfit
 from aioinfer.native.processor import MODELLED, PERMITTED, Tiles
 from tests.native.compilers import WORKS, Compiler, left
-from tests.tiers import COMPILES, nightly, rest
+from tests.tiers import COMPILES, PROGRAM, nightly, rest
 
+_ROOT = Path(__file__).parents[2]
 REFUSED = Tiles((), "the processor has AMX, and the system refuses it")
 NEHALEM = "flags : fpu sse sse2 ssse3 sse4_1 sse4_2 popcnt"
 HASWELL = f"{NEHALEM} avx avx2 bmi1 bmi2 f16c fma abm movbe"
@@ -159,7 +163,35 @@ def test_a_clone_is_compiled_at_once_only_where_there_is_no_compiler_later(
     assert any("ziglang" in each for each in wheel.get_requires_for_build_editable()) != found
 
 
-@rest(COMPILES)
+@rest(PROGRAM)
+def test_a_wheel_has_the_libraries_of_its_platform_and_no_others(tmp_path: Path) -> None:
+    """Also where one for another platform was made before, and setuptools keeps files of it."""
+    for name in ("pyproject.toml", "README.md", "LICENSE", "aioinfer"):
+        (shutil.copytree if name == "aioinfer" else shutil.copy2)(_ROOT / name, tmp_path / name)
+    code = """if True:
+        import sys
+        from aioinfer.native import wheel
+        def compile(platform, levels):
+            wheel.SHIPPED.mkdir()
+            for level in levels:
+                level.file("made").touch()
+        wheel._compile = compile
+        print(wheel.build_wheel("dist", {"platform": sys.argv[1]}))
+    """
+    for name, platform in PLATFORMS.items():
+        done = subprocess.run(
+            [sys.executable, "-c", code, name], cwd=tmp_path, env={**os.environ, "PYTHONPATH": "."},
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        file = tmp_path / "dist" / done.stdout.split()[-1]
+        assert file.name.endswith(f"-py3-none-{platform.tag}.whl")
+        with zipfile.ZipFile(file) as archive:
+            found = {Path(path).name for path in archive.namelist() if "/shipped/" in path}
+        assert found == {f"{level.name}-made.so" for level in platform.levels}
+        assert (tmp_path / "aioinfer" / "native" / "shipped").exists() == (platform == here())
+
+
+@nightly(COMPILES)
 def test_a_level_is_compiled_and_runs(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheel, "SHIPPED", levels.SHIPPED)
     monkeypatch.setattr(bindings, "SHIPPED", levels.SHIPPED)

@@ -4,11 +4,10 @@
 // each. Weights are integers: sums are exact in any order.
 #pragma once
 
-#include <cfloat>
 #include <algorithm>
 #include <bit>
-#include <cfloat>
 #include <cmath>
+#include <limits>
 
 #include "simd.hpp"
 
@@ -57,7 +56,7 @@ struct Scale {
   // The lowest logit that is at least ``floor`` when it is scaled. Scaling is monotonic: comparing logits with it has
   // the same result as comparing scaled logits with ``floor``.
   float lowest(float floor) const {
-    int64_t low = ordered(cast<int32_t>(-FLT_MAX)), high = ordered(cast<int32_t>(peak));
+    int64_t low = ordered(cast<int32_t>(-std::numeric_limits<float>::max())), high = ordered(cast<int32_t>(peak));
     while (low < high) {
       const int64_t middle = (low + high) >> 1;
       if ((*this)(cast<float>(ordered(static_cast<int32_t>(middle)))) >= floor)
