@@ -1,0 +1,100 @@
+"""The image of examples/deploy: its Dockerfile is executed in empty roots, and the container is started.
+
+The test builds with the releases that ``uv`` has in its cache, on the interpreter that runs it.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.deploy import root
+from tests.deploy.dockerfile import Image, build, instructions
+from tests.ports import free_port
+from tests.tiers import PROGRAM, rest
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "examples/deploy/Dockerfile").read_text("utf-8")
+KEY = "secret"
+COMPILERS = ("c++", "g++", "gcc", "cc", "clang", "clang++", "zig")
+
+
+def base(name: str, folder: Path) -> root.Root:
+    assert name == f"python:{sys.version_info[0]}.{sys.version_info[1]}-slim"
+    return root.assemble(folder)
+
+
+@pytest.fixture(scope="module")
+def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
+    if reason := root.missing():
+        pytest.skip(reason)
+    place = tmp_path_factory.mktemp("image")
+    python = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    try:
+        yield build(TEXT, ROOT, place / "stages", base, PYTHON=python, TORCH_INDEX="")
+    except subprocess.CalledProcessError as error:
+        raise AssertionError(f"{error}\n{error.output}") from error
+    finally:
+        shutil.rmtree(place)
+
+
+@rest(PROGRAM)
+def test_the_container_serves_reports_its_health_and_stops_within_the_drain(image: Image) -> None:
+    volume = image.root.path.parent / "volume"
+    (directory,) = image.volumes
+    shutil.copytree(image.root.path / directory.lstrip("/"), volume)
+    shutil.chown(volume, image.user, image.user)
+    container = root.Root(image.root.path, {**image.root.binds, directory: volume})
+    env = image.env | {"AIOINFER_PORT": str(free_port()), "AIOINFER_API_KEY": KEY}
+    assert image.user != 0
+
+    def execute(*command: str) -> subprocess.Popen[str]:
+        return container.start(command, env=env, user=image.user, cwd=image.cwd, read_only=True)
+
+    unhealthy = execute(*image.health)
+    unhealthy.communicate()
+    assert unhealthy.returncode == 1
+    server = execute(*image.entrypoint, *image.command)
+    try:
+        assert server.stdout is not None
+        url = root.serving_url(server.stdout)
+        assert url == f"http://0.0.0.0:{env['AIOINFER_PORT']}"
+        assert root.first_token(url, KEY) == "1"
+        assert Path(f"/proc/{server.pid}/root").resolve() == image.root.path
+        status = Path(f"/proc/{server.pid}/status").read_text().split("\n")
+        assert {line.split()[1] for line in status if line.startswith(("Uid:", "Gid:"))} == {str(image.user)}
+        healthy = execute(*image.health)
+        assert (healthy.communicate()[0], healthy.returncode) == ("", 0)
+        written = execute("sh", "-c", "touch() { : > $1; }; touch cache; touch /opt/file")
+        assert "/opt/file: Read-only file system" in written.communicate()[0]
+    finally:
+        server.send_signal(signal.Signals[image.stop_signal])
+        said, _ = server.communicate()
+    assert server.returncode == 0, said
+    assert (volume / "cache").exists()
+
+
+@rest(PROGRAM)
+def test_the_image_has_kernels_and_no_compiler(image: Image) -> None:
+    def output(command: str) -> str:
+        return image.root.run(["sh", "-c", command], env=image.env, user=image.user)
+
+    assert output(f"command -v {' '.join(COMPILERS)} || echo none") == "none\n"
+    packages = {path.name for path in image.root.path.glob("opt/aioinfer/lib/python*/site-packages/*")}
+    assert "aioinfer" in packages
+    assert not packages & {"ziglang", "pip", "setuptools"}
+    assert not (image.root.path / "source").exists()
+
+
+def test_a_health_check_asks_the_port_that_is_served() -> None:
+    steps = dict(instructions(TEXT))
+    assert f"AIOINFER_PORT={steps['EXPOSE']}" in steps["ENV"]
+    assert "os.environ['AIOINFER_PORT'] + '/readyz'" in steps["HEALTHCHECK"]
