@@ -50,6 +50,7 @@ def test_what_has_changed_has_its_tests(tmp_path: Path) -> None:
         for name in (
             "aioinfer/cache/radix.py",
             "aioinfer/stream.py",
+            "examples/deploy/Dockerfile",
             "tests/server/test_sse.py",
             "README.md",
         ):
@@ -58,7 +59,12 @@ def test_what_has_changed_has_its_tests(tmp_path: Path) -> None:
             path.write_text(path.read_text() + "1" if path.exists() else "")
         git("add", ".")
         git("commit", "-m", "Change it")
-    assert tiers.touched(tmp_path, "HEAD^") == ("tests/cache/", "tests/engine/", "tests/server/test_sse.py")
+    assert tiers.touched(tmp_path, "HEAD^") == (
+        "tests/cache/",
+        "tests/deploy/",
+        "tests/engine/",
+        "tests/server/test_sse.py",
+    )
     assert tiers.touched(tmp_path, "HEAD") == ()
 
 

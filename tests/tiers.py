@@ -206,6 +206,8 @@ def touched(root: Path, revision: str) -> tuple[str, ...]:
             found.add(TESTS_OF.get(rest[0], f"tests/{rest[0]}/"))
         elif folder == "aioinfer" and name.endswith(".py"):
             found.add("tests/engine/")
+        elif name.startswith("examples/deploy/"):
+            found.add("tests/deploy/")
     return tuple(sorted(found))
 
 

@@ -1,7 +1,7 @@
 """What a Dockerfile says, executed in empty roots where no builder of images is at hand.
 
-Knows the instructions that ours has, and raises ValueError for others. A stage is a folder; what RUN mounts as a
-cache is left to ``pip`` of the root.
+Knows the instructions that ours has, and raises ValueError for others. A stage is a folder. The cache that
+RUN mounts for pip is the root's own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ def instructions(text: str) -> Iterator[tuple[str, str]]:
         yield keyword.upper(), rest.strip()
 
 
-def build(text: str, context: Path, place: Path, base: Callable[[str, Path], Root], **arguments: str) -> Image:
+def build(
+    text: str, context: Path, place: Path, base: Callable[[str, Path], Root], **arguments: str
+) -> Image:
     """Execute all stages and return the last. ``base(name, folder)`` makes what FROM names."""
     stages: dict[str, Image] = {}
     values: dict[str, str] = {}
@@ -53,7 +55,7 @@ def build(text: str, context: Path, place: Path, base: Callable[[str, Path], Roo
             source, _, name = expanded(rest, values).partition(" AS ")
             folder = place / str(len(stages))
             if source in stages:
-                _copied(stages[source].root.path, folder)
+                subprocess.run(["cp", "-a", str(stages[source].root.path), str(folder)], check=True)
                 image = replace(stages[source], root=replace(stages[source].root, path=folder))
             else:
                 image = Image(base(source, folder), dict(ENVIRONMENT))
@@ -77,7 +79,12 @@ def expanded(text: str, values: Mapping[str, str]) -> str:
 
 
 def _step(
-    keyword: str, rest: str, image: Image, values: Mapping[str, str], stages: Mapping[str, Image], context: Path
+    keyword: str,
+    rest: str,
+    image: Image,
+    values: Mapping[str, str],
+    stages: Mapping[str, Image],
+    context: Path,
 ) -> Image:
     """The image behind one instruction of a stage."""
     if keyword == "RUN":
@@ -104,7 +111,13 @@ def _step(
     }
     if keyword not in changes:
         raise ValueError(f"no step for {keyword}")
-    fields = {"WORKDIR": "cwd", "VOLUME": "volumes", "EXPOSE": "ports", "STOPSIGNAL": "stop_signal", "CMD": "command"}
+    fields = {
+        "WORKDIR": "cwd",
+        "VOLUME": "volumes",
+        "EXPOSE": "ports",
+        "STOPSIGNAL": "stop_signal",
+        "CMD": "command",
+    }
     return replace(image, **{fields.get(keyword, keyword.lower()): changes[keyword]()})  # type: ignore[arg-type]
 
 
@@ -116,24 +129,24 @@ def _copy(words: list[str], image: Image, stages: Mapping[str, Image], context: 
     source, there = words[-2:]
     target = image.root.path / there.lstrip("/")
     if words[0].startswith("--from="):
-        _copied(stages[words[0].removeprefix("--from=")].root.path / source.lstrip("/"), target)
+        # Moved, which takes no time: no stage is read twice.
+        target.parent.mkdir(parents=True, exist_ok=True)
+        (stages[words[0].removeprefix("--from=")].root.path / source.lstrip("/")).rename(target)
     elif source == ".":
         _copy_context(context, target)
     else:
         raise ValueError(f"no step for COPY {' '.join(words)}")
 
 
-def _copied(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    subprocess.run(["cp", "-a", str(source), str(target)], check=True)
-
-
 def _copy_context(context: Path, target: Path) -> None:
-    """What .dockerignore, which begins with ``*``, takes by ``!NAME``, without what its further patterns name."""
-    first, *patterns = [line for line in (context / ".dockerignore").read_text().split("\n") if line[:1] not in ("", "#")]
+    """What .dockerignore, which begins with ``*``, takes by ``!NAME`` and no pattern leaves out again."""
+    lines = (context / ".dockerignore").read_text().split("\n")
+    first, *patterns = (line for line in lines if line[:1] not in ("", "#"))
     if first != "*":
         raise ValueError(".dockerignore does not begin with *")
-    left_out = shutil.ignore_patterns(*(each.removeprefix("**/") for each in patterns if not each.startswith("!")))
+    left_out = shutil.ignore_patterns(
+        *(each.removeprefix("**/") for each in patterns if not each.startswith("!"))
+    )
     target.mkdir(parents=True)
     for name in (each[1:] for each in patterns if each.startswith("!")):
         if (context / name).is_dir():

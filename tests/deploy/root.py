@@ -3,8 +3,8 @@
     python -m tests.deploy.root WHEEL       installs the wheel there, and serves: seconds, kernels, sizes
 
 It has what python:X-slim has and a start needs: the interpreter that runs this without its packages, some
-programs, the libraries that these name, certificates. ``pip`` is this machine's ``uv pip``, which links packages
-from its cache: a root takes a second, and no disk. Needs root's rights, for chroot and mounts, and uv.
+programs, the libraries that these name, certificates. ``pip`` is this machine's ``uv pip``, which links
+packages from its cache and so needs neither minutes nor disk. Needs root's rights, for chroot and mounts.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from typing import IO
 
 __all__ = ["Root", "assemble", "first_token", "missing", "serving_url"]
 
-_PROGRAMS = "sh env cat chmod chown cp id install ls mkdir mv rm uname useradd".split()
+_PROGRAMS = ("sh", "env", "cat", "chmod", "chown", "cp", "id", "ls", "mkdir", "mv", "rm", "uname", "useradd")
 #: of Debian's essential packages, which wheels expect
-_LIBRARIES = tuple(f"lib{name}" for name in "stdc++.so.6 gcc_s.so.1 z.so.1 util.so.1 rt.so.1 resolv.so.2".split())
+_LIBRARIES = ("libstdc++.so.6", "libgcc_s.so.1", "libz.so.1", "libutil.so.1", "librt.so.1", "libresolv.so.2")
 #: of the interpreter's library folder: what is no part of python:X-slim, or needs a display
 _LEFT_OUT = shutil.ignore_patterns(
     "site-packages", "dist-packages", "test", "tests", "config-*", "*.a", "idlelib", "tkinter", "_tkinter*"
@@ -76,7 +76,7 @@ class Root:
         cwd: str = "/",
         read_only: bool = False,
     ) -> subprocess.Popen[str]:
-        """Start a program with this environment and no other; its output is piped, its pid that of the result.
+        """Start a program with this environment and no other; its output is piped, and its pid the result's.
 
         Where the root is read only, ``binds`` are not.
         """
@@ -87,7 +87,9 @@ class Root:
             script.append(f'mount --bind "{here}" "$ROOT{there}"')
         if read_only:
             script.append('mount -o remount,bind,ro "$ROOT"')
-        script.append('exec chroot --userspec="$OWNER:$OWNER" --groups="$OWNER" "$ROOT" env -i -C "$CWD" "$@"')
+        script.append(
+            'exec chroot --userspec="$OWNER:$OWNER" --groups="$OWNER" "$ROOT" env -i -C "$CWD" "$@"'
+        )
         settings = [f"{name}={value}" for name, value in env.items()]
         return subprocess.Popen(
             ["unshare", "--mount", "sh", "-c", "\n".join(script), "sh", *settings, *command],
@@ -117,7 +119,16 @@ ENVIRONMENT = {
 
 def assemble(place: Path) -> Root:
     """Make a root in a folder that is not there yet."""
-    for name in ("etc/ssl/certs", "usr/bin", "usr/lib", "usr/local/bin", "usr/local/lib", "dev", "proc", "sys"):
+    for name in (
+        "etc/ssl/certs",
+        "usr/bin",
+        "usr/lib",
+        "usr/local/bin",
+        "usr/local/lib",
+        "dev",
+        "proc",
+        "sys",
+    ):
         (place / name).mkdir(parents=True)
     (place / "root").mkdir(mode=0o700)
     (place / "tmp").mkdir()
@@ -196,7 +207,9 @@ def _size(path: Path) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tests.deploy.root", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.deploy.root", description=__doc__.partition("\n")[0]
+    )
     parser.add_argument("wheel", type=Path)
     wheel = parser.parse_args().wheel.resolve()
     if reason := missing():
@@ -209,7 +222,10 @@ def main() -> None:
         start = time.monotonic()
         root.run(["python", "-m", "venv", "--without-pip", "/venv"], env=env)
         # pip compiles what it installs, too.
-        root.run(["pip", "--python", "/venv/bin/python", "install", "--compile-bytecode", f"/{wheel.name}"], env=env)
+        root.run(
+            ["pip", "--python", "/venv/bin/python", "install", "--compile-bytecode", f"/{wheel.name}"],
+            env=env,
+        )
         print(f"installed in {time.monotonic() - start:.0f} s")
         (package,) = root.path.glob("venv/lib/python*/site-packages/aioinfer")
         print(f"the package with its modules compiled: {_size(package)}")

@@ -5,12 +5,10 @@ The test builds with the releases that ``uv`` has in its cache, on the interpret
 
 from __future__ import annotations
 
-import json
 import shutil
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +17,7 @@ import pytest
 from tests.deploy import root
 from tests.deploy.dockerfile import Image, build, instructions
 from tests.ports import free_port
-from tests.tiers import PROGRAM, rest
+from tests.tiers import PROGRAM, nightly
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "examples/deploy/Dockerfile").read_text("utf-8")
@@ -46,7 +44,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
         shutil.rmtree(place)
 
 
-@rest(PROGRAM)
+@nightly(PROGRAM)
 def test_the_container_serves_reports_its_health_and_stops_within_the_drain(image: Image) -> None:
     volume = image.root.path.parent / "volume"
     (directory,) = image.volumes
@@ -82,7 +80,7 @@ def test_the_container_serves_reports_its_health_and_stops_within_the_drain(imag
     assert (volume / "cache").exists()
 
 
-@rest(PROGRAM)
+@nightly(PROGRAM)
 def test_the_image_has_kernels_and_no_compiler(image: Image) -> None:
     def output(command: str) -> str:
         return image.root.run(["sh", "-c", command], env=image.env, user=image.user)
@@ -90,8 +88,10 @@ def test_the_image_has_kernels_and_no_compiler(image: Image) -> None:
     assert output(f"command -v {' '.join(COMPILERS)} || echo none") == "none\n"
     packages = {path.name for path in image.root.path.glob("opt/aioinfer/lib/python*/site-packages/*")}
     assert "aioinfer" in packages
-    assert not packages & {"ziglang", "pip", "setuptools"}
+    assert not packages & {"ziglang", "pip"}
     assert not (image.root.path / "source").exists()
+    shipped = any(image.root.path.glob("opt/aioinfer/lib/python*/site-packages/aioinfer/**/*.so"))
+    assert ("\nattention      native" in output("aioinfer doctor")) == shipped
 
 
 def test_a_health_check_asks_the_port_that_is_served() -> None:
