@@ -38,7 +38,7 @@ from tests.observe.scrapes import read_text, values
 from tests.tiers import SECONDS, rest
 
 SHELL = {"sh", "console"}
-LANGUAGES = {*SHELL, "python", "yaml", "json", "dockerfile", "text", ""}
+LANGUAGES = {*SHELL, "python", "yaml", "json", "text", ""}
 WITH_PYTHON = [page for page in PAGES if any(fence.language == "python" for fence in fences(page))]
 WITH_COMMANDS = [page for page in PAGES if any(fence.language in SHELL for fence in fences(page))]
 
@@ -146,11 +146,12 @@ def _aioinfer(arguments: list[str], *_: Any) -> None:
 
 
 def _docker(arguments: list[str], *_: Any) -> None:
-    """The images of the page, and arguments of their command."""
-    assert arguments[0] in ("build", "run")
+    """Files that exist, and what the image's program is given."""
+    assert arguments[0] in ("build", "compose", "run")
     if arguments[0] == "run":
-        (image,) = {"aioinfer", "aioinfer-anywhere"} & {*arguments}
-        _aioinfer(["serve", *arguments[arguments.index(image) + 1 :]])
+        _aioinfer(arguments[arguments.index("aioinfer") + 1 :] or ["serve"])
+    else:
+        assert (ROOT / arguments[arguments.index("-f") + 1]).is_file()
 
 
 def _python(arguments: list[str], monkeypatch: pytest.MonkeyPatch, config: pytest.Config) -> None:
@@ -206,6 +207,11 @@ def _bash(arguments: list[str], *_: Any) -> None:
     assert (ROOT / arguments[0]).is_file()
 
 
+def _release(arguments: list[str], *_: Any) -> None:
+    own = read(".ci/release")
+    assert all(f'"{word}"' in own for word in arguments if word.startswith("-"))
+
+
 def _sanitizer(arguments: list[str], monkeypatch: pytest.MonkeyPatch, config: pytest.Config) -> None:
     assert arguments[0] == "--tool"
     assert arguments[1] in ("memcheck", "racecheck")
@@ -221,11 +227,13 @@ def _tool(*known: list[str]) -> Callable[..., None]:
 
 #: by program, what its arguments have to satisfy
 CHECKS: dict[str, Callable[..., None]] = {
+    ".ci/release": _release,
     "aioinfer": _aioinfer,
     "bash": _bash,
     "cd": lambda arguments, *_: None,
     "compute-sanitizer": _sanitizer,
     "docker": _docker,
+    "export": lambda arguments, *_: None,
     "curl": lambda arguments, *_: Request.of(arguments) and None,
     "git": lambda arguments, *_: None,
     "mypy": _tool([]),
@@ -236,25 +244,6 @@ CHECKS: dict[str, Callable[..., None]] = {
     "ruff": _tool(["check", "."], ["format", "."], ["format", "--check", "."]),
     "source": lambda arguments, *_: None,
 }
-
-
-def test_the_image_is_built_and_started_by_what_there_is() -> None:
-    dockerfile, _ = (fence.text for fence in fences("docs/containers.md") if fence.language == "dockerfile")
-    (command,) = re.findall(r"^CMD (.*)$", dockerfile, re.M)
-    for program, *arguments in [
-        json.loads(command),
-        *map(str.split, re.findall(r"^RUN (aioinfer .*)$", dockerfile, re.M)),
-    ]:
-        assert program == "aioinfer"
-        _parser().parse_args(arguments)
-    source = "".join(path.read_text("utf-8") for path in ROOT.glob("aioinfer/native/*.py"))
-    known = {
-        f"AIOINFER_{name.upper()}"
-        for cls in (EngineConfig, ServerConfig)
-        for name in cls.__dataclass_fields__
-    }
-    for variable in set(re.findall(r"AIOINFER_\w+", read("docs/containers.md"))):
-        assert variable in known or variable in source, variable
 
 
 # -- recipes -------------------------------------------------------------------------------------------
