@@ -21,12 +21,12 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-__all__ = ["Root", "assemble", "first_token", "missing", "serving_url"]
+__all__ = ["Root", "assemble", "missing", "pieces", "serving_url"]
 
 _PROGRAMS = ("sh", "env", "cat", "chmod", "chown", "cp", "id", "ls", "mkdir", "mv", "rm", "uname", "useradd")
 #: of Debian's essential packages, which wheels expect
@@ -189,17 +189,18 @@ def serving_url(output: IO[str]) -> str:
     raise RuntimeError(f"the server did not get ready\n{said}")
 
 
-def first_token(url: str, key: str = "") -> str:
-    """Ask for a chat and read the first piece of text of its stream."""
+def pieces(url: str, key: str = "") -> Iterator[str]:
+    """Ask for a chat; the pieces of text of its stream as they come. Raises RuntimeError if it has no end."""
     headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
     request = urllib.request.Request(f"{url}/v1/chat/completions", json.dumps(_QUESTION).encode(), headers)
     with urllib.request.urlopen(request) as response:
         for line in response:
             if line.startswith(b"data: {"):
-                for choice in json.loads(line.removeprefix(b"data: "))["choices"]:
-                    if text := choice["delta"].get("content"):
-                        return str(text)
-    raise RuntimeError("the stream has no text")
+                choices = json.loads(line.removeprefix(b"data: "))["choices"]
+                yield from filter(None, (choice["delta"].get("content") for choice in choices))
+            elif line.startswith(b"data: [DONE]"):
+                return
+    raise RuntimeError("the stream has no end")
 
 
 def _size(path: Path) -> str:
@@ -233,7 +234,7 @@ def main() -> None:
         server = root.start(["aioinfer", "serve", "--port", "0"], env=env)
         try:
             assert server.stdout is not None
-            text = first_token(serving_url(server.stdout))
+            text = next(pieces(serving_url(server.stdout)))
             print(f"from `aioinfer serve` to the first token ({text!r}): {time.monotonic() - start:.1f} s")
         finally:
             server.send_signal(signal.SIGTERM)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,14 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
         shutil.rmtree(place)
 
 
+@contextmanager
+def killed(server: subprocess.Popen[str]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        server.kill()
+
+
 @nightly(PROGRAM)
 def test_the_container_serves_reports_its_health_and_stops_within_the_drain(image: Image) -> None:
     volume = image.root.path.parent / "volume"
@@ -60,12 +69,11 @@ def test_the_container_serves_reports_its_health_and_stops_within_the_drain(imag
     unhealthy = execute(*image.health)
     unhealthy.communicate()
     assert unhealthy.returncode == 1
-    server = execute(*image.entrypoint, *image.command)
-    try:
+    with execute(*image.entrypoint, *image.command) as server, killed(server):
         assert server.stdout is not None
         url = root.serving_url(server.stdout)
         assert url == f"http://0.0.0.0:{env['AIOINFER_PORT']}"
-        assert root.first_token(url, KEY) == "1"
+        assert "".join(root.pieces(url, KEY)) == "17 + 25 = 42"
         assert Path(f"/proc/{server.pid}/root").resolve() == image.root.path
         status = Path(f"/proc/{server.pid}/status").read_text().split("\n")
         assert {line.split()[1] for line in status if line.startswith(("Uid:", "Gid:"))} == {str(image.user)}
@@ -73,10 +81,13 @@ def test_the_container_serves_reports_its_health_and_stops_within_the_drain(imag
         assert (healthy.communicate()[0], healthy.returncode) == ("", 0)
         written = execute("sh", "-c", "touch() { : > $1; }; touch cache; touch /opt/file")
         assert "/opt/file: Read-only file system" in written.communicate()[0]
-    finally:
+        # A stream that has begun is served to its end.
+        stream = root.pieces(url, KEY)
+        begun = next(stream)
         server.send_signal(signal.Signals[image.stop_signal])
+        assert begun + "".join(stream) == "17 + 25 = 42"
         said, _ = server.communicate()
-    assert server.returncode == 0, said
+        assert server.returncode == 0, said
     assert (volume / "cache").exists()
 
 
