@@ -31,18 +31,26 @@ def base(name: str, folder: Path) -> root.Root:
     return root.assemble(folder)
 
 
+@contextmanager
+def in_memory(place: Path) -> Iterator[Path]:
+    """A folder for tens of thousands of links, which a disk takes long to make and to remove."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4g,mode=755", "image", str(place)], check=True)
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
     if reason := root.missing():
         pytest.skip(reason)
-    place = tmp_path_factory.mktemp("image")
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    try:
-        yield build(TEXT, ROOT, place / "stages", base, PYTHON=python, TORCH_INDEX="")
-    except subprocess.CalledProcessError as error:
-        raise AssertionError(f"{error}\n{error.output}") from error
-    finally:
-        shutil.rmtree(place)
+    with in_memory(tmp_path_factory.mktemp("image")) as place:
+        try:
+            yield build(TEXT, ROOT, place / "stages", base, PYTHON=python, TORCH_INDEX="")
+        except subprocess.CalledProcessError as error:
+            raise AssertionError(f"{error}\n{error.output}") from error
 
 
 @contextmanager
