@@ -14,11 +14,11 @@ from tests.tiers import PROGRAM, rest
 ROOT = Path(__file__).parents[2]
 CHANGES = "# Changelog\n\n## Unreleased\n\n- Something new.\n\n## 0.1.0\n\nThe first.\n"
 UV = """#!/bin/sh -e
-for last; do :; done
+for last; do case $last in platform=*) platform=${last#*=} ;; esac; done
 mkdir -p "$last"
 case "$*" in
     *--sdist*) echo sdist > "$last/aioinfer.tar.gz" ;;
-    *) echo wheel > "$last/aioinfer-$AIOINFER_WHEEL_PLATFORM.whl" ;;
+    *) echo wheel > "$last/aioinfer-$platform.whl" ;;
 esac
 """
 
@@ -81,7 +81,7 @@ def test_one_command_makes_the_release(repository: Repository) -> None:
     assert said.startswith("\n- Something new.\n\naioinfer 0.2.0\n")
     assert {path.name for path in (repository.path / "dist").iterdir()} == {
         "aioinfer.tar.gz",
-        *(f"aioinfer-{name}.whl" for name in ("linux-x86_64", "linux-aarch64", "macos-arm64")),
+        *(f"aioinfer-{name}.whl" for name in ("linux-x86_64", "linux-aarch64", "darwin-arm64")),
     }
     assert (repository.path / "smoked").exists()
     # Without --tag, nothing has changed.
