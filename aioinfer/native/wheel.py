@@ -5,6 +5,7 @@ compiled by zig (the package ziglang), which makes libraries for an old libc and
 
     python -m build                                     # an sdist, and a wheel for this machine's platform
     python -m build --wheel -C platform=linux-aarch64   # or for another of aioinfer.native.levels.PLATFORMS
+    pip install . -C levels=avx512-bf16,avx2            # with these alone
 
 An editable installation compiles kernels when an engine first starts; only where there is no compiler is this
 machine's level compiled by zig at once. A wheel that is made on another platform has no kernels, and may be
@@ -81,7 +82,7 @@ def build_wheel(
     _clear()
     settings = None
     if platform is not None:
-        _compile(platform, platform.levels)
+        _compile(platform, _levels(platform, config_settings))
         settings = {"--build-option": f"--plat-name={platform.tag}"}
     name: str = build_meta.build_wheel(wheel_directory, settings, metadata_directory)
     if platform != here():
@@ -108,6 +109,15 @@ def _platform(settings: _Settings) -> Platform | None:
     if asked not in PLATFORMS:
         raise ValueError(f"platform={asked}: there are kernels for {', '.join(PLATFORMS)}")
     return PLATFORMS[asked]
+
+
+def _levels(platform: Platform, settings: _Settings) -> list[Level]:
+    """Raises ValueError for a name that is no level of the platform."""
+    named = {level.name: level for level in platform.levels}
+    asked = str((settings or {}).get("levels", ",".join(named))).split(",")
+    if not named.keys() >= set(asked):
+        raise ValueError(f"levels={','.join(asked)}: there are {', '.join(named)}")
+    return [named[name] for name in asked]
 
 
 def _compiler() -> bool:

@@ -89,7 +89,8 @@ def _step(
     """The image behind one instruction of a stage."""
     if keyword == "RUN":
         command = re.sub(r"^(--mount=\S+\s+)+", "", rest)
-        image.root.run(["sh", "-c", command], env={**image.env, **values}, user=image.user, cwd=image.cwd)
+        env = {"HOME": "/root", **image.env, **values}  # as Docker sets it for root's commands
+        image.root.run(["sh", "-c", command], env=env, user=image.user, cwd=image.cwd)
         return image
     if keyword == "COPY":
         _copy(rest.split(), image, stages, context)

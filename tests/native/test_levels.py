@@ -143,6 +143,9 @@ def test_all_processes_have_the_same_name_for_the_same_sources() -> None:
 def test_a_wheel_is_for_a_platform_that_has_kernels() -> None:
     with pytest.raises(ValueError, match="linux-aarch64"):
         wheel.get_requires_for_build_wheel({"platform": "amiga"})
+    with pytest.raises(ValueError, match="there are i8mm, dotprod, neon"):
+        wheel._levels(PLATFORMS["linux-aarch64"], {"levels": "neon,avx2"})
+    assert [level.name for level in wheel._levels(PLATFORMS["linux-aarch64"], {"levels": "neon"})] == ["neon"]
     for platform in PLATFORMS:
         assert any("ziglang" in each for each in wheel.get_requires_for_build_wheel({"platform": platform}))
 
