@@ -57,7 +57,7 @@ class ThreadsafeEngine:
         self.serving = serving
         self._loop = serving.loop
         self._defaults = engine.default_params
-        self._format = engine.chat_format
+        self.chat_format = engine.chat_format
         self._most = engine.config.max_queued_requests + engine.config.running_requests
         #: requests on their way to the loop
         self._sent = 0
@@ -98,7 +98,7 @@ class ThreadsafeEngine:
     ) -> RemoteStream[ChatDelta, ChatResult]:
         """As :meth:`aioinfer.Engine.chat`, with the errors of :meth:`generate`."""
         asked = chat_request(
-            self._format,
+            self.chat_format,
             messages,
             inherited(params, self._defaults),
             tools=tools,

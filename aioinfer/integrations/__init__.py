@@ -1,0 +1,1 @@
+"""Adapters over a running engine, in this process: each imports its framework, and nothing imports them."""

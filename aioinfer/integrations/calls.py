@@ -1,0 +1,205 @@
+"""What the adapters have in common: chats with any kind of engine, on any loop and any thread."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self, TypeAlias
+
+from pydantic import BaseModel, Field, PrivateAttr
+
+from aioinfer.chat.answers import joined
+from aioinfer.chat.results import ChatDelta, ChatFinishReason, ChatResult, ToolCall
+from aioinfer.client.chats import ChatStream
+from aioinfer.client.engine_like import EngineLike
+from aioinfer.client.requests import refuse_names
+from aioinfer.client.rows import ChatArguments
+from aioinfer.client.threadsafe import RemoteStream, ThreadsafeEngine
+from aioinfer.errors import ConfigError, InvalidRequest, WrongLoop, shown
+from aioinfer.loop.belonging import running_loop
+from aioinfer.outputs import Usage
+from aioinfer.params import SamplingParams
+from aioinfer.text.grammar_spec import closed
+from aioinfer.text.tool_calls import ToolCallDelta
+
+__all__ = ["AnyEngine", "Calls", "Chat", "HasCalls", "SoFar", "counts", "message", "offer", "parsed"]
+
+#: started before the first call
+AnyEngine: TypeAlias = EngineLike | ThreadsafeEngine
+#: awaited or iterated on the running loop, and entered: leaving it ends the request
+Chat: TypeAlias = ChatStream | RemoteStream[ChatDelta, ChatResult]
+
+_ARGUMENTS = frozenset(ChatArguments.__annotations__)
+#: what no framework has a place for
+_UNDELIVERED = ("logprobs", "prompt_logprobs")
+
+
+class Calls:
+    """An engine for an adapter, with arguments that all its chats have unless a call has others.
+
+    Arguments are the fields of :class:`~aioinfer.SamplingParams`, the keyword arguments of
+    :meth:`aioinfer.Engine.chat`, and options of requests, by their names; None: not given.
+    """
+
+    def __init__(self, taker: object, engine: AnyEngine, usual: Mapping[str, Any] | None = None) -> None:
+        """``taker``: the adapter, in messages. Raises ConfigError and InvalidRequest, and TypeError for a
+        name that is none."""
+        if not isinstance(engine, AnyEngine):
+            raise ConfigError(
+                "engine must be an Engine, a Dispatcher, the threadsafe() of one, or an Engine.in_thread(), "
+                f"got {shown(engine)}"
+            )
+        self._engine = engine
+        self._taker = type(taker).__name__
+        self._usual = dict(usual or {})
+        self._arguments({})
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], **given: Any) -> Chat:
+        """A chat for the running loop. Raises as :meth:`aioinfer.Engine.chat`."""
+        engine, remote = self._engine, self._remote
+        if isinstance(engine, EngineLike) and running_loop() is remote.serving.loop:
+            return engine.chat(messages, **self._arguments(given))
+        return remote.chat(messages, **self._arguments(given))
+
+    def chat_here(
+        self, messages: Sequence[Mapping[str, Any]], **given: Any
+    ) -> RemoteStream[ChatDelta, ChatResult]:
+        """A chat for which this thread waits. Raises as :meth:`aioinfer.Engine.chat`; WrongLoop on the
+        engine's own loop."""
+        remote = self._remote
+        if running_loop() is remote.serving.loop:
+            raise WrongLoop(
+                "a synchronous call would stop the engine's loop, on which it is made: await the asynchronous"
+                " one, or make it in a thread (asyncio.to_thread)"
+            )
+        return remote.chat(messages, **self._arguments(given))
+
+    @property
+    def model_name(self) -> str:
+        """The name of the model."""
+        engine = self._engine
+        return (engine if isinstance(engine, EngineLike) else engine.serving).config.model_name
+
+    @property
+    def context_length(self) -> int:
+        """Most tokens of a prompt and its output. Raises EngineClosed before the start."""
+        return self._remote.serving.info.max_model_len
+
+    @property
+    def has_tools(self) -> bool:
+        """The model's format of calls of tools is known. Raises EngineClosed before the start."""
+        return self._remote.chat_format.tools is not None
+
+    @property
+    def _remote(self) -> ThreadsafeEngine:
+        return self._engine.threadsafe() if isinstance(self._engine, EngineLike) else self._engine
+
+    def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        kept = self._usual | {name: value for name, value in given.items() if value is not None}
+        kept = {name: value for name, value in kept.items() if value is not None}
+        params = {name: kept.pop(name) for name in SamplingParams.__dataclass_fields__ if name in kept}
+        refuse_names(self._taker, kept.keys() - _ARGUMENTS)
+        for name in _UNDELIVERED:
+            if name in params:
+                raise InvalidRequest(name, f"has no place in the answers of {self._taker}: use engine.chat")
+        return {"params": SamplingParams(**params), **kept}
+
+
+class HasCalls(BaseModel):
+    """Adapters that are pydantic models, with ``extra="allow"``: what is no field is an argument of chats."""
+
+    engine: Any = Field(exclude=True, repr=False)
+    _calls: Calls = PrivateAttr()
+
+    def model_post_init(self, context: Any, /) -> None:
+        super().model_post_init(context)
+        self._calls = Calls(self, self.engine, self.model_extra)
+
+
+@dataclass(slots=True)
+class SoFar:
+    """An answer as far as its deltas have come, as a :class:`~aioinfer.ChatResult` has it."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    finish_reason: ChatFinishReason | None = None
+    usage: Usage | None = None
+    _parts: list[ToolCallDelta] = field(default_factory=list)
+
+    def add(self, delta: ChatDelta) -> Self:
+        self.content += delta.content
+        self.reasoning += delta.reasoning
+        if delta.tool_calls:
+            self._parts += delta.tool_calls
+            self.tool_calls = [
+                ToolCall(each.id or "", each.name or "", each.arguments) for each in joined(self._parts)
+            ]
+        self.finish_reason, self.usage = delta.finish_reason, delta.usage
+        return self
+
+
+def message(
+    role: str,
+    content: str | None,
+    called: Iterable[tuple[str | None, str, Any]] = (),
+    call_id: str | None = None,
+    reasoning: str | None = None,
+) -> dict[str, Any]:
+    """A message in OpenAI's form. ``called``: ids, names and arguments of its calls; ``call_id``: in the role
+    "tool", the call whose outcome it is."""
+    found: dict[str, Any] = {"role": role, "content": content}
+    if reasoning:
+        found["reasoning_content"] = reasoning
+    if role == "tool":
+        found["tool_call_id"] = call_id
+    for at, (id_, name, given) in enumerate(called):
+        text = given if isinstance(given, str) else json.dumps(given)
+        call = {"id": id_ or f"call_{at}", "type": "function", "function": {"name": name, "arguments": text}}
+        found.setdefault("tool_calls", []).append(call)
+    return found
+
+
+def offer(
+    functions: Iterable[Mapping[str, Any]], choice: Any = None, *, strict: bool | None = None
+) -> dict[str, Any]:
+    """The arguments ``tools`` and ``tool_choice`` for functions, each with a name, a description, parameters.
+
+    ``choice`` may be the name of one, "any" or True. A grammar holds arguments to their schema, and to the
+    members that it names, unless ``strict`` is False, of the call or of a function.
+    """
+    tools = []
+    for each in functions:
+        found = {name: value for name, value in {"strict": strict, **each}.items() if value is not None}
+        found.setdefault("strict", True)
+        found["parameters"] = found.get("parameters") or {"type": "object", "properties": {}}
+        if found["strict"]:
+            found["parameters"] = closed(found["parameters"])
+        tools.append({"type": "function", "function": found})
+    if any(each["function"]["name"] == choice for each in tools):
+        choice = {"type": "function", "function": {"name": choice}}
+    return {
+        "tools": tools or None,
+        "tool_choice": "required" if choice is True or choice == "any" else choice,
+    }
+
+
+def parsed(call: ToolCall) -> Any:
+    """The arguments of a call: an object, or their text while or where that is none."""
+    try:
+        found = json.loads(call.arguments)
+    except ValueError:
+        return call.arguments
+    return found if isinstance(found, dict) else call.arguments
+
+
+def counts(usage: Usage | None) -> dict[str, int]:
+    """Counts of tokens by the names that most frameworks have for them; none before the end."""
+    if usage is None:
+        return {}
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "output_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+    }
