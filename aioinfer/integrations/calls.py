@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeAlias
 
@@ -23,7 +23,10 @@ from aioinfer.params import SamplingParams
 from aioinfer.text.grammar_spec import closed
 from aioinfer.text.tool_calls import ToolCallDelta
 
-__all__ = ["AnyEngine", "Calls", "Chat", "HasCalls", "SoFar", "counts", "message", "offer", "parsed"]
+__all__ = [
+    "NAMES", "AnyEngine", "Calls", "Chat", "HasCalls", "SoFar", "at_once", "closed", "counts", "ended", "message",
+    "offer", "one_system", "parsed", "unread", "whole",
+]  # fmt: skip
 
 #: started before the first call
 AnyEngine: TypeAlias = EngineLike | ThreadsafeEngine
@@ -31,6 +34,9 @@ AnyEngine: TypeAlias = EngineLike | ThreadsafeEngine
 Chat: TypeAlias = ChatStream | RemoteStream[ChatDelta, ChatResult]
 
 _ARGUMENTS = frozenset(ChatArguments.__annotations__)
+#: what a call may give
+NAMES = _ARGUMENTS | SamplingParams.__dataclass_fields__.keys()
+_DESCRIBED = ("name", "description", "parameters", "strict")
 #: what no framework has a place for
 _UNDELIVERED = ("logprobs", "prompt_logprobs")
 
@@ -103,7 +109,20 @@ class Calls:
         for name in _UNDELIVERED:
             if name in params:
                 raise InvalidRequest(name, f"has no place in the answers of {self._taker}: use engine.chat")
+        if isinstance(bias := params.get("logit_bias"), Mapping):  # OpenAI's has texts
+            params["logit_bias"] = {int(each) if str(each).isdigit() else each: bias[each] for each in bias}
         return {"params": SamplingParams(**params), **kept}
+
+
+def whole(answer: ChatResult) -> ChatDelta:
+    """An answer as its only delta."""
+    parts = [ToolCallDelta(at, e.id, e.name, e.arguments) for at, e in enumerate(answer.tool_calls)]
+    return ChatDelta(answer.content or "", answer.reasoning or "", parts, answer.finish_reason, answer.usage)
+
+
+async def at_once(chat: Chat) -> AsyncIterator[ChatDelta]:
+    """The deltas of a chat that is not streamed."""
+    yield whole(await chat)
 
 
 class HasCalls(BaseModel):
@@ -161,8 +180,27 @@ def message(
     return found
 
 
+def ended(delta: ChatDelta) -> Any:
+    """Why an answer has ended, by words that most frameworks have."""
+    reason = delta.finish_reason
+    return {"tool_calls": "tool_call", "abort": "error"}.get(reason or "", reason)
+
+
+def unread(part: object) -> InvalidRequest:
+    """The error for a part of a message that the engine does not read."""
+    return InvalidRequest("messages", f"{type(part).__name__} is not read here, or not with all that it has")
+
+
+def one_system(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with what the system says in one at the front, as chat templates have it."""
+    found = [*messages]
+    told = [each["content"] for each in found if each["role"] == "system"]
+    others = [each for each in found if each["role"] != "system"]
+    return [message("system", "\n\n".join(told)), *others] if told else others
+
+
 def offer(
-    functions: Iterable[Mapping[str, Any]], choice: Any = None, *, strict: bool | None = None
+    functions: Sequence[Mapping[str, Any]], choice: Any = None, *, strict: bool | None = None
 ) -> dict[str, Any]:
     """The arguments ``tools`` and ``tool_choice`` for functions, each with a name, a description, parameters.
 
@@ -171,13 +209,13 @@ def offer(
     """
     tools = []
     for each in functions:
-        found = {name: value for name, value in {"strict": strict, **each}.items() if value is not None}
-        found.setdefault("strict", True)
+        found = {name: each[name] for name in _DESCRIBED if each.get(name) is not None}
+        found.setdefault("strict", strict is not False)
         found["parameters"] = found.get("parameters") or {"type": "object", "properties": {}}
         if found["strict"]:
             found["parameters"] = closed(found["parameters"])
         tools.append({"type": "function", "function": found})
-    if any(each["function"]["name"] == choice for each in tools):
+    if choice in [each["name"] for each in functions]:
         choice = {"type": "function", "function": {"name": choice}}
     return {
         "tools": tools or None,
@@ -198,8 +236,4 @@ def counts(usage: Usage | None) -> dict[str, int]:
     """Counts of tokens by the names that most frameworks have for them; none before the end."""
     if usage is None:
         return {}
-    return {
-        "input_tokens": usage.prompt_tokens,
-        "output_tokens": usage.completion_tokens,
-        "total_tokens": usage.total_tokens,
-    }
+    return {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}

@@ -71,6 +71,7 @@ class ChatAioInfer(calls.HasCalls, BaseChatModel, extra="allow"):
             name = self._calls.model_name
             said["response_metadata"] = {"finish_reason": part.finish_reason, "model_name": name}
             said["usage_metadata"] = calls.counts(usage) | {
+                "total_tokens": usage.total_tokens,
                 "input_token_details": {"cache_read": usage.cached_tokens},
                 "output_token_details": {"reasoning": usage.reasoning_tokens},
             }

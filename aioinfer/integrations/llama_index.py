@@ -10,7 +10,6 @@ from llama_index.core.base.llms.types import ChatMessage, ChatResponse
 from llama_index.core.base.llms.types import ToolCallBlock as Call
 from llama_index.core.llms import callbacks, function_calling, llm
 
-from aioinfer.errors import InvalidRequest
 from aioinfer.integrations import calls
 
 __all__ = ["AioInfer"]
@@ -84,8 +83,9 @@ class AioInfer(calls.HasCalls, function_calling.FunctionCallingLLM, extra="allow
 
 
 def _message(given: ChatMessage) -> dict[str, Any]:
-    if unknown := {each.block_type for each in given.blocks} - {"text", "thinking", "tool_call"}:
-        raise InvalidRequest("messages", f"blocks of the type {min(unknown)} are not read")
+    for each in given.blocks:
+        if each.block_type not in ("text", "thinking", "tool_call"):
+            raise calls.unread(each)
     called = [(e.tool_call_id, e.tool_name, e.tool_kwargs) for e in given.blocks if isinstance(e, Call)]
     return calls.message(given.role.value, given.content, called, given.additional_kwargs.get("tool_call_id"))
 
