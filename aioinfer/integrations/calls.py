@@ -24,8 +24,8 @@ from aioinfer.text.grammar_spec import closed
 from aioinfer.text.tool_calls import ToolCallDelta
 
 __all__ = [
-    "NAMES", "AnyEngine", "Calls", "Chat", "HasCalls", "SoFar", "at_once", "closed", "counts", "ended", "message",
-    "offer", "one_system", "parsed", "unread", "whole",
+    "NAMES", "AnyEngine", "Calls", "Chat", "HasCalls", "SoFar", "at_once", "closed", "counts", "ended",
+    "message", "offer", "one_system", "parsed", "unread", "whole",
 ]  # fmt: skip
 
 #: started before the first call

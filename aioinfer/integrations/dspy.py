@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dspy import LM, lm15
 from dspy.clients.lm15_boundary import request_kwargs
 
-from aioinfer import ChatDelta, ChatResult, errors
+from aioinfer import AioInferError, ChatDelta, ChatResult, InvalidRequest, Rejected, TimedOut
 from aioinfer.integrations import calls
 
 __all__ = ["AioInferLM"]
 
 _CONFIG = ("temperature", "max_tokens", "top_p", "top_k", "seed", "frequency_penalty", "presence_penalty")
-_ERRORS: Any = {errors.Rejected: lm15.RateLimitError, errors.TimedOut: lm15.TimeoutError}
-_ERRORS |= {
-    errors.InvalidRequest: lm15.InvalidRequestError,
-    "context_length_exceeded": lm15.ContextLengthError,
-}
+_ERRORS: Any = {Rejected: lm15.RateLimitError, TimedOut: lm15.TimeoutError}
+_ERRORS |= {InvalidRequest: lm15.InvalidRequestError, "context_length_exceeded": lm15.ContextLengthError}
 
 
 class AioInferLM(LM):
@@ -45,17 +42,14 @@ class _Engine:
         with _told():
             return _response(request, self.own.chat_here(**_asked(request)).result())
 
-    def stream(self, request: lm15.Request) -> Iterator[Any]:
+    def stream(self, request: lm15.Request) -> Any:
         yield lm15.StreamStartEvent(model=request.model)
         with _told(), self.own.chat_here(**_asked(request)) as chat:
             for delta in chat:
                 yield from _events(delta)
 
 
-@dataclass
-class _AsyncEngine:
-    own: calls.Calls
-
+class _AsyncEngine(_Engine):
     async def complete(self, request: lm15.Request) -> lm15.Response:
         with _told():
             return _response(request, await self.own.chat(**_asked(request)))
@@ -73,14 +67,15 @@ class _AsyncEngine:
 def _told() -> Iterator[None]:
     try:
         yield
-    except errors.AioInferError as error:
+    except AioInferError as error:
         kind = _ERRORS.get(getattr(error, "code", None)) or _ERRORS.get(type(error), lm15.ProviderError)
-        later = getattr(error, "retry_after", None)
-        raise kind(str(error), provider="aioinfer", retry_after=later) from error
+        raise kind(str(error), retry_after=getattr(error, "retry_after", None)) from error
 
 
 def _asked(request: lm15.Request) -> dict[str, Any]:
-    given: dict[str, Any] = request_kwargs(request, "chat")
+    kept = [[e for e in each.parts if e.type != "thinking"] or each.parts for each in request.messages]
+    told = [replace(each, parts=parts) for each, parts in zip(request.messages, kept, strict=True)]
+    given: dict[str, Any] = request_kwargs(replace(request, messages=told), "chat")
     given["max_tokens"] = given.pop("max_completion_tokens", given.get("max_tokens"))
     functions = [{**each["function"], "strict": None} for each in given.pop("tools", ())]
     return given | calls.offer(functions, given.get("tool_choice"))

@@ -32,9 +32,9 @@ def directory() -> Path:
 
 @cache
 def python_with(library: str) -> str | None:
-    """A Python that has this library: that of an environment, or of the tests."""
+    """The Python of an environment that has this library."""
     code = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({library!r}) is None)"
-    for python in (*(str(directory() / name / "bin" / "python") for name in _PYTHONS), sys.executable):
+    for python in (str(directory() / name / "bin" / "python") for name in _PYTHONS):
         if os.access(python, os.X_OK) and subprocess.run([python, "-c", code], check=False).returncode == 0:
             return python
     return None
