@@ -27,8 +27,8 @@ LAYERS: list[set[str]] = [
     {"__main__"},
     # the command line and the doctor
     {"cli"},
-    # the HTTP API over an engine; adapters for frameworks; scripted engines, the toy device, simulated launchers
-    # and clocks
+    # the HTTP API over an engine; adapters for frameworks
+    # scripted engines, the toy device, simulated launchers and clocks
     {"server", "integrations", "testing"},
     # several engines that look like one
     {"parallel"},

@@ -10,7 +10,8 @@ from typing import Any
 from dspy import LM, lm15
 from dspy.clients.lm15_boundary import request_kwargs
 
-from aioinfer import AioInferError, ChatDelta, ChatResult, InvalidRequest, Rejected, TimedOut
+from aioinfer.chat.results import ChatDelta, ChatResult
+from aioinfer.errors import AioInferError, InvalidRequest, Rejected, TimedOut
 from aioinfer.integrations import calls
 
 __all__ = ["AioInferLM"]
@@ -21,8 +22,7 @@ _ERRORS |= {InvalidRequest: lm15.InvalidRequestError, "context_length_exceeded":
 
 
 class AioInferLM(LM):
-    """A language model. Keyword arguments are those of ``dspy.LM`` and of
-    :class:`aioinfer.integrations.calls.Calls`; DSPy's own cache is off by default."""
+    """A language model. Keywords are those of ``LM``, whose cache is off here, and of :class:`.calls.Calls`."""
 
     def __init__(self, engine: Any, *, cache: bool = False, **given: Any) -> None:
         usual = {name: given.pop(name) for name in calls.NAMES - {*_CONFIG, "stop"} if name in given}

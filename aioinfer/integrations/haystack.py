@@ -12,7 +12,7 @@ from haystack import component
 from haystack.dataclasses import ChatMessage, StreamingCallbackT, StreamingChunk, select_streaming_callback
 from haystack.tools import ToolsType, flatten_tools_or_toolsets
 
-from aioinfer import ChatDelta
+from aioinfer.chat.results import ChatDelta
 from aioinfer.integrations import calls
 
 __all__ = ["AioInferChatGenerator"]

@@ -16,7 +16,7 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from pydantic import BaseModel
 
-from aioinfer import ChatDelta
+from aioinfer.chat.results import ChatDelta
 from aioinfer.chat.results import ChatResult as Answer
 from aioinfer.integrations import calls
 

@@ -34,6 +34,7 @@ from aioinfer.observe.metrics.catalogue import OWN, VLLM
 from aioinfer.server import serve
 from tests.docs import fields, settings
 from tests.docs.pages import PAGES, ROOT, Fence, anchors, commands, fences, links, prose, read
+from tests.integrations.libraries import LIBRARIES, require
 from tests.observe.scrapes import read_text, values
 from tests.tiers import SECONDS, rest
 
@@ -51,6 +52,9 @@ WITH_COMMANDS = [page for page in PAGES if any(fence.language in SHELL for fence
 def test_snippets_run(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python blocks of a page, one after the other in one namespace and on one event loop."""
     monkeypatch.setenv("AIOINFER_THREADS", "1")
+    if page == "docs/integrations.md":
+        for adapter in LIBRARIES:
+            require(adapter)
     namespace: dict[str, Any] = {"__name__": "__docs__"}
     printed = io.StringIO()
     with asyncio.Runner() as runner, contextlib.redirect_stdout(printed):
