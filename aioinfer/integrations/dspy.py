@@ -22,7 +22,7 @@ _ERRORS |= {InvalidRequest: lm15.InvalidRequestError, "context_length_exceeded":
 
 
 class AioInferLM(LM):
-    """A language model. Keywords are those of ``LM``, whose cache is off here, and of :class:`.calls.Calls`."""
+    """A language model. Keywords are those of ``LM``, with no cache by default, and of :class:`.Calls`."""
 
     def __init__(self, engine: Any, *, cache: bool = False, **given: Any) -> None:
         usual = {name: given.pop(name) for name in calls.NAMES - {*_CONFIG, "stop"} if name in given}
