@@ -57,6 +57,8 @@ class Calls:
                 f"got {shown(engine)}"
             )
         self._engine = engine
+        #: the engine since its latest start, for other loops and threads
+        self._far: ThreadsafeEngine | None = None
         self._taker = type(taker).__name__
         self._usual = dict(usual or {})
         self._arguments({})
@@ -99,7 +101,14 @@ class Calls:
 
     @property
     def _remote(self) -> ThreadsafeEngine:
-        return self._engine.threadsafe() if isinstance(self._engine, EngineLike) else self._engine
+        if isinstance(self._engine, ThreadsafeEngine):
+            return self._engine
+        if self._far is None or self._far.serving.closed:
+            self._far = self._engine.threadsafe()
+        return self._far
+
+    def __deepcopy__(self, _: object) -> Self:
+        return self  # a copy of an adapter has the same engine
 
     def _arguments(self, given: Mapping[str, Any]) -> dict[str, Any]:
         kept = self._usual | {name: value for name, value in given.items() if value is not None}
@@ -134,6 +143,9 @@ class HasCalls(BaseModel):
     def model_post_init(self, context: Any, /) -> None:
         super().model_post_init(context)
         self._calls = Calls(self, self.engine, self.model_extra)
+
+    def __deepcopy__(self, _: object = None) -> Self:
+        return self.model_copy()
 
 
 @dataclass(slots=True)

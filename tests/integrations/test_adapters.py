@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -147,6 +148,20 @@ async def test_a_thread_waits_and_other_loops_await(engine: Engine, make: Make) 
 def test_a_program_without_a_loop_has_an_engine_in_a_thread(make: Make) -> None:
     with Engine.in_thread(EngineConfig(model="tiny-chat", threads=1, num_pages=256)) as engine:
         assert make(engine, temperature=0).ask_here(SUM) == "17 + 25 = 42"
+
+
+async def test_an_adapter_outlives_a_restart_and_its_copies_have_the_same_engine(make: Make) -> None:
+    engine = FakeEngine("Hello.")
+    driver = make(engine)
+    for _ in range(2):
+        async with engine:
+            assert (await driver.ask("Hi")).text == "Hello."
+            assert await asyncio.to_thread(driver.ask_here, "Hi") == "Hello."
+            driver.model = copy.deepcopy(driver.model)
+            assert (await driver.ask("Hi")).text == "Hello."
+    with pytest.raises(Exception, match="closed"):
+        await driver.ask("Hi")
+    assert len(engine.requests) == 6
 
 
 async def test_several_engines_answer_as_one(make: Make) -> None:
