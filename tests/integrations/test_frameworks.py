@@ -95,10 +95,10 @@ async def test_langchain_chooses_tools_and_refuses_what_it_cannot_tell() -> None
 
 async def test_langchain_models_run_in_chains_and_batches_and_are_told_apart() -> None:
     async with FakeEngine({f"Say {number}": str(number) for number in range(5)}) as engine:
+        model = drivers.langchain(engine, temperature=0).model
         from langchain_core.output_parsers import StrOutputParser
         from langchain_core.prompts import ChatPromptTemplate
 
-        model = drivers.langchain(engine, temperature=0).model
         chain = ChatPromptTemplate.from_messages([("system", "Echo."), ("user", "Say {x}")]) | model
         found = await (chain | StrOutputParser()).abatch([{"x": x} for x in range(5)])
         assert found == [*"01234"]
