@@ -8,7 +8,6 @@ one is what the system has left, without what others were promised and have not 
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import threading
@@ -19,21 +18,14 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from aioinfer.errors import OutOfMemory
+from aioinfer.system.memory import Available, give_back, memory_available
 
-__all__ = ["LEDGER", "Available", "ByteCache", "Entry", "Ledger", "Share", "give_back", "resident"]
+__all__ = ["LEDGER", "ByteCache", "Entry", "Ledger", "Share"]
 
 _GIB = 1 << 30
 
 _KeyT = TypeVar("_KeyT", bound=Hashable)
 _ValueT = TypeVar("_ValueT")
-
-
-@dataclass(frozen=True, slots=True)
-class Available:
-    """Bytes, and where that limit comes from."""
-
-    bytes: int
-    source: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,29 +166,6 @@ class Ledger:
                 share.promised += size
 
 
-def give_back() -> None:
-    """Return memory that was freed to the system, where the C library keeps it for later: building a model
-    leaves it a hundred megabytes and more."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
-def resident(address: int, size: int) -> int:
-    """Bytes of a mapping of ``size`` bytes that are in memory, in whole pages; 0 where the system does not
-    say."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    begin, end = address - address % page, address + size
-    mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
-    count, found = 0, (ctypes.c_ubyte * (1 << 16))()
-    for start in range(begin, end, page << 16):
-        pages = min(1 << 16, -(-(end - start) // page))
-        if mincore is None or mincore(ctypes.c_void_p(start), ctypes.c_size_t(pages * page), found):
-            return 0
-        count += bytes(found[:pages]).count(1)
-    return min(size, count * page)
-
-
 class ByteCache(Generic[_KeyT, _ValueT]):
     """A cache that is bounded in bytes: what was not used for longest goes first. On any thread."""
 
@@ -254,7 +223,7 @@ class ByteCache(Generic[_KeyT, _ValueT]):
         return found
 
 
-LEDGER = Ledger()
+LEDGER = Ledger(memory_available)
 
 
 def _forked() -> None:

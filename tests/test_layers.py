@@ -69,6 +69,8 @@ LAYERS: list[set[str]] = [
     {"checkpoint", "inputs"},
     # what was promised of the memory
     {"ledger"},
+    # what differs between operating systems
+    {"system"},
     # exceptions, results and how they are awaited, parts found by file name
     {"errors", "awaited", "forks", "outputs", "plugins"},
     # the version of the package

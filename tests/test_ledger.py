@@ -11,7 +11,8 @@ import threading
 import pytest
 
 from aioinfer.errors import OutOfMemory
-from aioinfer.ledger import Available, ByteCache, Entry, Ledger, Share, resident
+from aioinfer.ledger import ByteCache, Entry, Ledger, Share
+from aioinfer.system.memory import Available, resident
 
 GIB = 1 << 30
 

@@ -7,16 +7,15 @@ process, and the library's other function copies all of it under the interpreter
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
-from aioinfer.checkpoint.low_priority import at_low_priority
 from aioinfer.checkpoint.regular import open_regular
 from aioinfer.errors import ConfigError, shown
+from aioinfer.system.files import memory_file
+from aioinfer.system.low_priority import at_low_priority
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +45,7 @@ def read_tensors(file: Path, most_bytes: int) -> TensorFile:
 
     try:
         opened, size = open_regular(file, most_bytes)
-        with opened, _memory() as copy:
+        with opened, memory_file("adapter") as copy:
             digest = at_low_priority(partial(_copy, opened, copy, size))
             # A mapping outlives its file.
             with safe_open(f"/dev/fd/{copy.fileno()}", framework="pt") as found:
@@ -64,13 +63,6 @@ def read_tensors(file: Path, most_bytes: int) -> TensorFile:
     if broken is not None:
         raise ConfigError(f"adapter: {broken} has numbers that are not finite")
     return TensorFile(tensors, digest)
-
-
-def _memory() -> BinaryIO:
-    """A file that no other process can change: in memory, where the system has such files."""
-    if hasattr(os, "memfd_create"):
-        return os.fdopen(os.memfd_create("adapter"), "w+b", buffering=0)
-    return tempfile.TemporaryFile(buffering=0)
 
 
 def _copy(opened: FileIO, copy: BinaryIO, size: int) -> bytes:

@@ -17,11 +17,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from aioinfer.forks import in_children
+from aioinfer.system.support import c_function, library_file
 
 __all__ = ["import_extensions", "importing_transformers", "preload_torch"]
 
 #: as torch loads them, in this order: the first one makes its symbols visible to the second
-_LIBRARIES = (("libtorch_global_deps.so", "RTLD_GLOBAL"), ("libtorch_python.so", "RTLD_LOCAL"))
+_LIBRARIES = (("libtorch_global_deps", "RTLD_GLOBAL"), ("libtorch_python", "RTLD_LOCAL"))
 #: other modules with compiled parts that an engine needs
 _EXTENSIONS = (
     *("importlib.metadata", "jinja2", "mmap", "msgspec", "numpy", "pydantic", "tokenizers", "zoneinfo"),
@@ -66,11 +67,12 @@ def preload_torch() -> bool:
     if "torch" in sys.modules:
         return True
     spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None or not hasattr(os, "RTLD_GLOBAL"):
+    # A function that ctypes calls runs without the interpreter's lock; ctypes.CDLL itself keeps it.
+    load = c_function("dlopen")
+    if spec is None or spec.origin is None or load is None:
         return False
-    paths = [(Path(spec.origin).parent / "lib" / name, getattr(os, mode)) for name, mode in _LIBRARIES]
+    place = Path(spec.origin).parent / "lib"
+    paths = [(place / library_file(name), getattr(os, mode)) for name, mode in _LIBRARIES]
+    load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
     with _loading:
-        # A function that ctypes calls runs without the interpreter's lock; ctypes.CDLL itself keeps it.
-        load = ctypes.CDLL(None).dlopen
-        load.restype, load.argtypes = ctypes.c_void_p, [ctypes.c_char_p, ctypes.c_int]
         return all(path.is_file() and load(os.fsencode(path), mode | os.RTLD_NOW) for path, mode in paths)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import sys
 from collections.abc import Collection, Mapping
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from aioinfer.checkpoint.regular import open_regular, read_regular
 from aioinfer.errors import ConfigError, why
+from aioinfer.system.files import will_be_read
 
 if TYPE_CHECKING:
     import torch
@@ -131,7 +131,8 @@ class SafetensorsTensors(Tensors):
         try:
             for file in [path] if path.suffix == ".safetensors" else weight_files(path):
                 check_pointer(file)
-                _read_ahead(file)
+                with file.open("rb") as ahead:
+                    will_be_read(ahead.fileno())
                 opened: Any = safe_open(file, framework="pt", device="cpu")
                 self._files.update(dict.fromkeys(opened.keys(), opened))
         except ConfigError:
@@ -243,14 +244,6 @@ def read_json_object(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"model: {file.name} holds no JSON object")
     return value
-
-
-def _read_ahead(file: Path) -> None:
-    """Have the system read a file in the background, all of it and in large pieces: what is mapped is
-    otherwise read page by page, as it is touched. Raises OSError."""
-    if hasattr(os, "posix_fadvise"):
-        with file.open("rb") as opened:
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def _is_file_name(name: object) -> bool:

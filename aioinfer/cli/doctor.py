@@ -62,13 +62,14 @@ def _package(name: str) -> str:
 def _cpu() -> str:
     import torch
 
-    from aioinfer.execution.limits import cpu_quota, default_threads
+    from aioinfer.system.cores import cpu_quota, default_threads
+    from aioinfer.system.memory import machine_memory
 
     threads = default_threads(torch.get_num_threads(), cpu_quota())
     capability = torch.backends.cpu.get_cpu_capability()
     text = f"{os.cpu_count()} cores, one thread each on {threads} of them, {capability}"
-    page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_PHYS_PAGES")
-    return f"{text}; {page * pages / 2**30:.1f} GiB of memory"
+    memory = machine_memory()
+    return text if memory is None else f"{text}; {memory / 2**30:.1f} GiB of memory"
 
 
 def _memory() -> str:
@@ -197,9 +198,9 @@ def _weights(
 
 def _needed(config: EngineConfig, model: ModelInfo, options: LoadOptions, layers: Backend) -> list[Finding]:
     """The memory that the model will take; nothing of one whose weights or pages are not known."""
-    from aioinfer.execution.memory import resident
     from aioinfer.model.attention.pool import KVPool
     from aioinfer.model.sizes import weight_bytes
+    from aioinfer.system.memory import process_memory
 
     family, weights = model.opened.family, "random weights"
     if family is None:
@@ -210,7 +211,7 @@ def _needed(config: EngineConfig, model: ModelInfo, options: LoadOptions, layers
     float8 = config.kv_dtype == "fp8"
     tokens = KVPool.bytes_per_page(pages, _TOKENS, model.dtype, float8=float8) / 2**20
     text = f"{weights}, KV {tokens:.1f} MiB for {_TOKENS:,} tokens"
-    now = resident()
+    now = process_memory()
     if now is not None:
         text += f"; Python with its libraries takes {now / 2**20:.0f} MiB of this process"
     return [Finding("it takes", text)]

@@ -33,6 +33,8 @@ from aioinfer.cli.streams import OutputLost, note, open_streams, settle_streams,
 from aioinfer.cli.terminal import ending_signals, interrupted, loop_factory, own_engine
 from aioinfer.config import EngineConfig, ReplicaConfig, ServerConfig
 from aioinfer.errors import AioInferError, ConfigError
+from aioinfer.system.files import file_limit
+from aioinfer.system.support import check_system
 
 __all__ = ["add_settings", "main", "read_settings"]
 
@@ -56,6 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     logging.basicConfig(level=options.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     try:
+        check_system()
         _check_open_files()
         if options.command == chat:  # it runs the loop itself
             return chat(options)
@@ -83,9 +86,8 @@ async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
         received.append(number)
         task.cancel()
 
-    # Elsewhere than on the main thread, and on loops of Windows, handlers cannot be set.
-    settable = threading.current_thread() is threading.main_thread() and sys.platform != "win32"
-    numbers = ending_signals() if settable else ()
+    # Elsewhere than on the main thread handlers cannot be set.
+    numbers = ending_signals() if threading.current_thread() is threading.main_thread() else ()
     for number in numbers:
         loop.add_signal_handler(number, interrupt, number)
     try:
@@ -101,14 +103,11 @@ async def _interruptible(command: Coroutine[Any, Any, int]) -> int:
 
 def _check_open_files() -> None:
     """Raises ConfigError if imports alone could reach the limit of open files, with errors of any kind."""
-    with contextlib.suppress(ImportError):
-        import resource
-
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if limit != resource.RLIM_INFINITY and limit < _LEAST_FILES:
-            raise ConfigError(
-                f"the limit of open files (ulimit -n) is {limit}: at least {_LEAST_FILES} are needed"
-            )
+    limit = file_limit()
+    if limit is not None and limit < _LEAST_FILES:
+        raise ConfigError(
+            f"the limit of open files (ulimit -n) is {limit}: at least {_LEAST_FILES} are needed"
+        )
 
 
 # -- commands ------------------------------------------------------------------------------------------

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import select
 import sys
 from collections.abc import Awaitable
 from typing import Any, NoReturn, TypeVar
+
+from aioinfer.system import sockets
 
 __all__ = ["hung_up", "until_disconnected"]
 
@@ -32,12 +33,10 @@ def hung_up(transport: asyncio.BaseTransport | None) -> bool:
     if transport is None or transport.is_closing():
         return True
     socket = transport.get_extra_info("socket")
-    if socket is None or not hasattr(select, "POLLRDHUP"):
+    if socket is None:
         return False
     try:
-        poll = select.poll()
-        poll.register(socket, select.POLLRDHUP)  # errors are told in any case
-        return bool(poll.poll(0))
+        return sockets.hung_up(socket)
     except (OSError, ValueError):  # it was closed meanwhile
         return True
 

@@ -27,7 +27,7 @@ from aioinfer.execution.sizing import (
     step_bytes,
 )
 from aioinfer.execution.warmup import measure
-from aioinfer.ledger import LEDGER, Share, give_back
+from aioinfer.ledger import LEDGER, Share
 from aioinfer.model.attention.base import Attention
 from aioinfer.model.attention.pool import KVPool
 from aioinfer.model.backend import Backend as ModelBackend
@@ -35,6 +35,7 @@ from aioinfer.model.kernels import choose_attention, make_attention
 from aioinfer.model.spec import CausalLM, ModelSpec, Progress
 from aioinfer.model.state import StatePool
 from aioinfer.observe.timeline import DeviceLane
+from aioinfer.system.memory import give_back
 
 __all__ = ["CUDA_PAGE_SIZE", "Parts", "build", "fitted", "paged"]
 

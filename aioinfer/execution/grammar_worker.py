@@ -27,9 +27,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from aioinfer.execution.limits import usable_cores
 from aioinfer.execution.workers import Workers
 from aioinfer.sampling.outcomes import BAD_GRAMMAR, DEFERRED, FORCED
+from aioinfer.system.cores import usable_cores
 from aioinfer.text.grammar import GrammarState, LookAhead
 
 __all__ = ["Constraints", "GrammarRow", "GrammarWorker"]

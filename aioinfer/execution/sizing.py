@@ -17,7 +17,6 @@ from typing import Any
 
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
-from aioinfer.execution.memory import memory_available
 from aioinfer.ledger import LEDGER
 from aioinfer.model.spec import ModelSpec
 
@@ -26,7 +25,6 @@ __all__ = [
     *("fewer_requests", "fit_states", "size_pool", "step_bytes"),
 ]
 
-LEDGER.available = memory_available
 
 _GIB = 1 << 30
 _MIB = 1 << 20

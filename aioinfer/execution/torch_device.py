@@ -21,14 +21,15 @@ from aioinfer.execution.cuda_device import callers_device, current, pick_device
 from aioinfer.execution.device import DeviceInfo, DeviceLost, Flight, Progress
 from aioinfer.execution.draft_checks import check_draft
 from aioinfer.execution.grammar_worker import GrammarWorker
-from aioinfer.execution.limits import check_threads, cpu_quota, default_threads
 from aioinfer.execution.packed import PackedStep
 from aioinfer.execution.packing import Packer
 from aioinfer.execution.sizing import by_memory, fewer_requests
 from aioinfer.forks import forked_here
-from aioinfer.ledger import LEDGER, Share, give_back
+from aioinfer.ledger import LEDGER, Share
 from aioinfer.observe.timeline import DeviceLane
 from aioinfer.scheduling.step import Step
+from aioinfer.system.cores import check_threads, cpu_quota, default_threads
+from aioinfer.system.memory import give_back
 
 if TYPE_CHECKING:
     import torch

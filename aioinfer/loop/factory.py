@@ -14,8 +14,9 @@ from aioinfer.config import SPECULATION, EngineConfig
 from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError, InvalidRequest
 from aioinfer.execution.device import Device, DeviceInfo
-from aioinfer.ledger import give_back
 from aioinfer.params import SamplingParams
+from aioinfer.system.memory import give_back
+from aioinfer.system.support import check_system
 
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
@@ -41,7 +42,8 @@ _CPU_STEP = 0.2
 
 def located(config: EngineConfig, progress: Progress | None = None) -> EngineConfig:
     """The config with the directories or files of its models, which are downloaded if that is allowed and
-    needed. Blocks. Raises ConfigError, and what ``progress`` raises."""
+    needed. Blocks. Raises ConfigError, also on a system without support, and what ``progress`` raises."""
+    check_system()
     fetch = bool(config.download)
     found: dict[str, Any] = {"model": str(locate(config.model, fetch=fetch, progress=progress))}
     if config.speculation not in SPECULATION:

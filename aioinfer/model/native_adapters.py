@@ -12,13 +12,13 @@ import numpy as np
 import torch
 
 from aioinfer.checkpoint.adapter import AdapterFiles
-from aioinfer.checkpoint.low_priority import at_low_priority
 from aioinfer.errors import ConfigError
 from aioinfer.model.adapters.base import PreparedAdapter
 from aioinfer.model.adapters.targets import AdapterTargets, LowRank
 from aioinfer.native.arguments import AdaptedLayer, LowRankTarget
 from aioinfer.native.bindings import InvalidArguments
 from aioinfer.native.packed import PackedAdapter, Stack
+from aioinfer.system.low_priority import at_low_priority
 
 __all__ = ["PARTS", "NativeAdapters", "PreparedNative"]
 

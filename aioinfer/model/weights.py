@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from aioinfer.checkpoint.hub import Progress
-from aioinfer.checkpoint.mapped_pages import give_back
 from aioinfer.checkpoint.tensors import Float8Matrix, QuantisedMatrix, Rounding, Tensors
 from aioinfer.errors import ConfigError
+from aioinfer.system.mapped_pages import give_back
 
 __all__ = ["RandomWeights", "StoredMatrix", "Weights", "joined_block", "joined_float8"]
 

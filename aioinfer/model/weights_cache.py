@@ -10,7 +10,6 @@ written anew.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import json
@@ -34,6 +33,8 @@ from aioinfer.model.spec import Progress
 from aioinfer.native.bindings import InvalidArguments, ThreadPool
 from aioinfer.native.trust import check_folder, make_folder, open_trusted
 from aioinfer.native.turns import turn
+from aioinfer.system.files import will_be_read
+from aioinfer.system.locks import lock
 
 __all__ = [
     *("MappedMemory", "PackedWeightsFile", "WeightsCache", "WeightsWriter"),
@@ -92,8 +93,7 @@ class PackedWeightsFile:
         """Raise OSError if it cannot be read, NotTrusted if others could have written it, _Unusable if it was
         cut or damaged, and the exceptions of ``progress``, which is called while all of it is read."""
         with open(open_trusted(path), "rb") as file:
-            with suppress(OSError, AttributeError):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+            will_be_read(file.fileno())
             stat = os.fstat(file.fileno())
             size = stat.st_size
             if size <= _TRAILER.size:
@@ -142,7 +142,7 @@ class WeightsWriter:
             self._file = os.fdopen(opened, "w+b")
             with suppress(OSError):  # a file system without locks
                 # Until it is closed: see _remove_unfinished.
-                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock(opened)
         except OSError as error:
             self.failed = error
 
@@ -317,7 +317,7 @@ def _identity(path: Path) -> tuple[int, int] | None:
 def _remove_unfinished(path: Path) -> None:
     """Raise OSError if another process is writing it."""
     with path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file.fileno())
         path.unlink()
 
 

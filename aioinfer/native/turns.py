@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 import time
@@ -11,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from aioinfer.native.trust import make_folder
+from aioinfer.system.locks import lock_file, unlock
 
 __all__ = ["turn"]
 
@@ -45,8 +45,7 @@ def turn(lock: Path, pulse: Callable[[], None] | None = None) -> Iterator[None]:
             lock.unlink()
         if opened is not None:
             # A child that another thread has forked meanwhile would hold the lock by its copy.
-            with suppress(OSError):
-                fcntl.flock(opened, fcntl.LOCK_UN)
+            unlock(opened)
             os.close(opened)
 
 
@@ -54,17 +53,8 @@ def _take(lock: Path) -> int | None:
     """The file, open and locked; _HELD: another process has it; None: there are no files or no locks here."""
     try:
         make_folder(lock.parent)
-        opened = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        return lock_file(lock)
+    except BlockingIOError:
+        return _HELD
     except OSError:
         return None
-    found: int | None = _HELD
-    try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.stat(lock).st_ino == os.fstat(opened).st_ino:
-            return opened
-    except (BlockingIOError, FileNotFoundError):
-        pass  # held, or removed by the process that has held it
-    except OSError:
-        found = None
-    os.close(opened)
-    return found

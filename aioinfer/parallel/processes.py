@@ -19,8 +19,8 @@ import yaml
 
 from aioinfer.config import EngineConfig, ReplicaConfig, ServerConfig
 from aioinfer.errors import ConfigError, EngineError, shown
-from aioinfer.execution.limits import usable_cores
 from aioinfer.parallel.launched import Child, LaunchedReplica
+from aioinfer.system.cores import usable_cores
 
 __all__ = ["ProcessReplica", "child_config"]
 

@@ -33,6 +33,7 @@ from aioinfer.server.app import asgi_app
 from aioinfer.server.asgi import AsgiApplication
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.http.limits import MOST_BODY_MIB
+from aioinfer.system.locks import lock
 
 __all__ = ["URLS", "Batch", "Counts", "Output", "Row", "count_rows", "read_rows"]
 
@@ -251,11 +252,7 @@ class Output:
 
 def _lock(file: IO[bytes], path: Path) -> None:
     try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock(file.fileno())
     except BlockingIOError:
         raise ConfigError(f"{path}: another batch writes to it") from None
 

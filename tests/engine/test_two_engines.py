@@ -15,7 +15,8 @@ import pytest
 
 import aioinfer.execution.sizing  # noqa: F401  which tells the ledger what the system has left
 from aioinfer import ConfigError, Engine, EngineConfig, OutOfMemory, SamplingParams
-from aioinfer.ledger import LEDGER, Available
+from aioinfer.ledger import LEDGER
+from aioinfer.system.memory import Available
 from tests.tiers import PROGRAM, grid, rest
 
 MIB = 1 << 20

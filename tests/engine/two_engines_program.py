@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 from aioinfer import ConfigError, Engine, EngineConfig, EngineError, SamplingParams
-from aioinfer.execution.memory import memory_available
 from aioinfer.ledger import LEDGER
+from aioinfer.system.memory import memory_available
 
 MIB = 1 << 20
 #: MiB that the group leaves for pools and caches, and those of each of three engines

@@ -13,15 +13,15 @@ import torch
 from aioinfer.checkpoint.tensors import SafetensorsTensors, stored_bytes
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError, OutOfMemory
-from aioinfer.execution.memory import memory_available
 from aioinfer.execution.sizing import check_pool
 from aioinfer.execution.torch_device import TorchDevice
-from aioinfer.ledger import LEDGER, Available, give_back, resident
+from aioinfer.ledger import LEDGER
 from aioinfer.model.attention.pool import KVShape, pool_zeros
 from aioinfer.model.backend import Backend
 from aioinfer.model.kernels import make_attention
 from aioinfer.model.quantization import Rounding
 from aioinfer.model.weights import Weights
+from aioinfer.system.memory import Available, give_back, memory_available, resident
 from tests.model.harness import require
 
 CPU, GIB, MIB = torch.device("cpu"), 1 << 30, 1 << 20

@@ -17,10 +17,11 @@ from aioinfer.checkpoint.files import Directory, open_checkpoint
 from aioinfer.checkpoint.tensors import MOST_JSON
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
-from aioinfer.ledger import LEDGER, Available
+from aioinfer.ledger import LEDGER
 from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.loader import load_model
 from aioinfer.model.rope import Rope, longest
+from aioinfer.system.memory import Available
 from tests.model.checkpoints import make_model
 
 CPU = torch.device("cpu")

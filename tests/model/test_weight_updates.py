@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from aioinfer.errors import ConfigError, OutOfMemory
-from aioinfer.ledger import LEDGER, Available
+from aioinfer.ledger import LEDGER
 from aioinfer.model.updates.recipe import NewTensors, prepare_update
+from aioinfer.system.memory import Available
 from tests.checkpoint.test_formats import FORMATS
 from tests.model import harness
 from tests.model.block_models import block_config, write_checkpoint

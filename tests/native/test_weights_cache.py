@@ -22,7 +22,7 @@ from aioinfer import Engine, EngineConfig, SamplingParams
 from aioinfer.cli.doctor import examine
 from aioinfer.errors import ConfigError
 from aioinfer.execution.sizing import check_pool
-from aioinfer.ledger import LEDGER, Available
+from aioinfer.ledger import LEDGER
 from aioinfer.model import weights_cache
 from aioinfer.model.inspection import LoadOptions
 from aioinfer.model.loader import load_model
@@ -32,6 +32,7 @@ from aioinfer.model.weights import Weights
 from aioinfer.model.weights_cache import MappedMemory, WeightsWriter
 from aioinfer.native import build as building
 from aioinfer.native.bindings import InvalidArguments, shared_thread_pool
+from aioinfer.system.memory import Available
 from tests.model.block_models import block_config, write_checkpoint
 from tests.native.support import prompt_logits
 from tests.tiers import SECONDS, grid, rest

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from aioinfer.ledger import Share, resident
+from aioinfer.ledger import Share
+from aioinfer.system.memory import resident
 
 __all__ = ["KVPool", "KVScales", "KVShape", "pool_zeros"]
 

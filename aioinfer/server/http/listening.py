@@ -16,6 +16,7 @@ from aioinfer.config import ServerConfig
 from aioinfer.errors import ConfigError
 from aioinfer.server.http.tls import tls_context
 from aioinfer.server.http.unix import UnixSocket
+from aioinfer.system.files import file_limit, open_files
 
 __all__ = ["Bound", "bind", "bind_all", "connection_limit", "listen"]
 
@@ -177,15 +178,10 @@ def connection_limit(wanted: int | None, others: int = 0) -> int:
     leaves none.
     """
     most = wanted or _DEFAULT_CONNECTIONS
-    try:
-        import resource
-
-        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        left = files - len(os.listdir("/proc/self/fd")) - _SPARE_FILES - others
-    except (ImportError, OSError):
+    files, opened = file_limit(), open_files()
+    if files is None or opened is None:
         return most
-    if files == resource.RLIM_INFINITY:
-        return most
+    left = files - opened - _SPARE_FILES - others
     if left < 1:
         raise ConfigError(
             f"the limit of open files (ulimit -n {files}) leaves none for connections: at least "

@@ -8,11 +8,10 @@ import socket
 import stat
 
 from aioinfer.errors import ConfigError
+from aioinfer.system.locks import lock_file
+from aioinfer.system.sockets import LONGEST_UNIX_PATH, has_unix_sockets
 
 __all__ = ["UnixSocket"]
-
-#: bytes of the longest path, of the systems that there are
-_LONGEST = 103
 
 
 class UnixSocket:
@@ -25,12 +24,14 @@ class UnixSocket:
     def __init__(self, path: str, mode: int) -> None:
         """``mode``: permissions of the file; who may write may connect. Raises ConfigError."""
         self.path = path
-        if not hasattr(socket, "AF_UNIX"):
+        if not has_unix_sockets():
             raise ConfigError("Unix sockets do not exist on this system")
-        if len(os.fsencode(path)) > _LONGEST:
-            raise ConfigError(f"the socket {path[:80]}... has a path of more than {_LONGEST} bytes")
+        if len(os.fsencode(path)) > LONGEST_UNIX_PATH:
+            raise ConfigError(f"the socket {path[:80]}... has a path of more than {LONGEST_UNIX_PATH} bytes")
         try:
-            self._lock = _locked(path)
+            self._lock = lock_file(f"{path}.lock")
+        except BlockingIOError:
+            raise ConfigError(f"the socket {path} is in use") from None
         except OSError as error:
             raise _unusable(path, error) from error
         try:
@@ -62,27 +63,6 @@ class UnixSocket:
             os.unlink(f"{self.path}.lock")
         os.close(self._lock)
         self._lock = -1
-
-
-def _locked(path: str) -> int:
-    """The descriptor of the lock of a socket. Raises ConfigError if another process has it, OSError."""
-    import fcntl
-
-    name = f"{path}.lock"
-    while True:
-        lock = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(lock), os.lstat(name)):
-                    return lock
-        except BlockingIOError:
-            os.close(lock)
-            raise ConfigError(f"the socket {path} is in use") from None
-        except BaseException:
-            os.close(lock)
-            raise
-        os.close(lock)
 
 
 def _remove_stale(path: str) -> None:

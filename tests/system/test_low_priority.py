@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from aioinfer.checkpoint.low_priority import at_low_priority
+from aioinfer.system.low_priority import at_low_priority
 
 
 def test_work_is_done_at_a_low_priority_and_others_keep_theirs() -> None:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from aioinfer.checkpoint.mapped_pages import give_back
 from aioinfer.checkpoint.tensors import SafetensorsTensors
 from aioinfer.model import weights as module
 from aioinfer.model.weights import Weights
+from aioinfer.system.mapped_pages import give_back
 
 SIZE = 1 << 20
 

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from aioinfer.system.support import c_function
+
 __all__ = ["give_back"]
 
 #: madvise(2) on Linux
@@ -24,7 +26,7 @@ def give_back(files: Iterable[Path], read: Collection[int]) -> None:
     """
     names = {os.path.realpath(file) for file in files}
     with suppress(OSError, AttributeError):
-        advise = ctypes.CDLL(None).madvise
+        advise = c_function("madvise")
         advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
         with open("/proc/self/maps", encoding="utf-8", errors="surrogateescape") as maps:
             for line in maps:

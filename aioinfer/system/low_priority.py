@@ -10,6 +10,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from aioinfer.system import mac
+from aioinfer.system.support import is_mac
+
 __all__ = ["at_low_priority"]
 
 _T = TypeVar("_T")
@@ -19,7 +22,7 @@ _NICENESS = 10
 
 
 def at_low_priority(call: Callable[[], _T]) -> _T:
-    """The result of a call, made on a thread of low priority where threads have one: on Linux.
+    """The result of a call, made on a thread of low priority where threads have one: on Linux and macOS.
 
     For large pieces of work that release the interpreter's lock. A thread of low priority that holds the lock
     makes all others wait for as long as the system runs threads of higher priority instead.
@@ -36,6 +39,8 @@ def _run(call: Callable[[], _T], future: Future[_T]) -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+    elif is_mac():
+        mac.lower_quality()
     try:
         result = call()
     except BaseException as error:

@@ -10,10 +10,10 @@ import torch
 from aioinfer.config import EngineConfig
 from aioinfer.errors import ConfigError
 from aioinfer.execution import torch_device
-from aioinfer.execution.limits import check_threads, cpu_quota, default_threads
 from aioinfer.execution.torch_device import TorchDevice
 from aioinfer.native import bindings
 from aioinfer.native.bindings import ThreadsUnavailable
+from aioinfer.system.cores import check_threads, cpu_quota, default_threads
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Limits: how much of the machine's CPU this process may use, control groups included."""
+"""Cores: how much of the machine's CPU this process may use, control groups included."""
 
 from __future__ import annotations
 
@@ -7,41 +7,13 @@ from math import ceil
 from pathlib import Path
 
 from aioinfer.errors import ConfigError
+from aioinfer.system.groups import GROUPS, MEMBERSHIP, groups_of
 
-__all__ = [
-    "GROUPS",
-    "MEMBERSHIP",
-    "check_threads",
-    "cpu_quota",
-    "default_threads",
-    "groups_of",
-    "usable_cores",
-]
+__all__ = ["check_threads", "cpu_quota", "default_threads", "usable_cores"]
 
-GROUPS = Path("/sys/fs/cgroup")
-MEMBERSHIP = Path("/proc/self/cgroup")
 #: bounds of the threads that can be asked for: per core, and in any case
 _THREADS_PER_CORE = 4
 _LEAST_BOUND = 16
-
-
-def groups_of(controller: str, root: Path, membership: Path) -> list[Path]:
-    """The control groups of this process that may limit ``controller`` ("cpu", "memory"), and all above them,
-    of both versions (https://docs.kernel.org/admin-guide/cgroup-v2.html). None without Linux."""
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return []
-    found: dict[Path, None] = {}
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and controller not in controllers.split(","):
-            continue
-        top = root / controller if controllers else root
-        group = top / path.lstrip("/")
-        # In a container the path may be the host's: what is mounted at the top is the container's own.
-        found |= dict.fromkeys(place for place in (group, *group.parents) if place.is_relative_to(top))
-    return list(found)
 
 
 def default_threads(usable: int, quota: float | None) -> int:
