@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import suppress
@@ -21,10 +22,19 @@ import pytest
 import uvloop
 
 from tests import tiers
+from tests.system.simulated import VARIABLE, simulate, simulated
 
 # One thread per torch process, subprocesses included: on a busy machine a second one makes each step
 # wait for the slower of the two, many times over. Set before anything imports torch.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Before anything of the project is imported, that of other conftest.py included.
+if VARIABLE in os.environ:
+    simulate(os.environ[VARIABLE])
+
+# The directories of macOS are longer than the path of a socket may be.
+if len(tempfile.gettempdir()) > 40:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/tmp")
 
 _GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 # Without a GPU, Triton kernels run in its interpreter. Triton makes its own functions for one or the other
@@ -94,7 +104,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Before workers start: each of them would compile the native kernels."""
-    if getattr(session.config.option, "numprocesses", None):
+    if getattr(session.config.option, "numprocesses", None) and simulated() is None:
         from aioinfer.native.build import BuildFailed, build
         from aioinfer.native.processor import MODELLED
 
@@ -198,8 +208,12 @@ def _named(config: pytest.Config) -> tuple[str, ...]:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """The one place where something that is not there skips tests: a GPU."""
-    if item.get_closest_marker("native") is not None:
+    """The one place where something that is not there skips tests: a GPU, kernels, Linux."""
+    if item.get_closest_marker("linux") is not None and (simulated() or sys.platform) != "linux":
+        pytest.skip("checks what Linux alone has")
+    values = getattr(item, "callspec", None)
+    chosen = values is not None and simulated() and "native" in values.params.values()
+    if chosen or item.get_closest_marker("native") is not None:
         from tests.compiled import require_native
 
         require_native()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from aioinfer.loop.belonging import end_in_children
 from aioinfer.loop.waiting import finish
 from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import ReplicaState
+from aioinfer.system.sockets import directory_for_sockets
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import Progress
@@ -50,7 +50,7 @@ class Child:
     async def start(cls, command: Callable[[Path], Sequence[str]], **options: Any) -> Self:
         """``command``: of the directory. Raises OSError."""
         # Not on a thread: a caller that is cancelled meanwhile would leave it behind.
-        directory = Path(tempfile.mkdtemp(prefix="aioinfer-"))
+        directory = directory_for_sockets("aioinfer-")
         try:
             read, write = (os.fdopen(end, mode, 0) for end, mode in zip(os.pipe(), ("rb", "wb"), strict=True))
             # Not asyncio's own pipe: uvloop does not tell the file of that, see forked().

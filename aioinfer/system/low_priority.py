@@ -36,11 +36,11 @@ def at_low_priority(call: Callable[[], _T]) -> _T:
 
 
 def _run(call: Callable[[], _T], future: Future[_T]) -> None:
-    if sys.platform == "linux":
+    if is_mac():
+        mac.lower_quality()
+    elif sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-    elif is_mac():
-        mac.lower_quality()
     try:
         result = call()
     except BaseException as error:

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import os
 import select
 import socket
+import tempfile
+from pathlib import Path
 from typing import Any
 
-__all__ = ["LONGEST_UNIX_PATH", "has_unix_sockets", "hung_up"]
+__all__ = ["LONGEST_UNIX_PATH", "directory_for_sockets", "has_unix_sockets", "hung_up"]
 
 #: bytes of the longest path of a Unix socket, of the systems that there are
 LONGEST_UNIX_PATH = 103
+#: those of what is random in the name of a directory, and of a socket in it
+_NAMES = 24
 
 
 def has_unix_sockets() -> bool:
     """Whether sockets can have a path."""
     return hasattr(socket, "AF_UNIX")
+
+
+def directory_for_sockets(prefix: str) -> Path:
+    """A new directory that only this user can enter, where the paths of sockets with short names are short
+    enough. Raises OSError."""
+    usual = tempfile.gettempdir()
+    left = LONGEST_UNIX_PATH - len(os.fsencode(usual)) - len(prefix)
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=usual if left > _NAMES else "/tmp"))
 
 
 def hung_up(connection: Any) -> bool:

@@ -90,12 +90,14 @@ def available(place: Path, membership: str, files: dict[str, str], free: int | N
         ("0::/", {"memory.max": "4096"}, 8 * GIB, (8 * GIB, "machine")),
     ],
 )  # fmt: skip
+@pytest.mark.linux
 def test_what_is_left_is_the_least_of_machine_and_groups(
     tmp_path: Path, membership: str, files: dict[str, str], free: int | None, wanted: Any
 ) -> None:
     assert available(tmp_path, membership, files, free) == (None if wanted is None else Available(*wanted))
 
 
+@pytest.mark.linux
 def test_a_system_that_says_nothing_sets_no_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert memory_available(tmp_path, tmp_path / "none", tmp_path / "none") is None
     monkeypatch.setattr(LEDGER, "available", lambda: None)

@@ -81,6 +81,7 @@ def test_far_more_threads_than_cores_are_refused() -> None:
     assert torch.get_num_threads() == before
 
 
+@pytest.mark.native
 def test_threads_that_the_system_refuses_are_an_error_of_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(threads: int) -> None:
         raise ThreadsUnavailable(f"thread 1 of {threads} cannot be created")

@@ -35,6 +35,7 @@ def saved(path: Path, count: int = 2) -> Path:
     return path / "model.safetensors"
 
 
+@pytest.mark.linux
 def test_what_is_read_is_given_back_and_can_be_read_again(tmp_path: Path) -> None:
     file = saved(tmp_path)
     tensor = SafetensorsTensors(tmp_path).read("1.weight")
@@ -55,6 +56,7 @@ def test_what_another_model_has_written_stays(tmp_path: Path) -> None:
     assert bool((other == 7.0).all())
 
 
+@pytest.mark.linux
 def test_mappings_for_reading_are_given_back(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(bytes(range(256)) * (SIZE // 256))
@@ -67,6 +69,7 @@ def test_mappings_for_reading_are_given_back(tmp_path: Path) -> None:
     assert mapped.sum(dtype=np.int64) == total
 
 
+@pytest.mark.linux
 def test_weights_take_no_more_than_a_part_of_their_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
