@@ -13,8 +13,8 @@ __all__ = ["LONGEST_UNIX_PATH", "directory_for_sockets", "has_unix_sockets", "hu
 
 #: bytes of the longest path of a Unix socket, of the systems that there are
 LONGEST_UNIX_PATH = 103
-#: those of what is random in the name of a directory, and of a socket in it
-_NAMES = 24
+#: those of what is random in the name of a directory, of a socket's name, and of the slashes before both
+_NAMES = 16
 
 
 def has_unix_sockets() -> bool:
@@ -27,7 +27,7 @@ def directory_for_sockets(prefix: str) -> Path:
     enough. Raises OSError."""
     usual = tempfile.gettempdir()
     left = LONGEST_UNIX_PATH - len(os.fsencode(usual)) - len(prefix)
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=usual if left > _NAMES else "/tmp"))
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=usual if left >= _NAMES else "/tmp"))
 
 
 def hung_up(connection: Any) -> bool:

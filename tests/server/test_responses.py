@@ -90,6 +90,7 @@ async def test_an_answer_that_reaches_its_limit_is_incomplete(bundled: Bundled) 
     assert answer.usage.output_tokens == 3
 
 
+@pytest.mark.native
 async def test_logprobs_are_those_of_the_text(bundled: Bundled) -> None:
     options = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     async with bundled() as client:

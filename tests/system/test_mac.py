@@ -68,6 +68,7 @@ def test_what_the_system_does_not_say_is_none(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_thread_of_low_priority_has_a_lower_class(on_mac: object) -> None:
+    QUALITY.clear()
     number = low_priority.at_low_priority(threading.get_native_id)
     assert QUALITY.pop(number) == 0x11
     assert not QUALITY, "other threads keep theirs"
