@@ -13,6 +13,7 @@ from io import FileIO
 from pathlib import Path
 
 from aioinfer.errors import ConfigError, shown
+from aioinfer.system.files import open_at_once
 
 __all__ = ["check_regular", "open_regular", "read_regular"]
 
@@ -36,7 +37,7 @@ def check_regular(files: Iterable[Path], root: Path | None = None) -> None:
 def open_regular(file: Path, most_bytes: int) -> tuple[FileIO, int]:
     """A file to be read, and its size. Never waits for another process, as opening a pipe does. Raises
     OSError, and ValueError: it is no regular file, or larger than ``most_bytes``."""
-    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    descriptor = open_at_once(file)
     opened = os.fdopen(descriptor, "rb", buffering=0)
     try:
         status = os.fstat(descriptor)

@@ -65,6 +65,6 @@ def note(text: str) -> None:
 def _discard(stream: Any) -> None:
     """Send what a stream still holds, and all that follows, to /dev/null."""
     with suppress(OSError):
-        nowhere = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())
         os.close(nowhere)

@@ -15,9 +15,9 @@ from pathlib import Path
 __all__ = ["NotTrusted", "check_folder", "make_folder", "open_trusted"]
 
 #: a folder that can be searched but not listed will do
-_FOLDER = os.O_DIRECTORY | os.O_CLOEXEC | getattr(os, "O_PATH", os.O_RDONLY)
+_FOLDER = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_PATH", os.O_RDONLY)
 #: neither through a link, nor waiting for the other end of a pipe
-_FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+_FILE = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class NotTrusted(PermissionError):

@@ -255,6 +255,8 @@ def _lock(file: IO[bytes], path: Path) -> None:
         lock(file.fileno())
     except BlockingIOError:
         raise ConfigError(f"{path}: another batch writes to it") from None
+    except OSError:
+        pass  # a file system without locks
 
 
 # -- computing -----------------------------------------------------------------------------------------

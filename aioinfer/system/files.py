@@ -7,10 +7,18 @@ import tempfile
 from contextlib import suppress
 from typing import BinaryIO
 
-__all__ = ["file_limit", "memory_file", "open_files", "will_be_read"]
+__all__ = ["file_limit", "memory_file", "open_at_once", "open_files", "will_be_read"]
 
 #: directories with an entry for each open file of this process: of Linux, and of macOS
 _OPEN = ("/proc/self/fd", "/dev/fd")
+
+#: neither waiting for the other end of a pipe nor, on Windows, changing the ends of lines
+_AT_ONCE = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+
+
+def open_at_once(path: str | os.PathLike[str]) -> int:
+    """The descriptor of a file for reading; of a pipe, too, without waiting for a writer. Raises OSError."""
+    return os.open(path, _AT_ONCE)
 
 
 def file_limit() -> int | None:

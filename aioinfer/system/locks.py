@@ -16,6 +16,8 @@ except ImportError:  # Windows
 
 __all__ = ["lock", "lock_file", "unlock"]
 
+_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+
 
 def lock(descriptor: int) -> None:
     """Take the lock of an open file. Raises BlockingIOError: another one has it; another OSError: this file
@@ -38,7 +40,7 @@ def lock_file(path: str | os.PathLike[str]) -> int:
     and opens it again. Raises BlockingIOError: another process has the lock; and OSError.
     """
     while True:
-        opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        opened = os.open(path, _FLAGS, 0o600)
         try:
             lock(opened)
             with suppress(FileNotFoundError):

@@ -22,7 +22,7 @@ PACKAGE = Path(aioinfer.__file__).parent
 SPECIAL = re.compile(
     r"\bfcntl\b|\bimport resource\b|\bsys\.platform\b|\bos\.name\b|platform\.(system|machine)|/proc/|/sys/"
     r"|\b(posix_fadvise|memfd_create|sched_\w+affinity|setpriority|sysconf|POLLRDHUP|kqueue|epoll)\b"
-    r"|\b(prctl|malloc_trim|mincore|madvise)\b|CDLL\(None"
+    r"|\bos\.O_(CLOEXEC|DIRECTORY|NOFOLLOW|NONBLOCK|PATH)\b|\b(prctl|malloc_trim|mincore|madvise)\b|CDLL\(None"
 )
 #: compiled kernels, which are of one system and one processor: their flags, features and files
 KERNELS = {"native/bindings.py", "native/build.py", "native/processor.py"}

@@ -14,8 +14,8 @@ from tests.system.simulated import VARIABLE, simulated
 from tests.tiers import PROGRAM, nightly, rest
 
 TESTS = Path(__file__).parents[1]
-#: Folders of tests without kernels and devices. On Windows no model runs, and no server: the rest must work for
-#: programs that are written and tested there.
+#: Folders of tests without kernels and devices. On Windows no model runs, and no server: the rest must work
+#: for programs that are written and tested there.
 ROOMS = {
     "darwin": [
         *("cache", "checkpoint", "cli", "engine", "examples", "observe", "parallel", "scheduling", "server"),
