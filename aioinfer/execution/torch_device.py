@@ -121,7 +121,7 @@ class TorchDevice:
             if not lacks_memory(error):
                 raise
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
-        self.lane.parts = lambda: model.seconds
+        self.lane.parts = lambda: dict(model.seconds)
         self.synchronous = device.type == "cpu"
         self._packer = parts.packer(size.max_model_len, self._backend.graphs)
         self._adapters, reason = _adapters(model, self._config)

@@ -76,6 +76,7 @@ def test_a_low_limit_of_open_files_ends_the_program_with_one_line() -> None:
 
 
 @rest(PROGRAM)
+@pytest.mark.native  # without, there is one more line
 def test_health_is_reachable_within_a_low_limit_of_open_files() -> None:
     """More half-open connections than the limit has files."""
     command = [*COMMAND, "--port", "0"]

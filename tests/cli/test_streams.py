@@ -109,6 +109,7 @@ def test_the_end_of_its_terminal_drains_a_server() -> None:
         ],
     ),
 )
+@pytest.mark.native  # without, there is one more line
 def test_a_command_whose_output_is_lost_ends_without_a_traceback(command: str, status: int) -> None:
     done = shell(f"set -o pipefail; {command}")
     said = "aioinfer: standard output: No space left on device\n" if status == 1 else None

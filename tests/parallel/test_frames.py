@@ -14,6 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from aioinfer import SamplingParams, errors
+from aioinfer.config import EngineConfig
+from aioinfer.engine import Engine
 from aioinfer.errors import EngineError
 from aioinfer.execution.device import DeviceInfo
 from aioinfer.observe.stats import EngineStats
@@ -337,3 +339,11 @@ def test_a_step_of_64_rows_is_small() -> None:
 def test_rows_that_make_no_sense_are_refused(row: Rows, what: str) -> None:
     with pytest.raises(FrameError, match=what):
         again([(1, row)])
+
+
+async def test_statistics_of_an_engine_without_native_kernels_are_sent() -> None:
+    """Where there is no compiler: nothing measures the parts of a forward there."""
+    async with Engine(EngineConfig(device="cpu", threads=1, attention_backend="sdpa")) as engine:
+        stats = engine.stats()
+    assert stats.forward_seconds == {}
+    assert encoded(stats)  # type: ignore[arg-type]
