@@ -28,8 +28,6 @@ _ARM = {
     "arm.FEAT_SME": "sme",
     "arm.FEAT_SME2": "sme2",
 }
-#: features of the processors of Intel, in two lists
-_INTEL = ("machdep.cpu.features", "machdep.cpu.leaf7_features")
 #: libproc's proc_taskinfo: its number, its size, and its first two fields: virtual and resident bytes
 _TASK_INFO, _TASK_INFO_SIZE, _TASK_SIZES = 4, 96, struct.Struct("=QQ")
 #: of pthread/qos.h: work that takes a while and that nobody waits for at a screen
@@ -48,10 +46,6 @@ def _sysctl(name: str) -> bytes | None:
 def _number(name: str) -> int | None:
     found = _sysctl(name)
     return int.from_bytes(found, sys.byteorder) if found else None
-
-
-def _text(name: str) -> str:
-    return (_sysctl(name) or b"").rstrip(b"\0").decode()
 
 
 def memory() -> int | None:
@@ -77,13 +71,12 @@ def resident() -> int | None:
 
 def processor() -> str:
     """Name of the processor, such as "Apple M2"."""
-    return _text("machdep.cpu.brand_string")
+    return (_sysctl("machdep.cpu.brand_string") or b"").rstrip(b"\0").decode()
 
 
 def instruction_sets() -> str:
     """The processor's instruction sets, separated by spaces, as Linux calls them in ``/proc/cpuinfo``."""
-    intel = [word.lower() for name in _INTEL for word in _text(name).split()]
-    return " ".join(intel or [ours for theirs, ours in _ARM.items() if _number(f"hw.optional.{theirs}")])
+    return " ".join(ours for theirs, ours in _ARM.items() if _number(f"hw.optional.{theirs}"))
 
 
 def lower_quality() -> None:

@@ -49,6 +49,8 @@ def _kqueue_eof(descriptor: int) -> bool:
     with_end = kernel.kevent(descriptor, kernel.KQ_FILTER_READ, kernel.KQ_EV_ADD)
     queue = kernel.kqueue()
     try:
-        return any(event.flags & kernel.KQ_EV_EOF for event in queue.control([with_end], 1, 0))
+        # What is no open file is an event with an error.
+        ended = kernel.KQ_EV_EOF | kernel.KQ_EV_ERROR
+        return any(event.flags & ended for event in queue.control([with_end], 1, 0))
     finally:
         queue.close()

@@ -67,7 +67,7 @@ _SYSCTL = {
 }
 #: the class that a thread has asked for, by its id
 QUALITY: dict[int, int] = {}
-_EOF = 0x8000
+_EOF, _ERROR = 0x8000, 0x4000
 _UNAME = ("Darwin", "mac", "24.5.0", "Darwin Kernel Version 24.5.0", "arm64")
 
 
@@ -122,6 +122,8 @@ class _Kqueue:
         assert timeout == 0
         found = []
         for each in changes:
+            if each.ident < 0:
+                return [SimpleNamespace(ident=each.ident, flags=_ERROR)]
             poll = select.poll()
             poll.register(each.ident, select.POLLRDHUP | select.POLLIN)
             for _, events in poll.poll(0):
@@ -173,6 +175,7 @@ _MAC = System(
             "KQ_FILTER_READ": -1,
             "KQ_EV_ADD": 1,
             "KQ_EV_EOF": _EOF,
+            "KQ_EV_ERROR": _ERROR,
         },
         "ctypes": {"CDLL": _mac_library},
     },

@@ -48,17 +48,6 @@ def test_the_memory_of_the_process(on_mac: object) -> None:
     assert memory.process_memory() == 300 << 20
 
 
-def test_a_processor_of_intel_has_the_names_of_linux(
-    on_mac: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    texts = {
-        "machdep.cpu.features": b"FPU SSE4.2 FMA AVX1.0\0",
-        "machdep.cpu.leaf7_features": b"AVX2 BMI1 BMI2\0",
-    }
-    monkeypatch.setattr(mac, "_sysctl", texts.get)
-    assert {"fma", "avx2", "bmi2"} <= set(mac.instruction_sets().split())
-
-
 def test_what_the_system_does_not_say_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on another system, or where a name is gone."""
     monkeypatch.setattr(mac, "c_function", lambda name: None)
@@ -83,3 +72,4 @@ def test_a_mac_notices_that_a_peer_has_gone_whatever_is_unread(monkeypatch: pyte
         assert not sockets._kqueue_eof(ours.fileno())
         theirs.shutdown(socket.SHUT_WR)
         assert sockets._kqueue_eof(ours.fileno())
+    assert sockets._kqueue_eof(ours.fileno()), "closed here"

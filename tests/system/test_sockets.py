@@ -36,5 +36,7 @@ def test_a_peer_that_sends_nothing_more_is_noticed_while_data_is_unread() -> Non
         theirs.shutdown(socket.SHUT_WR)
         assert hung_up(ours)
         assert ours.recv(10) == b"unread"
-    with pytest.raises((OSError, ValueError)):
-        hung_up(ours)
+    try:
+        assert hung_up(ours)
+    except (OSError, ValueError):
+        pass  # as the docstring says
