@@ -12,7 +12,7 @@ import sys
 
 from aioinfer.system.support import c_function
 
-__all__ = ["instruction_sets", "lower_quality", "memory", "memory_available", "processor", "resident"]
+__all__ = ["instruction_sets", "lower_quality", "memory", "memory_available", "resident"]
 
 #: bytes of the longest answer that is read
 _MOST = 4096
@@ -67,11 +67,6 @@ def resident() -> int | None:
         return None
     size = ask(os.getpid(), _TASK_INFO, ctypes.c_uint64(0), found, _TASK_INFO_SIZE)
     return int(_TASK_SIZES.unpack_from(found)[1]) if size == _TASK_INFO_SIZE else None
-
-
-def processor() -> str:
-    """Name of the processor, such as "Apple M2"."""
-    return (_sysctl("machdep.cpu.brand_string") or b"").rstrip(b"\0").decode()
 
 
 def instruction_sets() -> str:

@@ -59,7 +59,6 @@ _SYSCTL = {
     "hw.optional.arm.FEAT_FP16": struct.pack("=i", 1),
     "hw.optional.arm.FEAT_I8MM": struct.pack("=i", 1),
     "hw.optional.arm.FEAT_SME": struct.pack("=i", 0),
-    "machdep.cpu.brand_string": b"Apple M2\0",
     "vm.pagesize": struct.pack("=i", 16384),
     "vm.page_free_count": struct.pack("=i", 300_000),
     "vm.page_pageable_external_count": struct.pack("=i", 200_000),
