@@ -12,7 +12,7 @@ import sys
 
 from aioinfer.system.support import c_function
 
-__all__ = ["instruction_sets", "lower_quality", "memory", "memory_available", "resident"]
+__all__ = ["give_back", "instruction_sets", "lower_quality", "memory", "memory_available", "resident"]
 
 #: bytes of the longest answer that is read
 _MOST = 4096
@@ -67,6 +67,13 @@ def resident() -> int | None:
         return None
     size = ask(os.getpid(), _TASK_INFO, ctypes.c_uint64(0), found, _TASK_INFO_SIZE)
     return int(_TASK_SIZES.unpack_from(found)[1]) if size == _TASK_INFO_SIZE else None
+
+
+def give_back() -> None:
+    """Return memory that was freed to the system, as much as there is, of all zones."""
+    relieve = c_function("malloc_zone_pressure_relief")
+    if relieve is not None:
+        relieve(None, ctypes.c_size_t(0))
 
 
 def instruction_sets() -> str:

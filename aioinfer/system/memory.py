@@ -101,7 +101,9 @@ def process_memory() -> int | None:
 def give_back() -> None:
     """Return memory that was freed to the system, where the C library keeps it for later: building a model
     leaves it a hundred megabytes and more."""
-    if (trim := c_function("malloc_trim")) is not None:
+    if is_mac():
+        mac.give_back()
+    elif (trim := c_function("malloc_trim")) is not None:
         trim(0)
 
 

@@ -45,6 +45,7 @@ def test_the_files_are_ordinary_and_small() -> None:
 
 
 @rest(SECONDS)
+@pytest.mark.native
 async def test_the_engine_says_where_a_forward_spends_its_time() -> None:
     async with Engine(EngineConfig(attention_backend="native")) as engine:
         before = engine.stats().forward_seconds

@@ -257,6 +257,7 @@ async def test_a_start_that_compiles_can_be_cancelled(
 
 
 @rest(PROGRAM)
+@pytest.mark.linux
 def test_nothing_is_imported_on_the_loops_thread_when_an_engine_starts() -> None:
     """Imports of numpy, torch and transformers take seconds. Torch's libraries are loaded before its import,
     which keeps the interpreter's lock while it loads them."""

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-import aioinfer.execution.sizing  # noqa: F401  which tells the ledger what the system has left
 from aioinfer import ConfigError, Engine, EngineConfig, OutOfMemory, SamplingParams
 from aioinfer.ledger import LEDGER
 from aioinfer.system.memory import Available
@@ -112,6 +111,7 @@ def group() -> Iterator[Path]:
 
 @rest(PROGRAM)
 @pytest.mark.parametrize("how", grid(["tight"], ["one by one", "at once"]))
+@pytest.mark.linux
 def test_in_a_control_group_engines_are_refused_or_survive_a_load_that_fills_their_pools(
     group: Path, how: str
 ) -> None:

@@ -156,6 +156,7 @@ def test_mappings_are_added_by_their_keys() -> None:
 
 @rest(PROGRAM)
 @pytest.mark.usefixtures("directory", "patient")
+@pytest.mark.native
 async def test_counters_of_child_processes_are_exact_after_a_restart() -> None:
     config = EngineConfig(model="tiny-chat", threads=1, kv_memory_gib=0.1)
     dispatcher = Dispatcher(processes=2, config=config)

@@ -211,6 +211,7 @@ async def _silent(replica: Any) -> None:
 
 
 @rest(PROGRAM)
+@pytest.mark.native
 async def test_a_stream_goes_on_when_its_process_is_killed_or_hangs() -> None:
     """To the bit; the process that hangs is replaced."""
     async with dispatching(2) as dispatcher:

@@ -240,6 +240,7 @@ async def test_malformed_bodies_are_a_400(serving: Serving, body: bytes, status:
 
 
 @rest(PROGRAM)
+@pytest.mark.native
 async def test_sigterm_drains_and_exits_cleanly() -> None:
     """The real command line with the bundled model, during a stream."""
     command = [sys.executable, "-u", "-m", "aioinfer", "serve", "--port", "0", "--threads", "1"]

@@ -91,6 +91,12 @@ def _set_quality(quality: int, relative: int) -> int:
     return 0
 
 
+def _relieve(zone: None, goal: ctypes.c_size_t) -> int:
+    """Not doing so, glibc would hand out memory again that counts as taken, as it is not on a Mac."""
+    assert (zone, goal.value) == (None, 0)
+    return int(ctypes.CDLL(None).malloc_trim(0))
+
+
 class _MacLibrary:
     """The C library of macOS, over that of Linux."""
 
@@ -98,6 +104,7 @@ class _MacLibrary:
         "sysctlbyname": _sysctlbyname,
         "proc_pidinfo": _proc_pidinfo,
         "pthread_set_qos_class_self_np": _set_quality,
+        "malloc_zone_pressure_relief": _relieve,
     }
 
     def __init__(self, real: ctypes.CDLL) -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import builtins
 import importlib.util
+import io
 import os
 import re
 import sys
@@ -102,23 +103,28 @@ _FILES: dict[str, dict[str, Any]] = {
 }
 
 
-def _hide_files(own: Sequence[str]) -> None:
-    """Hide files also where the standard library opens them for the project's code."""
+def _hide_files(own: Sequence[str]) -> Callable[..., Any]:
+    """Hide files also where the standard library opens them for the project's code. The function ``open``."""
+    real = io.open
 
-    def audit(event: str, arguments: tuple[Any, ...]) -> None:
-        if event not in ("open", "os.listdir", "os.scandir") or not _is_hidden(arguments[0]):
-            return
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            name = str(frame.f_globals.get("__name__"))
-            top = name.partition(".")[0]
-            if name in _ANSWERING or top not in {*own, *sys.stdlib_module_names}:
-                return
-            if top in own:
-                raise FileNotFoundError(2, os.strerror(2), arguments[0])
-            frame = frame.f_back
+    def opening(file: Any, *arguments: Any, **named: Any) -> Any:
+        if _is_hidden(file) and _asked_by(own, sys._getframe(1)):
+            raise FileNotFoundError(2, os.strerror(2), file)
+        return real(file, *arguments, **named)
 
-    sys.addaudithook(audit)
+    io.open = opening  # which pathlib calls
+    return opening
+
+
+def _asked_by(own: Sequence[str], frame: FrameType | None) -> bool:
+    """Whether the innermost frame that is not of the standard library is one of these packages."""
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__"))
+        top = name.partition(".")[0]
+        if name in _ANSWERING or top not in sys.stdlib_module_names:
+            return top in own and name not in _ANSWERING
+        frame = frame.f_back
+    return False
 
 
 # -- imports -----------------------------------------------------------------------------------------------
@@ -199,14 +205,13 @@ def install(name: str) -> None:
         found = load(*arguments, **named)
         return proxies.get(found.__name__, found) if isinstance(found, ModuleType) else found
 
-    names = {**vars(builtins), "__import__": importing}
+    names = {**vars(builtins), "__import__": importing, "open": _hide_files(system.own)}
 
     def show(module: ModuleType) -> None:
         if module.__name__.partition(".")[0] in system.own:
             vars(module)["__builtins__"] = names
 
     sys.meta_path.insert(0, _Importer(system.own, show))
-    _hide_files(system.own)
     os.environ[VARIABLE] = name
     paths = str(_SITE), str(_ROOT), os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))

@@ -47,6 +47,17 @@ def test_the_memory_of_the_process(on_mac: object) -> None:
     assert memory.process_memory() == 300 << 20
 
 
+def test_freed_memory_of_all_zones_is_given_back(on_mac: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def function(name: str) -> Any:
+        return lambda zone, goal: asked.append((name, zone, goal.value))
+
+    monkeypatch.setattr(mac, "c_function", function)
+    memory.give_back()
+    assert asked == [("malloc_zone_pressure_relief", None, 0)]
+
+
 def test_what_the_system_does_not_say_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on another system, or where a name is gone."""
     monkeypatch.setattr(mac, "c_function", lambda name: None)
