@@ -19,7 +19,7 @@ TESTS = Path(__file__).parents[1]
 ROOMS = {
     "darwin": "cache checkpoint cli engine examples observe parallel scheduling server speculation "
     "system text",
-    "win32": "cache observe scheduling speculation text",
+    "win32": "cache scheduling speculation text",
 }
 #: files of tests that ask the system most
 FILES = {
