@@ -14,6 +14,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from aioinfer.system import mac
+from aioinfer.system.support import is_mac
+
 __all__ = ["MODELLED", "PERMITTED", "Tiles", "choose_tiles", "instruction_sets"]
 
 #: what the kernels need, as ``/proc/cpuinfo`` calls it
@@ -41,6 +44,8 @@ MODELLED = Tiles(("-DAIOINFER_MODELLED_TILES", "-Wno-psabi", "-O1"), "AIOINFER_T
 
 def instruction_sets() -> str:
     """The system's list of the processor's features, where there is one."""
+    if is_mac():
+        return mac.instruction_sets()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

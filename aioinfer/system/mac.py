@@ -22,6 +22,7 @@ _PAGES = ("vm.page_free_count", "vm.page_pageable_external_count", "vm.page_purg
 _ARM = {
     "AdvSIMD": "asimd",
     "arm.FEAT_FP16": "asimdhp",
+    "arm.FEAT_LSE": "atomics",
     "arm.FEAT_DotProd": "asimddp",
     "arm.FEAT_BF16": "bf16",
     "arm.FEAT_I8MM": "i8mm",

@@ -35,28 +35,30 @@ NEOVERSE_V1 = f"{NEOVERSE_N1} sve i8mm bf16"
 
 
 @pytest.mark.parametrize(
-    ("machine", "features", "tiles", "name"),
+    ("system", "features", "tiles", "name"),
     [
-        ("x86_64", NEHALEM, REFUSED, None),
-        ("x86_64", HASWELL, REFUSED, "avx2"),
-        ("x86_64", HASWELL.replace(" fma", ""), REFUSED, None),
-        ("x86_64", ALDER_LAKE, REFUSED, "avx2-vnni"),
-        ("x86_64", SKYLAKE, REFUSED, "avx512"),
-        ("x86_64", ICE_LAKE, REFUSED, "avx512-vnni"),
-        ("x86_64", ZEN_4, REFUSED, "avx512-bf16"),
-        ("x86_64", SAPPHIRE_RAPIDS, REFUSED, "avx512-bf16"),
-        ("x86_64", SAPPHIRE_RAPIDS, PERMITTED, "amx"),
-        ("aarch64", CORTEX_A72, REFUSED, "neon"),
-        ("aarch64", NEOVERSE_N1, REFUSED, "dotprod"),
-        ("aarch64", NEOVERSE_V1, REFUSED, "i8mm"),
-        ("riscv64", "isa : rv64imafdcv", REFUSED, None),
+        ("linux-x86_64", NEHALEM, REFUSED, None),
+        ("linux-x86_64", HASWELL, REFUSED, "avx2"),
+        ("linux-x86_64", HASWELL.replace(" fma", ""), REFUSED, None),
+        ("linux-x86_64", ALDER_LAKE, REFUSED, "avx2-vnni"),
+        ("linux-x86_64", SKYLAKE, REFUSED, "avx512"),
+        ("linux-x86_64", ICE_LAKE, REFUSED, "avx512-vnni"),
+        ("linux-x86_64", ZEN_4, REFUSED, "avx512-bf16"),
+        ("linux-x86_64", SAPPHIRE_RAPIDS, REFUSED, "avx512-bf16"),
+        ("linux-x86_64", SAPPHIRE_RAPIDS, PERMITTED, "amx"),
+        ("linux-aarch64", CORTEX_A72, REFUSED, "neon"),
+        ("linux-aarch64", NEOVERSE_N1, REFUSED, "dotprod"),
+        ("linux-aarch64", NEOVERSE_V1, REFUSED, "i8mm"),
+        ("darwin-arm64", "asimd asimdhp atomics asimddp", REFUSED, "dotprod"),
+        ("darwin-arm64", "asimd asimdhp atomics asimddp bf16 i8mm", REFUSED, "i8mm"),
+        ("linux-riscv64", "isa : rv64imafdcv", REFUSED, None),
     ],
 )
 def test_a_processor_gets_the_best_level_that_it_has(
-    monkeypatch: pytest.MonkeyPatch, machine: str, features: str, tiles: Tiles, name: str | None
+    monkeypatch: pytest.MonkeyPatch, system: str, features: str, tiles: Tiles, name: str | None
 ) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr("platform.machine", lambda: machine)
+    monkeypatch.setattr(sys, "platform", system.partition("-")[0])
+    monkeypatch.setattr("platform.machine", lambda: system.partition("-")[2])
     monkeypatch.setattr(levels, "instruction_sets", lambda: features)
     found = best(tiles)
     assert (found and found.name) == name

@@ -58,6 +58,7 @@ _SYSCTL = {
     "hw.optional.arm.FEAT_DotProd": struct.pack("=i", 1),
     "hw.optional.arm.FEAT_FP16": struct.pack("=i", 1),
     "hw.optional.arm.FEAT_I8MM": struct.pack("=i", 1),
+    "hw.optional.arm.FEAT_LSE": struct.pack("=i", 1),
     "hw.optional.arm.FEAT_SME": struct.pack("=i", 0),
     "vm.pagesize": struct.pack("=i", 16384),
     "vm.page_free_count": struct.pack("=i", 300_000),

@@ -25,7 +25,7 @@ SPECIAL = re.compile(
     r"|\bos\.O_(CLOEXEC|DIRECTORY|NOFOLLOW|NONBLOCK|PATH)\b|\b(prctl|malloc_trim|mincore|madvise)\b|CDLL\(None"
 )
 #: compiled kernels, which are of one system and one processor: their flags, features and files
-KERNELS = {"native/bindings.py", "native/build.py", "native/processor.py"}
+KERNELS = {f"native/{name}.py" for name in ("bindings", "build", "levels", "processor")}
 
 
 def test_no_other_room_asks_which_system_it_is() -> None:

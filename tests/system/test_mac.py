@@ -35,7 +35,7 @@ def test_memory_and_processor(on_mac: object) -> None:
     assert memory.machine_memory() == 16 * _GIB
     # Free, of files, and purgeable, in pages of 16 KiB.
     assert mac.memory_available() == 16384 * (300_000 + 200_000 + 1_000)
-    assert mac.instruction_sets() == "asimd asimdhp asimddp bf16 i8mm"
+    assert mac.instruction_sets() == "asimd asimdhp atomics asimddp bf16 i8mm"
 
 
 def test_the_memory_of_the_machine_has_no_groups(on_mac: object, tmp_path: Any) -> None:
