@@ -36,13 +36,13 @@ SOURCE = Path(__file__).parent / "source"
 #: where the package has its libraries
 SHIPPED = Path(__file__).parent / "shipped"
 #: of every compiler
-FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno")
+FLAGS = ("-std=c++20", "-O3", "-fPIC", "-pthread", "-fno-math-errno", "-ffp-contract=off")
 #: (source, further flags) of every object
 OBJECTS = (
     ("models.cpp", ("-DNUMBER=bfloat16", "-DNAME=bfloat16")),
     ("models.cpp", ("-DNUMBER=float", "-DNAME=float32")),
-    ("quantised.cpp", ("-ffp-contract=off",)),
-    ("sampling.cpp", ("-ffp-contract=off",)),
+    ("quantised.cpp", ()),
+    ("sampling.cpp", ()),
     ("common.cpp", ()),
 )
 

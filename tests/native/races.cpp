@@ -4,234 +4,22 @@
 // weights that are not rounded (0). Returns 1 if results depend on the pool.
 #include <cmath>
 #include <cstdio>
-#include <memory>
-#include <random>
 #include <thread>
 
-#include "decoder.hpp"
+#include "specimens.hpp"
 
 using namespace aioinfer;
+using namespace specimens;
 using T = NUMBER;
 
-
 namespace {
-
-constexpr int64_t HIDDEN = 48, HEADS = 6, KV_HEADS = 2, HEAD_DIM = 16, MIDDLE = 80, VOCABULARY = 101;
-constexpr int64_t EXPERTS = 4, LAYERS = 7, PAGE = 16, PAGES = 12, POSITIONS = 64, INPUT = 16;
-
-// Behind the first layer and one with attention.
-constexpr int CONV = 2, DELTA = 3, SPARSE = 4, DUAL = 5, SHARING = 6;
-constexpr int64_t SIZE = 3, CELLS = 5;
-constexpr DeltaShape DELTA_SHAPE{2, 4, 16, 48};
-
-constexpr Format FORMAT{WEIGHT_BITS, WEIGHT_BITS ? 32 : 0};
-
-// One layer has larger heads than the others.
-constexpr int64_t head_dim(int layer) { return layer == SPARSE ? 2 * HEAD_DIM : HEAD_DIM; }
-
-std::vector<T> noise(size_t count, int seed, float size = 0.3f) {
-  std::mt19937 generator(seed);
-  std::normal_distribution<float> normal(0.0f, size);
-  std::vector<T> values(count);
-  for (T& value : values) value = Number<T>::make(normal(generator));
-  return values;
-}
-
-std::vector<float> floats(size_t count, int seed) {
-  std::vector<float> values;
-  for (const T value : noise(count, seed, 1.0f)) values.push_back(Number<T>::read(value));
-  return values;
-}
-
-// A model, and two prompts and a decode of one step.
-struct Model {
-  explicit Model(ThreadPool& pool)
-      : scores(pool, routes.data(), nullptr, EXPERTS, HIDDEN, false),
-        router(&scores, nullptr, Rule{false, EXPERTS, 2, 1, 1, true, 1.0f}),
-        scaled(&scores, nullptr, Rule{false, EXPERTS, 3, 1, 1, true, 1.0f}, norm.data()),
-        experts(EXPERTS, HIDDEN, MIDDLE, FORMAT, FORMAT) {
-    auto pack = [&](int64_t outputs, int64_t inner, bool gated, int seed) {
-      const auto rows = noise((gated ? 2 : 1) * outputs * inner, seed);
-      weights.push_back(
-          std::make_unique<Linear<T>>(Linear<T>::of(pool, rows.data(), nullptr, outputs, inner, gated, FORMAT)));
-      return weights.back().get();
-    };
-    const Embedding<T> words{embedding.data(), nullptr, 2.0f, learned.data()};
-    decoder = std::make_unique<Decoder<T>>(words, Norm{norm.data(), norm.data()}, pack(VOCABULARY, HIDDEN, false, 9),
-                                           POSITIONS, HIDDEN, 1e-6f, 30.0f,
-                                           PerLayerSource<T>{table.data(), pack(LAYERS * INPUT, HIDDEN, false, 90),
-                                                             {norm.data(), nullptr}, LAYERS, INPUT, 4.0f, 0.2f, 0.7f});
-    for (int64_t expert = 0; expert < EXPERTS; expert++)
-      experts.set(pool, expert, noise(2 * MIDDLE * HIDDEN, 50 + expert).data(), noise(HIDDEN * MIDDLE, 60 + expert).data());
-    // The first layer has norms behind its parts, of all queries and keys, and no gates; one has sinks, gated results,
-    // and experts with biases besides a shared one, which has a gate; one has normed values, and experts beside a dense
-    // part; the last one has queries only. These two have inputs of their own, and scale the residual.
-    const auto biases = noise(2 * MIDDLE, 70), out_biases = noise(HIDDEN, 71);
-    for (int64_t expert = 0; expert < EXPERTS; expert++) experts.set_biases(expert, biases.data(), out_biases.data());
-    for (int layer = 0; layer < LAYERS; layer++) {
-      const bool first = layer == 0, sparse = layer == SPARSE, dual = layer == DUAL, late = dual || layer == SHARING;
-      const Norm plain{norm.data(), nullptr}, none{nullptr, nullptr};
-      decoder->add({
-          .mixer_norm = first ? none : plain,
-          .mixer = mixer(layer, pack),
-          .mixer_post_norm = first ? plain : none,
-          .mlp_norm = plain,
-          .gate_up = pack(MIDDLE, HIDDEN, !first, 30 + layer),
-          .down = pack(HIDDEN, MIDDLE, false, 40 + layer),
-          .router = sparse ? &router : dual ? &scaled : nullptr,
-          .experts = sparse || dual ? &experts : nullptr,
-          .gate = first || late ? Gate::GELU_TANH : sparse ? Gate::CLAMPED_SILU : Gate::SILU,
-          .shared_gate = sparse ? norm.data() : nullptr,
-          .mlp_post_norm = first || sparse || late ? plain : none,
-          .dual = dual ? Dual{plain, plain, plain, plain} : Dual{},
-          .per_layer = late ? PerLayerPart<T>{pack(INPUT, HIDDEN, false, 91 + layer),
-                                              pack(HIDDEN, INPUT, false, 98 + layer), Gate::GELU_TANH, plain}
-                            : PerLayerPart<T>{},
-          .scale = late ? 0.75f : 1.0f,
-      });
-    }
-  }
-
-  template <class Pack>
-  decltype(Layer<T>::mixer) mixer(int layer, Pack&& pack) {
-    const bool first = layer == 0;
-    if (layer == CONV)
-      return ShortConv<T>{
-          .into = pack(3 * HIDDEN, HIDDEN, false, 10 + layer),
-          .conv = {taps.data(), norm.data(), HIDDEN, SIZE},
-          .out = pack(HIDDEN, HIDDEN, false, 20 + layer),
-          .state = 0,
-      };
-    if (layer == DELTA)
-      return DeltaRule<T>{
-          .shape = DELTA_SHAPE,
-          .into = pack(DELTA_SHAPE.width(), HIDDEN, false, 10 + layer),
-          .gates = pack(2 * DELTA_SHAPE.value_heads, HIDDEN, false, 80),
-          .conv = {taps.data(), nullptr, DELTA_SHAPE.channels(), SIZE},
-          .rate = rates.data(),
-          .bias = norm.data(),
-          .norm = norm.data(),
-          .eps = 1e-6f,
-          .out = pack(HIDDEN, DELTA_SHAPE.values(), false, 20 + layer),
-          .state = 1,
-      };
-    const int64_t size = head_dim(layer);
-    const bool sparse = layer == SPARSE, sharing = layer == SHARING;
-    return SelfAttention<T>{
-        .shape = {HEADS, KV_HEADS, size, first ? nullptr : head_norm.data(), 1e-6f, layer == DUAL, sharing},
-        .whole_norm = first ? head_norm.data() : nullptr,
-        .into = pack((HEADS + (sharing ? 0 : 2 * KV_HEADS) + (sparse ? HEADS : 0)) * size, HIDDEN, false, 10 + layer),
-        .gated = sparse,
-        .rotary = first ? Rotary<T>{} : Rotary<T>{cos.data(), sin.data(), HEAD_DIM},
-        .out = pack(HIDDEN, HEADS * size, false, 20 + layer),
-        .params = {0.25f, first ? 20.0f : 0.0f, first ? 0 : 7, 1, sparse ? sinks.data() : nullptr},
-        .kv = sharing ? DUAL : layer,
-    };
-  }
-
-  std::vector<float> forward(ThreadPool& pool) {
-    const int64_t lengths[] = {33, 17, 1}, tables[] = {3, 7, 1, 5, 2, 0, 9, 0, 0};
-    std::vector<int64_t> starts{0}, ids, positions, cells, chosen;
-    for (int row = 0; row < 3; row++) {
-      for (int64_t at = 0; at < lengths[row]; at++) {
-        ids.push_back((7 * at + row) % VOCABULARY);
-        positions.push_back(at);
-        cells.push_back(tables[3 * row + at / PAGE] * PAGE + at % PAGE);
-      }
-      starts.push_back(static_cast<int64_t>(ids.size()));
-    }
-    for (size_t at = 0; at < ids.size(); at++) chosen.push_back(static_cast<int64_t>(at));
-    std::vector<std::vector<T>> cells_of;
-    std::vector<T*> kv_pools;
-    for (int layer = 0; layer < LAYERS; layer++)
-      cells_of.emplace_back(PAGES * PAGE * KV_HEADS * 2 * head_dim(layer), Number<T>::make(NAN));
-    for (auto& kv : cells_of) kv_pools.push_back(kv.data());
-    std::vector<float> logits(ids.size() * VOCABULARY);
-    const AttentionInput attention{static_cast<int64_t>(ids.size()), cells.data(), positions.data(),
-                                   Rows{3, starts.data(), lengths, tables, 3}};
-    double seconds[PARTS] = {};
-    // The first row starts from zeros, the second writes the cell that it reads, and the third another one.
-    const int64_t read[] = {0, 2, 4}, write[] = {1, 2, 3};
-    auto conv_state = noise(CELLS * (SIZE - 1) * HIDDEN, 90);
-    auto delta_inputs = noise(CELLS * (SIZE - 1) * DELTA_SHAPE.channels(), 91);
-    auto delta_state = floats(CELLS * DELTA_SHAPE.state_size(), 92);
-    void* const states[] = {conv_state.data(), delta_inputs.data(), delta_state.data()};
-    const auto count = static_cast<int64_t>(chosen.size());
-    decoder->forward(pool, {ids.data(), attention, kv_pools.data(), LAYERS, PAGE, PAGES, {read, write, CELLS}, states, 3,
-                            count, chosen.data(), logits.data()},
-                     seconds);
-    logits.insert(logits.end(), delta_state.begin(), delta_state.end());
-    return logits;
-  }
-
-  std::vector<T> embedding = noise(VOCABULARY * HIDDEN, 1), learned = noise(POSITIONS * HIDDEN, 7);
-  std::vector<T> table = noise(VOCABULARY * LAYERS * INPUT, 89);
-  std::vector<float> norm = floats(HIDDEN, 2), head_norm = floats((HEADS + 2 * KV_HEADS) * 2 * HEAD_DIM, 3);
-  std::vector<float> sinks = floats(HEADS, 8), taps = floats(SIZE * DELTA_SHAPE.channels(), 9);
-  std::vector<float> rates = std::vector<float>(DELTA_SHAPE.value_heads, 0.05f);
-  std::vector<T> cos = noise(POSITIONS * HEAD_DIM, 4), sin = noise(POSITIONS * HEAD_DIM, 5);
-  std::vector<float> routes = floats(EXPERTS * HIDDEN, 6);
-  Weights<float> scores;
-  Router<T> router, scaled;
-  Experts<T> experts;
-  std::vector<std::unique_ptr<Linear<T>>> weights;
-  std::unique_ptr<Decoder<T>> decoder;
-};
-
-bool same(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), sizeof(float) * a.size()) == 0;
-}
-
-// Products of few rows with quantised weights, whose scales and offsets are steps, one behind the other in a program.
-struct Products {
-  static constexpr int64_t OUTPUTS = 70, INNER = 512, MOST = 25;
-
-  explicit Products(ThreadPool& pool) {
-    for (const auto& [bits, group] : {std::pair{4, 32}, {6, 16}, {8, 128}}) {
-      const QuantisedShape shape(OUTPUTS, INNER, group, bits, false);
-      std::mt19937 generator(bits);
-      std::vector<uint8_t> values(OUTPUTS * INNER);
-      for (auto& value : values) value = generator() % (1 << bits);
-      std::vector<float> scales(OUTPUTS * shape.groups());
-      for (auto& scale : scales) scale = static_cast<float>(generator() % 64) * 0.001f;
-      layers.emplace_back(QuantisedWeights(pool, shape, values.data(), scales.data(), scales.data(), nullptr));
-    }
-  }
-
-  bool all_in_steps() const {
-    return std::all_of(layers.begin(), layers.end(),
-                       [](const Linear<T>& layer) { return layer.quantised()->precision == Precision::STEPS; });
-  }
-
-  std::vector<float> multiply_all(ThreadPool& pool, int64_t rows) const {
-    std::vector<InputBuffer<T>> buffers(layers.size());
-    std::vector<std::vector<T>> found(layers.size(), std::vector<T>(rows * OUTPUTS));
-    for (size_t at = 0; at < layers.size(); at++) buffers[at].reserve(layers[at], rows, false);
-    pool.run_model([&](Worker& worker) {
-      for (size_t at = 0; at < layers.size(); at++) {
-        const Inputs<T> inputs = buffers[at].inputs(layers[at], rows);
-        worker.parallel_in_runs(rows, [&](int64_t row) { inputs.set(row, values.data() + row * INNER); });
-        multiply(worker, inputs, layers[at], [&](const Place& place, int64_t panel, Floats one, Floats other) {
-          put_pair(found[at].data() + place.row * OUTPUTS, panel, OUTPUTS, one, other);
-        });
-      }
-    });
-    std::vector<float> results;
-    for (const auto& each : found)
-      for (const T value : each) results.push_back(Number<T>::read(value));
-    return results;
-  }
-
-  std::vector<Linear<T>> layers;
-  std::vector<T> values = noise(MOST * INNER, 1);
-};
 
 // The bits of every number of rows by pools of all sizes, several callers at once. Returns how many differ.
 int wrong_products() {
   ThreadPool alone(1);
-  const Products products(alone);
+  const Products<T> products(alone);
   std::vector<std::vector<float>> wanted;
-  for (int64_t rows = 0; rows <= Products::MOST; rows++) wanted.push_back(products.multiply_all(alone, rows));
+  for (int64_t rows = 0; rows <= Products<T>::MOST; rows++) wanted.push_back(products.multiply_all(alone, rows));
   std::atomic<int> wrong{!products.all_in_steps()};
   for (int size : {2, 3, 5}) {
     ThreadPool pool(size);
@@ -239,7 +27,7 @@ int wrong_products() {
     for (int caller = 0; caller < 3; caller++)
       callers.emplace_back([&, caller] {
         for (int i = 0; i < 30; i++) {
-          const int64_t rows = (i + 3 * caller) % (Products::MOST + 1);
+          const int64_t rows = (i + 3 * caller) % (Products<T>::MOST + 1);
           wrong += !same(products.multiply_all(pool, rows), wanted[rows]);
         }
       });
@@ -274,7 +62,7 @@ int wrong_after_errors() {
 
 int main() {
   ThreadPool alone(1);
-  const auto wanted = Model(alone).forward(alone);
+  const auto wanted = Model<T>(alone, WEIGHT_BITS).forward(alone);
   for (const float value : wanted)
     if (!std::isfinite(value)) return std::puts("not finite"), 1;
   std::atomic<int> wrong{wrong_products() + wrong_after_errors()};
@@ -283,7 +71,7 @@ int main() {
     std::vector<std::thread> callers;
     for (int caller = 0; caller < 3; caller++)
       callers.emplace_back([&] {
-        Model model(pool);
+        Model<T> model(pool, WEIGHT_BITS);
         for (int i = 0; i < 15; i++) {
           if (!same(model.forward(pool), wanted)) wrong++;
         }

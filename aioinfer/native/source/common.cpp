@@ -52,8 +52,28 @@ const char* aioinfer_instructions() {
   return "AVX-512";
 #elif defined(__AVX2__)
   return "AVX2";
+#elif defined(__ARM_FEATURE_MATMUL_INT8) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+  return "NEON bf16, i8mm";
+#elif defined(__ARM_FEATURE_DOTPROD)
+  return "NEON dotprod";
+#elif defined(__aarch64__)
+  return "NEON";
 #else
   return "plain";
+#endif
+}
+
+// The class of float arithmetic: results of equal ones have the same bits. Numbers of models that are not bfloat16, and
+// products of quantised weights, are "fused" wherever others of the library are not "unfused": tiles and BFDOT multiply
+// packed bfloat16 only, and, with tiles, attention is theirs, too.
+const char* aioinfer_arithmetic() {
+  if constexpr (tiles::ENABLED) return "tiles";
+#if defined(AIOINFER_ARM_BFLOAT16)
+  return "bf16 dot";
+#elif defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
+  return "fused";
+#else
+  return "unfused";
 #endif
 }
 

@@ -118,7 +118,7 @@ class Decoder {
       : embedding_(embedding), norm_(norm), head_(head), positions_(positions), hidden_(hidden), eps_(eps),
         logit_cap_(logit_cap), per_layer_(by_layer) {
     require(norm.weight != nullptr, "a decoder has a norm");
-    require(hidden > 0 && hidden % LANES == 0, "the hidden size is no multiple of a vector");
+    require(hidden > 0 && hidden % SUM_LANES == 0, "the hidden size is no multiple of a vector");
     require_size(*head, head->outputs, hidden);
     const Linear<T>* words = embedding.words;
     require((embedding.vectors == nullptr) != (words == nullptr), "a decoder has an embedding or words");
@@ -137,7 +137,7 @@ class Decoder {
       require(layer.down != nullptr, "a feed-forward part without down");
       const bool gated = layer.gate_up->gated;
       require(gated || layer.experts == nullptr, "a shared expert has gates");
-      require(gated || middle % LANES == 0, "the inner size is no multiple of a vector");
+      require(gated || middle % SUM_LANES == 0, "the inner size is no multiple of a vector");
       require_size(*layer.gate_up, middle, hidden_, gated);
       require_size(*layer.down, hidden_, middle);
     }
@@ -438,13 +438,14 @@ class Decoder {
     const Inputs<T> normed = narrow_.inputs(layer, count);
     worker.parallel_in_runs(count, [&](int64_t row) {
       const auto to = normed.row(row);
-      Floats product{};
+      Floats products[SUM_VECTORS] = {};
       norm(weights, residual(chosen == nullptr ? row : chosen[row]), [&](int64_t i, Floats value) {
         normed.put(to, i, value);
         if (floats != nullptr) floats->put(floats->row(row), i, rounded<T>(value));
+        Floats& product = products[i / LANES % SUM_VECTORS];
         if (gate != nullptr) product = multiply_add(product, rounded<T>(value), load<Floats>(gate + i));
       });
-      if (gate != nullptr) shares_[row] = 1.0f / (1.0f + std::exp(-sum(product)));
+      if (gate != nullptr) shares_[row] = sigmoid(spread(sum(products)))[0];
       normed.finish(row);
     });
     return normed;

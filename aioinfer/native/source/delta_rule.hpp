@@ -17,6 +17,7 @@
 #include <cmath>
 #include <memory>
 
+#include "gates.hpp"
 #include "short_conv.hpp"
 
 namespace aioinfer {
@@ -34,8 +35,8 @@ struct DeltaShape {
   void check() const {
     const bool whole = key_heads > 0 && value_heads > 0 && value_heads % key_heads == 0;
     require(whole, "value_heads is no multiple of key_heads");
-    require(key_dim > 0 && key_dim % LANES == 0, "key_dim is no multiple of a vector");
-    require(value_dim > 0 && value_dim % LANES == 0, "value_dim is no multiple of a vector");
+    require(key_dim > 0 && key_dim % SUM_LANES == 0, "key_dim is no multiple of a vector");
+    require(value_dim > 0 && value_dim % SUM_LANES == 0, "value_dim is no multiple of a vector");
   }
 };
 
@@ -212,15 +213,13 @@ struct DeltaRule {
     const T *from_query = token + at, *from_key = token + shape.keys() + at;
     const float scale = 1.0f / std::sqrt(static_cast<float>(size));
     const float query_factor = inverse_length(from_query, size) * scale, key_factor = inverse_length(from_key, size);
-    Floats product{};
-    for (int64_t i = 0; i < size; i += LANES) {
+    scratch.products[t] = sum_over(size, [&](int64_t i, Floats sums) __attribute__((always_inline)) {
       const Floats q = Number<T>::load_lanes(from_query + i) * query_factor;
       const Floats k = Number<T>::load_lanes(from_key + i) * key_factor;
       store(query + i, q), store(key + i, k);
-      product = multiply_add(product, q, k);
-    }
-    scratch.products[t] = sum(product);
-    scratch.strengths[t] = 1.0f / (1.0f + std::exp(-Number<T>::read(gated[head])));
+      return multiply_add(sums, q, k);
+    });
+    scratch.strengths[t] = sigmoid(spread(Number<T>::read(gated[head])))[0];
     scratch.decays[t] = decay(Number<T>::read(gated[shape.value_heads + head]) + bias[head], rate[head]);
   }
 
@@ -229,10 +228,10 @@ struct DeltaRule {
     return 1.0f / std::sqrt(sum_of_squares(from, size) + EPS);
   }
 
-  // e^(-rate * softplus(x))
+  // e^(-rate * softplus(x)). In double precision, so that libraries whose last bits differ agree once it is rounded.
   static float decay(float x, float rate) {
-    const float softplus = x > 20.0f ? x : std::log1p(std::exp(x));
-    return std::exp(-rate * softplus);
+    const float softplus = x > 20.0f ? x : static_cast<float>(std::log1p(std::exp(double{x})));
+    return static_cast<float>(std::exp(-double{rate} * softplus));
   }
 
   // Norm the results of a token's heads, and gate them.

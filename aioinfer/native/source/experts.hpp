@@ -173,7 +173,7 @@ class Mixing {
         Floats sum = all ? Number<T>::load_lanes(&outputs_[(pairs + token) * hidden + i]) : Floats{};
         if (all && shared.shares != nullptr) sum *= shared.shares[token];
         for (int64_t j = 0; j < top_k; j++)
-          sum += Number<T>::load_lanes(outputs + j * hidden + i) * weights[token * top_k + j];
+          sum = multiply_add(sum, Number<T>::load_lanes(outputs + j * hidden + i), spread(weights[token * top_k + j]));
         add(token, i, sum);
       }
     });

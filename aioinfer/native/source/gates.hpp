@@ -17,7 +17,7 @@ inline void check(Gate gate, bool gated) {
 
 // x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))), with 1 + tanh(u) = 2 / (1 + e^(-2u))
 AIOINFER_INLINE Floats gelu_tanh(Floats x) {
-  const Floats twice = 1.5957691216057308f * (x + 0.044715f * x * x * x);
+  const Floats twice = 1.5957691216057308f * multiply_add(x, 0.044715f * x * x, x);
   return x / (1.0f + exponential(-twice));
 }
 

@@ -8,15 +8,13 @@
 
 namespace aioinfer {
 
-// Sum of squares of ``size`` numbers, a multiple of LANES.
+// Sum of squares of ``size`` numbers, a multiple of SUM_LANES; so below.
 template <class T>
 AIOINFER_INLINE float sum_of_squares(const T* from, int64_t size) {
-  Floats total{};
-  for (int64_t i = 0; i < size; i += LANES) {
+  return sum_over(size, [&](int64_t i, Floats sums) __attribute__((always_inline)) {
     const Floats value = Number<T>::load_lanes(from + i);
-    total += value * value;
-  }
-  return sum(total);
+    return multiply_add(sums, value, value);
+  });
 }
 
 template <class T>
@@ -33,19 +31,17 @@ void norm_in_place(T* row, int64_t size, const float* weight, float eps) {
 
 template <class T>
 AIOINFER_INLINE float mean_of(const T* from, int64_t size) {
-  Floats total{};
-  for (int64_t i = 0; i < size; i += LANES) total += Number<T>::load_lanes(from + i);
-  return sum(total) / static_cast<float>(size);
+  const auto add = [&](int64_t i, Floats sums) __attribute__((always_inline)) { return sums + Number<T>::load_lanes(from + i); };
+  return sum_over(size, add) / static_cast<float>(size);
 }
 
 template <class T>
 AIOINFER_INLINE float inverse_deviation(const T* from, int64_t size, float mean, float eps) {
-  Floats total{};
-  for (int64_t i = 0; i < size; i += LANES) {
+  const auto add = [&](int64_t i, Floats sums) __attribute__((always_inline)) {
     const Floats value = Number<T>::load_lanes(from + i) - mean;
-    total += value * value;
-  }
-  return 1.0f / std::sqrt(sum(total) / static_cast<float>(size) + eps);
+    return multiply_add(sums, value, value);
+  };
+  return 1.0f / std::sqrt(sum_over(size, add) / static_cast<float>(size) + eps);
 }
 
 // Rotary embedding of the first ``size`` dimensions of a head; dimension d is paired with d + size / 2.
@@ -73,7 +69,7 @@ struct HeadShape {
   // Refuse heads that kernels cannot compute.
   void check(int64_t rotary_dim) const {
     require(heads > 0 && kv_heads > 0 && heads % kv_heads == 0, "heads is no multiple of kv_heads");
-    require(head_dim > 0 && head_dim % LANES == 0, "head_dim is no multiple of a vector");
+    require(head_dim > 0 && head_dim % SUM_LANES == 0, "head_dim is no multiple of a vector");
     require(rotary_dim >= 0 && rotary_dim <= head_dim && rotary_dim % 2 == 0, "rotary_dim is not within a head");
     require(!value_norm || (norm != nullptr && !shared), "a norm of values without weights, or without values");
   }

@@ -19,12 +19,12 @@ namespace aioinfer {
 
 constexpr int TILE = 16;
 
-// Of a number of elements that is a multiple of a vector.
+// Of a number of elements that is a multiple of SUM_LANES.
 template <class T>
 AIOINFER_INLINE bool finite(const T* elements, int64_t count) {
-  Floats zero{};
-  for (int64_t i = 0; i < count; i += LANES) zero += Number<T>::load_lanes(elements + i) * 0.0f;
-  return sum(zero) == 0.0f;
+  return sum_over(count, [&](int64_t i, Floats sums) __attribute__((always_inline)) {
+           return sums + Number<T>::load_lanes(elements + i) * 0.0f;
+         }) == 0.0f;
 }
 
 template <class T>

@@ -16,14 +16,16 @@ class Likelihoods {
     double total = 0;
     for (int64_t from = 0; from < vocab; from += STRETCH) {
       const int64_t to = std::min(from + STRETCH, vocab);
-      Floats most = Floats{} - INFINITY, share{};
+      Floats most = Floats{} - INFINITY;
       for (int64_t at = from; at < to; at += LANES) most = larger(piece(logits, at, vocab), most);
       store(maxima + from / STRETCH * LANES, most);
       const float local = largest(most);
       // A stretch of -inf adds 0; NaN stays NaN.
       const Floats base = spread(local == -INFINITY ? 0.0f : local);
-      for (int64_t at = from; at < to; at += LANES) share += exponential(piece(logits, at, vocab) - base);
-      const double part = sum(share);
+      const int64_t size = (to - from + SUM_LANES - 1) / SUM_LANES * SUM_LANES;
+      const double part = sum_over(size, [&](int64_t at, Floats sums) __attribute__((always_inline)) {
+        return sums + exponential(piece(logits, from + at, vocab) - base);
+      });
       if (local > peak_) total *= std::exp(double{peak_} - local), peak_ = local;
       total += part * (local == -INFINITY ? 1.0 : std::exp(double{local} - peak_));
     }

@@ -17,7 +17,7 @@ class LayerRows {
  public:
   LayerRows(const T* in, int64_t count, const Linear<T>& layer) : in_(in), inner_(layer.inner), to_(buffer_.inputs(layer, 0)) {
     require(count >= 0, "count is negative");
-    require(layer.quantised() || inner_ % LANES == 0, "the inner dimension is no multiple of a vector");
+    require(layer.quantised() || inner_ % SUM_LANES == 0, "the inner dimension is no multiple of a vector");
     buffer_.reserve(layer, count, false);
     to_ = buffer_.inputs(layer, count);
   }
@@ -36,14 +36,14 @@ class LayerRows {
 
 void check_shape(int64_t outputs, int64_t inner, int64_t bits, bool gated) {
   require(outputs > 0 && inner > 0, "weights need outputs and an inner dimension");
-  require(bits || !gated || outputs % LANES == 0, "the outputs of gated weights are no multiple of a vector");
+  require(bits || !gated || outputs % SUM_LANES == 0, "the outputs of gated weights are no multiple of a vector");
 }
 
 // Experts in their own memory, or in the caller's, which holds them already.
 template <class Arguments>
 Experts<T>* experts_of(const Arguments& a, const char* packed) {
   require(a.count > 0 && a.hidden > 0 && a.middle > 0, "experts need a number and sizes");
-  require(a.hidden % LANES == 0 && a.middle % LANES == 0, "the sizes of experts are no multiples of a vector");
+  require(a.hidden % SUM_LANES == 0 && a.middle % SUM_LANES == 0, "the sizes of experts are no multiples of a vector");
   return new Experts<T>(a.count, a.hidden, a.middle, Format{a.bits, a.hidden_group}, Format{a.bits, a.middle_group},
                         packed);
 }
@@ -228,7 +228,7 @@ bool NAMED(route)(const RouteArguments<T>* a) {
     const Router<T>& router = *a->router;
     require(router.weight->inner == a->hidden, "the hidden size is not that of the router");
     require(a->count >= 0, "count is negative");
-    require(a->hidden % LANES == 0, "the hidden size is no multiple of a vector");
+    require(a->hidden % SUM_LANES == 0, "the hidden size is no multiple of a vector");
     Routing<T> routing;
     routing.reserve(a->pool->size(), a->count, router);
     const Activations<float> tokens = routing.floats(a->count, a->hidden);
@@ -356,7 +356,7 @@ bool NAMED(adapt)(const AdaptArguments<T>* a) {
       require_below("part", &layer->part, 1, ADAPTED_PARTS);
       const Linear<T>* linear = a->decoder->adapted(layer->layer, static_cast<AdaptedPart>(layer->part));
       require(linear != nullptr, "this part of the layer cannot be adapted");
-      require(!linear->gated || linear->outputs % LANES == 0,
+      require(!linear->gated || linear->outputs % SUM_LANES == 0,
               "the outputs of gated weights are no multiple of a vector");
       const int64_t rows = linear->gated ? 2 * linear->outputs : linear->outputs;
       a->adapter->layers.at(layer->layer)[layer->part] =

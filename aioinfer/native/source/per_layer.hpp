@@ -26,7 +26,7 @@ struct PerLayerSource {
 
   // Throws InvalidArguments unless the parts fit each other and a residual of size ``hidden``.
   void check(int64_t hidden) const {
-    require(layers > 0 && size > 0 && size % LANES == 0, "the size of inputs by layer is no multiple of a vector");
+    require(layers > 0 && size > 0 && size % SUM_LANES == 0, "the size of inputs by layer is no multiple of a vector");
     require(projection != nullptr && norm.weight != nullptr, "inputs by layer without a projection or its norm");
     require_size(*projection, layers * size, hidden);
   }

@@ -1,4 +1,4 @@
-// Products of integers, rounding and packing: compiled once, with operations that are not contracted.
+// Products of integers, rounding and packing: compiled once.
 #include "quantised_product.hpp"
 #include "quantised_weights.hpp"
 

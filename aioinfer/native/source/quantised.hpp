@@ -16,9 +16,9 @@
 //   total = fma(float(S) * factor, scale, fma(factor * float(A), offset, total))
 // from 0 on, or fma(float(S) * factor, scale, total) without offsets, and then its bias is added. Every operation is
 // one of float32 with its rounding, and the sums are exact: a result has the same bits alone and among other rows, on
-// any number of threads, and on every processor. (Where products are computed by tiles, denormal numbers are 0.)
+// any number of threads, and on every processor. Denormal numbers are 0, as in all programs of a model.
 //
-// Everything here is compiled once, by quantised.cpp, without contracting operations: others call it.
+// Everything here is compiled once, by quantised.cpp: others call it.
 #pragma once
 
 #include <algorithm>

@@ -67,7 +67,7 @@ class Router {
   }
 
   // Floats from the scores of one token to those of the next.
-  int64_t stride() const { return weight->panels * PANEL; }
+  int64_t stride() const { return (weight->panels * PANEL + SUM_LANES - 1) / SUM_LANES * SUM_LANES; }
 
   // Scores [tokens, stride()] of all tokens.
   void score(Worker& worker, const Activations<float>& tokens, float* scores) const {
@@ -118,15 +118,14 @@ class Router {
   // NaN in one score makes all of them NaN.
   void softmax(float* scores) const {
     std::fill(scores + rule.experts, scores + stride(), -INFINITY);
-    Floats most = spread(-INFINITY), total{};
+    Floats most = spread(-INFINITY);
     for (int64_t e = 0; e < stride(); e += LANES) most = larger(most, load<Floats>(scores + e));
     const float peak = largest(most);
-    for (int64_t e = 0; e < stride(); e += LANES) {
+    const float all = sum_over(stride(), [&](int64_t e, Floats sums) __attribute__((always_inline)) {
       const Floats share = exponential(load<Floats>(scores + e) - peak);
       store(scores + e, share);
-      total += share;
-    }
-    const float all = sum(total);
+      return sums + share;
+    });
     for (int64_t e = 0; e < stride(); e += LANES) store(scores + e, load<Floats>(scores + e) / all);
   }
 

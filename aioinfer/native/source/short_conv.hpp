@@ -20,7 +20,7 @@ struct CausalConv {
   int64_t channels, size;
 
   void check() const {
-    require(channels > 0 && channels % LANES == 0, "the channels of a convolution are no multiple of a vector");
+    require(channels > 0 && channels % SUM_LANES == 0, "the channels of a convolution are no multiple of a vector");
     require(size >= 2 && size <= MOST, "a convolution is over 2 to 8 positions");
   }
 

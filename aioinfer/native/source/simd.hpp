@@ -1,7 +1,12 @@
 // Vectors of floats, the two types of a model, and the product that all kernels are built on.
 //
-// Written with the compilers' vector types, so that one source serves AVX-512, AVX2 and others; intrinsics are used
+// Written with the compilers' vector types, so that one source serves AVX-512, AVX2, NEON and others; intrinsics are used
 // only for instructions that compilers do not generate by themselves.
+//
+// Results have the same bits on all of them: compilers contract nothing (-ffp-contract=off), what is fused is written as
+// multiply_add(), and sums over lanes are taken in SUM_LANES whatever a vector has. Two things may differ: processors
+// without fused products round twice, and products of packed bfloat16 by tiles or by ARM's BFDOT have an order of their
+// own; see aioinfer_arithmetic() in common.cpp.
 #pragma once
 
 #include <cstddef>
@@ -10,6 +15,8 @@
 
 #if defined(__AVX512F__) || defined(__AVX2__) || defined(__FMA__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "tiles.hpp"
@@ -18,25 +25,42 @@
 // Loops over registers must be unrolled, or the compiler keeps them in memory.
 #define AIOINFER_UNROLL _Pragma("GCC unroll 16")
 
+// With modelled tiles vectors are wider than these instructions', which then would only be in the way.
+#if defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && !defined(AIOINFER_MODELLED_TILES)
+#define AIOINFER_ARM_BFLOAT16
+#endif
+
 namespace aioinfer {
 
 // Tiles have 16 columns: with a model of them compilers make vectors of 16 lanes from those that the processor has.
 #if defined(__AVX512F__)
 constexpr int LANES = 16;
 constexpr bool MANY_REGISTERS = true;
+#elif defined(__aarch64__)
+constexpr int LANES = tiles::ENABLED ? tiles::SIDE : 4;
+constexpr bool MANY_REGISTERS = true;
 #else
 constexpr int LANES = tiles::ENABLED ? tiles::SIDE : 8;
 constexpr bool MANY_REGISTERS = false;
 #endif
 
+// Lanes of a sum over lanes, and the vectors that have them. Sizes that are summed over are multiples of it: so are those
+// that kernels accept, on every processor.
+constexpr int SUM_LANES = 16, SUM_VECTORS = SUM_LANES / LANES;
+
 typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef float Four __attribute__((vector_size(16)));
 
+// Floats as vectors of the processor.
 #if defined(__AVX2__) || defined(__FMA__)
-// A vector as the processor has them.
 struct Eights {
   __m256 part[LANES / 8];
+};
+#elif defined(__aarch64__)
+struct Fours {
+  float32x4_t part[LANES / 4];
 };
 #endif
 
@@ -68,29 +92,58 @@ AIOINFER_INLINE Floats spread(float value) { return Floats{} + value; }
 
 AIOINFER_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
 
-// Lanes are folded by halves: a fixed order.
-#define AIOINFER_FOLD(v, RESULT)                                      \
-  typedef float Eight __attribute__((vector_size(32)));               \
-  typedef float Four __attribute__((vector_size(16)));                \
-  float lanes[LANES];                                                 \
-  store(lanes, v);                                                    \
-  for (int half = LANES / 2; half >= 8; half /= 2) {                  \
-    const Eight a = load<Eight>(lanes), b = load<Eight>(lanes + half); \
-    store(lanes, RESULT);                                             \
-  }                                                                   \
-  {                                                                   \
-    const Four a = load<Four>(lanes), b = load<Four>(lanes + 4);      \
-    store(lanes, RESULT);                                             \
-  }                                                                   \
-  for (int half = 2; half; half /= 2)                                 \
-    for (int i = 0; i < half; i++) {                                  \
-      const float a = lanes[i], b = lanes[i + half];                  \
-      lanes[i] = RESULT;                                              \
-    }                                                                 \
-  return lanes[0];
+// sum + a * b, in one rounding where the processor has such an instruction: wherever it is written, the same bits.
+AIOINFER_INLINE Floats multiply_add(Floats sum, Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, sum);
+#elif defined(__FMA__)
+  const Eights x = cast<Eights>(a), y = cast<Eights>(b);
+  Eights z = cast<Eights>(sum);
+  AIOINFER_UNROLL
+  for (int i = 0; i < LANES / 8; i++) z.part[i] = _mm256_fmadd_ps(x.part[i], y.part[i], z.part[i]);
+  return cast<Floats>(z);
+#elif defined(__aarch64__)
+  const Fours x = cast<Fours>(a), y = cast<Fours>(b);
+  Fours z = cast<Fours>(sum);
+  AIOINFER_UNROLL
+  for (int i = 0; i < LANES / 4; i++) z.part[i] = vfmaq_f32(z.part[i], x.part[i], y.part[i]);
+  return cast<Floats>(z);
+#else
+  return sum + a * b;
+#endif
+}
 
-AIOINFER_INLINE float sum(Floats v) { AIOINFER_FOLD(v, a + b) }
-AIOINFER_INLINE float largest(Floats v) { AIOINFER_FOLD(v, a > b ? a : b) }
+// Lanes are folded by halves: a fixed order.
+template <int VECTORS, class Fold>
+AIOINFER_INLINE float folded(const Floats (&lanes)[VECTORS], Fold&& fold) {
+  constexpr int FOURS = VECTORS * LANES / 4;
+  Four four[FOURS];
+  std::memcpy(four, lanes, sizeof four);
+  AIOINFER_UNROLL
+  for (int half = FOURS / 2; half; half /= 2)
+    AIOINFER_UNROLL
+    for (int i = 0; i < half; i++) four[i] = fold(four[i], four[i + half]);
+  const Four two = fold(four[0], __builtin_shufflevector(four[0], four[0], 2, 3, 2, 3));
+  return fold(two, __builtin_shufflevector(two, two, 1, 1, 1, 1))[0];
+}
+
+AIOINFER_INLINE float sum(const Floats (&lanes)[SUM_VECTORS]) {
+  return folded(lanes, [](Four a, Four b) __attribute__((always_inline)) { return a + b; });
+}
+AIOINFER_INLINE float largest(Floats v) {
+  const Floats lanes[1] = {v};
+  return folded(lanes, [](Four a, Four b) __attribute__((always_inline)) { return a > b ? a : b; });
+}
+
+// The sum over indices [0, size), a multiple of SUM_LANES. add(index, sums) gives the sums with those of LANES indices.
+template <class Add>
+AIOINFER_INLINE float sum_over(int64_t size, Add&& add) {
+  Floats sums[SUM_VECTORS] = {};
+  for (int64_t at = 0; at < size; at += SUM_LANES)
+    AIOINFER_UNROLL
+    for (int v = 0; v < SUM_VECTORS; v++) sums[v] = add(at + v * LANES, sums[v]);
+  return sum(sums);
+}
 
 // 2^n * p for whole n, with infinity and 0 where that does not fit.
 AIOINFER_INLINE Floats scale_by_power(Floats p, Floats n) {
@@ -108,16 +161,16 @@ AIOINFER_INLINE Floats exponential(Floats x) {
   x = x < -104.0f ? spread(-104.0f) : x;
   x = x > 89.0f ? spread(89.0f) : x;
   const Floats magic = spread(12582912.0f);  // adding it rounds to the nearest integer
-  const Floats n = (x * 1.44269504088896341f + magic) - magic;
-  Floats r = x - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
+  const Floats n = multiply_add(magic, x, spread(1.44269504088896341f)) - magic;
+  Floats r = multiply_add(x, n, spread(-0.693359375f));
+  r = multiply_add(r, n, spread(2.12194440e-4f));
   Floats p = spread(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * r * r + r + 1.0f;
+  p = multiply_add(spread(1.3981999507e-3f), p, r);
+  p = multiply_add(spread(8.3334519073e-3f), p, r);
+  p = multiply_add(spread(4.1665795894e-2f), p, r);
+  p = multiply_add(spread(1.6666665459e-1f), p, r);
+  p = multiply_add(spread(5.0000001201e-1f), p, r);
+  p = multiply_add(r, p * r, r) + 1.0f;
   return scale_by_power(p, n);
 }
 
@@ -125,11 +178,11 @@ AIOINFER_INLINE Floats exponential(Floats x) {
 AIOINFER_INLINE Floats hyperbolic_tangent(Floats x) {
   const Floats square = x * x, size = x < 0.0f ? -x : x;
   Floats p = spread(-5.70498872745e-3f);
-  p = p * square + 2.06390887954e-2f;
-  p = p * square - 5.37397155531e-2f;
-  p = p * square + 1.33314422036e-1f;
-  p = p * square - 3.33332819422e-1f;
-  p = p * square * x + x;
+  p = multiply_add(spread(2.06390887954e-2f), p, square);
+  p = multiply_add(spread(-5.37397155531e-2f), p, square);
+  p = multiply_add(spread(1.33314422036e-1f), p, square);
+  p = multiply_add(spread(-3.33332819422e-1f), p, square);
+  p = multiply_add(x, p * square, x);
   const Floats far = 1.0f - 2.0f / (exponential(size + size) + 1.0f);
   return size < 0.625f ? p : x < 0.0f ? -far : far;
 }
@@ -162,17 +215,7 @@ struct Number<float> {
   static AIOINFER_INLINE void store_lanes(float* to, Floats v) { store(to, v); }
   // sum + a * b
   static AIOINFER_INLINE Floats multiply_add(Floats sum, Ints a, Ints b) {
-#if defined(__AVX512F__)
-    return _mm512_fmadd_ps(cast<Floats>(a), cast<Floats>(b), sum);
-#elif defined(__FMA__)
-    const Eights x = cast<Eights>(a), y = cast<Eights>(b);
-    Eights z = cast<Eights>(sum);
-    AIOINFER_UNROLL
-    for (int i = 0; i < LANES / 8; i++) z.part[i] = _mm256_fmadd_ps(x.part[i], y.part[i], z.part[i]);
-    return cast<Floats>(z);
-#else
-    return sum + cast<Floats>(a) * cast<Floats>(b);
-#endif
+    return aioinfer::multiply_add(sum, cast<Floats>(a), cast<Floats>(b));
   }
 };
 
@@ -188,27 +231,27 @@ struct Number<bfloat16> {
   static AIOINFER_INLINE void store_lanes(bfloat16* to, Floats v) {
 #if defined(__AVX512BF16__)
     store(to, _mm512_cvtneps_pbh(v));
+#elif defined(AIOINFER_ARM_BFLOAT16)
+    store(to, vcvt_bf16_f32(v));
 #else
     typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
     store(to, __builtin_convertvector(rounded_words(v), Halves));
 #endif
   }
-  // sum + a.low * b.low + a.high * b.high
+  // (sum + a.high * b.high) + a.low * b.low, each in one rounding: the order of AVX-512's instruction.
   static AIOINFER_INLINE Floats multiply_add(Floats sum, Ints a, Ints b) {
 #if defined(__AVX512BF16__)
     return _mm512_dpbf16_ps(sum, cast<__m512bh>(a), cast<__m512bh>(b));
+#elif defined(AIOINFER_ARM_BFLOAT16)
+    const bfloat16x8_t x = cast<bfloat16x8_t>(a), y = cast<bfloat16x8_t>(b);
+    return vbfmlalbq_f32(vbfmlaltq_f32(sum, x, y), x, y);
 #else
     const Ints high = Ints{} + static_cast<int32_t>(0xffff0000u);
-    sum = Number<float>::multiply_add(sum, a << 16, b << 16);
-    return Number<float>::multiply_add(sum, a & high, b & high);
+    sum = Number<float>::multiply_add(sum, a & high, b & high);
+    return Number<float>::multiply_add(sum, a << 16, b << 16);
 #endif
   }
 };
-
-// sum + a * b, in one rounding where the processor has such an instruction: wherever it is written, the same bits.
-AIOINFER_INLINE Floats multiply_add(Floats sum, Floats a, Floats b) {
-  return Number<float>::multiply_add(sum, cast<Ints>(a), cast<Ints>(b));
-}
 
 // Rounded to T.
 template <class T>

@@ -69,13 +69,12 @@ class Softmax {
   AIOINFER_INLINE void weigh(int q, const float* scores, int vectors, Put&& put) {
     // No position seen so far: every difference must be minus infinity, not NaN.
     const float base = best_[q] == -INFINITY ? 0.0f : best_[q];
-    Floats total{};
-    for (int v = 0; v < vectors; v++) {
-      const Floats weight = exponential(load<Floats>(scores + v * LANES) - base);
-      total += weight;
-      put(v * LANES, weight);
-    }
-    total_[q] = total_[q] * shrink_[q] + sum(total);
+    const float total = sum_over(vectors * LANES, [&](int64_t i, Floats sums) __attribute__((always_inline)) {
+      const Floats weight = exponential(load<Floats>(scores + i) - base);
+      put(static_cast<int>(i), weight);
+      return sums + weight;
+    });
+    total_[q] = total_[q] * shrink_[q] + total;
   }
 
   // What sums of former stretches must be multiplied by.

@@ -110,8 +110,7 @@ class TiledAttending {
     }
   }
 
-  // Not inlined: as part of a sum the product would not be rounded.
-  __attribute__((noinline)) void shrink(int q) {
+  void shrink(int q) {
     float* sums = &scratch_.sums[q * head_dim_];
     for (int64_t d = 0; d < head_dim_; d += LANES) store(sums + d, load<Floats>(sums + d) * softmax_.shrink(q));
   }

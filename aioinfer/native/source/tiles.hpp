@@ -20,9 +20,7 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "denormals.hpp"
 
 namespace aioinfer::tiles {
 
@@ -182,24 +180,13 @@ inline void add_int8_product() {
 #endif
 
 // A program of a thread in which tiles may be used. Other code of the thread, torch's for example, may have its own
-// configuration before and after. Vectors treat denormals as tiles do, so that either can compute a result.
+// configuration before and after.
 class Session {
  public:
   Session() {
     if constexpr (ENABLED) configure();
-#if defined(__x86_64__)
-    if constexpr (ENABLED) {
-      constexpr unsigned FLUSH_TO_ZERO = 0x8000, DENORMALS_ARE_ZERO = 0x40;
-      before_ = _mm_getcsr();
-      _mm_setcsr(before_ | FLUSH_TO_ZERO | DENORMALS_ARE_ZERO);
-    }
-#endif
   }
-
   ~Session() {
-#if defined(__x86_64__)
-    if constexpr (ENABLED) _mm_setcsr(before_);
-#endif
     if constexpr (ENABLED) release();
   }
 
@@ -207,7 +194,8 @@ class Session {
   Session& operator=(const Session&) = delete;
 
  private:
-  [[maybe_unused]] unsigned before_ = 0;
+  // Vectors treat them as tiles do, so that either can compute a result.
+  const NoDenormals no_denormals_;
 };
 
 }  // namespace aioinfer::tiles
