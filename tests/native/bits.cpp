@@ -111,6 +111,25 @@ std::vector<T> multiplied(ThreadPool& pool, const Linear<T>& layer, const std::v
   return found;
 }
 
+// a + b rounded to odd: towards 0, with the last bit set where something was lost. Denormals are 0.
+float odd_sum(float a, float b) {
+  const double total = double{a} + b, back = total - a, lost = (a - (total - back)) + (b - back);
+  uint32_t bits = cast<uint32_t>(static_cast<float>(total));
+  const double above = std::abs(double{cast<float>(bits)}) - std::abs(total), signed_lost = total < 0 ? -lost : lost;
+  // Rounding away from 0 is undone.
+  if (above > 0 || (above == 0 && signed_lost < 0)) bits--;
+  if (above != 0 || lost != 0) bits |= 1;
+  return std::abs(cast<float>(bits)) < 0x1p-126f ? 0.0f : cast<float>(bits);
+}
+
+// One output of packed bfloat16 by BFDOT.
+float dot_of(const bfloat16* a, const bfloat16* b, int64_t size) {
+  float sum = 0;
+  const auto product = [&](int64_t i) { return Number<bfloat16>::read(a[i]) * Number<bfloat16>::read(b[i]); };
+  for (int64_t i = 0; i < size; i += 2) sum = odd_sum(sum, odd_sum(product(i), product(i + 1)));
+  return sum;
+}
+
 template <class T>
 void print_linear(ThreadPool& pool, const char* type) {
   constexpr int64_t OUTPUTS = 77, INNER = 208, MOST = 45;
@@ -123,6 +142,11 @@ void print_linear(ThreadPool& pool, const char* type) {
       for (int64_t count = 1; count < MOST; count++)
         check(std::memcmp(multiplied(pool, layer, values, count).data(), wanted.data(), count * OUTPUTS * sizeof(T)) == 0,
               "a row depends on others", 1000 * bits + count);
+      if constexpr (std::is_same_v<T, bfloat16>)
+        for (int64_t i = 0; i < MOST * OUTPUTS && !bits && of_model<T>(true) == "bf16 dot"; i++) {
+          const float sum = dot_of(&values[i / OUTPUTS * INNER], &rows[i % OUTPUTS * INNER], INNER);
+          check(rounded_bits(sum + Number<T>::read(bias[i % OUTPUTS])) == wanted[i].bits, "BFDOT differs from its model", i);
+        }
       Hash hash;
       hash.add(wanted);
       const std::string name = std::string(type) + " linear " + std::to_string(bits) + " " + std::to_string(group);

@@ -27,8 +27,9 @@ namespace aioinfer {
 template <class T>
 constexpr bool BY_TILES = tiles::ENABLED && std::is_same_v<T, bfloat16>;
 
-// The most rows of a block for products of vectors: with two accumulators each they fill the registers.
-constexpr int MAX_ROWS = MANY_REGISTERS ? 14 : 6;
+// The most rows of a block for products of vectors: with two accumulators each they fill the registers, beside which
+// BFMMLA needs a few for what it zips.
+constexpr int MAX_ROWS = !MANY_REGISTERS ? 6 : LANES == 4 ? 12 : 14;
 
 // Allocates whole lines of the cache: a row of a tile that lies in two of them takes twice as long to read.
 template <class V>

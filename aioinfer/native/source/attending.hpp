@@ -103,7 +103,7 @@ class Attending {
       values[v] = keys[v] + TILE * head_dim_ / PER_UNIT;
     }
     clear(sums);
-    accumulate<T, LEAN>(sums, queries_, keys, TILE, head_dim_ / PER_UNIT, values);
+    accumulate<Number<T>, LEAN>(sums, queries_, keys, TILE, head_dim_ / PER_UNIT, values);
     AIOINFER_UNROLL
     for (int q = 0; q < QUERIES; q++)
       AIOINFER_UNROLL
@@ -149,7 +149,7 @@ class Attending {
       AIOINFER_UNROLL
       for (int v = 0; v < COUNT; v++) vectors[v] = values + v * LANES, ahead[v] = keys + v * LANES;
       const int whole = std::min(TILE, count - done) / PER_UNIT;
-      accumulate<T, LEAN, WEIGHTS_APART>(sums, weights, vectors, head_dim_, whole, ahead);
+      accumulate<Number<T>, LEAN, WEIGHTS_APART>(sums, weights, vectors, head_dim_, whole, ahead);
       if (count - done < TILE && count % PER_UNIT)
         add_last<COUNT>(sums, weights + whole, values + whole * head_dim_);
     }

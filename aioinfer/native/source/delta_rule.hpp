@@ -163,10 +163,13 @@ struct DeltaRule {
   }
 
  private:
+  // Vectors of columns that go through a stretch together.
+  static constexpr int AT_ONCE = LANES == 4 ? 4 : 2;
+
   // Into how many tasks the columns of a head are divided, so that all workers have some.
   int64_t parts_of(int64_t rows, int workers) const {
     const int64_t wanted = 4 * workers / std::max<int64_t>(1, rows * shape.value_heads);
-    return std::clamp<int64_t>(wanted, 1, (shape.value_dim / LANES + 1) / 2);
+    return std::clamp<int64_t>(wanted, 1, (shape.value_dim / LANES + AT_ONCE - 1) / AT_ONCE);
   }
 
   // Tokens [from, to) of a row, and columns [first, last) of a head.
@@ -192,8 +195,8 @@ struct DeltaRule {
             [&](int t, int v, Floats result) { Number<T>::store_lanes(value(t, v), result); });
       };
       int64_t column = first;
-      for (; column + 2 * LANES <= last; column += 2 * LANES) go(std::integral_constant<int, 2>(), column);
-      if (column < last) go(std::integral_constant<int, 1>(), column);
+      for (; column + AT_ONCE * LANES <= last; column += AT_ONCE * LANES) go(std::integral_constant<int, AT_ONCE>(), column);
+      for (; column < last; column += LANES) go(std::integral_constant<int, 1>(), column);
     }
   }
 

@@ -29,6 +29,8 @@ AIOINFER_INLINE uint32_t lanes_of(Ints condition) {
   uint32_t bits = 0;
   for (int i = 0; i < LANES / 8; i++) bits |= static_cast<uint32_t>(_mm256_movemask_ps(eights.part[i])) << 8 * i;
   return bits;
+#elif defined(__aarch64__) && !defined(AIOINFER_MODELLED_TILES)
+  return vaddvq_u32(vandq_u32(cast<uint32x4_t>(condition), uint32x4_t{1, 2, 4, 8}));
 #else
   uint32_t bits = 0;
   for (int lane = 0; lane < LANES; lane++) bits |= (static_cast<uint32_t>(condition[lane]) >> 31) << lane;

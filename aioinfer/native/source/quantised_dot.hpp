@@ -19,6 +19,8 @@ AIOINFER_INLINE Reals fused(Reals a, Reals b, Reals c) {
   return cast<Reals>(_mm512_fmadd_ps(cast<__m512>(a), cast<__m512>(b), cast<__m512>(c)));
 #elif defined(__FMA__) && AIOINFER_PLAIN_DOT != 16
   return cast<Reals>(_mm256_fmadd_ps(cast<__m256>(a), cast<__m256>(b), cast<__m256>(c)));
+#elif defined(AIOINFER_DOT_NEON)
+  return vfmaq_f32(c, a, b);
 #else
   for (int i = 0; i < DOT_LANES; i++) c[i] = std::fma(a[i], b[i], c[i]);
   return c;
@@ -49,6 +51,9 @@ AIOINFER_INLINE Whole load_wider(const char* from) {
 #elif defined(__AVX2__) && AIOINFER_PLAIN_DOT != 16
   if constexpr (sizeof(Narrow) == 1) return cast<Whole>(_mm256_cvtepi8_epi32(_mm_set1_epi64x(load<int64_t>(from))));
   if constexpr (sizeof(Narrow) == 2) return cast<Whole>(_mm256_cvtepu16_epi32(cast<__m128i>(numbers)));
+#elif defined(AIOINFER_DOT_NEON)
+  if constexpr (sizeof(Narrow) == 1) return vmovl_s16(vget_low_s16(vmovl_s8(vcreate_s8(load<uint32_t>(from)))));
+  if constexpr (sizeof(Narrow) == 2) return cast<Whole>(vmovl_u16(cast<uint16x4_t>(numbers)));
 #endif
   return __builtin_convertvector(numbers, Whole);
 }
@@ -59,6 +64,8 @@ AIOINFER_INLINE Reals load_halves(const char* from) {
   return cast<Reals>(_mm512_maskz_cvtph_ps(0xffff, load<__m256i>(from)));
 #elif defined(__F16C__) && AIOINFER_PLAIN_DOT != 16
   return cast<Reals>(_mm256_cvtph_ps(load<__m128i>(from)));
+#elif defined(AIOINFER_DOT_NEON)
+  return vcvt_f32_f16(load<float16x4_t>(from));
 #else
   // An exponent of float16 is 112 less than one of float32. The product is exact: see half_bits().
   const Quads bits = cast<Quads>(load_wider<uint16_t>(from));
@@ -180,6 +187,134 @@ AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t
       }
     }
   }
+}
+
+#elif defined(AIOINFER_DOT_NEON)
+
+// What the products of weights of 8 bits are taken of: the weight itself.
+constexpr int EIGHT_BIT_ZERO = 0;
+
+// The weights of a unit of a run, as signed bytes.
+template <int BITS>
+AIOINFER_INLINE int8x16_t signed_weights(const char* run, int unit) {
+  if constexpr (BITS == 8) return load<int8x16_t>(run);
+  return cast<int8x16_t>(unsigned_weights<BITS>(run, unit));
+}
+
+// Units whose activations fill a vector; groups have a multiple of it.
+constexpr int FOUR_UNITS = 4;
+
+// use(std::integral_constant<int, i>) for i below FOUR_UNITS: instructions have the number of a lane in them.
+template <class Use>
+AIOINFER_INLINE void for_four_units(Use&& use) {
+  use(std::integral_constant<int, 0>{}), use(std::integral_constant<int, 1>{});
+  use(std::integral_constant<int, 2>{}), use(std::integral_constant<int, 3>{});
+}
+
+#if defined(__ARM_FEATURE_DOTPROD)
+
+// sums + the products of four bytes of each lane with those of a unit of four.
+template <int UNIT_OF_FOUR>
+AIOINFER_INLINE Whole add_unit(Whole sums, int8x16_t w, int8x16_t a) {
+  return vdotq_laneq_s32(sums, w, a, UNIT_OF_FOUR);
+}
+
+#else
+
+// Units whose products 16 bits hold the sum of, and of two neighbours: 2 * 4 * 15 * 127, 2 * 2 * 63 * 127 and 2 * 128 * 127.
+template <int BITS>
+constexpr int UNITS_IN_HALVES = BITS == 4 ? 4 : BITS == 6 ? 2 : 1;
+
+#endif
+
+// sums[r][v] += products of ``units`` units of the rows with vector v. FETCH: weights come from memory.
+template <int BITS, int ROWS, bool FETCH>
+AIOINFER_INLINE void add_products(Whole (&sums)[ROWS][DOT_VECTORS], const int8_t* const (&a)[ROWS],
+                                  const char* w, int64_t units) {
+  constexpr int RUN = RUN_UNITS<BITS>;
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  // Of each pair of rows, its sums for two outputs of a vector and for the other two.
+  constexpr int PAIRS = ROWS / 2;
+  int32x4_t first[PAIRS + 1][DOT_VECTORS] = {}, second[PAIRS + 1][DOT_VECTORS] = {};
+#endif
+  for (int64_t unit = 0; unit < units; unit += FOUR_UNITS) {
+    const char* runs = w + unit / RUN * RUN_LINES<BITS> * LINE;
+    fetch<FETCH>(runs, FOUR_UNITS / RUN * RUN_LINES<BITS> * LINE);
+    const auto weights = [&](int i, int v) __attribute__((always_inline)) {
+      return signed_weights<BITS>(runs + i / RUN * RUN_LINES<BITS> * LINE + v * DOT_BYTES, i % RUN);
+    };
+    int8x16_t rows[ROWS];
+    AIOINFER_UNROLL
+    for (int r = 0; r < ROWS; r++) rows[r] = vld1q_s8(a[r] + unit * UNIT);
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    // Both operands have two units of two rows, or of two outputs, side by side.
+    int8x16_t pairs[PAIRS + 1][2];
+    AIOINFER_UNROLL
+    for (int p = 0; p < PAIRS; p++) {
+      const auto one = cast<int64x2_t>(rows[2 * p]), other = cast<int64x2_t>(rows[2 * p + 1]);
+      pairs[p][0] = cast<int8x16_t>(vzip1q_s64(one, other)), pairs[p][1] = cast<int8x16_t>(vzip2q_s64(one, other));
+    }
+    AIOINFER_UNROLL
+    for (int i = 0; i < FOUR_UNITS; i += 2)
+      AIOINFER_UNROLL
+      for (int v = 0; v < DOT_VECTORS; v++) {
+        const int8x16_t one = weights(i, v), other = weights(i + 1, v);
+        if constexpr (PAIRS > 0) {
+          const auto low = cast<int8x16_t>(vzip1q_s32(cast<int32x4_t>(one), cast<int32x4_t>(other)));
+          const auto high = cast<int8x16_t>(vzip2q_s32(cast<int32x4_t>(one), cast<int32x4_t>(other)));
+          AIOINFER_UNROLL
+          for (int p = 0; p < PAIRS; p++) {
+            first[p][v] = vmmlaq_s32(first[p][v], pairs[p][i / 2], low);
+            second[p][v] = vmmlaq_s32(second[p][v], pairs[p][i / 2], high);
+          }
+        }
+        if constexpr (ROWS % 2) {
+          Whole& last = sums[ROWS - 1][v];
+          const int8x16_t x = rows[ROWS - 1];
+          last = i ? add_unit<3>(add_unit<2>(last, one, x), other, x) : add_unit<1>(add_unit<0>(last, one, x), other, x);
+        }
+      }
+#elif defined(__ARM_FEATURE_DOTPROD)
+    for_four_units([&](auto i) __attribute__((always_inline)) {
+      AIOINFER_UNROLL
+      for (int v = 0; v < DOT_VECTORS; v++) {
+        const int8x16_t own = weights(i, v);
+        AIOINFER_UNROLL
+        for (int r = 0; r < ROWS; r++) sums[r][v] = add_unit<decltype(i)::value>(sums[r][v], own, rows[r]);
+      }
+    });
+#else
+    constexpr int AT_ONCE = UNITS_IN_HALVES<BITS>;
+    AIOINFER_UNROLL
+    for (int v = 0; v < DOT_VECTORS; v++) {
+      int16x8_t low[ROWS], high[ROWS];
+      for_four_units([&](auto i) __attribute__((always_inline)) {
+        const int8x16_t own = weights(i, v);
+        AIOINFER_UNROLL
+        for (int r = 0; r < ROWS; r++) {
+          const auto x = cast<int8x16_t>(vdupq_laneq_s32(cast<int32x4_t>(rows[r]), decltype(i)::value));
+          if constexpr (decltype(i)::value % AT_ONCE == 0) {
+            low[r] = vmull_s8(vget_low_s8(own), vget_low_s8(x)), high[r] = vmull_high_s8(own, x);
+          } else {
+            low[r] = vmlal_s8(low[r], vget_low_s8(own), vget_low_s8(x)), high[r] = vmlal_high_s8(high[r], own, x);
+          }
+          if constexpr (decltype(i)::value % AT_ONCE == AT_ONCE - 1)
+            sums[r][v] = vpadalq_s16(sums[r][v], vpaddq_s16(low[r], high[r]));
+        }
+      });
+    }
+#endif
+  }
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+  AIOINFER_UNROLL
+  for (int p = 0; p < PAIRS; p++)
+    AIOINFER_UNROLL
+    for (int v = 0; v < DOT_VECTORS; v++) {
+      const auto one = cast<int64x2_t>(first[p][v]), other = cast<int64x2_t>(second[p][v]);
+      sums[2 * p][v] += cast<Whole>(vzip1q_s64(one, other));
+      sums[2 * p + 1][v] += cast<Whole>(vzip2q_s64(one, other));
+    }
+#endif
 }
 
 #else

@@ -47,6 +47,13 @@ AIOINFER_INLINE void store_bytes(int8_t* to, const Ints (&from)[RUN / LANES]) {
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   const __m256i bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
   std::memcpy(to, &bytes, RUN);
+#elif defined(__aarch64__) && !defined(AIOINFER_MODELLED_TILES)
+  AIOINFER_UNROLL
+  for (int i = 0; i < RUN / LANES; i += 4) {
+    const int16x8_t low = vmovn_high_s32(vmovn_s32(from[i]), from[i + 1]);
+    const int16x8_t high = vmovn_high_s32(vmovn_s32(from[i + 2]), from[i + 3]);
+    vst1q_s8(to + i * LANES, vmovn_high_s16(vmovn_s16(low), high));
+  }
 #else
   typedef int8_t Bytes __attribute__((vector_size(LANES)));
   for (int i = 0; i < RUN / LANES; i++) store(to + i * LANES, __builtin_convertvector(from[i], Bytes));

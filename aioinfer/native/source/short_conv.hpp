@@ -29,7 +29,7 @@ struct CausalConv {
 };
 
 // Vectors of channels of a task.
-constexpr int CONV_VECTORS = 8;
+constexpr int CONV_VECTORS = LANES == 4 ? 16 : 8;
 
 // One task: ``count`` vectors of channels from ``channel`` on, of tokens [from, to). ``before`` and ``behind``: the
 // row's states, or null. input(token, channel) gives LANES numbers as T has them, put(token, channel, results) takes

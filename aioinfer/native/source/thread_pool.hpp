@@ -36,6 +36,8 @@ namespace aioinfer {
 inline void pause_briefly() {
 #if defined(__x86_64__)
   _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb");  // "yield" does nothing where a core has one thread; this takes about as long as the pause of x86
 #else
   std::this_thread::yield();
 #endif

@@ -108,11 +108,29 @@ class Weights {
   std::vector<float> bias_;
 };
 
+// The arithmetic of packed weights.
+template <class T>
+struct Packed : Number<T> {};
+
+#if defined(AIOINFER_ARM_BFLOAT16)
+// BFDOT, or two of them one after the other in a BFMMLA, which therefore has the same bits: sum + (low + high), where both
+// sums are rounded to odd, and denormals are 0.
+template <>
+struct Packed<bfloat16> : Number<bfloat16> {
+  static AIOINFER_INLINE Floats multiply_add(Floats sum, Ints a, Ints b) {
+    return vbfdotq_f32(sum, cast<bfloat16x8_t>(a), cast<bfloat16x8_t>(b));
+  }
+};
+#endif
+
+// Whether each vector prefetches: of short ones, several would fetch the same line.
+constexpr bool FETCHES = LANES > 4;
+
 // sums[r][v] += sum over units k of a[k * ROWS + r] * vectors[v][k * step .. + LANES]
 //
-// FETCH prefetches the same offsets from ``ahead``, which are needed next. With APART, a is [row][unit], and rows are so
-// many units apart.
-template <class T, bool FETCH, int APART = 0, int ROWS, int VECTORS>
+// ``Arithmetic`` adds a product. FETCH prefetches the same offsets from ``ahead``, which are needed next. With APART, a is
+// [row][unit], and rows are so many units apart.
+template <class Arithmetic, bool FETCH, int APART = 0, int ROWS, int VECTORS>
 AIOINFER_INLINE void accumulate(Floats (&sums)[ROWS][VECTORS], const uint32_t* a,
                                 const uint32_t* const (&vectors)[VECTORS], int64_t step, int64_t depth,
                                 const uint32_t* const (&ahead)[VECTORS]) {
@@ -121,19 +139,67 @@ AIOINFER_INLINE void accumulate(Floats (&sums)[ROWS][VECTORS], const uint32_t* a
     AIOINFER_UNROLL
     for (int v = 0; v < VECTORS; v++) {
       b[v] = load<Ints>(vectors[v] + k * step);
-      if constexpr (FETCH) __builtin_prefetch(ahead[v] + k * step, 0, 2);
+      if constexpr (FETCH && FETCHES) __builtin_prefetch(ahead[v] + k * step, 0, 2);
     }
     AIOINFER_UNROLL
     for (int r = 0; r < ROWS; r++) {
       const Ints unit = Ints{} + static_cast<int32_t>(APART ? a[r * APART + k] : a[k * ROWS + r]);
       AIOINFER_UNROLL
-      for (int v = 0; v < VECTORS; v++) sums[r][v] = Number<T>::multiply_add(sums[r][v], unit, b[v]);
+      for (int v = 0; v < VECTORS; v++) sums[r][v] = Arithmetic::multiply_add(sums[r][v], unit, b[v]);
     }
   }
 }
 
-// The panels that a block of so many rows multiplies at once: enough sums to hide the latency of each.
-constexpr int panels_at_once(int rows) { return !MANY_REGISTERS ? 1 : rows <= 3 ? 4 : rows == 4 ? 3 : rows <= 6 ? 2 : 1; }
+#if defined(AIOINFER_ARM_BFLOAT16)
+// The same for pairs of rows by BFMMLA, and for the last of an odd number by BFDOT. Both operands have two units of two
+// rows, or of two outputs, side by side: what zipping has made of two units of LANES. A panel has an even number of units.
+template <int ROWS, int VECTORS>
+AIOINFER_INLINE void accumulate_pairs(Floats (&sums)[ROWS][VECTORS], const uint32_t* a,
+                                      const uint32_t* const (&vectors)[VECTORS], int64_t step, int64_t depth) {
+  constexpr int PAIRS = ROWS / 2;
+  // Of each pair of rows, its sums for two outputs of a vector and for the other two.
+  float32x4_t first[PAIRS][VECTORS] = {}, second[PAIRS][VECTORS] = {};
+  for (int64_t k = 0; k < depth; k += 2, a += 2 * ROWS) {
+    bfloat16x8_t rows[PAIRS];
+    AIOINFER_UNROLL
+    for (int p = 0; p < PAIRS; p++) {
+      const uint32x2_t one = vld1_u32(a + 2 * p), other = vld1_u32(a + ROWS + 2 * p);
+      rows[p] = cast<bfloat16x8_t>(vcombine_u32(vzip1_u32(one, other), vzip2_u32(one, other)));
+    }
+    AIOINFER_UNROLL
+    for (int v = 0; v < VECTORS; v++) {
+      const uint32x4_t one = vld1q_u32(vectors[v] + k * step), other = vld1q_u32(vectors[v] + (k + 1) * step);
+      const auto low = cast<bfloat16x8_t>(vzip1q_u32(one, other)), high = cast<bfloat16x8_t>(vzip2q_u32(one, other));
+      AIOINFER_UNROLL
+      for (int p = 0; p < PAIRS; p++) {
+        first[p][v] = vbfmmlaq_f32(first[p][v], rows[p], low);
+        second[p][v] = vbfmmlaq_f32(second[p][v], rows[p], high);
+      }
+      if constexpr (ROWS % 2) {
+        Floats& last = sums[ROWS - 1][v];
+        last = Packed<bfloat16>::multiply_add(last, cast<Ints>(vdupq_n_u32(a[ROWS - 1])), cast<Ints>(one));
+        last = Packed<bfloat16>::multiply_add(last, cast<Ints>(vdupq_n_u32(a[2 * ROWS - 1])), cast<Ints>(other));
+      }
+    }
+  }
+  AIOINFER_UNROLL
+  for (int p = 0; p < PAIRS; p++)
+    AIOINFER_UNROLL
+    for (int v = 0; v < VECTORS; v++) {
+      const auto one = cast<float64x2_t>(first[p][v]), other = cast<float64x2_t>(second[p][v]);
+      sums[2 * p][v] = cast<Floats>(vzip1q_f64(one, other));
+      sums[2 * p + 1][v] = cast<Floats>(vzip2q_f64(one, other));
+    }
+}
+#endif
+
+// The panels that a block of so many rows multiplies at once: enough sums to hide the latency of each. Those of short
+// vectors are 8 to 24 in 32 registers, beside weights and rows.
+constexpr int panels_at_once(int rows) {
+  if (!MANY_REGISTERS) return 1;
+  if (LANES == 4) return rows <= 2 ? 4 : rows <= 6 ? 2 : 1;
+  return rows <= 3 ? 4 : rows == 4 ? 3 : rows <= 6 ? 2 : 1;
+}
 
 // Call call(std::integral_constant<int, height>) for a height known at run time.
 template <class Call, int... HEIGHTS>
@@ -160,10 +226,17 @@ AIOINFER_INLINE void multiply_tile(const Activations<T>& a, int64_t block, const
   for (int r = 0; r < ROWS; r++)
     AIOINFER_UNROLL
     for (int v = 0; v < 2 * COUNT; v++) sums[r][v] = Floats{};
-  if (next >= 0)
-    accumulate<T, true>(sums, a.block(block), vectors, PANEL, w.depth, ahead);
+#if defined(AIOINFER_ARM_BFLOAT16)
+  constexpr bool BY_PAIRS = ROWS > 1 && Number<T>::PER_UNIT == 2;
+#else
+  constexpr bool BY_PAIRS = false;
+#endif
+  if constexpr (BY_PAIRS)
+    accumulate_pairs(sums, a.block(block), vectors, PANEL, w.depth);
+  else if (FETCHES && next >= 0)
+    accumulate<Packed<T>, true>(sums, a.block(block), vectors, PANEL, w.depth, ahead);
   else
-    accumulate<T, false>(sums, a.block(block), vectors, PANEL, w.depth, vectors);
+    accumulate<Packed<T>, false>(sums, a.block(block), vectors, PANEL, w.depth, vectors);
   alignas(64) float found[ROWS * COUNT * PANEL];
   AIOINFER_UNROLL
   for (int r = 0; r < ROWS; r++)
