@@ -72,6 +72,9 @@ class DeviceInfo:
     #: by part (attention, layers, experts, sampling), the backend and why it: "native (the device is a cpu)";
     #: where one is native, also the "instructions" of these kernels: "AVX2 (the processor has no AMX)"
     kernels: Mapping[str, str] = field(default_factory=dict)
+    #: where all of the model is native, the class of its float arithmetic:
+    #: see :func:`aioinfer.native.bindings.arithmetic`
+    arithmetic: str = ""
     #: of the CPU that compute; 0 on other devices
     threads: int = 0
     #: bytes of the KV pool

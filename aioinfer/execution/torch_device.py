@@ -164,6 +164,7 @@ class TorchDevice:
             dtype=str(spec.dtype).removeprefix("torch."),
             device=str(device),
             kernels=_kernels(spec, attention, sampling, device),
+            arithmetic=spec.arithmetic if attention.name == sampling.name == "native" else "",
             threads=torch.get_num_threads() if device.type == "cpu" else 0,
             kv_bytes=size.num_pages * parts.page_bytes,
             hidden_size=spec.hidden_size if spec.hidden_states and spec.block_size is None else None,

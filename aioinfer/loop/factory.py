@@ -182,8 +182,12 @@ def completed(
 
 
 def _numerics(info: DeviceInfo, config: EngineConfig) -> str:
-    """Sizes of pages, steps and queues, and the number of threads, are no part of it."""
-    kernels = [f"{part} {name.partition(' (')[0]}" for part, name in sorted(info.kernels.items())]
+    """Sizes of pages, steps and queues, and the number of threads, are no part of it; nor are instructions where
+    their arithmetic is known to have the same bits as others'."""
+    known = {part: name.partition(" (")[0] for part, name in sorted(info.kernels.items())}
+    if info.arithmetic:
+        known["instructions"] = info.arithmetic
+    kernels = [f"{part} {name}" for part, name in known.items()]
     device = info.device.partition(":")[0]
     parts = [__version__, info.implementation, info.dtype, config.quantization, device, *kernels]
     return ", ".join(filter(None, parts))

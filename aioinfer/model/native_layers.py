@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from aioinfer.model.quantization import Quantization, Rounding, rounding_of
 from aioinfer.model.spec import CausalLM, ModelSpec
 from aioinfer.model.weights import StoredMatrix
 from aioinfer.model.weights_cache import Blobs, MappedMemory
-from aioinfer.native.bindings import ThreadPool
+from aioinfer.native.bindings import ThreadPool, arithmetic
+from aioinfer.native.tensors import NUMBERS
 
 __all__ = ["NativeLayers"]
 
@@ -55,6 +57,8 @@ class NativeLayers(LayerKernels):
         self._kept_bits: set[int] = set()
         self._rounding, self._head_rounding = rounding_of(quantization), rounding_of(quantization, head=True)
         self._blobs = blobs
+        #: some weights are neither rounded nor quantised
+        self._packs = False
 
     @property
     def kept_bits(self) -> Collection[int]:
@@ -81,6 +85,7 @@ class NativeLayers(LayerKernels):
         found = None if blobs is None else blobs.find(name)
         if found is not None:
             stored.declare()
+        self._packs |= self._rounding is None
         experts = NativeExperts(
             self._pool,
             self._dtype,
@@ -110,6 +115,7 @@ class NativeLayers(LayerKernels):
             vectors = self._vectors(words) if read is None else read
         else:
             vectors = to_logits if tied else self._packed(words, self._head_rounding)
+        spec = replace(spec, arithmetic=arithmetic(NUMBERS[self._dtype], packed=self._packs))
         return NativeDecoder(self._pool, spec, trunk, vectors, to_logits, self._targets)
 
     def _quantised(self, stored: StoredMatrix) -> bool:
@@ -157,6 +163,7 @@ class NativeLayers(LayerKernels):
         shape, pool, blobs = stored.shape, self._pool, self._blobs
         if as_stored and self._quantised(stored):
             return self._as_stored(stored, gated=gated)
+        self._packs |= rounding is None
         own = None if rounding is None else rounding.for_size(shape[1])
         found = None if blobs is None else blobs.find(stored.name)
         if found is not None:

@@ -58,6 +58,9 @@ class ModelSpec:
     #: name of the backend of the layers between attention, and why it; empty if they are transformers' own
     layer_kernels: str = ""
     layer_reason: str = ""
+    #: where all layers are native, the class of their float arithmetic:
+    #: see :func:`aioinfer.native.bindings.arithmetic`
+    arithmetic: str = ""
     #: reason why transformers computes the model; empty if this package's own code does
     fallback_reason: str = ""
     #: which part of the checkpoint the model is; empty if it is all of it

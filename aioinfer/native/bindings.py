@@ -27,7 +27,7 @@ from aioinfer.native.trust import open_trusted
 
 __all__ = [
     "GATES", "PARTS", "InvalidArguments", "KernelError", "Kernels", "LayoutMismatch", "Number",
-    "ThreadPool", "ThreadsUnavailable", "instructions", "kernels", "native_unsupported", "release",
+    "ThreadPool", "ThreadsUnavailable", "arithmetic", "instructions", "kernels", "native_unsupported", "release",
     "shared_thread_pool",
 ]  # fmt: skip
 
@@ -48,6 +48,7 @@ _COMMON: dict[str, tuple[Any, list[Any]]] = {
     "layout": (_text, []),
     "lanes": (_int, []),
     "instructions": (_text, []),
+    "arithmetic": (_text, []),
     "huge_pages": (_done, [ctypes.c_void_p, ctypes.c_int64]),
     "thread_pool": (_handle, [_int]),
     "free_thread_pool": (None, [_handle]),
@@ -266,6 +267,19 @@ def kernels() -> Kernels:
 def instructions() -> str:
     """See :attr:`Kernels.instructions`."""
     return kernels().instructions
+
+
+def arithmetic(number: Number, *, packed: bool) -> str:
+    """The class of the float arithmetic of a model's kernels: results of equal ones have the same bits.
+
+    "fused": every product and sum of a kind is rounded once, on x86 from AVX2 on and on ARM; "unfused": on
+    older processors; "tiles" and "bf16 dot": products of bfloat16 by AMX, and of ARM. ``packed``: some
+    weights are not rounded to fewer bits.
+    """
+    found: str = kernels().function("arithmetic").decode()
+    # What has an order of its own: tiles, of products and of attention; BFDOT, of products alone.
+    own = number == "bfloat16" and (packed or found == "tiles")
+    return found if found == "unfused" or own else "fused"
 
 
 class ThreadPool:

@@ -58,7 +58,7 @@ struct Scale {
   // The lowest logit that is at least ``floor`` when it is scaled. Scaling is monotonic: comparing logits with it has
   // the same result as comparing scaled logits with ``floor``.
   float lowest(float floor) const {
-    int64_t low = ordered(cast<int32_t>(-std::numeric_limits<float>::max())), high = ordered(cast<int32_t>(peak));
+    int64_t low = ordered(cast<int32_t>(std::numeric_limits<float>::lowest())), high = ordered(cast<int32_t>(peak));
     while (low < high) {
       const int64_t middle = (low + high) >> 1;
       if ((*this)(cast<float>(ordered(static_cast<int32_t>(middle)))) >= floor)

@@ -106,7 +106,7 @@ class TileOutputs {
   void groups(const QuantisedWeights& w, int64_t strip, int first) {
     constexpr int RUN = RUN_UNITS<BITS>;
     const int64_t units = w.shape.group / UNIT;
-    const int8_t number = BITS == 8 || w.offsets ? 0 : 1 << (BITS - 1);
+    const int8_t number = BITS == 8 || w.offsets ? 0 : static_cast<int8_t>(1 << (BITS - 1));
     const Bytes zero = Bytes{} + number;
     char* to = tiles_.data();
     float* factors = factors_.data();
