@@ -104,7 +104,7 @@ class Rotary:
 
 
 class Rope:
-    """Cosines and sines by position, computed once in float32."""
+    """Cosines and sines by position, computed once, of angles in float32."""
 
     __slots__ = ("table",)
 
@@ -125,7 +125,8 @@ class Rope:
         for begin in range(0, max_positions, _AT_A_TIME):
             part = slice(begin, min(begin + _AT_A_TIME, max_positions))
             angles = torch.arange(part.start, part.stop, dtype=torch.float32)[:, None] * inv_freq
-            cos, sin = angles.cos() * scaling, angles.sin() * scaling
+            # In double precision: rounded, it is the same whichever library computes it, on x86 as on ARM.
+            cos, sin = (each.float() * scaling for each in (angles.double().cos(), angles.double().sin()))
             for whole, halves in zip(table, ((cos, cos), (-sin, sin)), strict=True):
                 torch.cat(halves, dim=-1, out=whole[part, 0])
         #: cosines and sines of all positions, [positions, 1, rotary_dim] each; see :class:`Rotary`
