@@ -182,8 +182,8 @@ def completed(
 
 
 def _numerics(info: DeviceInfo, config: EngineConfig) -> str:
-    """Sizes of pages, steps and queues, and the number of threads, are no part of it; nor are instructions where
-    their arithmetic is known to have the same bits as others'."""
+    """Sizes of pages, steps and queues, and the number of threads, are no part of it; nor are instructions
+    where it is known which others have the same bits."""
     known = {part: name.partition(" (")[0] for part, name in sorted(info.kernels.items())}
     if info.arithmetic:
         known["instructions"] = info.arithmetic

@@ -27,8 +27,8 @@ from aioinfer.native.trust import open_trusted
 
 __all__ = [
     "GATES", "PARTS", "InvalidArguments", "KernelError", "Kernels", "LayoutMismatch", "Number",
-    "ThreadPool", "ThreadsUnavailable", "arithmetic", "instructions", "kernels", "native_unsupported", "release",
-    "shared_thread_pool",
+    "ThreadPool", "ThreadsUnavailable", "arithmetic", "instructions", "kernels",
+    "native_unsupported", "release", "shared_thread_pool",
 ]  # fmt: skip
 
 #: types of models that there are kernels for

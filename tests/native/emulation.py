@@ -16,7 +16,8 @@ from aioinfer.native.build import _FLAGS, _SOURCE, find_compiler
 
 __all__ = ["ARM", "compile_program", "emulator", "zig"]
 
-#: level -> (flags of zig's compiler, the processor to emulate: one without newer instructions, where qemu has it)
+#: level -> (flags of zig's compiler, the processor to emulate: where qemu has it, one without newer
+#: instructions)
 ARM = {
     "neon": ("-mcpu=generic", "cortex-a72"),
     "dotprod": ("-mcpu=generic+v8_2a+dotprod", "max"),

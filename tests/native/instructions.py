@@ -27,7 +27,16 @@ LEVELS = {
 _TARGET = ("-target", "aarch64-linux-musl")
 _COMPILER = (sys.executable, "-m", "ziglang", "c++")
 #: products of two numbers by an instruction with a vector of 16 bytes
-_PRODUCTS = {"bfmmla": 16, "bfdot": 8, "fmla": 4, "smmla": 32, "sdot": 16, "usdot": 16, "smull": 8, "smlal": 8}
+_PRODUCTS = {
+    "bfmmla": 16,
+    "bfdot": 8,
+    "fmla": 4,
+    "smmla": 32,
+    "sdot": 16,
+    "usdot": 16,
+    "smull": 8,
+    "smlal": 8,
+}
 _PRODUCTS |= {"smull2": 8, "smlal2": 8, "mul": 4, "mla": 4, "mls": 4}
 #: of a kind of weights, the function that multiplies them
 _FUNCTIONS = {"packed": "packed_{rows}", "int8": "multiply_stripILi8ELb0ELi{rows}E"}
@@ -76,7 +85,8 @@ def _loops(body: list[str]) -> Iterator[float]:
 def main() -> None:
     for level in LEVELS:
         counts = per_product(level)
-        print(level, *(f"{kind} x {rows}: {count:.3f}" for (kind, rows), count in counts.items()), sep=", ")
+        said = ", ".join(f"{kind} x {rows}: {count:.3f}" for (kind, rows), count in counts.items())
+        sys.stdout.write(f"{level}: {said}\n")
 
 
 if __name__ == "__main__":

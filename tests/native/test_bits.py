@@ -1,8 +1,8 @@
 """Kernels give the same bits on every processor and by every compiler.
 
 A program of all kernels prints a hash of each result; see ``bits.cpp``. What is compared are the lines whose
-class of arithmetic two builds share: for bfloat16 that is neither rounded nor widened, ARM has an order of its
-own, which the program compares with a model.
+class of arithmetic two builds share: for bfloat16 that is neither rounded nor widened, ARM has an order of
+its own, which the program compares with a model.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from tests.native.instructions import per_product
 from tests.tiers import COMPILES, nightly, rest
 
 _X86 = platform.machine() == "x86_64" and {"avx2", "fma"} <= set(instruction_sets().split())
-pytestmark = [
-    pytest.mark.skipif(not _X86, reason="compares with kernels for AVX2"),
-    pytest.mark.timeout(1200, method="thread"),
-]
+pytestmark = pytest.mark.skipif(not _X86, reason="compares with kernels for AVX2")
+patient = pytest.mark.timeout(1200, method="thread")
 _AVX512 = "avx512f" in instruction_sets().split()
 _NEEDS_AVX512 = pytest.mark.skipif(not _AVX512, reason="this processor has no AVX-512")
 #: what two builds for different lengths of vectors have in common; see bits.cpp
@@ -54,6 +52,7 @@ def differing(found: Bits, reference: Bits) -> list[str]:
     return [name for name in found.keys() & reference.keys() if found[name] != reference[name]]
 
 
+@patient
 @pytest.mark.parametrize(
     "level", [pytest.param(name, marks=(rest if name == "i8mm" else nightly)(COMPILES)) for name in ARM]
 )
@@ -69,6 +68,7 @@ def test_arm_has_the_bits_of_x86(level: str, reference: Bits, tmp_path: Path) ->
     assert len(found) == _LINES
 
 
+@patient
 @nightly(COMPILES)
 @pytest.mark.parametrize(
     "flags",
@@ -79,17 +79,21 @@ def test_arm_has_the_bits_of_x86(level: str, reference: Bits, tmp_path: Path) ->
         "-march=x86-64-v3 -DAIOINFER_PLAIN_DOT=16",
     ],
 )
-def test_x86_has_the_same_bits_with_vectors_of_any_length(flags: str, reference: Bits, tmp_path: Path) -> None:
+def test_x86_has_the_same_bits_with_vectors_of_any_length(
+    flags: str, reference: Bits, tmp_path: Path
+) -> None:
     found = built(flags, tmp_path)
     assert found == reference
 
 
+@patient
 @nightly(COMPILES)
 @pytest.mark.parametrize("processor", ["x86_64_v3", pytest.param("x86_64_v4", marks=_NEEDS_AVX512)])
 def test_clang_gives_the_bits_of_gcc(processor: str, reference: Bits, tmp_path: Path) -> None:
     assert built(f"-mcpu={processor}", tmp_path, zig("x86_64-linux-musl")) == reference
 
 
+@patient
 @nightly(COMPILES)
 @pytest.mark.parametrize("flags", ["-march=x86-64-v2", f"-march=x86-64-v3 {' '.join(MODELLED.flags)}"])
 def test_other_arithmetic_has_another_name(flags: str, reference: Bits, tmp_path: Path) -> None:
@@ -101,6 +105,7 @@ def test_other_arithmetic_has_another_name(flags: str, reference: Bits, tmp_path
     assert found.keys() - reference.keys()
 
 
+@patient
 @nightly(COMPILES)
 def test_arms_products_take_few_instructions() -> None:
     """Less than half of those that widen bfloat16, and a sixth of those that multiply single bytes."""
