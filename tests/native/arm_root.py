@@ -57,6 +57,8 @@ class ArmRoot:
         self._python.write_text(f'#!/bin/sh\nexec {" ".join(self._emulate)} {python} "$@"\n')
         self._python.chmod(0o755)
         (own / "sitecustomize.py").write_text(f"import sys\nsys.executable = {str(self._python)!r}\n")
+        # Compiled first: on a busy machine it may take longer than a build may.
+        self.run("-c", "from aioinfer.native import build; build._PATIENCE = 3600; build.build()")
 
     def run(self, *arguments: str) -> str:
         """What the interpreter writes."""
@@ -80,6 +82,7 @@ class ArmRoot:
     def _packages(self) -> None:
         project = tomllib.loads((_REPOSITORY / "pyproject.toml").read_text())["project"]
         own = [each for each in project["dependencies"] if not each.startswith("torch")]
+        own += project["optional-dependencies"]["gguf"]
         version = next((self._root / "usr/lib").glob("python3.[0-9]*")).name.removeprefix("python")
         target = ["--target", str(self._site), "--python-platform", _PLATFORM, "--python-version", version]
         install = ["uv", "pip", "install", "-q", "--only-binary", ":all:", *target]
