@@ -125,8 +125,9 @@ class Rope:
         for begin in range(0, max_positions, _AT_A_TIME):
             part = slice(begin, min(begin + _AT_A_TIME, max_positions))
             angles = torch.arange(part.start, part.stop, dtype=torch.float32)[:, None] * inv_freq
-            # In double precision: rounded, it is the same whichever library computes it, on x86 as on ARM.
-            cos, sin = (each.float() * scaling for each in (angles.double().cos(), angles.double().sin()))
+            # In double precision: rounded, they are the same whichever library computes them, here or on ARM.
+            angles = angles.double()
+            cos, sin = angles.cos().mul_(scaling), angles.sin().mul_(scaling)
             for whole, halves in zip(table, ((cos, cos), (-sin, sin)), strict=True):
                 torch.cat(halves, dim=-1, out=whole[part, 0])
         #: cosines and sines of all positions, [positions, 1, rotary_dim] each; see :class:`Rotary`
