@@ -53,7 +53,7 @@ const char* aioinfer_instructions() {
 #elif defined(__AVX2__)
   return "AVX2";
 #elif defined(__ARM_FEATURE_MATMUL_INT8) && defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-  return "NEON bf16, i8mm";
+  return "NEON i8mm bf16";
 #elif defined(__ARM_FEATURE_DOTPROD)
   return "NEON dotprod";
 #elif defined(__aarch64__)
