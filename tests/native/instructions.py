@@ -49,7 +49,7 @@ def per_product(level: str, source: Path = _SOURCE) -> dict[tuple[str, int], flo
         target = str(Path(place) / "products.s")
         flags = [*_TARGET, *LEVELS[level].split(), *_FLAGS, "-g0", f"-I{source}"]
         program = str(Path(__file__).with_name("products.cpp"))
-        subprocess.run([*_COMPILER, *flags, "-S", program, "-o", target], check=True)
+        subprocess.run([*_COMPILER, *flags, "-S", program, "-o", target], check=True, capture_output=True)
         lines = Path(target).read_text().splitlines()
     return {
         (kind, rows): min(_loops(_body(lines, name.format(rows=rows))))
@@ -71,11 +71,11 @@ def _loops(body: list[str]) -> Iterator[float]:
     for at, line in enumerate(body):
         if label := re.match(r"(\.\w+):", line):
             labels[label[1]] = at
-        found = re.match(r"\s+(?:b|b\.\w+|cbn?z|tbn?z)\s.*?(\.\w+)$", line)
+        found = re.match(r"\s+(?:b(?:\.?[a-z]{2})?|cbn?z|tbn?z)\s.*?(\.\w+)$", line)
         if found and found[1] in labels:
             inside = body[labels[found[1]] : at + 1]
             steps = [each.split() for each in inside if re.match(r"\s+[a-z]", each)]
-            products = sum(_PRODUCTS.get(step[0], 0) for step in steps if step[1].startswith("v"))
+            products = sum(_PRODUCTS.get(step[0], 0) for step in steps if step[1:] and step[1][0] == "v")
             if products:
                 yield len(steps) / products
             # What encloses this loop is none that is innermost.
