@@ -12,16 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.native.build import _FLAGS, _SOURCE, find_compiler
+from aioinfer.native.build import find_compiler
+from aioinfer.native.levels import FLAGS, PLATFORMS, SOURCE
 
 __all__ = ["ARM", "compile_program", "emulator", "zig"]
 
-#: level -> (flags of zig's compiler, the processor to emulate: where qemu has it, one without newer
-#: instructions)
+#: level of the wheel -> (flags of zig's compiler, the processor to emulate: where qemu has it, one without
+#: newer instructions)
 ARM = {
-    "neon": ("-mcpu=generic", "cortex-a72"),
-    "dotprod": ("-mcpu=generic+v8_2a+dotprod", "max"),
-    "i8mm": ("-mcpu=generic+v8_6a+i8mm+bf16", "max"),
+    level.name: (" ".join(level.flags), "cortex-a72" if level.name == "neon" else "max")
+    for level in PLATFORMS["linux-aarch64"].levels
 }
 _PLACE = Path(__file__).parent
 #: of a program that runs the kernels; models.cpp is the templates that such a program includes
@@ -45,8 +45,8 @@ def zig(target: str) -> list[str]:
 
 def compile_program(name: str, command: Sequence[str], flags: Iterable[str], directory: Path) -> Path:
     """A program of this folder, with the kernels. Its units are compiled two at a time."""
-    command = [*(command or find_compiler()), *_FLAGS, "-g0", f"-I{_SOURCE}", f"-I{_PLACE}", *flags]
-    sources = [_PLACE / f"{name}.cpp", *(_SOURCE / unit for unit in _UNITS)]
+    command = [*(command or find_compiler()), *FLAGS, "-g0", f"-I{SOURCE}", f"-I{_PLACE}", *flags]
+    sources = [_PLACE / f"{name}.cpp", *(SOURCE / unit for unit in _UNITS)]
     objects = [str(directory / f"{source.stem}.o") for source in sources]
 
     def run(*arguments: str) -> None:

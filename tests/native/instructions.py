@@ -13,17 +13,13 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from aioinfer.native.build import _FLAGS, _SOURCE
+from aioinfer.native.levels import FLAGS, SOURCE
+from tests.native.emulation import ARM
 
 __all__ = ["LEVELS", "per_product"]
 
 #: name -> flags for the processors: those of the wheel, and what multiplies without their instructions
-LEVELS = {
-    "plain": "-mcpu=generic -DAIOINFER_PLAIN_DOT=8",
-    "neon": "-mcpu=generic",
-    "dotprod": "-mcpu=generic+v8_2a+dotprod",
-    "i8mm": "-mcpu=generic+v8_6a+i8mm+bf16",
-}
+LEVELS = {"plain": "-mcpu=generic -DAIOINFER_PLAIN_DOT=8"} | {name: flags for name, (flags, _) in ARM.items()}
 _TARGET = ("-target", "aarch64-linux-musl")
 _COMPILER = (sys.executable, "-m", "ziglang", "c++")
 #: products of two numbers by an instruction with a vector of 16 bytes
@@ -43,11 +39,11 @@ _FUNCTIONS = {"packed": "packed_{rows}", "int8": "multiply_stripILi8ELb0ELi{rows
 _FUNCTIONS |= {"int4": "multiply_stripILi4ELb0ELi{rows}E"}
 
 
-def per_product(level: str, source: Path = _SOURCE) -> dict[tuple[str, int], float]:
+def per_product(level: str, source: Path = SOURCE) -> dict[tuple[str, int], float]:
     """Instructions for each product, by kind of weights and number of rows."""
     with tempfile.TemporaryDirectory() as place:
         target = str(Path(place) / "products.s")
-        flags = [*_TARGET, *LEVELS[level].split(), *_FLAGS, "-g0", f"-I{source}"]
+        flags = [*_TARGET, *LEVELS[level].split(), *FLAGS, "-g0", f"-I{source}"]
         program = str(Path(__file__).with_name("products.cpp"))
         subprocess.run([*_COMPILER, *flags, "-S", program, "-o", target], check=True, capture_output=True)
         lines = Path(target).read_text().splitlines()
