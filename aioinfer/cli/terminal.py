@@ -22,7 +22,7 @@ __all__ = ["Progress", "ending_signals", "interrupted", "loop_factory", "own_eng
 
 
 #: said before the stage of that name, on a terminal and elsewhere: a first start would be silent for long
-_SAID = {"kernels": "compiling native kernels, once for this processor: takes half a minute to two"}
+_SAID = {"kernels": "compiling native kernels, once for this processor: takes about half a minute"}
 
 
 class Progress:

@@ -18,7 +18,7 @@ from aioinfer.config import GROUPS, EngineConfig, ReplicaConfig, ServerConfig
 from tests.tiers import PROGRAM, SECONDS, rest
 
 #: of a start for which there are no kernels yet
-COMPILING = "aioinfer: compiling native kernels, once for this processor: takes half a minute to two\n"
+COMPILING = "aioinfer: compiling native kernels, once for this processor: takes about half a minute\n"
 
 SETTINGS = {item.name: item for cls in (ServerConfig, EngineConfig) for item in dataclasses.fields(cls)}
 
