@@ -170,7 +170,7 @@ class Kernels:
         name, reason = self.function("instructions").decode(), self._tiles.reason
         if self._tiles == PERMITTED and name != "AMX tiles":
             reason = "the compiler, or AIOINFER_CXXFLAGS, does without AMX"
-        return f"{name} ({self._origin}; {reason})"
+        return f"{name} ({'; '.join(filter(None, (self._origin, reason)))})"
 
     def _check(self, result: Any, function: Any, arguments: Any) -> Any:
         if not result:

@@ -31,7 +31,7 @@ class Tiles:
 
     #: flags of the compiler: they permit the processor's tiles, or ask for a model of them
     flags: tuple[str, ...]
-    #: in words for the user
+    #: in words for the user; empty for processors that never have any
     reason: str
 
 
@@ -64,6 +64,8 @@ def choose_tiles() -> Tiles:
         return MODELLED
     if wanted not in ("auto", "off"):
         raise ValueError(f"AIOINFER_TILES is {wanted!r}, not auto, off or model")
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return Tiles((), "")
     if not set(_AMX) <= set(instruction_sets().split()):
         return Tiles((), "the processor has no AMX")
     if (sys.platform, platform.machine()) != ("linux", "x86_64"):

@@ -123,8 +123,9 @@ AIOINFER_INLINE float folded(const Floats (&lanes)[VECTORS], Fold&& fold) {
   for (int half = FOURS / 2; half; half /= 2)
     AIOINFER_UNROLL
     for (int i = 0; i < half; i++) four[i] = fold(four[i], four[i + half]);
-  const Four two = fold(four[0], __builtin_shufflevector(four[0], four[0], 2, 3, 2, 3));
-  return fold(two, __builtin_shufflevector(two, two, 1, 1, 1, 1))[0];
+  const Four ends = four[0];
+  const Four two = fold(ends, Four{ends[2], ends[3], ends[2], ends[3]});
+  return fold(two, Four{two[1], two[1], two[1], two[1]})[0];
 }
 
 AIOINFER_INLINE float sum(const Floats (&lanes)[SUM_VECTORS]) {
