@@ -115,7 +115,12 @@ class NativeLayers(LayerKernels):
             vectors = self._vectors(words) if read is None else read
         else:
             vectors = to_logits if tied else self._packed(words, self._head_rounding)
-        spec = replace(spec, arithmetic=arithmetic(NUMBERS[self._dtype], packed=self._packs))
+        rotary = sorted({rope.digest for layer in trunk.layers if (rope := layer.mixer.rope) is not None})
+        names = [
+            arithmetic(NUMBERS[self._dtype], packed=self._packs),
+            *(["rotary", *rotary] if rotary else []),
+        ]
+        spec = replace(spec, arithmetic=" ".join(names))
         return NativeDecoder(self._pool, spec, trunk, vectors, to_logits, self._targets)
 
     def _quantised(self, stored: StoredMatrix) -> bool:

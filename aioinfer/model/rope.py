@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +107,7 @@ class Rotary:
 class Rope:
     """Cosines and sines by position, computed once, of angles in float32."""
 
-    __slots__ = ("table",)
+    __slots__ = ("digest", "table")
 
     def __init__(
         self,
@@ -119,6 +120,8 @@ class Rope:
     ) -> None:
         """``layer_type``: that of the layers that are rotated by it; see :func:`layer_type`."""
         inv_freq, scaling = _frequencies(config, head_dim, layer_type)
+        #: of the frequencies: torch's functions may give others on another processor
+        self.digest = hashlib.sha256(f"{inv_freq.tolist()} {scaling}".encode()).hexdigest()[:8]
         size = 2 * len(inv_freq)
         _check_memory(2 * max_positions * size * dtype.itemsize, max_positions)
         table = [torch.empty(max_positions, 1, size, dtype=dtype) for _ in range(2)]
@@ -160,7 +163,9 @@ def _frequencies(config: Any, head_dim: int, layer_type: str | None) -> tuple[to
     if kind == "default":
         rotary_dim = _rotary_dim(parameters, head_dim)
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim
-        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+        # The power in double precision, as in the table: torch's own in float32 differs between processors.
+        powers = (parameters["rope_theta"] ** exponents.double()).float()
+        return 1.0 / powers, 1.0
     with importing_transformers():
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -24,8 +24,8 @@ __all__ = [
     "SOURCE",
     "Level",
     "Platform",
-    "best",
     "digest",
+    "fitting",
     "here",
     "origin",
     "shipped",
@@ -57,21 +57,22 @@ class Level:
     #: of a compiler for it: clang's flags, as zig takes them
     flags: tuple[str, ...]
 
-    def file(self, sources: str) -> Path:
-        """Its library in the package; ``sources``: their :func:`digest`."""
-        return SHIPPED / f"{self.name}-{sources}.so"
-
 
 @dataclass(frozen=True, slots=True)
 class Platform:
     """What a wheel is for: an operating system with a kind of processor."""
 
+    name: str
     #: of zig: with the oldest libc that the libraries run with
     target: str
     #: of the wheel's name
     tag: str
     #: the best first
     levels: tuple[Level, ...]
+
+    def file(self, level: Level, sources: str) -> Path:
+        """The library of a level in the package; ``sources``: their :func:`digest`."""
+        return SHIPPED / f"{level.name}.{self.name}-{sources}.so"
 
 
 def _level(name: str, cpu: str, *needs: Iterable[str], flags: tuple[str, ...] = ()) -> Level:
@@ -101,14 +102,16 @@ _DOT = frozenset({"asimd", "asimddp", "atomics"})
 _ARM = (
     _level("i8mm", "generic+v8_2a+dotprod+i8mm+bf16", _DOT, {"i8mm", "bf16"}),
     _level("dotprod", "generic+v8_2a+dotprod", _DOT),
-    _level("neon", "generic", {"asimd"}),
+    _level("neon", "generic"),  # which every such processor has
+)
+_APPLE = (_ARM[0], _level("dotprod", "generic+v8_2a+dotprod"))  # so has every one of Apple's, from M1 on
+_ALL = (
+    Platform("linux-x86_64", "x86_64-linux-gnu.2.17", "manylinux_2_17_x86_64", _X86),
+    Platform("linux-aarch64", "aarch64-linux-gnu.2.17", "manylinux_2_17_aarch64", _ARM),
+    Platform("darwin-arm64", "aarch64-macos.11.0", "macosx_11_0_arm64", _APPLE),
 )
 #: by system and processor
-PLATFORMS = {
-    "linux-x86_64": Platform("x86_64-linux-gnu.2.17", "manylinux_2_17_x86_64", _X86),
-    "linux-aarch64": Platform("aarch64-linux-gnu.2.17", "manylinux_2_17_aarch64", _ARM),
-    "darwin-arm64": Platform("aarch64-macos.11.0", "macosx_11_0_arm64", _ARM[:2]),
-}
+PLATFORMS = {each.name: each for each in _ALL}
 
 
 def here() -> Platform | None:
@@ -116,13 +119,11 @@ def here() -> Platform | None:
     return PLATFORMS.get(f"{sys.platform}-{platform.machine()}")
 
 
-def best(tiles: Tiles) -> Level | None:
-    """The best level that this processor has. ``tiles``: whether it may use its own."""
+def fitting(tiles: Tiles) -> list[Level]:
+    """The levels that this processor has, the best first. ``tiles``: whether it may use its own."""
     found, features = here(), set(instruction_sets().split())
-    for level in found.levels if found else ():
-        if level.needs <= features and (level.name != "amx" or tiles == PERMITTED):
-            return level
-    return None
+    levels = found.levels if found else ()
+    return [each for each in levels if each.needs <= features and (each.name != "amx" or tiles == PERMITTED)]
 
 
 def digest() -> str:
@@ -135,17 +136,17 @@ def digest() -> str:
 
 
 def shipped(tiles: Tiles) -> Path | None:
-    """The library that the package has for this processor."""
-    level = best(tiles)
-    path = None if level is None else level.file(digest())
-    return path if path is not None and path.exists() else None
+    """The best library that the package has for this processor."""
+    found, sources = here(), digest()
+    paths = (found.file(level, sources) for level in fitting(tiles)) if found else ()
+    return next((path for path in paths if path.exists()), None)
 
 
 def origin(path: str) -> str:
     """Where a library is from, in words for the user."""
     file = Path(path)
     return (
-        f"level {file.stem.rpartition('-')[0]} of the package" if file.parent == SHIPPED else "compiled here"
+        f"level {file.name.partition('.')[0]} of the package" if file.parent == SHIPPED else "compiled here"
     )
 
 
@@ -153,7 +154,7 @@ def unfit(tiles: Tiles) -> str:
     """What a user should know besides if there is no compiler: the processor lacks what all libraries of the
     package need. Empty if that is not so."""
     found = here()
-    if found is None or best(tiles) is not None or not any(SHIPPED.glob(f"*-{digest()}.so")):
+    if found is None or fitting(tiles) or not any(SHIPPED.glob(f"*-{digest()}.so")):
         return ""
     lacking = found.levels[-1].needs - set(instruction_sets().split())
     return f"; the kernels that come with the package need {' '.join(sorted(lacking))}"

@@ -6,6 +6,7 @@ compiled by zig (the package ziglang), which makes libraries for an old libc and
     python -m build                                     # an sdist, and a wheel for this machine's platform
     python -m build --wheel -C platform=linux-aarch64   # or for another of aioinfer.native.levels.PLATFORMS
     pip install . -C levels=avx512-bf16,avx2            # with these alone
+    python -m build --wheel -C platform=any             # without kernels, and without zig
 
 An editable installation compiles kernels when an engine first starts; only where there is no compiler is this
 machine's level compiled by zig at once. A wheel that is made on another platform has no kernels, and may be
@@ -19,8 +20,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -41,11 +43,13 @@ from aioinfer.native.levels import (
     SOURCE,
     Level,
     Platform,
-    best,
     digest,
+    fitting,
     here,
 )
 from aioinfer.native.processor import choose_tiles
+from aioinfer.native.turns import turn
+from aioinfer.system.cores import usable_cores
 
 __all__ = [
     "build_editable", "build_sdist", "build_wheel", "get_requires_for_build_editable",
@@ -55,6 +59,9 @@ __all__ = [
 
 _Settings: TypeAlias = Mapping[str, Any] | None
 _ZIG = "ziglang>=0.17,<0.18"
+#: each takes up to half a gigabyte
+_MOST_COMPILERS = 4
+_QUIET: dict[str, Any] = {"capture_output": True, "text": True}
 
 
 def get_requires_for_build_wheel(config_settings: _Settings = None) -> list[str]:
@@ -70,8 +77,8 @@ def get_requires_for_build_editable(config_settings: _Settings = None) -> list[s
 
 
 def build_sdist(sdist_directory: str, config_settings: _Settings = None) -> str:
-    _clear()
-    name: str = build_meta.build_sdist(sdist_directory, config_settings)
+    with _own_folder(keep=False):
+        name: str = build_meta.build_sdist(sdist_directory, config_settings)
     return name
 
 
@@ -79,36 +86,35 @@ def build_wheel(
     wheel_directory: str, config_settings: _Settings = None, metadata_directory: str | None = None
 ) -> str:
     platform = _platform(config_settings)
-    _clear()
-    settings = None
-    if platform is not None:
-        _compile(platform, _levels(platform, config_settings))
-        settings = {"--build-option": f"--plat-name={platform.tag}"}
-    name: str = build_meta.build_wheel(wheel_directory, settings, metadata_directory)
-    if platform != here():
-        _clear()
+    settings = dict(config_settings or {})
+    with _own_folder(keep=platform is not None and platform == here()):
+        if platform is not None:
+            _compile(platform, _levels(platform, config_settings))
+            settings["--build-option"] = f"--plat-name={platform.tag}"
+        name: str = build_meta.build_wheel(wheel_directory, settings, metadata_directory)
     return name
 
 
 def build_editable(
     wheel_directory: str, config_settings: _Settings = None, metadata_directory: str | None = None
 ) -> str:
-    platform, level = here(), best(choose_tiles())
-    if platform and level and not _compiler():
-        _clear()
-        _compile(platform, [level])
+    platform = here()
+    if platform is not None and not _compiler() and (levels := fitting(choose_tiles())):
+        with _own_folder(keep=True):
+            _compile(platform, levels[:1])
     name: str = build_meta.build_editable(wheel_directory, config_settings, metadata_directory)
     return name
 
 
 def _platform(settings: _Settings) -> Platform | None:
-    """Raises ValueError for one that there are no kernels for, if it is asked for."""
+    """None: a wheel without kernels. Raises ValueError for one that there are no kernels for, if it is asked
+    for."""
     asked = (settings or {}).get("platform")
     if asked is None:
         return here()
-    if asked not in PLATFORMS:
+    if asked not in (*PLATFORMS, "any"):
         raise ValueError(f"platform={asked}: there are kernels for {', '.join(PLATFORMS)}")
-    return PLATFORMS[asked]
+    return PLATFORMS.get(asked)
 
 
 def _levels(platform: Platform, settings: _Settings) -> list[Level]:
@@ -121,23 +127,45 @@ def _levels(platform: Platform, settings: _Settings) -> list[Level]:
 
 
 def _compiler() -> bool:
-    """Whether there is one that is not zig's."""
+    """Whether there is one that is not zig's and understands the sources: a Mac has a command of this name
+    that only asks for an installation."""
     try:
-        return "ziglang" not in find_compiler()
+        command = find_compiler()
     except BuildFailed:
         return False
+    test = [*command, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
+    said = subprocess.run(test, input="#include <bit>\nstatic_assert(std::endian::little);", **_QUIET)
+    return "ziglang" not in command and said.returncode == 0
 
 
-def _clear() -> None:
-    """Remove libraries of the tree, and what setuptools has kept of former builds and would pack again."""
-    for path in (SHIPPED, Path("build", "lib")):
-        shutil.rmtree(path, ignore_errors=True)
+@contextmanager
+def _own_folder(*, keep: bool) -> Iterator[None]:
+    """No libraries but those of one build. ``keep``: they are this machine's, and stay; else what was there
+    before comes back."""
+    with turn(Path("build", "kernels.lock")), tempfile.TemporaryDirectory(dir="build") as place:
+        before = Path(place) / "before"
+        if SHIPPED.exists():
+            SHIPPED.rename(before)
+        # Setuptools would pack again what former builds have left there.
+        shutil.rmtree(Path("build", "lib"), ignore_errors=True)
+        done = False
+        try:
+            yield
+            done = True
+        finally:
+            if not (keep and done):
+                shutil.rmtree(SHIPPED, ignore_errors=True)
+                if before.exists():
+                    before.rename(SHIPPED)
 
 
 def _compile(platform: Platform, levels: Iterable[Level]) -> None:
     SHIPPED.mkdir(exist_ok=True)
-    sources = digest()
-    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(os.cpu_count()) as pool:
+    sources, workers = digest(), min(_MOST_COMPILERS, usable_cores())
+    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(workers) as pool:
+        # Zig keeps what it has compiled, of a user without a home for this build.
+        homeless = not {"HOME", "XDG_CACHE_HOME"} & os.environ.keys()
+        environment = {**os.environ, **({"ZIG_GLOBAL_CACHE_DIR": place} if homeless else {})}
         # A name that is not hidden could be found in torch first, which has another library of C++.
         exported = Path(place) / "exported"
         exported.write_text("{ global: aioinfer_*; local: *; };\n")
@@ -150,13 +178,13 @@ def _compile(platform: Platform, levels: Iterable[Level]) -> None:
                     [*FLAGS, "-g0", *level.flags, *further, "-c", str(SOURCE / source), "-o", name]
                 )
             # For any processor: zig compiles its own library once for each.
-            links.append(["-shared", "-s", *names, *hidden, "-o", str(level.file(sources))])
+            links.append(["-shared", "-s", *names, *hidden, "-o", str(platform.file(level, sources))])
         for commands in (compiles, links):
-            list(pool.map(partial(_zig, platform), commands))
+            list(pool.map(partial(_zig, platform, environment), commands))
 
 
-def _zig(platform: Platform, arguments: list[str]) -> None:
+def _zig(platform: Platform, environment: Mapping[str, str], arguments: list[str]) -> None:
     command = [sys.executable, "-m", "ziglang", "c++", "-target", platform.target, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment, **_QUIET)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.native.levels import best
+from aioinfer.native.levels import fitting
 from aioinfer.native.processor import choose_tiles
 from tests.deploy import root
 from tests.deploy.dockerfile import Image, build, instructions
@@ -47,11 +47,11 @@ def in_memory(place: Path) -> Iterator[Path]:
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
     if reason := root.missing():
         pytest.skip(reason)
-    level = best(choose_tiles())
-    if level is None:
+    levels = fitting(choose_tiles())
+    if not levels:
         pytest.skip("wheels have no kernels for this processor")
     python = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    package = f"-C levels={level.name} /source[structured,gguf]"  # compiling the others takes minutes
+    package = f"-C levels={levels[0].name} /source[structured,gguf]"  # compiling the others takes minutes
     with in_memory(tmp_path_factory.mktemp("image")) as place:
         try:
             yield build(TEXT, ROOT, place / "stages", base, PYTHON=python, PACKAGE=package, TORCH_INDEX="")

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +15,7 @@ from aioinfer.execution.device import DeviceInfo
 from aioinfer.loop.factory import completed
 from aioinfer.native import bindings
 from aioinfer.native.bindings import arithmetic
+from tests.tiers import PROGRAM, rest
 
 AVX2 = DeviceInfo(
     1 << 20,
@@ -72,3 +77,30 @@ def test_the_arithmetic_of_bfloat16_depends_on_the_weights(
     assert arithmetic("bfloat16", packed=False) == rounded
     assert arithmetic("bfloat16", packed=True) == packed
     assert arithmetic("float32", packed=True) == ("unfused" if found == "unfused" else "fused")
+
+
+@rest(PROGRAM)
+def test_rotary_frequencies_do_not_depend_on_the_instructions_of_torch() -> None:
+    """Its power in float32 does, for some of these: (theta, dimensions that are rotated)."""
+    code = """if True:
+        from types import SimpleNamespace
+        import torch
+        from aioinfer.model.rope import Rope
+        for theta in (1e4, 1.5e5, 1.6e5, 5e5, 1e6, 3e6, 8e6):
+            for size in (32, 48, 64, 80, 96, 128):
+                config = SimpleNamespace(rope_parameters={"rope_theta": theta})
+                print(Rope(config, size, 1, torch.float32, torch.device("cpu")).digest)
+    """
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "ATEN_CPU_CAPABILITY": capability},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for capability in ("default", "avx2")
+    }
+    assert len(found) == 1
+    assert len(found.pop().split()) == 42

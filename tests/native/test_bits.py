@@ -17,7 +17,7 @@ import pytest
 from aioinfer.native.processor import MODELLED, instruction_sets
 from tests.native.emulation import ARM, compile_program, emulator, zig
 from tests.native.instructions import per_product
-from tests.tiers import COMPILES, nightly, rest
+from tests.tiers import COMPILES, nightly
 
 _X86 = platform.machine() == "x86_64" and {"avx2", "fma"} <= set(instruction_sets().split())
 pytestmark = pytest.mark.skipif(not _X86, reason="compares with kernels for AVX2")
@@ -53,9 +53,8 @@ def differing(found: Bits, reference: Bits) -> list[str]:
 
 
 @patient
-@pytest.mark.parametrize(
-    "level", [pytest.param(name, marks=(rest if name == "i8mm" else nightly)(COMPILES)) for name in ARM]
-)
+@nightly(COMPILES)
+@pytest.mark.parametrize("level", ARM)
 def test_arm_has_the_bits_of_x86(level: str, reference: Bits, tmp_path: Path) -> None:
     """But for products of packed bfloat16 by its own instructions."""
     run = emulator()

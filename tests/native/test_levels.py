@@ -6,19 +6,21 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from aioinfer.native import bindings, levels, processor, wheel
 from aioinfer.native import build as building
 from aioinfer.native.build import BuildFailed, build
-from aioinfer.native.levels import PLATFORMS, best, digest, here, shipped, unfit
+from aioinfer.native.levels import PLATFORMS, digest, fitting, here, shipped, unfit
 from aioinfer.native.processor import MODELLED, PERMITTED, Tiles
 from tests.native.compilers import WORKS, Compiler, left
-from tests.tiers import COMPILES, PROGRAM, nightly, rest
+from tests.tiers import COMPILES, PROGRAM, nightly
 
 _ROOT = Path(__file__).parents[2]
 REFUSED = Tiles((), "the processor has AMX, and the system refuses it")
@@ -60,21 +62,20 @@ def test_a_processor_gets_the_best_level_that_it_has(
     monkeypatch.setattr(sys, "platform", system.partition("-")[0])
     monkeypatch.setattr("platform.machine", lambda: system.partition("-")[2])
     monkeypatch.setattr(levels, "instruction_sets", lambda: features)
-    found = best(tiles)
-    assert (found and found.name) == name
+    assert [level.name for level in fitting(tiles)][:1] == ([name] if name else [])
 
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A package that has a file for the level of this processor, and an empty cache."""
-    level = best(processor.choose_tiles())
-    if level is None:
+    platform, found = here(), fitting(processor.choose_tiles())
+    if platform is None or not found:
         pytest.skip("wheels have no kernels for this processor")
     monkeypatch.setattr(levels, "SHIPPED", tmp_path / "shipped")
     for name in ("AIOINFER_CXX", "AIOINFER_CXXFLAGS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path / "cache"))
-    path = level.file(digest())
+    path = platform.file(found[0], digest())
     path.parent.mkdir()
     path.write_text("compiled before")
     return path
@@ -86,6 +87,16 @@ def test_a_library_of_the_package_needs_no_compiler_and_no_cache(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build() == package
     assert not (tmp_path / "cache").exists()
+
+
+def test_where_the_best_level_is_missing_a_lesser_one_is_used(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In an image with few levels, or where tiles are permitted that were not at the installation."""
+    platform, found = here(), fitting(processor.choose_tiles())
+    assert platform is not None
+    lesser = package.rename(platform.file(found[-1], digest()))
+    assert build() == lesser
 
 
 def test_who_names_a_compiler_gets_what_it_compiles(package: Path, compiler: Compiler) -> None:
@@ -152,23 +163,24 @@ def test_a_wheel_is_for_a_platform_that_has_kernels() -> None:
         assert any("ziglang" in each for each in wheel.get_requires_for_build_wheel({"platform": platform}))
 
 
-@pytest.mark.parametrize("found", [True, False])
+@pytest.mark.parametrize(("script", "found"), [("exit 0", True), ("exit 1", False), (None, False)])
 def test_a_clone_is_compiled_at_once_only_where_there_is_no_compiler_later(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, script: str | None, found: bool
 ) -> None:
+    """Also where the command only says that a compiler is to be installed."""
     if here() is None:
         pytest.skip("wheels have no kernels for this platform")
     for name in ("AIOINFER_CXX", "CXX"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    if found:
-        (tmp_path / "c++").write_text("#!/bin/sh")
+    if script:
+        (tmp_path / "c++").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "c++").chmod(0o755)
     assert wheel._compiler() == found
     assert any("ziglang" in each for each in wheel.get_requires_for_build_editable()) != found
 
 
-@rest(PROGRAM)
+@nightly(PROGRAM)
 def test_a_wheel_has_the_libraries_of_its_platform_and_no_others(tmp_path: Path) -> None:
     """Also where one for another platform was made before, and setuptools keeps files of it."""
     for name in ("pyproject.toml", "README.md", "LICENSE", "aioinfer"):
@@ -179,30 +191,39 @@ def test_a_wheel_has_the_libraries_of_its_platform_and_no_others(tmp_path: Path)
         def compile(platform, levels):
             wheel.SHIPPED.mkdir()
             for level in levels:
-                level.file("made").touch()
+                platform.file(level, "made").touch()
         wheel._compile = compile
         print(wheel.build_wheel("dist", {"platform": sys.argv[1]}))
     """
-    for name, platform in PLATFORMS.items():
-        done = subprocess.run(
-            [sys.executable, "-c", code, name], cwd=tmp_path, env={**os.environ, "PYTHONPATH": "."},
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
+    own = here()
+    if own is None:
+        pytest.skip("wheels have no kernels for this platform")
+    run: dict[str, Any] = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": "."}}
+    run |= {"capture_output": True, "text": True, "check": True}
+    for name in sorted(PLATFORMS, key=lambda each: each != own.name):
+        platform = PLATFORMS[name]
+        done = subprocess.run([sys.executable, "-c", code, name], **run)
         file = tmp_path / "dist" / done.stdout.split()[-1]
         assert file.name.endswith(f"-py3-none-{platform.tag}.whl")
         with zipfile.ZipFile(file) as archive:
             found = {Path(path).name for path in archive.namelist() if "/shipped/" in path}
-        assert found == {f"{level.name}-made.so" for level in platform.levels}
-        assert (tmp_path / "aioinfer" / "native" / "shipped").exists() == (platform == here())
+        assert found == {platform.file(level, "made").name for level in platform.levels}
+    # What this machine uses has survived the wheels of others, and is in no sdist.
+    kept = {path.name for path in (tmp_path / "aioinfer" / "native" / "shipped").iterdir()}
+    assert kept == {own.file(level, "made").name for level in own.levels}
+    code = "from aioinfer.native import wheel; print(wheel.build_sdist('dist'))"
+    done = subprocess.run([sys.executable, "-c", code], **run)
+    with tarfile.open(tmp_path / "dist" / done.stdout.split()[-1]) as packed:
+        assert not [name for name in packed.getnames() if "shipped" in name]
+    assert {path.name for path in (tmp_path / "aioinfer" / "native" / "shipped").iterdir()} == kept
 
 
 @nightly(COMPILES)
 def test_a_level_is_compiled_and_runs(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheel, "SHIPPED", levels.SHIPPED)
     monkeypatch.setattr(bindings, "SHIPPED", levels.SHIPPED)
-    platform, level = here(), best(processor.choose_tiles())
+    platform, level = here(), fitting(processor.choose_tiles())[0]
     assert platform is not None
-    assert level is not None
     wheel._compile(platform, [level])
     kernels = bindings.Kernels(str(build()), processor.choose_tiles())
     assert f"(level {level.name} of the package; " in kernels.instructions
@@ -218,6 +239,6 @@ def test_every_level_of_every_platform_is_compiled(
     monkeypatch.setattr(wheel, "SHIPPED", tmp_path)
     platform = PLATFORMS[name]
     wheel._compile(platform, platform.levels)
-    made = {path.name.partition(f"-{digest()}")[0]: path.stat().st_size for path in tmp_path.iterdir()}
-    assert set(made) == {level.name for level in platform.levels}
+    made = {path: path.stat().st_size for path in tmp_path.iterdir()}
+    assert made.keys() == {platform.file(level, digest()) for level in platform.levels}
     assert max(made.values()) < 4 << 20

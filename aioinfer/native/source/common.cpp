@@ -67,13 +67,12 @@ const char* aioinfer_instructions() {
 // products of quantised weights, are "fused" wherever others of the library are not "unfused": tiles and BFDOT multiply
 // packed bfloat16 only, and, with tiles, attention is theirs, too.
 const char* aioinfer_arithmetic() {
-  if constexpr (tiles::ENABLED) return "tiles";
-#if defined(AIOINFER_ARM_BFLOAT16)
-  return "bf16 dot";
-#elif defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__)
-  return "fused";
-#else
+#if !(defined(__FMA__) || defined(__AVX512F__) || defined(__aarch64__))
   return "unfused";
+#elif defined(AIOINFER_ARM_BFLOAT16)
+  return "bf16 dot";
+#else
+  return tiles::ENABLED ? "tiles" : "fused";
 #endif
 }
 
