@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from tests.tiers import PROGRAM, rest
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "examples/deploy"
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+RELEASE = ROOT / ".github/workflows/release.yml"
 DOCKERFILE = (DEPLOY / "Dockerfile").read_text("utf-8")
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text("utf-8"))
 PROMETHEUS: dict[str, Any] = yaml.safe_load((DEPLOY / "prometheus.yml").read_text("utf-8"))
@@ -94,20 +96,33 @@ def test_a_workflow_may_do_little_and_uses_releases_of_actions(workflow: Path) -
 
 
 def test_the_release_is_published_after_everything_else_has_passed() -> None:
-    release = jobs(ROOT / ".github/workflows/release.yml")
+    release = jobs(RELEASE)
 
     def behind(name: str) -> set[str]:
         needs = release[name].get("needs", [])
         direct = {needs} if isinstance(needs, str) else {*needs}
         return direct.union(*map(behind, direct))
 
-    assert behind("publish") == {"ci", "build", "use"}
-    assert "publish" in behind("image")
+    assert behind("publish") == {"ci", "build", "use", "image"}
+    assert any("docker run" in step.get("run", "") for step in release["image"]["steps"])
+    assert "publish" in behind("push")
     assert release["publish"]["environment"] == "release"
     assert release["publish"]["permissions"] == {"id-token": "write"}
     versions = release["use"]["strategy"]["matrix"]["python"]
     project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
     assert f">={versions[0]}" == project["requires-python"]
+
+
+@rest(PROGRAM)
+@pytest.mark.parametrize(("tag", "names"), [("v0.2.0", ["0.2.0", "latest"]), ("v0.2.0rc1", ["0.2.0rc1"])])
+def test_a_candidate_is_not_the_latest_image(tag: str, names: list[str], tmp_path: Path) -> None:
+    (tmp_path / "docker").write_text('#!/bin/sh\necho "$@"\n')
+    (tmp_path / "docker").chmod(0o755)
+    (script,) = (step["run"] for step in jobs(RELEASE)["push"]["steps"] if "run" in step)
+    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "GITHUB_REF_NAME": tag, "IMAGE": "i", "DIGEST": "d"}
+    done = subprocess.run(["bash", "-e", "-c", script], env=env, check=True, capture_output=True, text=True)
+    tags = "".join(f"--tag i:{name} " for name in names)
+    assert done.stdout == f"buildx imagetools create {tags}i@d\n"
 
 
 # -- containers ----------------------------------------------------------------------------------------
@@ -177,7 +192,7 @@ def test_whoever_stops_the_server_waits_longer_than_it_drains() -> None:
     (stop,) = re.findall(r"^TimeoutStopSec=(\d+)$", UNIT, re.MULTILINE)
     assert int(stop) > drain
     assert int(COMPOSE["services"]["aioinfer"]["stop_grace_period"].removesuffix("s")) > drain
-    workflow = (ROOT / ".github/workflows/release.yml").read_text("utf-8")
+    workflow = RELEASE.read_text("utf-8")
     (timeout,) = re.findall(r"--stop-timeout (\d+)", workflow)
     assert int(timeout) > drain
 
@@ -188,6 +203,14 @@ def test_systemd_reads_the_unit_and_finds_it_confined(tmp_path: Path) -> None:
     assert {*re.findall(r"AIOINFER_\w+(?==%C)", UNIT)} <= VARIABLES
     unit = tmp_path / "aioinfer.service"
     unit.write_text(UNIT.replace("/opt/aioinfer/bin/aioinfer", "/bin/true"))
-    for command in (["verify", "--man=no"], ["security", "--offline=yes", "--threshold=20"]):
-        done = subprocess.run(["systemd-analyze", *command, str(unit)], capture_output=True, text=True)
-        assert (done.returncode, done.stderr) == (0, ""), done.stdout
+
+    def analyze(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["systemd-analyze", *command, str(unit)], capture_output=True, text=True)
+
+    # It reads this machine's units, too, whatever is wrong with those.
+    said = analyze("verify", "--man=no").stderr
+    assert not [line for line in said.splitlines() if unit.name in line]
+    done = analyze("security", "--offline=yes", "--threshold=20")
+    if "unrecognized option" in done.stderr:
+        pytest.skip("this systemd-analyze judges no unit that is not loaded: it has no --offline")
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
