@@ -37,7 +37,7 @@ class Repository:
         shutil.copy2(ROOT / ".ci/release", path / ".ci/release")
         self.program("bin/uv", UV)
         self.program(".ci/smoke", "#!/bin/sh\necho yes > smoked\n")
-        self.git("init", "--quiet")
+        self.git("init", "--quiet", "--initial-branch", "main")
         self.git("config", "user.name", "a")
         self.git("config", "user.email", "a@b.c")
         self.commit()
@@ -117,6 +117,20 @@ def test_a_tree_that_breaks_a_rule_is_not_released(repository: Repository) -> No
     (repository.path / "CHANGELOG.md").write_text("# Changelog\n\n## Unreleased\n\n## 0.1.0\n\nThe first.\n")
     repository.commit()
     assert "the changelog has no section 0.2.0, or an empty one" in repository.release("0.2.0", "--tag")[1]
+    assert repository.git("tag") == "v0.1.0"
+
+
+@rest(PROGRAM)
+def test_a_release_is_tagged_on_main(repository: Repository) -> None:
+    repository.git("switch", "--quiet", "--create", "other")
+    for arguments in (["0.2.0", "--tag"], ["--expect", "v0.1.0"]):
+        code, said = repository.release(*arguments)
+        assert (code, "HEAD is not on main" in said) == (1, True), said
+    # A workflow has checked out a tag, and knows main as the branch of origin.
+    repository.git("update-ref", "refs/remotes/origin/main", "main")
+    repository.git("switch", "--quiet", "--detach", "v0.1.0")
+    assert repository.release("--expect", "v0.1.0")[0] == 0
+    assert "HEAD is not on main" in repository.release("0.2.0", "--tag")[1]
     assert repository.git("tag") == "v0.1.0"
 
 
