@@ -32,7 +32,6 @@ class Image:
     health: tuple[str, ...] = ()
     stop_signal: str = "SIGTERM"
     volumes: tuple[str, ...] = ()
-    ports: tuple[int, ...] = ()
 
 
 def instructions(text: str) -> Iterator[tuple[str, str]]:
@@ -95,6 +94,8 @@ def _step(
     if keyword == "COPY":
         _copy(rest.split(), image, stages, context)
         return image
+    if keyword == "EXPOSE":  # a note for readers
+        return image
     if keyword == "HEALTHCHECK":
         return replace(image, health=_words(re.sub(r"^(--\S+\s+)+CMD\s+", "", rest)))
     rest = expanded(rest, {**image.env, **values})
@@ -105,7 +106,6 @@ def _step(
         "USER": lambda: int(rest),
         "WORKDIR": lambda: rest,
         "VOLUME": lambda: tuple(rest.split()),
-        "EXPOSE": lambda: tuple(map(int, rest.split())),
         "STOPSIGNAL": lambda: rest,
         "ENTRYPOINT": lambda: _words(rest),
         "CMD": lambda: _words(rest),
@@ -115,7 +115,6 @@ def _step(
     fields = {
         "WORKDIR": "cwd",
         "VOLUME": "volumes",
-        "EXPOSE": "ports",
         "STOPSIGNAL": "stop_signal",
         "CMD": "command",
     }

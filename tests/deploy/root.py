@@ -52,11 +52,12 @@ def missing() -> str | None:
     """Why no root can be made here, or None."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "needs Linux and root's rights, for chroot and mounts in a namespace of their own"
-    for program in ("uv", "unshare", "chroot", "ldd", *_PROGRAMS):
+    for program in ("uv", "unshare", "mount", "chroot", "ldd", *_PROGRAMS):
         if shutil.which(program) is None:
             return f"needs the program {program}"
-    probe = subprocess.run(["unshare", "--mount", "true"], capture_output=True, text=True)
-    return None if probe.returncode == 0 else f"no namespace for mounts: {probe.stderr.strip()}"
+    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "probe", "/tmp"]
+    probe = subprocess.run(command, capture_output=True, text=True)
+    return None if probe.returncode == 0 else f"no mounts in a namespace: {probe.stderr.strip()}"
 
 
 @dataclass(frozen=True)
