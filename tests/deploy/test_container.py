@@ -43,6 +43,10 @@ def in_memory(place: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
+#: kernels are compiled in an empty root, on whatever machine
+_patient = pytest.mark.timeout(1200)
+
+
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Image]:
     if reason := root.missing():
@@ -67,6 +71,7 @@ def killed(server: subprocess.Popen[str]) -> Iterator[None]:
         server.kill()
 
 
+@_patient
 @nightly(PROGRAM)
 def test_the_container_serves_reports_its_health_and_stops_within_the_drain(image: Image) -> None:
     volume = image.root.path.parent / "volume"
@@ -105,6 +110,7 @@ def test_the_container_serves_reports_its_health_and_stops_within_the_drain(imag
     assert (volume / "cache").exists()
 
 
+@_patient
 @nightly(PROGRAM)
 def test_the_image_has_kernels_and_no_compiler(image: Image) -> None:
     def output(command: str) -> str:
