@@ -22,6 +22,7 @@ from aioinfer.native.processor import MODELLED, PERMITTED, Tiles
 from tests.native.compilers import WORKS, Compiler, left
 from tests.tiers import COMPILES, PROGRAM, nightly
 
+_patient = pytest.mark.timeout(1200)
 _ROOT = Path(__file__).parents[2]
 REFUSED = Tiles((), "the processor has AMX, and the system refuses it")
 NEHALEM = "flags : fpu sse sse2 ssse3 sse4_1 sse4_2 popcnt"
@@ -180,6 +181,7 @@ def test_a_clone_is_compiled_at_once_only_where_there_is_no_compiler_later(
     assert any("ziglang" in each for each in wheel.get_requires_for_build_editable()) != found
 
 
+@_patient
 @nightly(PROGRAM)
 def test_a_wheel_has_the_libraries_of_its_platform_and_no_others(tmp_path: Path) -> None:
     """Also where one for another platform was made before, and setuptools keeps files of it."""
@@ -218,6 +220,7 @@ def test_a_wheel_has_the_libraries_of_its_platform_and_no_others(tmp_path: Path)
     assert {path.name for path in (tmp_path / "aioinfer" / "native" / "shipped").iterdir()} == kept
 
 
+@_patient
 @nightly(COMPILES)
 def test_a_level_is_compiled_and_runs(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wheel, "SHIPPED", levels.SHIPPED)
@@ -230,6 +233,7 @@ def test_a_level_is_compiled_and_runs(package: Path, monkeypatch: pytest.MonkeyP
     assert kernels.function("lanes") > 0
 
 
+@_patient
 @nightly(COMPILES)
 @pytest.mark.parametrize("name", PLATFORMS)
 def test_every_level_of_every_platform_is_compiled(
