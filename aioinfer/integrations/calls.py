@@ -9,7 +9,6 @@ from typing import Any, Self, TypeAlias
 
 from pydantic import BaseModel, Field, PrivateAttr
 
-from aioinfer.chat.answers import joined
 from aioinfer.chat.results import ChatDelta, ChatFinishReason, ChatResult, ToolCall
 from aioinfer.client.chats import ChatStream
 from aioinfer.client.engine_like import EngineLike
@@ -24,8 +23,8 @@ from aioinfer.text.grammar_spec import closed
 from aioinfer.text.tool_calls import ToolCallDelta
 
 __all__ = [
-    "NAMES", "AnyEngine", "Calls", "Chat", "HasCalls", "SoFar", "at_once", "closed", "counts", "ended",
-    "message", "offer", "one_system", "parsed", "unread", "whole",
+    "NAMES", "AnyEngine", "Calls", "Chat", "HasCalls", "SoFar", "at_once", "chosen", "closed", "counts",
+    "ended", "message", "offer", "one_system", "parsed", "unread", "whole",
 ]  # fmt: skip
 
 #: started before the first call
@@ -75,13 +74,21 @@ class Calls:
     ) -> RemoteStream[ChatDelta, ChatResult]:
         """A chat for which this thread waits. Raises as :meth:`aioinfer.Engine.chat`; WrongLoop on the
         engine's own loop."""
-        remote = self._remote
-        if running_loop() is remote.serving.loop:
+        self.refuse_own_loop()
+        return self._remote.chat(messages, **self._arguments(given))
+
+    def refuse_own_loop(self) -> None:
+        """Raise WrongLoop on the engine's own loop, where neither this thread nor others that it waits for
+        would have an answer."""
+        if running_loop() is self._remote.serving.loop:
             raise WrongLoop(
                 "a synchronous call would stop the engine's loop, on which it is made: await the asynchronous"
                 " one, or make it in a thread (asyncio.to_thread)"
             )
-        return remote.chat(messages, **self._arguments(given))
+
+    def are_for(self, engine: object, usual: Mapping[str, Any] | None) -> bool:
+        """These were made with this engine and these arguments."""
+        return self._engine is engine and self._usual == (usual or {})
 
     @property
     def model_name(self) -> str:
@@ -138,11 +145,18 @@ class HasCalls(BaseModel):
     """Adapters that are pydantic models, with ``extra="allow"``: what is no field is an argument of chats."""
 
     engine: Any = Field(exclude=True, repr=False)
-    _calls: Calls = PrivateAttr()
+    _latest: Calls = PrivateAttr()
 
     def model_post_init(self, context: Any, /) -> None:
         super().model_post_init(context)
-        self._calls = Calls(self, self.engine, self.model_extra)
+        self._latest = Calls(self, self.engine, self.model_extra)
+
+    @property
+    def _calls(self) -> Calls:
+        """With the engine and the arguments that the model has now: assigned, or those of an updated copy."""
+        if not self._latest.are_for(self.engine, self.model_extra):
+            self._latest = Calls(self, self.engine, self.model_extra)
+        return self._latest
 
     def __deepcopy__(self, _: object = None) -> Self:
         return self.model_copy()
@@ -154,19 +168,21 @@ class SoFar:
 
     content: str = ""
     reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
     finish_reason: ChatFinishReason | None = None
     usage: Usage | None = None
-    _parts: list[ToolCallDelta] = field(default_factory=list)
+    #: ids, names and arguments
+    _called: list[tuple[str, str, str]] = field(default_factory=list)
+
+    @property
+    def tool_calls(self) -> list[ToolCall]:
+        return [ToolCall(*each) for each in self._called]
 
     def add(self, delta: ChatDelta) -> Self:
         self.content += delta.content
         self.reasoning += delta.reasoning
-        if delta.tool_calls:
-            self._parts += delta.tool_calls
-            self.tool_calls = [
-                ToolCall(each.id or "", each.name or "", each.arguments) for each in joined(self._parts)
-            ]
+        for each in delta.tool_calls:
+            last = self._called.pop() if each.id is None else (each.id, each.name or "", "")
+            self._called.append((*last[:2], last[2] + each.arguments))
         self.finish_reason, self.usage = delta.finish_reason, delta.usage
         return self
 
@@ -209,6 +225,24 @@ def one_system(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     told = [each["content"] for each in found if each["role"] == "system"]
     others = [each for each in found if each["role"] != "system"]
     return [message("system", "\n\n".join(told)), *others] if told else others
+
+
+def chosen(
+    choice: Any, tools: Sequence[str], outputs: Sequence[str], *, text: bool
+) -> tuple[str | None, Sequence[str]]:
+    """What "tool_choice" of pydantic-ai asks for: a choice of :func:`offer`, and the names of tools that it
+    leaves. ``outputs``: those of them by which an agent has its answer; ``text``: it may have text instead.
+    Raises InvalidRequest if a call is required, and no tool left."""
+    mode = "auto" if text and choice != "required" else "required"
+    if (functions := getattr(choice, "function_tools", None)) is not None:  # ToolOrOutput
+        tools = [each for each in tools if each in functions or each in outputs]
+    elif choice in ("none", []):
+        tools, mode = (outputs, mode) if outputs else (tools, "none")
+    elif isinstance(choice, list):
+        tools, mode = [each for each in tools if each in choice], "required"
+    if mode == "required" and not tools:
+        raise InvalidRequest("tool_choice", f"no tool is left to call: {shown(choice)}")
+    return mode if tools else None, tools
 
 
 def offer(

@@ -16,24 +16,28 @@ from langchain_core.runnables import Runnable, RunnableMap, RunnablePassthrough
 from langchain_core.utils.function_calling import convert_to_json_schema, convert_to_openai_tool
 from pydantic import BaseModel
 
-from aioinfer.chat.results import ChatDelta
-from aioinfer.chat.results import ChatResult as Answer
+from aioinfer.chat import results
 from aioinfer.integrations import calls
 
 __all__ = ["ChatAioInfer"]
 
 
 class ChatAioInfer(calls.HasCalls, BaseChatModel, extra="allow"):
-    """A chat model. Keyword arguments, here and of each call, are those of
-    :class:`aioinfer.integrations.calls.Calls`."""
+    """A chat model. Keywords, also of calls, are those of :class:`aioinfer.integrations.calls.Calls`."""
 
-    @property
-    def _llm_type(self) -> str:
-        return "aioinfer"
+    _llm_type = property(lambda self: "aioinfer")
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
         return {"model": self._calls.model_name, **(self.model_extra or {})}
+
+    def batch(self, *asked: Any, **given: Any) -> Any:
+        self._calls.refuse_own_loop()  # its threads are on none
+        return super().batch(*asked, **given)
+
+    def batch_as_completed(self, *asked: Any, **given: Any) -> Any:
+        self._calls.refuse_own_loop()
+        return super().batch_as_completed(*asked, **given)
 
     def _generate(self, messages: Any, stop: Any = None, *_: Any, **given: Any) -> ChatResult:
         return self._result(self._calls.chat_here(converted(messages), stop=stop, **given).result())
@@ -41,9 +45,7 @@ class ChatAioInfer(calls.HasCalls, BaseChatModel, extra="allow"):
     async def _agenerate(self, messages: Any, stop: Any = None, *_: Any, **given: Any) -> ChatResult:
         return self._result(await self._calls.chat(converted(messages), stop=stop, **given))
 
-    def _stream(
-        self, messages: Any, stop: Any = None, *_: Any, **given: Any
-    ) -> Iterator[ChatGenerationChunk]:
+    def _stream(self, messages: Any, stop: Any = None, *_: Any, **given: Any) -> Iterator[Any]:
         with self._calls.chat_here(converted(messages), stop=stop, **given) as chat:
             yield from map(self._chunk, chat)
 
@@ -52,18 +54,17 @@ class ChatAioInfer(calls.HasCalls, BaseChatModel, extra="allow"):
             async for delta in chat:
                 yield self._chunk(delta)
 
-    def _result(self, answer: Answer) -> ChatResult:
+    def _result(self, answer: results.ChatResult) -> ChatResult:
         called, invalid = default_tool_parser(answer.message.get("tool_calls", []))
         message = AIMessage(tool_calls=called, invalid_tool_calls=invalid, **self._said(answer))
         return ChatResult(generations=[ChatGeneration(message=message)])
 
-    def _chunk(self, part: ChatDelta) -> ChatGenerationChunk:
-        made = [
-            tool_call_chunk(name=c.name, args=c.arguments, id=c.id, index=c.index) for c in part.tool_calls
-        ]
+    def _chunk(self, part: results.ChatDelta) -> ChatGenerationChunk:
+        told = part.tool_calls
+        made = [tool_call_chunk(name=c.name, args=c.arguments, id=c.id, index=c.index) for c in told]
         return ChatGenerationChunk(message=AIMessageChunk(tool_call_chunks=made, **self._said(part)))
 
-    def _said(self, part: Answer | ChatDelta) -> dict[str, Any]:
+    def _said(self, part: results.ChatResult | results.ChatDelta) -> dict[str, Any]:
         said: dict[str, Any] = {"content": part.content or ""}
         if part.reasoning:
             said["additional_kwargs"] = {"reasoning_content": part.reasoning}

@@ -76,7 +76,7 @@ class AioInfer(calls.HasCalls, function_calling.FunctionCallingLLM, extra="allow
     def get_tool_calls_from_response(
         self, response: Any, error_on_no_tool_call: bool = True, **_: Any
     ) -> Any:
-        found = [each for each in response.message.blocks if isinstance(each, Call)]
+        found = [e for e in response.message.blocks if isinstance(getattr(e, "tool_kwargs", None), dict)]
         if error_on_no_tool_call and not found:
             raise ValueError(f"the answer calls no tool: {response.message.content!r}")
         return [llm.ToolSelection(**each.model_dump(), tool_id=each.tool_call_id or "") for each in found]

@@ -10,19 +10,20 @@ from typing import Any
 
 from pydantic_ai import messages as ai
 from pydantic_ai.models import Model, StreamedResponse
-from pydantic_ai.models._tool_choice import resolve_tool_choice
 from pydantic_ai.profiles import ModelProfile
 from pydantic_ai.usage import RequestUsage
 
 from aioinfer.integrations import calls
 
 __all__ = ["AioInferModel"]
+#: read below, or by pydantic-ai; others that are no arguments of chats are refused
+_READ = {"extra_body", "first_event_timeout", "framing_announcement", "request_timeout", "stop_sequences"}
 
 
 class AioInferModel(Model[None]):
     """A model. Its keywords, settings and their ``extra_body`` are those of :class:`.calls.Calls`."""
 
-    unsupported_settings = frozenset({"extra_headers", "max_retries", "service_tier", "timeout"})
+    unsupported_settings = frozenset({"extra_headers", "max_retries", "timeout"})
     system, model_name = "aioinfer", ""
 
     def __init__(self, engine: Any, *, settings: Any = None, profile: Any = None, **usual: Any) -> None:
@@ -41,15 +42,14 @@ class AioInferModel(Model[None]):
     async def request_stream(
         self, messages: Any, model_settings: Any, model_request_parameters: Any, run_context: Any = None
     ) -> AsyncGenerator[Any]:
-        settings, asked = self.prepare_request(model_settings, model_request_parameters)
-        settings = {} if settings is None else dict(settings)
-        given = {name: value for name, value in settings.items() if name in calls.NAMES}
-        given |= {"stop": settings.get("stop_sequences"), **settings.get("extra_body", {})}
-        choice, tools = resolve_tool_choice(settings, asked), [*asked.declared_tool_defs.values()]
-        if isinstance(choice, tuple):
-            choice, tools = choice[0], [each for each in tools if each.name in choice[1]]
-        told = [{**vars(each), "parameters": each.parameters_json_schema} for each in tools]
-        given |= calls.offer(told, choice if tools else None)
+        settings = {**(self.settings or {}), **(model_settings or {})}
+        _, asked = self.prepare_request(model_settings, model_request_parameters)
+        given = {name: settings[name] for name in settings.keys() - _READ - self.unsupported_settings}
+        given |= {"stop": settings.get("stop_sequences", given.get("stop")), **settings.get("extra_body", {})}
+        tools, outputs = asked.declared_tool_defs, [each.name for each in asked.output_tools]
+        choice, left = calls.chosen(given.get("tool_choice"), [*tools], outputs, text=asked.allow_text_output)
+        told = [{**vars(tools[e]), "parameters": tools[e].parameters_json_schema} for e in tools if e in left]
+        given |= calls.offer(told, choice)
         if asked.output_mode == "native":
             given["response_format"] = calls.closed(asked.output_object.json_schema)
         found = [each for message in messages for each in _read(message)]

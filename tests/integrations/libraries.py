@@ -9,7 +9,10 @@ from types import ModuleType
 
 import pytest
 
-__all__ = ["LIBRARIES", "require"]
+__all__ = ["LENIENT", "LIBRARIES", "require"]
+
+#: what frameworks deprecate, also of one another, is no failure of ours
+LENIENT = pytest.mark.filterwarnings("default::DeprecationWarning")
 
 #: adapter -> what it needs
 LIBRARIES = {

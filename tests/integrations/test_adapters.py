@@ -15,9 +15,10 @@ from aioinfer.errors import ConfigError
 from aioinfer.parallel.dispatcher import Dispatcher
 from aioinfer.testing import Answer, FakeEngine
 from tests.integrations.drivers import DRIVERS, Driver, dspy, langchain, llama_index, pydantic_ai
+from tests.integrations.libraries import LENIENT
 from tests.tiers import SECONDS, rest
 
-pytestmark = rest(SECONDS)
+pytestmark = [rest(SECONDS), LENIENT]
 
 SUM = "What is 17 + 25?"
 CALLING = Answer("I look.", reasoning="Rome", tool_calls=[("weather", {"city": "Rome"})])
