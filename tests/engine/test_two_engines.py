@@ -19,6 +19,9 @@ from aioinfer.ledger import LEDGER
 from aioinfer.system.memory import Available
 from tests.tiers import PROGRAM, grid, rest
 
+# What a pool has taken is counted in pages, by what Linux says of them.
+pytestmark = pytest.mark.linux
+
 MIB = 1 << 20
 #: bytes of a page of tiny-chat
 PAGE = 48 << 10
@@ -116,7 +119,6 @@ def group() -> Iterator[Path]:
 
 @rest(PROGRAM)
 @pytest.mark.parametrize("how", grid(["tight"], ["one by one", "at once"]))
-@pytest.mark.linux
 def test_in_a_control_group_engines_are_refused_or_survive_a_load_that_fills_their_pools(
     group: Path, how: str
 ) -> None:
