@@ -134,7 +134,7 @@ def _compiler() -> bool:
     except BuildFailed:
         return False
     test = [*command, "-std=c++20", "-fsyntax-only", "-x", "c++", "-"]
-    said = subprocess.run(test, input="#include <bit>\nstatic_assert(std::endian::little);", **_QUIET)
+    said = subprocess.run(test, input="#include <bit>\nstatic_assert(std::has_single_bit(4u));", **_QUIET)
     return "ziglang" not in command and said.returncode == 0
 
 

@@ -22,15 +22,16 @@ from aioinfer.model.quantization import Quantization
 from tests.model.block_models import block_config, write_checkpoint
 from tests.model.checkpoints import make_model
 from tests.model.harness import require
-from tests.native.compilers import unsettled
+from tests.native.compilers import unsettled, unshipped
 
-__all__ = ["unsettled"]
+__all__ = ["unsettled", "unshipped"]
 
 
 def report(config: EngineConfig) -> dict[str, str]:
     return {finding.subject: finding.text for finding in examine(config)}
 
 
+@pytest.mark.usefixtures("unshipped")
 def test_without_a_compiler_the_report_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, unsettled: None
 ) -> None:

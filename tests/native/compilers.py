@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from aioinfer.native import bindings
+from aioinfer.native import bindings, levels
 from aioinfer.native.build import cache_directory
 
-__all__ = ["WORKS", "Compiler", "alive", "calls", "compiler", "left", "unsettled"]
+__all__ = ["WORKS", "Compiler", "alive", "calls", "compiler", "left", "unsettled", "unshipped"]
 
 Compiler = Callable[[str], Path]
 #: writes what it is asked for, and a line into a log of its calls
@@ -41,6 +41,12 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 def unsettled(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has not tried to load kernels."""
     monkeypatch.setattr(bindings, "_loaded", None)
+
+
+@pytest.fixture
+def unshipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A package without compiled kernels, also in a clone that was installed without a compiler."""
+    monkeypatch.setattr(levels, "SHIPPED", tmp_path / "shipped")
 
 
 def calls(path: Path) -> int:

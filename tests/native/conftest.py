@@ -12,9 +12,9 @@ from aioinfer.native.bindings import Kernels
 from aioinfer.native.build import build
 from aioinfer.native.processor import MODELLED
 from tests.model.harness import require
-from tests.native.compilers import compiler, unsettled
+from tests.native.compilers import compiler, unsettled, unshipped
 
-__all__ = ["compiler", "unsettled"]
+__all__ = ["compiler", "unsettled", "unshipped"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

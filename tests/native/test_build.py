@@ -201,6 +201,7 @@ def test_compilers_write_to_the_cache_only(
     assert temporary.startswith(f"{cache}/compiling-")
 
 
+@pytest.mark.usefixtures("unshipped")
 def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("AIOINFER_CACHE", str(tmp_path))
@@ -223,6 +224,7 @@ def test_the_users_cache_is_the_place_where_none_is_named(monkeypatch: pytest.Mo
     assert cache_directory() == Path("/some/home/.cache/aioinfer")
 
 
+@pytest.mark.usefixtures("unshipped")
 def test_without_a_home_the_error_names_the_variable_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AIOINFER_CACHE", "XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)

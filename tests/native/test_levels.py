@@ -181,6 +181,12 @@ def test_a_clone_is_compiled_at_once_only_where_there_is_no_compiler_later(
     assert any("ziglang" in each for each in wheel.get_requires_for_build_editable()) != found
 
 
+def test_a_compiler_that_understands_the_sources_is_recognised() -> None:
+    if shutil.which("g++") is None or os.environ.get("CXX") or os.environ.get("AIOINFER_CXX"):
+        pytest.skip("this machine has no g++, or another compiler is named")
+    assert wheel._compiler()
+
+
 @_patient
 @nightly(PROGRAM)
 def test_a_wheel_has_the_libraries_of_its_platform_and_no_others(tmp_path: Path) -> None:
