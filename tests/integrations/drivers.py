@@ -6,6 +6,7 @@ A driver imports its framework when it is made: without ``--rest`` none is impor
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -29,37 +30,37 @@ class Said:
     reason: Any
 
 
-class Driver:
+class Driver(ABC):
     """``given``: keyword arguments of the adapter."""
 
     def __init__(self, engine: Any, **given: Any) -> None:
         self.ours = require(type(self).__name__)
         self.model = self.make(engine, given)
 
-    def make(self, engine: Any, given: dict[str, Any]) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def make(self, engine: Any, given: dict[str, Any]) -> Any: ...
 
-    async def ask(self, text: str, **given: Any) -> Said:
-        raise NotImplementedError
+    @abstractmethod
+    async def ask(self, text: str, **given: Any) -> Said: ...
 
+    @abstractmethod
     def ask_here(self, text: str) -> str:
         """From a thread, which it blocks."""
-        raise NotImplementedError
 
-    def stream(self, text: str) -> AsyncIterator[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def stream(self, text: str) -> AsyncIterator[str]: ...
 
-    def stream_here(self, text: str) -> Iterator[str]:
-        raise NotImplementedError
+    @abstractmethod
+    def stream_here(self, text: str) -> Iterator[str]: ...
 
+    @abstractmethod
     async def typed(self, text: str, kind: Any) -> Any:
         """An instance of a pydantic model."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def turns(self, text: str, *, streamed: bool) -> tuple[str, Any, str]:
         """The name and the arguments of the call that the first answer makes of :func:`weather`, and the
         second answer, to what that returned."""
-        raise NotImplementedError
 
 
 class langchain(Driver):
