@@ -179,6 +179,10 @@ class ByteCache(Generic[_KeyT, _ValueT]):
     def __len__(self) -> int:
         return len(self._kept)
 
+    def __contains__(self, key: _KeyT) -> bool:
+        """Whether a value is kept; it does not count as used."""
+        return key in self._kept
+
     @property
     def bytes(self) -> int:
         """Bytes of all values that are kept."""

@@ -66,7 +66,8 @@ LAYERS: list[set[str]] = [
     # config values from text, variables and files
     {"text", "cache", "native"},
     # where a model comes from, and how its files are read; copies and checks of a caller's data
-    {"checkpoint", "inputs"},
+    # pages of KV outside the device
+    {"checkpoint", "inputs", "tiers"},
     # what was promised of the memory
     {"ledger"},
     # what differs between operating systems
@@ -78,7 +79,7 @@ LAYERS: list[set[str]] = [
 ]
 
 #: rooms in pure Python: neither they nor what they import load these at module level
-PURE = ("scheduling", "cache")
+PURE = ("scheduling", "cache", "tiers")
 HEAVY = {"torch", "asyncio"}
 
 
