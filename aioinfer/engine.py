@@ -188,7 +188,10 @@ class Engine(EngineLike):
         await adapters.load_all(config.adapter_paths)
         found = await intake.run(ChatFormat.of, tokenizer, config.tool_call_parser, config.reasoning_parser)
         self.default_params, self.sentences, self._chat_format = defaults, sentences, found
+        store = await intake.run(factory.page_store, config, info)
         runtime = Runtime(config, core, launcher, intake, adapters)
+        if store is not None:
+            runtime.transfers.attach(store, behind=True)
         if self._measuring is not None:
             runtime.measure(self._measuring)
         observing.observe(runtime, self.config, runtime.stats)
@@ -297,6 +300,21 @@ class Engine(EngineLike):
         uid = 0 if adapter is None else core.adapters.find(adapter).uid
         namespace = Namespace(cache_salt, uid, core.weight_version)
         return core.scheduler.memory.cached_tokens(token_ids, namespace)
+
+    async def store_prefix(
+        self, token_ids: Sequence[int], *, cache_salt: str = "", adapter: str | None = None
+    ) -> int:
+        """Put the cached pages of these tokens into the engine's page stores, such as the one in
+        ``prefix_cache_dir``; returns how many of the tokens these have then, from the first on.
+
+        What is cached is stored anyway, a little later; this returns when it is. Raises InvalidRequest,
+        EngineClosed, EngineFailed, WrongLoop.
+        """
+        runtime = self._serving()
+        version = None if adapter is None else runtime.core.adapters.find(adapter)
+        uid, fingerprint = (0, "") if version is None else (version.uid, version.fingerprint)
+        namespace = Namespace(cache_salt, uid, runtime.core.weight_version)
+        return await runtime.transfers.store(token_ids, namespace, fingerprint)
 
     # -- adapters -------------------------------------------------------------------------------
 

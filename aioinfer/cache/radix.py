@@ -170,6 +170,12 @@ class RadixTree:
             node = self._split(node, common)
         return self._lock_at(node, matched)
 
+    def lock_node(self, node: Node) -> Lock:
+        """Lock the prefix that ends with a node. Raises RuntimeError: it is not matched any more."""
+        if node.detached or node.stamp < 0:
+            raise RuntimeError("this node has left the tree")
+        return self._lock_at(node, sum(len(each.key) for each in upwards(node)))
+
     def _lock_at(self, node: Node, matched: int) -> Lock:
         self._hold(node, None)
         self.num_locks += 1

@@ -130,6 +130,14 @@ class EngineConfig(Settings):
         0.85, "memory", "share of GPU memory for weights and KV", Bounds(0, 1, low_open=True)
     )
     prefix_cache: bool = option(True, "memory", "reuse the KV of common prefixes")
+    #: Files of pages of computed prefixes, found again after a restart, and by other processes that share the
+    #: directory. Who can read it can learn from it what was computed.
+    prefix_cache_dir: str | None = option(
+        None, "memory", "directory that keeps the KV of prefixes; several engines may share it; CPU only"
+    )
+    prefix_cache_disk_gib: float = option(
+        16.0, "memory", "size of that directory in GiB; the least recently used files are removed", POSITIVE
+    )
     #: Of a model with recurrent state, whose cached prefixes can be used up to a kept state only. Default: a
     #: quarter of the memory budget at most, and 4 per running request at most.
     state_snapshots: int | None = option(

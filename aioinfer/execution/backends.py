@@ -34,6 +34,7 @@ from aioinfer.execution.device import CompletedFlight, DeviceLost, Flight, StepO
 from aioinfer.execution.graph_shapes import GraphShapes
 from aioinfer.execution.graphs import Graph
 from aioinfer.execution.packed import PackedStep
+from aioinfer.execution.page_memory import PageMemory
 from aioinfer.execution.runner import Runner
 from aioinfer.ledger import Share
 from aioinfer.observe.timeline import DeviceLane, now
@@ -49,6 +50,8 @@ class Backend(Protocol):
 
     #: of the steps that are replayed
     graphs: GraphShapes
+    #: None: not in the memory of the host
+    pages: PageMemory | None
 
     def launch(self, packed: PackedStep) -> Flight: ...
 
@@ -92,6 +95,10 @@ class CpuBackend:
         self._runner = runner
         self._steps = steps
         self._transfer = Direct(torch.device("cpu"))
+        tensors = getattr(runner.attention, "page_tensors", None)
+        states = [] if runner.states is None else runner.states.tensors
+        kind = type(runner.attention).__name__
+        self.pages = None if tensors is None else PageMemory(kind, tensors, states)
 
     def launch(self, packed: PackedStep) -> Flight:
         try:
@@ -182,6 +189,7 @@ class _Place:
 class CudaBackend:
     """Forward stream, copy stream, and a ring of pinned buffers, each with its own events."""
 
+    pages: PageMemory | None = None
     #: two more than the steps in flight, so that launching never waits for a place
     RING = KEPT
 

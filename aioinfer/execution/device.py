@@ -6,7 +6,7 @@ Implemented by :mod:`aioinfer.execution.torch_device` on ``cpu`` and on ``cuda``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
@@ -27,6 +27,7 @@ __all__ = [
     "DeviceInfo",
     "DeviceLost",
     "Flight",
+    "HostPages",
     "Progress",
     "StepOutOfMemory",
     "StepResult",
@@ -79,6 +80,10 @@ class DeviceInfo:
     threads: int = 0
     #: bytes of the KV pool
     kv_bytes: int = 0
+    #: bytes of a page, if the host reaches them (HostPages); 0: it does not
+    page_bytes: int = 0
+    #: of these bytes and those of recurrent states, the order: pages of one layout can be copied
+    page_layout: str = ""
     #: numbers of a hidden state; None: the model gives none
     hidden_size: int | None = None
     #: of a classifier, how many classes it knows
@@ -236,6 +241,18 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
+
+
+@runtime_checkable
+class HostPages(Device, Protocol):
+    """A device whose KV pages lie in the memory of the host."""
+
+    def page_views(self, page: int) -> Sequence[memoryview]:
+        """The bytes of a page, in pieces of a fixed order, which may be written to. On any thread, while
+        steps compute: of pages that no launched step writes, and to write them, that none reads either."""
+
+    def state_views(self, cell: int) -> Sequence[memoryview]:
+        """The same of a cell of recurrent state; see :mod:`aioinfer.model.state`."""
 
 
 @runtime_checkable

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     from aioinfer.execution.backends import Backend
     from aioinfer.execution.build import Parts
+    from aioinfer.execution.page_memory import PageMemory
     from aioinfer.execution.sizing import PoolSize
     from aioinfer.model.adapters.base import AdapterSlots, PreparedAdapter
     from aioinfer.model.backend import Backend as Choice
@@ -64,6 +65,7 @@ class TorchDevice:
         self._packer: Packer | None = None
         self._model: CausalLM | None = None
         self._backend: Backend | None = None
+        self._pages: PageMemory | None = None
         self._grammars = GrammarWorker(config.grammar_patience)
         self.lane = DeviceLane()
         self._adapters: AdapterSlots | None = None
@@ -122,6 +124,7 @@ class TorchDevice:
                 raise
             raise OutOfMemory(f"the model and its KV pages do not fit: {error}") from error
         self.lane.parts = lambda: dict(model.seconds)
+        self._pages = self._backend.pages
         self.synchronous = device.type == "cpu"
         self._packer = parts.packer(size.max_model_len, self._backend.graphs)
         self._adapters, reason = _adapters(model, self._config)
@@ -157,6 +160,8 @@ class TorchDevice:
             description=_describe(spec, device, size.num_pages * config.positions_per_page, attention.name)
             + (" in fp8" if config.kv_dtype == "fp8" else ""),
             page_size=config.positions_per_page,
+            page_bytes=0 if self._pages is None else self._pages.page_bytes,
+            page_layout="" if self._pages is None else self._pages.layout,
             block_size=spec.block_size,
             mask_token_id=spec.mask_token_id,
             implementation="transformers" if spec.fallback_reason else "own",
@@ -303,6 +308,14 @@ class TorchDevice:
         if self._backend is not None:
             self._backend.synchronize()
 
+    def page_views(self, page: int) -> list[memoryview]:
+        assert self._pages is not None, "its pages are on another device"
+        return self._pages.page_views(page)
+
+    def state_views(self, cell: int) -> list[memoryview]:
+        assert self._pages is not None, "its states are on another device"
+        return self._pages.state_views(cell)
+
     def check(self) -> None:
         if self._backend is None:
             raise DeviceLost("the device is closed")
@@ -311,7 +324,7 @@ class TorchDevice:
     def close(self) -> None:
         if self._backend is not None:
             self._backend.close()
-        self._backend = self._model = None
+        self._backend = self._model = self._pages = None
         self._packer = None
         self._adapters = None
         self._weights.clear()

@@ -33,6 +33,7 @@ from aioinfer.scheduling.adapters import AdapterRegistry, AdapterVersion
 from aioinfer.scheduling.block_batch import draft_of
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import PolicyFailed
+from aioinfer.scheduling.rates import TransferRates
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.sequence import ParkedFor, Sequence
 from aioinfer.scheduling.speculation import Speculation
@@ -75,6 +76,7 @@ class Core:
         "holding_back",
         "info",
         "preparing",
+        "rates",
         "scheduler",
         "texts",
         "tokenizer",
@@ -111,6 +113,8 @@ class Core:
         #: requests that arrive wait for an update of the weights
         self.holding_back = False
         self.scheduler = self._new_scheduler()
+        #: of reading pages and of computing them
+        self.rates = TransferRates()
         #: seconds; of request metrics
         self.clock = clock
         self.texts = self._new_texts()
@@ -366,6 +370,8 @@ class Core:
         from that."""
         self.scheduler.queues.batch.timed(step, seconds)
         self.scheduler.times.observe(step, seconds)
+        if step.prefilling:
+            self.rates.computed(step.prefill_tokens, seconds)
 
     def catch_up(self, seconds: float) -> list[Sequence]:
         """Search for stop patterns in the text of steps that are resolved; returns the updated requests."""

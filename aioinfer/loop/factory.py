@@ -21,6 +21,7 @@ from aioinfer.system.support import check_system
 if TYPE_CHECKING:
     from aioinfer.execution.launcher import Launcher
     from aioinfer.text.tokenizer import Tokenizer
+    from aioinfer.tiers.store import PageStore
 
 __all__ = [
     "completed",
@@ -31,6 +32,7 @@ __all__ = [
     "located",
     "make_device",
     "make_launcher",
+    "page_store",
     "with_end_tokens",
 ]
 
@@ -142,6 +144,17 @@ def sentences(config: EngineConfig) -> Sentences:
     """Recommendations of the model's files for embeddings. Blocks. Raises ConfigError."""
     checkpoint = _checkpoint(config)
     return Sentences() if checkpoint is None else Sentences.of(checkpoint.path)
+
+
+def page_store(config: EngineConfig, info: DeviceInfo) -> PageStore | None:
+    """The store in the directory that the config names. Blocks: its files are listed. Raises ConfigError."""
+    if config.prefix_cache_dir is None:
+        return None
+    from aioinfer.tiers.directory import DirectoryStore
+
+    if not info.page_bytes:
+        raise ConfigError("prefix_cache_dir: KV pages in the memory of a GPU cannot be stored yet")
+    return DirectoryStore(config.prefix_cache_dir, int(config.prefix_cache_disk_gib * 2**30))
 
 
 def with_end_tokens(info: DeviceInfo, tokenizer: Tokenizer | None) -> DeviceInfo:

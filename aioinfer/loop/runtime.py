@@ -15,6 +15,7 @@ from aioinfer.loop.observing import measure
 from aioinfer.loop.options import Prepared
 from aioinfer.loop.pacing import Pace
 from aioinfer.loop.service import EngineState, OpenRequest, Service
+from aioinfer.loop.transfers import PageTransfers
 from aioinfer.loop.tuning import Tuning
 from aioinfer.loop.updating import Updates
 from aioinfer.observe.stats import EngineStats
@@ -85,6 +86,9 @@ class Runtime(Service[_Open]):
             end=self.end_sequence,
             lost=self.lost,
             check=self.check_serving,
+        )
+        self.transfers = PageTransfers(
+            core, launcher.device, intake.loop, wake=self.driver.wake, lost=self.lost
         )
         launcher.watch(self.lost)
         self._closing: asyncio.Task[None] | None = None
@@ -246,6 +250,7 @@ class Runtime(Service[_Open]):
             steps.push_async_callback(self.adapters.aclose)
             steps.push_async_callback(self.updates.aclose)
             steps.push_async_callback(self.launcher.aclose)
+            steps.push_async_callback(self.transfers.aclose, drain)
             steps.callback(self._intake.close)
             steps.callback(self.tuning.undo)
             steps.callback(self.driver.stop)
@@ -266,12 +271,13 @@ class Runtime(Service[_Open]):
         self.state = EngineState.CLOSED
         self.tuning.undo()
         self._intake.close()
+        self.transfers.close()
         for cell in self.open:
             cell.output.refuse(EngineClosed("the event loop of the engine was closed"))
         self.open.clear()
         self.core.preparing.close()
         self.observers.closed()
-        del self.core, self.driver, self.launcher, self.adapters, self.updates
+        del self.core, self.driver, self.launcher, self.adapters, self.updates, self.transfers
 
     # -- observing ------------------------------------------------------------------------------
 

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from aioinfer.cache.radix import Lock, Snapshot
+
+if TYPE_CHECKING:
+    from aioinfer.scheduling.arrivals import Arrival
 
 __all__ = ["Allocation", "StateSnapshots"]
 
@@ -39,11 +43,13 @@ class Allocation:
 
     __slots__ = (
         "announced",
+        "arrival",
         "cacheable",
         "cached_pages",
         "hit",
         "last_step",
         "lock",
+        "names",
         "pages",
         "partings",
         "sent_pages",
@@ -61,6 +67,10 @@ class Allocation:
         self.cacheable = True
         #: result of the last lookup in the cache; kept by Memory
         self.hit: tuple[int, int, int, object] = (-1, 0, 0, None)
+        #: fills pages of it, until when nothing is computed; None: nothing does
+        self.arrival: Arrival | None = None
+        #: of its pages, as far as something wanted them: see :mod:`aioinfer.cache.names`
+        self.names: list[bytes] = []
         #: the device side knows the request's parameters
         self.announced = False
         #: how many of ``pages`` the device side knows

@@ -13,7 +13,8 @@ __all__ = ["audit", "check", "check_idle"]
 def check(scheduler: Scheduler) -> None:
     """Assert conservation of pages and slots, in O(1)."""
     scheduler.memory.check()
-    assert scheduler.memory.slots.private == len(scheduler.queues.running)
+    memory = scheduler.memory
+    assert memory.slots.private == len(scheduler.queues.running) + memory.transfers.slots
 
 
 def check_idle(scheduler: Scheduler) -> None:
@@ -21,11 +22,13 @@ def check_idle(scheduler: Scheduler) -> None:
     check(scheduler)
     memory = scheduler.memory
     assert not scheduler.queues.has_unfinished
-    assert not memory.pages.private, f"{memory.pages.private} pages belong to no request"
+    private = memory.pages.private - memory.transfers.pages
+    assert not private, f"{private} pages belong to no request"
     assert not memory.pages.fenced, f"{memory.pages.fenced} pages wait for a step that is not there"
     pool = None if memory.states is None else memory.states.pool
     assert pool is None or not pool.private + pool.fenced, "a snapshot belongs to no request"
-    assert memory.tree is None or not memory.tree.num_locks, "a prefix is locked by no request"
+    locks = 0 if memory.tree is None else memory.tree.num_locks - len(memory.transfers.departures)
+    assert not locks, "a prefix is locked by no request"
     assert not scheduler.queues.queued_tokens
 
 
@@ -39,6 +42,9 @@ def audit(scheduler: Scheduler) -> None:
         assert sequence.key in scheduler.queues.prefilling or sequence.key not in scheduler.queues.growing
         places = sequence.cursor.in_batch + (sequence.key in scheduler.queues.prefilling)
         assert places <= 1
+        arriving = sequence.kv.arrival is not None
+        assert not (places and arriving), "it computes before its pages have arrived"
+        assert arriving == (sequence.key in scheduler.queues.arriving)
         assert not (places and sequence.parked)
         assert sequence.cursor.computed <= len(sequence.kv.pages) * size, (
             "a position is computed without a page"

@@ -14,21 +14,34 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Hashable, Iterable
+from typing import Protocol
 
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import Lock, Node, RadixTree, token_key
 from aioinfer.cache.slots import SlotPool
 from aioinfer.cache.snapshots import SnapshotPool, SnapshotTree
+from aioinfer.scheduling.arrivals import Arrival, Departure, Transfers
 from aioinfer.scheduling.sequence import Sequence
 from aioinfer.scheduling.states import StateCells
 
-__all__ = ["Memory"]
+__all__ = ["Memory", "PageFinder"]
+
+
+class PageFinder(Protocol):
+    """What the scheduler asks for pages that are computed already, though not in this memory."""
+
+    def find(self, sequence: Sequence) -> Arrival | None:
+        """Begin to fill the pages of an admitted request that follow its cached ones; None if nothing has
+        them, or computing them is faster. :meth:`RequestQueues.landed` ends it."""
+
+    def committed(self, sequence: Sequence, start: int, stop: int) -> None:
+        """The pages [start, stop) of a running request are in the cache now, at the end of its lock."""
 
 
 class Memory:
     """Pages, slots and, unless ``prefix_cache`` is off, the tree of prefixes."""
 
-    __slots__ = ("hit_tokens", "pages", "queried_tokens", "slots", "states", "tree")
+    __slots__ = ("finder", "hit_tokens", "pages", "queried_tokens", "slots", "states", "transfers", "tree")
 
     def __init__(
         self,
@@ -54,6 +67,9 @@ class Memory:
                 tree = SnapshotTree(pages.page_size, SnapshotPool(snapshots))
             self.tree = tree
             self.states = StateCells(slots.total, pages.page_size, tree, snapshot_tokens)
+        #: finds pages elsewhere; None: nothing is looked for
+        self.finder: PageFinder | None = None
+        self.transfers = Transfers()
         #: tokens of admitted requests, and how many of them were in the cache
         self.queried_tokens = 0
         self.hit_tokens = 0
@@ -72,8 +88,8 @@ class Memory:
 
     @property
     def returning(self) -> bool:
-        """Pages come back by themselves when steps in flight resolve."""
-        return bool(self.pages.fenced or self.evictable)
+        """Pages come back by themselves when steps in flight resolve, or workers are done."""
+        return bool(self.pages.fenced or self.evictable or self.transfers)
 
     @property
     def snapshots_cached(self) -> int:
@@ -182,6 +198,8 @@ class Memory:
         if sequence.kv.lock.num_pages != stop:
             return False  # the prefix was flushed while it was being computed
         sequence.kv.cached_pages = stop
+        if self.finder is not None:
+            self.finder.committed(sequence, start, stop)
         doubles = [mine for mine, theirs in zip(own, kept, strict=True) if mine != theirs]
         self.pages.keep(len(own) - len(doubles))
         if not doubles:
@@ -197,11 +215,49 @@ class Memory:
         self.commit(sequence, fence)
         if self.states is not None:
             self.states.release(sequence)
-        self.pages.give(sequence.kv.pages[sequence.kv.cached_pages :], fence)
-        self._unlock(sequence.kv.lock, fence)
-        self.slots.give((sequence.kv.slot,), fence)
-        sequence.kv.pages, sequence.kv.cached_pages = [], 0
-        sequence.kv.slot, sequence.kv.lock = 0, None
+        kv, kept = sequence.kv, 0
+        if kv.arrival is not None:
+            kept = self.transfers.abandon(kv.arrival)
+        self.pages.give(kv.pages[kv.cached_pages + kept :], fence)
+        self._unlock(kv.lock, fence)
+        if kv.arrival is None or not kv.arrival.slot:
+            self.slots.give((kv.slot,), fence)
+        kv.pages, kv.cached_pages = [], 0
+        kv.slot, kv.lock, kv.arrival = 0, None, None
+
+    def arrived(self, sequence: Sequence, pages: int) -> None:
+        """The arrival of an admitted request has ended: its next ``pages`` are as if they had been cached."""
+        kv = sequence.kv
+        kv.arrival = None
+        if pages:
+            cached = kv.cached_pages + pages
+            sequence.restart(cached * self.pages.page_size)
+            self.hit_tokens += pages * self.pages.page_size
+            if self.states is not None:
+                self.states.arrived(sequence)
+
+    def reclaim(self, arrival: Arrival) -> None:
+        """An arrival that was abandoned has ended."""
+        self.transfers.abandoned.remove(arrival)
+        self.pages.give(arrival.pages, 0)
+        if arrival.slot:
+            self.slots.give((arrival.slot,), 0)
+
+    def depart(self, lock: Lock) -> Departure:
+        """Something copies the pages of a locked prefix until :meth:`departed`."""
+        snapshot = None if self.states is None else lock.node.snapshot
+        if snapshot is not None:
+            snapshot.readers += 1
+        departure = Departure(lock, snapshot)
+        self.transfers.departures.add(departure)
+        return departure
+
+    def departed(self, departure: Departure) -> None:
+        """Nothing copies these pages any more."""
+        self.transfers.departures.remove(departure)
+        if departure.snapshot is not None:
+            departure.snapshot.readers -= 1
+        self._unlock(departure.lock, 0)
 
     def rewind(self, sequence: Sequence, computed: int) -> int:
         """A running request is to continue from ``computed`` positions, with what is in flight for it void;
@@ -280,6 +336,7 @@ class Memory:
         if self.tree is not None:
             self.tree.check()
             assert self.tree.num_pages == self.pages.cached
+            assert self.tree.num_locks >= len(self.transfers.departures)
         if self.states is not None:
             self.states.check()
 
@@ -288,13 +345,20 @@ class Memory:
         running = list(running)
         cached: list[int] = []
         if self.tree is not None:
-            cached = self.tree.audit(sequence.kv.lock for sequence in running if sequence.kv.lock is not None)
+            locks = [sequence.kv.lock for sequence in running if sequence.kv.lock is not None]
+            cached = self.tree.audit([*locks, *(each.lock for each in self.transfers.departures)])
+        abandoned = self.transfers.abandoned
         for sequence in running:
             if sequence.kv.lock is not None:
                 assert sequence.kv.lock.pages() == sequence.kv.pages[: sequence.kv.cached_pages], sequence
         self.pages.audit(
-            (page for sequence in running for page in sequence.kv.pages[sequence.kv.cached_pages :]), cached
+            [
+                *(page for sequence in running for page in sequence.kv.pages[sequence.kv.cached_pages :]),
+                *(page for arrival in abandoned for page in arrival.pages),
+            ],
+            cached,
         )
-        self.slots.audit(sequence.kv.slot for sequence in running)
+        slots = [arrival.slot for arrival in abandoned if arrival.slot]
+        self.slots.audit([*(sequence.kv.slot for sequence in running), *slots])
         if self.states is not None:
-            self.states.audit(running)
+            self.states.audit(running, self.transfers.departures)

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from aioinfer.outputs import FinishReason
 from aioinfer.scheduling.admission import PrefixLeaders
+from aioinfer.scheduling.arrivals import Arrival
 from aioinfer.scheduling.counters import SchedulerCounters
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import Policy, PolicyFailed
@@ -96,12 +97,13 @@ class RunningBatch(Protocol):
 class RequestQueues:
     """All requests that have not ended.
 
-    A request that runs is in one of three places: ``prefilling`` while some of its known tokens are not
-    planned, in the ``batch`` while it wants more tokens, or in neither: parked, or waiting for its last token
-    to be read.
+    A request that runs is in one of four places: ``arriving`` while its first pages are filled by something
+    else than a step, ``prefilling`` while some of its known tokens are not planned, in the ``batch`` while it
+    wants more tokens, or in none: parked, or waiting for its last token to be read.
     """
 
     __slots__ = (
+        "arriving",
         "batch",
         "counters",
         "growing",
@@ -121,6 +123,7 @@ class RequestQueues:
         self.waiting = waiting
         #: requests with slot and pages, in the order of admission
         self.running: dict[int, Sequence] = {}
+        self.arriving: dict[int, Sequence] = {}
         self.prefilling: dict[int, Sequence] = {}
         #: of these, the ones whose pages do not hold all their known tokens: their grammar forced some
         self.growing: dict[int, Sequence] = {}
@@ -238,6 +241,8 @@ class RequestQueues:
         self.queued_tokens -= sequence.length
 
     def _prefill_rest(self, sequence: Sequence) -> None:
+        if sequence.kv.arrival is not None:
+            return  # when that has landed
         self.prefilling[sequence.key] = sequence
         if len(sequence.kv.pages) < self.memory.pages.pages_for(sequence.length):
             self.growing[sequence.key] = sequence
@@ -261,8 +266,28 @@ class RequestQueues:
             sequence.output.cached_tokens = sequence.cursor.computed
         self.counters.admitted += 1
 
+    def arrive(self, arrival: Arrival) -> None:
+        """Pages of an admitted request are being filled: it is planned when they have landed."""
+        sequence = self.prefilling.pop(arrival.key)
+        sequence.kv.arrival = arrival
+        self.arriving[arrival.key] = sequence
+
+    def landed(self, arrival: Arrival, pages: int) -> None:
+        """An arrival has ended, with its first ``pages`` filled; of one with a state all or none."""
+        if arrival.abandoned:
+            self.memory.reclaim(arrival)
+            return
+        sequence = self.arriving.pop(arrival.key)
+        self.memory.arrived(sequence, pages)
+        if not sequence.recovery.retractions:
+            sequence.output.cached_tokens = sequence.cursor.computed
+        if not sequence.parked:
+            self._prefill_rest(sequence)
+        self.share(sequence)
+
     def _leave(self, sequence: Sequence) -> None:
         self._stop_computing(sequence)
+        self.arriving.pop(sequence.key, None)
         del self.running[sequence.key]
         self.waiting.stopped(sequence)
         self.memory.release(sequence)

@@ -264,7 +264,7 @@ class Scheduler:
                     break
                 admitted = True
                 reserve.add(sequence)
-                rows = self._chunk(sequence, budget, most)
+                rows = [] if sequence.kv.arrival is not None else self._chunk(sequence, budget, most)
             except Exception as error:
                 self.faults.end([sequence], error)
                 continue
@@ -288,6 +288,11 @@ class Scheduler:
                 return False
             self._retract(victim)
         queues.admitted(sequence)
+        finder = queues.memory.finder
+        if finder is not None and not failed_before(sequence):
+            arrival = finder.find(sequence)
+            if arrival is not None:
+                queues.arrive(arrival)
         return True
 
     def _retract(self, sequence: Sequence) -> None:
@@ -353,7 +358,7 @@ class Scheduler:
         """Pages that are kept back for the running requests."""
         batch, clip = self.queues.batch, self.config.clip_new_tokens
         reserve = Reserve(self.memory, self.ratio.value, clip, len(batch), batch.expected_tokens(clip))
-        for sequence in self.queues.prefilling.values():
+        for sequence in (*self.queues.prefilling.values(), *self.queues.arriving.values()):
             reserve.add(sequence)
         return reserve
 
@@ -434,7 +439,7 @@ class Scheduler:
                 return []
             chosen.append(victim)
             gained += len(victim.kv.pages)
-            if victim.cursor.in_batch or victim.key in queues.prefilling:
+            if victim.cursor.in_batch or victim.key in queues.prefilling or victim.key in queues.arriving:
                 reserve.discount(victim)
         return chosen
 

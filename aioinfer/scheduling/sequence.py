@@ -207,6 +207,7 @@ class Sequence:
         """Have weights of this version compute the next token."""
         self.output.weight_version = version
         self.namespace = self.namespace._replace(weights=version)
+        self.kv.names = []
 
     # -- how far it is --------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ deepest snapshot before that position, or from the beginning.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from aioinfer.cache.radix import Snapshot
@@ -27,6 +28,7 @@ from aioinfer.scheduling.allocation import StateSnapshots
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from aioinfer.scheduling.arrivals import Departure
     from aioinfer.scheduling.sequence import Sequence
 
 __all__ = ["StateCells"]
@@ -65,6 +67,10 @@ class StateCells:
         size = self._page_size
         if kv.cacheable:
             self._want(sequence, kv.cached_pages * size, matched * size, *kv.partings.values())
+
+    def arrived(self, sequence: Sequence) -> None:
+        """The state that an admitted request starts from has arrived in its slot's cell."""
+        self._leave_source(sequence)
 
     def part(self, leader: Sequence, sequence: Sequence) -> None:
         """``request`` waits until ``leader`` has computed what both begin with: let a snapshot be taken where
@@ -213,16 +219,16 @@ class StateCells:
         if self.pool is not None:
             self.pool.check()
 
-    def audit(self, running: Iterable[Sequence]) -> None:
+    def audit(self, running: Iterable[Sequence], departures: Iterable[Departure] = ()) -> None:
         """Assert by walking that every snapshot is where it should be; the tree was audited already."""
-        readers: dict[Snapshot, int] = {}
+        readers = Counter(each.snapshot for each in departures if each.snapshot is not None)
         private: list[int] = []
         for sequence in running:
             states = sequence.kv.states
             assert states is not None, sequence
             private += [snapshot.item for snapshot in states.private()]
             if states.source is not None:
-                readers[states.source] = readers.get(states.source, 0) + 1
+                readers[states.source] += 1
                 assert states.source.position == sequence.cursor.computed, sequence
             for snapshot in states.taken:
                 assert snapshot.node is None, "a snapshot is private and shared"

@@ -17,6 +17,7 @@ from aioinfer.execution.device import DeviceLost, StepOutOfMemory
 from aioinfer.loop.updating import UpdateMode
 from aioinfer.request import Output
 from aioinfer.scheduling.audit import audit, check_idle
+from aioinfer.scheduling.rates import TransferRates
 from aioinfer.stream import Stream
 from aioinfer.testing import VirtualLoop
 from tests.engine.block_worlds import make_block_world
@@ -24,6 +25,13 @@ from tests.engine.laws import LawChecker, watch
 from tests.engine.worlds import VOCAB, Claim, Injected, World, make_world, of_prompt
 from tests.speculation.drafters import name_of
 from tests.toys import ToyTokenizer
+
+
+class Eager(TransferRates):
+    """Whatever can be read is read."""
+
+    def reading_pays(self) -> bool:
+        return True
 
 
 async def lifetime(world: World, number: int) -> None:
@@ -230,7 +238,8 @@ async def operate(world: World) -> None:
     while True:
         await asyncio.sleep(dice.expovariate(1 / 0.02))
         try:
-            match dice.choices(["pause", "flush", "look", "retract", "park"], [3, 1, 3, 3, 3])[0]:
+            flushes = 1 if world.store is None else 12
+            match dice.choices(["pause", "flush", "look", "retract", "park"], [3, flushes, 3, 3, 3])[0]:
                 case "pause":
                     await world.engine.pause()
                     assert not world.engine.stats().steps_in_flight
@@ -298,6 +307,13 @@ def retract_one(engine: Engine) -> None:
 
 async def run_world(world: World, lifetimes: int) -> LawChecker:
     await world.engine.start()
+    runtime = world.engine._started()
+    if runtime.core.scheduler.memory.tree is None:
+        world.store = None  # snapshots are not kept, and so no prefixes
+    if world.store is not None:
+        runtime.transfers.attach(world.store, behind=True)
+        if world.device.page_size < 8:  # else reading is slower than the toy
+            runtime.core.rates = Eager()
     checker = watch(world.engine)
     assert world.engine.ready
     operators = [asyncio.ensure_future(operate(world)), asyncio.ensure_future(renew(world))]
@@ -331,7 +347,7 @@ async def settle(engine: Engine) -> None:
     await asyncio.sleep(0)
     in_flight = engine.stats().steps_in_flight
     assert in_flight <= (1 if engine.config.overlap_steps is None else engine.config.overlap_steps) + 1
-    while engine.stats().steps_in_flight:
+    while engine.stats().steps_in_flight or scheduler.memory.transfers:
         await asyncio.sleep(0.001)
     stats = engine.stats()
     assert stats.pages_free + stats.pages_cached == stats.pages_total, stats

@@ -18,6 +18,7 @@ from aioinfer.pooling import KINDS, Pooling
 from aioinfer.scheduling.step import Row, Step
 from aioinfer.testing import TimedLauncher
 from tests.engine.adapting import Adapting
+from tests.engine.stores import FlakyStore
 from tests.speculation.drafters import KINDS as DRAFTERS
 from tests.speculation.drafters import Guesser
 from tests.toys import ToyDevice, ToyTokenizer, toy_generate
@@ -73,6 +74,8 @@ class World:
     adapters: Adapting | None = None
     #: seconds between two updates of the weights; None: there are none
     renewal: float | None = None
+    #: keeps pages besides the engine; None: nothing does
+    store: FlakyStore | None = None
 
 
 #: policy, admission, mixed, prefix cache
@@ -189,10 +192,17 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
     tokenizer = ToyTokenizer(VOCAB, looks_up=seed % 2 == 1)
     engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: tokenizer, drafter=drafter)
     renewal = random.Random(seed + 6).choice([None, 0.01, 0.05, 0.2])
+    store = None
+    storing = random.Random(seed + 8)
+    if prefix_cache and storing.random() < 0.7:
+        renewal = storing.choice([None, None, renewal])  # pages of later weights are not stored
+        most = storing.choice([1, 4, 30, 1000])
+        store = FlakyStore(storing, most, storing.choice([0.0, 0.05, 0.3]))
     return World(
         *(rng, engine, device, launcher, random_params, verify, random_prefills),
         adapters=adapting,
         renewal=renewal,
+        store=store,
     )
 
 

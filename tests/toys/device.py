@@ -149,6 +149,8 @@ class ToyDevice:
             num_pages=self._num_pages,
             eos_token_ids=frozenset({0}),
             description="toy",
+            page_bytes=16 * self.page_size,
+            page_layout="toy",
             hidden_size=3,
             num_snapshots=self._snapshots,
             max_adapters=self._max_adapters,
@@ -262,6 +264,15 @@ class ToyDevice:
         self.weights = prepared
         if self._states is not None:
             self._states.beginning = beginning(prepared)
+
+    def page_views(self, page: int) -> list[memoryview]:
+        """As in HostPages: what the cells of a page hold, and how it is tainted."""
+        cells = slice(page * self.page_size, (page + 1) * self.page_size)
+        return [array[cells].data.cast("B") for array in (self._position, self._state)]
+
+    def state_views(self, cell: int) -> list[memoryview]:
+        assert self._states is not None
+        return [self._states.cells[cell].data.cast("B")]
 
     def check(self) -> None:
         if self.lost:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from aioinfer.errors import ConfigError
 from aioinfer.scheduling.step import Row
 
 __all__ = ["TaintError", "ToyStates", "number_in"]
+
+
+_JUNK = -1
 
 
 class TaintError(AssertionError):
@@ -24,12 +29,12 @@ def number_in(weights: Any) -> int:
 
 
 class ToyStates:
-    """By cell, how many tokens it stands for and their hash; None: junk. See :mod:`aioinfer.model.state`."""
+    """By cell, how many tokens it stands for and their hash. See :mod:`aioinfer.model.state`."""
 
     def __init__(self, num_slots: int, num_snapshots: int) -> None:
         #: the hash of nothing
         self.beginning = 0
-        self._cells: list[tuple[int, int] | None] = [None] * (num_slots + num_snapshots + 1)
+        self.cells = np.full((num_slots + num_snapshots + 1, 2), _JUNK, np.int64)
 
     def check(self, rows: Sequence[Row]) -> None:
         """Raise TaintError if a row writes a cell that another row of the step accesses."""
@@ -37,21 +42,21 @@ class ToyStates:
         if len(writers) < len(rows):
             raise TaintError("two rows of a step write the same cell of state")
         for row in rows:
-            if not 0 < row.state_write < len(self._cells):
+            if not 0 < row.state_write < len(self.cells):
                 raise TaintError(f"{row.sequence}: writes cell {row.state_write} of state")
             if writers.get(row.state_read, row) is not row:
                 raise TaintError(f"{row.sequence}: another row writes the cell of state that it reads")
 
     def read(self, row: Row, state: int) -> None:
         """Raise TaintError unless a row starts from the state of its own tokens, whose hash is ``state``."""
-        found = self._cells[row.state_read] if row.state_read else (0, self.beginning)
-        if found != (row.start, state):
+        found = self.cells[row.state_read].tolist() if row.state_read else [0, self.beginning]
+        if found != [row.start, state]:
             raise TaintError(f"{row.sequence}: starts from a state that is not of its own {row.start} tokens")
 
     def write(self, row: Row, state: int) -> None:
         """A row leaves the state whose hash is ``state``."""
-        self._cells[row.state_write] = row.kv_length, state
+        self.cells[row.state_write] = row.kv_length, state
 
     def spoil(self, row: Row) -> None:
         """A row leaves junk."""
-        self._cells[row.state_write] = None
+        self.cells[row.state_write] = _JUNK

@@ -64,6 +64,11 @@ class NativeAttention:
         #: the address of the addresses of all layers' cells, and how many there are
         self.kv_pools, self.num_kv_pools = ctypes.addressof(self._addresses), len(layers)
 
+    @property
+    def page_tensors(self) -> list[torch.Tensor]:
+        """Keys and values of all layers, [pages, bytes of a page]."""
+        return [cells.view(self.num_pages, -1) for cells in self._cells]
+
     def __call__(
         self,
         layer: int,

@@ -108,6 +108,12 @@ class SDPAAttention:
         # On a CPU, memory that no gather reaches is never touched and costs nothing.
         self._scratch = [keys.new_empty(_SCRATCH_LIMIT if on_cpu else 0) for _ in range(2)]
 
+    @property
+    def page_tensors(self) -> list[torch.Tensor]:
+        """Keys and values of all layers, [pages, ...]."""
+        pool = self._pool
+        return [*pool.keys, *pool.values, *pool.key_scales, *pool.value_scales]
+
     def __call__(
         self,
         layer: int,
