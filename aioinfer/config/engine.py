@@ -371,6 +371,9 @@ class EngineConfig(Settings):
             raise ConfigError(f"speculation must be off, lookup or a model, got {shown(self.speculation)}")
         if isinstance(self.policy, str) and self.policy not in policy_names():
             raise ConfigError(f"policy must be one of {', '.join(policy_names())}; got {self.policy!r}")
+        if self.prefix_cache_dir is not None and not (self.prefix_cache and self.prefix_cache_dir.strip()):
+            given = shown(self.prefix_cache_dir)
+            raise ConfigError(f"prefix_cache_dir must name a directory, with prefix_cache on, got {given}")
         algorithms = plugins.names(plugins.ALGORITHMS)
         if self.diffusion_algorithm is not None and self.diffusion_algorithm not in algorithms:
             raise ConfigError(

@@ -404,7 +404,7 @@ class Driver:
                 self._observers.stepped(step, flight.delay)
             if self._pace is not None:
                 self._pace.landed(step, flight.launched_at, self._last_progress, flight.delay)
-            self._core.timed(step, self._last_progress - before)
+            self._core.timed(step, self._last_progress - max(before, flight.launched_at))
             try:
                 updated = self._core.resolve(step, result, _SEARCHING)
             except (KeyboardInterrupt, SystemExit):

@@ -94,6 +94,12 @@ class EngineStats:
     #: models with recurrent state: states kept for cached prefixes, and times a request started from one
     snapshots_cached: int = _gauge(lambda s, _: s.memory.snapshots_cached)
     snapshot_hits: int = _gauge(lambda s, _: s.memory.snapshot_hits)
+    #: running requests whose first pages are read from a store; pages that were read so, that should have
+    #: been there and were not, and that were stored
+    loading: int = _gauge(lambda s, _: len(s.queues.arriving))
+    loaded_pages: int = _gauge(lambda s, _: s.memory.transfers.arrived)
+    missed_pages: int = _gauge(lambda s, _: s.memory.transfers.failed)
+    stored_pages: int = _gauge(lambda s, _: s.memory.transfers.stored)
     #: LoRA adapters that requests can have; and versions that were replaced or unloaded and are still in use
     adapters_loaded: int = 0
     adapters_draining: int = 0

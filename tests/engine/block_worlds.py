@@ -19,7 +19,7 @@ from aioinfer.params import DiffusionParams, SamplingParams
 from aioinfer.testing import TimedLauncher
 from tests.diffusion.cases import random_params as random_diffusion
 from tests.diffusion.cases import take, take_blocks
-from tests.engine.worlds import VOCAB, Claim, Faults, World, random_switches, verify_ids
+from tests.engine.worlds import VOCAB, Claim, Faults, World, random_store, random_switches, verify_ids
 from tests.toys import ToyTokenizer
 from tests.toys.blocks import ScriptedDevice, begin_blocks
 from tests.toys.scripted import ScriptedLogits
@@ -78,7 +78,8 @@ def make_block_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = 
     tokenizer = ToyTokenizer(VOCAB, looks_up=seed % 2 == 1)
     engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: tokenizer)
     renewal = random.Random(seed + 6).choice([None, 0.01, 0.05, 0.2])
-    return World(rng, engine, device, launcher, random_params, verify, renewal=renewal)
+    renewal, store = random_store(seed, renewal, prefix_cache=prefix_cache)
+    return World(rng, engine, device, launcher, random_params, verify, renewal=renewal, store=store)
 
 
 def random_params(rng: random.Random) -> SamplingParams:

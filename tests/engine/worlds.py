@@ -192,18 +192,25 @@ def make_world(seed: int, fault_rate: float = 0.02, lose_at: int | None = None) 
     tokenizer = ToyTokenizer(VOCAB, looks_up=seed % 2 == 1)
     engine = Engine(config, launcher=lambda _: launcher, tokenizer=lambda _: tokenizer, drafter=drafter)
     renewal = random.Random(seed + 6).choice([None, 0.01, 0.05, 0.2])
-    store = None
-    storing = random.Random(seed + 8)
-    if prefix_cache and storing.random() < 0.7:
-        renewal = storing.choice([None, None, renewal])  # pages of later weights are not stored
-        most = storing.choice([1, 4, 30, 1000])
-        store = FlakyStore(storing, most, storing.choice([0.0, 0.05, 0.3]))
+    renewal, store = random_store(seed, renewal, prefix_cache=prefix_cache)
     return World(
         *(rng, engine, device, launcher, random_params, verify, random_prefills),
         adapters=adapting,
         renewal=renewal,
         store=store,
     )
+
+
+def random_store(
+    seed: int, renewal: float | None, *, prefix_cache: bool
+) -> tuple[float | None, FlakyStore | None]:
+    """A store in most engines with a prefix cache; these seldom renew their weights: pages of later ones are
+    not stored."""
+    rng = random.Random(seed + 8)
+    if not prefix_cache or rng.random() < 0.3:
+        return renewal, None
+    renewal = rng.choice([None, None, renewal])
+    return renewal, FlakyStore(rng, rng.choice([1, 4, 30, 1000]), rng.choice([0.0, 0.05, 0.3]))
 
 
 def random_drafting(rng: random.Random) -> tuple[dict[str, Any], Guesser | None]:

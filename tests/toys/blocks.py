@@ -96,6 +96,11 @@ class ScriptedLM:
         logits = self._script.logits(torch.from_numpy(before)[wanted], blocks[wanted])
         return logits.view(-1, self.spec.vocab_size)
 
+    def page_views(self, page: int) -> list[memoryview]:
+        """What the cells of a page hold."""
+        cells = slice(page * self._page_size, (page + 1) * self._page_size)
+        return [array[cells].data.cast("B") for array in (self._position, self._before, self._state)]
+
     def replace(self, script: ScriptedLogits) -> None:
         """Another script goes on; what was written before is none of its."""
         self._script = script
@@ -232,10 +237,19 @@ class ScriptedDevice(NoAdapters):
             eos_token_ids=spec.eos_token_ids,
             description="scripted",
             page_size=self.page_size,
+            page_bytes=24 * self.page_size,
+            page_layout="scripted",
             block_size=self.block_size,
             mask_token_id=self.mask_token_id,
             adapter_reason="diffusion models have none",
         )
+
+    def page_views(self, page: int) -> list[memoryview]:
+        """As in HostPages."""
+        return self._lm.page_views(page)
+
+    def state_views(self, cell: int) -> list[memoryview]:
+        raise AssertionError("it has no recurrent state")
 
     def prepare(self, step: Step) -> tuple[Step, PackedStep]:
         """Pack a step as the host saw it when it planned it."""
