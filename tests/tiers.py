@@ -88,6 +88,7 @@ TESTS_OF = {
     "loop": "tests/engine/",
     "resuming": "tests/engine/",
     "testing": "tests/engine/",
+    "tiers": "tests/pages/",
 }
 
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 
 from aioinfer.errors import ConfigError
-from aioinfer.tiers.folder import DIRECTORY, Folder
+from aioinfer.tiers.folder import DIRECTORY, SUBFOLDERS, Folder
 from aioinfer.tiers.records import HEADER, Descriptor, read_record, write_record
 from aioinfer.tiers.store import BaseStore, Views, size_of
 
@@ -36,11 +36,11 @@ _NOFOLLOW = getattr(os, "O_NOFOLLOW", 0)
 #: neither through a link nor waiting for the other end of a pipe
 _READ = os.O_RDONLY | _NOFOLLOW | getattr(os, "O_NONBLOCK", 0)
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NOFOLLOW
-_SUBFOLDERS = [f"{number:02x}" for number in range(256)]
-#: a file that is read has its time of last change set to now, unless that is younger than these seconds
-_FRESH = 60.0
-#: a folder that changed less than these seconds ago may change again without another time
-_SETTLED = 2.0
+#: a file that is read has its time of last change set to now, unless that is younger than these
+#: nanoseconds
+_FRESH = 60 * 10**9
+#: a folder that changed less than these nanoseconds ago may change again without another time
+_SETTLED = 2 * 10**9
 #: of the bound, what this process writes before it looks at what others have written
 _UNSEEN = 16
 #: puts that are skipped after failures, at most
@@ -71,7 +71,7 @@ class DirectoryStore(BaseStore):
         super().__init__(f"the page store {self._path}")
         self._max_bytes = max_bytes
         self._clock = clock
-        self._folder = Folder(self._path, make=True)
+        self._opened: Folder | None = Folder(self._path, make=True)
         #: by key, size and time of last change in nanoseconds; least recently used first
         self._index: OrderedDict[bytes, tuple[int, int]] = OrderedDict()
         #: bytes of what is in the index, and of what is being written
@@ -112,11 +112,11 @@ class DirectoryStore(BaseStore):
         return fault
 
     def _used(self, key: bytes, status: os.stat_result, file: int) -> None:
-        stamp = status.st_mtime_ns
-        if self._clock() - stamp / 1e9 > _FRESH:
+        stamp, now = status.st_mtime_ns, int(self._clock() * 1e9)
+        if now - stamp > _FRESH:
             with suppress(OSError):  # a file system for reading only
-                os.utime(file)
-                stamp = os.fstat(file).st_mtime_ns
+                os.utime(file, ns=(now, now))
+                stamp = now
         self._keep(key, status.st_size, stamp)
 
     # -- writing ------------------------------------------------------------------------------------------
@@ -148,15 +148,17 @@ class DirectoryStore(BaseStore):
 
     def _touch(self, key: bytes) -> bool:
         """Count a file as used now; False: it is not there any more."""
+        now = int(self._clock() * 1e9)
         try:
-            os.utime(_file(key), dir_fd=self._folder.fd, follow_symlinks=False)
+            os.utime(_file(key), ns=(now, now), dir_fd=self._folder.fd, follow_symlinks=False)
         except FileNotFoundError:
             self._drop(key)
             return False
         except OSError:
-            pass  # it is there, in a file system for reading only
-        with self._lock, suppress(KeyError):
-            self._index.move_to_end(key)
+            now = 0  # it is there, in a file system for reading only
+        with self._lock:
+            if (found := self._index.pop(key, None)) is not None:
+                self._index[key] = found[0], now or found[1]
         return True
 
     def _write(self, key: bytes, views: Views) -> int:
@@ -202,7 +204,8 @@ class DirectoryStore(BaseStore):
             self._failures += 1
             self._pause = min(1 << self._failures, _LONGEST_PAUSE) - 1
         if error.errno in _FULL:
-            self._evict(size)
+            with suppress(OSError):
+                self._evict(size)
 
     # -- the bound ----------------------------------------------------------------------------------------
 
@@ -246,6 +249,17 @@ class DirectoryStore(BaseStore):
                 raise
             freed += held
         return freed
+
+    def close(self) -> None:
+        super().close()
+        self._opened = None
+
+    @property
+    def _folder(self) -> Folder:
+        """Raises FileNotFoundError: it was closed."""
+        if (folder := self._opened) is None:
+            raise FileNotFoundError(errno.ENOENT, "the store was closed")
+        return folder
 
     # -- the index ----------------------------------------------------------------------------------------
 
@@ -302,28 +316,31 @@ class DirectoryStore(BaseStore):
             self._bytes -= sum(size for size, _ in self._index.values())
             self._index.clear()
             self._scanned.clear()
+            self._unseen = self._max_bytes
         try:
-            self._folder = Folder(self._path, make=False)
+            self._opened = Folder(self._path, make=False)
         except ConfigError as error:
             self._say(str(error), "no page is kept")
             raise FileNotFoundError(errno.ENOENT, str(error)) from error
+        with self._lock:
+            self._failures = self._pause = 0
 
     def _scan(self) -> None:
         """Bring the index up to the files of the folders that have changed. Raises OSError."""
         folder = self._folder
         changed = set[bytes]()
         found = dict[bytes, tuple[int, int]]()
-        for name in _SUBFOLDERS:
+        for name in SUBFOLDERS:
             try:
                 opened = Descriptor(os.open(name, DIRECTORY, dir_fd=folder.fd))
                 status = os.fstat(opened.number)
                 if self._scanned.get(name) == status.st_mtime_ns:
                     continue
                 found.update(_files(opened.number, name))
-            except FileNotFoundError:
-                pass  # not there yet, or not any more
+            except OSError:
+                pass  # not there yet, or not any more, or not to be read
             else:
-                settled = self._clock() - status.st_mtime_ns / 1e9 > _SETTLED
+                settled = int(self._clock() * 1e9) - status.st_mtime_ns > _SETTLED
                 self._scanned[name] = status.st_mtime_ns if settled else 0
             changed.add(bytes.fromhex(name))
         with self._lock:

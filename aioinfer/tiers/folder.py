@@ -21,10 +21,12 @@ from aioinfer.errors import ConfigError
 from aioinfer.system.locks import lock_file
 from aioinfer.tiers.records import Descriptor
 
-__all__ = ["DIRECTORY", "Folder"]
+__all__ = ["DIRECTORY", "SUBFOLDERS", "Folder"]
 
 #: a directory, and not through a link
 DIRECTORY = os.O_RDONLY | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0)
+#: names of the folders in it
+SUBFOLDERS = [f"{number:02x}" for number in range(256)]
 _PLACE = re.compile(r"(writing-[0-9a-f]{16})(\.lock)?")
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -77,9 +79,14 @@ class Folder:
             if os.listdir(self.fd):  # also what others have put there meanwhile
                 mode = f"{stat.S_IMODE(status.st_mode):03o}"
                 raise ConfigError(
-                    f"{self.path} is open to others (mode {mode}) and has files: name a directory that is empty "
-                    "or not there yet, or 'chmod 700' it if nobody else has written there"
+                    f"{self.path} is open to others (mode {mode}) and has files: name a directory that is "
+                    "empty or not there yet, or 'chmod 700' it if nobody else has written there"
                 )
+        for name in SUBFOLDERS:
+            with suppress(FileNotFoundError):
+                inner = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+                if not stat.S_ISDIR(inner.st_mode) or inner.st_uid != os.geteuid():
+                    raise ConfigError(f"{self.path}/{name} is no directory of this user: remove it")
 
     def is_current(self) -> bool:
         """Whether this directory is still what its path names."""
