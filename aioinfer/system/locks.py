@@ -33,18 +33,19 @@ def unlock(descriptor: int) -> None:
         fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
-def lock_file(path: str | os.PathLike[str]) -> int:
+def lock_file(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> int:
     """The descriptor of a file that is made if there is none, open and locked; a link is not followed.
+    ``path`` is relative to ``dir_fd``, an open directory, if that is given.
 
     Its holder may remove it: who has opened it before that gets the lock of a file that is no longer there,
     and opens it again. Raises BlockingIOError: another process has the lock; and OSError.
     """
     while True:
-        opened = os.open(path, _FLAGS, 0o600)
+        opened = os.open(path, _FLAGS, 0o600, dir_fd=dir_fd)
         try:
             lock(opened)
             with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(opened), os.lstat(path)):
+                if os.path.samestat(os.fstat(opened), os.lstat(path, dir_fd=dir_fd)):
                     return opened
         except BaseException:
             os.close(opened)

@@ -100,7 +100,7 @@ class Folder:
         with self._mutex:
             if not self._place:
                 name = f"writing-{secrets.token_hex(8)}"
-                self._lock = Descriptor(lock_file(os.path.join(self.path, f"{name}.lock")))
+                self._lock = Descriptor(lock_file(f"{name}.lock", dir_fd=self.fd))
                 os.mkdir(name, 0o700, dir_fd=self.fd)
                 self._place = name
             return self._place
@@ -117,7 +117,7 @@ class Folder:
             found = {match[1] for each in os.listdir(self.fd) if (match := _PLACE.fullmatch(each))}
             for place in found - {self._place}:
                 with suppress(OSError):  # another process has the lock, or nothing can be removed here
-                    held = Descriptor(lock_file(os.path.join(self.path, f"{place}.lock")))
+                    held = Descriptor(lock_file(f"{place}.lock", dir_fd=self.fd))
                     self._remove(place)
                     del held
 

@@ -27,8 +27,8 @@ def test_a_lock_has_one_holder_until_it_is_closed(tmp_path: Path) -> None:
 def test_attempts_leave_no_file_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, closed = list[int](), list[int]()
 
-    def opening(*arguments: object, real: object = os.open) -> int:
-        opened.append(real(*arguments))  # type: ignore[operator]
+    def opening(*arguments: object, real: object = os.open, **named: object) -> int:
+        opened.append(real(*arguments, **named))  # type: ignore[operator]
         return opened[-1]
 
     def closing(number: int, real: object = os.close) -> None:
