@@ -343,6 +343,8 @@ class DirectoryStore(BaseStore):
                 settled = int(self._clock() * 1e9) - status.st_mtime_ns > _SETTLED
                 self._scanned[name] = status.st_mtime_ns if settled else 0
             changed.add(bytes.fromhex(name))
+        if not changed:
+            return
         with self._lock:
             for key in [key for key in self._index if key[:1] in changed and key not in found]:
                 self._bytes -= self._index.pop(key)[0]

@@ -99,7 +99,7 @@ class PageStore(Protocol):
         """Learn what other processes have written and removed. May block.
 
         Args:
-            names: look for the first of these alone, up to one that is missing: a few microseconds each;
+            names: look for the first of these alone, up to one that is missing: about 10 us each;
                 None: for everything, to be called at intervals.
         """
 
@@ -219,8 +219,9 @@ class BaseStore(ABC):
             return "closed"
         try:
             return call(key, views)
-        except OSError as error:
-            return error_name(error)
+        except (OSError, MemoryError) as error:
+            code = getattr(error, "errno", None)
+            return errno.errorcode.get(code or 0, type(error).__name__)
 
     def _wrote(self, key: bytes, size: int) -> None:
         with self._lock:
@@ -246,8 +247,3 @@ def is_page(key: bytes) -> bool:
 def size_of(views: Views) -> int:
     """Bytes of all pieces."""
     return sum(map(len, views))
-
-
-def error_name(error: OSError) -> str:
-    """The name of an error of the system."""
-    return errno.errorcode.get(error.errno or 0, type(error).__name__)

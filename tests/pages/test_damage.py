@@ -54,7 +54,7 @@ def test_a_damaged_file_is_a_miss_and_removed(
     file = file_of(store, NAME, kind)
     whole = file.read_bytes()
     count = 0
-    for what, content in damaged(whole, HEADER, scaled(PLACES) - HEADER):
+    for what, content in damaged(whole, HEADER, PLACES - HEADER):
         file.write_bytes(content)
         store.refresh([NAME])
         assert store.has_state(NAME), what
