@@ -8,10 +8,10 @@ nodes of their common pages and diverge at a page boundary::
                                         └── [question B: 1 page]
                                               locks 1
 
-A request that reads a prefix holds a :class:`Lock` on its deepest node, which counts on every node up to the
-root; pages of a node without locks may be evicted, leaves first, least recently used first. This is the data
-structure of RadixAttention (SGLang, arXiv 2312.07104); keys here are bytes, so that a whole run is compared
-at once.
+A request that reads a prefix has a :class:`Lock` on its deepest node, which counts on every node up to the
+root; pages of a node without locks may be evicted, leaves first, least recently used first, and what is held
+(:mod:`aioinfer.cache.holds`) after all else. This is the data structure of RadixAttention (SGLang, arXiv
+2312.07104); keys here are bytes, so that a whole run is compared at once.
 """
 
 from __future__ import annotations
@@ -21,59 +21,20 @@ import itertools
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
+from aioinfer.cache.holds import Hold, Holds
 from aioinfer.cache.namespace import COMMON
+from aioinfer.cache.nodes import Node, upwards
 
-__all__ = ["Lock", "Node", "RadixTree", "Snapshot", "token_key", "upwards"]
+__all__ = ["Lock", "RadixTree", "token_key"]
 
 _TOKEN_BYTES = 4
+#: added to the time of use of what is held, in the order of eviction
+_HELD = 1 << 62
 
 
 def token_key(ids: Iterable[int]) -> bytes:
     """Token ids as a key: four bytes each. Raises OverflowError for an id that does not fit 31 bits."""
     return array("i", ids).tobytes()
-
-
-class Node:
-    """A run of pages below its parent; roots have no pages. Only the tree changes it."""
-
-    __slots__ = ("children", "detached", "fence", "key", "locks", "namespace", "pages", "parent", "snapshot",
-                 "stamp")  # fmt: skip
-
-    def __init__(self, parent: Node | None, key: bytes, pages: list[int], namespace: Hashable) -> None:
-        self.parent = parent
-        self.key = key
-        self.pages = pages
-        self.namespace = namespace
-        #: by the key of the first page of each child
-        self.children: dict[bytes, Node] = {}
-        #: locks on this node and on all below it
-        self.locks = 0
-        #: logical time of the last use
-        self.stamp = 0
-        #: the newest launched step that may read these pages, of all locks that were released
-        self.fence = 0
-        #: no longer matched; its pages leave the tree when the last lock is released
-        self.detached = False
-        #: of the recurrent state after its last token, in a :class:`~aioinfer.cache.snapshots.SnapshotTree`
-        self.snapshot: Snapshot | None = None
-
-
-class Snapshot:
-    """A recurrent state that was kept: private to the request that computes it, or carried by a node."""
-
-    __slots__ = ("fence", "item", "node", "position", "readers")
-
-    def __init__(self, item: int, position: int) -> None:
-        #: of the pool
-        self.item = item
-        #: tokens that it stands for
-        self.position = position
-        #: the node that carries it; None while it is private
-        self.node: Node | None = None
-        #: requests whose next row starts from it
-        self.readers = 0
-        #: the newest launched step that writes or reads it
-        self.fence = 0
 
 
 class Lock:
@@ -113,6 +74,7 @@ class RadixTree:
         "_page_bytes",
         "_roots",
         "evictable",
+        "holds",
         "num_locks",
         "num_nodes",
         "num_pages",
@@ -122,10 +84,11 @@ class RadixTree:
     def __init__(self, page_size: int) -> None:
         self._page_bytes = page_size * _TOKEN_BYTES
         self._roots: dict[Hashable, Node] = {}
-        #: (stamp, number, node) of leaves that had no lock when they were added; stale entries are skipped
+        #: (order, number, node) of leaves that had no lock when they were added; stale entries are skipped
         self._heap: list[tuple[int, int, Node]] = []
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(1)
         self._clock = 0
+        self.holds = Holds()
         #: locks that are held
         self.num_locks = 0
         #: nodes that are not roots
@@ -158,17 +121,25 @@ class RadixTree:
 
     def lock(self, key: bytes, namespace: Hashable = COMMON) -> Lock:
         """Lock the longest prefix of ``key`` in the tree, which may be empty."""
-        return self._lock_all(key, namespace)
+        return self._lock_at(*self._usable(self._root(namespace), key))
 
-    def _lock_all(self, key: bytes, namespace: Hashable) -> Lock:
+    def _root(self, namespace: Hashable) -> Node:
         root = self._roots.get(namespace)
         if root is None:
             root = self._roots[namespace] = Node(None, b"", [], namespace)
             self.version += 1
+        return root
+
+    def _usable(self, root: Node, key: bytes) -> tuple[Node, int]:
+        """The node with which the longest prefix of ``key`` ends that can be used, and its bytes."""
+        return self._whole(root, key)
+
+    def _whole(self, root: Node, key: bytes) -> tuple[Node, int]:
+        """The same of the longest prefix in the tree."""
         node, common, matched = self._walk(root, key)
         if common < len(node.key):
             node = self._split(node, common)
-        return self._lock_at(node, matched)
+        return node, matched
 
     def lock_node(self, node: Node) -> Lock:
         """Lock the prefix that ends with a node. Raises RuntimeError: it is not matched any more."""
@@ -177,7 +148,7 @@ class RadixTree:
         return self._lock_at(node, sum(len(each.key) for each in upwards(node)))
 
     def _lock_at(self, node: Node, matched: int) -> Lock:
-        self._hold(node, None)
+        self._count_lock(node, None)
         self.num_locks += 1
         return Lock(node, matched // self._page_bytes)
 
@@ -208,11 +179,13 @@ class RadixTree:
         return low * self._page_bytes
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut a node after ``at`` bytes of its key; returns the new upper half. Both keep its locks."""
+        """Cut a node after ``at`` bytes of its key; returns the new upper half. Both keep its locks and are
+        held as it was."""
         parent, pages = node.parent, at // self._page_bytes
         assert parent is not None
         upper = Node(parent, node.key[:at], node.pages[:pages], node.namespace)
         upper.locks, upper.stamp, upper.fence = node.locks, node.stamp, node.fence
+        upper.held = node.held
         parent.children[self._edge(upper)] = upper
         node.parent, node.key, node.pages = upper, node.key[at:], node.pages[pages:]
         upper.children[self._edge(node)] = node
@@ -220,7 +193,7 @@ class RadixTree:
         self.version += 1
         return upper
 
-    def _hold(self, node: Node, top: Node | None) -> None:
+    def _count_lock(self, node: Node, top: Node | None) -> None:
         """Count a lock on ``node`` and its ancestors, up to and without ``top``."""
         self._clock += 1
         for each in upwards(node):
@@ -255,7 +228,7 @@ class RadixTree:
         known = matched // self._page_bytes
         if known < len(pages):
             node = self._append(node, key[matched:], list(pages[known:]))
-        self._hold(node, start)
+        self._count_lock(node, start)
         lock._node = node
         lock.num_pages += len(pages)
         runs = []
@@ -320,25 +293,60 @@ class RadixTree:
                 return
             node.detached = True
             del node.parent.children[self._edge(node)]
+            self._unhold(node)
             self.version += 1
 
     def forget_key(self, key: bytes, namespace: Hashable = COMMON) -> list[tuple[list[int], int]]:
         """Remove from later matches what is found of ``key``, as :meth:`forget` does; returns as
         :meth:`unlock` does."""
-        lock = self._lock_all(key, namespace)
+        lock = self._lock_at(*self._whole(self._root(namespace), key))
         self.forget(lock)
         return self.unlock(lock, 0)
 
+    # -- holding --------------------------------------------------------------------------------
+
+    def hold(self, key: bytes, namespace: Hashable = COMMON) -> Hold:
+        """Hold the longest prefix of ``key`` that can be used, which may be empty. Counts as a use."""
+        root = self._roots.get(namespace)
+        return self._hold_at(None if root is None else self._usable(root, key)[0])
+
+    def hold_again(self, hold: Hold) -> Hold:
+        """Another hold on what is left of a prefix. O(depth)."""
+        return self._hold_at(hold.node)
+
+    def _hold_at(self, node: Node | None) -> Hold:
+        hold = self.holds.take(node)
+        if hold.node is not None:
+            self._clock += 1
+            for each in upwards(node):
+                each.stamp = self._clock
+            self._offer(hold.node)
+        return hold
+
+    def release_hold(self, hold: Hold) -> None:
+        """End a hold; its prefix stays cached as others do. Idempotent. O(depth)."""
+        node = self.holds.release(hold)
+        if node is not None:
+            self._offer(node)
+
+    def _unhold(self, node: Node) -> None:
+        """A leaf is no longer matched."""
+        self.holds.cut(node, len(node.pages))
+        self.holds.leave(node)
+
+    # -- evicting -------------------------------------------------------------------------------
+
     def evict(self, count: int, resolved: int) -> list[int]:
-        """Remove up to ``count`` pages from the tree, least recently used first, and return them.
+        """Remove up to ``count`` pages from the tree and return them: least recently used first, and held
+        ones after all others.
 
         Stops before a page that a launched step newer than ``resolved`` may still read; a step or two later
         it can be evicted. Runs are cut from their end.
         """
         taken: list[int] = []
         while len(taken) < count and self._heap:
-            stamp, _, node = self._heap[0]
-            if not _is_spare(node, stamp):
+            _, number, node = self._heap[0]
+            if not _is_spare(node, number):
                 heapq.heappop(self._heap)
                 continue
             if node.fence > resolved:
@@ -347,6 +355,7 @@ class RadixTree:
             keep = max(0, len(node.pages) - (count - len(taken)))
             taken += reversed(node.pages[keep:])
             self.evictable -= len(node.pages) - keep
+            self.holds.cut(node, len(node.pages) - keep)
             self.version += 1
             if keep:
                 self.num_pages -= len(node.pages) - keep
@@ -356,6 +365,7 @@ class RadixTree:
             parent = node.parent
             assert parent is not None
             del parent.children[self._edge(node)]
+            self.holds.leave(node)
             self._drop(node)
             self._offer(parent)
         return taken
@@ -366,8 +376,9 @@ class RadixTree:
         Returns the runs of pages, with their fences, that the caller now owns; :meth:`unlock` returns those
         that are still locked.
         """
-        gone = []
-        for node in list(self._nodes()):
+        gone, nodes = [], list(self._nodes())
+        self.holds.flush(nodes)
+        for node in nodes:
             if node.locks:
                 node.detached = True
                 node.children = {edge: child for edge, child in node.children.items() if child.locks}
@@ -391,16 +402,17 @@ class RadixTree:
                 self.version += 1
             return
         if len(self._heap) > 2 * self.num_nodes + 64:
-            self._heap = [entry for entry in self._heap if _is_spare(entry[2], entry[0])]
+            self._heap = [entry for entry in self._heap if _is_spare(entry[2], entry[1])]
             heapq.heapify(self._heap)
-        heapq.heappush(self._heap, (node.stamp, next(self._numbers), node))
+        node.entry = next(self._numbers)
+        heapq.heappush(self._heap, (node.stamp + _HELD * (node.held > 0), node.entry, node))
 
     def _lose_end(self, node: Node) -> None:
         """The last page of a node leaves the tree."""
 
     def _drop(self, node: Node) -> None:
         self._lose_end(node)
-        node.stamp = -1
+        node.entry = 0
         if node.parent is not None:
             self.num_nodes -= 1
             self.num_pages -= len(node.pages)
@@ -411,6 +423,7 @@ class RadixTree:
         """Assert the invariants that can be checked in O(1)."""
         assert 0 <= self.evictable <= self.num_pages, f"{self.evictable} of {self.num_pages} evictable"
         assert self.num_locks >= 0
+        self.holds.check(self.num_pages)
         if not self.num_locks:
             assert self.evictable == self.num_pages, "pages are held without a lock"
 
@@ -428,6 +441,7 @@ class RadixTree:
                     detached[id(node)] = node
         nodes = [*self._nodes(), *detached.values()]
         self._audit_nodes(nodes)
+        self.holds.audit(nodes)
         for node in nodes:
             assert node.locks == held.get(id(node), 0), f"{node.locks} locks counted, {held} held"
             assert len(node.key) == len(node.pages) * self._page_bytes
@@ -440,7 +454,9 @@ class RadixTree:
         assert len(inner) == self.num_nodes
         assert len(pages) == self.num_pages
         assert self.evictable == sum(len(node.pages) for node in inner if not node.locks)
-        offered = {id(node) for stamp, _, node in self._heap if _is_spare(node, stamp)}
+        entries = [(order, node) for order, number, node in self._heap if _is_spare(node, number)]
+        assert all((order >= _HELD) == (node.held > 0) for order, node in entries), "its order is another"
+        offered = {id(node) for _, node in entries}
         spare = {id(node) for node in inner if not (node.locks or node.children or node.detached)}
         assert offered == spare, "a leaf can never be evicted"
         return pages
@@ -457,13 +473,6 @@ class RadixTree:
             stack.extend(node.children.values())
 
 
-def upwards(node: Node | None) -> Iterator[Node]:
-    """The node and its ancestors, the root included."""
-    while node is not None:
-        yield node
-        node = node.parent
-
-
-def _is_spare(node: Node, stamp: int) -> bool:
-    """Whether an entry of the heap is of an evictable leaf that was not used since."""
-    return node.stamp == stamp and not (node.locks or node.children)
+def _is_spare(node: Node, number: int) -> bool:
+    """Whether an entry of the heap is the newest of a leaf, which can be evicted."""
+    return node.entry == number and not (node.locks or node.children)

@@ -17,8 +17,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from aioinfer.cache.fenced import CachedPool
+from aioinfer.cache.holds import Holds
 from aioinfer.cache.namespace import COMMON
-from aioinfer.cache.radix import Lock, Node, RadixTree, Snapshot, upwards
+from aioinfer.cache.nodes import Node, Snapshot, upwards
+from aioinfer.cache.radix import Lock, RadixTree
 
 __all__ = ["SnapshotPool", "SnapshotTree"]
 
@@ -39,12 +41,16 @@ class SnapshotPool(CachedPool):
         self._used[snapshot] = self._used.pop(snapshot)
 
     def oldest(self) -> Snapshot | None:
-        """The least recently used one that no request and no step in flight needs."""
-        resolved = self.last_resolved
+        """The least recently used one that no request and no step in flight needs; one of a prefix that is
+        held only if there is no other."""
+        resolved, held = self.last_resolved, None
         for snapshot in self._used:
-            if not snapshot.readers and snapshot.fence <= resolved:
+            if snapshot.readers or snapshot.fence > resolved:
+                continue
+            if snapshot.node is None or not snapshot.node.held:
                 return snapshot
-        return None
+            held = held or snapshot
+        return held
 
     def cached_snapshots(self) -> list[Snapshot]:
         """Least recently used first."""
@@ -66,8 +72,8 @@ class SnapshotPool(CachedPool):
 
 
 class SnapshotTree(RadixTree):
-    """A prefix tree for a model with recurrent state. :meth:`find` and :meth:`lock` stop at the deepest
-    snapshot; :meth:`match` does not."""
+    """A prefix tree for a model with recurrent state. :meth:`find`, :meth:`lock` and :meth:`hold` stop at the
+    deepest snapshot; :meth:`match` does not."""
 
     __slots__ = ("page_size", "pool")
 
@@ -75,6 +81,7 @@ class SnapshotTree(RadixTree):
         super().__init__(page_size)
         self.page_size = page_size
         self.pool = pool
+        self.holds = Holds(stateful=True)
 
     def find(self, key: bytes, namespace: Hashable = COMMON) -> tuple[int, Node | None]:
         root = self._roots.get(namespace)
@@ -82,12 +89,6 @@ class SnapshotTree(RadixTree):
             return 0, None
         node, matched = self._usable(root, key)
         return matched // self._page_bytes, node
-
-    def lock(self, key: bytes, namespace: Hashable = COMMON) -> Lock:
-        root = self._roots.get(namespace)
-        if root is None:
-            return self._lock_all(b"", namespace)
-        return self._lock_at(*self._usable(root, key))
 
     def _usable(self, root: Node, key: bytes) -> tuple[Node, int]:
         """The deepest node with a snapshot that ``key`` matches to its end, or the root; and the bytes of

@@ -35,7 +35,7 @@ from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.policy import PolicyFailed
 from aioinfer.scheduling.rates import TransferRates
 from aioinfer.scheduling.scheduler import Scheduler
-from aioinfer.scheduling.sequence import ParkedFor, Sequence
+from aioinfer.scheduling.sequence import ParkedFor, Sequence, SequenceState
 from aioinfer.scheduling.speculation import Speculation
 from aioinfer.scheduling.step import Step
 from aioinfer.speculation.drafter import NO_IDS, Drafter, DraftRequest
@@ -296,6 +296,16 @@ class Core:
             answer = AnswerReader.named(params.stop_format, end_of(prompt_ids, self.tokenizer))
         stops = params.stop, params.include_stop, params.stop_regex
         return OutputText(detokenizer, *stops, answer, params.min_tokens)
+
+    def commit(self, sequence: Sequence) -> int:
+        """Offer the resolved pages of a running request to others now, and not first when it ends; returns
+        how many of its tokens the prefix cache has then.
+
+        Only whole pages of tokens that are read: what steps in flight write, drafts for example, lies behind
+        them. O(pages that are new)."""
+        if sequence.state is SequenceState.RUNNING:
+            self.scheduler.queues.share(sequence)
+        return sequence.kv.cached_pages * self.scheduler.memory.pages.page_size
 
     # -- steps ----------------------------------------------------------------------------------
 

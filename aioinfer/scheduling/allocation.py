@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from aioinfer.cache.radix import Lock, Snapshot
+from aioinfer.cache.nodes import Snapshot
+from aioinfer.cache.radix import Lock
 
 if TYPE_CHECKING:
     from aioinfer.scheduling.arrivals import Arrival

@@ -16,8 +16,10 @@ from collections import abc
 from collections.abc import Hashable, Iterable
 from typing import Protocol
 
+from aioinfer.cache.holds import Hold
+from aioinfer.cache.nodes import Node
 from aioinfer.cache.pages import PageAllocator
-from aioinfer.cache.radix import Lock, Node, RadixTree, token_key
+from aioinfer.cache.radix import Lock, RadixTree, token_key
 from aioinfer.cache.slots import SlotPool
 from aioinfer.cache.snapshots import SnapshotPool, SnapshotTree
 from aioinfer.scheduling.arrivals import Arrival, Departure, Transfers
@@ -289,6 +291,33 @@ class Memory:
             self._drop(self.tree.forget_key(self._key(sequence), sequence.namespace))
         if lock is not None:
             self.tree.forget(lock)
+
+    # -- holds: what is evicted last ------------------------------------------------------------
+
+    @property
+    def held_pages(self) -> int:
+        """Cached pages that are held, each counted once."""
+        return 0 if self.tree is None else self.tree.holds.pages
+
+    @property
+    def held_pages_lost(self) -> int:
+        """Pages that left the cache while they were held, since the start."""
+        return 0 if self.tree is None else self.tree.holds.lost
+
+    def hold(self, key: bytes, namespace: Hashable) -> Hold | None:
+        """Have what is cached of a prefix evicted last, until :meth:`release_hold`; None without a cache."""
+        return None if self.tree is None else self.tree.hold(key, namespace)
+
+    def hold_again(self, hold: Hold | None) -> Hold | None:
+        """Another hold on the same."""
+        return None if self.tree is None or hold is None else self.tree.hold_again(hold)
+
+    def release_hold(self, hold: Hold | None) -> None:
+        """End a hold. Idempotent."""
+        if self.tree is not None and hold is not None:
+            self.tree.release_hold(hold)
+
+    # -- flushing -------------------------------------------------------------------------------
 
     def flush(self) -> int:
         """Forget every cached prefix; returns how many pages that freed at once."""

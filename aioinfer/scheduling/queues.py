@@ -362,7 +362,8 @@ class RequestQueues:
     # -- sharing --------------------------------------------------------------------------------
 
     def share(self, sequence: Sequence) -> None:
-        """A prefill chunk has resolved: offer its pages to other requests."""
+        """Offer the resolved pages of a running request to others: when a prefill chunk has resolved, or
+        when somebody wants them."""
         cursor, fence = sequence.cursor, sequence.kv.last_step
         if cursor.in_batch:
             fence = max(fence, self.batch.last_step)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from aioinfer.cache.radix import Node
+from aioinfer.cache.nodes import Node
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.sequence import Sequence
 

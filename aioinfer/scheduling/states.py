@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from aioinfer.cache.radix import Snapshot
+from aioinfer.cache.nodes import Snapshot
 from aioinfer.cache.snapshots import SnapshotPool, SnapshotTree
 from aioinfer.scheduling.allocation import StateSnapshots
 

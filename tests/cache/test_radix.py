@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aioinfer.cache import radix
+from aioinfer.cache.holds import Hold
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import Lock, RadixTree, token_key
 from tests.machines import run_machine
@@ -31,6 +32,14 @@ class Reader:
         self.flushed = False
 
 
+class Held:
+    """A hold, and the pages of its prefix that are left."""
+
+    def __init__(self, hold: Hold, prefixes: list[Prefix]) -> None:
+        self.hold = hold
+        self.left = prefixes
+
+
 class TreeMachine(RuleBasedStateMachine):
     @initialize()
     def start(self) -> None:
@@ -46,6 +55,9 @@ class TreeMachine(RuleBasedStateMachine):
         self.touched = dict.fromkeys(range(1, PAGES + 1), 0)
         self.used: dict[Prefix, int] = {}
         self.now = 0
+        self.holds: list[Held] = []
+        #: pages that left the cache while they were held
+        self.lost = 0
 
     # -- the naive model ------------------------------------------------------------------
 
@@ -65,6 +77,17 @@ class TreeMachine(RuleBasedStateMachine):
         if not reader.flushed:
             shared = reader.ids[: reader.shared * PAGE]
             self.used.update(dict.fromkeys(self.prefixes(reader.namespace, shared), self.now))
+
+    def held(self) -> set[Prefix]:
+        return {prefix for each in self.holds for prefix in each.left}
+
+    def remove(self, prefix: Prefix) -> int:
+        """A page is no longer matched: what is held of a prefix ends before it."""
+        self.lost += prefix in self.held()
+        for each in self.holds:
+            if prefix in each.left:
+                del each.left[each.left.index(prefix) :]
+        return self.known.pop(prefix)
 
     def locked(self) -> set[int]:
         return {page for reader in self.readers for page in reader.pages[: reader.shared]}
@@ -200,8 +223,7 @@ class TreeMachine(RuleBasedStateMachine):
             )
             if longer or page in others:
                 return
-            del self.known[prefix]
-            self.orphans.add(page)
+            self.orphans.add(self.remove(prefix))
 
     @rule(count=st.integers(1, 6))
     def evict(self, count: int) -> None:
@@ -212,8 +234,11 @@ class TreeMachine(RuleBasedStateMachine):
             assert self.touched[page] <= self.resolved, "evicted while a step may read it"
             leaves = [each for each in self.known if self.is_spare(each, locked)]
             assert prefix in leaves, "evicted before its children"
-            assert self.used[prefix] == min(self.used[each] for each in leaves), "used more recently"
-            del self.known[prefix]
+            held = self.held()
+            assert prefix not in held or held.issuperset(leaves), "held, and others are not"
+            alike = [each for each in leaves if (each in held) == (prefix in held)]
+            assert self.used[prefix] == min(self.used[each] for each in alike), "used more recently"
+            self.remove(prefix)
             self.pages.drop([page], self.resolved)
 
     def is_spare(self, prefix: Prefix, locked: set[int]) -> bool:
@@ -223,10 +248,40 @@ class TreeMachine(RuleBasedStateMachine):
         )
         return not hanging and self.known[prefix] not in locked
 
+    @rule(namespace=NAMESPACES, ids=TOKENS)
+    def hold(self, namespace: str, ids: list[int]) -> None:
+        sequence = tuple(ids)
+        found = self.prefixes(namespace, sequence)[: len(self.longest(namespace, sequence))]
+        self._hold(self.tree.hold(token_key(sequence), namespace), found)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data(), forks=st.integers(1, 3))
+    def hold_again(self, data: st.DataObject, forks: int) -> None:
+        held = data.draw(st.sampled_from(self.holds))
+        for _ in range(forks):
+            self._hold(self.tree.hold_again(held.hold), [*held.left])
+
+    def _hold(self, hold: Hold, prefixes: list[Prefix]) -> None:
+        self.holds.append(Held(hold, prefixes))
+        self.now += bool(prefixes)
+        self.used.update(dict.fromkeys(prefixes, self.now))
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data(), twice=st.booleans())
+    def release_hold(self, data: st.DataObject, twice: bool) -> None:
+        held = data.draw(st.sampled_from(self.holds))
+        self.holds.remove(held)
+        for _ in range(1 + twice):
+            self.tree.release_hold(held.hold)
+            assert not held.hold.num_pages
+
     @precondition(lambda self: self.known)
     @rule()
     def flush(self) -> None:
         locked = self.locked()
+        self.lost += len(self.held())
+        for each in self.holds:
+            each.left.clear()
         self.orphans |= set(self.known.values()) & locked
         gone = self.tree.flush()
         spare = sorted(page for page in self.known.values() if page not in locked)
@@ -250,6 +305,10 @@ class TreeMachine(RuleBasedStateMachine):
         assert self.tree.evictable == len(spare)
         if not self.readers:
             assert self.tree.num_locks == 0
+        for each in self.holds:
+            assert each.hold.num_pages == len(each.left)
+        assert self.tree.holds.pages == len(self.held())
+        assert self.tree.holds.lost == self.lost
 
     def teardown(self) -> None:
         if not hasattr(self, "tree"):
@@ -263,6 +322,10 @@ class TreeMachine(RuleBasedStateMachine):
         self.pages.drop(self.tree.evict(PAGES, self.resolved), self.resolved)
         assert self.pages.free == PAGES, "something can never be evicted"
         assert (self.tree.num_nodes, self.tree.num_pages, self.tree._roots) == (0, 0, {})
+        assert (self.tree.holds.number, self.tree.holds.pages) == (0, 0), "a hold on nothing"
+        for each in self.holds:
+            self.tree.release_hold(each.hold)
+        self.tree.check()
 
 
 def test_the_tree_behaves_like_the_naive_model() -> None:

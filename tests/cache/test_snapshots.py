@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from aioinfer.cache.radix import Lock, Snapshot, token_key
+from aioinfer.cache.nodes import Snapshot
+from aioinfer.cache.radix import Lock, token_key
 from aioinfer.cache.snapshots import SnapshotPool, SnapshotTree
 
 PAGE = 2

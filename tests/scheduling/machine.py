@@ -14,8 +14,10 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from aioinfer.cache.holds import Hold
+from aioinfer.cache.nodes import Node
 from aioinfer.cache.pages import PageAllocator
-from aioinfer.cache.radix import Node
+from aioinfer.cache.radix import token_key
 from aioinfer.cache.slots import SlotPool
 from aioinfer.config import EngineConfig, policy_names
 from aioinfer.params import SamplingParams
@@ -108,6 +110,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         #: tokens that the next step may have at most, after one ran out of memory
         self.most: int | None = None
         self.starting_over = False
+        #: holds, and the pages that were left of each when it was last looked at
+        self.holds: dict[Hold, int] = {}
 
     @initialize(config=configs())
     def build(self, config: dict[str, Any]) -> None:
@@ -278,6 +282,37 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def flush(self) -> None:
         self.memory.flush()
+        assert not self.memory.held_pages
+
+    @precondition(lambda self: self.lives)
+    @rule(pick=PICK, most=st.integers(1, 24), again=st.booleans())
+    def hold(self, pick: int, most: int, again: bool) -> None:
+        """Somebody will come back to what a request has so far, or to its beginning."""
+        life = self._pick([life.request for life in self.lives.values()], pick)
+        before, key = self.memory.available, token_key([*life.prompt_ids, *life.output_ids][:most])
+        hold = self.memory.hold(key, life.namespace)
+        assert (hold is None) == (self.memory.tree is None)
+        for each in (hold, self.memory.hold_again(hold) if again else None):
+            if each is not None:
+                self.holds[each] = each.num_pages
+        assert self.memory.available == before, "a hold takes a page from others"
+
+    @precondition(lambda self: self.holds)
+    @rule(pick=PICK)
+    def release_hold(self, pick: int) -> None:
+        hold = [*self.holds][pick % len(self.holds)]
+        before = self.memory.available
+        self.memory.release_hold(hold)
+        del self.holds[hold]
+        assert self.memory.available == before
+
+    @precondition(lambda self: self.lives)
+    @rule(pick=PICK)
+    def commit(self, pick: int) -> None:
+        """Somebody wants the pages of a request now."""
+        request = self._pick([life.request for life in self.lives.values()], pick)
+        if request.state is SequenceState.RUNNING:
+            self.scheduler.queues.share(request)
 
     @rule(pick=PICK)
     def retract(self, pick: int) -> None:
@@ -359,6 +394,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert device.state_writer[held] <= self.scheduler.resolved, "a snapshot is still in flight"
 
     @invariant()
+    def held(self) -> None:
+        """What was lost of a hold does not come back."""
+        for hold, left in self.holds.items():
+            assert hold.num_pages <= left or self.memory.states is not None
+            self.holds[hold] = hold.num_pages
+
+    @invariant()
     def told(self) -> None:
         """What was delivered stays delivered, and everybody knows how far it is.
 
@@ -419,6 +461,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.told()
         check_idle(self.scheduler.scheduler)
         self.memory.flush()
+        for hold in self.holds:
+            self.memory.release_hold(hold)
+        check_idle(self.scheduler.scheduler)
         assert self.memory.pages.free == self.num_pages
         assert self.memory.slots.free == self.memory.slots.total
 

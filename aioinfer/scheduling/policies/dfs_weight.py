@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from aioinfer.cache.radix import Node
+from aioinfer.cache.nodes import Node
 from aioinfer.scheduling.policy import CacheAware
 from aioinfer.scheduling.sequence import Sequence
 
