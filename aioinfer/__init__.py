@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from aioinfer.client.disconnects import until_disconnected
     from aioinfer.client.mapping import ResultMap
     from aioinfer.client.rows import ChatRow
+    from aioinfer.client.sessions import HeldPrefix, Session
     from aioinfer.client.threadsafe import RemoteStream, ThreadsafeEngine
     from aioinfer.config import EngineConfig, ServerConfig
     from aioinfer.embeddings.embedding import Embedding
@@ -74,6 +75,7 @@ _HOME = {
     "EngineState": "engine",
     "EngineStats": "observe.stats",
     "Grammar": "params",
+    "HeldPrefix": "client.sessions",
     "InvalidRequest": "errors",
     "LLM": "llm",
     "OutOfMemory": "errors",
@@ -87,6 +89,7 @@ _HOME = {
     "SamplingParams": "params",
     "Scores": "embeddings.scoring",
     "ServerConfig": "config",
+    "Session": "client.sessions",
     "StepFailed": "errors",
     "Stream": "stream",
     "StreamCheckpoint": "resuming.record",
@@ -121,6 +124,7 @@ __all__ = [
     "EngineState",
     "EngineStats",
     "Grammar",
+    "HeldPrefix",
     "InvalidRequest",
     "OutOfMemory",
     "Pooling",
@@ -133,6 +137,7 @@ __all__ = [
     "SamplingParams",
     "Scores",
     "ServerConfig",
+    "Session",
     "StepFailed",
     "Stream",
     "StreamCheckpoint",

@@ -101,6 +101,7 @@ class StreamCell:
         "blocked",
         "closed",
         "delivered",
+        "ending",
         "max_lag",
         "outlet",
         "output",
@@ -123,6 +124,8 @@ class StreamCell:
         #: characters that its consumer had before a restored output has its text
         self.delivered = 0
         self.waiter: asyncio.Future[None] | _Callback | None = None
+        #: called once when the request has ended, on its engine's loop; as with :func:`when_ended`
+        self.ending: Callable[[], object] | None = None
         #: what takes the text while the consumer waits for the end
         self.outlet: Outlet | None = None
         #: the outlet could not take it when it last wanted to

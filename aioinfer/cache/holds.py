@@ -16,34 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from aioinfer.cache.nodes import Node, upwards
+from aioinfer.cache.nodes import Hold, Node, upwards
 
-__all__ = ["Hold", "Holds"]
-
-
-class Hold:
-    """A hold on a prefix, made and released by the tree."""
-
-    __slots__ = ("_stateful", "node")
-
-    def __init__(self, node: Node | None, *, stateful: bool) -> None:
-        #: where what is left of the prefix ends; None: nothing is left, or it was released
-        self.node = node
-        #: the model has recurrent state: what comes after the last snapshot is of no use
-        self._stateful = stateful
-
-    @property
-    def num_pages(self) -> int:
-        """Pages of the prefix that are cached still, from position 0 on, and can be used. O(depth)."""
-        node = self.node
-        if self._stateful:
-            node = next((each for each in upwards(node) if each.snapshot is not None), None)
-        return sum(len(each.pages) for each in upwards(node))
-
-    @property
-    def stamp(self) -> int:
-        """Logical time of the last use of the whole prefix; 0 if nothing is left."""
-        return 0 if self.node is None else self.node.stamp
+__all__ = ["Holds"]
 
 
 class Holds:

@@ -1,14 +1,10 @@
-"""Node and Snapshot: what the prefix tree is made of."""
+"""Node, Hold and Snapshot: what the prefix tree is made of."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from aioinfer.cache.holds import Hold
-
-__all__ = ["Node", "Snapshot", "upwards"]
+__all__ = ["Hold", "Node", "Snapshot", "upwards"]
 
 
 class Node:
@@ -39,6 +35,31 @@ class Node:
         self.detached = False
         #: of the recurrent state after its last token, in a :class:`~aioinfer.cache.snapshots.SnapshotTree`
         self.snapshot: Snapshot | None = None
+
+
+class Hold:
+    """A hold on a prefix, made and released by the tree."""
+
+    __slots__ = ("_stateful", "node")
+
+    def __init__(self, node: Node | None, *, stateful: bool) -> None:
+        #: where what is left of the prefix ends; None: nothing is left, or it was released
+        self.node = node
+        #: the model has recurrent state: what comes after the last snapshot is of no use
+        self._stateful = stateful
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the prefix that are cached still, from position 0 on, and can be used. O(depth)."""
+        node = self.node
+        if self._stateful:
+            node = next((each for each in upwards(node) if each.snapshot is not None), None)
+        return sum(len(each.pages) for each in upwards(node))
+
+    @property
+    def stamp(self) -> int:
+        """Logical time of the last use of the whole prefix; 0 if nothing is left."""
+        return 0 if self.node is None else self.node.stamp
 
 
 class Snapshot:

@@ -21,9 +21,9 @@ import itertools
 from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
-from aioinfer.cache.holds import Hold, Holds
+from aioinfer.cache.holds import Holds
 from aioinfer.cache.namespace import COMMON
-from aioinfer.cache.nodes import Node, upwards
+from aioinfer.cache.nodes import Hold, Node, upwards
 
 __all__ = ["Lock", "RadixTree", "token_key"]
 

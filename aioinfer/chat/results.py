@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from aioinfer.outputs import Draft, FinishReason, Result, TokenLogprob, Usage
 from aioinfer.params import SamplingParams
 from aioinfer.text.tool_calls import ToolCallDelta
 
-__all__ = ["ChatDelta", "ChatFinishReason", "ChatRequest", "ChatResult", "Parse", "ToolCall"]
+__all__ = ["ChatDelta", "ChatFinishReason", "ChatRequest", "ChatResult", "Parse", "ToolCall", "message_of"]
 
 #: as of a stream; "tool_calls": the answer has complete calls and came to its end
 ChatFinishReason = FinishReason | Literal["tool_calls"]
@@ -122,16 +122,24 @@ class ChatResult:
     @property
     def message(self) -> dict[str, Any]:
         """The answer as a message, for the next turn of the conversation."""
-        message: dict[str, Any] = {"role": "assistant", "content": self.content}
-        if self.reasoning:
-            message["reasoning_content"] = self.reasoning
-        if self.tool_calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in self.tool_calls
-            ]
-        return message
+        return message_of(self.content or "", self.reasoning, self.tool_calls)
+
+
+def message_of(
+    content: str, reasoning: str | None, calls: Iterable[ToolCall | ToolCallDelta]
+) -> dict[str, Any]:
+    """An answer as a message."""
+    calls = list(calls)
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else "")}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id or "",
+                "type": "function",
+                "function": {"name": call.name or "", "arguments": call.arguments},
+            }
+            for call in calls
+        ]
+    return message

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Self, cast
+from collections.abc import Callable
+from typing import Any, Self, cast
 
 from aioinfer.awaited import Awaited
 from aioinfer.chat.answers import AnswerReader, joined
 from aioinfer.chat.asking import ChatRequest
-from aioinfer.chat.results import ChatDelta, ChatFinishReason, ChatResult, ToolCall
+from aioinfer.chat.results import ChatDelta, ChatFinishReason, ChatResult, ToolCall, message_of
 from aioinfer.errors import Cancelled, RequestError, renamed
 from aioinfer.loop.options import PromptSource
 from aioinfer.outputs import Chunk, FinishReason, Result, TokenLogprob, Usage
@@ -40,6 +41,7 @@ class ChatStream(Awaited[ChatResult]):
     """
 
     __slots__ = (
+        "_answered",
         "_asked",
         "_calls",
         "_content",
@@ -57,9 +59,16 @@ class ChatStream(Awaited[ChatResult]):
     )
 
     def __init__(
-        self, stream: Stream, source: PromptSource, asked: ChatRequest, tokenizer: Tokenizer | None
+        self,
+        stream: Stream,
+        source: PromptSource,
+        asked: ChatRequest,
+        tokenizer: Tokenizer | None,
+        answered: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
+        """``answered`` is called with the answer as a message, when all of it was parsed."""
         super().__init__()
+        self._answered = answered
         self._stream = stream
         self._source = source
         self._asked = asked
@@ -79,6 +88,11 @@ class ChatStream(Awaited[ChatResult]):
         #: of tokens whose delta is to come
         self._logprobs: list[TokenLogprob] = []
         self._result: ChatResult | None = None
+
+    @property
+    def stream(self) -> Stream:
+        """The stream that it reads."""
+        return self._stream
 
     @property
     def admitted(self) -> bool:
@@ -147,6 +161,7 @@ class ChatStream(Awaited[ChatResult]):
             delta.reasoning, delta.content, delta.tool_calls = self._take()
         if chunk.finish_reason is not None:
             delta.finish_reason = self._finish_reason(chunk.finish_reason)
+            self._tell()
             if chunk.usage is not None:
                 delta.usage = await self._counted(chunk.usage)
         self._logprobs += chunk.logprobs or ()
@@ -178,6 +193,7 @@ class ChatStream(Awaited[ChatResult]):
             else:
                 await self._parse(rest, ended=True)
                 self._take()
+        self._tell()
         content = "".join(self._content)
         parsers = self._asked.parse_arguments
         calls = [
@@ -233,6 +249,12 @@ class ChatStream(Awaited[ChatResult]):
         self._content.append(content)
         self._calls += calls
         return reasoning, content, calls
+
+    def _tell(self) -> None:
+        """All of it was parsed."""
+        answered, self._answered = self._answered, None
+        if answered is not None:
+            answered(message_of("".join(self._content), "".join(self._reasoning), joined(self._calls)))
 
     async def _counted(self, usage: Usage) -> Usage:
         return usage if self._reader is None else await self._reader.counted(usage, self._tokenizer)

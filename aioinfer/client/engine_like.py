@@ -6,7 +6,7 @@ from abc import abstractmethod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from aioinfer.client.batches import Batches
+from aioinfer.client.sessions import Sessions
 from aioinfer.client.threadsafe import ThreadsafeEngine
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.loop.service import EngineState, Service
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __all__ = ["EngineLike"]
 
 
-class EngineLike(Batches):
-    """Takes requests, as :class:`Batches` says, is started and closed, and can be observed."""
+class EngineLike(Sessions):
+    """Takes requests, as :class:`Sessions` says, is started and closed, and can be observed."""
 
     # -- life -----------------------------------------------------------------------------------
 

@@ -286,15 +286,20 @@ class Requests(ABC):
             raise renamed(error, checked.names) from error.__cause__
 
     def open_chat(
-        self, asked: ChatRequest, prompt: PromptSource, **options: Unpack[RequestOptions]
+        self,
+        asked: ChatRequest,
+        prompt: PromptSource,
+        answered: Callable[[dict[str, Any]], object] | None = None,
+        **options: Unpack[RequestOptions],
     ) -> ChatStream:
-        """The second half of :meth:`chat`: queue a chat that was checked."""
+        """The second half of :meth:`chat`: queue a chat that was checked. ``answered`` is called with the
+        answer as a message when it was read to its end."""
         try:
             check_chat(asked.params, options.get("pooling"))
             stream = self.generate(prompt, asked.params, **options)
         except RequestError as error:
             raise renamed(error, asked.names) from error.__cause__
-        return ChatStream(stream, prompt, asked, self.tokenizer)
+        return ChatStream(stream, prompt, asked, self.tokenizer, answered)
 
     def choices(
         self,

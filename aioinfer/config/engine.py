@@ -347,6 +347,14 @@ class EngineConfig(Settings):
         30.0, "limits", "seconds that closing waits for running requests", NOT_NEGATIVE
     )
 
+    max_sessions: int = option(1024, "sessions", "sessions that may be open", NOT_NEGATIVE)
+    session_timeout: float = option(
+        600.0, "sessions", "seconds without use until a session's KV is held no longer", POSITIVE
+    )
+    max_held_share: float = option(
+        0.5, "sessions", "share of the KV pages that are held at most; 0: none", UNIT_INTERVAL
+    )
+
     #: Of the logger aioinfer.stats, at level INFO; one line says that the engine is idle.
     stats_interval: float | None = option(
         None,

@@ -86,6 +86,7 @@ GROUPS = {
     "observing": "metrics, log lines and traces",
     "server": "HTTP server",
     "connections": "HTTP connections",
+    "sessions": "sessions and held prefixes",
     "replicas": "several engines that serve as one",
 }
 

@@ -79,6 +79,8 @@ class PromptForm:
     beginning: bool = False
     #: most tokens that it may have, because the model was made for no more; None: those of its context
     longest: int | None = None
+    #: token ids that come before it
+    after: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.special_tokens, (bool, NoneType)):
@@ -222,6 +224,7 @@ class PromptSource:
             least = -(-len(self._prompt) // self._token_bytes)
         else:
             least = len(self._prompt)  # messages
+        least += len(self._form.after)
         return least if self._most is None else min(least, self._most)
 
     def encode(self) -> Sequence[int]:
@@ -285,6 +288,8 @@ class PromptSource:
 
     def _checked(self, ids: list[int]) -> list[int]:
         """The ids that are the prompt."""
+        if self._form.after:
+            ids = [*self._form.after, *ids]
         most, longest = self._most, self._form.longest
         if most is not None:
             ids = ids[:most] if self._form.beginning else ids[-most:]

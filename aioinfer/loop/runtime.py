@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineClosed, EngineError, EngineFailed, RequestError, StepFailed
 from aioinfer.loop.driver import Driver
+from aioinfer.loop.holding import Held, Holding
 from aioinfer.loop.observing import measure
 from aioinfer.loop.options import Prepared
 from aioinfer.loop.pacing import Pace
@@ -90,6 +91,7 @@ class Runtime(Service[_Open]):
         self.transfers = PageTransfers(
             core, launcher.device, intake.loop, wake=self.driver.wake, lost=self.lost
         )
+        self.holding = Holding(core.scheduler.memory, self.loop, config.max_held_share)
         launcher.watch(self.lost)
         self._closing: asyncio.Task[None] | None = None
 
@@ -208,6 +210,12 @@ class Runtime(Service[_Open]):
         error.__cause__ = self.failure
         return error
 
+    def keep(self, cell: StreamCell, seconds: float | None) -> Held | None:
+        sequence = self.open[cell].sequence
+        if sequence is None:
+            return None
+        return self.holding.hold(sequence.token_key(0, sequence.known), sequence.namespace, seconds)
+
     # -- as StreamOwner -------------------------------------------------------------------------
 
     def caught_up(self, cell: StreamCell) -> None:
@@ -255,6 +263,8 @@ class Runtime(Service[_Open]):
             steps.callback(self.tuning.undo)
             steps.callback(self.driver.stop)
             steps.callback(self.updates.close)
+            steps.callback(self.holding.close)
+            steps.callback(self.seats.close)
             steps.callback(self._end_all, lambda: EngineClosed("the engine was closed"))
             steps.callback(self.adapters.close)
             if drain > 0 and self._busy and self.failure is None:
@@ -277,7 +287,9 @@ class Runtime(Service[_Open]):
         self.open.clear()
         self.core.preparing.close()
         self.observers.closed()
-        del self.core, self.driver, self.launcher, self.adapters, self.updates, self.transfers
+        self.seats.close()
+        self.holding.close()
+        del self.core, self.driver, self.launcher, self.adapters, self.updates, self.transfers, self.holding
 
     # -- observing ------------------------------------------------------------------------------
 
@@ -296,6 +308,8 @@ class Runtime(Service[_Open]):
             timeline=self.launcher.timeline,
             adapters_loaded=len(self.core.adapters.loaded),
             adapters_draining=self.core.adapters.draining,
+            sessions=len(self.seats.taken),
+            holds_expired=self.holding.expired,
         )
 
     def measure(self, measuring: Measuring) -> None:

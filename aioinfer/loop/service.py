@@ -35,6 +35,7 @@ from aioinfer.loop.belonging import (
     require_process,
     running_loop,
 )
+from aioinfer.loop.holding import Kept, Seats
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource
 from aioinfer.loop.resumption import check, take
@@ -119,6 +120,8 @@ class Service(ABC, Generic[_Opened]):
         self.observers = Observers()
         #: in the order of their acceptance
         self.open: dict[StreamCell, _Opened] = {}
+        #: of its sessions
+        self.seats = Seats(config.max_sessions)
         #: requests whose prompts are not tokenized yet, and the tokens that these have at least
         self.arriving, self._arriving_tokens = 0, 0
         #: called once when the queue may have room, with their places in the line
@@ -300,6 +303,11 @@ class Service(ABC, Generic[_Opened]):
     def _failed_error(self) -> EngineFailed:
         """A new exception that says why it is FAILED."""
 
+    def keep(self, cell: StreamCell, seconds: float | None) -> Kept | None:
+        """Hold the KV of an open request that ends now, until it was not used for ``seconds``. None: nothing
+        is held here."""
+        return None
+
     # -- as StreamOwner -------------------------------------------------------------------------
 
     def check_process(self) -> None:
@@ -408,6 +416,9 @@ class Service(ABC, Generic[_Opened]):
         self._arrived(opened)
         self._left(opened)
         opened.cell.cancel_timer()
+        ending, opened.cell.ending = opened.cell.ending, None
+        if ending is not None:
+            ending()
         opened.cell.notify()
         # Last: one that could not be reported is still open, and ends with the engine.
         if self.open.pop(opened.cell, None) is not None and self.observers:

@@ -100,6 +100,13 @@ class EngineStats:
     loaded_pages: int = _gauge(lambda s, _: s.memory.transfers.arrived)
     missed_pages: int = _gauge(lambda s, _: s.memory.transfers.failed)
     stored_pages: int = _gauge(lambda s, _: s.memory.transfers.stored)
+    #: sessions that are open, and cached tokens that are held for them and as warmed prefixes; pages of these
+    #: that were evicted or flushed nevertheless, and holds that ended for ``session_timeout`` or
+    #: ``max_held_share``
+    sessions: int = 0
+    held_tokens: int = _gauge(lambda s, _: s.memory.held_pages * s.memory.pages.page_size)
+    held_pages_lost: int = _gauge(lambda s, _: s.memory.held_pages_lost)
+    holds_expired: int = 0
     #: LoRA adapters that requests can have; and versions that were replaced or unloaded and are still in use
     adapters_loaded: int = 0
     adapters_draining: int = 0

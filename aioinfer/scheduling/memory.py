@@ -16,8 +16,7 @@ from collections import abc
 from collections.abc import Hashable, Iterable
 from typing import Protocol
 
-from aioinfer.cache.holds import Hold
-from aioinfer.cache.nodes import Node
+from aioinfer.cache.nodes import Hold, Node
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import Lock, RadixTree, token_key
 from aioinfer.cache.slots import SlotPool

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from aioinfer.cache import radix
-from aioinfer.cache.holds import Hold
+from aioinfer.cache.nodes import Hold
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import Lock, RadixTree, token_key
 from tests.machines import run_machine

@@ -14,8 +14,7 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from aioinfer.cache.holds import Hold
-from aioinfer.cache.nodes import Node
+from aioinfer.cache.nodes import Hold, Node
 from aioinfer.cache.pages import PageAllocator
 from aioinfer.cache.radix import token_key
 from aioinfer.cache.slots import SlotPool
