@@ -412,7 +412,7 @@ class RadixTree:
 
     def _drop(self, node: Node) -> None:
         self._lose_end(node)
-        node.entry = 0
+        node.stamp, node.entry = -1, 0
         if node.parent is not None:
             self.num_nodes -= 1
             self.num_pages -= len(node.pages)

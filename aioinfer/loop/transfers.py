@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 from aioinfer.cache.names import extend_names, root_of
 from aioinfer.cache.namespace import Namespace
-from aioinfer.cache.radix import Node, token_key
+from aioinfer.cache.nodes import Node
+from aioinfer.cache.radix import token_key
 from aioinfer.errors import ConfigError
 from aioinfer.execution.device import HostPages
 from aioinfer.execution.workers import WorkerExecutor

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from aioinfer.cache.radix import Lock, Snapshot
+    from aioinfer.cache.nodes import Snapshot
+from aioinfer.cache.radix import Lock
 
 __all__ = ["Arrival", "Departure", "Transfers"]
 
