@@ -310,11 +310,7 @@ class Engine(EngineLike):
         What is cached is stored anyway, a little later; this returns when it is. Raises InvalidRequest,
         EngineClosed, EngineFailed, WrongLoop.
         """
-        runtime = self._serving()
-        version = None if adapter is None else runtime.core.adapters.find(adapter)
-        uid, fingerprint = (0, "") if version is None else (version.uid, version.fingerprint)
-        namespace = Namespace(cache_salt, uid, runtime.core.weight_version)
-        return await runtime.transfers.store(token_ids, namespace, fingerprint)
+        return await self._serving().store(token_ids, cache_salt, adapter)
 
     # -- adapters -------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from abc import abstractmethod
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from aioinfer.client.sessions import Sessions
+from aioinfer.client.session_calls import Sessions
 from aioinfer.client.threadsafe import ThreadsafeEngine
 from aioinfer.execution.device import DeviceInfo, Progress
 from aioinfer.loop.service import EngineState, Service

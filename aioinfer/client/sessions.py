@@ -7,21 +7,22 @@ time and never changes a token: what was evicted, flushed or computed by other w
 
 from __future__ import annotations
 
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
 from weakref import ref
 
 from aioinfer.chat.answers import AnswerFormat, joined
 from aioinfer.chat.functions import Tool
 from aioinfer.chat.results import ChatRequest, message_of
-from aioinfer.client.batches import Batches
+from aioinfer.client.session_files import save
 from aioinfer.errors import EngineClosed, InvalidRequest, shown
 from aioinfer.inputs import freeze
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource
 from aioinfer.params import SamplingParams
-from aioinfer.request import JobOptions, RequestOptions, check_timeout
+from aioinfer.request import RequestOptions
 from aioinfer.text.tokenizer import Tokenizer, end_of
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from aioinfer.loop.service import Service
     from aioinfer.stream import Stream, StreamCell
 
-__all__ = ["Answer", "HeldPrefix", "Session", "Sessions"]
+__all__ = ["Answer", "HeldPrefix", "Session", "State"]
 
 #: options that all turns of a session have alike, since they say which KV is theirs
 _FIXED = ("adapter", "cache_salt")
@@ -86,7 +87,7 @@ class Answer:
         return message_of(content, reasoning, joined(calls))
 
 
-class _State(NamedTuple):
+class State(NamedTuple):
     """What a session has: a value, which forks share."""
 
     token_ids: tuple[int, ...] = ()
@@ -124,7 +125,7 @@ class Session:
         options: Mapping[str, Any],
         usual: Mapping[str, Any],
         ttl: float | None,
-        state: _State | None = None,
+        state: State | None = None,
     ) -> None:
         """``options``: of all turns; ``usual``: arguments of chats, for turns that have none."""
         self._seat = seat
@@ -132,8 +133,9 @@ class Session:
         self._engine = engine
         self._options = options
         self._usual = usual
-        self._ttl = ttl
-        self._state = _State() if state is None else state
+        #: seconds without use until its KV is held no longer
+        self.ttl = ttl
+        self._state = State() if state is None else state
         #: the turn under way
         self._turn: StreamCell | None = None
         #: names it in listings and messages
@@ -257,7 +259,7 @@ class Session:
         self._begin(stream, given, answer)
         return stream, answer
 
-    def _ready(self) -> _State:
+    def _ready(self) -> State:
         """The state that a turn continues. Raises InvalidRequest, EngineClosed, EngineFailed, WrongLoop."""
         self._check_open()
         if self._turn is not None:
@@ -278,7 +280,7 @@ class Session:
                 raise InvalidRequest(name, "is the session's, and the same for all its turns")
         return {**self._options, **options}
 
-    def _after(self, state: _State, prompt: Prompt | None) -> PromptSource:
+    def _after(self, state: State, prompt: Prompt | None) -> PromptSource:
         """The whole prompt of a turn."""
         if not state.token_ids:
             return self._service.source([] if prompt is None else prompt)
@@ -309,10 +311,14 @@ class Session:
         self._turn = None
         output = cell.output
         if output.error is None and output.finish_reason != "abort" and not self._seat.left:
-            self._state = _State((*output.prompt_ids, *output.token_ids), messages, answer)
-            self._seat.hold(self._service.keep(cell, self._ttl))
+            self._state = State((*output.prompt_ids, *output.token_ids), messages, answer)
+            self._seat.hold(self._service.keep(cell, self.ttl))
         elif self._seat.kept is not None:
             self._seat.kept.touch()
+
+    def restored(self, kept: Kept | None) -> None:
+        """Its KV is there and held."""
+        self._seat.hold(kept)
 
     # -- forks and ends -------------------------------------------------------------------------
 
@@ -322,8 +328,27 @@ class Session:
         self._check_open()
         seat, kept = self._service.seats.take(), self._seat.kept
         seat.hold(None if kept is None else kept.again())
-        shared = self._options, self._usual, self._ttl, self._state
+        shared = self._options, self._usual, self.ttl, self._state
         return Session(self._engine, self._service, seat, *shared)
+
+    async def save(self, path: str | os.PathLike[str]) -> int:
+        """Write it to a file, in place of one that is there, for :meth:`aioinfer.Engine.load_session`:
+        tokens, messages and options, as they were before the turn under way, and of its KV what is cached at
+        this moment. Returns of how many tokens that is; none on a GPU, and after an update of the weights.
+
+        Tools are not saved. Who can read the file can read the conversation and its salt. When it is
+        cancelled, or something fails, the file is as it was before.
+
+        Raises InvalidRequest with the field ``path``: it cannot be written; EngineClosed, EngineFailed,
+        WrongLoop.
+        """
+        self._check_open()
+        adapter = self._options.get("adapter")
+        loaded = {each.name: each.fingerprint for each in self._engine.adapters()}
+        fingerprint = "" if adapter is None else loaded.get(adapter, "")
+        state = self._state
+        messages = state.all_messages()
+        return await save(self._service, path, state.token_ids, messages, self._options, fingerprint)
 
     def close(self) -> None:
         """Hold its KV no longer, and take no more turns; one under way goes on as any request. Idempotent.
@@ -395,78 +420,3 @@ class HeldPrefix:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
-
-
-class Sessions(Batches):
-    """Calls whose KV outlives their requests."""
-
-    def session(
-        self,
-        *,
-        ttl: float | None = None,
-        tools: Sequence[Tool] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Unpack[JobOptions],
-    ) -> Session:
-        """A :class:`~aioinfer.Session`: a conversation whose KV is held between its turns.
-
-        Args:
-            ttl: seconds without use until its KV is held no longer; the session goes on, and computes it
-                again. Default: ``config.session_timeout``.
-            tools: of all its chats; see :meth:`chat`.
-            chat_template_kwargs: the same of variables of the template.
-            options: those of :meth:`generate`, for all its turns.
-
-        Raises InvalidRequest; Rejected: ``config.max_sessions`` are open; EngineClosed, EngineFailed,
-        WrongLoop.
-        """
-        serving = self._serving()
-        check_timeout("ttl", ttl)
-        if "request_id" in options:
-            raise InvalidRequest("request_id", "names one request: give it to the turn")
-        self._request(SamplingParams(), cast("RequestOptions", options))
-        usual: dict[str, Any] = {}
-        if tools is not None:
-            usual["tools"] = list(tools)
-        if chat_template_kwargs is not None:
-            usual["chat_template_kwargs"] = freeze("chat_template_kwargs", chat_template_kwargs)
-        seconds = self.config.session_timeout if ttl is None else ttl
-        return Session(self, serving, serving.seats.take(), options, usual, seconds)
-
-    async def warm(
-        self,
-        prompt: Prompt,
-        *,
-        ttl: float | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        **options: Unpack[JobOptions],
-    ) -> HeldPrefix:
-        """Compute the KV of a prefix that requests will begin with, as far as it is not cached, and hold it.
-
-        Of a chat, ``chat_template_kwargs={"add_generation_prompt": False}`` leaves out the begin of an
-        answer, which would follow in other places.
-
-        Args:
-            prompt: as for :meth:`generate`.
-            ttl: seconds without use until it is held no longer; None: until it is released.
-            options: those of :meth:`generate`; salt and adapter say whose requests find it.
-
-        Raises as :meth:`generate`, and what its request raises.
-        """
-        serving = self._serving()
-        check_timeout("ttl", ttl)
-        # A diffusion model generates blocks: the shortest output is not none.
-        params = SamplingParams(max_tokens=0 if serving.info.block_size is None else 1)
-        source = self.prompt(prompt, chat_template_kwargs=chat_template_kwargs)
-        stream = self.generate(source, params, **options)
-        cell = stream.cell
-        kept: list[Kept | None] = []
-        cell.ending = lambda: kept.append(serving.keep(cell, ttl))
-        try:
-            result = await stream
-        except BaseException:
-            for each in kept:
-                if each is not None:
-                    each.release()
-            raise
-        return HeldPrefix(serving, kept[0], len(result.prompt_token_ids))

@@ -1,4 +1,4 @@
-"""Intake: the worker threads that tokenize prompts, compile grammars and read adapters."""
+"""Intake: the worker threads that tokenize prompts, compile grammars and read files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from aioinfer.errors import EngineClosed, EngineError, InvalidRequest
 from aioinfer.execution.workers import WorkerExecutor
 from aioinfer.inputs import check_ids
 from aioinfer.loop.options import PromptSource
+from aioinfer.loop.waiting import finish
 
 if TYPE_CHECKING:
     from aioinfer.text.tokenizer import Tokenizer
@@ -61,6 +62,24 @@ class Intake:
     def read(self, call: Callable[..., _T], *arguments: Any) -> asyncio.Future[_T]:
         """The result of reading an adapter, on a thread of its own. Cancelled when closed."""
         return _seen(self.loop.run_in_executor(self._readers, call, *arguments))
+
+    async def use_file(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        """The result of a call that opens or completes a file, on the thread that reads adapters. It has
+        ended when this returns or raises. Raises EngineClosed."""
+        if self._closed.done():
+            raise EngineClosed("the engine was closed")
+        using, left = self.read(call, *arguments), False
+
+        def leave() -> None:
+            nonlocal left
+            left = using.cancel() or True
+
+        try:
+            return await finish(using, leave)
+        except asyncio.CancelledError:
+            if left:
+                raise
+            raise EngineClosed("the engine was closed") from None
 
     def read_weights(self, call: Callable[..., _T], *arguments: Any) -> asyncio.Future[_T]:
         """The same for weights of the model, on another thread."""

@@ -8,6 +8,7 @@ from collections import abc
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
+from aioinfer.cache.namespace import Namespace
 from aioinfer.config import EngineConfig
 from aioinfer.errors import EngineClosed, EngineError, EngineFailed, RequestError, StepFailed
 from aioinfer.loop.driver import Driver
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from aioinfer.loop.core import Core
     from aioinfer.loop.intake import Intake
     from aioinfer.observe.metrics.measuring import Measuring
+    from aioinfer.tiers.store import PageStore
 
 __all__ = ["Runtime"]
 
@@ -215,6 +217,25 @@ class Runtime(Service[_Open]):
         if sequence is None:
             return None
         return self.holding.hold(sequence.token_key(0, sequence.known), sequence.namespace, seconds)
+
+    async def store(
+        self, ids: abc.Sequence[int], cache_salt: str, adapter: str | None, into: PageStore | None = None
+    ) -> int:
+        version = None if adapter is None else self.core.adapters.find(adapter)
+        uid, fingerprint = (0, "") if version is None else (version.uid, version.fingerprint)
+        namespace = Namespace(cache_salt, uid, self.core.weight_version)
+        if into is not None and not self.transfers.possible:
+            return 0
+        return await self.transfers.store(ids, namespace, fingerprint, into)
+
+    def attach(self, store: PageStore) -> bool:
+        if not self.transfers.possible:
+            return False
+        self.transfers.attach(store)
+        return True
+
+    def detach(self, store: PageStore) -> None:
+        self.transfers.detach(store)
 
     # -- as StreamOwner -------------------------------------------------------------------------
 

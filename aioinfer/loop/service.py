@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.loop.checks import Checks
     from aioinfer.text.tokenizer import Tokenizer
+    from aioinfer.tiers.store import PageStore
 
 __all__ = ["EngineState", "OpenRequest", "Service", "not_started"]
 
@@ -87,6 +88,7 @@ class OpenRequest:
 
 
 _Opened = TypeVar("_Opened", bound=OpenRequest)
+_T = TypeVar("_T")
 
 
 class Service(ABC, Generic[_Opened]):
@@ -307,6 +309,24 @@ class Service(ABC, Generic[_Opened]):
         """Hold the KV of an open request that ends now, until it was not used for ``seconds``. None: nothing
         is held here."""
         return None
+
+    async def store(
+        self, ids: Sequence[int], cache_salt: str, adapter: str | None, into: PageStore | None = None
+    ) -> int:
+        """Put what is cached of a prefix into a store, by default the engine's own; returns how many of the
+        tokens are there then. None of them: there is nothing to copy from here. Raises InvalidRequest."""
+        return 0
+
+    def attach(self, store: PageStore) -> bool:
+        """Have requests look for their pages in a store, too, until :meth:`detach`. False: they cannot."""
+        return False
+
+    def detach(self, store: PageStore) -> None:
+        """Do not look there any more."""
+
+    async def use_file(self, call: Callable[..., _T], *arguments: Any) -> _T:
+        """:meth:`aioinfer.loop.intake.Intake.use_file`."""
+        return await self._intake.use_file(call, *arguments)
 
     # -- as StreamOwner -------------------------------------------------------------------------
 

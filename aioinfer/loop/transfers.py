@@ -91,6 +91,12 @@ class PageTransfers:
 
     # -- stores ---------------------------------------------------------------------------------
 
+    @property
+    def possible(self) -> bool:
+        """Pages can be copied to and from stores."""
+        cached = self._memory.tree is not None
+        return cached and bool(self._core.info.page_bytes) and isinstance(self._device, HostPages)
+
     def attach(self, store: PageStore, *, behind: bool = False, probed: bool = False) -> None:
         """Have admitted requests look for their pages in a store.
 
@@ -102,7 +108,7 @@ class PageTransfers:
         """
         if self._memory.tree is None:
             raise ConfigError("prefix_cache_dir: this engine has no prefix cache")
-        if not (self._core.info.page_bytes and isinstance(self._device, HostPages)):
+        if not self.possible:
             raise ConfigError("prefix_cache_dir: KV pages in the memory of a GPU cannot be stored yet")
         self._stores[store] = behind
         if probed:
