@@ -115,6 +115,12 @@ class BlockCursor(Cursor):
         # again may turn out as junk, should its step fail.
         return min(self._committed, self.block_start, *(row.start for row in self.flights))
 
+    @property
+    def settled(self) -> int:
+        # A block that is done may be computed once more, beside the next one or while that waits.
+        block = self.block
+        return self.committed if block is None or not block.done else min(self.committed, block.start)
+
     def prefill_stop(self, *, mixed: bool) -> int:
         # The first round of a request may ride on its last prompt chunk.
         return self.length if mixed else self.block_start

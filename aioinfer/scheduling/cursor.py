@@ -84,6 +84,11 @@ class Cursor(ABC):
         """Positions whose KV is written by resolved steps."""
 
     @property
+    def settled(self) -> int:
+        """Of these, the positions that no row will write again while the request runs."""
+        return self.committed
+
+    @property
     @abstractmethod
     def length(self) -> int:
         """Positions that a running request needs pages for."""

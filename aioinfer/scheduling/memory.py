@@ -178,18 +178,21 @@ class Memory:
         return True
 
     def commit(self, sequence: Sequence, fence: int) -> bool:
-        """Let others share the pages that are complete and resolved; True if its table changed.
+        """Let others share the pages of a running request that are complete; True if its table changed.
 
         Where another request was faster with the same prefix, its pages take the place of ours.
         ``fence`` is the newest launched step that reads ours.
         """
-        changed = self._commit_pages(sequence, fence)
+        return self._commit(sequence, sequence.cursor.settled, fence)
+
+    def _commit(self, sequence: Sequence, positions: int, fence: int) -> bool:
+        changed = self._commit_pages(sequence, positions // self.pages.page_size, fence)
         if self.states is not None:
             self.states.settle(sequence)
         return changed
 
-    def _commit_pages(self, sequence: Sequence, fence: int) -> bool:
-        start, stop = sequence.kv.cached_pages, sequence.cursor.committed // self.pages.page_size
+    def _commit_pages(self, sequence: Sequence, stop: int, fence: int) -> bool:
+        start = sequence.kv.cached_pages
         if sequence.kv.lock is None or not sequence.kv.cacheable or stop <= start:
             return False
         assert self.tree is not None
@@ -213,7 +216,7 @@ class Memory:
     def release(self, sequence: Sequence) -> None:
         """Take back all a request holds. Sized by what was allocated, never by token counts."""
         fence = sequence.kv.last_step
-        self.commit(sequence, fence)
+        self._commit(sequence, sequence.cursor.committed, fence)
         if self.states is not None:
             self.states.release(sequence)
         kv, kept = sequence.kv, 0

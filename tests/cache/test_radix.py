@@ -113,6 +113,14 @@ class TreeMachine(RuleBasedStateMachine):
         for reader in visitors:
             self._leave(reader, False)
 
+    @precondition(lambda self: any(each.left for each in self.holds))
+    @rule(data=st.data(), tail=TOKENS)
+    def branch(self, data: st.DataObject, tail: list[int]) -> None:
+        """Somebody shares the beginning of what is held."""
+        namespace, ids = data.draw(st.sampled_from([each.left[-1] for each in self.holds if each.left]))
+        kept = data.draw(st.integers(0, len(ids) // PAGE - 1)) * PAGE
+        self.visit([(namespace, [*ids[:kept], 1 - ids[kept], *tail])], compute=False)
+
     def _arrive(self, namespace: str, ids: list[int]) -> bool:
         sequence = tuple(ids[: len(ids) // PAGE * PAGE])
         wanted = self.longest(namespace, sequence)
@@ -248,9 +256,11 @@ class TreeMachine(RuleBasedStateMachine):
         )
         return not hanging and self.known[prefix] not in locked
 
-    @rule(namespace=NAMESPACES, ids=TOKENS)
-    def hold(self, namespace: str, ids: list[int]) -> None:
+    @rule(namespace=NAMESPACES, ids=TOKENS, data=st.data())
+    def hold(self, namespace: str, ids: list[int], data: st.DataObject) -> None:
         sequence = tuple(ids)
+        if self.known and data.draw(st.booleans()):
+            namespace, sequence = data.draw(st.sampled_from(list(self.known)))
         found = self.prefixes(namespace, sequence)[: len(self.longest(namespace, sequence))]
         self._hold(self.tree.hold(token_key(sequence), namespace), found)
 

@@ -21,6 +21,7 @@ from aioinfer.scheduling.rates import TransferRates
 from aioinfer.stream import Stream
 from aioinfer.testing import VirtualLoop
 from tests.engine.block_worlds import make_block_world
+from tests.engine.holding import hold_and_commit, through_a_session
 from tests.engine.laws import LawChecker, watch
 from tests.engine.worlds import VOCAB, Claim, Injected, World, make_world, of_prompt
 from tests.speculation.drafters import name_of
@@ -69,16 +70,15 @@ async def lifetime(world: World, number: int) -> None:
     adapter, key = (None, 0) if world.adapters is None else world.adapters.choose(engine)
     if params.max_tokens == 0 and behaviour == "restore":
         behaviour = "await"  # there is nothing to go on with
+    options = {**timeouts, **scheduling, "request_id": name_of(params)}
+    in_turns = not as_text and pooling is None and adapter is None and engine.info.block_size is None
     try:
-        stream = engine.generate(
-            text if as_text else ids,
-            params if pooling is None else of_prompt(params),
-            request_id=name_of(params),
-            adapter=adapter,
-            pooling=pooling,
-            **timeouts,
-            **scheduling,
-        )
+        if in_turns and rng.random() < 0.2:
+            stream = await through_a_session(engine, rng, ids, params, options)
+        else:
+            wanted = params if pooling is None else of_prompt(params)
+            given = text if as_text else ids
+            stream = engine.generate(given, wanted, adapter=adapter, pooling=pooling, **options)
     except (errors.Rejected, errors.EngineFailed) as error:
         assert isinstance(error, errors.Rejected) or world.device.lost
         world.counts["rejected"] += 1
@@ -317,6 +317,7 @@ async def run_world(world: World, lifetimes: int) -> LawChecker:
     checker = watch(world.engine)
     assert world.engine.ready
     operators = [asyncio.ensure_future(operate(world)), asyncio.ensure_future(renew(world))]
+    operators.append(asyncio.ensure_future(hold_and_commit(world.engine, world.engine.config.seed or 0)))
     if world.adapters is not None:
         operators.append(asyncio.ensure_future(world.adapters.operate(world.engine)))
     async with asyncio.TaskGroup() as group:
