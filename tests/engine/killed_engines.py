@@ -5,8 +5,8 @@
     python -m tests.engine.killed_engines --kills 1000 --seed 44
 
 In each round two engines serve: their pages are written behind, read and evicted, and sessions are saved,
-replaced and loaded. Most of them are killed amid that. Every later start serves, and no token is wrong: a page
-of other tokens, or half of one, is an error of the toy device.
+replaced and loaded. Most of them are killed amid that. Every later start serves, and no token is wrong: a
+page of other tokens, or half of one, is an error of the toy device.
 """
 
 from __future__ import annotations
