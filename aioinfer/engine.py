@@ -70,7 +70,7 @@ class Engine(EngineLike):
 
     It belongs to the loop that started it. It starts no task; it starts one thread for the device (two on
     CUDA) if ``launch_mode`` is "thread", and when these are needed up to four for tokenizing and grammars,
-    and one that reads adapters. It touches no signal, no loop policy, no logging root and no environment
+    three that carry pages, and one that reads files. It touches no signal, no loop policy, no logging root and no environment
     variable; :mod:`aioinfer.loop.tuning` says what it changes in the process, on CUDA only, and how to
     prevent that. A closed engine can be started again, also under a new loop.
     """
@@ -191,7 +191,7 @@ class Engine(EngineLike):
         store = await intake.run(factory.page_store, config, info)
         runtime = Runtime(config, core, launcher, intake, adapters)
         if store is not None:
-            runtime.transfers.attach(store, behind=True)
+            runtime.transfers.attach(store, behind=True, owned=True)
         if self._measuring is not None:
             runtime.measure(self._measuring)
         observing.observe(runtime, self.config, runtime.stats)

@@ -184,8 +184,9 @@ class Driver:
             await self._until_quiet()
 
     async def step(self) -> None:
-        """Launch what may be launched and wait until a step has resolved; returns at once if there is nothing
-        to compute. While paused, go no further; several calls at a time wait for the same step."""
+        """Launch what may be launched and wait until a step has resolved, if need be after its pages have
+        arrived; returns at once if there is nothing to compute. While paused, go no further; several calls at
+        a time wait for the same step."""
         while self._quiet is not None and not self._quiet.done():
             await asyncio.shield(self._quiet)  # else the pause would wait for the next step; or one after it
         if self._stepped is None or self._stepped.done():
@@ -193,7 +194,7 @@ class Driver:
         stepped = self._stepped
         self._by_steps = self.paused
         self._landed()
-        if not self._flights or self._stopping:
+        if self._stopping or not (self._flights or self._core.scheduler.queues.arriving):
             self._set_stepped()
         await asyncio.shield(stepped)
 
@@ -455,6 +456,8 @@ class Driver:
     def _rest(self) -> None:
         """Nothing is in flight and nothing can be planned: check that everything was given back."""
         self._set_quiet()
+        if not self._core.scheduler.queues.arriving:
+            self._set_stepped()
         self._timeline.device.rest()
         if self._garbage is not None:
             self._garbage.rest()

@@ -13,7 +13,6 @@ state is touched on the loop only; workers touch the bytes of pages that no step
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -45,6 +44,8 @@ _MOST = 64
 _WAITING = 4096
 #: seconds between two looks for what other processes have stored
 _REFRESH = 5.0
+#: seconds that closing waits for workers: a disk may hang
+_PATIENCE = 10.0
 
 
 class _Fresh(NamedTuple):
@@ -79,6 +80,7 @@ class PageTransfers:
         self._stores: dict[PageStore, bool] = {}
         #: those of them in which others store what this engine waits for
         self._probed: set[PageStore] = set()
+        self._owned: list[PageStore] = []
         self._readers = WorkerExecutor(2, "aioinfer-pages-in")
         self._writers = WorkerExecutor(1, "aioinfer-pages-out")
         self._roots: dict[Namespace, bytes] = {}
@@ -97,12 +99,15 @@ class PageTransfers:
         cached = self._memory.tree is not None
         return cached and bool(self._core.info.page_bytes) and isinstance(self._device, HostPages)
 
-    def attach(self, store: PageStore, *, behind: bool = False, probed: bool = False) -> None:
+    def attach(
+        self, store: PageStore, *, behind: bool = False, probed: bool = False, owned: bool = False
+    ) -> None:
         """Have admitted requests look for their pages in a store.
 
         Args:
             behind: everything that is committed is put there.
             probed: look for what others have stored just now, on the loop: a store in memory.
+            owned: it is closed with the engine.
 
         Raises ConfigError: there is no prefix cache, or pages cannot be copied.
         """
@@ -113,6 +118,8 @@ class PageTransfers:
         self._stores[store] = behind
         if probed:
             self._probed.add(store)
+        if owned:
+            self._owned.append(store)
         self._memory.finder = self
 
     def detach(self, store: PageStore) -> None:
@@ -304,7 +311,11 @@ class PageTransfers:
         self._closed = True
         self._fresh.clear()
         if self._working:
-            await asyncio.wait(self._working)
+            await asyncio.wait(self._working, timeout=_PATIENCE)
+        if self._working:
+            _log.error(
+                "%d transfers of pages have not ended; their threads are left behind", len(self._working)
+            )
         self.close()
 
     def close(self) -> None:
@@ -313,10 +324,10 @@ class PageTransfers:
         self._fresh.clear()
         for executor in (self._readers, self._writers):
             executor.shutdown(wait=False, cancel_futures=True)
-        for store in self._stores:
-            with contextlib.suppress(Exception):
-                store.close()
         self._stores.clear()
+        for store in self._owned:
+            store.close()
+        self._owned.clear()
 
 
 def _fill(device: HostPages, store: PageStore, arrival: Arrival, cell: int) -> int:

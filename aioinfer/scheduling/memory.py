@@ -84,8 +84,8 @@ class Memory:
 
     @property
     def available(self) -> int:
-        """Pages that can be had, now or when the steps in flight have resolved."""
-        return self.pages.free + self.pages.fenced + self.evictable
+        """Pages that can be had, now or when the steps in flight have resolved and workers are done."""
+        return self.pages.free + self.pages.fenced + self.evictable + self.transfers.pages
 
     @property
     def returning(self) -> bool:

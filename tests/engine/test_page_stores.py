@@ -89,7 +89,6 @@ async def test_another_engine_finds_what_one_has_computed(
             results.append(await ask(engine))
             await settle(engine)
             stats = engine.stats()
-            store.close = lambda: None  # type: ignore[method-assign]
     assert [result.usage.cached_tokens for result in results] == [0, 40]
     assert stats.loaded_pages == 10
     assert stats.prefill_tokens == 2
