@@ -105,6 +105,19 @@ class ServerConfig(Settings):
         AT_LEAST_ONE,
     )
     max_messages: int = option(4096, "connections", "messages of a chat", AT_LEAST_ONE)
+    max_stored_responses: int = option(
+        1024, "sessions", "responses that are stored for a key; 0: none are", NOT_NEGATIVE
+    )
+    stored_response_timeout: float = option(
+        3600.0, "sessions", "seconds without use until a stored response is forgotten", POSITIVE
+    )
+    max_sessions_per_key: int = option(16, "sessions", "sessions of a key; 0: there are none", NOT_NEGATIVE)
+    session_ttl: float = option(
+        3600.0, "sessions", "seconds without use until a session is deleted; requests may set fewer", POSITIVE
+    )
+    sessions_dir: str | None = option(
+        None, "sessions", "directory that sessions are saved to; default: they cannot be saved"
+    )
     max_answer_logprobs: int | None = option(
         None,
         "connections",
@@ -182,7 +195,7 @@ def is_loopback(host: str) -> bool:
 def _check_listening(config: ServerConfig) -> None:
     if not re.fullmatch("0?[0-7]{3}", config.uds_mode):
         raise ConfigError(f"uds_mode must be three octal digits such as 660, got {shown(config.uds_mode)}")
-    for name in ("uds", "admin_uds", "lora_root", "weights_root"):
+    for name in ("uds", "admin_uds", "lora_root", "weights_root", "sessions_dir"):
         path = getattr(config, name)
         if path == "":
             raise ConfigError(f"{name} must be a path, not empty")

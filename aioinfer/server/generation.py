@@ -32,6 +32,7 @@ from aioinfer.server.openai.fingerprint import fingerprint
 from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import OPTIONS, Call, Served
 from aioinfer.server.operations.metrics import Metrics
+from aioinfer.server.responses.stored import StoredResponses
 from aioinfer.server.wire import AnswerContext, AnswerWriter, Wire
 from aioinfer.stream import Stream
 from aioinfer.text.tokenizer import end_of
@@ -45,11 +46,17 @@ class Generation:
     """Calls of one engine: parsed, generated, and written whole or as events."""
 
     def __init__(
-        self, engine: EngineLike, config: ServerConfig, models: Sequence[str], metrics: Metrics | None = None
+        self,
+        engine: EngineLike,
+        config: ServerConfig,
+        models: Sequence[str],
+        stored: StoredResponses,
+        metrics: Metrics | None = None,
     ) -> None:
         """``models``: the names of the model, that of answers to calls without a name first."""
         self._engine = engine
         self._metrics = metrics
+        self._stored = stored
         self._config = config
         self._model, self._aliases = models[0], frozenset(models[1:])
         self._speller = Speller(self._spell)
@@ -134,6 +141,8 @@ class Generation:
             adapters=frozenset(each.name for each in engine.adapters()),
             ready=engine.ready,
             request_id=record_of(request).id,
+            stored=self._stored,
+            owner=record_of(request).owner,
         )
         return await self._parser.parse(lambda body: parse(body, served), raw, limits, held), limits
 

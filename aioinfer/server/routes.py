@@ -30,6 +30,8 @@ from aioinfer.server.operations.metrics import METRICS, Metrics
 from aioinfer.server.playground import PAGE, playground_page
 from aioinfer.server.pooling import PoolingRoutes
 from aioinfer.server.responses.endpoints import RESPONSES_ENDPOINT
+from aioinfer.server.responses.routes import StoredRoutes
+from aioinfer.server.responses.stored import StoredResponses
 from aioinfer.server.responses.wires import RESPONSES_WIRE
 from aioinfer.server.status import HEALTH, TRACE, Status
 from aioinfer.server.tokens import Tokens
@@ -48,9 +50,11 @@ class Routes:
     def __init__(self, engine: EngineLike, config: ServerConfig, keys: Keys) -> None:
         models = config.model_names or (engine.config.model_name,)
         self._engine = engine
+        self._config = config
         self._keys = keys
         self._metrics = Metrics(engine, config, models[0], keys) if config.metrics else None
-        self._generation = Generation(engine, config, models, self._metrics)
+        self._stored = StoredResponses(config)
+        self._generation = Generation(engine, config, models, self._stored, self._metrics)
         self._status = Status(engine, config, models, keys)
         self._tokens = Tokens(engine, config, self._generation)
         self._adapters = AdapterRoutes(engine, config, models, self._generation)
@@ -65,6 +69,7 @@ class Routes:
             CHAT_ENDPOINT.route(self._generating(CHAT_WIRE)),
             COMPLETION_ENDPOINT.route(self._generating(COMPLETION_WIRE)),
             RESPONSES_ENDPOINT.route(self._generating(RESPONSES_WIRE)),
+            *StoredRoutes(self._config, self._stored).routes(),
             MESSAGES_ENDPOINT.route(self._generating(MESSAGES_WIRE)),
             COUNT_ENDPOINT.route(self._count_tokens),
             *self._pooling.routes(),
@@ -99,7 +104,11 @@ class Routes:
             routes.append((playground, PAGE.route(playground_page(playground, prefix, steps))))
         self._add(app, routes)
         app.on_shutdown.append(self._watching.close)
+        app.on_cleanup.append(self._forget)
         self._pages.show([(path, route.endpoint) for path, route in routes])
+
+    async def _forget(self, app: web.Application) -> None:
+        self._stored.clear()
 
     def _add(self, app: web.Application, routes: Sequence[tuple[str, Route]]) -> None:
         taken = {
@@ -116,7 +125,9 @@ class Routes:
                     + without
                 )
         for path, route in routes:
-            add = app.router.add_get if route.endpoint.method == "GET" else app.router.add_post
+            router = app.router
+            adding = {"GET": router.add_get, "POST": router.add_post, "DELETE": router.add_delete}
+            add = adding[route.endpoint.method]
             add(path, self._guarded(route), expect_handler=expected)
 
     def _generating(self, wire: Wire) -> Handler:

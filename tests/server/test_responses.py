@@ -247,6 +247,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"input": [{**USER, "colour": "red"}]}, "input[0].colour"),
     ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
     ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"store": 1}, "store"),
     ({"conversation": "conv_1"}, "conversation"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),

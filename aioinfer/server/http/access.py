@@ -20,7 +20,7 @@ __all__ = ["WebAccess", "host_name"]
 
 #: seconds that a browser may remember the response to a preflight request
 _PREFLIGHT_AGE = "600"
-_METHODS = "GET, POST, OPTIONS"
+_METHODS = "GET, POST, DELETE, OPTIONS"
 #: headers of responses that scripts may read
 _EXPOSED = ", ".join(
     (

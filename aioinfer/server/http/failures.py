@@ -12,7 +12,7 @@ from aiohttp import web
 
 from aioinfer import errors
 
-__all__ = ["Failure", "Refused", "as_failure"]
+__all__ = ["Failure", "Refused", "as_failure", "not_found"]
 
 _log = logging.getLogger("aioinfer.server")
 
@@ -65,6 +65,12 @@ class Refused(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure.message)
         self.failure = failure
+
+
+def not_found(kind: str, name: str, param: str | None = None) -> Refused:
+    """The failure of a request for what its key does not have, whether another key has it or not."""
+    message = f"there is no {kind} {errors.shown(name)}, or no more"
+    return Refused(Failure(404, "invalid_request_error", message, param=param, code=f"{kind}_not_found"))
 
 
 def as_failure(error: BaseException) -> Failure:

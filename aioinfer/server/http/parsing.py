@@ -22,8 +22,9 @@ _T = TypeVar("_T")
 _SLICE = 1 << 18
 #: bytes of a body that is parsed on the loop
 _SMALL = 1 << 14
-#: what takes long at any size: patterns are compiled, and an escape may spell their field
-_COSTLY = (b"stop_regex", b"\\u")
+#: what takes long at any size: patterns are compiled, conversations that are kept are read, and an escape may
+#: spell their fields
+_COSTLY = (b"stop_regex", b"previous_response_id", b'"session"', b"\\u")
 #: bytes that a value takes when it is parsed
 _VALUE = 64
 #: zlib reads the header of gzip

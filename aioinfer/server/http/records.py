@@ -55,6 +55,11 @@ class Record:
     readers: Sequence[AnswerReader | None] = ()
     body: BodyBytes = field(default_factory=BodyBytes)
 
+    @property
+    def owner(self) -> str:
+        """Who has what is kept for the request: the name of its key; empty without keys."""
+        return "" if self.key is None else self.key.name
+
     @contextlib.contextmanager
     def admitted(self) -> Iterator[None]:
         """A call for tokens, within the limits of its key. Raises Refused (429)."""

@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioinfer.chat.answers import AnswerFormat, ChatFormat
 from aioinfer.chat.bodies import Object, admit
@@ -35,6 +35,9 @@ from aioinfer.server.openai.fields import (
     Extensions,
     as_list,
 )
+
+if TYPE_CHECKING:
+    from aioinfer.server.responses.stored import Draft, StoredResponses
 
 __all__ = [
     "OPTIONS",
@@ -77,6 +80,9 @@ class Served:
     #: the engine serves, so that these are all names that there are
     ready: bool = True
     request_id: str = ""
+    #: what is kept between requests, and the name of the key that the request was sent with
+    stored: StoredResponses | None = None
+    owner: str = ""
 
     def adapter(self, wanted: Any) -> str | None:
         """The adapter of a call that asks for the model ``wanted``; None: the model alone."""
@@ -130,6 +136,8 @@ class Call:
     names: Mapping[str, str] = field(default_factory=dict)
     #: what the answers of other protocols take from the body
     repeated: Mapping[str, Any] = field(default_factory=dict)
+    #: of a response that is to be stored
+    draft: Draft | None = None
 
     def named(self, error: BaseException) -> BaseException:
         """The error of this call with the names of the body's fields."""
@@ -242,10 +250,11 @@ def model_not_found(served: str, wanted: Any) -> Refused:
     return Refused(Failure(404, "invalid_request_error", message, param="model", code="model_not_found"))
 
 
-def check_count(name: str, items: Any, served: Served) -> None:
-    """Raise InvalidRequest of ``name`` for too many messages."""
-    if isinstance(items, list) and len(items) > served.max_messages:
-        raise InvalidRequest(name, f"at most {served.max_messages} (max_messages), got {len(items)}")
+def check_count(name: str, items: Any, served: Served, *, before: int = 0) -> None:
+    """Raise InvalidRequest of ``name`` for too many messages; ``before``: those that they follow."""
+    count = before + (len(items) if isinstance(items, list) else 1)
+    if count > served.max_messages:
+        raise InvalidRequest(name, f"at most {served.max_messages} (max_messages), got {count}")
 
 
 def read(kind: type[_ObjectT], raw: bytes, served: Served) -> _ObjectT:

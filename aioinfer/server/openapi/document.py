@@ -105,11 +105,12 @@ def _operation(path: str, endpoint: Endpoint, components: dict[str, Any]) -> dic
         "tags": [endpoint.tag],
     }
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
-    if names:
-        operation["parameters"] = [
-            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-            for name in names
-        ]
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in names
+    ] + [{"name": name, "in": "query", "schema": dict(schema)} for name, schema in endpoint.query.items()]
+    if parameters:
+        operation["parameters"] = parameters
     if endpoint.body is not None:
         operation["requestBody"] = _request(endpoint.body, endpoint.example, components)
     if endpoint.open:

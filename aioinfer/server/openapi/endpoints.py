@@ -32,10 +32,11 @@ class Endpoint:
     """One method of one path.
 
     Attributes:
-        method: ``GET`` or ``POST``.
+        method: ``GET``, ``POST`` or ``DELETE``.
         path: relative to ``place``; parameters are in braces.
         summary: what it does, in a few words.
         body: of a ``POST``.
+        query: the schemas of parameters of the query, by their names; none must be there.
         example: a body.
         answer: of status 200: a TypedDict, a schema, or None if it is not JSON.
         media: the content type of the answer.
@@ -55,6 +56,7 @@ class Endpoint:
     path: str
     summary: str
     body: type[Object] | None = None
+    query: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     example: Mapping[str, Any] = field(default_factory=dict)
     answer: Any = None
     media: str = "application/json"

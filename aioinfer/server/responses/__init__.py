@@ -1,1 +1,1 @@
-"""OpenAI's Responses endpoint, without stored state."""
+"""OpenAI's Responses endpoint."""

@@ -88,7 +88,7 @@ class IncompleteDetails(TypedDict):
 
 
 class Response(TypedDict):
-    """The answer, and the settings that made it. Nothing is stored."""
+    """The answer, and the settings that made it."""
 
     id: str
     object: Literal["response"]
@@ -107,7 +107,7 @@ class Response(TypedDict):
     parallel_tool_calls: bool
     presence_penalty: float
     frequency_penalty: float
-    previous_response_id: None
+    previous_response_id: str | None
     conversation: None
     prompt: None
     moderation: None
@@ -115,7 +115,7 @@ class Response(TypedDict):
     prompt_cache_key: str | None
     reasoning: dict[str, Any]
     background: Literal[False]
-    store: Literal[False]
+    store: bool
     truncation: Literal["disabled"]
     service_tier: Literal["default"]
     temperature: float

@@ -27,7 +27,7 @@ _READ = "goes to the chat template"
 _STATE = "of an item that is complete"
 _ITEM = {"id": CLIENTS, "status": _STATE}
 _CALLS = {"caller": Refused(({"type": "direct"},)), "namespace": NO}
-_STORED = "nothing is stored: send the whole conversation as input"
+_STORED = "use previous_response_id, or send the whole conversation as input"
 _REASONING = Refused(("auto", "concise", "detailed"), "answers have the reasoning itself")
 
 #: Types of tools that are left out of a request. An offered tool is a permission: the answer is that of a
@@ -54,7 +54,7 @@ _Included = Literal[
 
 def _unsupported(kind: Any) -> str:
     if kind == "item_reference":
-        return "is not supported by this server: nothing is stored, send the item itself"
+        return "is not supported by this server: send the item itself"
     return f"{shown(kind)} is not supported by this server"
 
 
@@ -236,17 +236,15 @@ class ResponsesBody(
     Extensions,
     harmless={
         "client_metadata": CLIENTS,
-        "store": "nothing is stored, whatever it says",
         "prompt_cache_retention": CACHING,
         "prompt_cache_options": "how a prefix is cached",
         "max_tool_calls": "a limit of hosted tools, which this server does not have",
     },
     refused={
-        "previous_response_id": Refused((), _STORED),
         "conversation": Refused((), _STORED),
         "background": Refused((False,)),
         "background_options": NO,
-        "prompt": Refused((), "nothing is stored: use input and instructions"),
+        "prompt": Refused((), "use input and instructions"),
         "truncation": Refused(("disabled",)),
         "context_management": Refused(([],)),
         "service_tier": Refused(("auto", "default")),
@@ -269,7 +267,9 @@ class ResponsesBody(
     input: TextOr[Annotated[Items[_Item], Field(min_length=1)]] = field(
         "text, or items: messages, calls and their outputs, reasoning", ...
     )
-    instructions: str | None = field("a system message in front of `input`")
+    instructions: str | None = field("a system message in front of `input`, and of all before it")
+    previous_response_id: str | None = field("the stored response that `input` follows")
+    store: bool | None = field("false: the response is not kept for `previous_response_id`; default: it is")
     max_output_tokens: TokenLimit | None = field("`max_tokens`")
     stop: Annotated[Any, later(str | list[str])] = field("as in `SamplingParams`")
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = field(

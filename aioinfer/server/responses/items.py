@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from aioinfer.chat.bodies import admit
@@ -28,13 +29,14 @@ class Conversation:
         if instructions is not None:
             self._add({"role": "system", "content": instructions}, "instructions")
 
-    def read(self, given: str | list[Any]) -> None:
-        """The field ``input``, whose items may be checked already. Raises InvalidRequest."""
+    def read(self, given: str | Sequence[Any], source: str | None = None) -> None:
+        """The field ``input``, whose items may be checked already, or those of another field, ``source``.
+        Raises InvalidRequest."""
         if isinstance(given, str):
             self._add({"role": "user", "content": given}, "input")
             return
         for number, item in enumerate(given):
-            field = f"input[{number}]"
+            field = source or f"input[{number}]"
             if isinstance(item, dict):
                 item = admit(ITEMS[item.get("type")], item, field)
             match item:

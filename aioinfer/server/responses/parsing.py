@@ -12,6 +12,7 @@ from aioinfer.inputs import freeze
 from aioinfer.server.openai.protocol import Call, Served, chat_call, check_count, format_beside, read
 from aioinfer.server.responses.fields import LOGPROBS, FunctionTool, NamedTool, ResponsesBody, TextFormat
 from aioinfer.server.responses.items import Conversation
+from aioinfer.server.responses.stored import new_response_id
 
 __all__ = ["parse_response"]
 
@@ -19,8 +20,13 @@ __all__ = ["parse_response"]
 def parse_response(raw: bytes, served: Served) -> Call:
     """A body of ``/v1/responses``. Raises InvalidRequest, and Refused for another model."""
     body = read(ResponsesBody, raw, served)
-    check_count("input", body.input, served)
+    stored = served.stored
+    assert stored is not None
+    previous = stored.previous(served.owner, body.previous_response_id)
+    earlier = () if previous is None else previous.items
+    check_count("input", body.input, served, before=len(earlier))
     conversation = Conversation(body.instructions)
+    conversation.read(earlier, "previous_response_id")
     conversation.read(body.input)
     names = {**conversation.names, "messages": "input"}
     top, wanted = body.top_logprobs, LOGPROBS in body.include
@@ -49,6 +55,9 @@ def parse_response(raw: bytes, served: Served) -> Call:
         message = f"{LOGPROBS} cannot be combined with tools or a model that thinks"
         raise InvalidRequest("include", message, code="unsupported_parameter")
     given = {"tools": repeated, "text": text, "reasoning": {"effort": effort, "summary": None}}
+    if stored.enabled and body.store is not False:
+        name = call.id if body.request_id else new_response_id()
+        call = replace(call, id=name, draft=stored.draft(served.owner, name, previous, body.input))
     return _with_repeated(call, body, given)
 
 
@@ -71,13 +80,14 @@ def _with_repeated(call: Call, body: ResponsesBody, parsed: dict[str, Any]) -> C
         # the same in every answer
         **dict.fromkeys(
             (
-                *("previous_response_id", "conversation", "prompt", "max_tool_calls", "moderation"),
+                *("conversation", "prompt", "max_tool_calls", "moderation"),
                 # which pydantic-ai reads even with clients that do not know it
                 "prompt_cache_diagnostics",
             )
         ),
         "background": False,
-        "store": False,
+        "previous_response_id": body.previous_response_id,
+        "store": call.draft is not None,
         "truncation": "disabled",
         "service_tier": "default",
     }

@@ -22,6 +22,7 @@ from aioinfer.server.openai.protocol import Call
 from aioinfer.server.responses import objects
 from aioinfer.server.responses.objects import ITEM
 from aioinfer.server.responses.parsing import parse_response
+from aioinfer.server.responses.stored import Item, output_item
 from aioinfer.server.wire import AnswerContext, AnswerWriter, Wire
 
 __all__ = ["RESPONSES_WIRE", "ResponsesAnswer"]
@@ -39,6 +40,8 @@ class ResponsesAnswer(AnswerWriter):
         self._number = 0
         #: items that ended, as JSON, and the logprobs of the one that has not
         self._items: list[str] = []
+        #: the same as objects, of a response that is to be stored
+        self._stored: list[Item] = []
         self._scores: list[str] = []
         self._finish: str | None = None
         self._common: str | None = None
@@ -88,7 +91,10 @@ class ResponsesAnswer(AnswerWriter):
         await self._take(self._parts.end(with_text=True), events, pace, status=status)
         reason = "max_output_tokens" if self._finish == "length" else None
         body = objects.usage_body(await self._context.counted(usage))
-        return status, await self._response(status, reason=reason, usage=body)
+        response = await self._response(status, reason=reason, usage=body)
+        if self._call.draft is not None:
+            self._call.draft.store(self._stored, response)
+        return status, response
 
     async def _response(self, status: str, **members: Any) -> str:
         call = self._call
@@ -142,6 +148,8 @@ class ResponsesAnswer(AnswerWriter):
         scores = ",".join(self._scores)
         item = objects.item(part, self._id(part), status, text, scores)
         self._items.append(item)
+        if self._call.draft is not None:
+            self._stored.append(output_item(part, self._id(part), status))
         if events is None:
             return
         at, kind = self._at(part), f"response.{_deltas(part)}.done"
