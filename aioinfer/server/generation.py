@@ -33,6 +33,8 @@ from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import OPTIONS, Call, Served
 from aioinfer.server.operations.metrics import Metrics
 from aioinfer.server.responses.stored import StoredResponses
+from aioinfer.server.sessions.table import Sessions
+from aioinfer.server.sessions.turns import Prompted, Turn
 from aioinfer.server.wire import AnswerContext, AnswerWriter, Wire
 from aioinfer.stream import Stream
 from aioinfer.text.tokenizer import end_of
@@ -51,12 +53,14 @@ class Generation:
         config: ServerConfig,
         models: Sequence[str],
         stored: StoredResponses,
+        sessions: Sessions,
         metrics: Metrics | None = None,
     ) -> None:
         """``models``: the names of the model, that of answers to calls without a name first."""
         self._engine = engine
         self._metrics = metrics
         self._stored = stored
+        self._sessions = sessions
         self._config = config
         self._model, self._aliases = models[0], frozenset(models[1:])
         self._speller = Speller(self._spell)
@@ -142,6 +146,7 @@ class Generation:
             ready=engine.ready,
             request_id=record_of(request).id,
             stored=self._stored,
+            sessions=self._sessions,
             owner=record_of(request).owner,
         )
         return await self._parser.parse(lambda body: parse(body, served), raw, limits, held), limits
@@ -157,27 +162,52 @@ class Generation:
         # The stack closes every stream, on errors and cancellation too, once they are counted.
         async with AsyncExitStack() as stack:
             with record.counting(streams, call.n):
-                # Each prompt is tokenized once for its n choices.
-                prompts = [
-                    self._engine.prompt(prompt, chat_template_kwargs=call.chat_template_kwargs, **call.form)
-                    for prompt in call.prompts
-                ]
-                pace = Pace()
-                for index, (_, params) in enumerate(call.choices()):
-                    # A request of many choices gets its turns among other requests, not before them.
-                    prompt = prompts[index // call.n]
-                    stream = self._engine.generate(
-                        prompt, params, queue_behind=index, request_id=record.id, **call.scheduling
-                    )
-                    streams.append(await stack.enter_async_context(stream))
-                    await pace()
+                prompts: Sequence[PromptSource | Prompted]
+                if call.turn is None:
+                    prompts = await self._queue(call, streams, stack, record)
+                else:
+                    prompts = await self._queue_turn(call, call.turn, streams, stack, record)
                 if call.stream:
                     make_writer = partial(self._writer, wire, call, prompts, streams, record)
                     return await self._stream(request, call, make_writer, streams, record)
                 async with self.watched(request):
                     results = await _all([partial(_result, stream) for stream in streams])
                 pieces = await (await self._writer(wire, call, prompts, streams, record)).whole(results)
+                if call.turn is not None:
+                    call.turn.read(record.readers)
                 return whole_response(request, pieces, self._config.send_timeout)
+
+    async def _queue(
+        self, call: Call, streams: list[Stream], stack: AsyncExitStack, record: Record
+    ) -> Sequence[PromptSource]:
+        """Queue all choices of a call; returns its prompts."""
+        # Each prompt is tokenized once for its n choices.
+        prompts = [
+            self._engine.prompt(prompt, chat_template_kwargs=call.chat_template_kwargs, **call.form)
+            for prompt in call.prompts
+        ]
+        pace = Pace()
+        for index, (_, params) in enumerate(call.choices()):
+            # A request of many choices gets its turns among other requests, not before them.
+            prompt = prompts[index // call.n]
+            stream = self._engine.generate(
+                prompt, params, queue_behind=index, request_id=record.id, **call.scheduling
+            )
+            streams.append(await stack.enter_async_context(stream))
+            await pace()
+        return prompts
+
+    async def _queue_turn(
+        self, call: Call, turn: Turn, streams: list[Stream], stack: AsyncExitStack, record: Record
+    ) -> Sequence[Prompted]:
+        """Queue a call that goes on with a session; returns its prompt."""
+        prompt = None
+        if call.asked is not None:
+            prompt = self._engine.prompt(call.prompts[0], chat_template_kwargs=call.chat_template_kwargs)
+        stack.callback(turn.leave)
+        stream = turn.begin(call, prompt, record.id)
+        streams.append(await stack.enter_async_context(stream))
+        return [Prompted(stream)]
 
     async def _stream(
         self,
@@ -228,6 +258,9 @@ class Generation:
             failure = replace(as_failure(call.named(error)), request_id=record.id)
             await writer.fail(failure, events)
         else:
+            if call.turn is not None:
+                # Before the end is sent: a client may then send its next turn.
+                call.turn.read(record.readers)
             await writer.close(usages, events)
 
     async def _send_choice(
@@ -248,7 +281,7 @@ class Generation:
         self,
         wire: Wire,
         call: Call,
-        prompts: Sequence[PromptSource],
+        prompts: Sequence[PromptSource | Prompted],
         streams: Sequence[Stream],
         record: Record,
     ) -> AnswerWriter:
@@ -262,13 +295,16 @@ class Generation:
         )
         return await wire.answer(call, context)
 
-    def _readers(self, call: Call, prompts: Sequence[PromptSource]) -> list[AnswerReader | None]:
+    def _readers(self, call: Call, prompts: Sequence[PromptSource | Prompted]) -> list[AnswerReader | None]:
         """The parsers of every choice, which begin as the end of its prompt says."""
         tokenizer = self._engine.tokenizer
         if call.answer is None or tokenizer is None:
             return [None] * (len(prompts) * call.n)
         ends = [end_of(prompt.encode(), tokenizer) for prompt in prompts]
-        return [call.answer.reader(end) for end in ends for _ in range(call.n)]
+        readers = [call.answer.reader(end) for end in ends for _ in range(call.n)]
+        if call.turn is not None:
+            readers[0].remember()
+        return [*readers]
 
     def _spell(self, token: int) -> bytes:
         tokenizer = self._engine.tokenizer

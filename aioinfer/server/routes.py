@@ -33,6 +33,8 @@ from aioinfer.server.responses.endpoints import RESPONSES_ENDPOINT
 from aioinfer.server.responses.routes import StoredRoutes
 from aioinfer.server.responses.stored import StoredResponses
 from aioinfer.server.responses.wires import RESPONSES_WIRE
+from aioinfer.server.sessions.routes import SessionRoutes
+from aioinfer.server.sessions.table import Sessions
 from aioinfer.server.status import HEALTH, TRACE, Status
 from aioinfer.server.tokens import Tokens
 from aioinfer.server.watching import STEPS, Watching
@@ -54,7 +56,9 @@ class Routes:
         self._keys = keys
         self._metrics = Metrics(engine, config, models[0], keys) if config.metrics else None
         self._stored = StoredResponses(config)
-        self._generation = Generation(engine, config, models, self._stored, self._metrics)
+        self._sessions = Sessions(config)
+        self._generation = Generation(engine, config, models, self._stored, self._sessions, self._metrics)
+        self._session_routes = SessionRoutes(engine, config, models[0], self._sessions, self._generation)
         self._status = Status(engine, config, models, keys)
         self._tokens = Tokens(engine, config, self._generation)
         self._adapters = AdapterRoutes(engine, config, models, self._generation)
@@ -70,6 +74,7 @@ class Routes:
             COMPLETION_ENDPOINT.route(self._generating(COMPLETION_WIRE)),
             RESPONSES_ENDPOINT.route(self._generating(RESPONSES_WIRE)),
             *StoredRoutes(self._config, self._stored).routes(),
+            *self._session_routes.routes(),
             MESSAGES_ENDPOINT.route(self._generating(MESSAGES_WIRE)),
             COUNT_ENDPOINT.route(self._count_tokens),
             *self._pooling.routes(),
@@ -109,6 +114,7 @@ class Routes:
 
     async def _forget(self, app: web.Application) -> None:
         self._stored.clear()
+        self._sessions.clear()
 
     def _add(self, app: web.Application, routes: Sequence[tuple[str, Route]]) -> None:
         taken = {

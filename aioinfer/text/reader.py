@@ -47,6 +47,8 @@ class AnswerReader:
         self._literal = False
         #: read and not yet taken, in order
         self._read: list[tuple[str, Any]] = []
+        #: what was taken, if it is remembered
+        self._all: list[tuple[str, Any]] | None = None
         if reasoning is not None:
             reasoning.into = self
 
@@ -133,18 +135,24 @@ class AnswerReader:
 
     # -- what was read ---------------------------------------------------------------------------------
 
+    def remember(self) -> None:
+        """Have :meth:`message` know what is taken from now on."""
+        self._all = []
+
+    def _taken(self) -> list[tuple[str, Any]]:
+        read, self._read = self._read, []
+        if self._all is not None:
+            self._all += read
+        return read
+
     def take(self) -> tuple[str, str, list[ToolCallDelta]]:
         """Reasoning, content and calls since the last time."""
-        read, self._read = self._read, []
-        reasoning = "".join(each for kind, each in read if kind == "reasoning_content")
-        content = "".join(each for kind, each in read if kind == "content")
-        return reasoning, content, [each for kind, each in read if kind == "tool_calls"]
+        return _sorted(self._taken())
 
     def deltas(self) -> Iterator[dict[str, Any]]:
         """``choices[].delta`` of what was read since the last call, one per event; none if all of it is held
         back."""
-        read, self._read = self._read, []
-        for kind, parts in groupby(read, key=lambda each: each[0]):
+        for kind, parts in groupby(self._taken(), key=lambda each: each[0]):
             if kind == "tool_calls":
                 for _, call in parts:
                     yield {"tool_calls": [_call_delta(call)]}
@@ -152,8 +160,9 @@ class AnswerReader:
                 yield {kind: "".join(text for _, text in parts)}
 
     def message(self) -> dict[str, Any]:
-        """``choices[].message`` of a whole answer that was read."""
-        reasoning, content, deltas = self.take()
+        """``choices[].message`` of a whole answer that was read; of all of it after :meth:`remember`."""
+        read = self._taken()
+        reasoning, content, deltas = _sorted(read if self._all is None else self._all)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": content or (None if deltas else ""),
@@ -203,6 +212,13 @@ class AnswerReader:
         if content:
             self._read.append(("content", content))
             self._literal = self._json or self._literal ^ bool(content.count("`") % 2)
+
+
+def _sorted(read: Sequence[tuple[str, Any]]) -> tuple[str, str, list[ToolCallDelta]]:
+    """Reasoning, content and calls."""
+    reasoning = "".join(each for kind, each in read if kind == "reasoning_content")
+    content = "".join(each for kind, each in read if kind == "content")
+    return reasoning, content, [each for kind, each in read if kind == "tool_calls"]
 
 
 def _cut(text: str) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Records of requests, from the first byte to the line in the access log.
 
 The id comes from the client's ``x-request-id`` if that is short and plain, and is minted otherwise. It is a
-header of every response, the end of the answer's own id unless the body names one, and a name in the trace.
+header of every response, the end of the answer's own id unless the body names one or the answer is stored,
+and a name in the trace.
 """
 
 from __future__ import annotations

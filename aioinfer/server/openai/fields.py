@@ -373,6 +373,9 @@ class _Body(GrammarFields, _OpenAI, Extensions, harmless=_HARMLESS, refused=_REF
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = field("choices per prompt", 1)
     stream_options: StreamOptions = field("what a stream includes", StreamOptions)
     diffusion: Diffusion | None = field("how a diffusion model denoises")
+    session: str | None = field(
+        "the id of a session that the call goes on with; `messages` or `prompt` are what is new then"
+    )
     prompt_cache_key: Label | None = field("`routing_key`, unless that is given")
     return_token_ids: bool = field("choices have `token_ids`, and the answer `prompt_token_ids`", False)
     return_tokens_as_token_ids: bool = field("logprobs name tokens as `token_id:5`", False)

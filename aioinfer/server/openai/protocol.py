@@ -35,9 +35,12 @@ from aioinfer.server.openai.fields import (
     Extensions,
     as_list,
 )
+from aioinfer.server.sessions.turns import Turn
 
 if TYPE_CHECKING:
+    from aioinfer.chat.results import ChatRequest
     from aioinfer.server.responses.stored import Draft, StoredResponses
+    from aioinfer.server.sessions.table import Sessions
 
 __all__ = [
     "OPTIONS",
@@ -82,6 +85,7 @@ class Served:
     request_id: str = ""
     #: what is kept between requests, and the name of the key that the request was sent with
     stored: StoredResponses | None = None
+    sessions: Sessions | None = None
     owner: str = ""
 
     def adapter(self, wanted: Any) -> str | None:
@@ -138,6 +142,10 @@ class Call:
     repeated: Mapping[str, Any] = field(default_factory=dict)
     #: of a response that is to be stored
     draft: Draft | None = None
+    #: of a chat: what it asks for
+    asked: ChatRequest | None = None
+    #: of a call that goes on with a session
+    turn: Turn | None = None
 
     def named(self, error: BaseException) -> BaseException:
         """The error of this call with the names of the body's fields."""
@@ -160,21 +168,42 @@ def parse_chat(raw: bytes, served: Served) -> Call:
     top = body.top_logprobs
     if top is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs", "needs logprobs")
-    return chat_call(
+    names = {"logprobs": "logprobs" if top is None else "top_logprobs"}
+    messages, turn = body.messages, None
+    if body.session is not None:
+        turn = _turn(body, body.session, served, messages)
+        messages = [*turn.earlier, *messages]
+        check_count("messages", messages, served)
+        before = len(turn.earlier)
+        names |= {f"messages[{at}]": "session" for at in range(before)}
+        names |= {f"messages[{at}]": f"messages[{at - before}]" for at in range(before, len(messages))}
+    call = chat_call(
         body,
         served,
         "chatcmpl-",
-        body.messages,
+        messages,
         variables,
         logprobs=(top or 0) if body.logprobs else None,
         response_format=body.response_format,
-        names={"logprobs": "logprobs" if top is None else "top_logprobs"},
+        names=names,
         tools=body.tools,
         tool_choice=body.tool_choice,
         parallel_tool_calls=body.parallel_tool_calls,
         separate=body.separate_reasoning,
         shown=body.include_reasoning,
     )
+    return call if turn is None else replace(call, model=turn.served.model, turn=turn)
+
+
+def _turn(body: ChatBody | CompletionBody, session: str, served: Served, messages: Any = None) -> Turn:
+    """The turn that a body takes in a session. Raises InvalidRequest, and Refused: there is no such
+    session."""
+    if messages is not None and not (isinstance(messages, list) and messages):
+        raise InvalidRequest("messages", "must be a list of messages, the new ones")
+    assert served.sessions is not None
+    turn = Turn(served.sessions.find(served.owner, session, "session"), messages)
+    turn.check(body, served.adapter(body.model))
+    return turn
 
 
 def variables_of(body: ChatTemplateFields, chat: ChatFormat) -> Variables:
@@ -215,6 +244,7 @@ def chat_call(
         prompts=[asked.messages],
         params=asked.params,
         answer=asked.answer,
+        asked=asked,
         chat_template_kwargs=asked.template_kwargs,
         names={**names, **{name: renamed_field(source, names) for name, source in asked.names.items()}},
     )
@@ -241,7 +271,14 @@ def parse_completion(raw: bytes, served: Served) -> Call:
         body.max_tokens = 16
     if body.logprobs is not None and body.echo and body.stream:
         raise InvalidRequest("logprobs", "of an echoed prompt cannot be streamed")
-    return _call("cmpl-", body, served, as_list(body.prompt), body.logprobs, body.response_format, {})
+    prompts = as_list(body.prompt)
+    call = _call("cmpl-", body, served, prompts, body.logprobs, body.response_format, {})
+    if body.session is None:
+        return call
+    if len(prompts) > 1:
+        raise InvalidRequest("prompt", "must be one prompt, the new one, with a session")
+    turn = _turn(body, body.session, served)
+    return replace(call, model=turn.served.model, turn=turn)
 
 
 def model_not_found(served: str, wanted: Any) -> Refused:

@@ -17,7 +17,7 @@ from aioinfer.chat.parts import Part
 from aioinfer.config import ServerConfig
 from aioinfer.errors import InvalidRequest, shown
 from aioinfer.ledger import Share
-from aioinfer.server.kept import Kept
+from aioinfer.server.owned import Owned
 from aioinfer.server.responses.fields import CallItem, MessageItem, OutputItem, ReasoningItem
 from aioinfer.server.responses.objects import ITEM
 
@@ -48,7 +48,7 @@ class StoredResponses:
 
     def __init__(self, config: ServerConfig) -> None:
         self._ttl = config.stored_response_timeout
-        self._kept: Kept[StoredResponse] = Kept(config.max_stored_responses, share=_STORED)
+        self._kept: Owned[StoredResponse] = Owned(config.max_stored_responses, share=_STORED)
         self.clear = self._kept.clear
 
     @property

@@ -1,4 +1,4 @@
-"""Kept: what a server keeps for its keys between requests, by id: conversations, and nothing for ever."""
+"""Owned: what a server keeps for its keys between requests, by id: conversations, and nothing for ever."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 from aioinfer.ledger import Share
 
-__all__ = ["Kept"]
+__all__ = ["Owned"]
 
 _ValueT = TypeVar("_ValueT")
 #: seconds between two looks for what has expired, at least
@@ -32,7 +32,7 @@ class _Item(Generic[_ValueT]):
         self.expires = now + ttl
 
 
-class Kept(Generic[_ValueT]):
+class Owned(Generic[_ValueT]):
     """Values of owners, by ids that only their owners find.
 
     Each owner has ``most`` of them, and all together the bytes of ``share``: what was used longest ago goes

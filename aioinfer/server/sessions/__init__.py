@@ -1,0 +1,1 @@
+"""Sessions over HTTP: conversations whose KV is held between requests."""
