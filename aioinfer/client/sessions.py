@@ -168,6 +168,11 @@ class Session:
         return 0 if kept is None else kept.held_tokens
 
     @property
+    def options(self) -> Mapping[str, Any]:
+        """Options of all its turns, those of a loaded one included. Not to be changed."""
+        return self._options
+
+    @property
     def in_turn(self) -> bool:
         """A turn is under way."""
         return self._turn is not None

@@ -201,11 +201,14 @@ class Generation:
         self, call: Call, turn: Turn, streams: list[Stream], stack: AsyncExitStack, record: Record
     ) -> Sequence[Prompted]:
         """Queue a call that goes on with a session; returns its prompt."""
-        prompt = None
-        if call.asked is not None:
-            prompt = self._engine.prompt(call.prompts[0], chat_template_kwargs=call.chat_template_kwargs)
         stack.callback(turn.leave)
-        stream = turn.begin(call, prompt, record.id)
+        options = {**call.scheduling, "request_id": record.id}
+        (prompt,) = call.prompts
+        if call.asked is None:
+            stream = turn.text(prompt, call.params, options)
+        else:
+            whole = self._engine.prompt(prompt, chat_template_kwargs=call.chat_template_kwargs)
+            stream = turn.chat(call.asked, whole, options)
         streams.append(await stack.enter_async_context(stream))
         return [Prompted(stream)]
 

@@ -18,6 +18,7 @@ from aioinfer.server.openai.embeddings import EmbeddingBody, RerankBody, ScoreBo
 from aioinfer.server.openai.fields import ChatBody, CompletionBody, Extensions
 from aioinfer.server.openapi.document import body_schema
 from aioinfer.server.responses.fields import ResponsesBody
+from aioinfer.server.sessions.bodies import LoadedBody, NamedBody, SessionBody
 from tests.docs.pages import ROOT
 
 __all__ = ["PAGE", "rewritten"]
@@ -126,6 +127,11 @@ def rewritten(page: str) -> str:
         "nested": _nested(ChatBody),
         "responses": _other(ResponsesBody, "responses"),
         "messages": _other(MessagesBody, "messages"),
+        "sessions": [
+            *("", "### Of `/v1/sessions`", *_table(SessionBody)),
+            *("", "### Of `/v1/sessions/{session}/save`", *_table(NamedBody)),
+            *("", "### Of `/v1/sessions/load`", *_table(LoadedBody)),
+        ],
         "pooling": _sections("Of all three", embeddings=EmbeddingBody, score=ScoreBody, rerank=RerankBody),
     }
     for mark, lines in made.items():

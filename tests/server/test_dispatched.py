@@ -267,3 +267,16 @@ async def test_an_adapter_is_known_while_the_only_replica_restarts_and_unknown_n
             with pytest.raises(openai.APIStatusError) as refused:
                 await ask(model=name)
             assert refused.value.status_code == 503
+
+
+async def test_a_session_goes_on_though_no_replica_holds_it(tmp_path: Any) -> None:
+    async with site(tmp_path, [make_engine(), make_engine()]) as served:
+        made = await served.client.post("/sessions", body={}, cast_to=object)
+        extra = {"session": made["id"]}
+        for count in (1, 2):
+            answer = await served.client.chat.completions.create(
+                model="toy", messages=MESSAGES, max_tokens=4, extra_body=extra
+            )
+            assert answer.usage.prompt_tokens > count * len(MESSAGES[0]["content"])
+        _, found = await served.get(f"/v1/sessions/{made['id']}")
+    assert found["num_tokens"] == answer.usage.total_tokens

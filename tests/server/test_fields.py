@@ -198,7 +198,7 @@ TOGETHER: dict[str, dict[str, Any]] = {
 #: refused or checked, with no effect otherwise; the template decides about some of them, and the format of
 #: reasoning about others, which tests/server/test_dialects.py has
 CHECKED = {"model", "best_of", "documents", "reasoning_effort", "enable_thinking", "think", "thinking"}
-CHECKED |= {"include_reasoning", "separate_reasoning"}
+CHECKED |= {"include_reasoning", "separate_reasoning", "session"}
 
 
 @pytest.mark.parametrize(

@@ -17,15 +17,23 @@ from tests.engine.conftest import Gate
 from tests.server.calls import Reply
 from tests.server.chats import USER
 from tests.server.conftest import Bundled, Served, Serving
+from tests.server.test_adapters import device
 from tests.server.test_adversity import idle, until
-from tests.server.test_stored_responses import KEYS, message, of
 from tests.server.test_stored_responses import keys as keys  # a fixture
+from tests.server.test_stored_responses import message, of
 from tests.server.test_tool_requests import ROUND_TRIP
 from tests.tiers import SECONDS, rest
 from tests.toys import ToyTokenizer
+from tests.toys.adapters import write_toy_adapter
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ASK: Any = {"model": "toy", "temperature": 0, "max_tokens": 12}
+
+
+@pytest.fixture
+def saving(tmp_path: Path) -> dict[str, Any]:
+    """Of a server that saves sessions."""
+    return {"sessions_dir": str(tmp_path / "saved")}
 
 
 async def make(served: Served, key: str | None = None, **fields: Any) -> str:
@@ -39,9 +47,9 @@ async def read(served: Served, session: str, **headers: str) -> Any:
     return (await served.get(f"/v1/sessions/{session}", **headers)).json()
 
 
-async def say(served: Served, session: str, text: str, **fields: Any) -> Reply:
+async def say(served: Served, session: str, text: str, key: str | None = None, **fields: Any) -> Reply:
     body = {**ASK, "messages": [message(text)], "session": session, **fields}
-    return await served.post(CHAT, body)
+    return await served.post(CHAT, body, **({} if key is None else of(key)))
 
 
 def content(reply: Reply) -> str:
@@ -120,8 +128,9 @@ async def test_what_a_session_begins_with_is_computed_at_once(serving: Serving) 
         second = await say(served, session, "More")
         conversation = [*first, message("Hello"), message(content(reply), "assistant"), message("More")]
         assert content(second) == content(await served.post(CHAT, {**ASK, "messages": conversation}))
-        refused = await served.post("/v1/sessions", {"messages": first, "prompt": "a"})
-    assert refused.refusal == (400, "prompt")
+        changes = [{"messages": first, "prompt": "a"}, {"prompt": ["a", "b"]}, {"tools": []}, {"n": 2}]
+        refused = [(await served.post("/v1/sessions", each)).refusal for each in changes]
+    assert refused == [(400, "prompt"), (400, "prompt"), (400, "tools"), (400, "n")]
 
 
 async def test_a_fork_goes_on_from_the_same_past(serving: Serving) -> None:
@@ -282,12 +291,18 @@ async def test_a_key_has_so_many_sessions(serving: Serving, keys: dict[str, Any]
         assert served.engine.stats().sessions == 3
 
 
+@pytest.fixture
+def limited(tmp_path: Path) -> dict[str, Any]:
+    """Of a server with a key that has a limit on tokens."""
+    file = tmp_path / "limited.yaml"
+    file.write_text("- {name: carol, key: key-of-carol, tokens_per_minute: 40}\n")
+    return {"api_keys": str(file)}
+
+
 async def test_turns_count_in_the_limits_of_the_key(
-    serving: Serving, keys: dict[str, Any], still: None
+    serving: Serving, limited: dict[str, Any], still: None
 ) -> None:
-    more = "- {name: carol, key: key-of-carol, tokens_per_minute: 40}\n"
-    Path(keys["api_keys"]).write_text(KEYS + more)
-    async with serving(server=keys) as served:
+    async with serving(server=limited) as served:
         session = await make(served, "carol", prompt=[*range(1, 31)])
         body = {"model": "toy", "prompt": [1], "session": session, "max_tokens": 9, "ignore_eos": True}
         first, second = [await served.post(TEXT, body, **of("carol")) for _ in range(2)]
@@ -347,6 +362,32 @@ async def test_what_a_session_cannot_have_is_refused(serving: Serving) -> None:
         assert (await served.post(TEXT, {"prompt": "a", "session": session})).refusal == (400, "session")
         assert (await say(served, session, "More")).status == 200
         assert (await served.post("/v1/sessions", {"model": "other"})).status == 404
+
+
+async def test_all_turns_have_the_adapter_of_the_session(
+    serving: Serving, saving: dict[str, Any], tmp_path: Path
+) -> None:
+    path = write_toy_adapter(tmp_path / "sql", "sql")
+    async with serving(server=saving, device=device()) as served:
+        await served.engine.load_adapter("sql", path)
+        session = await make(served, model="sql", prompt=[1, 2, 3])
+        body = {"prompt": [4], "max_tokens": 6, "temperature": 0, "ignore_eos": True}
+        assert (await served.post(TEXT, {**body, "session": session, "model": "toy"})).refusal == (
+            400,
+            "model",
+        )
+        answered = (await served.post(TEXT, {**body, "session": session})).json()
+        whole = (await served.post(TEXT, {**body, "prompt": [1, 2, 3, 4], "model": "sql"})).json()
+        assert (answered["model"], whole["model"]) == ("sql", "sql")
+        assert answered["choices"][0]["text"] == whole["choices"][0]["text"]
+        await served.post(f"/v1/sessions/{session}/save", {"name": "a"})
+        loaded = (await served.post("/v1/sessions/load", {"name": "a"})).json()
+        assert loaded["model"] == "sql"
+        body["session"] = loaded["id"]
+        assert (await served.post(TEXT, {**body, "model": "sql"})).status == 200
+        await served.engine.unload_adapter("sql")
+        assert (await served.post(TEXT, body)).status == 400
+        assert (await served.post("/v1/sessions/load", {"name": "a"})).refusal == (400, "name")
 
 
 async def test_a_session_has_so_many_messages(serving: Serving) -> None:

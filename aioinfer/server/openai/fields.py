@@ -348,7 +348,7 @@ _REFUSED = {
     **dict.fromkeys(("kv_transfer_params", "vllm_xargs", "session_params", "options"), _EMPTY),
     **dict.fromkeys(("spaces_between_special_tokens", "cache_prompt"), Refused((True,))),
     "logits_processors": Refused(([],)),
-    "store": Refused((False,), "nothing is stored"),
+    "store": Refused((False,), "only /v1/responses stores"),
     "service_tier": Refused(("auto", "default")),
     "functions": Refused(([],), "use tools"),
     "function_call": Refused(("none", "auto"), "use tool_choice"),

@@ -30,6 +30,11 @@ from aioinfer.text.tokenizer import Tokenizer
 __all__ = ["CHAT_ENDPOINT", "CHAT_WIRE", "COMPLETION_ENDPOINT", "COMPLETION_WIRE", "OpenAIAnswer"]
 
 _DONE = "[DONE]"
+#: of calls that go on with a session
+IN_SESSIONS = {
+    404: "There is no such model, session or path.",
+    409: "The session answers another request.",
+}
 
 
 class OpenAIAnswer(AnswerWriter):
@@ -170,6 +175,7 @@ CHAT_ENDPOINT = Endpoint(
     example={"messages": [{"role": "user", "content": "What is 17 + 25?"}], "max_tokens": 64},
     answer=ChatAnswer,
     events=ChatChunk,
+    statuses=IN_SESSIONS,
     generates=True,
 )
 COMPLETION_ENDPOINT = Endpoint(
@@ -180,5 +186,6 @@ COMPLETION_ENDPOINT = Endpoint(
     example={"prompt": "Once upon a time", "max_tokens": 32},
     answer=CompletionAnswer,
     events=CompletionChunk,
+    statuses=IN_SESSIONS,
     generates=True,
 )

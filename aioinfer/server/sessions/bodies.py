@@ -8,8 +8,9 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from aioinfer.chat.bodies import Object, field, later
-from aioinfer.chat.fields import Message
-from aioinfer.server.openai.fields import ChatTemplateFields, Label, Model, Seconds, prompts
+from aioinfer.chat.fields import Message, Tool
+from aioinfer.chat.tools import MAX_TOOLS
+from aioinfer.server.openai.fields import Label, Model, Seconds, prompts
 
 __all__ = [
     "DeletedSavedSession",
@@ -24,7 +25,7 @@ __all__ = [
 ]
 
 
-class SessionBody(ChatTemplateFields):
+class SessionBody(Object):
     """A body of ``/v1/sessions``."""
 
     model: Model = field("name of the served model (the default), or of an adapter: that of all its turns")
@@ -33,9 +34,11 @@ class SessionBody(ChatTemplateFields):
     messages: Annotated[Any, later(Annotated[list[Message], Field(min_length=1)])] = field(
         "messages that the first turn begins with; they are computed at once"
     )
-    prompt: Annotated[Any, prompts(1)] = field(
-        "a text or token ids that it begins with, in place of messages"
+    tools: Annotated[Any, later(Annotated[list[Tool], Field(max_length=MAX_TOOLS)])] = field(
+        "those that the first turn will have, so that its prompt begins as `messages` do"
     )
+    chat_template_kwargs: dict[str, Any] | None = field("the same of variables of the chat template")
+    prompt: Annotated[Any, prompts(1)] = field("text or token ids that it begins with, in place of messages")
 
 
 class NamedBody(Object):

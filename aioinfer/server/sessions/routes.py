@@ -12,15 +12,17 @@ from typing import Any
 from aiohttp import web
 
 from aioinfer.chat.door import conversation
+from aioinfer.chat.variables import Variables
 from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import ServerConfig
 from aioinfer.errors import InvalidRequest, RequestError, renamed
 from aioinfer.loop.options import Prompt
+from aioinfer.loop.waiting import NamedLocks
 from aioinfer.params import SamplingParams
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.failures import Failure, Refused
 from aioinfer.server.http.records import record_of
-from aioinfer.server.openai.protocol import Served, check_count, read, variables_of
+from aioinfer.server.openai.protocol import Served, check_count, read
 from aioinfer.server.openapi.endpoints import Endpoint, Route
 from aioinfer.server.sessions import turns
 from aioinfer.server.sessions.bodies import (
@@ -41,7 +43,7 @@ __all__ = ["SessionRoutes"]
 
 _MADE = {501: "The engine of this server has no sessions."}
 _LIMITED = {429: "The key is at one of its limits."}
-_NONE = {404: "The key has no such session."}
+_NONE = {404: "The key has no such session, or it has been deleted."}
 _FILES = {403: "The server has no `sessions_dir`, or the `Host` or the `Origin` is not allowed.", **_LIMITED}
 
 
@@ -60,10 +62,14 @@ _CREATE = _endpoint(
     generates=True,
 )
 _LIST = _endpoint("GET", "", "The sessions of the key", SessionList)
-_READ = _endpoint("GET", "/{session}", "A session", SessionObject)
-_DELETE = _endpoint("DELETE", "/{session}", "Delete a session", DeletedSession)
+_READ = _endpoint("GET", "/{session}", "A session", SessionObject, statuses=_NONE)
+_DELETE = _endpoint("DELETE", "/{session}", "Delete a session", DeletedSession, statuses=_NONE)
 _FORK = _endpoint(
-    "POST", "/{session}/fork", "Make a session that goes on from here, too", SessionObject, statuses=_LIMITED
+    "POST",
+    "/{session}/fork",
+    "Make a session that goes on from here, too",
+    SessionObject,
+    statuses=_LIMITED | _NONE,
 )
 _SAVE = _endpoint(
     "POST",
@@ -72,7 +78,7 @@ _SAVE = _endpoint(
     SavedSession,
     body=NamedBody,
     example={"name": "monday"},
-    statuses=_FILES,
+    statuses=_FILES | _NONE,
 )
 _LOAD = _endpoint(
     "POST",
@@ -81,12 +87,17 @@ _LOAD = _endpoint(
     SessionObject,
     body=LoadedBody,
     example={"name": "monday"},
-    statuses=_FILES | _MADE,
+    statuses=_FILES | _MADE | {404: "The key has saved none by this name."},
     generates=True,
 )
 _SAVED = Endpoint("GET", "/saved_sessions", "What the key has saved", answer=SavedSessionList, tag="sessions")
 _DELETE_SAVED = Endpoint(
-    "DELETE", "/saved_sessions/{name}", "Delete a saved session", answer=DeletedSavedSession, tag="sessions"
+    "DELETE",
+    "/saved_sessions/{name}",
+    "Delete a saved session",
+    answer=DeletedSavedSession,
+    statuses={400: "The name is none."},
+    tag="sessions",
 )
 
 
@@ -119,6 +130,8 @@ class SessionRoutes:
         self._model = model
         self._sessions = sessions
         self._saved = SavedSessions(config.sessions_dir, config.max_sessions_per_key)
+        #: a key saves one session at a time, so that its files are counted
+        self._saving = NamedLocks()
         self._generation = generation
         self._ttl = config.session_ttl
 
@@ -199,12 +212,13 @@ class SessionRoutes:
             self._saved.check(body.name)
             if not session.session.num_tokens:
                 raise InvalidRequest("session", "has no turn yet that could be saved")
-            path = await asyncio.to_thread(self._saved.place, session.owner, body.name)
-            try:
-                await session.session.save(path)
-            except InvalidRequest as error:
-                message = f"the session could not be saved: {error.message.replace(str(path), body.name)}"
-                raise Refused(Failure(500, "server_error", message, code="session_not_saved")) from error
+            async with self._saving[session.owner]:
+                path = await asyncio.to_thread(self._saved.place, session.owner, body.name)
+                try:
+                    await session.session.save(path)
+                except InvalidRequest as error:
+                    message = f"the session could not be saved: {error.message.replace(str(path), body.name)}"
+                    raise Refused(Failure(500, "server_error", message, code="session_not_saved")) from error
         return web.json_response({"name": body.name, "object": "saved_session"})
 
     async def load(self, request: web.Request) -> web.StreamResponse:
@@ -274,14 +288,18 @@ class SessionRoutes:
 def _parse(raw: bytes, served: Served) -> _Asked:
     body = read(SessionBody, raw, served)
     messages, kwargs = None, None
-    if body.messages is not None:
+    if body.messages is None:
+        for name in ("tools", "chat_template_kwargs"):
+            if getattr(body, name) is not None:
+                raise InvalidRequest(name, "needs messages")
+    else:
         if body.prompt is not None:
             raise InvalidRequest("prompt", "cannot be combined with messages")
         check_count("messages", body.messages, served)
-        variables = variables_of(body, served.chat)
-        offered = body.tools, body.tool_choice, body.parallel_tool_calls
+        variables = Variables(served.chat, body.chat_template_kwargs)
+        # What comes next is not known: the begin of an answer is no part of it.
         variables.put("add_generation_prompt", False, "add_generation_prompt")
-        messages, kwargs, _ = conversation(served.chat, body.messages, variables, *offered)
+        messages, kwargs, _ = conversation(served.chat, body.messages, variables, body.tools)
     return _Asked(
         model=served.name(body.model),
         adapter=served.adapter(body.model),

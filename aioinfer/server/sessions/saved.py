@@ -74,9 +74,11 @@ class SavedSessions:
         """The directory of a key, which belongs to this user alone. Raises Refused (500)."""
         assert self._root is not None
         # Keys whose names differ in case only have different ones on every file system.
-        folder = Path(self._root).expanduser() / hashlib.sha256(owner.encode()).hexdigest()[:32]
+        root = Path(self._root).expanduser()
+        folder = root / hashlib.sha256(owner.encode()).hexdigest()[:32]
         try:
-            folder.mkdir(_PRIVATE, parents=True, exist_ok=True)
+            root.mkdir(_PRIVATE, parents=True, exist_ok=True)
+            folder.mkdir(_PRIVATE, exist_ok=True)
             found = folder.lstat()
         except OSError as error:
             raise _unusable(error.strerror or type(error).__name__) from error

@@ -12,9 +12,10 @@ from aioinfer.server.http.failures import Failure, Refused
 
 if TYPE_CHECKING:
     from aioinfer.chat.answers import AnswerReader
+    from aioinfer.chat.results import ChatRequest
     from aioinfer.client.sessions import Answer, HeldPrefix, Session
-    from aioinfer.loop.options import PromptSource
-    from aioinfer.server.openai.protocol import Call
+    from aioinfer.loop.options import Prompt, PromptSource
+    from aioinfer.params import SamplingParams
     from aioinfer.server.sessions.table import ServedSession
     from aioinfer.stream import Stream
 
@@ -74,20 +75,24 @@ class Turn:
         if body.cache_salt not in ("", self.served.cache_salt):
             raise InvalidRequest("cache_salt", "is not that of the session")
 
-    def begin(self, call: Call, prompt: PromptSource | None, request_id: str) -> Stream:
-        """Queue the call. ``prompt``: of a chat, all messages. Raises Refused: the session is gone (404), or
+    def chat(self, asked: ChatRequest, prompt: PromptSource, options: Mapping[str, Any]) -> Stream:
+        """Queue the call, whose ``prompt`` has all messages. Raises Refused: the session is gone (404), or
         answers or has answered another call (409); and as :meth:`aioinfer.Engine.generate`."""
+        assert self._new is not None
+        session = self._enter()
+        stream, self._answer = session.turn(asked, prompt, self._new, **_own(options))
+        self._stream = stream
+        return stream
+
+    def text(self, prompt: Prompt, params: SamplingParams, options: Mapping[str, Any]) -> Stream:
+        """The same of a new text, or of its tokens."""
+        return self._enter().generate(prompt, params, **_own(options))
+
+    def _enter(self) -> Session:
         served = self.served
         served.enter(self._seen)
         self._entered = True
-        options = {name: value for name, value in call.scheduling.items() if name not in _FIXED}
-        options["request_id"] = request_id
-        if prompt is None or self._new is None:
-            self._stream = served.session.generate(call.prompts[0], call.params, **options)
-            return self._stream
-        assert call.asked is not None
-        self._stream, self._answer = served.session.turn(call.asked, prompt, self._new, **options)
-        return self._stream
+        return served.session
 
     def read(self, readers: Sequence[AnswerReader | None]) -> None:
         """The answer has been read to its end, by these readers, which remember it: the session may go on."""
@@ -107,6 +112,11 @@ class Turn:
             self.served.leave()
 
 
+def _own(options: Mapping[str, Any]) -> Any:
+    """The options of a turn."""
+    return {name: value for name, value in options.items() if name not in _FIXED}
+
+
 def make(engine: EngineLike, *, adapter: str | None, cache_salt: str) -> Session:
     """A new session. Raises Refused (501), and what the engine raises."""
     made: Session = _of(engine, "session")(adapter=adapter, cache_salt=cache_salt)
@@ -122,7 +132,7 @@ async def load(engine: EngineLike, path: str | os.PathLike[str]) -> Session:
 def options_of(session: Session) -> tuple[str | None, str]:
     """The adapter and the salt of all turns of a session that was loaded."""
     options = session.options
-    return options.get("adapter"), options.get("cache_salt", "")
+    return options.get("adapter"), options.get("cache_salt") or ""
 
 
 async def warm(engine: EngineLike, served: ServedSession, prompt: PromptSource) -> HeldPrefix:
