@@ -17,6 +17,7 @@ from aioinfer.server.anthropic.wires import MESSAGES_WIRE
 from aioinfer.server.http.failures import Failure
 from aioinfer.server.openai.logprobs import Speller
 from aioinfer.server.openai.protocol import Served
+from aioinfer.server.responses.stored import StoredResponses
 from aioinfer.server.responses.wires import RESPONSES_WIRE
 from aioinfer.server.wire import AnswerContext, AnswerWriter
 from aioinfer.text.reasoning import REASONING_PARSERS
@@ -71,7 +72,8 @@ class Recorder:
 
 def served() -> Served:
     chat = ChatFormat(PARSERS["hermes"], REASONING_PARSERS["qwen3"])
-    return Served("toy", SamplingParams(), chat)
+    nothing = StoredResponses(ServerConfig(max_stored_responses=0))
+    return Served("toy", SamplingParams(), chat, stored=nothing)
 
 
 async def writer(protocol: str, usage: Usage, **body: Any) -> tuple[AnswerWriter, Order]:
