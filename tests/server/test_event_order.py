@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from aioinfer.chat.answers import ChatFormat
+from aioinfer.config import ServerConfig
 from aioinfer.outputs import Chunk, Result, Usage
 from aioinfer.params import SamplingParams
 from aioinfer.server.anthropic.wires import MESSAGES_WIRE

@@ -8,14 +8,13 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from aioinfer.scheduling.step import Step
 from aioinfer.server.owned import Owned
 from tests.engine.conftest import Gate
 from tests.server.calls import Reply
-from tests.server.chats import USER
+from tests.server.chats import USER, WEATHER
 from tests.server.conftest import Bundled, Served, Serving
 from tests.server.test_adapters import device
 from tests.server.test_adversity import idle, until
@@ -404,29 +403,32 @@ async def test_a_session_has_so_many_messages(serving: Serving) -> None:
 async def test_calls_of_tools_keep_the_ids_that_the_client_saw(
     bundled: Bundled, directory: Any, stream: bool
 ) -> None:
-    (directory / "chat_template.jinja").write_text(ROUND_TRIP)
-    function = {
-        "name": "weather",
-        "parameters": {"type": "object", "properties": {}, "additionalProperties": False},
-    }
-    ask: Any = {"model": "tiny-chat", "temperature": 0, "tools": [{"type": "function", "function": function}]}
+    (directory / "chat_template.jinja").write_text(ROUND_TRIP)  # it prints ids
+    tool = {"type": "function", "function": {"name": "weather", "parameters": WEATHER}}
+    ask: Any = {"model": "tiny-chat", "temperature": 0, "tools": [tool]}
+    called: Any = {**ask, "tool_choice": "required", "parallel_tool_calls": False}
     async with bundled(directory) as client:
-        made = await client.post("/sessions", body={}, cast_to=object)
-        extra = {"extra_body": {"session": made["id"]}}  # type: ignore[index]
-        asked = {**ask, **extra, "messages": [USER], "tool_choice": "required", "parallel_tool_calls": False}
+        made: Any = await client.post("/sessions", body={}, cast_to=object)
+        extra = {"session": made["id"], "return_token_ids": True}
+        asked = {**called, "messages": [USER], "extra_body": extra}
         if stream:
             chunks = [each async for each in await client.chat.completions.create(**asked, stream=True)]
-            calls = [call for each in chunks for c in each.choices for call in c.delta.tool_calls or ()]
-            name = calls[0].id
+            found = [call for each in chunks for c in each.choices for call in c.delta.tool_calls or ()]
+            name, arguments = found[0].id, "".join(each.function.arguments or "" for each in found)
         else:
-            name = (await client.chat.completions.create(**asked)).choices[0].message.tool_calls[0].id
-        result = {"role": "tool", "tool_call_id": name, "content": "rain"}
-        again = await client.chat.completions.create(**ask, **extra, messages=[result], max_tokens=4)
-        assert again.usage
-        with pytest.raises(openai.BadRequestError):
-            await client.chat.completions.create(
-                **ask, **extra, messages=[{**result, "tool_call_id": "other"}], max_tokens=4
+            (call,) = (await client.chat.completions.create(**asked)).choices[0].message.tool_calls
+            name, arguments = call.id, call.function.arguments
+        result: Any = {"role": "tool", "tool_call_id": name, "content": "rain"}
+        function = {"name": "weather", "arguments": arguments}
+        calls = [{"id": name, "type": "function", "function": function}]
+        answered = {"role": "assistant", "content": None, "tool_calls": calls}
+        ids = []
+        for messages, body in (([result], extra), ([USER, answered, result], {"return_token_ids": True})):
+            again = await client.chat.completions.create(
+                **ask, messages=messages, max_tokens=4, extra_body=body
             )
+            ids.append(again.to_dict()["prompt_token_ids"])
+    assert ids[0] == ids[1]
 
 
 async def test_an_engine_without_sessions_says_so(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
