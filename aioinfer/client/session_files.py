@@ -7,7 +7,9 @@ arithmetic, another adapter or another page size, it does not find them, and com
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import msgspec
@@ -65,18 +67,23 @@ async def save(
         adapter_fingerprint=adapter_fingerprint,
     )
     salt, adapter = options.get("cache_salt") or "", options.get("adapter")
+    writers: list[ArchiveWriter] = []
+    begin = partial(_begin, writers, _path(path), msgspec.structs.asdict(saved))
     try:
-        writer = await serving.use_file(ArchiveWriter, _path(path), msgspec.structs.asdict(saved))
-    except ArchiveError as error:
-        raise InvalidRequest("path", str(error)) from error
-    try:
-        count = await serving.store(token_ids, salt, adapter, writer)
-        await serving.use_file(writer.finish)
-    except ArchiveError as error:
-        raise InvalidRequest("path", str(error)) from error
+        with _refusing(serving):
+            writer = await serving.use_file(begin)
+            count = await serving.store(token_ids, salt, adapter, writer)
+            await serving.use_file(writer.finish)
+            return count
     finally:
-        writer.close()
-    return count
+        for each in writers:
+            each.close()
+
+
+def _begin(writers: list[ArchiveWriter], path: str, header: Mapping[str, Any]) -> ArchiveWriter:
+    """On a worker thread, whose caller may have left."""
+    writers.append(ArchiveWriter(path, header))
+    return writers[0]
 
 
 async def load(
@@ -84,10 +91,8 @@ async def load(
 ) -> tuple[Archive, Saved]:
     """Open a session's file, and check what it says. ``adapters``: fingerprints of those that are loaded, by
     name. The caller closes the archive. Raises InvalidRequest with the field ``path``."""
-    try:
+    with _refusing(serving):
         archive = await serving.use_file(Archive, _path(path))
-    except ArchiveError as error:
-        raise InvalidRequest("path", str(error)) from error
     try:
         return archive, _checked(serving, archive.header, adapters)
     except InvalidRequest as error:
@@ -115,6 +120,18 @@ def _checked(serving: Service[Any], header: Mapping[str, Any], adapters: Mapping
     if adapter is not None and adapters.get(adapter) != saved.adapter_fingerprint:
         raise InvalidRequest("path", f"its adapter {shown(adapter)} is not loaded from the same files")
     return saved
+
+
+@contextmanager
+def _refusing(serving: Service[Any]) -> Iterator[None]:
+    """Say as engines do what is wrong with a file, and that the engine was closed."""
+    try:
+        yield
+    except ArchiveError as error:
+        raise InvalidRequest("path", str(error)) from error
+    except RuntimeError:
+        serving.check_running()  # else its threads have ended
+        raise
 
 
 def _path(path: str | os.PathLike[str]) -> str:
