@@ -70,9 +70,9 @@ class Engine(EngineLike):
 
     It belongs to the loop that started it. It starts no task; it starts one thread for the device (two on
     CUDA) if ``launch_mode`` is "thread", and when these are needed up to four for tokenizing and grammars,
-    three that carry pages, and one that reads files. It touches no signal, no loop policy, no logging root and no environment
-    variable; :mod:`aioinfer.loop.tuning` says what it changes in the process, on CUDA only, and how to
-    prevent that. A closed engine can be started again, also under a new loop.
+    three that carry pages, and one that reads files. It touches no signal, no loop policy, no logging root
+    and no environment variable; :mod:`aioinfer.loop.tuning` says what it changes in the process, on CUDA
+    only, and how to prevent that. A closed engine can be started again, also under a new loop.
     """
 
     def __init__(
