@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from aioinfer.engine import Engine
+from aioinfer.client.engine_like import EngineLike
 from aioinfer.params import SamplingParams
 from bench.report import percentiles
 
@@ -120,7 +120,7 @@ class Record:
 Target = Callable[[LoadRequest, Record], Awaitable[None]]
 
 
-def engine_ask(engine: Engine) -> Target:
+def engine_ask(engine: EngineLike) -> Target:
     """A target that asks an engine on this loop."""
 
     async def ask(request: LoadRequest, record: Record) -> None:

@@ -45,10 +45,14 @@ class LlamaCpp:
             "system": llama_cpp.llama_print_system_info().decode(),
         }
 
-    def run(self, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
+    def clear(self) -> None:
+        """Forget all sequences."""
         import llama_cpp
 
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), True)
+
+    def run(self, prompts: Sequence[list[int]], new_tokens: int) -> list[list[int]]:
+        self.clear()
         tokens: list[list[int]] = [[] for _ in prompts]
         step, starts = list(prompts), [0] * len(prompts)
         for _ in range(new_tokens):

@@ -1,0 +1,1 @@
+"""``python -m bench sessions``; see :mod:`bench.sessions.command`."""
