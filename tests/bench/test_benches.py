@@ -190,6 +190,21 @@ def test_a_bench_has_its_rows(tmp_path: Path, name: str, options: str, rows: int
             "--workloads bursts --replicas 2 --seeds 1 --streams 8 --seconds 0.2 --rounds 1",
             {"policies": 6, "cost": 2, "failover": 2},
         ),
+        (
+            "sessions",
+            "--quick",
+            {
+                "restart": 1,
+                "turn": 1,
+                "fork": 1,
+                "save": 6,
+                "off": 4,
+                "rag": 3,
+                "disaggregation": 3,
+                "commit": 3,
+                "llamacpp": 1,
+            },
+        ),
         ("gpu", "--rehearse", {"model": 2, "offline": 2, "overlap": 2, "endpoint": 2}),
     ],
 )

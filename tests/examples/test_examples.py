@@ -58,3 +58,17 @@ def test_the_other_examples_run(name: str) -> None:
     done = run(f"examples/{name}.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
+
+
+@nightly(PROGRAM)
+def test_a_saved_story_goes_on_in_another_process() -> None:
+    done = run("examples/sessions.py")
+    assert done.returncode == 0, done.stderr
+    *story, saved = done.stdout.splitlines()
+    assert story[0].startswith("Once upon a time")
+    assert sum(line.startswith("  ... But then") for line in story) == 3
+    again = run("examples/sessions.py", "--load", saved.removeprefix("saved as "))
+    assert again.returncode == 0, again.stderr
+    found = re.match(r"(\d+) tokens, (\d+) of them need not be computed\n", again.stdout)
+    assert found is not None
+    assert 0 < int(found[2]) <= int(found[1])
