@@ -50,7 +50,7 @@ def _figures(options: argparse.Namespace, place: Path) -> dict[str, float]:
     steps = 5 if options.quick else 200
     scheduler = f"scheduler --running {' '.join(map(str, _RUNNING))} --waiting 0 --cached-pages 0"
     lines = _bench(place, [*scheduler.split(), "--steps", str(steps), "--rounds", "3"])["rows"]
-    found = {f"us per row, {line['running']} running": line["us_per_row"] for line in lines}
+    found = {f"us/row at {line['running']}": line["us_per_row"] for line in lines}
     load = f"serving --threads {options.threads} --concurrency 16 --requests {options.requests}"
     settings = ["--speculation", "off", "--model", options.model, "--quantization", options.quantization]
     if options.cache_weights:
