@@ -29,7 +29,7 @@ async def tell(engine: Engine, path: Path) -> None:
         for result in await asyncio.gather(*endings):
             print(f"  ... But then{result.text} ({result.usage.cached_tokens} tokens were there)")
         for fork in forks:
-            await fork.close()
+            fork.close()
         await session.save(path)
 
 

@@ -73,14 +73,14 @@ async def fork(options: argparse.Namespace, report: Report) -> None:
             made = session.fork()
             seconds.append(time.perf_counter() - start)
             taken = before - engine.stats().pages_free
-            await made.close()
+            made.close()
             if taken:
                 report.error(f"a fork took {taken} pages")
         tracemalloc.start()
         made = session.fork()
         kept, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        await made.close()
+        made.close()
     found = percentiles([1e6 * each for each in seconds])
     report.row(
         context=options.context,
@@ -137,5 +137,5 @@ async def _save_once(
         start = time.perf_counter()
         loaded = await engine.load_session(path)
         seconds[way] = (time.perf_counter() - start, plain_read(other, data))
-        await loaded.close()
+        loaded.close()
     return size, seconds
