@@ -24,16 +24,15 @@ def drop(path: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def plain_write(path: Path, data: memoryview, *, sync: bool) -> float:
-    """Seconds to write a new file, with ``sync`` onto the disk."""
+def plain_write(path: Path, data: memoryview) -> float:
+    """Seconds to write a new file, onto the disk as a session's file is."""
     path.unlink(missing_ok=True)
     start = time.perf_counter()
     with path.open("wb", buffering=0) as file:
         at = 0
         while at < len(data):
             at += file.write(data[at : at + _PIECE])
-        if sync:
-            os.fsync(file.fileno())
+        os.fsync(file.fileno())
     return time.perf_counter() - start
 
 

@@ -129,7 +129,7 @@ async def _save_once(
     saving = time.perf_counter() - start
     size = path.stat().st_size
     data = memoryview(bytearray(path.read_bytes()))
-    seconds = {"save": (saving, plain_write(other, data, sync=False))}
+    seconds = {"save": (saving, plain_write(other, data))}
     for way in ("load", "load dropped"):
         if way != "load":
             drop(folder)
