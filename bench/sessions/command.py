@@ -50,7 +50,7 @@ _PARTS: dict[str, tuple[str, _Part]] = {
 _DEMO = "tiny-chat"
 _QUICK = {
     "model": _DEMO, "threads": 1, "rounds": 1, "prefix": 256, "context": 256, "forks": 3, "requests": 8,
-    "documents": 4, "document_tokens": 128, "questions": 2, "chats": 1, "long_prompts": 2, "long_tokens": 320,
+    "documents": 6, "document_tokens": 512, "questions": 2, "chats": 1, "long_prompts": 2, "long_tokens": 320,
     "every": 0.1,
 }  # fmt: skip
 

@@ -51,7 +51,7 @@ async def rag(options: argparse.Namespace, report: Report) -> None:
 async def _run(options: argparse.Namespace, folder: str | None, seed: int) -> tuple[_Found, list[list[int]]]:
     """Figures, and the ids of all answers."""
     longest = options.document_tokens + options.questions * (_QUESTION + _ANSWER)
-    pool = max(int(_ROOM * options.documents), _CONCURRENCY) * longest + 512
+    pool = max(int(_ROOM * options.documents), _CONCURRENCY) * longest + 64
     given = settings(options, pool, prefix_cache_dir=folder, max_running_requests=_CONCURRENCY)
     histories = [tokens(options.document_tokens, 1000 * seed + number) for number in range(options.documents)]
     results: list[list[Result]] = []
