@@ -1,7 +1,7 @@
-"""A story with several endings: one session, its forks, and a file that goes on in another process.
+"""A conversation that branches, and goes on in another process: sessions, forks and files.
 
-python examples/sessions.py                   # tells a beginning and three endings, and saves the beginning
-python examples/sessions.py --load FILE       # tells another ending, later, without computing the beginning
+python examples/sessions.py                   # asks, asks three things at once about it, and saves
+python examples/sessions.py --load FILE       # goes on there, without computing what was said before
 """
 
 import argparse
@@ -9,36 +9,35 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from aioinfer import Engine, EngineConfig, SamplingParams
+from aioinfer import Engine, EngineConfig, SamplingParams, Session
 
-BEGINNING = SamplingParams(temperature=0, max_tokens=60)
-
-
-def ending(seed: int) -> SamplingParams:
-    return SamplingParams(temperature=1.0, seed=seed, max_tokens=30)
+GREEDY = SamplingParams(temperature=0, max_tokens=200)
 
 
-async def tell(engine: Engine, path: Path) -> None:
-    """Print a beginning and three endings; save what comes before them."""
+async def ask(session: Session, question: str) -> str:
+    """The question, the answer, and how many tokens of the conversation were there already."""
+    result = await session.chat(question, GREEDY)
+    return f"{question} {result.content} ({result.usage.cached_tokens} of {result.usage.prompt_tokens})"
+
+
+async def begin(engine: Engine, path: Path) -> None:
+    """Talk; branch into three, which share the KV of what was said and are computed together; save."""
     async with engine.session() as session:
-        beginning = await session.generate("Once upon a time", BEGINNING)
-        print(f"Once upon a time{beginning.text} ...")
-        # Forks share the KV of the beginning, and are computed together.
+        print(await ask(session, "Write a short story about Mira."))
         forks = [session.fork() for _ in range(3)]
-        endings = [fork.generate(" But then", ending(seed)) for seed, fork in enumerate(forks)]
-        for result in await asyncio.gather(*endings):
-            print(f"  ... But then{result.text} ({result.usage.cached_tokens} tokens were there)")
+        questions = [f"What is {number} + {number}?" for number in range(19, 22)]
+        for answer in await asyncio.gather(*map(ask, forks, questions)):
+            print(" ", answer)
         for fork in forks:
             fork.close()
         await session.save(path)
 
 
 async def go_on(engine: Engine, path: Path) -> None:
-    """Print another ending of a saved beginning."""
+    """Load a session and ask more."""
     async with await engine.load_session(path) as session:
         print(f"{session.num_tokens} tokens, {session.held_tokens} of them need not be computed")
-        result = await session.generate(" But then", ending(7))
-        print(f"  ... But then{result.text}")
+        print(await ask(session, "What is 30 + 12?"))
 
 
 async def main() -> None:
@@ -50,8 +49,8 @@ async def main() -> None:
         if options.load:
             await go_on(engine, options.load)
         else:
-            path = Path(tempfile.mkdtemp()) / "story.session"
-            await tell(engine, path)
+            path = Path(tempfile.mkdtemp()) / "talk.session"
+            await begin(engine, path)
             print(f"saved as {path}")
 
 
