@@ -34,7 +34,7 @@ async def disaggregation(options: argparse.Namespace, report: Report) -> None:
     for way, found in runs.items():
         report.row(way=way, **median(found))
     pairs = zip(runs["disaggregated"], runs["mixed"], strict=True)
-    ratios = [{name: own[name] / other[name] for name in own} for own, other in pairs]
+    ratios = [{name: own[name] / other[name] for name in own if other[name]} for own, other in pairs]
     report.row(way="ratio", **median(ratios))
     report.fact("long_prompts", options.long_prompts)
     report.fact("long_tokens", options.long_tokens)
@@ -67,6 +67,7 @@ async def _run(options: argparse.Namespace, way: str, seed: int) -> dict[str, fl
             end = time.perf_counter()
             for task in tasks:
                 task.cancel()
+        stats = dispatcher.stats()
     gaps = [
         now - before
         for record in chats
@@ -84,6 +85,8 @@ async def _run(options: argparse.Namespace, way: str, seed: int) -> dict[str, fl
         "ttft_ms_max": first["max"],
         "chat_ttft_ms_p50": chat_first["p50"],
         "chat_tokens_per_s": len(gaps) / (end - begin),
+        "handovers": stats.handovers,
+        "without_pages": stats.handovers_without_pages,
     }
 
 
