@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import random
 import tempfile
 import time
 
@@ -69,8 +70,8 @@ async def _run(options: argparse.Namespace, folder: str | None, seed: int) -> tu
         await warm_up(engine)
         ends = [time.perf_counter()]
         for turn in range(options.questions):
-            asked = [ask(number, turn) for number in range(options.documents)]
-            results.append(await asyncio.gather(*asked))
+            order = random.Random(100 * seed + turn).sample(range(options.documents), options.documents)
+            results.append(await asyncio.gather(*[ask(number, turn) for number in order]))
             ends.append(time.perf_counter())
         hit_rate = engine.stats().hit_rate
     later = [ttft(result) for turn in results[1:] for result in turn]
