@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
+import mmap
 import statistics
 import tempfile
 import time
@@ -14,7 +16,7 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from bench.report import Report, percentiles
 from bench.sessions.disk import drop, plain_read, plain_write
-from bench.sessions.setting import gap, greedy, median, settings, tokens, ttft, warm_up
+from bench.sessions.setting import child, gap, greedy, median, settings, tokens, ttft, warm_up
 
 __all__ = ["fork", "save", "turn"]
 
@@ -92,8 +94,12 @@ async def fork(options: argparse.Namespace, report: Report) -> None:
 
 
 async def save(options: argparse.Namespace, report: Report) -> None:
-    """A row for each place and way: bytes per second, and those of plain writing and reading there."""
-    async with _engine(options) as engine, engine.session() as session:
+    """A row for each place and way: bytes per second, and those of plain writing and reading there. Loads are
+    of this process, with the file in the system's memory and out of it, and of a new one, whose memory is new,
+    beside a plain read into new memory."""
+    # A pool for little more than one context: what is loaded lies where something was before.
+    given = settings(options, options.context + 512, max_held_share=1.0)
+    async with Engine(EngineConfig(**given)) as engine, engine.session() as session:
         await warm_up(engine)
         await session.generate(tokens(options.context, 0), greedy(1))
         for place in (options.folder, Path("/dev/shm")):
@@ -101,7 +107,7 @@ async def save(options: argparse.Namespace, report: Report) -> None:
                 where = "disk" if place == options.folder else "/dev/shm"
                 found: dict[str, list[tuple[float, float]]] = {}
                 for _ in range(options.rounds):
-                    size, seconds = await _save_once(engine, session, Path(folder))
+                    size, seconds = await _save_once(engine, session, Path(folder), given)
                     for way, pair in seconds.items():
                         found.setdefault(way, []).append(pair)
                 for way, pairs in found.items():
@@ -118,7 +124,7 @@ async def save(options: argparse.Namespace, report: Report) -> None:
 
 
 async def _save_once(
-    engine: Engine, session: Any, folder: Path
+    engine: Engine, session: Any, folder: Path, given: dict[str, Any]
 ) -> tuple[int, dict[str, tuple[float, float]]]:
     """Bytes of the file, and by way the seconds of the session and of plain files."""
     path, other = folder / "session", folder / "plain"
@@ -137,4 +143,7 @@ async def _save_once(
         loaded = await engine.load_session(path)
         seconds[way] = (time.perf_counter() - start, plain_read(other, data))
         loaded.close()
+    arguments = {"settings": given, "output": 1, "path": str(path), "more": tokens(_NEW, 1)}
+    found = await asyncio.to_thread(child, "load", **arguments)
+    seconds["load elsewhere"] = found["seconds"], plain_read(other, memoryview(mmap.mmap(-1, size)))
     return size, seconds

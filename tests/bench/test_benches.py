@@ -197,7 +197,7 @@ def test_a_bench_has_its_rows(tmp_path: Path, name: str, options: str, rows: int
                 "restart": 1,
                 "turn": 1,
                 "fork": 1,
-                "save": 6,
+                "save": 8,
                 "off": 4,
                 "rag": 3,
                 "disaggregation": 3,
