@@ -95,8 +95,8 @@ async def fork(options: argparse.Namespace, report: Report) -> None:
 
 async def save(options: argparse.Namespace, report: Report) -> None:
     """A row for each place and way: bytes per second, and those of plain writing and reading there. Loads are
-    of this process, with the file in the system's memory and out of it, and of a new one, whose memory is new,
-    beside a plain read into new memory."""
+    in this process, with the file in the system's memory and out of it, and in a new process, beside a plain
+    read into memory that is new, too."""
     # A pool for little more than one context: what is loaded lies where something was before.
     given = settings(options, options.context + 512, max_held_share=1.0)
     async with Engine(EngineConfig(**given)) as engine, engine.session() as session:
