@@ -37,7 +37,7 @@ from aioinfer.scheduling.rates import TransferRates
 from aioinfer.scheduling.scheduler import Scheduler
 from aioinfer.scheduling.sequence import ParkedFor, Sequence, SequenceState
 from aioinfer.scheduling.speculation import Speculation
-from aioinfer.scheduling.step import Step
+from aioinfer.scheduling.step import Row, Step
 from aioinfer.speculation.drafter import NO_IDS, Drafter, DraftRequest
 from aioinfer.speculation.drafting import Drafting, UsualRates
 from aioinfer.speculation.lookup import LookupDrafter
@@ -436,6 +436,14 @@ class Core:
                 failed.append(sequence)
         return failed
 
+    def _behind_failure(self, step: Step, row: Row) -> bool:
+        """Whether a row may go on from where a step failed; one of an earlier life in doubt, too."""
+        sequence = row.sequence
+        left = row.slot != sequence.kv.slot and not sequence.finished
+        return step.id <= sequence.recovery.junk_until or (
+            left and step.id <= self.scheduler.queues.junk_until
+        )
+
     def _record_logprobs(self, step: Step, result: StepResult, advanced: list[Sequence]) -> list[Sequence]:
         """Keep exactly one record per token. Returns requests that ended here and are not ``advanced``."""
         ended: list[Sequence] = []
@@ -450,7 +458,7 @@ class Core:
                 sequence.output.logprobs += logprobs[:missing]
         for index, scored in result.prompt_logprobs.items():
             row = step.prefilling[index - len(decodes)]
-            if row.scores is None or step.id <= row.sequence.recovery.junk_until:
+            if row.scores is None or self._behind_failure(step, row):
                 continue
             try:
                 sequence = row.sequence

@@ -14,7 +14,8 @@ from aioinfer.config import EngineConfig
 from aioinfer.engine import Engine
 from aioinfer.outputs import Result, TokenLogprob
 from aioinfer.params import Grammar, SamplingParams
-from tests.engine.conftest import MakeEngine
+from aioinfer.scheduling.step import Step
+from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.test_transparency import retract_every
 from tests.tiers import SECONDS, rest
 from tests.toys.device import toy_generate, toy_logprob
@@ -174,3 +175,42 @@ def test_how_many_are_wanted_is_checked() -> None:
         for value in (-1, 21, 1.5, True):
             with pytest.raises(errors.InvalidRequest, match=name):
                 SamplingParams(**{name: value})
+
+
+async def test_scores_behind_a_failed_step_are_not_kept_though_the_request_was_retracted(
+    make_engine: MakeEngine, gate: Gate
+) -> None:
+    """Its first chunks were scored before, and are computed again; the step that fails has no scores, and the
+    one behind it has junk."""
+    failing: list[int] = []
+
+    def fault(step: Step) -> None:
+        gate(step)
+        if step.id in failing:
+            raise RuntimeError("injected")
+
+    prompt, params = list(range(1, 21)), SamplingParams(max_tokens=0, prompt_logprobs=0)
+    settings = {"overlap_steps": 2, "plan_late": False, "max_overlapped_prefill": 64}
+    async with make_engine(fault=fault, chunk_size=4, **settings) as engine:
+        stream = engine.generate(prompt, params)
+        await asyncio.to_thread(gate.arrived.acquire)
+        pausing = asyncio.ensure_future(engine.pause())
+        gate.step(3)
+        await pausing
+        queues = engine._serving().core.scheduler.queues
+        (sequence,) = queues.running.values()
+        assert len(sequence.output.prompt_logprobs) == 12
+        queues.retract(sequence)
+        memory = queues.memory
+        assert memory.tree is not None
+        memory.pages.drop(memory.tree.evict(1, queues.last_step), queues.last_step)
+        failing.append(queues.last_step + 1)
+        engine.resume()
+        while engine.stats().steps_in_flight < 3:
+            await asyncio.sleep(0)
+        queues.retract(sequence)
+        gate.release()
+        result = await stream
+    assert result.prompt_logprobs is not None
+    for at, found in enumerate(result.prompt_logprobs[1:], 1):
+        assert found == toy_logprob(at, prompt[at])
