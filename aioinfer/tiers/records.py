@@ -2,7 +2,7 @@
 
 ::
 
-    magic  version  key  size of the data  crc32 of the data  crc32 of the header  |  data
+    magic  version  key  size of the data  XXH3 of the data  crc32 of the header  |  data
 
 The data goes from the file into the pieces of a view, and back, without a copy in between. A checksum detects
 what a disk or an interrupted write has changed; it protects from nobody who wants to deceive.
@@ -16,6 +16,8 @@ import zlib
 from collections.abc import Iterator
 from contextlib import suppress
 
+from xxhash import xxh3_64
+
 from aioinfer.tiers.store import Views, size_of
 
 __all__ = ["HEADER", "KEY", "Descriptor", "read_record", "read_views", "write_record", "write_views"]
@@ -23,7 +25,7 @@ __all__ = ["HEADER", "KEY", "Descriptor", "read_record", "read_views", "write_re
 #: bytes of a key: a name and a kind
 KEY = 17
 _MAGIC, _VERSION = b"aioinfKV", 1
-_FIELDS = struct.Struct(f"<8sI{KEY}sxxxQI")
+_FIELDS = struct.Struct(f"<8sI{KEY}sxxxQQ")
 _CHECKSUM = struct.Struct("<I")
 #: bytes of a header
 HEADER = _FIELDS.size + _CHECKSUM.size
@@ -63,12 +65,12 @@ def read_record(file: int, offset: int, size: int, key: bytes, views: Views) -> 
         return "damaged"
     if not fits:
         return "size"
-    return "" if got == size and checksum == _crc(views) else "damaged"
+    return "" if got == size and checksum == _checksum(views) else "damaged"
 
 
 def write_record(file: int, offset: int, key: bytes, views: Views) -> None:
     """Write a record. Raises OSError."""
-    fields = _FIELDS.pack(_MAGIC, _VERSION, key, size_of(views), _crc(views))
+    fields = _FIELDS.pack(_MAGIC, _VERSION, key, size_of(views), _checksum(views))
     head = fields + _CHECKSUM.pack(zlib.crc32(fields))
     write_views(file, offset, [memoryview(head), *views])
 
@@ -111,8 +113,9 @@ def _behind(views: list[memoryview], size: int) -> list[memoryview]:
     return []
 
 
-def _crc(views: Views) -> int:
-    found = 0
+def _checksum(views: Views) -> int:
+    """XXH3 of 64 bits, which takes less time than the copy; crc32 takes three times as long as that."""
+    found = xxh3_64()
     for view in views:
-        found = zlib.crc32(view, found)
-    return found
+        found.update(view)
+    return found.intdigest()
