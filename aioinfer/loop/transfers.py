@@ -138,7 +138,8 @@ class PageTransfers:
         root = self._roots.get(namespace)
         if root is None:
             info = self._core.info
-            parts = (info.fingerprint, info.numerics, info.page_layout, str(self._size))
+            # What a position attends to ends with its block.
+            parts = (info.fingerprint, info.numerics, info.page_layout, str(self._size), str(info.block_size))
             root = root_of((*parts, adapter_fingerprint, namespace.salt))
             if len(self._roots) > _WAITING:
                 self._roots.clear()

@@ -286,7 +286,7 @@ def _reads_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
 def _forgets_the_adapter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page is named without its adapter."""
     root_of = transfers.root_of
-    monkeypatch.setattr(transfers, "root_of", lambda parts: root_of([*parts][:4]))
+    monkeypatch.setattr(transfers, "root_of", lambda parts: root_of([*parts][:5]))
 
 
 def _takes_wrong_pages(monkeypatch: pytest.MonkeyPatch) -> None:

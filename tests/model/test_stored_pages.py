@@ -68,3 +68,23 @@ def test_bundled_models_in_deterministic_mode_give_the_same_bits(model: str, tmp
     results = [ask(settings) for _ in range(2)]
     assert results[1][1] > 0
     assert bits(results[0][0]) == bits(results[1][0])
+
+
+@rest(SECONDS)
+def test_pages_of_other_blocks_are_not_found(tmp_path: Path) -> None:
+    """What a position attends to ends with its block: the KV of a prompt is another one."""
+    kernels_or_skip("cpu")
+    results = []
+    for size, place in ((16, "shared"), (4, "shared"), (4, "own")):
+        settings = EngineConfig(
+            model="tiny-diffusion",
+            device="cpu",
+            deterministic=True,
+            threads=1,
+            page_size=16,
+            block_size=size,
+            prefix_cache_dir=str(tmp_path / place),
+        )
+        results.append(ask(settings))
+    assert [loaded for _, loaded in results] == [0, 0, 0]
+    assert bits(results[1][0]) == bits(results[2][0])
