@@ -341,8 +341,9 @@ class Session:
         tokens, messages and options, as they were before the turn under way, and of its KV what is cached at
         this moment. Returns of how many tokens that is; none on a GPU, and after an update of the weights.
 
-        Tools are not saved. Who can read the file can read the conversation and its salt. When it is
-        cancelled, or something fails, the file is as it was before.
+        Tools are not saved. Who can read the file can read the conversation and its salt. When something
+        fails, the file is as it was before; so it is when this is cancelled, unless that comes at the very
+        end. Either way nothing is done to it any more.
 
         Raises InvalidRequest with the field ``path``: it cannot be written; EngineClosed, EngineFailed,
         WrongLoop.

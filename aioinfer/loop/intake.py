@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from aioinfer.errors import EngineClosed, EngineError, InvalidRequest
@@ -68,11 +69,16 @@ class Intake:
         ended when this returns or raises. Raises EngineClosed."""
         if self._closed.done():
             raise EngineClosed("the engine was closed")
-        using, left = self.read(call, *arguments), False
+        #: for the thread that begins it, or for the caller who leaves before
+        ticket, left = [call], False
+        using = self.read(lambda: ticket.pop()(*arguments))
 
         def leave() -> None:
             nonlocal left
-            left = using.cancel() or True
+            left = True
+            with suppress(IndexError):  # a thread has begun
+                ticket.pop()
+                using.cancel()
 
         try:
             return await finish(using, leave)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -356,11 +357,43 @@ async def test_a_cancelled_save_leaves_the_file_as_it_was(make_engine: MakeEngin
                 await asyncio.sleep(0)
             saving.cancel()
             await asyncio.wait([saving])
-            if saving.cancelled():
-                assert path.read_bytes() == data
             assert files(tmp_path) == [path]
+            kept = Archive(path).header["token_ids"]
+            assert kept == [*session.token_ids[: len(kept)]]
             path.write_bytes(data)
         assert await session.save(path) == held(36)
+        session.close()
+        await settle(engine)
+
+
+@pytest.mark.parametrize("call", ["__init__", "_put", "finish"])
+async def test_a_save_that_is_cancelled_while_a_thread_works_for_it_waits_for_that(
+    make_engine: MakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "file"
+    async with make_engine() as engine:
+        session = await saved(engine, path)
+        data, may_go_on, begun = path.read_bytes(), threading.Event(), threading.Event()
+        await session.generate(SECOND, SHORT)
+        meant = getattr(ArchiveWriter, call)
+
+        def late(*arguments: Any) -> Any:
+            begun.set()
+            assert may_go_on.wait(60), "nobody let it go on"
+            return meant(*arguments)
+
+        monkeypatch.setattr(ArchiveWriter, call, late)
+        saving = asyncio.ensure_future(session.save(path))
+        await asyncio.to_thread(begun.wait, 60)
+        saving.cancel()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert not saving.done()
+        may_go_on.set()
+        await asyncio.wait([saving])
+        assert saving.cancelled()
+        assert files(tmp_path) == [path]
+        assert (path.read_bytes() == data) == (call != "finish")
         session.close()
         await settle(engine)
 
