@@ -226,9 +226,7 @@ class Session:
         Raises as :meth:`generate`; also if the last answer was neither read to its end nor left, so that it
         is not known which ids its calls of tools have.
         """
-        state = self._ready()
-        if state.token_ids and not state.messages:
-            raise InvalidRequest("session", "is no chat, and is continued with generate()")
+        state = self._ready_chat()
         given = _messages(messages)
         usual = dict(self._usual)
         if tools is not None:
@@ -258,7 +256,7 @@ class Session:
         """The second half of :meth:`chat` for readers with an answer of their own: queue a chat of all
         messages that was checked, of which ``given`` are the new ones. Its reader calls
         :meth:`Answer.answered` at the end. Raises as :meth:`chat`."""
-        self._ready()
+        self._ready_chat()
         stream = self._engine.generate(prompt, asked.params, **self._merged(options))
         answer = Answer(self._engine.tokenizer, asked.answer)
         self._begin(stream, given, answer)
@@ -273,6 +271,13 @@ class Session:
         if answer is not None and answer.unread:
             raise InvalidRequest("session", "has an answer that is not read to its end: await it or close it")
         return self._state
+
+    def _ready_chat(self) -> State:
+        """The same of a chat."""
+        state = self._ready()
+        if state.token_ids and not state.messages:
+            raise InvalidRequest("session", "is no chat, and is continued with generate()")
+        return state
 
     def _check_open(self) -> None:
         self._service.check_serving()

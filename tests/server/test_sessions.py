@@ -363,6 +363,16 @@ async def test_what_a_session_cannot_have_is_refused(serving: Serving) -> None:
         assert (await served.post("/v1/sessions", {"model": "other"})).status == 404
 
 
+async def test_a_session_is_a_chat_or_a_text_from_its_begin(serving: Serving) -> None:
+    async with serving() as served:
+        text = await make(served, prompt=[5, 6, 7])
+        chat = await make(served, messages=[message("Be brief.", "system")])
+        assert (await say(served, text, "Hello")).refusal == (400, "session")
+        assert (await served.post(TEXT, {"prompt": "a", "session": chat})).refusal == (400, "session")
+        assert (await served.post(TEXT, {"prompt": "a", "session": text})).status == 200
+        assert (await say(served, chat, "Hello")).status == 200
+
+
 async def test_all_turns_have_the_adapter_of_the_session(
     serving: Serving, saving: dict[str, Any], tmp_path: Path
 ) -> None:

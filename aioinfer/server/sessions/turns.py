@@ -85,7 +85,9 @@ class Turn:
         return stream
 
     def text(self, prompt: Prompt, params: SamplingParams, options: Mapping[str, Any]) -> Stream:
-        """The same of a new text, or of its tokens."""
+        """The same of a new text, or of its tokens. Raises InvalidRequest: the session is a chat."""
+        if self.served.first:
+            raise InvalidRequest("session", "is a chat, which is continued with messages")
         return self._enter().generate(prompt, params, **_own(options))
 
     def _enter(self) -> Session:
