@@ -12,6 +12,8 @@ import pytest
 
 from aioinfer.scheduling.step import Step
 from aioinfer.server.owned import Owned
+from aioinfer.server.sessions.table import ServedSession
+from aioinfer.server.sessions.turns import Turn
 from tests.engine.conftest import Gate
 from tests.server.calls import Reply
 from tests.server.chats import USER, WEATHER
@@ -200,6 +202,32 @@ async def test_a_session_has_one_turn_at_a_time(serving: Serving, gate: Gate) ->
     # The fork is of the state before.
     assert (fork["num_tokens"], fork["busy"]) == (0, False)
     assert third.status == 200
+
+
+async def test_a_turn_that_was_read_amid_another_is_not_taken_behind_it(
+    serving: Serving, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, goes_on = threading.Event(), threading.Event()
+    make_turn = Turn.__init__
+
+    def slowly(self: Turn, served: ServedSession, messages: Any = None) -> None:
+        make_turn(self, served, messages)
+        if messages == [message("Second")]:
+            made.set()
+            assert goes_on.wait(60)
+
+    monkeypatch.setattr(Turn, "__init__", slowly)
+    async with serving(fault=gate) as served:
+        session = await make(served)
+        first = asyncio.create_task(say(served, session, "First"))
+        await until(lambda: served.engine.stats().running == 1)
+        second = asyncio.create_task(say(served, session, "Second"))
+        await until(made.is_set)
+        gate.release()
+        assert (await first).status == 200
+        goes_on.set()
+        # It has messages without those of the first one.
+        assert (await second).refusal == (409, "session")
 
 
 @pytest.mark.parametrize("stream", [False, True])

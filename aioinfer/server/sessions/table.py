@@ -25,8 +25,8 @@ class ServedSession:
     """
 
     __slots__ = (
-        *("_sessions", "adapter", "busy", "cache_salt", "created", "first", "gone", "id", "model", "owner"),
-        *("session", "ttl", "turns", "warmed"),
+        *("_sessions", "adapter", "cache_salt", "created", "first", "gone", "id", "model", "owner", "session"),
+        *("ttl", "turns", "warmed"),
     )
 
     def __init__(
@@ -53,11 +53,15 @@ class ServedSession:
         self.first = [*first]
         #: holds the KV of these
         self.warmed: HeldPrefix | None = None
-        #: a turn is taken; and how many were
-        self.busy = False
+        #: begins and ends of turns: an odd number amid one
         self.turns = 0
         #: it was deleted, or has expired
         self.gone = False
+
+    @property
+    def busy(self) -> bool:
+        """A turn is under way."""
+        return self.turns % 2 == 1
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:
@@ -78,20 +82,19 @@ class ServedSession:
         )
 
     def enter(self, seen: int) -> None:
-        """A turn begins, of a call that has seen so many turns before. Raises Refused: the session is gone
-        (404), or other turns were taken since, or one is under way (409)."""
+        """A turn begins, of a call that has seen ``turns`` before it looked at anything else. Raises Refused:
+        the session is gone (404); a turn is under way, or was at any moment since (409)."""
         if self.gone:
             raise not_found("session", self.id, "session")
         if self.busy or self.turns != seen:
             message = f"the session {self.id} has one turn at a time, and another request takes it"
             raise Refused(Failure(409, "conflict_error", message, param="session", code="session_busy"))
-        self.busy = True
         self.turns += 1
         self._sessions.used(self)
 
     def leave(self) -> None:
         """The turn has ended, in any way."""
-        self.busy = False
+        self.turns += 1
         self._release()
         if self.gone:
             self.session.close()
