@@ -165,7 +165,12 @@ class Session:
         """Of these, from the first on, those whose KV is held at this moment: whole pages, and not the last
         token, which was never computed."""
         kept = self._seat.kept
-        return 0 if kept is None else kept.held_tokens
+        return 0 if kept is None else min(kept.held_tokens, self.num_tokens)
+
+    @property
+    def state(self) -> State:
+        """What it has, for :meth:`rewind`."""
+        return self._state
 
     @property
     def options(self) -> Mapping[str, Any]:
@@ -325,6 +330,10 @@ class Session:
             self._seat.hold(self._service.keep(cell, self.ttl))
         elif self._seat.kept is not None:
             self._seat.kept.touch()
+
+    def rewind(self, state: State) -> None:
+        """Be as it was before the last turn, which has ended and whose reader has left. Its KV stays held."""
+        self._state = state
 
     def restored(self, kept: Kept | None) -> None:
         """Its KV is there and held."""

@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from aioinfer.scheduling.step import Step
+from aioinfer.server.http.disconnects import ClientGone
+from aioinfer.server.openai.wires import OpenAIAnswer
 from aioinfer.server.owned import Owned
 from aioinfer.server.sessions.table import ServedSession
 from aioinfer.server.sessions.turns import Turn
@@ -257,6 +261,45 @@ async def test_a_turn_whose_client_left_leaves_the_session_as_it_was(
         found = await read(served, session)
         assert found["num_tokens"] == before["num_tokens"]
         assert (await say(served, session, "More")).status == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+async def test_a_turn_whose_client_left_after_its_last_token_leaves_the_session_as_it_was(
+    serving: Serving, monkeypatch: pytest.MonkeyPatch, stream: bool, path: str
+) -> None:
+    first = [message("Be brief.", "system")]
+    begin = {"messages": first} if path == CHAT else {"prompt": [1, 2, 3]}
+    more = {"messages": [message("More")]} if path == CHAT else {"prompt": [4]}
+    async with serving() as served:
+        session = await make(served, **begin)
+        before = await read(served, session)
+        forks: list[Any] = []
+
+        async def leave(*_: Any) -> None:
+            await until(lambda: idle(served))
+            forks.append((await served.http("POST", f"/v1/sessions/{session}/fork")).json())
+            raise ClientGone("planned")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(OpenAIAnswer, "whole", leave)
+            patch.setattr(OpenAIAnswer, "chunk", leave)
+            patch.setattr(OpenAIAnswer, "plain", lambda self, index: None)
+            with suppress(aiohttp.ClientError):
+                await served.post(path, {**ASK, **more, "session": session, "stream": stream})
+        found = await read(served, session)
+        assert (found["num_tokens"], found["busy"]) == (before["num_tokens"], False)
+        assert found["held_tokens"] <= found["num_tokens"]
+        turn = (await served.post(path, {**ASK, **more, "session": session})).json()
+        whole = {"messages": [*first, *more["messages"]]} if path == CHAT else {"prompt": [1, 2, 3, 4]}
+        wanted = (await served.post(path, {**ASK, **whole})).json()
+        assert turn["usage"]["prompt_tokens"] == wanted["usage"]["prompt_tokens"]
+        # A fork has what was there, and nothing twice.
+        after = [
+            (await served.post(path, {**ASK, **more, "session": each})).json()["usage"]["prompt_tokens"]
+            for each in (session, forks[0]["id"])
+        ]
+        assert after[0] == after[1]
 
 
 async def test_a_turn_that_failed_leaves_the_session_as_it_was(serving: Serving) -> None:

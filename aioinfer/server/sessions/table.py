@@ -25,7 +25,18 @@ class ServedSession:
     """
 
     __slots__ = (
-        *("_sessions", "adapter", "cache_salt", "created", "first", "gone", "id", "model", "owner", "session"),
+        *(
+            "_sessions",
+            "adapter",
+            "cache_salt",
+            "created",
+            "first",
+            "gone",
+            "id",
+            "model",
+            "owner",
+            "session",
+        ),
         *("ttl", "turns", "warmed"),
     )
 
@@ -78,7 +89,8 @@ class ServedSession:
             adapter=self.adapter,
             cache_salt=self.cache_salt,
             ttl=self.ttl,
-            first=self.first,
+            # Amid a turn that is not read to its end, the past has them already.
+            first=() if self.session.num_tokens else self.first,
         )
 
     def enter(self, seen: int) -> None:

@@ -13,7 +13,7 @@ from aioinfer.server.http.failures import Failure, Refused
 if TYPE_CHECKING:
     from aioinfer.chat.answers import AnswerReader
     from aioinfer.chat.results import ChatRequest
-    from aioinfer.client.sessions import Answer, HeldPrefix, Session
+    from aioinfer.client.sessions import Answer, HeldPrefix, Session, State
     from aioinfer.loop.options import Prompt, PromptSource
     from aioinfer.params import SamplingParams
     from aioinfer.server.sessions.table import ServedSession
@@ -51,7 +51,7 @@ class Prompted:
 class Turn:
     """A call that goes on with a session, as it was when this was made: with messages, or with a text."""
 
-    __slots__ = ("_answer", "_entered", "_new", "_seen", "_stream", "earlier", "served")
+    __slots__ = ("_answer", "_before", "_new", "_seen", "_stream", "earlier", "served")
 
     def __init__(self, served: ServedSession, messages: Sequence[Mapping[str, Any]] | None = None) -> None:
         """``messages``: the new ones. On any thread."""
@@ -60,7 +60,8 @@ class Turn:
         #: the messages before those of the call
         self.earlier = [] if messages is None else served.messages
         self._new = None if messages is None else [*served.first, *messages]
-        self._entered = False
+        #: the session's state, while the turn is under way
+        self._before: State | None = None
         self._stream: Stream | None = None
         self._answer: Answer | None = None
 
@@ -93,7 +94,7 @@ class Turn:
     def _enter(self) -> Session:
         served = self.served
         served.enter(self._seen)
-        self._entered = True
+        self._before = served.session.state
         return served.session
 
     def read(self, readers: Sequence[AnswerReader | None]) -> None:
@@ -105,12 +106,16 @@ class Turn:
                 message = {name: value for name, value in reader.message().items() if name != "refusal"}
             self._answer.answered(message)
             self.served.first = []
-        self.leave()
+        if self._before is not None:
+            self._before = None
+            self.served.leave()
 
     def leave(self) -> None:
-        """The call has ended, in any way. Idempotent."""
-        if self._entered:
-            self._entered = False
+        """The call has ended, in any way: unless its answer was read, the session is as it was. Idempotent."""
+        if self._before is not None:
+            # The model may have come to the end that its client did not wait for.
+            self.served.session.rewind(self._before)
+            self._before = None
             self.served.leave()
 
 
