@@ -45,12 +45,15 @@ class Owned(Generic[_ValueT]):
         *,
         share: Share | None = None,
         forget: Callable[[_ValueT], None] | None = None,
+        in_use: Callable[[_ValueT], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``forget`` is called with every value that goes, however it goes; it does not raise."""
+        """``forget`` is called with every value that goes, however it goes; it does not raise. A value that is
+        ``in_use`` does not expire."""
         self.most = most
         self._share = share
         self._forget = forget
+        self._in_use = in_use
         self._clock = clock
         self._items: dict[tuple[str, str], _Item[_ValueT]] = {}
         #: ids of each owner, that used longest ago comes first
@@ -66,7 +69,7 @@ class Owned(Generic[_ValueT]):
     def find(self, owner: str, name: str) -> _ValueT | None:
         """The value of an id; None if there is none, or it is another owner's. On any thread."""
         item = self._items.get((owner, name))
-        return None if item is None or item.expires <= self._clock() else item.value
+        return None if item is None or self._expired(item, self._clock()) else item.value
 
     def of(self, owner: str) -> list[_ValueT]:
         """The values of an owner, that used last comes last."""
@@ -133,6 +136,9 @@ class Owned(Generic[_ValueT]):
             self._drop((largest, next(iter(self._owned[largest]))))
         return True
 
+    def _expired(self, item: _Item[_ValueT], now: float) -> bool:
+        return item.expires <= now and not (self._in_use is not None and self._in_use(item.value))
+
     def _expire(self) -> None:
         now, due = self._clock(), self._due
         while due and due[0][0] <= now:
@@ -140,10 +146,10 @@ class Owned(Generic[_ValueT]):
             item = self._items.get(key)
             if item is None:
                 continue
-            if item.expires <= now:
+            if self._expired(item, now):
                 self._drop(key)
             else:
-                heapq.heappush(due, (item.expires, key))
+                heapq.heappush(due, (item.expires if item.expires > now else now + _LOOK, key))
 
     def _set_timer(self) -> None:
         if self._timer is None and self._due:

@@ -73,6 +73,23 @@ async def test_what_is_not_used_for_its_time_expires() -> None:
     owned.clear()
 
 
+async def test_what_is_in_use_does_not_expire() -> None:
+    clock, used = Clock(), {"a"}
+    owned: Owned[str] = Owned(9, in_use=used.__contains__, clock=clock)
+    owned.add("alice", "1", "a", ttl=10)
+    owned.add("alice", "2", "b", ttl=10)
+    clock.now = 15
+    assert owned.of("alice") == ["a"]
+    owned.use("alice", "1")
+    used.clear()
+    clock.now = 24
+    assert owned.of("alice") == ["a"]
+    clock.now = 25
+    assert owned.find("alice", "1") is None
+    assert owned.of("alice") == []
+    owned.clear()
+
+
 async def test_what_was_replaced_leaves_nothing_behind() -> None:
     room = share(100)
     owned: Owned[int] = Owned(2, share=room)

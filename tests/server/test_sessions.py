@@ -403,6 +403,26 @@ async def test_a_session_expires(serving: Serving, monkeypatch: pytest.MonkeyPat
     assert 8 <= found["expires_at"] - found["created_at"] <= 11
 
 
+async def test_a_session_does_not_expire_amid_a_turn(
+    serving: Serving, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    defaults: Any = Owned.__init__.__kwdefaults__
+    monkeypatch.setitem(defaults, "clock", lambda: now[0])
+    async with serving(fault=gate) as served:
+        session = await make(served, ttl=10)
+        turn = asyncio.create_task(say(served, session, "Hello"))
+        await until(lambda: served.engine.stats().running == 1)
+        now[0] = 15
+        assert (await read(served, session))["busy"]
+        gate.release()
+        assert (await turn).status == 200
+        now[0] = 24
+        assert (await read(served, session))["num_tokens"] > 0
+        now[0] = 25
+        assert (await served.get(f"/v1/sessions/{session}")).status == 404
+
+
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"n": 2}, "n"),
     (CHAT, {"continue_final_message": True, "add_generation_prompt": False}, "add_generation_prompt"),

@@ -106,12 +106,11 @@ class ServedSession:
 
     def leave(self) -> None:
         """The turn has ended, in any way."""
+        self._sessions.used(self)
         self.turns += 1
         self._release()
         if self.gone:
             self.session.close()
-        else:
-            self._sessions.used(self)
 
     def end(self) -> None:
         """Give its memory back; a turn that is under way goes on to its end."""
@@ -131,7 +130,9 @@ class Sessions:
 
     def __init__(self, config: ServerConfig) -> None:
         self._most = config.max_sessions_per_key
-        self._owned: Owned[ServedSession] = Owned(self._most, forget=ServedSession.end)
+        self._owned: Owned[ServedSession] = Owned(
+            self._most, forget=ServedSession.end, in_use=lambda session: session.busy
+        )
         self.clear = self._owned.clear
 
     def find(self, owner: str, name: str, param: str | None = None) -> ServedSession:

@@ -111,7 +111,7 @@ class Turn:
             self.served.leave()
 
     def leave(self) -> None:
-        """The call has ended, in any way: unless its answer was read, the session is as it was. Idempotent."""
+        """The call has ended; if its answer was not read, the session is as it was. Idempotent."""
         if self._before is not None:
             # The model may have come to the end that its client did not wait for.
             self.served.session.rewind(self._before)
