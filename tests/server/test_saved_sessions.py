@@ -17,6 +17,7 @@ from tests.engine.conftest import Gate
 from tests.server.conftest import Served, Serving
 from tests.server.test_adversity import until
 from tests.server.test_sessions import content, make, read, say
+from tests.server.test_sessions import limited as limited  # a fixture
 from tests.server.test_sessions import saving as saving  # a fixture
 from tests.server.test_stored_responses import keys as keys  # a fixture
 from tests.server.test_stored_responses import of
@@ -184,6 +185,15 @@ async def test_a_session_without_a_turn_is_not_saved(serving: Serving, saving: d
     async with serving(server=saving) as served:
         session = await make(served, messages=[{"role": "system", "content": "Be brief."}])
         assert (await save(served, session)).refusal == (400, "session")
+
+
+async def test_loads_count_in_the_limits_of_the_key(
+    serving: Serving, saving: dict[str, Any], limited: dict[str, Any], still: None
+) -> None:
+    async with serving(server={**saving, **limited}) as served:
+        session = await make(served, "carol", prompt=[*range(1, 31)])
+        await save(served, session, **of("carol"))
+        assert [(await load(served, **of("carol"))).status for _ in range(2)] == [200, 429]
 
 
 async def test_a_running_session_is_saved_as_it_was(

@@ -382,6 +382,23 @@ async def test_turns_count_in_the_limits_of_the_key(
     assert [first.status, second.status, more.status] == [200, 429, 429]
 
 
+@pytest.mark.parametrize(
+    "begin", [{"prompt": [*range(1, 51)]}, {"messages": [message("Be brief. " * 9, "system")]}]
+)
+async def test_first_messages_count_if_their_client_left(
+    serving: Serving, gate: Gate, limited: dict[str, Any], still: None, begin: dict[str, Any]
+) -> None:
+    async with serving(server=limited, fault=gate) as served:
+        left = asyncio.create_task(served.post("/v1/sessions", begin, **of("carol")))
+        await until(lambda: served.engine.stats().running == 1)
+        left.cancel()
+        await asyncio.wait([left])
+        gate.release()
+        await until(lambda: idle(served))
+        assert (await served.post("/v1/sessions", {}, **of("carol"))).status == 429
+        assert served.engine.stats().sessions == 0
+
+
 async def test_a_session_expires(serving: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     defaults: Any = Owned.__init__.__kwdefaults__

@@ -21,7 +21,7 @@ from aioinfer.loop.waiting import NamedLocks
 from aioinfer.params import SamplingParams
 from aioinfer.server.generation import Generation
 from aioinfer.server.http.failures import Failure, Refused
-from aioinfer.server.http.records import record_of
+from aioinfer.server.http.records import Record, record_of
 from aioinfer.server.openai.protocol import Served, check_count, read
 from aioinfer.server.openapi.endpoints import Endpoint, Route
 from aioinfer.server.sessions import turns
@@ -165,7 +165,7 @@ class SessionRoutes:
             )
             try:
                 async with self._generation.watched(request):
-                    record.prompt_tokens = await self._warm(session, asked)
+                    await self._warm(session, asked, record)
             except RequestError as error:
                 session.end()
                 raise renamed(error, {} if asked.messages is None else {"prompt": "messages"}) from None
@@ -174,17 +174,16 @@ class SessionRoutes:
                 raise
             return self._answer(self._sessions.add(session))
 
-    async def _warm(self, session: ServedSession, asked: _Asked) -> int:
-        """Compute what the session begins with; returns how many tokens that is."""
+    async def _warm(self, session: ServedSession, asked: _Asked, record: Record) -> None:
+        """Compute what the session begins with. Its tokens count if the client leaves meanwhile, too."""
         if asked.prompt is not None:
-            params = SamplingParams(max_tokens=0)
-            async with session.session.generate(asked.prompt, params) as stream:
-                return (await stream).usage.prompt_tokens
+            async with session.session.generate(asked.prompt, SamplingParams(max_tokens=0)) as stream:
+                with record.counting([stream], 1):
+                    await stream
         if asked.messages is not None:
             prompt = self._engine.prompt(asked.messages, chat_template_kwargs=asked.kwargs)
+            record.prompt_tokens = len(await self._engine.tokenize(prompt))
             session.warmed = await turns.warm(self._engine, session, prompt)
-            return session.warmed.num_tokens
-        return 0
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         found = [self._object(each) for each in self._sessions.of(record_of(request).owner)]
@@ -232,6 +231,7 @@ class SessionRoutes:
             try:
                 async with self._generation.watched(request):
                     loaded = await turns.load(self._engine, path)
+                record.prompt_tokens = loaded.num_tokens
             except InvalidRequest as error:
                 message = error.message.replace(str(path), body.name)
                 raise InvalidRequest("name", message, code=error.code) from None
