@@ -48,7 +48,7 @@ class Owned(Generic[_ValueT]):
         in_use: Callable[[_ValueT], bool] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``forget`` is called with every value that goes, however it goes; it does not raise. A value that is
+        """``forget`` is called with every value that goes, however it goes; it does not raise. What is
         ``in_use`` does not expire."""
         self.most = most
         self._share = share
@@ -129,7 +129,11 @@ class Owned(Generic[_ValueT]):
             if not owned:
                 return False
             self._drop((owner, next(iter(owned))))
-        while self._share is not None and not self._share.take(size):
+        if (share := self._share) is None:
+            return True
+        if share.bound is not None and size > share.bound - share.promised + sum(self._bytes.values()):
+            return False  # nobody loses anything for what has no room anyway
+        while not share.take(size):
             if not self._bytes:
                 return False
             largest = max(self._bytes, key=self._bytes.__getitem__)

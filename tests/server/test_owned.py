@@ -49,9 +49,21 @@ async def test_beyond_their_bytes_the_owner_of_most_loses() -> None:
         assert owned.add("alice", name, name, ttl=9, size=30)
     assert owned.add("bob", "b", "b", ttl=9, size=40)
     assert (owned.of("alice"), owned.of("bob"), room.promised) == (["2", "3"], ["b"], 100)
-    assert not owned.add("bob", "b", "too large", ttl=9, size=101)
-    assert (len(owned), room.promised) == (0, 0)
     owned.clear()
+
+
+async def test_what_has_no_room_takes_nothing_from_others() -> None:
+    room = share(100)
+    owned: Owned[str] = Owned(9, share=room)
+    owned.add("alice", "a", "a", ttl=9, size=60)
+    assert room.take(20)  # by somebody else
+    for size in (81, 101):
+        assert not owned.add("bob", "b", "too large", ttl=9, size=size)
+    assert (owned.of("alice"), owned.of("bob"), room.promised) == (["a"], [], 80)
+    assert owned.add("bob", "b", "b", ttl=9, size=80)
+    assert (owned.of("alice"), room.promised) == ([], 100)
+    owned.clear()
+    assert room.promised == 20
 
 
 async def test_what_is_not_used_for_its_time_expires() -> None:
