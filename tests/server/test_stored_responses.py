@@ -137,17 +137,17 @@ async def test_input_items_come_in_pages(serving: Serving) -> None:
         listed = [each async for each in client.responses.input_items.list(made.id, limit=3)]
         page = await client.responses.input_items.list(made.id, order="asc", limit=2)
         path = f"/v1/responses/{made.id}/input_items"
+        limits = ["0", "x", "101", "0001000", "0001" + "0" * 5000]
         refused = [
             (await served.get(f"{path}?{query}")).refusal
-            for query in ("limit=0", "limit=x", "limit=101", "order=up", "after=msg_x")
+            for query in (*(f"limit={each}" for each in limits), "order=up", "after=msg_x")
         ]
         streamed = await served.get(f"/v1/responses/{made.id}?stream=true")
     assert [each.content[0].text for each in listed] == [str(number) for number in reversed(range(7))]
     assert len({each.id for each in listed}) == 7
     assert [each.content[0].text for each in page.data] == ["0", "1"]
     assert page.has_more
-    names = ["limit", "limit", "limit", "order", "after"]
-    assert refused == [(400, name) for name in names]
+    assert refused == [(400, name) for name in [*["limit"] * len(limits), "order", "after"]]
     assert streamed.refusal == (400, "stream")
 
 

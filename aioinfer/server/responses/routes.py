@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -80,7 +81,7 @@ class StoredRoutes:
         found = self._found(request)
         query = request.query
         limit, order = query.get("limit", "20"), query.get("order", "desc")
-        if not (limit.isascii() and limit.isdecimal() and 1 <= int(limit[:4]) <= _MOST_ITEMS):
+        if not (re.fullmatch("[0-9]{1,3}", limit) and 1 <= int(limit) <= _MOST_ITEMS):
             raise InvalidRequest("limit", f"must be 1 to {_MOST_ITEMS}, got {shown(limit)}")
         if order not in ("asc", "desc"):
             raise InvalidRequest("order", f"must be asc or desc, got {shown(order)}")
