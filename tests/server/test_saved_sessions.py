@@ -14,7 +14,8 @@ import pytest
 
 from aioinfer.errors import InvalidRequest
 from tests.engine.conftest import Gate
-from tests.server.conftest import Served, Serving
+from tests.server.conftest import Connect, Served, Serving
+from tests.server.raw import request
 from tests.server.test_adversity import until
 from tests.server.test_sessions import content, make, read, say
 from tests.server.test_sessions import limited as limited  # a fixture
@@ -185,6 +186,22 @@ async def test_a_session_without_a_turn_is_not_saved(serving: Serving, saving: d
     async with serving(server=saving) as served:
         session = await make(served, messages=[{"role": "system", "content": "Be brief."}])
         assert (await save(served, session)).refusal == (400, "session")
+
+
+async def test_a_session_deleted_before_its_name_has_come_is_not_found(
+    serving: Serving, saving: dict[str, Any], connect: Connect
+) -> None:
+    async with serving(server=saving) as served:
+        session = await make(served, prompt=[1, 2, 3])
+        connection = await connect(served)
+        whole = request("POST", f"/v1/sessions/{session}/save", NAMED, Expect="100-continue")
+        head, end, body = whole.partition(b"\r\n\r\n")
+        await connection.send(head + end)
+        assert b" 100 " in await connection.head()
+        assert (await served.http("DELETE", f"/v1/sessions/{session}")).status == 200
+        await connection.send(body)
+        assert await connection.status() == 404
+    assert files_of(saving) == []
 
 
 async def test_loads_count_in_the_limits_of_the_key(

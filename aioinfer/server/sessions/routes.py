@@ -205,16 +205,19 @@ class SessionRoutes:
     # -- files ----------------------------------------------------------------------------------
 
     async def save(self, request: web.Request) -> web.StreamResponse:
-        session = self._found(request)
-        with record_of(request).admitted():
+        self._found(request)
+        record = record_of(request)
+        with record.admitted():
             body, _ = await self._generation.parsed(request, partial(read, NamedBody))
             self._saved.check(body.name)
-            if not session.session.num_tokens:
-                raise InvalidRequest("session", "has no turn yet that could be saved")
-            async with self._saving[session.owner]:
-                path = await asyncio.to_thread(self._saved.place, session.owner, body.name)
+            async with self._saving[record.owner]:
+                path = await asyncio.to_thread(self._saved.place, record.owner, body.name)
+                # It may have been deleted meanwhile.
+                session = self._found(request).session
+                if not session.num_tokens:
+                    raise InvalidRequest("session", "has no turn yet that could be saved")
                 try:
-                    await session.session.save(path)
+                    await session.save(path)
                 except InvalidRequest as error:
                     message = f"the session could not be saved: {error.message.replace(str(path), body.name)}"
                     raise Refused(Failure(500, "server_error", message, code="session_not_saved")) from error
