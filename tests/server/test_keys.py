@@ -138,6 +138,13 @@ def test_a_file_of_keys_with_an_error_is_refused_in_one_line(
     assert "long enough" not in text, "keys are shown to nobody"
 
 
+def test_the_key_of_the_setting_shares_its_name_with_no_other(tmp_path: Path) -> None:
+    file = key_file(tmp_path, {**GOOD, "name": "api_key"})
+    with pytest.raises(ConfigError, match="the name api_key"):
+        Keys.of(ServerConfig(api_keys=file, api_key="another one"))
+    assert Keys.of(ServerConfig(api_keys=file, api_key=GOOD["key"])).given  # the same one
+
+
 def test_a_file_of_keys_is_read_before_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     missing = str(tmp_path / "none.yaml")
     assert main(["serve", "/no/such/model", "--port", "0", "--api-keys", missing]) == 2

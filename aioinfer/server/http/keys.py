@@ -123,7 +123,11 @@ class Keys:
         if config.api_keys is not None:
             keys = _read(config.api_keys)
         if config.api_key is not None:
-            keys.setdefault(_digest(config.api_key), Key("api_key"))
+            key, digest = Key("api_key"), _digest(config.api_key)
+            if digest not in keys and key.name in {each.name for each in keys.values()}:
+                # What is kept for a key is found by its name.
+                raise ConfigError(f"{config.api_keys}: the name {key.name} is that of the setting")
+            keys.setdefault(digest, key)
         return cls(keys)
 
     @classmethod
