@@ -121,7 +121,7 @@ class Routes:
             (method, route.resource.canonical)
             for route in app.router.routes()
             if route.resource is not None
-            for method in (("GET", "POST") if route.method == "*" else (route.method,))
+            for method in (("GET", "POST", "DELETE") if route.method == "*" else (route.method,))
         }
         for path, route in routes:
             if (route.endpoint.method, path) in taken:

@@ -102,6 +102,16 @@ async def test_disconnects_are_noticed_where_handlers_are_not_cancelled(stream: 
         await until(lambda: engine.stats().running == 0)
 
 
+async def test_routes_of_any_method_exist_for_those_that_delete_too() -> None:
+    async def own(request: web.Request) -> web.Response:
+        return web.Response()
+
+    app = web.Application()
+    app.router.add_route("*", "/v1/saved_sessions/{name}", own)
+    with pytest.raises(ConfigError, match="already has the route /v1/saved_sessions"):
+        setup(app, make_engine(), "/v1")
+
+
 @pytest.mark.parametrize(
     ("prefix", "health", "path"),
     [
