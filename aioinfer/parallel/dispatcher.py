@@ -5,33 +5,32 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, get_args
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, get_args
 
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.checkpoint.sentences import Sentences
-from aioinfer.client.engine_like import EngineLike
 from aioinfer.config import EngineConfig
 from aioinfer.embeddings.embedding import honest
 from aioinfer.engine import Engine, EngineState
-from aioinfer.errors import ConfigError, EngineClosed, EngineError, shown
+from aioinfer.errors import ConfigError, EngineError, shown
 from aioinfer.loop.belonging import asyncio_loop, require_loop
 from aioinfer.loop.clock import clock_of
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.observing import observe
-from aioinfer.loop.service import not_started
 from aioinfer.loop.updating import UpdateMode, WeightSource
 from aioinfer.loop.waiting import apart
 from aioinfer.outputs import AdapterInfo
-from aioinfer.parallel.dispatching import Dispatching, OnLoss
+from aioinfer.parallel.dispatching import Dispatching
 from aioinfer.parallel.local import LocalReplica
+from aioinfer.parallel.membership import Membership
 from aioinfer.parallel.placing import Placing
 from aioinfer.parallel.policies import RoutingPolicy, routing_policy
 from aioinfer.parallel.remote_replicas import remote_replicas
-from aioinfer.parallel.replica import Replica, ReplicaState, close_all
+from aioinfer.parallel.replica import ReplicaState, close_all
+from aioinfer.parallel.sending import OnLoss
 from aioinfer.parallel.served_model import ServedModel, bring_up, check_same_model
-from aioinfer.parallel.stats import DispatcherStats, add_counts, counts_of
+from aioinfer.parallel.stats import DispatcherStats
 from aioinfer.parallel.supervisor import Supervisor
 from aioinfer.params import SamplingParams
 from aioinfer.request import check_timeout
@@ -47,7 +46,7 @@ __all__ = ["Dispatcher"]
 _log = logging.getLogger("aioinfer")
 
 
-class Dispatcher(EngineLike):
+class Dispatcher(Membership):
     """Several engines of one model, used as one.
 
     ::
@@ -105,27 +104,20 @@ class Dispatcher(EngineLike):
             raise ConfigError("engines: one is there twice")
         if on_loss not in get_args(OnLoss):
             raise ConfigError(f"on_loss must be one of {', '.join(get_args(OnLoss))}, got {shown(on_loss)}")
+        super().__init__()
         self.config = engines[0].config if engines else config or EngineConfig()
         self.default_params, self.sentences = SamplingParams(), Sentences()
         self._policy = routing_policy(policy, self.config.seed)
         self._on_loss: OnLoss = on_loss
-        self._replicas: list[Replica] = [
+        self._replicas = [
             self._replica_of(engine, f"local-{number}") for number, engine in enumerate(engines)
         ]
         self._replicas += remote
         self._supervisor: Supervisor | None = None
         self._named = len(engines)
         self._chat_format = ChatFormat()
-        self._running: Dispatching | None = None
         self._idle = EngineState.NEW
         self._closing: asyncio.Task[None] | None = None
-        self._measuring: Measuring | None = None
-        #: replicas that are being restarted or removed
-        self._changed: set[Replica] = set()
-        #: counters of replicas that are gone
-        self._past: dict[str, Any] = {}
-        #: by request: engines that join are, too
-        self._paused = False
         self._model: ServedModel
 
     # -- life -----------------------------------------------------------------------------------
@@ -230,131 +222,6 @@ class Dispatcher(EngineLike):
         if self._supervisor is not None:
             await self._supervisor.aclose()
         await running.close(drain, self._replicas)
-
-    # -- replicas -------------------------------------------------------------------------------
-
-    async def add(self, engine: Engine) -> str:
-        """Start another engine, and send requests to it; returns the name of the replica.
-
-        Raises as :meth:`start`, and EngineClosed.
-        """
-        return await apart(self._add(engine), "aioinfer-replica")
-
-    async def _add(self, engine: Engine) -> str:
-        running = self._started()
-        running.check_loop()
-        if not isinstance(engine, Engine):
-            raise ConfigError(f"engine must be an Engine, got {shown(engine)}")
-        if any(isinstance(each, LocalReplica) and each.engine is engine for each in self._replicas):
-            raise ConfigError("the engine belongs to the dispatcher already")
-        replica = self._replica_of(engine, f"local-{self._named}")
-        self._named += 1
-        self._replicas.append(replica)
-        try:
-            await self._launch(running, replica)
-        except BaseException:
-            self._forget(replica)
-            if replica in running.placing.replicas:
-                running.placing.replicas.remove(replica)
-            if not engine.closed and engine.state is not EngineState.STARTING:
-                await replica.aclose()
-            raise
-        return replica.name
-
-    async def remove(self, name: str) -> None:
-        """Let the streams of a replica go on in others, and close its engine. Where there is no other one,
-        wait for their ends first. Raises ConfigError: no such replica, or it is being changed."""
-        await apart(self._remove(name), "aioinfer-replica")
-
-    async def _remove(self, name: str) -> None:
-        running = self._started()
-        with self._changing(name) as replica:
-            running.drain(replica)
-            await running.emptied(replica)
-            running.placing.replicas.remove(replica)
-            running.left()
-            try:
-                await replica.aclose()
-            finally:
-                self._forget(replica)
-
-    async def restart(self, name: str | None = None) -> None:
-        """Close and start the engine of one replica, also one that is lost; or of all, one after the other.
-        Streams go on in the others meanwhile. Raises as :meth:`remove` and :meth:`start`."""
-        for each in [name] if name is not None else [replica.name for replica in self._replicas]:
-            await apart(self._restart(each), "aioinfer-replica")
-
-    async def _restart(self, name: str) -> None:
-        running = self._started()
-        with self._changing(name, restarting=True) as replica:
-            running.drain(replica)
-            await running.emptied(replica)
-            try:
-                await replica.aclose()
-                await self._launch(running, replica)
-            except BaseException as error:
-                if not running.closing:
-                    replica.state = ReplicaState.STARTING  # or was closed on the way there
-                    running.lost(replica, error)
-                raise
-
-    def _forget(self, replica: Replica) -> None:
-        add_counts(self._past, counts_of(replica))
-        self._replicas.remove(replica)
-
-    async def _launch(self, running: Dispatching, replica: Replica) -> None:
-        """Start an engine, unless the dispatcher closes: it would outlive that; and send requests to it."""
-        running.check_open()
-        await replica.launch()
-        await self._unless_closed(running, replica)
-        check_same_model(replica, running.info)
-        await self._join(running, replica)
-
-    async def _unless_closed(self, running: Dispatching, replica: Replica) -> None:
-        try:
-            running.check_open()
-        except EngineClosed:
-            await replica.aclose()
-            raise
-
-    async def _join(self, running: Dispatching, replica: Replica) -> None:
-        await running.adapters.catch_up(replica)
-        await self._unless_closed(running, replica)
-        await replica.start(running)  # at once: nothing is loaded or unloaded in between
-        if replica not in running.placing.replicas:
-            running.placing.replicas.append(replica)
-        if self._measuring is not None:
-            replica.follow(running.observers)
-        if self._paused:
-            await replica.pause()
-        running.joined()
-
-    @contextmanager
-    def _changing(self, name: str, *, restarting: bool = False) -> Iterator[Replica]:
-        """Reserve a replica for a restart or a removal. Raises ConfigError."""
-        running = self._started()
-        running.check_loop()
-        running.check_open()
-        replica = self._replica(name)
-        if replica.state is ReplicaState.STARTING or replica in self._changed:
-            raise ConfigError(f"the replica {name} is being started, restarted or removed already")
-        self._changed.add(replica)
-        replica.restarting = restarting
-        try:
-            yield replica
-        finally:
-            self._changed.discard(replica)
-            replica.restarting = False
-
-    def _replica_of(self, engine: Engine, name: str) -> LocalReplica:
-        """Make the replica of an engine; tests put a wire between."""
-        return LocalReplica(engine, name)
-
-    def _replica(self, name: str) -> Replica:
-        found = {each.name: each for each in self._replicas}
-        if name not in found:
-            raise ConfigError(f"there is no replica {shown(name)}; there are {', '.join(found)}")
-        return found[name]
 
     # -- pausing --------------------------------------------------------------------------------
 
@@ -489,13 +356,3 @@ class Dispatcher(EngineLike):
             if self._running is not None and not self._running.closed:
                 self._running.measure(self._measuring, self.stats)
         return self._measuring
-
-    def _started(self) -> Dispatching:
-        if self._running is None:
-            raise not_started("dispatcher", self.state)
-        return self._running
-
-    def _serving(self) -> Dispatching:
-        running = self._started()
-        running.check_serving()
-        return running

@@ -6,9 +6,10 @@
                     ▲                  │
                     └── lost, moved ───┴── rows ──► record ──► stream
 
-Requests wait here and not in the replicas: one is sent when a replica has a slot and little to prefill. So
-order, priorities, deadlines and limits hold for all replicas together, a replica that joins has work at once,
-and one that is lost takes little with it. There is no task per stream and no timer but deadlines.
+Queue and pump are in :mod:`~aioinfer.parallel.sending`. Requests wait here and not in the replicas: one is
+sent when a replica has a slot and little to prefill. So order, priorities, deadlines and limits hold for all
+replicas together, a replica that joins has work at once, and one that is lost takes little with it. There is
+no task per stream and no timer but deadlines.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
-from aioinfer.config import EngineConfig
 from aioinfer.errors import (
     EngineClosed,
     EngineError,
@@ -27,90 +27,60 @@ from aioinfer.errors import (
     InvalidRequest,
     Rejected,
     RequestError,
-    StepFailed,
     TimedOut,
 )
-from aioinfer.loop.checks import Checks
-from aioinfer.loop.intake import Intake
 from aioinfer.loop.observing import measure
 from aioinfer.loop.options import Prepared
 from aioinfer.loop.preparing import Preparing
-from aioinfer.loop.service import EngineState, Service
-from aioinfer.parallel.adapters import ReplicaAdapters
-from aioinfer.parallel.placing import Placement, Placing, has_adapter, makes_the_same
-from aioinfer.parallel.queue import RecordQueue
+from aioinfer.loop.service import EngineState
+from aioinfer.parallel.placing import has_adapter
 from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import (
     Attempt,
     Diverged,
     Replica,
-    ReplicaEvents,
     ReplicaState,
     Unwanted,
-    Wanted,
     close_all,
 )
 from aioinfer.parallel.rows import Ending, Rows
+from aioinfer.parallel.sending import OnLoss, Sending
 from aioinfer.parallel.weights import ReplicaWeights
 from aioinfer.params import SamplingParams
 from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.stream import StreamCell, tell_lanes
 
 if TYPE_CHECKING:
-    from aioinfer.execution.device import DeviceInfo
     from aioinfer.observe.metrics.measuring import Measuring
     from aioinfer.observe.stats import EngineStats
-    from aioinfer.text.tokenizer import Tokenizer
 
-__all__ = ["Dispatching", "OnLoss"]
+__all__ = ["Dispatching"]
 
 _log = logging.getLogger("aioinfer")
 
-OnLoss = Literal["identical", "continue", "fail"]
-
-#: requests that are sent in one turn of the loop
-_MOST_SENT = 32
 #: losses at one and the same token, or before the first, after which the request itself is blamed
 _MOST_LOSSES = 2
 
 
-class Dispatching(Service[Record], ReplicaEvents):
+class Dispatching(Sending):
     """Belongs to the loop on which it is made. Streams know it as their owner, replicas as what they report
     to, and the dispatcher as what takes requests."""
 
     kind = "dispatcher"
     replays = False
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        placing: Placing,
-        intake: Intake,
-        info: DeviceInfo,
-        tokenizer: Tokenizer | None,
-        clock: Callable[[], float],
-        *,
-        on_loss: OnLoss,
-    ) -> None:
-        super().__init__(config, info, tokenizer, Checks(config, info, tokenizer), intake, clock)
-        self.placing = placing
-        self.on_loss = on_loss
+    def __init__(self, *arguments: Any, on_loss: OnLoss) -> None:
+        """As in :class:`Sending`."""
+        super().__init__(*arguments, on_loss=on_loss)
         #: counts of streams that went on elsewhere, and of attempts that brought something else
         self.resumed, self.diverged = 0, 0
         #: seconds from a loss to the next token, of streams that have that, in all
         self.resume_seconds = 0.0
         #: finds what is wrong with a request before an engine has it
-        self.preparing = Preparing(config, info, tokenizer, drafts=False)
-        self.queue = RecordQueue(ranked=config.policy == "priority")
-        self._seeds = random.Random(config.seed)
+        self.preparing = Preparing(self.config, self.info, self.tokenizer, drafts=False)
+        self._seeds = random.Random(self.config.seed)
         self._keys, self._arrivals = 0, 0
-        self._attempts = 0
-        #: what computes a record now
-        self.attempts: dict[Record, Attempt] = {}
-        self.adapters = ReplicaAdapters(self, placing, self.adapted)
-        self.weights = ReplicaWeights(self, placing, self.adapted)
-        #: a pump is scheduled
-        self._due = False
+        self.weights = ReplicaWeights(self, self.placing, self.adapted)
         #: told of each replica that is lost
         self.when_lost: Callable[[Replica], None] | None = None
         #: set while something waits for the ends of a replica's requests
@@ -160,97 +130,6 @@ class Dispatching(Service[Record], ReplicaEvents):
         attempt = self.attempts.get(record)
         if attempt is not None:
             attempt.replica.caught_up(attempt)
-
-    # -- the pump -------------------------------------------------------------------------------
-
-    def _pump_soon(self) -> None:
-        if not self._due:
-            self._due = True
-            self.loop.call_soon(self._pump)
-
-    def _pump(self) -> None:
-        """Send what replicas have room for, in the order of the queue."""
-        self._due = False
-        if self.state is EngineState.CLOSED:
-            return
-        for _ in range(_MOST_SENT):
-            record = self.queue.first
-            if record is None or not self._send_or_refuse(record):
-                return
-        self._pump_soon()
-
-    def _send_or_refuse(self, record: Record) -> bool:
-        """Send a request or end it. Whether the next one may try."""
-        wanted, picky = self._wanted(record), record.request.adapter is not None
-        if (picky or wanted is not None) and not self.placing.computes(record, wanted):
-            if self.placing.computes(record, wanted, soon=True):
-                self.queue.set_aside(record)
-            else:
-                self.end(record, self._nowhere(record, wanted))
-            return True
-        try:
-            placement = self.placing.choose(record, wanted)
-        except Exception as cause:  # a policy of the application
-            _log.error("%s could not be placed", record, exc_info=cause)
-            self.end(record, _step_failed("the policy chose no replica", cause))
-            return True
-        if placement is None:
-            return False
-        replica = placement.replica
-        try:
-            self._send(record, placement, wanted)
-        except Rejected as error:
-            if not self.placing.full(replica):
-                self.end(record, error)  # others fill it
-        except (EngineFailed, EngineClosed) as error:
-            self.lost(replica, error)
-        except (RequestError, EngineError) as error:
-            self.end(record, error)
-        except Exception as cause:
-            _log.error("%s could not be sent to %s", record, replica.name, exc_info=cause)
-            self.end(record, _step_failed("the request could not be sent", cause))
-        return True
-
-    def _wanted(self, record: Record) -> Wanted | None:
-        """Arithmetic and weights that an output must go on with. None: any."""
-        if self.on_loss != "identical" or not record.output.token_ids or not record.output.identical:
-            return None
-        return Wanted(record.output.numerics, record.output.newest_version)
-
-    def _nowhere(self, record: Record, wanted: Wanted | None) -> RequestError | EngineError:
-        """The error of a request that no replica computes, now or soon."""
-        adapter = record.request.adapter
-        if wanted is not None and not any(map(wanted.is_of, self.placing.ready)):
-            return self._for_good(record, f"no replica left has {wanted}")
-        assert adapter is not None
-        if record.output.token_ids:
-            return self._for_good(record, f"no replica left has its adapter {adapter!r}")
-        return self.adapters.missing(adapter)
-
-    def _send(self, record: Record, placement: Placement, wanted: Wanted | None) -> None:
-        self._attempts += 1
-        attempt = Attempt(record, placement.replica, self._attempts)
-        attempt.wanted = wanted
-        checkpoint = None
-        if not record.output.token_ids:
-            record.output.prompt_logprobs.clear()  # it computes all of them
-        else:
-            same = makes_the_same(placement.replica, record)
-            checkpoint = record.checkpoint(self.info, whole_blocks=same)
-        self.placing.place(attempt, placement)
-        try:
-            placement.replica.submit(attempt, checkpoint, *record.time_left(self.clock()))
-        except BaseException:
-            self.placing.ended(attempt)
-            attempt.ended = True
-            raise
-        self.queue.remove(record)
-        self._has_room()
-        record.cell.cancel_timer()
-        self.attempts[record] = attempt
-        if not record.output.token_ids:
-            record.output.numerics = placement.replica.info.numerics
-            record.output.adapter_fingerprint = placement.replica.fingerprint_of(record.request.adapter)
 
     # -- as ReplicaEvents -----------------------------------------------------------------------
 
@@ -432,9 +311,6 @@ class Dispatching(Service[Record], ReplicaEvents):
     def _failed_error(self) -> EngineFailed:
         return self.placing.lost("no replica is left")
 
-    def _for_good(self, record: Record, reason: str, cause: BaseException | None = None) -> EngineFailed:
-        return self.placing.lost(reason, record.losses if cause is None else [cause])
-
     # -- endings --------------------------------------------------------------------------------
 
     def _abort(self, record: Record, error: RequestError | EngineError | None) -> None:
@@ -480,9 +356,3 @@ class Dispatching(Service[Record], ReplicaEvents):
             finally:
                 self.state = EngineState.CLOSED
                 self.observers.closed()
-
-
-def _step_failed(what: str, cause: Exception) -> StepFailed:
-    error = StepFailed(f"{what}: {cause!r}")
-    error.__cause__ = cause
-    return error
