@@ -120,6 +120,9 @@ def _engine(engine_config: EngineConfig, config: ServerConfig) -> EngineLike:
             config=engine_config,
             policy=config.routing,
             on_loss=config.on_loss,
+            roles=config.roles,
+            prefill_tokens=config.prefill_tokens,
+            exchange_gib=config.exchange_gib,
         )
     from aioinfer.engine import Engine
 

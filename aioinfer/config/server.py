@@ -20,7 +20,10 @@ from aioinfer.config.options import (
 from aioinfer.config.values import shown
 from aioinfer.errors import ConfigError
 
-__all__ = ["ServerConfig", "given_server", "is_loopback"]
+__all__ = ["EXCHANGE_GIB", "PREFILL_TOKENS", "ServerConfig", "given_server", "is_loopback"]
+
+#: defaults of dispatchers
+PREFILL_TOKENS, EXCHANGE_GIB = 256, 4.0
 
 
 @register
@@ -90,6 +93,23 @@ class ServerConfig(Settings):
         "a stream whose replica is lost goes on where it is identical, anywhere, or fails",
     )
 
+    #: Prompts with ``prefill_tokens`` to compute, or more, are computed there; streams go on in the others.
+    prefill_replicas: int = option(
+        0,
+        "replicas",
+        "of these engines, how many compute long prompts, and nothing else",
+        NOT_NEGATIVE,
+    )
+    prefill_tokens: int = option(
+        PREFILL_TOKENS, "replicas", "tokens to compute from which on a prompt goes to these", AT_LEAST_ONE
+    )
+    exchange_gib: float = option(
+        EXCHANGE_GIB,
+        "replicas",
+        "memory in GiB in which they leave KV for the others",
+        POSITIVE,
+    )
+
     max_body_mib: float | None = option(
         None,
         "connections",
@@ -157,6 +177,14 @@ class ServerConfig(Settings):
         _check_listening(self)
         if self.uds is None and not is_loopback(self.host) and not (self.needs_key or self.insecure):
             raise ConfigError(f"host {self.host} is not loopback: give an api_key, or insecure=True")
+        if 0 < self.replicas <= self.prefill_replicas:
+            raise ConfigError(f"prefill_replicas must be fewer than replicas, which are {self.replicas}")
+
+    @property
+    def roles(self) -> list[str]:
+        """What each of the replicas computes; empty: everything."""
+        prefill = self.prefill_replicas
+        return ["prefill"] * prefill + ["decode"] * (self.replicas - prefill) if prefill else []
 
     @property
     def needs_key(self) -> bool:

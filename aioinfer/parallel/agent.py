@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from aioinfer.errors import EngineClosed, EngineError, EngineFailed, RequestError
+from aioinfer.errors import ConfigError, EngineClosed, EngineError, EngineFailed, RequestError
 from aioinfer.loop.clock import clock_of
 from aioinfer.observe.observers import Observer
 from aioinfer.parallel import messages
@@ -27,6 +27,7 @@ from aioinfer.parallel.frames import FrameError
 from aioinfer.parallel.reading import Reading
 from aioinfer.parallel.rows import Ending, Rows
 from aioinfer.parallel.sent_errors import sendable
+from aioinfer.parallel.shared_pages import SharedPages
 from aioinfer.stream import Outlet, Stream
 
 if TYPE_CHECKING:
@@ -181,6 +182,8 @@ class _Session:
         self._unqueued: list[tuple[int, Rows]] = []
         #: loads and unloads of adapters, by the dispatcher's numbers
         self._adapting: dict[int, asyncio.Task[object]] = {}
+        #: where it leaves pages for other replicas
+        self._pages: SharedPages | None = None
         #: why its engine is lost, and whether that was sent
         self._cause: BaseException | None = None
         self._told = False
@@ -210,6 +213,8 @@ class _Session:
                     self._agent.engine.flush_cache()
             case messages.Adapt():
                 self._adapt(message)
+            case messages.Store() | messages.Fetch() | messages.Keep():
+                self._share(message)
             case messages.Ping():
                 pass
 
@@ -262,6 +267,8 @@ class _Session:
             reading.stream.leave()
         for adapting in self._adapting.values():
             adapting.cancel()
+        if self._pages is not None:
+            self._pages.close()
         if self._trusted and self._agent.engine.ready:
             self._agent.engine.resume()
         self._agent.gone(self)
@@ -271,6 +278,11 @@ class _Session:
     def _hello(self, hello: messages.Hello) -> None:
         agent = self._agent
         why = agent.why_not(hello)
+        if why is None and hello.pages:
+            try:
+                self._pages = SharedPages(agent.engine, hello, self.connection.send)
+            except ConfigError as error:
+                why = "pages", str(error)
         if why is not None:
             agent.refuse(*why)
             self._refused = True
@@ -403,6 +415,17 @@ class _Session:
         if not self.connection.closed:
             adapters = tuple(self._agent.engine.adapters())
             self.connection.send(messages.Adapted(number, adapters, error))
+
+    def _share(self, order: messages.Store | messages.Fetch | messages.Keep) -> None:
+        if self._pages is None:
+            raise FrameError("an order about pages, of which none were to be kept")
+        match order:
+            case messages.Store():
+                self._pages.store(order)
+            case messages.Fetch():
+                self._pages.fetch(order)
+            case messages.Keep():
+                self._pages.keep(order)
 
     def _pause(self) -> None:
         task = self._loop.create_task(self._agent.engine.pause(), name="aioinfer-pausing")

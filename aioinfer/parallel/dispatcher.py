@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, get_args
 from aioinfer.chat.answers import ChatFormat
 from aioinfer.checkpoint.sentences import Sentences
 from aioinfer.config import EngineConfig
+from aioinfer.config.server import EXCHANGE_GIB, PREFILL_TOKENS
 from aioinfer.embeddings.embedding import honest
 from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import ConfigError, EngineError, shown
@@ -22,12 +23,14 @@ from aioinfer.loop.updating import UpdateMode, WeightSource
 from aioinfer.loop.waiting import apart
 from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.dispatching import Dispatching
+from aioinfer.parallel.exchange import checked_gib
 from aioinfer.parallel.local import LocalReplica
 from aioinfer.parallel.membership import Membership
 from aioinfer.parallel.placing import Placing
 from aioinfer.parallel.policies import RoutingPolicy, routing_policy
 from aioinfer.parallel.remote_replicas import remote_replicas
 from aioinfer.parallel.replica import ReplicaState, close_all
+from aioinfer.parallel.roles import checked_roles, checked_tokens
 from aioinfer.parallel.sending import OnLoss
 from aioinfer.parallel.served_model import ServedModel, bring_up, check_same_model
 from aioinfer.parallel.stats import DispatcherStats
@@ -73,6 +76,9 @@ class Dispatcher(Membership):
         token: str = "",
         policy: str | RoutingPolicy = "prefix",
         on_loss: OnLoss = "continue",
+        roles: Sequence[str] = (),
+        prefill_tokens: int = PREFILL_TOKENS,
+        exchange_gib: float = EXCHANGE_GIB,
     ) -> None:
         """``policy``: round_robin, total_requests, total_tokens, prefix, p2c, hash, or a
         :class:`~aioinfer.parallel.RoutingPolicy`.
@@ -93,6 +99,11 @@ class Dispatcher(Membership):
         path of a Unix socket, with their ``token``. ``config`` says which model it is, for prompts and chats
         here. One that is lost is connected to again, for as long as it takes.
 
+        ``roles``: of each engine "prefill", "decode" or "both", so that long prompts and streams are computed
+        apart: prompts with ``prefill_tokens`` to compute, or more, go to the first kind, all else to the
+        second. A stream goes on in the second kind when its prompt is computed, with its KV, which engines
+        leave for each other in up to ``exchange_gib`` GiB of memory.
+
         Limits, deadlines, ``policy`` "priority" and ``seed`` are those of the first engine's config, and
         count for all together; other queue policies order what waits in an engine. Raises ConfigError.
         """
@@ -105,6 +116,9 @@ class Dispatcher(Membership):
         if on_loss not in get_args(OnLoss):
             raise ConfigError(f"on_loss must be one of {', '.join(get_args(OnLoss))}, got {shown(on_loss)}")
         super().__init__()
+        self._roles = checked_roles(roles, len(engines) + len(remote))
+        self._prefill_tokens = checked_tokens(prefill_tokens)
+        self._exchange_gib = checked_gib(exchange_gib)
         self.config = engines[0].config if engines else config or EngineConfig()
         self.default_params, self.sentences = SamplingParams(), Sentences()
         self._policy = routing_policy(policy, self.config.seed)
@@ -113,6 +127,8 @@ class Dispatcher(Membership):
             self._replica_of(engine, f"local-{number}") for number, engine in enumerate(engines)
         ]
         self._replicas += remote
+        for replica, role in zip(self._replicas, self._roles, strict=True):
+            replica.role = role
         self._supervisor: Supervisor | None = None
         self._named = len(engines)
         self._chat_format = ChatFormat()
@@ -153,6 +169,7 @@ class Dispatcher(Membership):
                 await close_all(self._replicas)
             except Exception:
                 _log.exception("an engine of a dispatcher that did not start could not be closed")
+            self._close_exchange()
             raise
         self._supervisor = Supervisor(self.restart)
         self._running.when_lost = self._supervisor.lost
@@ -166,12 +183,13 @@ class Dispatcher(Membership):
         intake = Intake(loop)
         try:
             await intake.run(import_parts, self.config.policy)
+            await intake.run(self._open_exchange)
             model = self._model = await bring_up(self.config, self._replicas, intake, progress)
             for replica in self._replicas[1:]:
                 check_same_model(replica, self._replicas[0].info)
             running = Dispatching(
                 self.config,
-                Placing(self._replicas, self._policy),
+                Placing(self._replicas, self._policy, self._prefill_tokens),
                 intake,
                 model.info,
                 model.tokenizer,
@@ -216,12 +234,18 @@ class Dispatcher(Membership):
             running.outlive_loop()
             for replica in self._replicas:
                 replica.outlive_loop()
-            await close_all(self._replicas)
+            try:
+                await close_all(self._replicas)
+            finally:
+                self._close_exchange()
 
     async def _close(self, running: Dispatching, drain: float) -> None:
         if self._supervisor is not None:
             await self._supervisor.aclose()
-        await running.close(drain, self._replicas)
+        try:
+            await running.close(drain, self._replicas)
+        finally:
+            self._close_exchange()
 
     # -- pausing --------------------------------------------------------------------------------
 
@@ -336,6 +360,8 @@ class Dispatcher(Membership):
             resumed=running.resumed,
             diverged=running.diverged,
             resume_seconds=running.resume_seconds,
+            handovers=running.handovers.done,
+            handovers_without_pages=running.handovers.without_pages,
         )
 
     @property

@@ -33,6 +33,7 @@ from aioinfer.loop.observing import measure
 from aioinfer.loop.options import Prepared
 from aioinfer.loop.preparing import Preparing
 from aioinfer.loop.service import EngineState
+from aioinfer.parallel.handover import Handovers
 from aioinfer.parallel.placing import has_adapter
 from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import (
@@ -80,6 +81,7 @@ class Dispatching(Sending):
         self.preparing = Preparing(self.config, self.info, self.tokenizer, drafts=False)
         self._seeds = random.Random(self.config.seed)
         self._keys, self._arrivals = 0, 0
+        self.handovers = Handovers(self._enqueue, self.placing.successor)
         self.weights = ReplicaWeights(self, self.placing, self.adapted)
         #: told of each replica that is lost
         self.when_lost: Callable[[Replica], None] | None = None
@@ -109,8 +111,7 @@ class Dispatching(Sending):
         record.accept(ids, seed, self.info, text=self.tokenizer is not None)
         if checkpoint is not None:
             record.begin(checkpoint)
-        self.queue.add(record)
-        self._pump_soon()
+        self._enqueue(record)
 
     @property
     def queued(self) -> tuple[int, int]:
@@ -143,8 +144,11 @@ class Dispatching(Sending):
                 moved = self._take(attempt, brought, now)
                 if brought.ending is not None:
                     self._finish(attempt, brought.ending)
-                elif moved and not (told and told[-1] is attempt.record.cell):
+                    continue
+                if moved and not (told and told[-1] is attempt.record.cell):
                     told.append(attempt.record.cell)
+                if attempt.replica.role == "prefill":
+                    self._hand_over(attempt)
             except Unwanted:
                 self._leave(attempt, abort=True)
                 self._again(attempt.record)
@@ -190,6 +194,16 @@ class Dispatching(Sending):
             record.output.draft_version += 1
             return True
         return more
+
+    def _hand_over(self, attempt: Attempt) -> None:
+        """Have another replica go on with a stream whose prompt is computed, once one has a slot for it."""
+        record = attempt.record
+        prompt, size = len(record.output.prompt_ids), self.info.block_size or 1
+        begun = record.known - record.known % size > prompt
+        if begun and self.placing.successor(record, len(self.handovers)) is not None:
+            self._leave(attempt, abort=True)
+            self._limit(record)
+            self.handovers.begin(record, attempt.replica)
 
     def _finish(self, attempt: Attempt, ending: Ending) -> None:
         record, error = attempt.record, ending.error
@@ -239,17 +253,21 @@ class Dispatching(Sending):
             self._again(record)
 
     def _again(self, record: Record) -> None:
-        """Queue a stream for another attempt."""
+        """Queue a stream for another attempt, after a loss or a move."""
+        record.stored, record.near = 0, ""
         if record.lost_at is None and record.output.admitted_at is not None:
             record.lost_at = self.clock()
         self.resumed += record.output.admitted_at is not None
+        self._limit(record)
+        self._enqueue(record)
+
+    def _limit(self, record: Record) -> None:
+        """Keep its deadline, which no replica does at the moment."""
         waiting, running = record.time_left(self.clock())
         if record.output.admitted_at is None:
             self._set_timer(record, "waiting", waiting)
         else:
             self._set_timer(record, "running", running)
-        self.queue.add(record)
-        self._pump_soon()
 
     def _leave(self, attempt: Attempt, *, abort: bool = False) -> None:
         attempt.ended = True
@@ -321,6 +339,7 @@ class Dispatching(Sending):
 
     def _ended(self, record: Record) -> None:
         self.queue.remove(record)
+        self.handovers.drop(record)
         super()._ended(record)
 
     def measure(self, measuring: Measuring, stats: Callable[[], EngineStats]) -> None:
@@ -346,6 +365,7 @@ class Dispatching(Sending):
                 await self._drain(drain)
         finally:
             self._end_all(lambda: EngineClosed("the dispatcher was closed"))
+            await self.handovers.aclose()
             self._intake.close()
             try:
                 # One that is starting is closed by what starts it.

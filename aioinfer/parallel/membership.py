@@ -7,13 +7,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.client.engine_like import EngineLike
+from aioinfer.config.server import EXCHANGE_GIB
 from aioinfer.engine import Engine, EngineState
 from aioinfer.errors import ConfigError, EngineClosed, shown
 from aioinfer.loop.service import not_started
 from aioinfer.loop.waiting import apart
 from aioinfer.parallel.dispatching import Dispatching
+from aioinfer.parallel.exchange import Exchange, ExchangeKind
 from aioinfer.parallel.local import LocalReplica
+from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import Replica, ReplicaState
+from aioinfer.parallel.roles import Role, checked_role
 from aioinfer.parallel.served_model import check_same_model
 from aioinfer.parallel.stats import add_counts, counts_of
 
@@ -38,15 +42,44 @@ class Membership(EngineLike):
         #: by request: engines that join are, too
         self._paused = False
         self._measuring: Measuring | None = None
+        self._exchange_gib = EXCHANGE_GIB
+        #: where replicas leave pages for each other, while it is needed
+        self._exchange: Exchange | None = None
 
-    async def add(self, engine: Engine) -> str:
-        """Start another engine, and send requests to it; returns the name of the replica.
+    # -- the exchange ---------------------------------------------------------------------------
+
+    def _open_exchange(self) -> None:
+        """Make a place for pages if some replicas compute prompts for others. Blocks. Raises ConfigError."""
+        if all(each.role == "both" for each in self._replicas):
+            return
+        kind: ExchangeKind = "memory"
+        if any(isinstance(each, SocketReplica) for each in self._replicas):
+            same = all(each.same_host for each in self._replicas)
+            kind = "directory" if same else "messages"
+        self._exchange = Exchange(self._exchange_gib, kind)
+        self._exchange.open()
+        for replica in self._replicas:
+            replica.exchange = self._exchange
+
+    def _close_exchange(self) -> None:
+        """When no engine serves."""
+        exchange, self._exchange = self._exchange, None
+        for replica in self._replicas:
+            replica.exchange = None
+        if exchange is not None:
+            exchange.close()
+
+    # -- replicas -------------------------------------------------------------------------------
+
+    async def add(self, engine: Engine, *, role: str = "both") -> str:
+        """Start another engine, and send requests to it; returns the name of the replica. ``role``: as in
+        ``roles``.
 
         Raises as :meth:`start`, and EngineClosed.
         """
-        return await apart(self._add(engine), "aioinfer-replica")
+        return await apart(self._add(engine, checked_role(role)), "aioinfer-replica")
 
-    async def _add(self, engine: Engine) -> str:
+    async def _add(self, engine: Engine, role: Role) -> str:
         running = self._started()
         running.check_loop()
         if not isinstance(engine, Engine):
@@ -55,6 +88,7 @@ class Membership(EngineLike):
             raise ConfigError("the engine belongs to the dispatcher already")
         replica = self._replica_of(engine, f"local-{self._named}")
         self._named += 1
+        replica.role, replica.exchange = role, self._exchange
         self._replicas.append(replica)
         try:
             await self._launch(running, replica)

@@ -20,13 +20,18 @@ from aioinfer.request import Request, RequestOptions
 from aioinfer.resuming.params_record import params_of, record_of
 from aioinfer.resuming.record import StreamCheckpoint
 
-__all__ = ["PROTOCOL", "Abort", "Adapt", "Adapted", "Answers", "Decoder", "Flush", "Hello", "Leaving", "Lost",
-           "Message", "Orders", "Pause", "Paused", "Ping", "Read", "Refused", "Resume", "Stats", "StepRows",
-           "Submit", "Welcome", "encoded"]  # fmt: skip
+__all__ = ["PIECE", "PROTOCOL", "Abort", "Adapt", "Adapted", "Answers", "Decoder", "Fetch", "Fetched",
+           "Flush", "Hello", "Keep", "Kept", "Leaving", "Lost", "Message", "Orders", "Pause", "Paused",
+           "Ping", "Read", "Refused", "Resume", "Stats", "StepRows", "Store", "Stored", "Submit", "Welcome",
+           "encoded"]  # fmt: skip
 
 _MOST_REASON = 2000
 _Positive = Annotated[int, Meta(ge=1)]
 _Token = Annotated[int, Meta(ge=0, lt=1 << 32)]
+_Name = Annotated[bytes, Meta(min_length=16, max_length=16)]
+#: bytes of a page in one message
+PIECE = 1 << 20
+_Piece = Annotated[bytes, Meta(max_length=PIECE)]
 
 
 def _protocol(version: int) -> str:
@@ -38,7 +43,7 @@ def _protocol(version: int) -> str:
 
 
 #: a peer that speaks another one is refused
-PROTOCOL = _protocol(7)
+PROTOCOL = _protocol(8)
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
@@ -53,6 +58,11 @@ class Hello(Message, tag=1):
 
     token: str = ""
     protocol: str = PROTOCOL
+    #: bytes of KV pages that it keeps for other replicas, at most; 0: none are wanted
+    pages: Annotated[int, Meta(ge=0)] = 0
+    #: where it shares them with others of its machine, in the encoding of the file system; None: others get
+    #: them by messages
+    directory: bytes | None = None
 
 
 class Submit(Message, tag=2):
@@ -128,6 +138,35 @@ class Adapt(Message, tag=9):
     path: bytes | None = None
 
 
+class Store(Message, tag=10):
+    """Put the KV of a prefix, as far as it is cached, where other replicas get it; answered by
+    :class:`Stored`."""
+
+    number: int
+    ids: list[_Token]
+    cache_salt: str = ""
+    adapter: str | None = None
+
+
+class Fetch(Message, tag=11):
+    """Send a piece of a page that was stored, from a byte on; answered by :class:`Fetched`."""
+
+    number: int
+    name: _Name
+    at: Annotated[int, Meta(ge=0)]
+
+
+class Keep(Message, tag=12):
+    """A piece of a page of another replica; answered by :class:`Kept`. Those of a page follow each other."""
+
+    number: int
+    name: _Name
+    at: Annotated[int, Meta(ge=0)]
+    #: bytes of the page
+    total: _Positive
+    data: _Piece
+
+
 # -- from a replica ------------------------------------------------------------------------------------
 
 
@@ -192,8 +231,34 @@ class Adapted(Message, tag=23):
     error: BaseException | None = None
 
 
-Orders: TypeAlias = Submit | Abort | Read | Pause | Resume | Flush | Ping | Adapt
-Answers: TypeAlias = StepRows | Stats | Paused | Leaving | Lost | Adapted
+class Stored(Message, tag=24):
+    """The outcome of :class:`Store`."""
+
+    number: int
+    #: from the first on, that have their KV where others get it
+    tokens: Annotated[int, Meta(ge=0)]
+    #: of their pages, where others get them by messages
+    names: list[_Name] = []
+
+
+class Fetched(Message, tag=25):
+    """The piece for :class:`Fetch`. None of it: the page is not there any more."""
+
+    number: int
+    #: bytes of the page
+    total: Annotated[int, Meta(ge=0)] = 0
+    data: _Piece = b""
+
+
+class Kept(Message, tag=26):
+    """Whether a piece was taken."""
+
+    number: int
+    kept: bool
+
+
+Orders: TypeAlias = Submit | Abort | Read | Pause | Resume | Flush | Ping | Adapt | Store | Fetch | Keep
+Answers: TypeAlias = StepRows | Stats | Paused | Leaving | Lost | Adapted | Stored | Fetched | Kept
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=sendable_part)
 

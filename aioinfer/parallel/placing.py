@@ -12,6 +12,7 @@ from aioinfer.parallel.policies import Candidate, RoutingPolicy
 from aioinfer.parallel.prefixes import PAGE, take_away
 from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import Attempt, Replica, ReplicaState, Wanted
+from aioinfer.parallel.roles import Role
 
 __all__ = ["Placement", "Placing", "has_adapter", "makes_the_same"]
 
@@ -35,8 +36,10 @@ class Placing:
     """A replica has room if it has a slot and less than two steps of prefill to do, or nothing at all. Of
     what outputs need that have begun elsewhere, it gets half a step at a time, so that its own go on."""
 
-    def __init__(self, replicas: Sequence[Replica], policy: RoutingPolicy) -> None:
+    def __init__(self, replicas: Sequence[Replica], policy: RoutingPolicy, prefill_tokens: int) -> None:
+        """``prefill_tokens``: to compute, from which on a prompt is for replicas that compute prompts."""
         self.replicas = list(replicas)
+        self._prefill_tokens = prefill_tokens
         self.policy = policy
         #: replicas that refused a request, until one of theirs ends
         self._full: set[Replica] = set()
@@ -64,19 +67,44 @@ class Placing:
             for each in self.replicas
         )
 
+    def lane(self, record: Record) -> Role:
+        """The role of the replicas that a record is for: "prefill" for long prompts without output."""
+        if record.output.token_ids or all(each.role == "both" for each in self.replicas):
+            return "decode"
+        known, cached = record.known, 0
+        if self.policy.looks_at_prefixes:
+            ids, pages = record.output.known_ids(0, known), _pages(record)
+            others = [each for each in self.ready if each.role != "prefill"]
+            cached = max((_cached(each, ids, record, pages)[0] for each in others), default=0)
+        return "prefill" if known - cached >= self._prefill_tokens else "decode"
+
+    def successor(self, record: Record, coming: int) -> Replica | None:
+        """A replica that goes on with what one for prompts has begun, to the bit; None: there is none, or no
+        slot beside those for as many others as are ``coming``."""
+        wanted = Wanted(record.output.numerics, record.output.newest_version)
+        found = [
+            each
+            for each in self.replicas
+            if each.role != "prefill" and each.takes_work and wanted.is_of(each) and has_adapter(each, record)
+        ]
+        if sum(max(0, each.slots - each.load.requests) for each in found) <= coming:
+            return None
+        return min(found, key=lambda each: each.load.tokens, default=None)
+
     def choose(self, record: Record, wanted: Wanted | None = None) -> Placement | None:
         """The replica that computes a record, rather one that is not given weights; None: none has room.
         ``wanted``: what it must have."""
-        free = [
-            each
-            for each in self.ready
-            if each.takes_work and has_adapter(each, record) and self._has_room(each, record)
-        ]
+        able = [each for each in self.ready if each.takes_work and has_adapter(each, record)]
+        suited = [each for each in able if each.role in (record.lane, "both")] or able
+        free = [each for each in suited if self._has_room(each, record)]
         if record.output.token_ids:
             preferred = wanted or Wanted(record.output.numerics, record.output.newest_version)
             same = [each for each in free if preferred.is_of(each)]
+            if not same and not any(map(preferred.is_of, suited)):  # rather the same tokens than its role
+                same = [each for each in able if preferred.is_of(each) and self._has_room(each, record)]
             free = same if same or wanted is not None else free
         free = [each for each in free if not each.updating] or free
+        free = [each for each in free if each.name == record.near] or free
         if not free:
             return None
         known, pages, candidates = record.known, list[int](), list[Candidate]()
@@ -91,7 +119,7 @@ class Placing:
                 share -= min(max(0, coming - there), each.load.backlog)
                 candidates.append(Candidate(each, uncached, share))
         else:
-            candidates = [Candidate(each, known, known) for each in free]
+            candidates = [Candidate(each, known - record.stored, known - record.stored) for each in free]
         chosen = self.policy.choose(record, candidates)
         return Placement(chosen, next(each.uncached for each in candidates if each.replica is chosen), pages)
 
@@ -189,7 +217,7 @@ def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequenc
     most = len(ids) - 1  # the last known token is always computed
     if record.request.params.prompt_logprobs is not None:
         most = min(most, record.request.first_scored)  # so is all that is scored
-    return min(replica.cached(ids, record, pages), most), min(coming, most)
+    return min(max(replica.cached(ids, record, pages), record.stored), most), min(coming, most)
 
 
 def _pages(record: Record, known: Sequence[int] = ()) -> list[int]:

@@ -84,6 +84,8 @@ class ProcessReplica(LaunchedReplica):
         #: the command before its options; tests have another one
         self.command = [sys.executable, "-m", "aioinfer"]
 
+    same_host = True
+
     @property
     def pid(self) -> int | None:
         """Process id of the child, while there is one."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from aioinfer.cache.namespace import Namespace
 from aioinfer.loop.resumption import take
 from aioinfer.loop.service import OpenRequest
+from aioinfer.parallel.roles import Role
 from aioinfer.params import SamplingParams
 from aioinfer.request import Request
 from aioinfer.resuming.record import StreamCheckpoint
@@ -30,12 +31,15 @@ class Record(OpenRequest):
 
     __slots__ = (
         "characters",
+        "lane",
         "losses",
         "lost_at",
         "lost_length",
         "namespace",
+        "near",
         "place",
         "queued",
+        "stored",
     )
 
     def __init__(self, cell: StreamCell) -> None:
@@ -45,6 +49,11 @@ class Record(OpenRequest):
         self.place = (0, 0)
         #: its place in the dispatcher's queue, while it is there
         self.queued: tuple[int, ...] | None = None
+        #: the role of the replicas that it is for, while it is there
+        self.lane: Role = "decode"
+        #: known tokens that have their KV where replicas leave it for each other, and the one replica that
+        #: has it; empty: all that share a store
+        self.stored, self.near = 0, ""
         #: errors that ended attempts which had come to the same token, and how many tokens there were
         self.losses: list[BaseException] = []
         self.lost_length = -1

@@ -8,7 +8,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from aioinfer.errors import ConfigError, EngineError, EngineFailed, InvalidRequest
 from aioinfer.loop.clock import clock_of
@@ -20,7 +20,7 @@ from aioinfer.parallel.frames import FrameError
 from aioinfer.parallel.prefixes import PAGE, RememberedPages
 from aioinfer.parallel.reading import request_of
 from aioinfer.parallel.record import Record
-from aioinfer.parallel.replica import Attempt, Replica, ReplicaEvents, ReplicaState
+from aioinfer.parallel.replica import Attempt, Replica, ReplicaEvents, ReplicaState, Stored
 from aioinfer.parallel.rows import Rows, check
 from aioinfer.parallel.stats import counts_of
 
@@ -89,7 +89,7 @@ class SocketReplica(Replica):
         try:
             await self._connect(lambda: link.connection)
             async with asyncio.timeout(PATIENCE):
-                link.connection.send(messages.Hello(self._token))
+                link.connection.send(self._hello())
                 welcome = await link.welcome
         except BaseException as error:
             link.connection.abort()
@@ -103,6 +103,13 @@ class SocketReplica(Replica):
         self._link, self._welcome, self._stats, self._life = link, welcome, welcome.stats, welcome.life
         self._adapters = list(welcome.adapters)
         link.connection.begin_beats()
+
+    def _hello(self) -> messages.Hello:
+        if self.exchange is None:
+            return messages.Hello(self._token)
+        path = self.exchange.path if self.same_host else None
+        directory = None if path is None else os.fsencode(path)
+        return messages.Hello(self._token, pages=self.exchange.max_bytes, directory=directory)
 
     def begin_launch(self) -> None:
         """Forget what is known of an earlier process."""
@@ -180,6 +187,35 @@ class SocketReplica(Replica):
         if self._stats is not None and self._known.caches:
             self.remembered.add(pages, self._stats.pages_total * (self.info.page_size or PAGE) // PAGE)
 
+    # -- pages ------------------------------------------------------------------------------------
+
+    async def store_prefix(self, record: Record) -> Stored:
+        ids, request = record.output.known_ids(0, record.known), record.request
+        answer = await self._ask(
+            lambda number: messages.Store(number, ids, request.cache_salt, request.adapter)
+        )
+        return Stored(answer.tokens, answer.names)
+
+    async def fetch(self, name: bytes, at: int) -> tuple[int, bytes]:
+        answer = await self._ask(lambda number: messages.Fetch(number, name, at))
+        return answer.total, answer.data
+
+    async def keep(self, name: bytes, at: int, total: int, data: bytes) -> bool:
+        answer = await self._ask(lambda number: messages.Keep(number, name, at, total, data))
+        kept: bool = answer.kept
+        return kept
+
+    async def _ask(
+        self,
+        order: Callable[[int], messages.Message],
+        cancel: Callable[[int], messages.Message] | None = None,
+    ) -> Any:
+        """As in _Link. Raises EngineFailed."""
+        link = self._link
+        if link is None or link.connection.closed:
+            raise EngineFailed(f"the replica {self.name} is not connected")
+        return await link.ask(order, cancel)
+
     # -- statistics and weights ---------------------------------------------------------------------
 
     def measured(self, stats: EngineStats) -> None:
@@ -226,10 +262,10 @@ class SocketReplica(Replica):
         await self._adapt(name, None)
 
     async def _adapt(self, name: str, path: str | None) -> Sequence[AdapterInfo]:
-        link = self._link
-        if link is None or link.connection.closed:
-            raise EngineFailed(f"the replica {self.name} is not connected")
-        answer = await link.adapt(name, path)
+        at = None if path is None else os.fsencode(path)
+        answer: messages.Adapted = await self._ask(
+            lambda number: messages.Adapt(number, name, at), messages.Adapt
+        )
         if answer.error is not None:
             raise answer.error
         return answer.adapters
@@ -274,24 +310,37 @@ class _Link:
         self.sent: dict[int, Attempt] = {}
         #: what waits until no step is in flight
         self.pausing: list[asyncio.Future[None]] = []
-        #: what waits for adapters, by number
-        self._adapting: dict[int, asyncio.Future[messages.Adapted]] = {}
-        self._adapts = 0
+        #: what waits for an answer, by number
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._asks = 0
         #: this end closes it
         self.closing = False
 
-    async def adapt(self, name: str, path: str | None) -> messages.Adapted:
-        """Have an adapter loaded or unloaded. A cancelled call cancels it there and waits for the answer."""
-        self._adapts += 1
-        number = self._adapts
-        waiting: asyncio.Future[messages.Adapted] = self._loop.create_future()
-        self._adapting[number] = waiting
+    async def ask(
+        self,
+        order: Callable[[int], messages.Message],
+        cancel: Callable[[int], messages.Message] | None = None,
+    ) -> Any:
+        """Send an order with a number, and wait for its answer. ``cancel``: the order that is sent when this
+        is cancelled, and the answer waited for; None: it is not. Raises EngineFailed."""
+        self._asks += 1
+        number = self._asks
+        waiting: asyncio.Future[Any] = self._loop.create_future()
+        self._asked[number] = waiting
         try:
-            at = None if path is None else os.fsencode(path)
-            self.connection.send(messages.Adapt(number, name, at))
-            return await finish(waiting, lambda: self.connection.send(messages.Adapt(number)))
+            self.connection.send(order(number))
+            if cancel is None:
+                return await waiting
+            return await finish(waiting, lambda: self.connection.send(cancel(number)))
         finally:
-            del self._adapting[number]
+            del self._asked[number]
+            if waiting.done() and not waiting.cancelled():
+                waiting.exception()  # the caller that waited may have left
+
+    def _answer(self, message: messages.Adapted | messages.Stored | messages.Fetched | messages.Kept) -> None:
+        waiting = self._asked.get(message.number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(message)
 
     # -- as End -----------------------------------------------------------------------------------
 
@@ -313,9 +362,9 @@ class _Link:
                     _set(self.pausing.pop(0))
             case messages.Adapted():
                 self._replica.adapted(message.adapters)
-                waiting = self._adapting.get(message.number)
-                if waiting is not None and not waiting.done():
-                    waiting.set_result(message)
+                self._answer(message)
+            case messages.Stored() | messages.Fetched() | messages.Kept():
+                self._answer(message)
             case messages.Leaving():
                 self._replica.events.leaving(self._replica)
             case messages.Lost():
@@ -345,7 +394,7 @@ class _Link:
         self._replica.silent = False
         for paused in self.pausing:
             _set(paused)
-        for waiting in self._adapting.values():
+        for waiting in self._asked.values():
             if not waiting.done():
                 waiting.set_exception(EngineFailed("the connection of the replica was closed"))
         if not self.welcome.done():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from aioinfer.errors import ConfigError
 from aioinfer.parallel.prefixes import take_away
+from aioinfer.parallel.roles import Role
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from aioinfer.observe.observers import Observers
     from aioinfer.observe.stats import EngineStats
     from aioinfer.outputs import AdapterInfo, TokenLogprob
+    from aioinfer.parallel.exchange import Exchange
     from aioinfer.parallel.record import Record
     from aioinfer.parallel.rows import Rows
     from aioinfer.resuming.record import StreamCheckpoint
@@ -33,6 +35,7 @@ __all__ = [
     "Replica",
     "ReplicaEvents",
     "ReplicaState",
+    "Stored",
     "Unwanted",
     "Wanted",
     "close_all",
@@ -135,12 +138,22 @@ class Wanted(NamedTuple):
         return replica.info.numerics == self.numerics and replica.weight_version == self.weights
 
 
+class Stored(NamedTuple):
+    """What a replica has stored of a prefix for others."""
+
+    tokens: int
+    #: of its pages, if they are to be carried to the replica that needs them
+    names: Sequence[bytes] = ()
+
+
 class Replica(ABC):
     """One engine of a dispatcher. The dispatcher alone calls these, on its loop."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.state = ReplicaState.STARTING
+        #: what is sent to it
+        self.role: Role = "both"
         #: why it is LOST
         self.cause: BaseException | None = None
         self.load = Load()
@@ -148,6 +161,8 @@ class Replica(ABC):
         self.past: dict[str, Any] = {}
         #: where it reports, from :meth:`start` on
         self.events = ReplicaEvents()
+        #: where it leaves pages for others and finds theirs; None: nowhere
+        self.exchange: Exchange | None = None
         #: it is given other weights: for some time it computes nothing
         self.updating = False
         #: it is not heard at the moment, and gets no new work
@@ -262,6 +277,8 @@ class Replica(ABC):
     async def unload_adapter(self, name: str) -> None:
         """As :meth:`aioinfer.Engine.unload_adapter`."""
 
+    #: it sees the files of this process
+    same_host = False
     #: why the weights cannot be replaced from here; empty if they can
     no_updates = ""
 
@@ -277,6 +294,19 @@ class Replica(ABC):
     async def update_weights(self, source: WeightSource, mode: UpdateMode, version: int) -> None:
         """As :meth:`aioinfer.Engine.update_weights`."""
         raise ConfigError(f"weights: {self.no_updates}")
+
+    async def store_prefix(self, record: Record) -> Stored:
+        """Put the KV of what is known of a record where other replicas get it. Raises EngineError."""
+        return Stored(0)
+
+    async def fetch(self, name: bytes, at: int) -> tuple[int, bytes]:
+        """A piece of a page that it has stored, from a byte on, and the bytes of the whole page; nothing of
+        one that it has not. Raises EngineError."""
+        return 0, b""
+
+    async def keep(self, name: bytes, at: int, total: int, data: bytes) -> bool:
+        """Give it a piece of a page of another replica; whether it takes it. Raises EngineError."""
+        return False
 
     def give_up(self) -> None:
         """The dispatcher is closed while this is being launched, which should fail soon."""

@@ -24,6 +24,7 @@ from aioinfer.parallel.placing import Placement, Placing, makes_the_same
 from aioinfer.parallel.queue import RecordQueue
 from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import Attempt, ReplicaEvents, Wanted
+from aioinfer.parallel.roles import Role
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
@@ -78,10 +79,19 @@ class Sending(Service[Record], ReplicaEvents):
         self._due = False
         if self.state is EngineState.CLOSED:
             return
+        full: set[Role] = set()
         for _ in range(_MOST_SENT):
-            record = self.queue.first
-            if record is None or not self._send_or_refuse(record):
+            record = self.queue.first(full)
+            if record is None:
                 return
+            if not self._send_or_refuse(record):
+                full.add(record.lane)
+        self._pump_soon()
+
+    def _enqueue(self, record: Record) -> None:
+        """Have a record wait for a replica."""
+        record.lane = self.placing.lane(record)
+        self.queue.add(record)
         self._pump_soon()
 
     def _send_or_refuse(self, record: Record) -> bool:

@@ -70,6 +70,9 @@ class DispatcherStats(EngineStats):
     diverged: int
     #: seconds from losses to the next tokens, in all
     resume_seconds: float
+    #: streams that left the replica that had computed their prompts, and of these, those without their KV
+    handovers: int
+    handovers_without_pages: int
 
     @classmethod
     def sum_of(

@@ -36,6 +36,7 @@ async def run_world(world: World, dispatcher: Dispatcher, lifetimes: int) -> Non
     running = dispatcher._started()
     assert not running.open, "a stream has not ended"
     assert not len(running.queue)
+    assert not len(running.handovers)
     assert not running.queue.tokens
     assert not running.placing._sharing
     for replica in dispatcher._replicas:
@@ -48,6 +49,8 @@ async def run_world(world: World, dispatcher: Dispatcher, lifetimes: int) -> Non
     check_loads(dispatcher)
     check_sums(dispatcher)
     world.counts["moved"] += running.resumed
+    world.counts["handed over"] += running.handovers.done
+    world.counts["handed over with pages"] += running.handovers.done - running.handovers.without_pages
     assert not running.diverged
     await dispatcher.aclose()
 

@@ -34,6 +34,7 @@ from tests.tiers import SECONDS, rest
 ONLY_ENGINES = {
     "observe": "steps are its engines': observe those; of requests, register() and measuring tell",
     "cached_tokens": "asks one prefix cache, and each engine has its own",
+    "store_prefix": "each engine has its own prefix cache and stores",
     "in_thread": "makes an engine of a config",
 }
 

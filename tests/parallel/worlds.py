@@ -43,10 +43,14 @@ class _NoDevice:
     lost = True
 
 
-def toy_engine(seed: int, shared: dict[str, Any], *, other: bool = False) -> Engine:
-    """``other``: with another arithmetic, as far as it says."""
+def toy_engine(
+    seed: int, shared: dict[str, Any], *, other: bool = False, with_roles: int | None = None
+) -> Engine:
+    """``other``: with another arithmetic, as far as it says. ``with_roles``: the size of pages that it gives
+    to others; 0: of its own."""
     rng = random.Random(seed)
     page_size = rng.choice([1, 2, 4, 8])
+    page_size = with_roles or page_size
     num_pages = -(-LONGEST // page_size) + rng.randint(0, 100) // page_size
     drafting, drafter = random_drafting(random.Random(seed + 5))
     switches = random_switches(rng)
@@ -64,7 +68,7 @@ def toy_engine(seed: int, shared: dict[str, Any], *, other: bool = False) -> Eng
         chunk_size=rng.choice([3, 8, 64]),
         overlap_steps=rng.choice([0, 1, 2]),
         mixed=rng.random() < 0.7,
-        prefix_cache=rng.random() < 0.7,
+        prefix_cache=rng.random() < 0.7 or with_roles is not None,
         quantization="int8" if other else "auto",
         **drafting,
         **(switches | shared),
@@ -82,22 +86,41 @@ def make_dispatcher_world(seed: int) -> tuple[World, Dispatcher]:
     }
     count = rng.choice([1, 2, 3, 3, 4])
     others = rng.random() < 0.3
-    engines = [toy_engine(seed * 10 + n, shared, other=others and n % 2 == 1) for n in range(count)]
+    roles, with_roles = random_roles(random.Random(seed + 13), count)
+    engines = [
+        toy_engine(seed * 10 + n, shared, other=others and n % 2 == 1, with_roles=with_roles)
+        for n in range(count)
+    ]
     policies = list(POLICIES)
     options: dict[str, Any] = {
         "policy": policies[seed % len(policies)],
         "on_loss": rng.choice([*["continue"] * 6, "identical", "identical", "fail"]),
     }
+    options |= roles
     dispatcher: Dispatcher
     if framed := rng.random() < 0.7:
         dispatcher = FramedDispatcher(engines, dice=random.Random(seed + 9), **options)
+        for replica in dispatcher._replicas if seed % 5 == 2 else ():
+            replica.same_host = True  # pages are files, and not messages
     else:
         dispatcher = Dispatcher(engines, **options)
     single: Any = dispatcher
     nothing: Any = None
     world = World(rng, single, _NoDevice(), nothing, longer_params, verify, random_prefills)
     world.counts["worlds with frames"] += framed
+    world.counts["worlds with roles"] += bool(roles)
     return world, dispatcher
+
+
+def random_roles(rng: random.Random, count: int) -> tuple[dict[str, Any], int | None]:
+    """Options of a dispatcher, and the size of pages that its replicas have in common; 0: none."""
+    if count < 2 or rng.random() < 0.4:
+        return {}, None
+    roles = ["prefill", "decode", *rng.choices(["prefill", "decode", "both"], k=count - 2)]
+    rng.shuffle(roles)
+    size = rng.choice([0, 1, 1, 2, 2, 4, 4])
+    gib = rng.choice([1e-7, 1e-5, *[1.0] * 4])  # some hardly hold a page
+    return {"roles": roles, "prefill_tokens": rng.choice([1, 1, 8, 24]), "exchange_gib": gib}, size
 
 
 def longer_params(rng: random.Random) -> SamplingParams:

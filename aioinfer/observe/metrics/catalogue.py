@@ -238,6 +238,12 @@ _DISPATCHED = (
         "resume_seconds",
         "seconds",
     ),
+    _dispatched("handovers", "Streams that left the engine that had computed their prompts.", "handovers"),
+    _dispatched(
+        "handovers_without_pages",
+        "Of these, those whose KV was computed again.",
+        "handovers_without_pages",
+    ),
     _dispatched("diverged", "Attempts that brought other tokens than those delivered.", "diverged"),
 )
 

@@ -1,0 +1,104 @@
+"""Handovers: streams that leave the replica that has computed their prompts.
+
+::
+
+    prefill replica   prompt ── first token ── stop ── store pages
+                                     │                     │
+    consumer          ◄──────────────┴─────────────────────┼───────────────── second token ...
+                                                           │                       │
+    decode replica                                       queue ── find pages ── one token to compute
+
+It is the "prebuilt" request of SGLang's scheduler: for the replica that goes on it is one whose prefix is in
+the cache. The move itself is that of a stream whose replica is lost; without the pages it is as slow as that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from aioinfer.errors import AioInferError
+
+if TYPE_CHECKING:
+    from aioinfer.parallel.record import Record
+    from aioinfer.parallel.replica import Replica
+
+__all__ = ["Handovers", "relay"]
+
+_log = logging.getLogger("aioinfer")
+
+#: seconds in which pages are stored and carried on, at most; then they are computed again
+_PATIENCE = 5.0
+
+
+class Handovers:
+    """Those of one dispatcher that are under way, a task for each."""
+
+    def __init__(
+        self, again: Callable[[Record], None], successor: Callable[[Record, int], Replica | None]
+    ) -> None:
+        """``again``: queues a stream. ``successor``: as :meth:`Placing.successor`."""
+        self._again = again
+        self._successor = successor
+        self._tasks: dict[Record, asyncio.Task[None]] = {}
+        #: with those of streams that have ended meanwhile
+        self._all: set[asyncio.Task[None]] = set()
+        #: streams that were handed over, and those of them whose pages were not stored in time
+        self.done, self.without_pages = 0, 0
+
+    def begin(self, record: Record, source: Replica) -> None:
+        """The source computes nothing more of a record: have its pages stored, and then the record queued."""
+        self.done += 1
+        store = self._store(record, source)
+        task = asyncio.get_running_loop().create_task(store, name="aioinfer-handover")
+        self._tasks[record] = task
+        self._all.add(task)
+        task.add_done_callback(self._all.discard)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def drop(self, record: Record) -> None:
+        """It has ended. Idempotent."""
+        task = self._tasks.pop(record, None)
+        if task is not None:
+            task.cancel()
+
+    async def _store(self, record: Record, source: Replica) -> None:
+        try:
+            async with asyncio.timeout(_PATIENCE):
+                stored = await source.store_prefix(record)
+                record.stored = stored.tokens
+                if stored.names:
+                    record.stored, target = 0, self._successor(record, 0)
+                    if target is not None:
+                        count = await relay(source, target, stored.names)
+                        record.stored = stored.tokens * count // len(stored.names)
+                        record.near = target.name
+        except (TimeoutError, AioInferError) as error:
+            _log.debug("the pages of %s stay on %s: %r", record, source.name, error)
+        except Exception:
+            _log.exception("the pages of %s could not be stored on %s", record, source.name)
+        self.without_pages += not record.stored
+        if self._tasks.pop(record, None) is not None:
+            self._again(record)
+
+    async def aclose(self) -> None:
+        """Wait until all have ended, as their records have."""
+        if self._all:
+            await asyncio.wait(self._all)
+
+
+async def relay(source: Replica, target: Replica, names: Sequence[bytes]) -> int:
+    """Carry pages from one replica to another, piece by piece; returns how many of the first are there then.
+    Raises EngineError: one of the two is lost."""
+    for count, name in enumerate(names):
+        at, total = 0, 1
+        while at < total:
+            total, data = await source.fetch(name, at)
+            if not data or not await target.keep(name, at, total, data):
+                return count
+            at += len(data)
+    return len(names)

@@ -1,0 +1,133 @@
+"""SharedPages: what an engine stores for the other replicas of its dispatcher, and gets from them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from aioinfer.cache.names import extend_names
+from aioinfer.cache.namespace import Namespace
+from aioinfer.cache.radix import token_key
+from aioinfer.execution.device import HostPages
+from aioinfer.parallel import messages
+from aioinfer.parallel.exchange import check_pages
+from aioinfer.tiers.directory import DirectoryStore
+from aioinfer.tiers.memory import MemoryStore
+
+if TYPE_CHECKING:
+    from aioinfer.engine import Engine
+    from aioinfer.tiers.store import PageStore
+
+__all__ = ["SharedPages"]
+
+_log = logging.getLogger("aioinfer")
+
+
+class SharedPages:
+    """Answers the orders of one connection that are about pages, and no others; on the loop of the engine."""
+
+    def __init__(
+        self, engine: Engine, hello: messages.Hello, send: Callable[[messages.Message], None]
+    ) -> None:
+        """Raises ConfigError: pages of this engine cannot be shared, or not there."""
+        check_pages(engine)
+        self._engine = engine
+        self._send = send
+        self._by_messages = hello.directory is None
+        self._store: PageStore = (
+            MemoryStore(hello.pages)
+            if hello.directory is None
+            else DirectoryStore(os.fsdecode(hello.directory), hello.pages)
+        )
+        self._transfers = engine._started().transfers
+        self._transfers.attach(self._store, probed=not self._by_messages)
+        self._storing: set[asyncio.Task[int]] = set()
+        #: the page that was fetched last, and the one that comes in
+        self._out: tuple[bytes, bytes] = b"", b""
+        self._in: tuple[bytes, bytearray] = b"", bytearray()
+
+    def store(self, order: messages.Store) -> None:
+        """As the message says."""
+        work = self._engine.store_prefix(order.ids, cache_salt=order.cache_salt, adapter=order.adapter)
+        task = asyncio.get_running_loop().create_task(work, name="aioinfer-pages")
+        self._storing.add(task)
+        task.add_done_callback(functools.partial(self._stored, order))
+
+    def _stored(self, order: messages.Store, task: asyncio.Task[int]) -> None:
+        self._storing.discard(task)
+        if task.cancelled():
+            return
+        tokens = 0
+        if (error := task.exception()) is not None:
+            _log.debug("a prefix was not stored: %r", error)
+        else:
+            tokens = task.result()
+        names = self._names(order, tokens) if self._by_messages and tokens else []
+        self._send(messages.Stored(order.number, tokens, names))
+
+    def _names(self, order: messages.Store, tokens: int) -> list[bytes]:
+        engine, names = self._engine, list[bytes]()
+        core = engine._started().core
+        version = None if order.adapter is None else core.adapters.find(order.adapter)
+        uid, fingerprint = (0, "") if version is None else (version.uid, version.fingerprint)
+        root = self._transfers.root(Namespace(order.cache_salt, uid, core.weight_version), fingerprint)
+        if root is not None and (size := engine.info.page_size):
+            extend_names(names, root, token_key(order.ids[:tokens]), 4 * size)
+        return names
+
+    def fetch(self, order: messages.Fetch) -> None:
+        """As the message says."""
+        if self._out[0] != order.name:
+            self._out = order.name, self._read(order.name)
+        page = self._out[1]
+        piece = page[order.at : order.at + messages.PIECE]
+        self._send(messages.Fetched(order.number, len(page), piece))
+
+    def _read(self, name: bytes) -> bytes:
+        """A page, and its state if there is one; empty: it is not there."""
+        size, more = self._sizes
+        state = more if more and self._store.has_state(name) else 0
+        whole = bytearray(size + state)
+        view = memoryview(whole)
+        found = self._store.read([name], [[view[:size]]], [[view[size:]] if state else None])
+        return bytes(whole) if found else b""
+
+    @property
+    def _sizes(self) -> tuple[int, int]:
+        """Bytes of a page, and of a recurrent state."""
+        runtime = self._engine._started()
+        device, state = runtime.launcher.device, 0
+        if runtime.core.scheduler.memory.states is not None and isinstance(device, HostPages):
+            state = sum(len(view) for view in device.state_views(0))
+        return self._engine.info.page_bytes, state
+
+    def keep(self, order: messages.Keep) -> None:
+        """As the message says."""
+        self._send(messages.Kept(order.number, self._keep(order)))
+
+    def _keep(self, order: messages.Keep) -> bool:
+        size, state = self._sizes
+        if order.total not in (size, size + state):
+            return False
+        if not order.at:
+            self._in = order.name, bytearray()
+        name, data = self._in
+        if name != order.name or len(data) != order.at or order.at + len(order.data) > order.total:
+            return False
+        data += order.data
+        if len(data) < order.total:
+            return True
+        self._in = b"", bytearray()
+        view = memoryview(data)
+        return self._store.put(name, [view[:size]], [view[size:]] if order.total > size else None)
+
+    def close(self) -> None:
+        """The connection has ended."""
+        for task in self._storing:
+            task.cancel()
+        self._transfers.detach(self._store)
+        self._store.close()
