@@ -20,6 +20,7 @@ from aioinfer.chat.results import ChatRequest, message_of
 from aioinfer.client.session_files import save
 from aioinfer.errors import EngineClosed, InvalidRequest, shown
 from aioinfer.inputs import freeze
+from aioinfer.loop.holding import Prefix
 from aioinfer.loop.options import Prompt, PromptForm, PromptSource
 from aioinfer.params import SamplingParams
 from aioinfer.request import RequestOptions
@@ -349,6 +350,24 @@ class Session:
         seat.hold(None if kept is None else kept.again())
         shared = self._options, self._usual, self.ttl, self._state
         return Session(self._engine, self._service, seat, *shared)
+
+    async def move(self, replica: str) -> int:
+        """Have its KV in another replica of its dispatcher, which then computes its turns, as far as the
+        policy looks at prefixes; returns how many of its tokens are held there. What cannot be copied is
+        computed there.
+
+        Raises InvalidRequest with the field ``replica``: there is no such one that takes requests, or this is
+        one engine; with ``session``: a turn is under way; EngineClosed, EngineFailed, WrongLoop.
+        """
+        state, options = self._ready(), self._options
+        prefix = Prefix(list(state.token_ids), options.get("cache_salt", ""), options.get("adapter"))
+        kept = await self._service.move(prefix, replica, self.ttl)
+        if self._state is state and not self._seat.left:
+            self._seat.hold(kept)
+            return self.held_tokens
+        if kept is not None:  # it has had a turn meanwhile, or was closed
+            kept.release()
+        return 0
 
     async def save(self, path: str | os.PathLike[str]) -> int:
         """Write it to a file, in place of one that is there, for :meth:`aioinfer.Engine.load_session`:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from aioinfer.errors import Rejected
 
@@ -13,9 +13,17 @@ if TYPE_CHECKING:
     from aioinfer.cache.nodes import Hold
     from aioinfer.scheduling.memory import Memory
 
-__all__ = ["Held", "Holding", "Kept", "Seat", "Seats"]
+__all__ = ["Held", "Holding", "Kept", "Prefix", "Seat", "Seats"]
 
 _TOKEN_BYTES = 4
+
+
+class Prefix(NamedTuple):
+    """Tokens, and whose KV of these it is."""
+
+    ids: list[int]
+    cache_salt: str
+    adapter: str | None
 
 
 class Kept(Protocol):

@@ -35,7 +35,7 @@ from aioinfer.loop.belonging import (
     require_process,
     running_loop,
 )
-from aioinfer.loop.holding import Kept, Seats
+from aioinfer.loop.holding import Kept, Prefix, Seats
 from aioinfer.loop.intake import Intake
 from aioinfer.loop.options import Prepared, Prompt, PromptForm, PromptSource
 from aioinfer.loop.resumption import check, take
@@ -306,8 +306,7 @@ class Service(ABC, Generic[_Opened]):
         """A new exception that says why it is FAILED."""
 
     def keep(self, cell: StreamCell, seconds: float | None) -> Kept | None:
-        """Hold the KV of an open request that ends now, until it was not used for ``seconds``. None: nothing
-        is held here."""
+        """Hold the KV of an open request that ends now, until it was unused for so long. None: nothing."""
         return None
 
     async def store(
@@ -323,6 +322,10 @@ class Service(ABC, Generic[_Opened]):
 
     def detach(self, store: PageStore) -> None:
         """Do not look there any more."""
+
+    async def move(self, prefix: Prefix, replica: str, seconds: float | None) -> Kept | None:
+        """Have the KV of a prefix held in a replica. Raises InvalidRequest."""
+        raise InvalidRequest("replica", "this is one engine: sessions move between those of a dispatcher")
 
     async def use_file(self, call: Callable[..., _T], *arguments: Any) -> _T:
         """:meth:`aioinfer.loop.intake.Intake.use_file`."""

@@ -24,6 +24,7 @@ from aioinfer.observe.observers import Observer
 from aioinfer.parallel import messages
 from aioinfer.parallel.connection import Connection
 from aioinfer.parallel.frames import FrameError
+from aioinfer.parallel.holds import Holds
 from aioinfer.parallel.reading import Reading
 from aioinfer.parallel.rows import Ending, Rows
 from aioinfer.parallel.sent_errors import sendable
@@ -184,6 +185,7 @@ class _Session:
         self._adapting: dict[int, asyncio.Task[object]] = {}
         #: where it leaves pages for other replicas
         self._pages: SharedPages | None = None
+        self._holds = Holds(agent.engine, self.connection.send)
         #: why its engine is lost, and whether that was sent
         self._cause: BaseException | None = None
         self._told = False
@@ -213,13 +215,22 @@ class _Session:
                     self._agent.engine.flush_cache()
             case messages.Adapt():
                 self._adapt(message)
-            case messages.Store() | messages.Fetch() | messages.Keep():
+            case messages.Hold():
+                self._holds.hold(message)
+            case messages.Use():
+                self._holds.use(message.number)
+            case messages.Release():
+                self._holds.release(message.number)
+            case messages.Share():
                 self._share(message)
+            case messages.Store() | messages.Fetch() | messages.Keep():
+                self._exchange(message)
             case messages.Ping():
                 pass
 
     def beat(self) -> messages.Stats:
         """As in End."""
+        self._holds.report()
         return messages.Stats(self._agent.engine.stats())
 
     def fill(self) -> bool:
@@ -267,6 +278,7 @@ class _Session:
             reading.stream.leave()
         for adapting in self._adapting.values():
             adapting.cancel()
+        self._holds.close()
         if self._pages is not None:
             self._pages.close()
         if self._trusted and self._agent.engine.ready:
@@ -278,11 +290,6 @@ class _Session:
     def _hello(self, hello: messages.Hello) -> None:
         agent = self._agent
         why = agent.why_not(hello)
-        if why is None and hello.pages:
-            try:
-                self._pages = SharedPages(agent.engine, hello, self.connection.send)
-            except ConfigError as error:
-                why = "pages", str(error)
         if why is not None:
             agent.refuse(*why)
             self._refused = True
@@ -416,7 +423,18 @@ class _Session:
             adapters = tuple(self._agent.engine.adapters())
             self.connection.send(messages.Adapted(number, adapters, error))
 
-    def _share(self, order: messages.Store | messages.Fetch | messages.Keep) -> None:
+    def _share(self, order: messages.Share) -> None:
+        why, before = "", self._pages
+        try:
+            self._pages = SharedPages(self._agent.engine, order, self.connection.send)
+        except (ConfigError, EngineError) as error:
+            why = sendable(str(error))
+        else:
+            if before is not None:
+                before.close()
+        self.connection.send(messages.Shared(order.number, why))
+
+    def _exchange(self, order: messages.Store | messages.Fetch | messages.Keep) -> None:
         if self._pages is None:
             raise FrameError("an order about pages, of which none were to be kept")
         match order:

@@ -197,6 +197,7 @@ class Dispatcher(Membership):
                 on_loss=self._on_loss,
             )
             await intake.run(running.preparing.warm_up)
+            running.share = self._share
         except BaseException:
             await intake.aclose()
             raise
@@ -355,6 +356,7 @@ class Dispatcher(Membership):
             self._past,
             state=running.state.value,
             arriving=running.arriving,
+            sessions=len(running.seats.taken),
             waiting=len(queue),
             waiting_tokens=queue.tokens,
             resumed=running.resumed,

@@ -17,10 +17,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from aioinfer.errors import (
+    ConfigError,
     EngineClosed,
     EngineError,
     EngineFailed,
@@ -28,14 +29,17 @@ from aioinfer.errors import (
     Rejected,
     RequestError,
     TimedOut,
+    shown,
 )
 from aioinfer.loop.observing import measure
 from aioinfer.loop.options import Prepared
 from aioinfer.loop.preparing import Preparing
 from aioinfer.loop.service import EngineState
-from aioinfer.parallel.handover import Handovers
-from aioinfer.parallel.placing import has_adapter
-from aioinfer.parallel.record import Record
+from aioinfer.parallel.handover import Handovers, carry
+from aioinfer.parallel.holds import Homed
+from aioinfer.parallel.local import LocalReplica
+from aioinfer.parallel.placing import has_adapter, page_hashes
+from aioinfer.parallel.record import Record, namespace_of
 from aioinfer.parallel.replica import (
     Attempt,
     Diverged,
@@ -52,8 +56,10 @@ from aioinfer.resuming.record import StreamCheckpoint
 from aioinfer.stream import StreamCell, tell_lanes
 
 if TYPE_CHECKING:
+    from aioinfer.loop.holding import Kept, Prefix
     from aioinfer.observe.metrics.measuring import Measuring
     from aioinfer.observe.stats import EngineStats
+    from aioinfer.tiers.store import PageStore
 
 __all__ = ["Dispatching"]
 
@@ -83,6 +89,9 @@ class Dispatching(Sending):
         self._keys, self._arrivals = 0, 0
         self.handovers = Handovers(self._enqueue, self.placing.successor)
         self.weights = ReplicaWeights(self, self.placing, self.adapted)
+        #: has replicas leave pages for each other
+        self.share: Callable[[], Awaitable[None]] | None = None
+        self.sharing = asyncio.Lock()
         #: told of each replica that is lost
         self.when_lost: Callable[[Replica], None] | None = None
         #: set while something waits for the ends of a replica's requests
@@ -329,6 +338,59 @@ class Dispatching(Sending):
     def _failed_error(self) -> EngineFailed:
         return self.placing.lost("no replica is left")
 
+    # -- sessions -------------------------------------------------------------------------------
+
+    def keep(self, cell: StreamCell, seconds: float | None) -> Kept | None:
+        record, prefix = self.open[cell], self.open[cell].prefix
+        home = next((each for each in self.placing.ready if each.name == record.home), None)
+        kept = None if home is None else home.hold(prefix, seconds)
+        if kept is None or home is None:
+            return None
+        return Homed(kept, home, page_hashes(prefix.ids, hash(record.namespace)))
+
+    async def move(self, prefix: Prefix, replica: str, seconds: float | None) -> Kept | None:
+        target = next((each for each in self.placing.ready if each.name == replica and each.takes_work), None)
+        if target is None:
+            raise InvalidRequest("replica", f"there is none named {shown(replica)} that takes requests")
+        if not prefix.ids:
+            return None
+        pages = page_hashes(prefix.ids, hash(namespace_of(*prefix[1:])))
+        source = self.placing.home(pages, target)
+        if source is not None and self.share is not None:
+            try:
+                await self.share()
+                await carry(prefix, source, target)
+            except (ConfigError, EngineError) as error:
+                _log.debug("a session moves without its pages: %r", error)
+        kept = await target.warm(prefix, seconds)
+        target.remember(pages)
+        return None if kept is None else Homed(kept, target, pages)
+
+    async def store(
+        self, ids: Sequence[int], cache_salt: str, adapter: str | None, into: PageStore | None = None
+    ) -> int:
+        """As in Service, of the replica that has most of it, if it is one of this process."""
+        engines = [each.engine for each in self.placing.ready if isinstance(each, LocalReplica)]
+        if into is None or not engines:
+            return 0
+        has_most = max(
+            engines, key=lambda engine: engine.cached_tokens(ids, cache_salt=cache_salt, adapter=adapter)
+        )
+        return await has_most._started().store(ids, cache_salt, adapter, into)
+
+    def attach(self, store: PageStore) -> bool:
+        """As in Service: they can if all replicas are in this process."""
+        for each in self.placing.ready:
+            if not (isinstance(each, LocalReplica) and each.engine._started().attach(store)):
+                self.detach(store)
+                return False
+        return True
+
+    def detach(self, store: PageStore) -> None:
+        for each in self.placing.replicas:
+            if isinstance(each, LocalReplica) and each.engine.ready:
+                each.engine._started().detach(store)
+
     # -- endings --------------------------------------------------------------------------------
 
     def _abort(self, record: Record, error: RequestError | EngineError | None) -> None:
@@ -355,6 +417,7 @@ class Dispatching(Sending):
             record.finish(Ending("abort", error=EngineClosed("the event loop was closed")), self.clock())
         self.open.clear()
         self.attempts.clear()
+        self.seats.close()
         self._intake.close()
         self.observers.closed()
 
@@ -365,6 +428,7 @@ class Dispatching(Sending):
                 await self._drain(drain)
         finally:
             self._end_all(lambda: EngineClosed("the dispatcher was closed"))
+            self.seats.close()
             await self.handovers.aclose()
             self._intake.close()
             try:

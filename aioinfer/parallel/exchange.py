@@ -52,13 +52,6 @@ def checked_gib(gib: object) -> float:
     return float(gib)  # type: ignore[arg-type]
 
 
-class _Shared(MemoryStore):
-    """An engine that ends leaves it to the others."""
-
-    def close(self) -> None:
-        return
-
-
 class Exchange:
     """Of one dispatcher, from :meth:`open` to :meth:`close`. It costs nothing until something is stored."""
 
@@ -80,7 +73,7 @@ class Exchange:
         default the memory of the host, and where temporary files are."""
         self.close()
         if self._kind == "memory":
-            self._store = _Shared(self.max_bytes)
+            self._store = MemoryStore(self.max_bytes)
         if self._kind != "directory":
             return
         reasons = []
@@ -93,6 +86,11 @@ class Exchange:
             except OSError as error:
                 reasons.append(str(error))
         raise ConfigError(f"roles: there is no place for pages that replicas exchange: {'; '.join(reasons)}")
+
+    @property
+    def by_messages(self) -> bool:
+        """The dispatcher carries pages from one replica to another."""
+        return self._kind == "messages"
 
     def _make(self, path: Path) -> None:
         """Raises OSError."""

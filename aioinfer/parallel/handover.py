@@ -22,10 +22,11 @@ from typing import TYPE_CHECKING
 from aioinfer.errors import AioInferError
 
 if TYPE_CHECKING:
+    from aioinfer.loop.holding import Prefix
     from aioinfer.parallel.record import Record
     from aioinfer.parallel.replica import Replica
 
-__all__ = ["Handovers", "relay"]
+__all__ = ["Handovers", "carry", "relay"]
 
 _log = logging.getLogger("aioinfer")
 
@@ -69,14 +70,11 @@ class Handovers:
     async def _store(self, record: Record, source: Replica) -> None:
         try:
             async with asyncio.timeout(_PATIENCE):
-                stored = await source.store_prefix(record)
-                record.stored = stored.tokens
-                if stored.names:
-                    record.stored, target = 0, self._successor(record, 0)
-                    if target is not None:
-                        count = await relay(source, target, stored.names)
-                        record.stored = stored.tokens * count // len(stored.names)
-                        record.near = target.name
+                target = None
+                if source.exchange is not None and source.exchange.by_messages:
+                    target = self._successor(record, 0)
+                    record.near = "" if target is None else target.name
+                record.stored = await carry(record.prefix, source, target)
         except (TimeoutError, AioInferError) as error:
             _log.debug("the pages of %s stay on %s: %r", record, source.name, error)
         except Exception:
@@ -91,6 +89,16 @@ class Handovers:
             await asyncio.wait(self._all)
 
 
+async def carry(prefix: Prefix, source: Replica, target: Replica | None) -> int:
+    """Have a replica store a prefix for others, and carry its pages to the target, where these two do not
+    share a store; returns how many of the tokens are there then. Raises EngineError."""
+    stored = await source.store_prefix(prefix)
+    exchange = source.exchange
+    if target is None or exchange is None or not exchange.by_messages or not stored.names:
+        return stored.tokens
+    return stored.tokens * await relay(source, target, stored.names) // len(stored.names)
+
+
 async def relay(source: Replica, target: Replica, names: Sequence[bytes]) -> int:
     """Carry pages from one replica to another, piece by piece; returns how many of the first are there then.
     Raises EngineError: one of the two is lost."""
@@ -98,7 +106,7 @@ async def relay(source: Replica, target: Replica, names: Sequence[bytes]) -> int
         at, total = 0, 1
         while at < total:
             total, data = await source.fetch(name, at)
-            if not data or not await target.keep(name, at, total, data):
+            if not data or not await target.give(name, at, total, data):
                 return count
             at += len(data)
     return len(names)

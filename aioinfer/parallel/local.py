@@ -14,6 +14,7 @@ from aioinfer.observe.reporter import Reporter
 from aioinfer.observe.tracing import Tracer
 from aioinfer.outputs import AdapterInfo
 from aioinfer.parallel.exchange import Exchange, check_pages
+from aioinfer.parallel.holds import hold, warm
 from aioinfer.parallel.reading import Reading, request_of
 from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import Attempt, Replica, ReplicaEvents, ReplicaState, Stored
@@ -23,12 +24,11 @@ from aioinfer.stream import Outlet, Stream
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
-    from aioinfer.loop.transfers import PageTransfers
+    from aioinfer.loop.holding import Kept, Prefix
     from aioinfer.loop.updating import UpdateMode, WeightSource
     from aioinfer.observe.stats import EngineStats
     from aioinfer.resuming.record import StreamCheckpoint
     from aioinfer.scheduling.step import Step
-    from aioinfer.tiers.store import PageStore
 
 __all__ = ["LocalReplica"]
 
@@ -44,8 +44,6 @@ class LocalReplica(Replica):
         self._info: DeviceInfo | None = None
         #: statistics of the engine before, while it is started again
         self._last: EngineStats | None = None
-        #: where its engine looks for pages of others
-        self._shared: tuple[PageTransfers, PageStore] | None = None
 
     @property
     def info(self) -> DeviceInfo:
@@ -71,23 +69,14 @@ class LocalReplica(Replica):
             self.engine.cached_tokens(())  # raises unless it serves here
         self._info = self.engine.info
         if self.exchange is not None:
-            check_pages(self.engine)
-            self._share(self.exchange)
+            await self.share(self.exchange)
 
-    def _share(self, exchange: Exchange) -> None:
-        """Have its engine look in the store of all. Raises ConfigError."""
-        self._unshare()
-        store, transfers = exchange.store(), self.engine._started().transfers
+    async def share(self, exchange: Exchange) -> None:
+        check_pages(self.engine)
+        store, in_files = exchange.store(), exchange.path is not None
         if store is not None:
-            transfers.attach(store, probed=exchange.path is not None)
-            self._shared = transfers, store
-
-    def _unshare(self) -> None:
-        shared, self._shared = self._shared, None
-        if shared is not None:
-            transfers, store = shared
-            transfers.detach(store)
-            store.close()
+            self.engine._started().transfers.attach(store, probed=in_files, owned=in_files)
+        self.exchange = exchange
 
     async def start(self, events: ReplicaEvents) -> None:
         self.events = events
@@ -185,10 +174,15 @@ class LocalReplica(Replica):
 
     same_host = True
 
-    async def store_prefix(self, record: Record) -> Stored:
-        name, salt = record.request.adapter, record.namespace.salt
-        ids = record.output.known_ids(0, record.known)
-        return Stored(await self.engine.store_prefix(ids, cache_salt=salt, adapter=name))
+    async def store_prefix(self, prefix: Prefix) -> Stored:
+        ids, salt, adapter = prefix
+        return Stored(await self.engine.store_prefix(ids, cache_salt=salt, adapter=adapter))
+
+    def hold(self, prefix: Prefix, seconds: float | None) -> Kept | None:
+        return hold(self.engine, prefix, seconds) if self.engine.ready else None
+
+    async def warm(self, prefix: Prefix, seconds: float | None) -> Kept | None:
+        return await warm(self.engine, prefix, seconds)
 
     @property
     def weight_version(self) -> int:
@@ -203,7 +197,6 @@ class LocalReplica(Replica):
     async def aclose(self) -> None:
         if self.state is not ReplicaState.LOST:
             self.state = ReplicaState.CLOSED
-        self._unshare()
         await self.engine.aclose()
 
 

@@ -15,7 +15,6 @@ from aioinfer.loop.waiting import apart
 from aioinfer.parallel.dispatching import Dispatching
 from aioinfer.parallel.exchange import Exchange, ExchangeKind
 from aioinfer.parallel.local import LocalReplica
-from aioinfer.parallel.remote import SocketReplica
 from aioinfer.parallel.replica import Replica, ReplicaState
 from aioinfer.parallel.roles import Role, checked_role
 from aioinfer.parallel.served_model import check_same_model
@@ -48,18 +47,37 @@ class Membership(EngineLike):
 
     # -- the exchange ---------------------------------------------------------------------------
 
+    @property
+    def _kind(self) -> ExchangeKind:
+        if all(isinstance(each, LocalReplica) for each in self._replicas):
+            return "memory"
+        return "directory" if all(each.same_host for each in self._replicas) else "messages"
+
     def _open_exchange(self) -> None:
         """Make a place for pages if some replicas compute prompts for others. Blocks. Raises ConfigError."""
         if all(each.role == "both" for each in self._replicas):
             return
-        kind: ExchangeKind = "memory"
-        if any(isinstance(each, SocketReplica) for each in self._replicas):
-            same = all(each.same_host for each in self._replicas)
-            kind = "directory" if same else "messages"
-        self._exchange = Exchange(self._exchange_gib, kind)
+        self._exchange = Exchange(self._exchange_gib, self._kind)
         self._exchange.open()
         for replica in self._replicas:
             replica.exchange = self._exchange
+
+    async def _share(self) -> None:
+        """The same while they serve, for what moves. Raises ConfigError, EngineError."""
+        running = self._started()
+        async with running.sharing:
+            if self._exchange is None:
+                exchange = Exchange(self._exchange_gib, self._kind)
+                try:
+                    await running.use_file(exchange.open)
+                    running.check_serving()
+                except BaseException:
+                    exchange.close()
+                    raise
+                self._exchange = exchange
+            for replica in running.placing.ready:
+                if replica.exchange is None:
+                    await replica.share(self._exchange)
 
     def _close_exchange(self) -> None:
         """When no engine serves."""

@@ -21,8 +21,9 @@ from aioinfer.resuming.params_record import params_of, record_of
 from aioinfer.resuming.record import StreamCheckpoint
 
 __all__ = ["PIECE", "PROTOCOL", "Abort", "Adapt", "Adapted", "Answers", "Decoder", "Fetch", "Fetched",
-           "Flush", "Hello", "Keep", "Kept", "Leaving", "Lost", "Message", "Orders", "Pause", "Paused",
-           "Ping", "Read", "Refused", "Resume", "Stats", "StepRows", "Store", "Stored", "Submit", "Welcome",
+           "Flush", "Held", "Hello", "Hold", "Holding", "Keep", "Kept", "Leaving", "Lost", "Message",
+           "Numbered", "Orders", "Pages", "Pause", "Paused", "Ping", "Read", "Refused", "Release", "Resume",
+           "Share", "Shared", "Stats", "StepRows", "Store", "Stored", "Submit", "Use", "Welcome",
            "encoded"]  # fmt: skip
 
 _MOST_REASON = 2000
@@ -58,11 +59,6 @@ class Hello(Message, tag=1):
 
     token: str = ""
     protocol: str = PROTOCOL
-    #: bytes of KV pages that it keeps for other replicas, at most; 0: none are wanted
-    pages: Annotated[int, Meta(ge=0)] = 0
-    #: where it shares them with others of its machine, in the encoding of the file system; None: others get
-    #: them by messages
-    directory: bytes | None = None
 
 
 class Submit(Message, tag=2):
@@ -138,6 +134,17 @@ class Adapt(Message, tag=9):
     path: bytes | None = None
 
 
+class Share(Message, tag=13):
+    """Keep pages of KV for other replicas, and find theirs; answered by :class:`Shared`."""
+
+    number: int
+    #: of all of them, at most
+    max_bytes: _Positive
+    #: where it shares them with others of its machine, in the encoding of the file system; None: others get
+    #: them by messages
+    directory: bytes | None = None
+
+
 class Store(Message, tag=10):
     """Put the KV of a prefix, as far as it is cached, where other replicas get it; answered by
     :class:`Stored`."""
@@ -165,6 +172,33 @@ class Keep(Message, tag=12):
     #: bytes of the page
     total: _Positive
     data: _Piece
+
+
+class Hold(Message, tag=14):
+    """Hold what is cached of a prefix; answered by :class:`Held`, now and whenever that changes."""
+
+    number: int
+    ids: list[_Token] = []
+    cache_salt: str = ""
+    adapter: str | None = None
+    #: without use, after which it is held no longer; None: until :class:`Release`
+    seconds: float | None = None
+    #: compute first what is not cached
+    compute: bool = False
+    #: instead of ``ids``: what a hold of this number has; 0: none
+    of: int = 0
+
+
+class Use(Message, tag=15):
+    """What is held is used."""
+
+    number: int
+
+
+class Release(Message, tag=32):
+    """Hold it no longer."""
+
+    number: int
 
 
 # -- from a replica ------------------------------------------------------------------------------------
@@ -235,9 +269,8 @@ class Stored(Message, tag=24):
     """The outcome of :class:`Store`."""
 
     number: int
-    #: from the first on, that have their KV where others get it
+    #: from the first on, that have their KV where others get it, and the names of their pages
     tokens: Annotated[int, Meta(ge=0)]
-    #: of their pages, where others get them by messages
     names: list[_Name] = []
 
 
@@ -257,8 +290,27 @@ class Kept(Message, tag=26):
     kept: bool
 
 
-Orders: TypeAlias = Submit | Abort | Read | Pause | Resume | Flush | Ping | Adapt | Store | Fetch | Keep
-Answers: TypeAlias = StepRows | Stats | Paused | Leaving | Lost | Adapted | Stored | Fetched | Kept
+class Shared(Message, tag=27):
+    """The outcome of :class:`Share`: why it cannot; empty: it does."""
+
+    number: int
+    why: str = ""
+
+
+class Held(Message, tag=28):
+    """The tokens that are held, by the number of :class:`Hold`."""
+
+    number: int
+    tokens: Annotated[int, Meta(ge=0)] = 0
+    error: BaseException | None = None
+
+
+Pages: TypeAlias = Share | Store | Fetch | Keep
+Holding: TypeAlias = Hold | Use | Release
+Orders: TypeAlias = Submit | Abort | Read | Pause | Resume | Flush | Ping | Adapt | Pages | Holding
+#: those that have a number of an order
+Numbered: TypeAlias = Adapted | Shared | Stored | Fetched | Kept | Held
+Answers: TypeAlias = StepRows | Stats | Paused | Leaving | Lost | Numbered
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=sendable_part)
 

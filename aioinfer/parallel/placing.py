@@ -14,7 +14,7 @@ from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import Attempt, Replica, ReplicaState, Wanted
 from aioinfer.parallel.roles import Role
 
-__all__ = ["Placement", "Placing", "has_adapter", "makes_the_same"]
+__all__ = ["Placement", "Placing", "has_adapter", "makes_the_same", "page_hashes"]
 
 #: steps of prefill that a replica may have in its own queue
 _STEPS = 2
@@ -68,15 +68,18 @@ class Placing:
         )
 
     def lane(self, record: Record) -> Role:
-        """The role of the replicas that a record is for: "prefill" for long prompts without output."""
+        """The role of the replicas that a record is for: "prefill" for long prompts without output, if that
+        does not more than double what there is to compute, as without the history that others hold."""
         if record.output.token_ids or all(each.role == "both" for each in self.replicas):
             return "decode"
-        known, cached = record.known, 0
+        known = here = there = record.known
         if self.policy.looks_at_prefixes:
             ids, pages = record.output.known_ids(0, known), _pages(record)
-            others = [each for each in self.ready if each.role != "prefill"]
-            cached = max((_cached(each, ids, record, pages)[0] for each in others), default=0)
-        return "prefill" if known - cached >= self._prefill_tokens else "decode"
+            for each in self.ready:
+                uncached = known - _cached(each, ids, record, pages)[0]
+                here = min(here, uncached) if each.role != "prefill" else here
+                there = min(there, uncached) if each.role != "decode" else there
+        return "prefill" if here >= self._prefill_tokens and there <= 2 * here else "decode"
 
     def successor(self, record: Record, coming: int) -> Replica | None:
         """A replica that goes on with what one for prompts has begun, to the bit; None: there is none, or no
@@ -90,6 +93,11 @@ class Placing:
         if sum(max(0, each.slots - each.load.requests) for each in found) <= coming:
             return None
         return min(found, key=lambda each: each.load.tokens, default=None)
+
+    def home(self, pages: Sequence[int], target: Replica) -> Replica | None:
+        """The replica that holds a prefix with these hashes, if it is not the ``target``."""
+        found = [each for each in self.ready if pages and pages[-1] in each.held]
+        return None if target in found else next(iter(found), None)
 
     def choose(self, record: Record, wanted: Wanted | None = None) -> Placement | None:
         """The replica that computes a record, rather one that is not given weights; None: none has room.
@@ -117,6 +125,7 @@ class Placing:
                 share = min(shares[min((known - uncached) // PAGE, len(pages))], uncached)
                 # What others there compute for it, too, is in the backlog: it is no load of theirs alone.
                 share -= min(max(0, coming - there), each.load.backlog)
+                share -= any(page in each.held for page in pages) if each.held else 0
                 candidates.append(Candidate(each, uncached, share))
         else:
             candidates = [Candidate(each, known - record.stored, known - record.stored) for each in free]
@@ -222,11 +231,18 @@ def _cached(replica: Replica, ids: Sequence[int], record: Record, pages: Sequenc
 
 def _pages(record: Record, known: Sequence[int] = ()) -> list[int]:
     """Hashes of all prefixes of whole pages, of which the first are ``known``."""
-    size, found = 4 * PAGE, list(known)
+    found = list(known)
     last = found[-1] if found else hash(record.namespace)
-    first, pages = len(found), min(record.known // PAGE, _MOST_PAGES)
-    key = token_key(record.output.known_ids(first * PAGE, max(record.known, first * PAGE)))
-    for start in range(0, (pages - first) * size, size):
+    first = len(found)
+    ids = record.output.known_ids(first * PAGE, max(record.known, first * PAGE))
+    return found + page_hashes(ids, last, _MOST_PAGES - first)
+
+
+def page_hashes(ids: Sequence[int], last: int, most: int = _MOST_PAGES) -> list[int]:
+    """Hashes of the prefixes of whole pages of ``ids``, which follow what has the hash ``last``, or begin in
+    the namespace that has it."""
+    size, found, key = 4 * PAGE, list[int](), token_key(ids)
+    for start in range(0, min(len(ids) // PAGE, most) * size, size):
         last = hash((last, key[start : start + size]))
         found.append(last)
     return found

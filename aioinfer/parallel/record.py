@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from aioinfer.cache.namespace import Namespace
+from aioinfer.loop.holding import Prefix
 from aioinfer.loop.resumption import take
 from aioinfer.loop.service import OpenRequest
 from aioinfer.parallel.roles import Role
@@ -20,10 +21,15 @@ if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo
     from aioinfer.parallel.rows import Ending
 
-__all__ = ["Record"]
+__all__ = ["Record", "namespace_of"]
 
 #: seconds that are left when none are: the timer for it runs next
 _SOON = 1e-6
+
+
+def namespace_of(cache_salt: str, adapter: str | None) -> Namespace:
+    """What a dispatcher finds prefixes by."""
+    return Namespace(cache_salt, 0 if adapter is None else 1 + zlib.crc32(adapter.encode()))
 
 
 class Record(OpenRequest):
@@ -31,6 +37,7 @@ class Record(OpenRequest):
 
     __slots__ = (
         "characters",
+        "home",
         "lane",
         "losses",
         "lost_at",
@@ -54,6 +61,8 @@ class Record(OpenRequest):
         #: known tokens that have their KV where replicas leave it for each other, and the one replica that
         #: has it; empty: all that share a store
         self.stored, self.near = 0, ""
+        #: the replica that it was sent to last
+        self.home = ""
         #: errors that ended attempts which had come to the same token, and how many tokens there were
         self.losses: list[BaseException] = []
         self.lost_length = -1
@@ -62,8 +71,7 @@ class Record(OpenRequest):
         #: of its released text
         self.characters = 0
         #: finds its prefixes. Replicas tell versions of an adapter apart, a dispatcher does not
-        name = request.adapter
-        self.namespace = Namespace(request.cache_salt, 0 if name is None else 1 + zlib.crc32(name.encode()))
+        self.namespace = namespace_of(request.cache_salt, request.adapter)
 
     @property
     def request(self) -> Request:
@@ -78,6 +86,11 @@ class Record(OpenRequest):
     def known(self) -> int:
         """Tokens of prompt and output."""
         return len(self.output.prompt_ids) + len(self.output.token_ids)
+
+    @property
+    def prefix(self) -> Prefix:
+        """All that is known."""
+        return Prefix(self.output.known_ids(0, self.known), self.request.cache_salt, self.request.adapter)
 
     def accept(self, prompt_ids: Sequence[int], seed: int, info: DeviceInfo, *, text: bool) -> None:
         """Take the token ids of its prompt. ``text``: the outputs have text."""

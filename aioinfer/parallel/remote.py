@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import os
 from collections import Counter
@@ -17,6 +18,7 @@ from aioinfer.outputs import AdapterInfo, Draft
 from aioinfer.parallel import messages
 from aioinfer.parallel.connection import PATIENCE, SILENT, Connect, Connection, connector
 from aioinfer.parallel.frames import FrameError
+from aioinfer.parallel.holds import RemoteHolds
 from aioinfer.parallel.prefixes import PAGE, RememberedPages
 from aioinfer.parallel.reading import request_of
 from aioinfer.parallel.record import Record
@@ -26,7 +28,9 @@ from aioinfer.parallel.stats import counts_of
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
+    from aioinfer.loop.holding import Kept, Prefix
     from aioinfer.observe.stats import EngineStats
+    from aioinfer.parallel.exchange import Exchange
     from aioinfer.resuming.record import StreamCheckpoint
 
 __all__ = ["SocketReplica"]
@@ -89,7 +93,7 @@ class SocketReplica(Replica):
         try:
             await self._connect(lambda: link.connection)
             async with asyncio.timeout(PATIENCE):
-                link.connection.send(self._hello())
+                link.connection.send(messages.Hello(self._token))
                 welcome = await link.welcome
         except BaseException as error:
             link.connection.abort()
@@ -103,13 +107,8 @@ class SocketReplica(Replica):
         self._link, self._welcome, self._stats, self._life = link, welcome, welcome.stats, welcome.life
         self._adapters = list(welcome.adapters)
         link.connection.begin_beats()
-
-    def _hello(self) -> messages.Hello:
-        if self.exchange is None:
-            return messages.Hello(self._token)
-        path = self.exchange.path if self.same_host else None
-        directory = None if path is None else os.fsencode(path)
-        return messages.Hello(self._token, pages=self.exchange.max_bytes, directory=directory)
+        if self.exchange is not None:
+            await self.share(self.exchange)
 
     def begin_launch(self) -> None:
         """Forget what is known of an earlier process."""
@@ -189,21 +188,40 @@ class SocketReplica(Replica):
 
     # -- pages ------------------------------------------------------------------------------------
 
-    async def store_prefix(self, record: Record) -> Stored:
-        ids, request = record.output.known_ids(0, record.known), record.request
-        answer = await self._ask(
-            lambda number: messages.Store(number, ids, request.cache_salt, request.adapter)
-        )
+    async def share(self, exchange: Exchange) -> None:
+        path = exchange.path if self.same_host else None
+        directory = None if path is None else os.fsencode(path)
+        answer = await self._ask(lambda number: messages.Share(number, exchange.max_bytes, directory))
+        if answer.why:
+            raise ConfigError(answer.why)
+        self.exchange = exchange
+
+    async def store_prefix(self, prefix: Prefix) -> Stored:
+        answer = await self._ask(lambda number: messages.Store(number, *prefix))
         return Stored(answer.tokens, answer.names)
 
     async def fetch(self, name: bytes, at: int) -> tuple[int, bytes]:
         answer = await self._ask(lambda number: messages.Fetch(number, name, at))
         return answer.total, answer.data
 
-    async def keep(self, name: bytes, at: int, total: int, data: bytes) -> bool:
+    async def give(self, name: bytes, at: int, total: int, data: bytes) -> bool:
         answer = await self._ask(lambda number: messages.Keep(number, name, at, total, data))
         kept: bool = answer.kept
         return kept
+
+    def hold(self, prefix: Prefix, seconds: float | None) -> Kept | None:
+        link = self._link
+        if link is None or link.connection.closed:
+            return None
+        return link.holds.new(lambda number: messages.Hold(number, *prefix, seconds))
+
+    async def warm(self, prefix: Prefix, seconds: float | None) -> Kept | None:
+        answer = await self._ask(
+            lambda number: messages.Hold(number, *prefix, seconds, compute=True), messages.Release
+        )
+        if answer.error is not None:
+            raise answer.error
+        return None if self._link is None else self._link.holds.made(answer)
 
     async def _ask(
         self,
@@ -312,7 +330,8 @@ class _Link:
         self.pausing: list[asyncio.Future[None]] = []
         #: what waits for an answer, by number
         self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._asks = 0
+        self.numbers = itertools.count(1)
+        self.holds = RemoteHolds(self.connection.send, self.numbers)
         #: this end closes it
         self.closing = False
 
@@ -323,8 +342,7 @@ class _Link:
     ) -> Any:
         """Send an order with a number, and wait for its answer. ``cancel``: the order that is sent when this
         is cancelled, and the answer waited for; None: it is not. Raises EngineFailed."""
-        self._asks += 1
-        number = self._asks
+        number = next(self.numbers)
         waiting: asyncio.Future[Any] = self._loop.create_future()
         self._asked[number] = waiting
         try:
@@ -337,7 +355,7 @@ class _Link:
             if waiting.done() and not waiting.cancelled():
                 waiting.exception()  # the caller that waited may have left
 
-    def _answer(self, message: messages.Adapted | messages.Stored | messages.Fetched | messages.Kept) -> None:
+    def _answer(self, message: messages.Numbered) -> None:
         waiting = self._asked.get(message.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
@@ -360,10 +378,13 @@ class _Link:
             case messages.Paused():
                 if self.pausing:
                     _set(self.pausing.pop(0))
+            case messages.Held():
+                self.holds.held(message)
+                self._answer(message)
             case messages.Adapted():
                 self._replica.adapted(message.adapters)
                 self._answer(message)
-            case messages.Stored() | messages.Fetched() | messages.Kept():
+            case messages.Shared() | messages.Stored() | messages.Fetched() | messages.Kept():
                 self._answer(message)
             case messages.Leaving():
                 self._replica.events.leaving(self._replica)
@@ -392,6 +413,7 @@ class _Link:
 
     def ended(self, cause: BaseException | None) -> None:
         self._replica.silent = False
+        self.holds.close()
         for paused in self.pausing:
             _set(paused)
         for waiting in self._asked.values():

@@ -19,6 +19,7 @@ from aioinfer.parallel.roles import Role
 
 if TYPE_CHECKING:
     from aioinfer.execution.device import DeviceInfo, Progress
+    from aioinfer.loop.holding import Kept, Prefix
     from aioinfer.loop.updating import UpdateMode, WeightSource
     from aioinfer.observe.observers import Observers
     from aioinfer.observe.stats import EngineStats
@@ -142,7 +143,7 @@ class Stored(NamedTuple):
     """What a replica has stored of a prefix for others."""
 
     tokens: int
-    #: of its pages, if they are to be carried to the replica that needs them
+    #: of its pages, where they can be fetched
     names: Sequence[bytes] = ()
 
 
@@ -157,6 +158,8 @@ class Replica(ABC):
         #: why it is LOST
         self.cause: BaseException | None = None
         self.load = Load()
+        #: what it holds for sessions, by the hashes of their last pages
+        self.held: Counter[int] = Counter()
         #: counters of earlier engines in its place, by their names
         self.past: dict[str, Any] = {}
         #: where it reports, from :meth:`start` on
@@ -295,8 +298,13 @@ class Replica(ABC):
         """As :meth:`aioinfer.Engine.update_weights`."""
         raise ConfigError(f"weights: {self.no_updates}")
 
-    async def store_prefix(self, record: Record) -> Stored:
-        """Put the KV of what is known of a record where other replicas get it. Raises EngineError."""
+    async def share(self, exchange: Exchange) -> None:
+        """From now on, leave pages for others there and find theirs. Raises ConfigError: it cannot;
+        EngineError."""
+        raise ConfigError("roles: pages of this engine cannot be given to others")
+
+    async def store_prefix(self, prefix: Prefix) -> Stored:
+        """Put the KV of a prefix, as far as it is cached, where other replicas get it. Raises EngineError."""
         return Stored(0)
 
     async def fetch(self, name: bytes, at: int) -> tuple[int, bytes]:
@@ -304,9 +312,17 @@ class Replica(ABC):
         one that it has not. Raises EngineError."""
         return 0, b""
 
-    async def keep(self, name: bytes, at: int, total: int, data: bytes) -> bool:
+    async def give(self, name: bytes, at: int, total: int, data: bytes) -> bool:
         """Give it a piece of a page of another replica; whether it takes it. Raises EngineError."""
         return False
+
+    def hold(self, prefix: Prefix, seconds: float | None) -> Kept | None:
+        """Hold what it has cached of a prefix, until that was not used for so long. None: it cannot."""
+        return None
+
+    async def warm(self, prefix: Prefix, seconds: float | None) -> Kept | None:
+        """The same, once it has computed what is missing, or got it from others. Raises as a request."""
+        return None
 
     def give_up(self) -> None:
         """The dispatcher is closed while this is being launched, which should fail soon."""

@@ -163,6 +163,7 @@ class Sending(Service[Record], ReplicaEvents):
         self._has_room()
         record.cell.cancel_timer()
         self.attempts[record] = attempt
+        record.home = placement.replica.name
         if not record.output.token_ids:
             record.output.numerics = placement.replica.info.numerics
             record.output.adapter_fingerprint = placement.replica.fingerprint_of(record.request.adapter)

@@ -31,20 +31,19 @@ class SharedPages:
     """Answers the orders of one connection that are about pages, and no others; on the loop of the engine."""
 
     def __init__(
-        self, engine: Engine, hello: messages.Hello, send: Callable[[messages.Message], None]
+        self, engine: Engine, order: messages.Share, send: Callable[[messages.Message], None]
     ) -> None:
         """Raises ConfigError: pages of this engine cannot be shared, or not there."""
         check_pages(engine)
         self._engine = engine
         self._send = send
-        self._by_messages = hello.directory is None
         self._store: PageStore = (
-            MemoryStore(hello.pages)
-            if hello.directory is None
-            else DirectoryStore(os.fsdecode(hello.directory), hello.pages)
+            MemoryStore(order.max_bytes)
+            if order.directory is None
+            else DirectoryStore(os.fsdecode(order.directory), order.max_bytes)
         )
         self._transfers = engine._started().transfers
-        self._transfers.attach(self._store, probed=not self._by_messages)
+        self._transfers.attach(self._store, probed=order.directory is not None)
         self._storing: set[asyncio.Task[int]] = set()
         #: the page that was fetched last, and the one that comes in
         self._out: tuple[bytes, bytes] = b"", b""
@@ -66,7 +65,7 @@ class SharedPages:
             _log.debug("a prefix was not stored: %r", error)
         else:
             tokens = task.result()
-        names = self._names(order, tokens) if self._by_messages and tokens else []
+        names = self._names(order, tokens) if tokens else []
         self._send(messages.Stored(order.number, tokens, names))
 
     def _names(self, order: messages.Store, tokens: int) -> list[bytes]:

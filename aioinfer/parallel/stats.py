@@ -83,6 +83,7 @@ class DispatcherStats(EngineStats):
         *,
         state: str,
         arriving: int,
+        sessions: int,
         waiting: int,
         waiting_tokens: int,
         **own: Any,
@@ -97,6 +98,7 @@ class DispatcherStats(EngineStats):
         total |= counts
         total["state"] = state
         total["arriving"] += arriving
+        total["sessions"] += sessions
         total["waiting"] += waiting
         total["waiting_tokens"] += waiting_tokens
         return cls(**total, **own, replicas=each)

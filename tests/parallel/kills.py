@@ -4,6 +4,7 @@ differs from that of a run without kills.
     python -m tests.parallel.kills --streams 1000
     python -m tests.parallel.kills --streams 300 --model tiny-diffusion
     python -m tests.parallel.kills --streams 300 --rolling
+    python -m tests.parallel.kills --streams 300 --prefill
     python -m tests.parallel.kills --streams 300 --ray auto
 """
 
@@ -121,6 +122,7 @@ async def run(
     *,
     rolling: bool,
     seed: int,
+    prefill: bool = False,
     ray: str | None = None,
     direct: bool = True,
 ) -> dict[str, Any]:
@@ -130,7 +132,10 @@ async def run(
     bodies = requests(model)
     parsers: dict[str, Any] = {} if model == "tiny-diffusion" else {"tool_call_parser": "hermes"}
     config = EngineConfig(model=model, deterministic=True, threads=1, kv_memory_gib=0.1, **parsers)
-    dispatcher = Dispatcher(processes=3, ray=ray, config=config, on_loss="identical")
+    roles = ["prefill", "decode", "decode"] if prefill else []
+    dispatcher = Dispatcher(
+        processes=3, ray=ray, config=config, on_loss="identical", roles=roles, prefill_tokens=1
+    )
     for replica in dispatcher._replicas if ray is not None else ():
         replica.direct = direct  # type: ignore[attr-defined]
     async with dispatcher, served(dispatcher) as url:
@@ -191,6 +196,8 @@ async def run(
             **{name: counts[name] for name in ("streams", "failed", "differing", "kills", "rolled")},
             "resumed": stats.resumed,
             "diverged": stats.diverged,
+            "handovers": stats.handovers,
+            "without pages": stats.handovers_without_pages,
             "resume_seconds": stats.resume_seconds,
             "seconds": time.monotonic() - started,
         }
@@ -203,6 +210,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--every", type=float, default=2.0, help="seconds between kills")
     parser.add_argument("--rolling", action="store_true", help="restart all replicas in turn instead")
+    parser.add_argument("--prefill", action="store_true", help="one of the replicas computes the prompts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
         "--ray", metavar="ADDRESS", help="a Ray cluster on this machine that places the replicas"
@@ -217,6 +225,7 @@ def main() -> None:
             options.every,
             rolling=options.rolling,
             seed=options.seed,
+            prefill=options.prefill,
             ray=options.ray,
             direct=not options.through_ray,
         )

@@ -14,7 +14,14 @@ from aioinfer.parallel.rows import Ending
 from aioinfer.testing import VirtualLoop
 from tests.engine.simulation import lifetime, settle
 from tests.engine.worlds import World
-from tests.parallel.worlds import check_loads, check_sums, disturb, make_dispatcher_world, may_fail
+from tests.parallel.worlds import (
+    check_loads,
+    check_sums,
+    disturb,
+    make_dispatcher_world,
+    may_fail,
+    move_sessions,
+)
 
 __all__ = ["simulate"]
 
@@ -22,14 +29,16 @@ __all__ = ["simulate"]
 async def run_world(world: World, dispatcher: Dispatcher, lifetimes: int) -> None:
     await dispatcher.start()
     disturbing = asyncio.ensure_future(disturb(world, dispatcher))
+    moving = asyncio.ensure_future(move_sessions(world, dispatcher))
     async with asyncio.TaskGroup() as group:
         for number in range(lifetimes):
             group.create_task(lifetime(world, number))
         group.create_task(_until_all_have_arrived(disturbing, group))
-    disturbing.cancel()
-    await asyncio.wait([disturbing])
-    if not disturbing.cancelled():
-        disturbing.result()
+    for operator in (disturbing, moving):
+        operator.cancel()
+        await asyncio.wait([operator])
+        if not operator.cancelled():
+            operator.result()
     gc.collect()
     await asyncio.sleep(45.0)  # what is lost last is noticed by its silence
     world.verify(world, world.claims)
@@ -43,6 +52,7 @@ async def run_world(world: World, dispatcher: Dispatcher, lifetimes: int) -> Non
         assert not replica.load.requests
         assert replica.load.backlog == replica.load.tokens == replica.load.resuming == 0
         assert not replica.load.pages
+        assert not replica.held
         if replica.state is ReplicaState.READY:
             engine: Any = replica
             await settle(engine.engine)

@@ -22,7 +22,8 @@ from aioinfer.parallel.messages import (
     Hello,
     Keep,
     Kept,
-    Refused,
+    Share,
+    Shared,
     Store,
     Stored,
     Submit,
@@ -170,18 +171,6 @@ def test_without_a_directory_nothing_is_made(tmp_path: Path) -> None:
     assert left(tmp_path) == []
 
 
-def test_an_engine_that_ends_leaves_the_store_to_the_others() -> None:
-    exchange = Exchange(GIB, "memory")
-    exchange.open()
-    store = exchange.store()
-    assert store is not None
-    store.close()
-    page: Views = [memoryview(bytearray(b"page"))]
-    assert store.put(bytes(16), page)
-    assert store.read([bytes(16)], [page]) == 1
-    exchange.close()
-
-
 # -- orders --------------------------------------------------------------------------------------------
 
 
@@ -191,10 +180,13 @@ async def answer(peer: Peer, kind: type) -> Any:
     return found
 
 
-async def greeted(served: Served, **hello: Any) -> Peer:
+async def greeted(served: Served, *, pages: int = 0, directory: bytes | None = None) -> Peer:
     peer = await Peer.connect(served.path)
-    peer.send(Hello(TOKEN, **hello))
+    peer.send(Hello(TOKEN))
     assert isinstance(await peer.next(), Welcome)
+    if pages:
+        peer.send(Share(3, pages, directory))
+        assert await answer(peer, Shared) == Shared(3)
     return peer
 
 
@@ -255,10 +247,10 @@ async def test_a_page_goes_from_one_replica_to_another_in_messages(served: Serve
 
 
 @rest(SECONDS)
-async def test_replicas_of_one_machine_name_no_pages(served: Served, tmp_path: Path) -> None:
+async def test_replicas_of_one_machine_leave_pages_in_files(served: Served, tmp_path: Path) -> None:
     peer = await greeted(served, pages=1 << 20, directory=os.fsencode(tmp_path / "pages"))
     found = await stored(peer)
-    assert (found.tokens, found.names) == (36, [])
+    assert (found.tokens, len(found.names)) == (36, 9)
     assert len([*(tmp_path / "pages").glob("*/*.p")]) == 9
     await peer.close()
 
@@ -295,11 +287,15 @@ async def test_malformed_orders_about_pages_end_a_connection(served: Served, ord
 async def test_a_directory_that_cannot_be_shared_is_refused(served: Served, tmp_path: Path) -> None:
     (tmp_path / "open").mkdir(mode=0o755)
     (tmp_path / "open" / "file").touch()
-    peer = await Peer.connect(served.path)
-    peer.send(Hello(TOKEN, pages=1 << 20, directory=os.fsencode(tmp_path / "open")))
-    assert isinstance(await peer.next(), Refused)
+    peer = await greeted(served)
+    for directory, why in ((tmp_path / "open", "is open to others"), (tmp_path / "open" / "file", "")):
+        peer.send(Share(1, 1 << 20, os.fsencode(directory)))
+        refused = await answer(peer, Shared)
+        assert refused.why
+        assert why in refused.why
+    peer.send(Share(2, 1 << 20, os.fsencode(tmp_path / "own")))
+    assert await answer(peer, Shared) == Shared(2)
     await peer.close()
-    assert served.agent.refused == {"pages": 1}
 
 
 @rest(SECONDS)

@@ -13,8 +13,9 @@ import pytest
 
 from aioinfer import SamplingParams
 from aioinfer.config import EngineConfig
+from aioinfer.loop.holding import Prefix
 from aioinfer.parallel import Dispatcher, exchange
-from aioinfer.parallel.record import Record
+from aioinfer.parallel.processes import ProcessReplica
 from aioinfer.parallel.replica import Attempt, Replica, Stored
 from tests.parallel.waiting import until
 from tests.tiers import PROGRAM, rest
@@ -40,8 +41,12 @@ def kill(replica: Any) -> None:
     os.kill(replica.pid, signal.SIGKILL)
 
 
-async def test_a_process_may_be_killed_amid_a_handover(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("same_host", [True, False], ids=["files", "messages"])
+async def test_a_process_may_be_killed_amid_a_handover(
+    same_host: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That which stores pages, and that which has just been told to go on with them."""
+    monkeypatch.setattr(ProcessReplica, "same_host", same_host)
     async with dispatcher_of() as dispatcher:
         source, target = dispatcher._replicas
         wanted = await dispatcher.generate(IDS, PARAMS)
@@ -49,13 +54,13 @@ async def test_a_process_may_be_killed_amid_a_handover(monkeypatch: pytest.Monke
         store, submit = type(source).store_prefix, type(target).submit
         victims: list[Replica] = []
 
-        async def stores(self: Any, record: Record) -> Stored:
+        async def stores(self: Any, prefix: Prefix) -> Stored:
             if victims == [source]:
-                storing = asyncio.ensure_future(store(self, record))
+                storing = asyncio.ensure_future(store(self, prefix))
                 await asyncio.sleep(0)  # the order is on its way
                 kill(victims.pop())
                 return await storing
-            return await store(self, record)
+            return await store(self, prefix)
 
         def submits(self: Any, attempt: Attempt, *rest: Any) -> None:
             submit(self, attempt, *rest)
@@ -64,7 +69,7 @@ async def test_a_process_may_be_killed_amid_a_handover(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(type(source), "store_prefix", stores)
         monkeypatch.setattr(type(target), "submit", submits)
-        for number in range(4):
+        for number in range(2 if dispatcher._kind == "messages" else 4):
             dispatcher.flush_cache()
             victims.append((source, target)[number % 2])
             found = await dispatcher.generate(IDS, PARAMS)

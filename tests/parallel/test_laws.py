@@ -26,7 +26,7 @@ def test_random_lifetimes_keep_every_law(block: int) -> None:
     for happening in (
         "finished", "left", "cancelled", "dropped", "never read", "timed out", "replicas lost", "restarts",
         "replicas rolled", "replicas that hang", "moved", "streams lost", "worlds with frames",
-        "worlds with roles", "handed over", "handed over with pages",
+        "worlds with roles", "handed over", "handed over with pages", "sessions moved",
     ):  # fmt: skip
         assert counts[happening] > 0, (happening, counts)
 

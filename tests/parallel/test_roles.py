@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from aioinfer import ConfigError, SamplingParams, StepFailed
-from aioinfer.config import EngineConfig
+from aioinfer.cli.serving import _engine
+from aioinfer.config import EngineConfig, ServerConfig
 from aioinfer.engine import Engine
+from aioinfer.loop.holding import Prefix
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel import handover as handovers
-from aioinfer.parallel.record import Record
 from aioinfer.parallel.replica import Replica, Stored
 from tests.engine.simulation import settle
 from tests.model.harness import require
@@ -256,7 +257,7 @@ async def test_pages_that_are_not_stored_in_time_are_computed_again(
 ) -> None:
     """A stream waits for them for five seconds, at most."""
 
-    async def never(self: Replica, record: Record) -> Stored:
+    async def never(self: Replica, prefix: Prefix) -> Stored:
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -301,9 +302,9 @@ async def test_a_stream_that_goes_on_before_its_pages_are_there_is_slower_and_no
         store = type(dispatcher._replicas[0]).store_prefix
         storing: list[asyncio.Task[Stored]] = []
 
-        async def early(self: Any, record: Record) -> Stored:
-            storing.append(asyncio.ensure_future(store(self, record)))
-            return Stored(record.known)
+        async def early(self: Any, prefix: Prefix) -> Stored:
+            storing.append(asyncio.ensure_future(store(self, prefix)))
+            return Stored(len(prefix.ids))
 
         monkeypatch.setattr(type(dispatcher._replicas[0]), "store_prefix", early)
         for seed in range(5):
@@ -408,3 +409,15 @@ async def test_engines_without_a_prefix_cache_have_no_roles(kind: Kind) -> None:
     with pytest.raises(ConfigError, match="roles: an engine without a prefix cache"):
         await dispatcher.start()
     assert dispatcher.closed
+
+
+def test_a_server_has_so_many_replicas_for_prompts() -> None:
+    config = ServerConfig(replicas=3, prefill_replicas=1, prefill_tokens=100, exchange_gib=0.5)
+    dispatcher = _engine(EngineConfig(), config)
+    assert isinstance(dispatcher, Dispatcher)
+    assert [replica.role for replica in dispatcher._replicas] == ["prefill", "decode", "decode"]
+    assert (dispatcher._prefill_tokens, dispatcher._exchange_gib) == (100, 0.5)
+    assert ServerConfig(replicas=3).roles == []
+    for replicas in (1, 2):
+        with pytest.raises(ConfigError, match=f"prefill_replicas must be fewer than replicas, .* {replicas}"):
+            ServerConfig(replicas=replicas, prefill_replicas=2)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import Counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from aioinfer.engine import Engine
+from aioinfer.errors import EngineClosed, EngineFailed, InvalidRequest, Rejected
 from aioinfer.parallel import Dispatcher
 from aioinfer.parallel.local import LocalReplica
 from aioinfer.parallel.policies import POLICIES
@@ -26,7 +28,7 @@ from tests.engine.worlds import (
 )
 from tests.parallel.framed import FramedDispatcher, FramedReplica
 from tests.parallel.toys import Toy, lose_engine
-from tests.toys import ToyTokenizer
+from tests.toys import ToyTokenizer, toy_generate
 
 #: of every toy
 LONGEST = 60
@@ -195,6 +197,27 @@ async def disturb(world: World, dispatcher: Dispatcher) -> None:
             dispatcher.flush_cache()
         check_loads(dispatcher)
         check_sums(dispatcher)
+
+
+async def move_sessions(world: World, dispatcher: Dispatcher) -> None:
+    """Sessions move between replicas, also such as are lost meanwhile, and their turns are those of one
+    engine."""
+    dice = random.Random((dispatcher.config.seed or 0) + 11)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0)
+    while asyncio.get_running_loop().time() < _DISTURBED:
+        await asyncio.sleep(dice.expovariate(1 / 0.2))
+        with contextlib.suppress(Rejected, EngineFailed, EngineClosed, InvalidRequest):
+            async with dispatcher.session(ttl=dice.choice([0.05, 10.0])) as session:
+                ids: list[int] = []
+                for _ in range(4):
+                    more = dice.choices(range(VOCAB), k=dice.randint(1, 8))
+                    result = await session.generate(more, params)
+                    assert result.token_ids == toy_generate([*ids, *more], params)
+                    ids += [*more, *result.token_ids]
+                    target = dice.choice(dispatcher._replicas)
+                    held = await session.move(target.name)
+                    assert held <= len(ids)
+                    world.counts["sessions moved"] += held > 0
 
 
 def kill(replica: Replica) -> None:
