@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack, cast
 
@@ -94,7 +95,7 @@ class Sessions(Batches):
         session: Session | None = None
         try:
             merged = cast("JobOptions", {**saved.options, **options})
-            state = State(tuple(saved.token_ids), tuple(saved.messages))
+            state = State(array("i", saved.token_ids), tuple(saved.messages))
             session = self._session(ttl, tools, chat_template_kwargs, merged, state)
             attached = saved.numerics == serving.info.numerics and serving.attach(archive)
             if attached and saved.token_ids:

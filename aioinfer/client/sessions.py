@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from array import array
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, Unpack
@@ -91,7 +92,8 @@ class Answer:
 class State(NamedTuple):
     """What a session has: a value, which forks share."""
 
-    token_ids: tuple[int, ...] = ()
+    #: an array, four bytes each
+    token_ids: Sequence[int] = ()
     messages: tuple[Mapping[str, Any], ...] = ()
     #: the last message of a chat
     answer: Answer | None = None
@@ -148,7 +150,7 @@ class Session:
     def token_ids(self) -> tuple[int, ...]:
         """Prompts and outputs of all turns that have ended, stop tokens included. Of a chat: the prompt of
         the last turn, as the template made it, and its output."""
-        return self._state.token_ids
+        return tuple(self._state.token_ids)
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -327,7 +329,7 @@ class Session:
         self._turn = None
         output = cell.output
         if output.error is None and output.finish_reason != "abort" and not self._seat.left:
-            self._state = State((*output.prompt_ids, *output.token_ids), messages, answer)
+            self._state = State(array("i", [*output.prompt_ids, *output.token_ids]), messages, answer)
             self._seat.hold(self._service.keep(cell, self.ttl))
         elif self._seat.kept is not None:
             self._seat.kept.touch()
