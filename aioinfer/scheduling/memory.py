@@ -89,8 +89,9 @@ class Memory:
 
     @property
     def returning(self) -> bool:
-        """Pages come back by themselves when steps in flight resolve, or workers are done."""
-        return bool(self.pages.fenced or self.evictable or self.transfers)
+        """Pages come back by themselves when steps in flight resolve. Workers are not waited for: a disk
+        may hang."""
+        return bool(self.pages.fenced or self.evictable)
 
     @property
     def snapshots_cached(self) -> int:

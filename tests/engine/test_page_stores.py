@@ -208,6 +208,31 @@ async def test_closing_waits_for_what_fills_pages(make_engine: MakeEngine) -> No
         assert stream.done
 
 
+@pytest.mark.parametrize("reading", [False, True])
+async def test_others_go_on_out_of_memory_while_a_disk_hangs(make_engine: MakeEngine, reading: bool) -> None:
+    store = Gated()
+    async with make_engine(device=ToyDevice(num_pages=40), page_size=4) as engine:
+        attach(engine, store)
+        await ask(engine)
+        store.open.clear()
+        store.begun.clear()
+        if reading:
+            engine.flush_cache()
+            stream = engine.generate(PROMPT, PARAMS)
+            await began(store)
+            await stream.aclose()
+        # The first ones to have a page to write; together they need more pages than there are.
+        params = PARAMS.changed(max_tokens=70)
+        prompts = [[7] * 20, [9] * 20]
+        results = await asyncio.gather(*(engine.generate(prompt, params) for prompt in prompts))
+        assert [each.token_ids for each in results] == [toy_generate(prompt, params) for prompt in prompts]
+        assert engine.stats().retractions > 0
+        assert engine._core.scheduler.memory.transfers.pages == (10 if reading else 0)
+        store.open.set()
+        await written(engine)
+        await settle(engine)
+
+
 async def test_a_page_that_is_missing_is_computed(make_engine: MakeEngine) -> None:
     store = FlakyStore(random.Random(3), 1000, 0.0)
     async with make_engine(page_size=4) as engine:
