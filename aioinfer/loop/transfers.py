@@ -44,7 +44,7 @@ _MOST = 64
 _WAITING = 4096
 #: seconds between two looks for what other processes have stored
 _REFRESH = 5.0
-#: seconds that closing waits for workers: a disk may hang
+#: seconds without a page that requests wait for a store, and that closing waits for workers: a disk may hang
 _PATIENCE = 10.0
 
 
@@ -83,6 +83,9 @@ class PageTransfers:
         self._owned: list[PageStore] = []
         self._readers = WorkerExecutor(2, "aioinfer-pages-in")
         self._writers = WorkerExecutor(1, "aioinfer-pages-out")
+        #: of arrivals under way, to look at what has come, and those that did not come in time
+        self._timers: dict[Arrival, asyncio.TimerHandle] = {}
+        self._late: set[Arrival] = set()
         self._roots: dict[Namespace, bytes] = {}
         self._fresh: deque[_Fresh] = deque(maxlen=_WAITING)
         self._writing = self._due = False
@@ -161,7 +164,7 @@ class PageTransfers:
 
     def find(self, sequence: Request) -> Arrival | None:
         first, last = sequence.kv.cached_pages, sequence.cursor.reusable // self._size
-        if last <= first or self._closed:
+        if last <= first or self._closed or self._late:
             return None
         self._refresh()
         wanted = self._names(sequence, last)[first:]
@@ -178,9 +181,30 @@ class PageTransfers:
         arrival = Arrival(sequence.key, wanted[:count], pages, slot if states else 0)
         work = partial(_fill, self._device, store, arrival, arrival.slot)
         filled = partial(self._filled, arrival, self._core.clock())
-        return arrival if self._begin(self._readers, work, filled) else None
+        if not self._begin(self._readers, work, filled):
+            return None
+        self._watch(arrival)
+        return arrival
+
+    def _watch(self, arrival: Arrival) -> None:
+        self._timers[arrival] = self._loop.call_later(_PATIENCE, self._look, arrival, arrival.filled)
+
+    def _look(self, arrival: Arrival, filled: int) -> None:
+        """A disk may hang: a request whose pages do not come is admitted again, and computes them."""
+        if arrival.abandoned:
+            return
+        if arrival.filled > filled:
+            self._watch(arrival)
+            return
+        self._late.add(arrival)
+        _log.error("no page has come from a store for %g s; until one does, they are computed", _PATIENCE)
+        scheduler = self._core.scheduler
+        scheduler.retract(scheduler.queues.arriving[arrival.key])
+        self._wake()
 
     def _filled(self, arrival: Arrival, begun: float, count: int) -> None:
+        self._timers.pop(arrival).cancel()
+        self._late.discard(arrival)
         transfers, missing = self._memory.transfers, len(arrival.names) - count
         if not arrival.abandoned:
             transfers.arrived += count
@@ -323,6 +347,8 @@ class PageTransfers:
         """Let the threads end."""
         self._closed = True
         self._fresh.clear()
+        for timer in self._timers.values():
+            timer.cancel()
         for executor in (self._readers, self._writers):
             executor.shutdown(wait=False, cancel_futures=True)
         self._stores.clear()
@@ -343,6 +369,7 @@ def _fill(device: HostPages, store: PageStore, arrival: Arrival, cell: int) -> i
             states[-1] = device.state_views(cell)
         right = store.read(arrival.names[done:stop], pages, states)
         done += right
+        arrival.filled = done
         if right < len(pages):
             break
     return 0 if cell and done < count else done

@@ -23,10 +23,10 @@ __all__ = ["Arrival", "Departure", "Transfers"]
 
 
 class Arrival:
-    """Pages of one admitted request that a worker fills. The worker reads ``abandoned``, nothing else changes
-    while it works."""
+    """Pages of one admitted request that a worker fills. The worker reads ``abandoned`` and counts
+    ``filled``, nothing else changes while it works."""
 
-    __slots__ = ("abandoned", "key", "names", "pages", "slot")
+    __slots__ = ("abandoned", "filled", "key", "names", "pages", "slot")
 
     def __init__(self, key: int, names: Sequence[bytes], pages: Sequence[int], slot: int = 0) -> None:
         """``names`` of ``pages``, which follow the cached ones of the request ``key``. ``slot``: in its cell
@@ -35,6 +35,8 @@ class Arrival:
         self.names = names
         self.pages = pages
         self.slot = slot
+        #: of the pages, so far
+        self.filled = 0
         #: the request has left it, and with it these pages, and the slot if its cell is filled
         self.abandoned = False
 

@@ -110,7 +110,7 @@ class Scheduler:
         queues = self.queues
         self.weight_version = version
         for sequence in [*queues.running.values()]:
-            self._retract(sequence)
+            self.retract(sequence)
         try:
             queues.switch(version)
         except PolicyFailed as error:
@@ -286,7 +286,7 @@ class Scheduler:
             victim = next(victims(queues.running.values()), None) if queues.counters.parkings else None
             if victim is None or not victim.parked:
                 return False
-            self._retract(victim)
+            self.retract(victim)
         queues.admitted(sequence)
         finder = queues.memory.finder
         if finder is not None and not failed_before(sequence):
@@ -295,7 +295,8 @@ class Scheduler:
                 queues.arrive(arrival)
         return True
 
-    def _retract(self, sequence: Sequence) -> None:
+    def retract(self, sequence: Sequence) -> None:
+        """Take slot and pages from a running request, which queues up again."""
         try:
             self.queues.retract(sequence)
         except PolicyFailed as error:
@@ -386,7 +387,7 @@ class Scheduler:
                     self._short = True
                     starved.append(sequence)
                     break
-                self._retract(victim)
+                self.retract(victim)
                 self._short = True
                 self.ratio.rise()
             else:
@@ -422,7 +423,7 @@ class Scheduler:
             return
         for victim in self._make_room(first):
             self._urgent = first
-            self._retract(victim)
+            self.retract(victim)
             queues.counters.preemptions += 1
 
     def _make_room(self, first: Sequence) -> list[Sequence]:

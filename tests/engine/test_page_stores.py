@@ -233,6 +233,32 @@ async def test_others_go_on_out_of_memory_while_a_disk_hangs(make_engine: MakeEn
         await settle(engine)
 
 
+@pytest.mark.parametrize("snapshots", [None, 8])
+async def test_what_does_not_come_from_a_disk_that_hangs_is_computed(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, snapshots: int | None
+) -> None:
+    monkeypatch.setattr(transfers, "_PATIENCE", 0.01)
+    store, device = Gated(), ToyDevice(num_pages=200, snapshots=snapshots)
+    other = [token + 1 for token in PROMPT]
+    async with make_engine(device=device, page_size=4, state_snapshot_tokens=1) as engine:
+        attach(engine, store)
+        for prompt in (PROMPT, other):
+            await ask(engine, prompt)
+        engine.flush_cache()
+        store.open.clear()
+        for prompt in (PROMPT, other):
+            result = await engine.generate(prompt, PARAMS)
+            assert result.usage.cached_tokens == 0
+            assert result.token_ids == toy_generate(prompt, PARAMS)
+        assert engine.stats().retractions == 1, "the second one does not wait for the store"
+        audit(engine._core.scheduler)
+        store.open.set()
+        await written(engine)
+        engine.flush_cache()
+        assert (await ask(engine)).usage.cached_tokens == 40
+        await settle(engine)
+
+
 async def test_a_page_that_is_missing_is_computed(make_engine: MakeEngine) -> None:
     store = FlakyStore(random.Random(3), 1000, 0.0)
     async with make_engine(page_size=4) as engine:
