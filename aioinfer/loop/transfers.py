@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -320,12 +321,14 @@ class PageTransfers:
 
     def _refresh(self) -> None:
         """Look for what other processes have stored, now and then."""
-        now = self._core.clock()
-        if now - self._refreshed < _REFRESH:
+        if self._core.clock() - self._refreshed < _REFRESH:
             return
-        self._refreshed = now
-        for store in self._stores:
-            self._begin(self._writers, partial(_refreshed, store), _ignore)
+        self._refreshed = math.inf  # until this has ended
+        if not self._begin(self._writers, partial(_refresh, [*self._stores]), self._looked):
+            self._looked(0)
+
+    def _looked(self, _: int) -> None:
+        self._refreshed = self._core.clock()
 
     async def aclose(self, seconds: float = 0.0) -> None:
         """Write what was committed, for at most so many seconds, and wait for the workers. No step is
@@ -391,10 +394,7 @@ def _put_all(
     return whole
 
 
-def _refreshed(store: PageStore) -> int:
-    store.refresh()
+def _refresh(stores: Iterable[PageStore]) -> int:
+    for store in stores:
+        store.refresh()
     return 0
-
-
-def _ignore(_: int) -> None:
-    """Nothing follows."""

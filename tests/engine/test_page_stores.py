@@ -233,6 +233,26 @@ async def test_others_go_on_out_of_memory_while_a_disk_hangs(make_engine: MakeEn
         await settle(engine)
 
 
+async def test_looks_for_what_others_have_stored_do_not_pile_up(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfers, "_REFRESH", 0.0)
+    store, looks = Gated(), list[int]()
+    async with make_engine(page_size=4) as engine:
+        attach(engine, store)
+        store.refresh = lambda names=None: looks.append(1)  # type: ignore[method-assign]
+        store.open.clear()
+        await engine.generate(PROMPT, PARAMS)
+        await began(store)
+        for number in range(10):
+            await engine.generate([number] * 9, PARAMS)
+        assert len(engine._started().transfers._working) == 2, "a write, and one look"
+        store.open.set()
+        await written(engine)
+        await ask(engine, [20] * 9)
+        assert len(looks) > 1
+
+
 @pytest.mark.parametrize("snapshots", [None, 8])
 async def test_what_does_not_come_from_a_disk_that_hangs_is_computed(
     make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, snapshots: int | None
