@@ -80,7 +80,7 @@ class Suspects:
 
 def failed_before(sequence: Sequence) -> bool:
     """Whether a step of the request raised, and it came no further since."""
-    return sequence.recovery.failed_at == sequence.cursor.progress
+    return sequence.cursor.progress <= sequence.recovery.failed_at
 
 
 def struck(step: Step) -> list[Sequence]:

@@ -72,3 +72,14 @@ def test_a_suspect_that_has_its_place_goes_on_before_one_that_waits() -> None:
     known = runs.known
     while runs.known == known:
         assert desk.round() == [runs]
+
+
+def test_a_suspect_that_lost_what_it_had_read_goes_on_alone_still() -> None:
+    """As one does whose block begins again, with other weights."""
+    desk = Desk()
+    other, suspect = desk.submit(4, 20), desk.submit(4, 20)
+    desk.scheduler.suspects.add(suspect)
+    suspect.recovery.failed_at += 1
+    assert [desk.round() for _ in range(2)] == [[suspect]] * 2
+    assert set(desk.round()) == {other, suspect}
+    desk.finish()
