@@ -228,6 +228,12 @@ class PageTransfers:
                 self._due = True
                 self._loop.call_soon(self._write_next)
 
+    def distrusted(self, sequence: Request, start: int, stop: int) -> None:
+        names = self._names(sequence, stop)[start:]
+        if names and not self._closed:
+            # Behind what is being written.
+            self._begin(self._writers, partial(_forget, [*self._stores], names), _ignore)
+
     def _write_next(self) -> None:
         """Have a worker write what was committed, one run of pages at a time."""
         tree, self._due = self._memory.tree, False
@@ -398,3 +404,13 @@ def _refresh(stores: Iterable[PageStore]) -> int:
     for store in stores:
         store.refresh()
     return 0
+
+
+def _forget(stores: Iterable[PageStore], names: Sequence[bytes]) -> int:
+    for store in stores:
+        store.forget(names)
+    return 0
+
+
+def _ignore(_: int) -> None:
+    """Nothing follows."""

@@ -38,6 +38,9 @@ class PageFinder(Protocol):
     def committed(self, sequence: Sequence, start: int, stop: int) -> None:
         """The pages [start, stop) of a running request are in the cache now, at the end of its lock."""
 
+    def distrusted(self, sequence: Sequence, start: int, stop: int) -> None:
+        """The KV of these pages of a request is not to be found any more."""
+
 
 class Memory:
     """Pages, slots and, unless ``prefix_cache`` is off, the tree of prefixes."""
@@ -294,6 +297,10 @@ class Memory:
             self._drop(self.tree.forget_key(self._key(sequence), sequence.namespace))
         if lock is not None:
             self.tree.forget(lock)
+        if self.finder is not None:
+            key = self._key(sequence)
+            kept, size = self.tree.match(key, sequence.namespace), self.pages.page_size
+            self.finder.distrusted(sequence, kept, sequence.cursor.reusable // size)
 
     # -- holds: what is evicted last ------------------------------------------------------------
 

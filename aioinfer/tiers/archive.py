@@ -104,6 +104,9 @@ class Archive(BaseStore):
     def _put(self, key: bytes, views: Views) -> str:
         return "read only"
 
+    def _forget(self, key: bytes) -> None:
+        self._index.pop(key, None)
+
     def _held(self) -> tuple[int, int]:
         return len(self._index), self._size
 
@@ -162,6 +165,9 @@ class ArchiveWriter(BaseStore):
             self._index[key] = start, size
         self._wrote(key, size - HEADER)
         return ""
+
+    def _forget(self, key: bytes) -> None:
+        self._index.pop(key, None)
 
     def _held(self) -> tuple[int, int]:
         return len(self._index), self._end

@@ -105,11 +105,15 @@ class DirectoryStore(BaseStore):
         if not fault:
             self._used(key, status, opened.number)
             return ""
-        self._drop(key)
         if fault in _USELESS:
             with suppress(OSError):
-                os.unlink(_file(key), dir_fd=folder.fd)
+                self._forget(key)
+        self._drop(key)
         return fault
+
+    def _forget(self, key: bytes) -> None:
+        self._drop(key)
+        os.unlink(_file(key), dir_fd=self._folder.fd)
 
     def _used(self, key: bytes, status: os.stat_result, file: int) -> None:
         stamp, now = status.st_mtime_ns, int(self._clock() * 1e9)

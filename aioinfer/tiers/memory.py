@@ -45,6 +45,12 @@ class MemoryStore(BaseStore):
                 self._evicted = self._puts - len(self._kept)
         return ""
 
+    def _forget(self, key: bytes) -> None:
+        if self._kept.get(key) is not None:
+            self._kept.forget(key)
+            with self._lock:
+                self._puts -= 1
+
     def _held(self) -> tuple[int, int]:
         return len(self._kept), self._kept.bytes
 

@@ -14,6 +14,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -95,6 +96,9 @@ class PageStore(Protocol):
         What is there already is not written again: it has the same content, and counts as used now.
         """
 
+    def forget(self, names: Sequence[bytes]) -> None:
+        """Have these pages no longer: their content was found to be wrong. May block."""
+
     def refresh(self, names: Sequence[bytes] | None = None) -> None:
         """Learn what other processes have written and removed. May block.
 
@@ -136,6 +140,10 @@ class BaseStore(ABC):
     @abstractmethod
     def _put(self, key: bytes, views: Views) -> str:
         """Keep a record; why that could not be done, "" if it is there."""
+
+    @abstractmethod
+    def _forget(self, key: bytes) -> None:
+        """Have a record no longer."""
 
     @abstractmethod
     def _held(self) -> tuple[int, int]:
@@ -189,6 +197,13 @@ class BaseStore(ABC):
                 self._refused[fault] += 1
             self._say(fault, "a page is not kept")
         return not fault
+
+    def forget(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            for key in (name + _PAGE, name + _STATE):
+                if not self._closed:
+                    with suppress(OSError):
+                        self._forget(key)
 
     def refresh(self, names: Sequence[bytes] | None = None) -> None:
         """Does nothing: no other process writes here."""

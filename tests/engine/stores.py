@@ -66,6 +66,10 @@ class FlakyStore(PageStore):
                     view[:] = bytes(len(view))  # what follows is junk
         return right
 
+    def forget(self, names: Sequence[bytes]) -> None:
+        for name in names:
+            self._kept.pop(name, None)
+
     def refresh(self, names: Sequence[bytes] | None = None) -> None:
         """Nobody else writes there."""
 

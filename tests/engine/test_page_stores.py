@@ -13,13 +13,16 @@ import pytest
 
 from aioinfer import AioInferError, ConfigError, EngineConfig
 from aioinfer.engine import Engine
+from aioinfer.errors import StepFailed
 from aioinfer.loop import transfers
 from aioinfer.outputs import Result
 from aioinfer.params import SamplingParams
+from aioinfer.sampling.outcomes import BAD_LOGITS
 from aioinfer.scheduling.arrivals import Arrival, Transfers
 from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.queues import RequestQueues
+from aioinfer.scheduling.step import NewRequestData, Row
 from aioinfer.tiers.store import Views
 from tests.engine.block_worlds import make_block_world
 from tests.engine.conftest import MakeEngine
@@ -230,6 +233,34 @@ async def test_others_go_on_out_of_memory_while_a_disk_hangs(make_engine: MakeEn
         assert engine._core.scheduler.memory.transfers.pages == (10 if reading else 0)
         store.open.set()
         await written(engine)
+        await settle(engine)
+
+
+class Overflowing(ToyDevice):
+    """Computes no finite logits for a long prompt, as long as it is broken."""
+
+    broken = True
+
+    def _next(self, row: Row, state: int, tenant: NewRequestData) -> int:
+        broken = self.broken and len(row.sequence.prompt_ids) >= len(PROMPT)
+        return BAD_LOGITS if broken else super()._next(row, state, tenant)
+
+
+async def test_pages_with_which_a_request_failed_are_found_no_more(make_engine: MakeEngine) -> None:
+    """But for those with which others go on."""
+    store, device, other = Gated(), Overflowing(), [*PROMPT[:16], *[7] * 10]
+    async with make_engine(device=device, page_size=4, chunk_size=16) as engine:
+        attach(engine, store)
+        await ask(engine, other)
+        with pytest.raises(StepFailed):
+            await engine.generate(PROMPT, PARAMS)
+        await written(engine)
+        device.broken = False
+        result = await ask(engine)
+        assert result.usage.cached_tokens == 16
+        assert result.token_ids == toy_generate(PROMPT, PARAMS)
+        engine.flush_cache()
+        assert (await ask(engine)).usage.cached_tokens == 40, "they are stored anew"
         await settle(engine)
 
 

@@ -54,6 +54,21 @@ def test_pages_and_states_come_back(make: Any) -> None:
     assert counts.refused == {}
 
 
+def test_what_is_forgotten_is_a_miss_and_can_be_put_again(make: Any) -> None:
+    store = make()
+    for name in NAMES[:4]:
+        assert store.put(name, page_of(name), state_of(name))
+    store.forget([NAMES[2], NAMES[9]])
+    assert (store.leading(NAMES), store.has(NAMES[2]), store.has_state(NAMES[2])) == (2, False, False)
+    assert read_right(store, NAMES[2:3]) == 0
+    counts = store.counts()
+    assert (counts.records, counts.evicted) == (6, 0)
+    assert store.put(NAMES[2], page_of(NAMES[2]))
+    assert read_right(store, NAMES[:4]) == 4
+    store.close()
+    store.forget(NAMES)
+
+
 def test_states_are_wanted_page_by_page(make: Any) -> None:
     store = make()
     for name in NAMES[:3]:
