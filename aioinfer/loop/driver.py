@@ -343,6 +343,8 @@ class Driver:
             flight = self._unlaunched(step, error)
         self._timeline.loop.add("pack", step.id, start, now())
         flight.launched_at = self._clock()
+        if not self._flights:
+            self._last_progress = flight.launched_at  # before, pages may have arrived
         self._flights.append(flight)
         if self._garbage is not None:
             self._garbage.launched()

@@ -25,7 +25,7 @@ from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.step import NewRequestData, Row
 from aioinfer.tiers.store import Views
 from tests.engine.block_worlds import make_block_world
-from tests.engine.conftest import MakeEngine
+from tests.engine.conftest import Gate, MakeEngine
 from tests.engine.simulation import settle, simulate
 from tests.engine.stores import FlakyStore
 from tests.tiers import SECONDS, SIMULATION, grid, rest, scaled
@@ -234,6 +234,29 @@ async def test_others_go_on_out_of_memory_while_a_disk_hangs(make_engine: MakeEn
         store.open.set()
         await written(engine)
         await settle(engine)
+
+
+async def test_an_engine_is_not_stalled_while_its_first_step_after_a_slow_store_is_computed(
+    make_engine: MakeEngine, gate: Gate
+) -> None:
+    store, gate.open = Gated(), True
+    async with make_engine(page_size=4, device=ToyDevice(fault=gate)) as engine:
+        attach(engine, store)
+        await ask(engine)
+        engine.flush_cache()
+        store.open.clear()
+        store.begun.clear()
+        gate.open = False
+        stream = engine.generate(PROMPT, PARAMS)
+        await began(store)
+        driver = engine._started().driver
+        driver._last_progress -= 1000.0  # so long it takes
+        store.open.set()
+        while not driver.steps_in_flight:
+            await asyncio.sleep(0)
+        assert driver.stalled < 1000
+        gate.release()
+        await stream
 
 
 class Overflowing(ToyDevice):
