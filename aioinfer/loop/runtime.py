@@ -231,7 +231,7 @@ class Runtime(Service[_Open]):
     def attach(self, store: PageStore) -> bool:
         if not self.transfers.possible:
             return False
-        self.transfers.attach(store)
+        self.transfers.attach(store, only_read=True)
         return True
 
     def detach(self, store: PageStore) -> None:

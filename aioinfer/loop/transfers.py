@@ -81,6 +81,8 @@ class PageTransfers:
         self._stores: dict[PageStore, bool] = {}
         #: those of them in which others store what this engine waits for
         self._probed: set[PageStore] = set()
+        #: and those in which nothing is put
+        self._only_read: set[PageStore] = set()
         self._owned: list[PageStore] = []
         self._readers = WorkerExecutor(2, "aioinfer-pages-in")
         self._writers = WorkerExecutor(1, "aioinfer-pages-out")
@@ -104,13 +106,20 @@ class PageTransfers:
         return cached and bool(self._core.info.page_bytes) and isinstance(self._device, HostPages)
 
     def attach(
-        self, store: PageStore, *, behind: bool = False, probed: bool = False, owned: bool = False
+        self,
+        store: PageStore,
+        *,
+        behind: bool = False,
+        probed: bool = False,
+        only_read: bool = False,
+        owned: bool = False,
     ) -> None:
         """Have admitted requests look for their pages in a store.
 
         Args:
             behind: everything that is committed is put there.
             probed: look for what others have stored just now, on the loop: a store in memory.
+            only_read: nothing is put there.
             owned: it is closed with the engine.
 
         Raises ConfigError: there is no prefix cache, or pages cannot be copied.
@@ -122,6 +131,8 @@ class PageTransfers:
         self._stores[store] = behind
         if probed:
             self._probed.add(store)
+        if only_read:
+            self._only_read.add(store)
         if owned:
             self._owned.append(store)
         self._memory.finder = self
@@ -130,6 +141,7 @@ class PageTransfers:
         """Do not look there any more; reads that have begun go on. Idempotent."""
         self._stores.pop(store, None)
         self._probed.discard(store)
+        self._only_read.discard(store)
         if not self._stores:
             self._memory.finder = None
             self._fresh.clear()
@@ -281,7 +293,7 @@ class PageTransfers:
         """Put the pages of a cached prefix into a store, by default into all that are attached; returns how
         many of the tokens it has then, counted from the first. What is not cached is not computed."""
         tree, root = self._memory.tree, self.root(namespace, adapter_fingerprint)
-        stores = list(self._stores) if into is None else [into]
+        stores = [each for each in self._stores if each not in self._only_read] if into is None else [into]
         if tree is None or root is None or not stores:
             return 0
         names: list[bytes] = []

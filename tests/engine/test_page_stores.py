@@ -23,6 +23,7 @@ from aioinfer.scheduling.audit import audit
 from aioinfer.scheduling.memory import Memory
 from aioinfer.scheduling.queues import RequestQueues
 from aioinfer.scheduling.step import NewRequestData, Row
+from aioinfer.tiers.archive import Archive, ArchiveWriter
 from aioinfer.tiers.store import Views
 from tests.engine.block_worlds import make_block_world
 from tests.engine.conftest import Gate, MakeEngine
@@ -257,6 +258,20 @@ async def test_an_engine_is_not_stalled_while_its_first_step_after_a_slow_store_
         assert driver.stalled < 1000
         gate.release()
         await stream
+
+
+async def test_a_prefix_is_not_stored_in_the_file_of_a_session_that_is_loaded(
+    make_engine: MakeEngine, tmp_path: Path
+) -> None:
+    ArchiveWriter(tmp_path / "session", {}).finish()
+    async with make_engine(page_size=4) as engine:
+        attach(engine, Gated())
+        await ask(engine)
+        archive, serving = Archive(tmp_path / "session"), engine._started()
+        assert serving.attach(archive)
+        assert await engine.store_prefix(PROMPT) == 40
+        assert archive.counts().refused == {}
+        serving.detach(archive)
 
 
 class Overflowing(ToyDevice):
