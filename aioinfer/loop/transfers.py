@@ -183,9 +183,9 @@ class PageTransfers:
         wanted = self._names(sequence, last)[first:]
         if not wanted:
             return None
-        for store in self._probed:
-            store.refresh(wanted)
         states = self._memory.states is not None
+        for store in self._probed:
+            store.refresh(wanted, states=states)
         found = [(store.leading(wanted, states=states), store) for store in self._stores]
         count, store = max(found, key=lambda each: each[0])
         if not count or not self._core.rates.reading_pays():

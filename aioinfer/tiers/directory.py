@@ -285,14 +285,14 @@ class DirectoryStore(BaseStore):
             self._bytes -= size
             return size > 0
 
-    def refresh(self, names: Sequence[bytes] | None = None) -> None:
+    def refresh(self, names: Sequence[bytes] | None = None, *, states: bool = False) -> None:
         """Look at the folders that have changed, or at single pages; remove what killed processes have left,
         and what is beyond the bound. A directory that was replaced is opened anew."""
         if self._closed:
             return
         if names is not None:
             for name in names:
-                if not self._probe(name):
+                if not self._probe(name, b"ps" if states else b"p"):
                     break
             return
         with self._refreshing, suppress(OSError):
@@ -304,9 +304,9 @@ class DirectoryStore(BaseStore):
             if self._bytes > self._max_bytes:
                 self._evict(self._bytes - self._max_bytes)
 
-    def _probe(self, name: bytes) -> bool:
+    def _probe(self, name: bytes, kinds: bytes) -> bool:
         """Look for the files of a page that the index does not have; whether there is a page."""
-        for key in (name + b"p", name + b"s"):
+        for key in (name + bytes((kind,)) for kind in kinds):
             if key not in self._index:
                 with suppress(OSError):
                     status = os.stat(_file(key), dir_fd=self._folder.fd, follow_symlinks=False)

@@ -99,12 +99,13 @@ class PageStore(Protocol):
     def forget(self, names: Sequence[bytes]) -> None:
         """Have these pages no longer: their content was found to be wrong. May block."""
 
-    def refresh(self, names: Sequence[bytes] | None = None) -> None:
+    def refresh(self, names: Sequence[bytes] | None = None, *, states: bool = False) -> None:
         """Learn what other processes have written and removed. May block.
 
         Args:
             names: look for the first of these alone, up to one that is missing: about 10 us each;
                 None: for everything, to be called at intervals.
+            states: look for the states of these, too.
         """
 
     def counts(self) -> StoreCounts:
@@ -205,7 +206,7 @@ class BaseStore(ABC):
                     with suppress(OSError):
                         self._forget(key)
 
-    def refresh(self, names: Sequence[bytes] | None = None) -> None:
+    def refresh(self, names: Sequence[bytes] | None = None, *, states: bool = False) -> None:
         """Does nothing: no other process writes here."""
         return
 

@@ -70,7 +70,7 @@ class FlakyStore(PageStore):
         for name in names:
             self._kept.pop(name, None)
 
-    def refresh(self, names: Sequence[bytes] | None = None) -> None:
+    def refresh(self, names: Sequence[bytes] | None = None, *, states: bool = False) -> None:
         """Nobody else writes there."""
 
     def counts(self) -> StoreCounts:

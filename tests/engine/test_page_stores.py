@@ -309,7 +309,7 @@ async def test_looks_for_what_others_have_stored_do_not_pile_up(
     store, looks = Gated(), list[int]()
     async with make_engine(page_size=4) as engine:
         attach(engine, store)
-        store.refresh = lambda names=None: looks.append(1)  # type: ignore[method-assign]
+        store.refresh = lambda names=None, states=False: looks.append(1)  # type: ignore[method-assign]
         store.open.clear()
         await engine.generate(PROMPT, PARAMS)
         await began(store)

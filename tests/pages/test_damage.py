@@ -56,7 +56,7 @@ def test_a_damaged_file_is_a_miss_and_removed(
     count = 0
     for what, content in damaged(whole, HEADER, PLACES - HEADER):
         file.write_bytes(content)
-        store.refresh([NAME])
+        store.refresh([NAME], states=True)
         assert store.has_state(NAME), what
         assert read_right(store, [NAME], states=True) == 0, what
         assert not file.exists(), what

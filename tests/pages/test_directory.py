@@ -115,13 +115,25 @@ def test_pages_are_found_after_a_restart_in_the_order_of_their_use(tmp_path: Pat
     assert DirectoryStore(tmp_path, 2 * SIZE).counts().records == 2, "a smaller bound"
 
 
+def test_what_is_known_is_not_looked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, other, looks = DirectoryStore(tmp_path, MOST), DirectoryStore(tmp_path, MOST), list[str]()
+    for name in NAMES[:6]:
+        one.put(name, page_of(name))
+    other.refresh(NAMES[:6])
+    stat = os.stat
+    monkeypatch.setattr(os, "stat", lambda path, **options: looks.append(path) or stat(path, **options))
+    other.refresh(NAMES[:6])
+    assert looks == []
+    assert other.leading(NAMES) == 6
+
+
 def test_another_process_finds_pages_when_it_looks(tmp_path: Path) -> None:
     one, other = DirectoryStore(tmp_path, MOST), DirectoryStore(tmp_path, MOST)
     for name in NAMES[:6]:
         assert one.put(name, page_of(name), state_of(name) if name == NAMES[2] else None)
     assert other.leading(NAMES) == 0
     assert read_right(other, NAMES[:1]) == 1, "read looks at the disk"
-    other.refresh(NAMES[:4])
+    other.refresh(NAMES[:4], states=True)
     assert (other.leading(NAMES), other.leading(NAMES, states=True)) == (4, 3)
     other.refresh()
     assert other.leading(NAMES) == 6
