@@ -19,6 +19,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from array import array
+from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from aioinfer.cache.holds import Holds
@@ -285,22 +286,25 @@ class RadixTree:
                 self._offer(each)
         return gone
 
-    def forget(self, lock: Lock) -> None:
+    def forget(self, lock: Lock, beside: Iterable[Lock] = ()) -> None:
         """Remove from later matches the end of the lock's prefix that no other lock holds and that has no
-        other children."""
+        other children. Locks ``beside`` it do not count."""
+        counted = Counter(node for each in beside for node in upwards(each.node))
         for node in upwards(lock.node):
-            if node.parent is None or node.detached or node.locks > 1 or node.children:
+            if node.parent is None or node.detached or node.locks - counted[node] > 1 or node.children:
                 return
             node.detached = True
             del node.parent.children[self._edge(node)]
             self._unhold(node)
             self.version += 1
 
-    def forget_key(self, key: bytes, namespace: Hashable = COMMON) -> list[tuple[list[int], int]]:
+    def forget_key(
+        self, key: bytes, namespace: Hashable = COMMON, beside: Iterable[Lock] = ()
+    ) -> list[tuple[list[int], int]]:
         """Remove from later matches what is found of ``key``, as :meth:`forget` does; returns as
         :meth:`unlock` does."""
         lock = self._lock_at(*self._whole(self._root(namespace), key))
-        self.forget(lock)
+        self.forget(lock, beside)
         return self.unlock(lock, 0)
 
     # -- holding --------------------------------------------------------------------------------

@@ -290,13 +290,13 @@ class Memory:
         sequence.kv.cacheable = False
         if self.tree is None or sequence.finished:
             return
-        lock = sequence.kv.lock
+        lock, copied = sequence.kv.lock, [each.lock for each in self.transfers.departures]
         if lock is None or self.states is not None:
             # What it left in the cache before it was retracted is found by its tokens; of a model with
             # recurrent state, its present lock need not reach so far.
-            self._drop(self.tree.forget_key(self._key(sequence), sequence.namespace))
+            self._drop(self.tree.forget_key(self._key(sequence), sequence.namespace, copied))
         if lock is not None:
-            self.tree.forget(lock)
+            self.tree.forget(lock, copied)
         if self.finder is not None:
             key = self._key(sequence)
             kept, size = self.tree.match(key, sequence.namespace), self.pages.page_size

@@ -278,20 +278,33 @@ class Overflowing(ToyDevice):
     """Computes no finite logits for a long prompt, as long as it is broken."""
 
     broken = True
+    #: what happens before
+    after: threading.Event | None = None
 
     def _next(self, row: Row, state: int, tenant: NewRequestData) -> int:
-        broken = self.broken and len(row.sequence.prompt_ids) >= len(PROMPT)
-        return BAD_LOGITS if broken else super()._next(row, state, tenant)
+        if not self.broken or len(row.sequence.prompt_ids) < len(PROMPT):
+            return super()._next(row, state, tenant)
+        assert self.after is None or self.after.wait(60)
+        return BAD_LOGITS
 
 
-async def test_pages_with_which_a_request_failed_are_found_no_more(make_engine: MakeEngine) -> None:
-    """But for those with which others go on."""
+@pytest.mark.parametrize("copied", [False, True])
+async def test_pages_with_which_a_request_failed_are_found_no_more(
+    make_engine: MakeEngine, copied: bool
+) -> None:
+    """But for those with which others go on; also while they are being copied."""
     store, device, other = Gated(), Overflowing(), [*PROMPT[:16], *[7] * 10]
     async with make_engine(device=device, page_size=4, chunk_size=16) as engine:
         attach(engine, store)
         await ask(engine, other)
+        if copied:
+            store.open.clear()
+            store.begun.clear()
+            device.after = store.begun
         with pytest.raises(StepFailed):
             await engine.generate(PROMPT, PARAMS)
+        assert engine.cached_tokens(PROMPT) == 16
+        store.open.set()
         await written(engine)
         device.broken = False
         result = await ask(engine)
